@@ -1,0 +1,1 @@
+"""What every room may use: errors, the environment, logging, the registry. Standard library alone."""

@@ -1,0 +1,125 @@
+"""The environment, in one typed table. No other module touches `os.environ`.
+
+Reading is free to all. Writing (`export`, `patched`) is for `launch/`, `world/rendezvous.py` and tests alone:
+once the processes are up, state has named owners and does not travel by environment variable.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from paceline.base.errors import ConfigError
+
+_TRUE = {"1", "true", "yes", "y", "on", "t"}
+_FALSE = {"0", "false", "no", "n", "off", "f", ""}
+
+
+def parse_bool(text: str) -> bool:
+    """Reads a yes/no word; raises ValueError for any other."""
+    word = text.strip().lower()
+    if word in _TRUE:
+        return True
+    if word in _FALSE:
+        return False
+    raise ValueError("one of yes/no, true/false, 1/0, on/off")
+
+
+@dataclass(frozen=True)
+class Variable:
+    """One environment variable that Paceline reads or writes.
+
+    Attributes:
+        name: its name.
+        parse: text -> value; raises ValueError with what would have been right.
+        default: the value where it is not set.
+        doc: one sentence for the reference page.
+        secret: never logged.
+    """
+
+    name: str
+    parse: Callable[[str], Any]
+    default: Any
+    doc: str
+    secret: bool = False
+
+
+def _table(*rows: Variable) -> dict[str, Variable]:
+    return {row.name: row for row in rows}
+
+
+TABLE: dict[str, Variable] = _table(
+    # Names that torchrun gives to each worker; `paceline launch` sets the same ones.
+    Variable("RANK", int, None, "Number of this process among all processes."),
+    Variable("WORLD_SIZE", int, None, "How many processes there are."),
+    Variable("LOCAL_RANK", int, None, "Number of this process on its host."),
+    Variable("LOCAL_WORLD_SIZE", int, None, "How many processes this host runs."),
+    Variable("GROUP_RANK", int, None, "Number of this host."),
+    Variable("MASTER_ADDR", str, None, "Host at which rank 0 listens."),
+    Variable("MASTER_PORT", int, None, "Port at which rank 0 listens."),
+    Variable("TORCHELASTIC_RUN_ID", str, None, "Set where torchelastic started this process."),
+    Variable("TORCHELASTIC_RESTART_COUNT", int, 0, "How often the workers were started again."),
+    Variable("OMP_NUM_THREADS", int, None, "Threads of one process on the CPU."),
+    # Paceline's own.
+    Variable("PACELINE_SETTINGS", str, "", "Settings that the launcher hands to its workers, as JSON with their sources."),
+    Variable("PACELINE_DEBUG", parse_bool, False, "Checks every collective across ranks and explains hangs."),
+    Variable("PACELINE_TIMEOUT_S", float, None, "Seconds after which a collective that some rank never enters fails."),
+    Variable("PACELINE_LOG_LEVEL", str, None, "Level of the `paceline` loggers."),
+    Variable("PACELINE_COMPAT", str, "", "Libraries whose names are served by Paceline: `accelerate`."),
+)
+
+
+def register(*rows: Variable) -> None:
+    """Adds rows to the table; used by `config/`, whose settings each have a variable."""
+    for row in rows:
+        TABLE.setdefault(row.name, row)
+
+
+def get(name: str, env: Mapping[str, str] | None = None) -> Any:
+    """Value of a variable of the table, parsed; its default where it is not set.
+
+    Raises:
+        ConfigError: `env-value`, naming the variable, its text and what would have been right.
+    """
+    row = TABLE[name]
+    text = (os.environ if env is None else env).get(name)
+    if text is None:
+        return row.default
+    try:
+        return row.parse(text)
+    except ValueError as error:
+        shown = "(hidden)" if row.secret else repr(text)
+        raise ConfigError(
+            "env-value",
+            f"environment variable {name} is {shown}, which cannot be read.",
+            why=f"{row.doc} expected: {error}",
+            fix=f"unset {name}, or give it a value of that kind",
+        ) from None
+
+
+def snapshot() -> dict[str, str]:
+    """A copy of the whole environment."""
+    return dict(os.environ)
+
+
+def export(values: Mapping[str, str | None]) -> None:
+    """Sets variables of this process (None removes one)."""
+    for name, value in values.items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = str(value)
+
+
+@contextmanager
+def patched(values: Mapping[str, str | None]) -> Iterator[None]:
+    """Sets variables for the length of a `with` block and puts back what stood there."""
+    before = {name: os.environ.get(name) for name in values}
+    export(values)
+    try:
+        yield
+    finally:
+        export(before)

@@ -1,0 +1,132 @@
+"""The exception tree: every error says what happened, why, and one fix that works.
+
+    PacelineError
+     +- ConfigError      (ValueError)          a setting, a config file or a flag
+     +- WorldError       (RuntimeError)        ranks, devices, process groups
+     +- CollectiveError  (RuntimeError)        ranks that disagree about a collective, or never enter it
+     +- PlanError        (ValueError)          a plan that cannot work
+     +- PrepareError     (TypeError)           an object that `prepare` cannot take, or that was not prepared
+     +- DataError        (ValueError)          a loader, a sampler, a batch
+     +- TrainError       (RuntimeError)        the loop itself: a non-finite loss, a step out of order
+     +- CheckpointError  (RuntimeError)        saving and loading
+     +- LaunchError      (RuntimeError)        starting and supervising processes
+     +- TrackerError     (RuntimeError)        experiment trackers
+     +- CompatError      (NotImplementedError) a name of another library that we do not carry
+
+Each error has a `code`, a section of that name in `docs/errors.md`, and a test that triggers it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One thing that is wrong, before it is raised: checks collect problems and raise them together."""
+
+    code: str
+    what: str
+    why: str | Sequence[str] = ()
+    fix: str = ""
+
+    def __str__(self) -> str:
+        reasons = [self.why] if isinstance(self.why, str) else list(self.why)
+        lines = [f"{self.what}  [{self.code}]"]
+        lines += [f"  why: {reason}" for reason in reasons if reason]
+        if self.fix:
+            lines.append(f"  fix: {self.fix}")
+        return "\n".join(lines)
+
+
+class PacelineError(Exception):
+    """Base of all errors that Paceline raises on purpose.
+
+    Args:
+        code: stable name of the kind of error, such as `plan-size`; documented in `docs/errors.md`.
+        what: what happened, in one sentence.
+        why: the reason or reasons, each value with where it came from.
+        fix: one thing to do that works.
+
+    Attributes:
+        problems: all problems that were found at once; one for most errors.
+    """
+
+    def __init__(self, code: str, what: str, why: str | Sequence[str] = (), fix: str = "") -> None:
+        self.problems: tuple[Problem, ...] = (Problem(code, what, why, fix),)
+        super().__init__(str(self.problems[0]))
+
+    def __init_subclass__(cls) -> None:
+        cls.__module__ = "paceline"  # a traceback then reads `paceline.PlanError: ...`
+
+    @property
+    def code(self) -> str:
+        """Code of the first problem."""
+        return self.problems[0].code
+
+    @classmethod
+    def of(cls, problems: Iterable[Problem]) -> PacelineError:
+        """Makes one error that holds all of `problems` (at least one)."""
+        found = tuple(problems)
+        assert found, "an error needs a problem"
+        error = cls(found[0].code, found[0].what, found[0].why, found[0].fix)
+        if len(found) > 1:
+            error.problems = found
+            listed = "\n".join(f"{number}. {problem}" for number, problem in enumerate(found, 1))
+            error.args = (f"{len(found)} problems:\n{listed}",)
+        return error
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return _rebuild, (type(self), self.problems)
+
+
+def _rebuild(cls: type[PacelineError], problems: tuple[Problem, ...]) -> PacelineError:
+    return cls.of(problems)
+
+
+PacelineError.__module__ = "paceline"
+
+
+class ConfigError(PacelineError, ValueError):
+    """A setting, a config file or a flag that cannot be used."""
+
+
+class WorldError(PacelineError, RuntimeError):
+    """Ranks, devices or a process group that cannot be had."""
+
+
+class CollectiveError(PacelineError, RuntimeError):
+    """Ranks that disagree about a collective operation, or never enter it."""
+
+
+class PlanError(PacelineError, ValueError):
+    """A plan that cannot work, found before anything is touched."""
+
+
+class PrepareError(PacelineError, TypeError):
+    """An object that `prepare` cannot take, or that should have been prepared and was not."""
+
+
+class DataError(PacelineError, ValueError):
+    """A loader, a sampler or a batch that cannot be used as it is."""
+
+
+class TrainError(PacelineError, RuntimeError):
+    """The training loop itself: a loss that is not finite, a call out of order."""
+
+
+class CheckpointError(PacelineError, RuntimeError):
+    """A checkpoint that cannot be written or read; whatever was saved before is untouched."""
+
+
+class LaunchError(PacelineError, RuntimeError):
+    """Processes that cannot be started, or that failed."""
+
+
+class TrackerError(PacelineError, RuntimeError):
+    """An experiment tracker that cannot be used."""
+
+
+class CompatError(PacelineError, NotImplementedError):
+    """A name of another library that Paceline does not carry; the message names the native way."""

@@ -1,0 +1,88 @@
+"""Finds the implementations of a noun: one file each in a package, or an entry point of another distribution.
+
+Adding a strategy, launcher, tracker or store is adding a file; there is no list to edit.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import pkgutil
+from collections.abc import Iterator
+from functools import lru_cache
+from typing import Any
+
+from paceline.base.errors import ConfigError
+
+
+class Registry:
+    """The implementations of one noun.
+
+    Args:
+        package: package whose modules are searched, such as `paceline.parallel`.
+        attribute: name that a module must define to count as an implementation, such as `STRATEGY`.
+        entry_points: group under which other distributions offer theirs, such as `paceline.strategies`.
+    """
+
+    def __init__(self, package: str, attribute: str, entry_points: str) -> None:
+        self.package = package
+        self.attribute = attribute
+        self.entry_points = entry_points
+        self._added: dict[str, Any] = {}
+
+    def add(self, name: str, implementation: Any) -> None:
+        """Adds one by hand: for tests and for a user's own class."""
+        self._added[name] = implementation
+
+    def remove(self, name: str) -> None:
+        """Takes back what `add` added."""
+        self._added.pop(name, None)
+
+    def names(self) -> list[str]:
+        """Names of all implementations, sorted."""
+        return sorted({*_modules(self.package, self.attribute), *_points(self.entry_points), *self._added})
+
+    def get(self, name: str) -> Any:
+        """The implementation called `name`.
+
+        Raises:
+            ConfigError: `unknown-name`, listing those that exist.
+        """
+        if name in self._added:
+            return self._added[name]
+        module = _modules(self.package, self.attribute).get(name)
+        if module is not None:
+            return getattr(importlib.import_module(module), self.attribute)
+        point = _points(self.entry_points).get(name)
+        if point is not None:
+            return point.load()
+        raise ConfigError(
+            "unknown-name",
+            f"there is no {self.attribute.lower()} called {name!r}.",
+            why=f"known: {', '.join(self.names())}",
+            fix="use one of these names, or add a file of that name to " + self.package,
+        )
+
+    def __iter__(self) -> Iterator[Any]:
+        return (self.get(name) for name in self.names())
+
+
+@lru_cache(maxsize=None)
+def _modules(package: str, attribute: str) -> dict[str, str]:
+    """Module names of `package` whose source sets `attribute` at top level, by their last part."""
+    found = {}
+    for info in pkgutil.iter_modules(importlib.import_module(package).__path__):
+        name = f"{package}.{info.name}"
+        spec = importlib.util.find_spec(name)
+        if spec and spec.origin and spec.origin.endswith(".py"):
+            with open(spec.origin, encoding="utf-8") as file:
+                if any(line.startswith((f"{attribute} =", f"{attribute}:")) for line in file):
+                    found[info.name] = name
+    return found
+
+
+@lru_cache(maxsize=None)
+def _points(group: str) -> dict[str, Any]:
+    from importlib.metadata import entry_points
+
+    return {point.name: point for point in entry_points(group=group)}

@@ -1,0 +1,1 @@
+"""Thin translations of other libraries' names into ours."""

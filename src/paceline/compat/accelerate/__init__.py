@@ -1,0 +1,1 @@
+"""accelerate's names."""

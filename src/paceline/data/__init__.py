@@ -1,0 +1,1 @@
+"""Loaders, their order and their position."""

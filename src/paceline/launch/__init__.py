@@ -1,0 +1,1 @@
+"""Starting processes and looking after them. No torch at import."""

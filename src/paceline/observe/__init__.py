@@ -1,0 +1,1 @@
+"""Trackers, logs and profiles."""

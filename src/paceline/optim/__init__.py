@@ -1,0 +1,1 @@
+"""Optimizers, gradient scale, clipping, schedules."""

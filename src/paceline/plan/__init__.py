@@ -1,0 +1,1 @@
+"""What will be done and why: pure, without a device or a group."""

@@ -1,0 +1,80 @@
+"""How samples meet ranks: `DataPlan`, `Position`, `BatchInfo`. Pure arithmetic that loader, optimizer and metrics share."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+Tail = Literal["divide", "pad", "drop"]
+
+
+@dataclass(frozen=True)
+class DataPlan:
+    """How one loader's samples are divided over the ranks.
+
+    A global batch of `global_batch` consecutive samples (in the epoch's order) is cut into `width` runs of
+    `micro_batch`; the rank with data index `i` reads run `i`. Gathering the ranks in order so gives sample order.
+
+    Attributes:
+        global_batch: samples that all ranks together read at once.
+        micro_batch: samples that one rank reads at once: global_batch / width.
+        accumulate: micro-batches in one optimizer step.
+        width, index: how many ranks read different samples, and which share this one reads.
+        seed: with the epoch, decides the order of samples.
+        tail: what becomes of a last global batch that is not full: "divide" it as evenly as it goes, "pad" it with
+            the epoch's first samples (accelerate's `even_batches`), or "drop" it.
+    """
+
+    global_batch: int
+    micro_batch: int
+    accumulate: int = 1
+    width: int = 1
+    index: int = 0
+    seed: int = 0
+    tail: Tail = "divide"
+
+    def rows(self, samples: int) -> tuple[int, ...]:
+        """Real samples of each data index in a global batch of `samples` real samples."""
+        if samples >= self.global_batch:
+            return (self.micro_batch,) * self.width
+        if self.tail == "pad":
+            return tuple(max(0, min(self.micro_batch, samples - i * self.micro_batch)) for i in range(self.width))
+        share, extra = divmod(samples, self.width)
+        return tuple(share + (i < extra) for i in range(self.width))
+
+
+@dataclass(frozen=True)
+class Position:
+    """Where a loader stands, in GLOBAL samples consumed: so resume survives a change of width."""
+
+    epoch: int = 0
+    samples: int = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        """Two integers."""
+        return {"epoch": self.epoch, "samples": self.samples}
+
+
+@dataclass(frozen=True, slots=True)
+class BatchInfo:
+    """What is known of the batch that a loader has just handed out; the same on all ranks but for `index`.
+
+    Attributes:
+        index: data index of this rank.
+        real: real samples of each data index. They stand first in each rank's batch; the rest is filler.
+        weights: samples that count in each data index's mean loss. Equal to `real` where the tail is divided
+            (a rank without a sample then holds one filler row of weight 0); with padding, all rows that it loaded.
+        loaded: rows that lie in this rank's batch, filler included.
+        last: whether the epoch ends with this batch.
+    """
+
+    index: int
+    real: tuple[int, ...]
+    weights: tuple[int, ...]
+    loaded: int
+    last: bool
+
+    @property
+    def full(self) -> bool:
+        """Whether all ranks hold the same number of real samples and no filler."""
+        return self.loaded == self.real[0] and all(rows == self.real[0] for rows in self.real)

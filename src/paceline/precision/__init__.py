@@ -1,0 +1,1 @@
+"""The precision table and the loss scaler."""

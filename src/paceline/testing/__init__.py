@@ -1,0 +1,1 @@
+"""Public tools with which users test their own loops."""

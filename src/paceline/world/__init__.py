@@ -1,0 +1,1 @@
+"""Who am I, which ranks are my peers, and how they talk."""
