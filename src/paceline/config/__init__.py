@@ -1,1 +1,7 @@
 """Settings and where each came from."""
+
+from paceline.config.given import Choice, Given
+from paceline.config.settings import LaunchSettings, RunSettings
+from paceline.config.sources import Launch, Resolved, resolve_launch, resolve_run
+
+__all__ = ["Choice", "Given", "Launch", "LaunchSettings", "Resolved", "RunSettings", "resolve_launch", "resolve_run"]

@@ -1,0 +1,43 @@
+"""Shows each setting, its value and where it came from."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from dataclasses import asdict
+
+from paceline.config import schema
+from paceline.config.sources import Launch, resolve_launch
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Takes the options of `launch`, and `--json`."""
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.add_argument("--changed", action="store_true", help="leave out what has its default")
+    schema.add_options(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Prints what `paceline launch` with the same options would use."""
+    told = resolve_launch(schema.given(args))
+    if args.json:
+        rows = {"settings": [asdict(row) for row in told.decisions], "unused": [asdict(row) for row in told.unused]}
+        print(json.dumps({"file": told.file, **rows, "notices": told.notices}, indent=2))
+    else:
+        print(table(told, changed=args.changed))
+    return 0
+
+
+def table(told: Launch, *, changed: bool = False) -> str:
+    """The settings as lined-up text."""
+    rows = [("setting", "value", "from", "")]
+    for each in (*told.decisions, *told.unused):
+        if each.source != "default" or not changed:
+            origin = f"{each.source} ({each.where})" if each.where else each.source
+            rows.append((each.field, schema.shown_value(each.value) or "-", origin, each.reason))
+    widths = [max(len(row[column]) for row in rows) for column in range(3)]
+    lines = [
+        "  ".join((*(cell.ljust(width) for cell, width in zip(row, widths, strict=False)), row[3])) for row in rows
+    ]
+    heading = f"file: {told.file or 'none'}\n"
+    return "\n".join([heading, *(line.rstrip() for line in lines), *(f"\nnotice: {text}" for text in told.notices)])

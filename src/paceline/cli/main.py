@@ -1,0 +1,123 @@
+"""The `paceline` command: finds the sub-command's file, imports that one alone, and prints an error once.
+
+A command is one file of this folder. Its docstring's first line is its help; `configure(parser)` adds its options and
+`run(args) -> int` does the work and returns the exit code. Files that begin with `_` are no commands.
+
+Exit codes: 2 for a wrong command line or config, 130 after Ctrl-C, 1 for other errors.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NoReturn
+
+from paceline.base.errors import ConfigError, PacelineError, Problem
+
+_FOLDER = Path(__file__).parent
+
+
+class Parser(argparse.ArgumentParser):
+    """A parser whose errors have the form of all others."""
+
+    def __init__(self, prog: str, description: str, **options: object) -> None:
+        usage = f"{prog} [options]"
+        super().__init__(prog=prog, description=description, usage=usage, allow_abbrev=False, **options)  # type: ignore[arg-type]
+
+    def error(self, message: str) -> NoReturn:
+        """Raises ConfigError `command-line` instead of leaving the process."""
+        raise ConfigError("command-line", f"{self.prog}: {message}", fix=f"`{self.prog} --help` shows what can be said")
+
+    def parse(self, words: Sequence[str]) -> argparse.Namespace:
+        """Parses the words after the command's name; an unknown option is an error that names the closest one."""
+        args, unknown = self.parse_known_args(list(words))
+        if unknown:
+            raise self._unknown(unknown)
+        return args
+
+    def _unknown(self, words: Sequence[str]) -> ConfigError:
+        from paceline.config.accelerate import judge
+        from paceline.config.given import Given, nearest
+
+        options = [name for name in self._option_string_actions if name.startswith("--")]
+        problems = []
+        for word in [each for each in words if each.startswith("-")] or words:
+            flag, _, value = word.partition("=")
+            known = judge(Given(flag.lstrip("-").replace("-", "_"), value or "true", "command line", flag))
+            if isinstance(known, Problem):
+                problems.append(known)
+            else:
+                close = nearest(flag, options)
+                fix = f"write {close}" if close else f"`{self.prog} --help` lists the options"
+                problems.append(Problem("command-line", f"{self.prog} does not take {flag!r}.", fix=fix))
+        return ConfigError.of(problems)  # type: ignore[return-value]
+
+
+def commands() -> dict[str, str]:
+    """Every command with its one line of help, read from its file without importing it."""
+    found = {}
+    for path in sorted(_FOLDER.glob("*.py")):
+        if not path.stem.startswith("_") and path.stem != "main":
+            with path.open(encoding="utf-8") as file:
+                found[path.stem] = file.readline().strip().strip('"').rstrip(".")
+    return found
+
+
+def parser_for(name: str) -> Parser:
+    """The parser of one command."""
+    module = importlib.import_module(f"paceline.cli.{name}")
+    parser = Parser(f"paceline {name}", (module.__doc__ or "").strip().split("\n")[0])
+    module.configure(parser)
+    parser.set_defaults(run=module.run)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs `paceline`; returns the exit code."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    try:
+        return _dispatch(words)
+    except PacelineError as error:
+        print(f"paceline.{type(error).__name__}: {error}", file=sys.stderr)
+        return 2 if isinstance(error, ConfigError) else 1
+    except KeyboardInterrupt:
+        return 130
+
+
+def _dispatch(words: list[str]) -> int:
+    if not words or words[0] in ("-h", "--help", "help"):
+        print(_overview())
+        return 0
+    if words[0] == "--version":
+        import paceline
+
+        print(f"paceline {paceline.__version__}")
+        return 0
+    known = commands()
+    name = words[0]
+    if name not in known:
+        from paceline.config.given import nearest
+
+        close = nearest(name, known)
+        raise ConfigError(
+            "command-line",
+            f"there is no command {name!r}.",
+            why=f"commands: {', '.join(known)}",
+            fix=f"write `paceline {close}`" if close else "choose one of these",
+        )
+    args = parser_for(name).parse(words[1:])
+    return int(args.run(args))
+
+
+def _overview() -> str:
+    rows = [f"  {name:<10} {line}" for name, line in commands().items()]
+    about = "Runs the PyTorch training loop that you already have on any number of devices."
+    usage, more = "usage: paceline COMMAND [options]", "`paceline COMMAND --help` shows a command's options."
+    return "\n".join([usage, "", about, "", "commands:", *rows, "", more])
+
+
+if __name__ == "__main__":
+    sys.exit(main())

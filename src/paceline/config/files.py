@@ -1,0 +1,144 @@
+"""Reads config files: ours (flat keys, the names of the settings) and accelerate's, YAML or JSON, as they are.
+
+The file is read as YAML nodes, not as values: a node knows its line, and its text (`no`, `0,1`, `1e-3`) is read by the
+same rules as a flag's. All problems of a file are found at once.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import yaml
+
+from paceline.base.errors import ConfigError, Problem
+from paceline.config import accelerate
+from paceline.config.given import Choice, Given, nearest
+from paceline.config.settings import settings_of
+
+# Blocks of accelerate's files whose keys are read one by one, and what those keys begin with.
+_BLOCKS = {"parallelism_config": "parallelism_config_", "dynamo_config": "dynamo_", "mpirun_config": "mpirun_"}
+
+
+@dataclass
+class Content:
+    """What a file says.
+
+    Attributes:
+        given: the settings in it, still unread.
+        unused: keys that have no effect here, each with the reason.
+        problems: all that is wrong with its keys; values are checked when sources are merged.
+    """
+
+    given: list[Given] = field(default_factory=list)
+    unused: list[Choice] = field(default_factory=list)
+    problems: list[Problem] = field(default_factory=list)
+
+
+def read(path: str) -> Content:
+    """Reads a config file.
+
+    Args:
+        path: the file, as the user wrote it; it stands so in each `where`.
+
+    Raises:
+        ConfigError: `config-file` where it cannot be opened, `config-syntax` where it is no YAML (or JSON).
+    """
+    root = _parse(path, _text(path))
+    content = Content()
+    if root is not None:
+        _read_block(path, root, "", content)
+    return content
+
+
+def _text(path: str) -> str:
+    try:
+        text = Path(path).expanduser().read_text(encoding="utf-8-sig")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
+        fix = "`paceline config --output FILE` writes one; or name another with --config"
+        raise ConfigError("config-file", f"the config file {path} cannot be read.", reason or str(error), fix) from None
+    return text.expandtabs() if path.endswith(".json") else text  # YAML takes no tabs between tokens, JSON does
+
+
+def _parse(path: str, text: str) -> yaml.MappingNode | None:
+    try:
+        root = yaml.compose(text, Loader=yaml.SafeLoader)
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        where = f"{path}:{mark.line + 1}" if mark else path
+        what = getattr(error, "problem", None) or str(error).split("\n")[0]
+        fix = "write one `key: value` on each line, with spaces and no tabs"
+        raise ConfigError("config-syntax", f"{where} is not YAML.", what, fix) from None
+    if root is None or isinstance(root, yaml.MappingNode):
+        return root
+    where, fix = f"{path}:{root.start_mark.line + 1}", "write one `key: value` on each line"
+    raise ConfigError("config-syntax", f"{where} holds no settings.", f"it holds a {_kind(root)}", fix)
+
+
+def _read_block(path: str, block: yaml.MappingNode, prefix: str, content: Content) -> None:
+    first: dict[str, str] = {}
+    for key, node in block.value:
+        where = f"{path}:{key.start_mark.line + 1}"
+        written = str(key.value) if isinstance(key, yaml.ScalarNode) else _kind(key)
+        name = written if written.startswith(prefix) else prefix + written
+        same = accelerate.own_name(name) or name
+        if same in first:
+            what = f"{where} sets {same} a second time."
+            content.problems.append(Problem("config-twice", what, f"first: {first[same]}", "keep one of the two"))
+            continue
+        first[same] = where
+        if name in _BLOCKS and isinstance(node, yaml.MappingNode):
+            _read_block(path, node, _BLOCKS[name], content)
+        elif name in _BLOCKS and _is_null(node):
+            continue
+        else:
+            _read_key(name, node, where, content)
+
+
+def _read_key(name: str, node: yaml.Node, where: str, content: Content) -> None:
+    own = settings_of().get(accelerate.own_name(name))
+    if own is not None and own.in_file:
+        _read_setting(name, node, where, content)
+        return
+    text = node.value if isinstance(node, yaml.ScalarNode) else f"a {_kind(node)}"
+    verdict = accelerate.judge(Given(name, text, "file", where))
+    if isinstance(verdict, Choice):
+        content.unused.append(verdict)
+    elif verdict is not None:
+        content.problems.append(verdict)
+    else:
+        content.problems.append(_unknown(name, where, on_command_line=own is not None))
+
+
+def _read_setting(name: str, node: yaml.Node, where: str, content: Content) -> None:
+    if _is_null(node) or (name == accelerate.TOTAL and node.value == "-1"):  # -1: accelerate's "say it on the flag"
+        return
+    if isinstance(node, yaml.ScalarNode):
+        content.given.append(Given(name, node.value, "file", where))
+    elif isinstance(node, yaml.SequenceNode) and all(isinstance(each, yaml.ScalarNode) for each in node.value):
+        content.given.append(Given(name, ",".join(each.value for each in node.value), "file", where))
+    else:
+        expected = settings_of()[accelerate.own_name(name)].kind.expected
+        why, fix = f"it comes from {where}; expected: {expected}", f"write `{name}: VALUE` on one line"
+        content.problems.append(Problem("config-value", f"{name} cannot be a {_kind(node)}.", why, fix))
+
+
+def _unknown(name: str, where: str, *, on_command_line: bool) -> Problem:
+    if on_command_line:
+        what, fix = f"{where}: {name} cannot stand in a file.", f"say {settings_of()[accelerate.own_name(name)].flag}"
+        return Problem("config-key", what, "it is about one launch", fix)
+    own = [each.name for each in settings_of().values() if each.in_file]
+    close = nearest(name, own) or nearest(name, accelerate.names())
+    fix = f"write {close!r}" if close else "`paceline explain` lists all settings"
+    return Problem("config-key", f"{where}: there is no setting {name!r}.", "", fix)
+
+
+def _is_null(node: yaml.Node) -> bool:
+    return isinstance(node, yaml.ScalarNode) and node.tag == "tag:yaml.org,2002:null"
+
+
+def _kind(node: yaml.Node) -> str:
+    if isinstance(node, yaml.MappingNode):
+        return "block of keys"
+    return "list" if isinstance(node, yaml.SequenceNode) else "single value"

@@ -1,0 +1,104 @@
+"""Kinds of values: how one is read from text, what is expected of it, and its JSON schema.
+
+Flags, variables and file values are all text, and go through the same `parse`; so `no` means the same everywhere.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from enum import Enum
+from math import isfinite
+from typing import Any
+
+from paceline.base.env import parse_bool
+
+
+@dataclass(frozen=True)
+class Kind:
+    """One kind of value.
+
+    Attributes:
+        expected: what a value must be, to follow the words "expected: ".
+        parse: text -> value; raises ValueError for text of another kind.
+        schema: the same as JSON schema.
+        metavar: stands for the value in `--help`; "" for a yes/no switch.
+    """
+
+    expected: str
+    parse: Callable[[str], Any]
+    schema: Mapping[str, Any]
+    metavar: str = ""
+
+    def read(self, value: object) -> Any:
+        """Reads text, or a value that already is of this kind.
+
+        Raises:
+            ValueError: holding `expected`.
+        """
+        plain = value.value if isinstance(value, Enum) else value
+        if plain is None or isinstance(plain, (dict, list, tuple, set)):
+            raise ValueError(self.expected)
+        try:
+            return self.parse(str(plain).strip())
+        except ValueError:
+            raise ValueError(self.expected) from None
+
+
+def whole(minimum: int, *, auto: bool = False, maximum: int | None = None) -> Kind:
+    """A whole number of at least `minimum`, or the word "auto" where that is allowed."""
+
+    def parse(text: str) -> int | str:
+        if auto and text.lower() == "auto":
+            return "auto"
+        number = int(text)
+        if number < minimum or (maximum is not None and number > maximum):
+            raise ValueError(text)
+        return number
+
+    bound = f"from {minimum} to {maximum}" if maximum is not None else f"of at least {minimum}"
+    schema: dict[str, Any] = {"type": "integer", "minimum": minimum}
+    if maximum is not None:
+        schema["maximum"] = maximum
+    if auto:
+        schema = {"anyOf": [schema, {"const": "auto"}]}
+    return Kind(f"a whole number {bound}{', or auto' if auto else ''}", parse, schema, "N|auto" if auto else "N")
+
+
+def seconds() -> Kind:
+    """A time above zero, in seconds."""
+
+    def parse(text: str) -> float:
+        number = float(text)
+        if not isfinite(number) or number <= 0:
+            raise ValueError(text)
+        return number
+
+    return Kind("a number of seconds above 0", parse, {"type": "number", "exclusiveMinimum": 0}, "SECONDS")
+
+
+def one_of(*words: str) -> Kind:
+    """One word of a list; capital letters do not matter."""
+
+    def parse(text: str) -> str:
+        if text.lower() not in words:
+            raise ValueError(text)
+        return text.lower()
+
+    return Kind(" or ".join([", ".join(words[:-1]), words[-1]] if words[1:] else words), parse, {"enum": [*words]},
+                "|".join(words))  # fmt: skip
+
+
+def matching(pattern: str, expected: str, metavar: str) -> Kind:
+    """Text of a given form."""
+
+    def parse(text: str) -> str:
+        if not re.fullmatch(pattern, text):
+            raise ValueError(text)
+        return text
+
+    return Kind(expected, parse, {"type": "string", "pattern": f"^(?:{pattern})$"}, metavar)
+
+
+YES_NO = Kind("yes or no", parse_bool, {"type": "boolean"})

@@ -1,0 +1,202 @@
+"""Every setting, defined once: its default, its kind, one sentence, and its names on the command line and elsewhere.
+
+A setting `main_port` is `--main-port` (or `--main_port`) on the command line, `PACELINE_MAIN_PORT` in the environment
+and `main_port` in a file. `config/schema.py` derives the options, the JSON schema and the docs table from here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from functools import cache
+from typing import Any
+
+from paceline.config.kinds import YES_NO, Kind, matching, one_of, seconds, whole
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What is known of one setting.
+
+    Attributes:
+        name: its one name; a field of `RunSettings` or `LaunchSettings`.
+        default: its value where nobody says otherwise.
+        kind: how it is read.
+        doc: one sentence that says what it does.
+        group: heading under which `--help` and the docs list it.
+        short: a one-letter flag, such as "-n"; "" for none.
+        accelerate: accelerate's names for it, as flag and as file key.
+        variables: accelerate's environment variables for it; `PACELINE_<NAME>` comes before them.
+        in_file: whether a config file may hold it.
+    """
+
+    name: str
+    default: Any
+    kind: Kind
+    doc: str
+    group: str
+    short: str = ""
+    accelerate: tuple[str, ...] = ()
+    variables: tuple[str, ...] = ()
+    in_file: bool = True
+
+    @property
+    def flag(self) -> str:
+        """Its spelling on the command line."""
+        return "--" + self.name.replace("_", "-")
+
+    @property
+    def variable(self) -> str:
+        """Its environment variable."""
+        return f"PACELINE_{self.name.upper()}"
+
+
+def setting(default: Any, kind: Kind, doc: str, group: str, **names: Any) -> Any:
+    """Declares a field of a settings class; `names` are the remaining attributes of `Setting`."""
+    return field(default=default, metadata={"kind": kind, "doc": doc, "group": group, **names})
+
+
+@cache
+def settings_of(*classes: type) -> Mapping[str, Setting]:
+    """All settings of `classes` (of both where none is named), by name, in order of definition."""
+    found = {}
+    for cls in classes or (LaunchSettings, RunSettings):
+        for each in fields(cls):
+            found[each.name] = Setting(each.name, each.default, **each.metadata)
+    return found
+
+
+_PROCESSES, _NODES, _SUPERVISION, _LAUNCH = "processes", "several nodes", "logs and restarts", "what to launch"
+_DEVICE, _LAYOUT, _DATA = "precision and devices", "layout", "data"
+
+
+@dataclass(frozen=True)
+class RunSettings:
+    """What one training run is told: read by `Accelerator`, under every launcher and under none."""
+
+    mixed_precision: str = setting(
+        "no", one_of("no", "fp16", "bf16"),
+        "Precision of the model's arithmetic: float32 (no), float16 with loss scaling, or bfloat16.",
+        _DEVICE, variables=("ACCELERATE_MIXED_PRECISION",),
+    )  # fmt: skip
+    accumulate: int = setting(
+        1, whole(1), "Micro-batches in one optimizer step.", _DATA,
+        accelerate=("gradient_accumulation_steps",), variables=("ACCELERATE_GRADIENT_ACCUMULATION_STEPS",),
+    )  # fmt: skip
+    cpu: bool = setting(
+        False, YES_NO, "Runs on the CPU although there is an accelerator.", _DEVICE,
+        accelerate=("use_cpu",), variables=("ACCELERATE_USE_CPU",),
+    )  # fmt: skip
+    debug: bool = setting(
+        False, YES_NO, "Checks before each collective that all ranks enter the same one; explains hangs.", _DEVICE,
+        variables=("ACCELERATE_DEBUG_MODE",),
+    )  # fmt: skip
+    timeout_s: float | None = setting(
+        None, seconds(), "Seconds after which a collective that some rank never enters fails; not set: the backend's.",
+        _DEVICE,
+    )  # fmt: skip
+    replicate: int | str = setting(
+        "auto", whole(1, auto=True), "Copies of the model, each fed other samples; auto: what the other axes leave.",
+        _LAYOUT, accelerate=("parallelism_config_dp_replicate_size",),
+        variables=("PARALLELISM_CONFIG_DP_REPLICATE_SIZE",),
+    )  # fmt: skip
+    shard: int | str = setting(
+        1, whole(1, auto=True), "Ranks that share one copy's parameters, each fed other samples.", _LAYOUT,
+        accelerate=("parallelism_config_dp_shard_size",), variables=("PARALLELISM_CONFIG_DP_SHARD_SIZE",),
+    )  # fmt: skip
+    tp: int | str = setting(
+        1, whole(1, auto=True), "Ranks that divide each layer's matrices (tensor parallel).", _LAYOUT,
+        accelerate=("parallelism_config_tp_size",), variables=("PARALLELISM_CONFIG_TP_SIZE",),
+    )  # fmt: skip
+    cp: int | str = setting(
+        1, whole(1, auto=True), "Ranks that divide each sequence (context parallel).", _LAYOUT,
+        accelerate=("parallelism_config_cp_size",), variables=("PARALLELISM_CONFIG_CP_SIZE",),
+    )  # fmt: skip
+    pp: int | str = setting(
+        1, whole(1, auto=True), "Ranks that divide the layers among them (pipeline parallel).", _LAYOUT
+    )
+    split_batches: bool = setting(
+        False, YES_NO, "A loader's batch size counts for all ranks together and is divided among them.", _DATA
+    )
+    dispatch_batches: bool | None = setting(
+        None, YES_NO, "Rank 0 reads all samples and sends each rank its part; not set: each rank reads its own.", _DATA
+    )
+    even_batches: bool = setting(
+        False, YES_NO, "Fills the last global batch with the epoch's first samples, as accelerate does.", _DATA
+    )
+    data_seed: int | None = setting(
+        None, whole(0), "Decides the order of samples; not set: taken from the loader's generator.", _DATA
+    )
+    non_blocking: bool = setting(
+        False, YES_NO, "Copies batches to the device without waiting for the copy to end.", _DATA
+    )
+
+
+@dataclass(frozen=True)
+class LaunchSettings:
+    """What `paceline launch` is told on top of `RunSettings`: how many processes, where, and how they are watched."""
+
+    procs: int | str = setting(
+        "auto", whole(1, auto=True), "Processes on each node; auto: one for each accelerator, 1 where there is none.",
+        _PROCESSES, short="-n",
+    )  # fmt: skip
+    gpu_ids: str = setting(
+        "all", matching(r"all|\d+(,\d+)*", "all, or numbers such as 0,2", "ID,..."),
+        "Accelerators of this node that are used.", _PROCESSES,
+    )  # fmt: skip
+    threads: int | None = setting(
+        None, whole(1), "CPU threads of each process; not set: OMP_NUM_THREADS, else the node's cores shared equally.",
+        _PROCESSES, accelerate=("num_cpu_threads_per_process",),
+    )  # fmt: skip
+    nodes: int = setting(
+        1, whole(1), "How many nodes (hosts) take part; start the command on each.", _NODES,
+        accelerate=("num_machines",),
+    )  # fmt: skip
+    node_rank: int = setting(0, whole(0), "Number of this node, from 0.", _NODES, accelerate=("machine_rank",))
+    main_address: str | None = setting(
+        None, matching(r"\S+", "a host name or an IP address", "HOST"), "Address of node 0; not set: this host.",
+        _NODES, accelerate=("main_process_ip",),
+    )  # fmt: skip
+    main_port: int = setting(
+        0, whole(0, maximum=65535), "Port at which node 0 listens; 0: a free one (on several nodes: 29500).", _NODES,
+        accelerate=("main_process_port",),
+    )  # fmt: skip
+    rdzv_backend: str = setting(
+        "static", matching(r"[A-Za-z][\w-]*", "a torchelastic backend, such as static or c10d", "NAME"),
+        "How nodes find each other: static (by node number) or another of torchelastic's backends, such as c10d.",
+        _NODES,
+    )  # fmt: skip
+    rdzv_conf: str = setting(
+        "", matching(r"|[^=,]+=[^,]*(,[^=,]+=[^,]*)*", "key=value pairs joined by commas", "KEY=VALUE,..."),
+        "More options of that backend.", _NODES,
+    )  # fmt: skip
+    max_restarts: int = setting(
+        0, whole(0), "How often all processes are started again after one has failed.", _SUPERVISION
+    )
+    monitor_interval_s: float = setting(
+        0.1, seconds(), "Seconds between two looks at the processes.", _SUPERVISION, accelerate=("monitor_interval",)
+    )
+    log_dir: str | None = setting(
+        None, matching(r".+", "a directory", "DIR"), "Directory for each process's output.", _SUPERVISION
+    )
+    tee: str = setting(
+        "0", matching(r"[0-3]|\d+:[0-3](,\d+:[0-3])*", "0, 1, 2 or 3, or such as 0:3,1:1 by local rank", "STREAMS"),
+        "Streams that go to log_dir as well as to the terminal: 0 none, 1 stdout, 2 stderr, 3 both.",
+        _SUPERVISION, short="-t",
+    )  # fmt: skip
+    config: str | None = setting(
+        None, matching(r".+", "a file", "FILE"),
+        "File of settings; not set: ~/.config/paceline/config.yaml where that exists.",
+        _LAUNCH, accelerate=("config_file",), in_file=False,
+    )  # fmt: skip
+    module: bool = setting(
+        False, YES_NO, "The script is a module's name, as after `python -m`.", _LAUNCH, short="-m", in_file=False
+    )
+    no_python: bool = setting(False, YES_NO, "The script is a program that needs no Python.", _LAUNCH, in_file=False)
+    compat: str | None = setting(
+        None, one_of("accelerate"), "Serves the names of another library to a script that imports it.", _LAUNCH
+    )
+    dry_run: bool = setting(
+        False, YES_NO, "Prints what would run and where each value comes from, and runs nothing.", _LAUNCH,
+        in_file=False,
+    )  # fmt: skip

@@ -1,0 +1,279 @@
+"""Merges what was said about each setting: code > command line > environment > file > default.
+
+    flags  --------------------.                       launcher: resolve_launch
+    PACELINE_*  ----------------+--> merge --> Resolved --> hand_over --> PACELINE_SETTINGS
+    run.yaml (files.read)  -----'                                              |
+    Accelerator(...)  ----------+--> merge --> Resolved   worker: resolve_run <'
+
+Every value keeps its source and its exact place, and every problem is reported at once.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+from paceline.base import env as environment
+from paceline.base.errors import ConfigError, Problem
+from paceline.config import accelerate
+from paceline.config.given import SOURCES, Choice, Given, nearest
+from paceline.config.settings import LaunchSettings, RunSettings, settings_of
+
+T = TypeVar("T")
+HANDED = "PACELINE_SETTINGS"
+
+
+@dataclass(frozen=True)
+class Resolved(Generic[T]):
+    """Settings, and how they came about.
+
+    Attributes:
+        settings: the merged values.
+        decisions: one row for each setting, in order of definition.
+        notices: what the user should know, each with what to do.
+    """
+
+    settings: T
+    decisions: tuple[Choice, ...]
+    notices: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Launch:
+    """All that `paceline launch` was told.
+
+    Attributes:
+        launch, run: the merged values.
+        decisions: one row for each setting of both.
+        unused: accelerate's names that were given and have no effect here, each with the reason.
+        notices: what the user should know, each with what to do.
+        file: the config file that was read; None where there is none.
+    """
+
+    launch: LaunchSettings
+    run: RunSettings
+    decisions: tuple[Choice, ...]
+    unused: tuple[Choice, ...] = ()
+    notices: tuple[str, ...] = ()
+    file: str | None = None
+
+    def hand_over(self) -> dict[str, str]:
+        """The variable that carries flags and file values to the workers."""
+        return {HANDED: hand_over(self.decisions)}
+
+
+def resolve_run(code: Mapping[str, Any], env: Mapping[str, str] | None = None) -> Resolved[RunSettings]:
+    """Settings of this run: what the script says over what the launcher handed on, the environment and a file.
+
+    Under a launcher other than ours the file is the one that PACELINE_CONFIG names, if any.
+
+    Args:
+        code: what the script said, by setting; None means that it said nothing.
+        env: the environment; this process's where it is None.
+
+    Raises:
+        ConfigError: `config-value`, `config-name`, `settings-handed`, and those of `files.read`; all problems at once.
+    """
+    env = environment.snapshot() if env is None else env
+    problems: list[Problem] = []
+    given = [
+        Given(name, value, "code", f"Accelerator({name}=...)") for name, value in code.items() if value is not None
+    ]
+    problems += [_unknown(each) for each in given if each.name not in settings_of(RunSettings)]
+    given += _from_env(env, RunSettings)
+    if HANDED in env:
+        given += _handed(env[HANDED])
+    elif env.get("PACELINE_CONFIG"):
+        from paceline.config import files
+
+        content = files.read(env["PACELINE_CONFIG"])
+        given += content.given
+        problems += content.problems
+    values, decisions = _merge(RunSettings, given, problems)
+    _raise(problems)
+    return Resolved(RunSettings(**values), decisions, _unknown_variables(env))
+
+
+def resolve_launch(flags: Sequence[Given] = (), env: Mapping[str, str] | None = None) -> Launch:
+    """What the launcher was told, for itself and for the run.
+
+    Args:
+        flags: what stood on the command line, from `schema.given`.
+        env: the environment; this process's where it is None.
+
+    Raises:
+        ConfigError: `config-value`, `accelerate-feature`, `procs-split`, and those of `files.read`; all at once.
+    """
+    env = environment.snapshot() if env is None else env
+    problems: list[Problem] = []
+    unused: list[Choice] = []
+    given: list[Given] = []
+    for each in flags:
+        if accelerate.own_name(each.name):
+            given.append(each)
+        else:
+            _sort(accelerate.judge(each) or _unknown(each), unused, problems)
+    notices = [f"{row.where} has no effect: {row.reason.removeprefix('no effect here: ')}." for row in unused]
+    given += _from_env(env, LaunchSettings, RunSettings)
+    path = _file_for(given, env)
+    if path is not None:
+        from paceline.config import files
+
+        content = files.read(path)
+        given += content.given
+        unused += content.unused
+        problems += content.problems
+    values, decisions = _merge(LaunchSettings, given, problems)
+    run_values, run_decisions = _merge(RunSettings, given, problems)
+    decisions = _per_node(values, decisions, problems)
+    _raise(problems)
+    return Launch(
+        LaunchSettings(**values), RunSettings(**run_values), decisions + run_decisions, tuple(unused),
+        (*notices, *_unknown_variables(env)), path,
+    )  # fmt: skip
+
+
+def hand_over(decisions: Iterable[Choice]) -> str:
+    """JSON of what the command line and the file said about the run: {setting: [value, source, where]}."""
+    names = settings_of(RunSettings)
+    rows = {
+        row.field: [row.value, row.source, row.where]
+        for row in decisions
+        if row.field in names and row.source in ("command line", "file")
+    }
+    return json.dumps(rows)
+
+
+def _handed(text: str) -> list[Given]:
+    try:
+        rows = json.loads(text) if text else {}
+        return [
+            Given(name, value, source, where)
+            for name, (value, source, where) in rows.items()
+            if name in settings_of(RunSettings) and source in SOURCES and value is not None
+        ]
+    except (ValueError, TypeError, AttributeError):
+        raise ConfigError(
+            "settings-handed",
+            f"{HANDED} cannot be read.",
+            why=f"it holds {text[:80]!r}, where `paceline launch` writes JSON: {{setting: [value, source, where]}}",
+            fix=f"unset {HANDED}: it is for `paceline launch` to write",
+        ) from None
+
+
+def _from_env(env: Mapping[str, str], *classes: type) -> list[Given]:
+    """Variables that are set and not empty; ours last, so that it wins over accelerate's."""
+    return [
+        Given(each.name, env[variable], "environment", variable)
+        for each in settings_of(*classes).values()
+        for variable in (*reversed(each.variables), each.variable)
+        if env.get(variable)
+    ]
+
+
+def _merge(cls: type, given: Iterable[Given], problems: list[Problem]) -> tuple[dict[str, Any], tuple[Choice, ...]]:
+    """Reads every value, and takes for each setting the one of the strongest source (the last one within a source)."""
+    settings = settings_of(cls)
+    said: dict[str, list[Given]] = {}
+    for each in given:
+        if (name := accelerate.own_name(each.name)) in settings:
+            said.setdefault(name, []).append(each)
+    values: dict[str, Any] = {}
+    choices = []
+    for name, setting in settings.items():
+        choice = Choice(name, setting.default)
+        for each in sorted(said.get(name, ()), key=lambda one: SOURCES.index(one.source)):
+            try:
+                value = setting.kind.read(each.value)
+            except ValueError as error:
+                problems.append(_bad_value(each, str(error), setting.default))
+                continue
+            instead = f"instead of {choice.value} ({choice.where})" if choice.where else ""
+            choice = Choice(name, value, each.source, each.where, instead)
+            if each.name == accelerate.TOTAL:
+                values[accelerate.TOTAL] = value
+            elif name == "procs":
+                values.pop(accelerate.TOTAL, None)
+        values[name] = choice.value
+        choices.append(choice)
+    return values, tuple(choices)
+
+
+def _per_node(values: dict[str, Any], decisions: tuple[Choice, ...], problems: list[Problem]) -> tuple[Choice, ...]:
+    """Turns accelerate's number of all processes into ours, the number on each node."""
+    total, nodes = values.pop(accelerate.TOTAL, None), values["nodes"]
+    if not isinstance(total, int) or nodes == 1:
+        return decisions
+    procs, rest = divmod(total, nodes)
+    row = next(each for each in decisions if each.field == "procs")
+    where = {each.field: each.where or each.source for each in decisions}
+    if rest:
+        problems.append(
+            Problem(
+                "procs-split",
+                f"{total} processes cannot be divided equally over {nodes} nodes.",
+                f"num_processes={total} ({row.where}) counts all nodes together; nodes={nodes} ({where['nodes']})",
+                f"set num_processes to {procs * nodes or nodes} or {(procs + 1) * nodes}, or say --procs for each node",
+            )
+        )
+    values["procs"] = procs
+    changed = Choice("procs", procs, row.source, row.where, f"{total} over all {nodes} nodes")
+    return tuple(changed if each is row else each for each in decisions)
+
+
+def _file_for(given: Sequence[Given], env: Mapping[str, str]) -> str | None:
+    """The config file that was named, by the strongest source; else the default one where it exists."""
+
+    def strongest(name: str) -> str | None:
+        found = [each for each in given if accelerate.own_name(each.name) == name]
+        return str(max(reversed(found), key=lambda one: SOURCES.index(one.source)).value) if found else None
+
+    named = strongest("config")
+    if named is not None:
+        return named
+    from paceline.config.places import default_file
+
+    return default_file(env, compat=strongest("compat"))
+
+
+def _unknown_variables(env: Mapping[str, str]) -> tuple[str, ...]:
+    known = {*environment.TABLE, *(each.variable for each in settings_of().values())}
+    notices = []
+    for name in sorted(env):
+        if name.startswith("PACELINE_") and name not in known:
+            close = nearest(name, known)
+            notices.append(f"{name} is no variable of Paceline" + (f"; is {close} meant?" if close else "; unset it."))
+    return tuple(notices)
+
+
+def _unknown(given: Given) -> Problem:
+    close = nearest(given.name, settings_of())
+    return Problem(
+        "config-name",
+        f"there is no setting {given.name!r}.",
+        f"it stands in {given.where}",
+        f"write {close!r}" if close else "`paceline explain` lists all settings",
+    )
+
+
+def _bad_value(given: Given, expected: str, default: object) -> Problem:
+    return Problem(
+        "config-value",
+        f"{given.name} cannot be {given.value!r}.",
+        f"it comes from {given.where}; expected: {expected}",
+        f"give {given.where} such a value, or leave it out" + (f" (then {default})" if default is not None else ""),
+    )
+
+
+def _sort(verdict: Choice | Problem, unused: list[Choice], problems: list[Problem]) -> None:
+    if isinstance(verdict, Problem):
+        problems.append(verdict)
+    else:
+        unused.append(verdict)
+
+
+def _raise(problems: Sequence[Problem]) -> None:
+    if problems:
+        raise ConfigError.of(problems)
