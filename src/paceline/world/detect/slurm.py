@@ -1,0 +1,115 @@
+"""The environment of `srun`.
+
+Only a task that srun started is one of N processes. The batch script of `sbatch`, the shell of `salloc` and
+`srun --pty bash` see the same job-wide names, yet each of them is one process that stands alone.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Mapping
+
+from paceline.world.detect.reading import Reading, first_port
+from paceline.world.world import World
+
+_STEP_IS_NO_TASK = 0xFFFF_FFF0  # from here on: batch, extern and interactive steps
+_HOSTS = ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST")
+_NAMES = ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_NTASKS", "SLURM_LOCALID", "SLURM_NODEID")
+
+
+def detect(env: Mapping[str, str]) -> World | None:
+    """World that srun's names describe; None outside a task of srun.
+
+    Rank 0 is on the first host of the step, and listens at a port that follows from the job's number; MASTER_ADDR
+    and MASTER_PORT win where they are set.
+
+    Raises:
+        WorldError: `world-env`, naming each variable that is missing or contradicts another.
+    """
+    step = env.get("SLURM_STEP_ID", "")
+    if "SLURM_PROCID" not in env or not step.isdecimal() or int(step) >= _STEP_IS_NO_TASK or "SLURM_PTY_PORT" in env:
+        return None
+    read = Reading(env, "srun (SLURM_*)")
+    rank, size = read.number("SLURM_PROCID"), read.number("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS", "SLURM_NPROCS")
+    local_rank, node = read.number("SLURM_LOCALID"), read.number("SLURM_NODEID")
+    for name, value in (("SLURM_NTASKS", size), ("SLURM_LOCALID", local_rank), ("SLURM_NODEID", node)):
+        if value is None and not read.problems:
+            read.wrong(f"{name} is not set, but {read.shown(*_NAMES)}.", "start the tasks with srun")
+    if rank is None or size is None or local_rank is None or node is None:
+        read.check()
+        return None  # unreachable: a missing number has been noted
+    nodes = read.number("SLURM_STEP_NUM_NODES", "SLURM_NNODES", "SLURM_JOB_NUM_NODES") or 1
+    job = read.number("SLURM_JOB_ID", "SLURM_JOBID") or 0
+    port = read.number("MASTER_PORT") or first_port(job * 16 + int(step) % 16)
+    address = env.get("MASTER_ADDR") or _first_host(read, env, nodes)
+    local_size = _tasks_here(env, node, nodes, size)
+    return read.world(
+        World(
+            rank=rank,
+            size=size,
+            local_rank=local_rank,
+            local_size=local_size,
+            node=node,
+            nodes=nodes,
+            source="slurm",
+            address=address,
+            port=port,
+        )
+    )
+
+
+def _first_host(read: Reading, env: Mapping[str, str], nodes: int) -> str | None:
+    if nodes == 1:
+        return "127.0.0.1"  # names of nodes do not resolve everywhere
+    hosts = next(
+        (env[name] for name in ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST") if name in env), ""
+    )
+    names = expand(hosts)
+    if not names:
+        read.wrong(f"no host can be read from the node list {hosts!r}.", "export MASTER_ADDR=<host of rank 0>")
+        return None
+    return names[0]
+
+
+def _tasks_here(env: Mapping[str, str], node: int, nodes: int, size: int) -> int:
+    counts = task_counts(env.get("SLURM_STEP_TASKS_PER_NODE", env.get("SLURM_TASKS_PER_NODE", "")))
+    if len(counts) == nodes and sum(counts) == size and node < nodes:
+        return counts[node]
+    return -(-size // nodes)
+
+
+def task_counts(text: str) -> list[int]:
+    """Tasks on each node: "2(x3),1" is [2, 2, 2, 1]; [] for what cannot be read."""
+    counts: list[int] = []
+    for part in text.split(","):
+        found = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part.strip())
+        if found is None:
+            return []
+        counts += [int(found[1])] * int(found[2] or 1)
+    return counts
+
+
+def expand(hosts: str) -> list[str]:
+    """Names in SLURM's short form: "gpu[1-2,07-08]-ib,login" is [gpu1-ib, gpu2-ib, gpu07-ib, gpu08-ib, login]."""
+    names: list[str] = []
+    for part in re.findall(r"(?:[^,\[]|\[[^\]]*\])+", hosts):
+        pieces = re.split(r"\[([^\]]*)\]", part.strip())
+        choices = [_range(piece) if odd % 2 else [piece] for odd, piece in enumerate(pieces)]
+        names += ["".join(chosen) for chosen in itertools.product(*choices)]
+    return [name for name in names if name]
+
+
+def _range(text: str) -> list[str]:
+    """ "1-3,07-08" is [1, 2, 3, 07, 08]: leading zeros are kept."""
+    numbers: list[str] = []
+    for part in text.split(","):
+        low, _, high = part.partition("-")
+        if high.isdecimal() and low.isdecimal():
+            numbers += [str(number).zfill(len(low)) for number in range(int(low), int(high) + 1)]
+        else:
+            numbers.append(part)
+    return numbers
+
+
+DETECT = detect
