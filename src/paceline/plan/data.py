@@ -42,6 +42,17 @@ class DataPlan:
         share, extra = divmod(samples, self.width)
         return tuple(share + (i < extra) for i in range(self.width))
 
+    def steps(self, samples: int) -> int:
+        """Global batches in `samples` samples; one that is not full counts unless the tail is dropped."""
+        full, rest = divmod(samples, self.global_batch)
+        return full + (rest > 0 and self.tail != "drop")
+
+    def info(self, samples: int, last: bool) -> BatchInfo:
+        """What this rank's batch is, in a global batch of `samples` real samples (at least one)."""
+        real = self.rows(samples)
+        weights = (self.micro_batch,) * self.width if self.tail == "pad" else real
+        return BatchInfo(self.index, real, weights, max(1, weights[self.index]), last)
+
 
 @dataclass(frozen=True)
 class Position:

@@ -1,0 +1,495 @@
+"""`Accelerator`: the facade that a training script holds. It holds and delegates, and contains no algorithm.
+
+    Accelerator(...)   World.detect -> settings merged -> draft plan -> process group up
+    prepare(...)       facts -> plan -> chain -> optimizers -> loaders        (preparation.py)
+    the loop           accumulate, backward, clip, step, gather_for_metrics   (optim/, world/collectives.py)
+    save_state         one TrainState                                         (checkpoint/)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from paceline.base.errors import PlanError, PrepareError
+from paceline.checkpoint.model import save_model, save_object
+from paceline.checkpoint.session import StateHooks, StateSession
+from paceline.config import resolve_run
+from paceline.data.active import ActiveLoaders
+from paceline.data.loader import PreparedLoader, skip_first_batches
+from paceline.observe.profile import profile as observe_profile
+from paceline.observe.trackers.group import Trackers
+from paceline.optim.accumulate import Accumulation
+from paceline.optim.clip import clip_grad_norm, clip_grad_value
+from paceline.plan.plan import Decision, Plan
+from paceline.plan.resolve import draft
+from paceline.precision.policy import TABLE, autocast, unwrap_forward
+from paceline.precision.scaler import LossScaler
+from paceline.preparation import Preparation
+from paceline.world import rendezvous
+from paceline.world.collectives import Collectives
+from paceline.world.mesh import Mesh
+from paceline.world.participant import Participant
+from paceline.world.tree import tensors, to_device
+from paceline.world.world import World
+
+
+class Accelerator(Participant):
+    """Runs an ordinary PyTorch loop on any number of processes, with the same numbers.
+
+    Any argument left None is taken from the command line of `paceline launch`, else the environment, else a config
+    file, else its default; `accelerator.plan.explain()` says which.
+
+    Args:
+        mixed_precision: "no", "bf16" or "fp16".
+        gradient_accumulation_steps: micro-batches in one optimizer step.
+        cpu: True computes on the CPU although there is an accelerator.
+        plan: sizes of axes and options of strategies, such as `{"replicate": 2}`.
+        options: options of strategies, such as `{"replicate": {"comm_hook": "bf16"}}`.
+        split_batches: a loader's batch size is that of all ranks together (False: of one rank).
+        dispatch_batches: rank 0 reads and sends each rank its part.
+        even_batches: fills the last global batch with repeated samples (False: divides it).
+        data_seed: with the epoch, decides the order of shuffled loaders; None takes torch's seed on rank 0.
+        non_blocking: copies batches to the device without waiting.
+        log_with: trackers, such as "jsonl" or ["tensorboard", MyTracker].
+        project_dir: where checkpoints with automatic names and trackers write.
+        total_limit: how many automatically named checkpoints are kept; None keeps all.
+        scaler: options of the loss scaler (`init_scale`, `growth_interval`, ...).
+        debug: checks every collective across ranks and explains hangs.
+        timeout_s: seconds after which a collective that some rank never enters fails.
+
+    Ranks: all construct it; with more than one process it forms the process group.
+
+    Raises:
+        ConfigError, PlanError, WorldError: before the group is up, all problems at once.
+    """
+
+    def __init__(
+        self,
+        mixed_precision: str | None = None,
+        gradient_accumulation_steps: int | None = None,
+        cpu: bool | None = None,
+        *,
+        plan: Mapping[str, Any] | None = None,
+        options: Mapping[str, Mapping[str, Any]] | None = None,
+        split_batches: bool | None = None,
+        dispatch_batches: bool | None = None,
+        even_batches: bool | None = None,
+        data_seed: int | None = None,
+        non_blocking: bool | None = None,
+        log_with: Any = None,
+        project_dir: str | Path | None = None,
+        total_limit: int | None = None,
+        scaler: Mapping[str, Any] | None = None,
+        debug: bool | None = None,
+        timeout_s: float | None = None,
+    ) -> None:
+        code = dict(plan or {})
+        given = dict(
+            mixed_precision=mixed_precision, accumulate=gradient_accumulation_steps, cpu=cpu, debug=debug,
+            timeout_s=timeout_s, split_batches=split_batches, dispatch_batches=dispatch_batches,
+            even_batches=even_batches, data_seed=data_seed, non_blocking=non_blocking,
+        )  # fmt: skip
+        code.update((name, value) for name, value in given.items() if value is not None)
+        resolved = resolve_run(code)
+        self.settings = settings = resolved.settings
+        decisions = [Decision(d.field, d.value, d.source, d.where) for d in resolved.decisions]
+        found = World.detect()
+        started = draft(vars(settings), decisions, found.size, options)
+        world = rendezvous.join(found, cpu=settings.cpu, timeout_s=settings.timeout_s)
+        device = torch.device(world.device)
+        collectives = Collectives(world, device=device, debug=settings.debug, timeout_s=settings.timeout_s)
+        super().__init__(world, device, collectives)
+        self.mesh = Mesh(started.layout, world, device.type)
+        self._precision = TABLE[started.precision]
+        self.scaler = LossScaler(device, collectives, **(scaler or {})) if self._precision.scales else None
+        self._active = ActiveLoaders()
+        self.gradients = Accumulation(started.accumulate, started.layout.width, self._active, collectives)
+        self._prepared = Preparation(
+            started, self.mesh, collectives, device, self._precision, self.gradients, self.scaler, self._active,
+            dict(
+                seed=settings.data_seed, split_batches=settings.split_batches, dispatch=settings.dispatch_batches,
+                tail="pad" if settings.even_batches else "divide", non_blocking=settings.non_blocking,
+            ),
+        )  # fmt: skip
+        self.project_dir = None if project_dir is None else str(project_dir)
+        self.trackers = Trackers(log_with, self.logging_dir, is_main=world.is_main)
+        self._states = StateSession(self._prepared, self.collectives, self.scaler, self.project_dir, total_limit)
+        self._norm = torch.zeros((), device=device)
+        self._trigger = False
+
+    # -- what this run is --------------------------------------------------------------------------------------
+
+    @property
+    def plan(self) -> Plan:
+        """The plan of the models prepared last; before that its draft."""
+        return self._prepared.plan
+
+    @property
+    def mixed_precision(self) -> str:
+        """Name of the precision."""
+        return self._precision.name
+
+    @property
+    def gradient_accumulation_steps(self) -> int:
+        """Micro-batches in one optimizer step."""
+        return self.gradients.steps
+
+    @gradient_accumulation_steps.setter
+    def gradient_accumulation_steps(self, steps: int) -> None:
+        self.gradients.steps = steps
+
+    @property
+    def sync_gradients(self) -> bool:
+        """Whether the micro-batch at hand ends its window, so that optimizers step."""
+        return self.gradients.sync
+
+    @property
+    def optimizer_step_was_skipped(self) -> bool:
+        """Whether the last step of some optimizer was skipped because a gradient overflowed."""
+        return any(optimizer.step_was_skipped for optimizer in self._prepared.optimizers)
+
+    @property
+    def split_batches(self) -> bool:
+        """Whether a loader's batch size is that of all ranks together."""
+        return self.settings.split_batches
+
+    @property
+    def even_batches(self) -> bool:
+        """Whether the last global batch is filled with repeated samples."""
+        return self.settings.even_batches
+
+    @property
+    def dispatch_batches(self) -> bool | None:
+        """Whether rank 0 reads for all."""
+        return self.settings.dispatch_batches
+
+    @property
+    def non_blocking(self) -> bool:
+        """Whether batches are copied without waiting."""
+        return self.settings.non_blocking
+
+    @property
+    def logging_dir(self) -> str:
+        """Where trackers write."""
+        return self.project_dir or "runs"
+
+    @property
+    def save_iteration(self) -> int:
+        """Number of the next automatically named checkpoint."""
+        return self._states.iteration
+
+    # -- prepare -----------------------------------------------------------------------------------------------
+
+    def prepare(self, *objects: Any, device_placement: Sequence[bool] | None = None) -> Any:
+        """Prepares models, optimizers, loaders and schedulers, any number in any order.
+
+        Args:
+            device_placement: for each object, whether it (a loader: its batches) is moved to the device; None moves all.
+
+        Returns:
+            The prepared objects in the same order; one object alone for one.
+
+        Ranks: all, with the same objects in the same order.
+
+        Raises:
+            PrepareError, PlanError, DataError: before anything is touched, where that can be known.
+        """
+        result = self._prepared.prepare(objects, device_placement)
+        return result[0] if len(result) == 1 else tuple(result)
+
+    def prepare_model(self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False) -> nn.Module:
+        """Prepares one model; with `evaluation_mode` it is moved and computes in the run's precision, nothing more."""
+        if evaluation_mode:
+            return self._prepared.evaluation_model(model, place=device_placement is not False)
+        return self.prepare(model, device_placement=[device_placement is not False])
+
+    def prepare_data_loader(self, data_loader: Any, device_placement: bool | None = None) -> PreparedLoader:
+        """Prepares one loader. Ranks: all."""
+        return self._prepared.loader(data_loader, place=device_placement is not False)
+
+    def prepare_optimizer(self, optimizer: torch.optim.Optimizer) -> Any:
+        """Prepares one optimizer of models that were prepared before."""
+        return self._prepared.optimizer(optimizer)
+
+    def prepare_scheduler(self, scheduler: Any) -> Any:
+        """Prepares one scheduler."""
+        return self._prepared.scheduler(scheduler)
+
+    def free_memory(self, *objects: Any) -> list[None]:
+        """Forgets everything that was prepared and empties the device's cache; returns as many Nones as objects."""
+        self._prepared.clear()
+        self._states.clear()
+        if self.device.type != "cpu":
+            torch.accelerator.empty_cache()
+        return [None] * len(objects)
+
+    clear = free_memory
+
+    # -- the step ----------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def accumulate(self, *models: nn.Module) -> Iterator[None]:
+        """One micro-batch: optimizers step, and ranks communicate, only at the end of a window.
+
+        Args:
+            models: those that the micro-batch trains; none means all prepared ones.
+        """
+        with self.gradients.window(lambda: self._hold(models)):
+            yield
+
+    def no_sync(self, *models: nn.Module) -> AbstractContextManager[Any]:
+        """Backward passes inside accumulate gradients without communication."""
+        return self._hold(models)
+
+    def _hold(self, models: Sequence[nn.Module]) -> AbstractContextManager[Any]:
+        stack = ExitStack()
+        for model in models or [each.wrapped for each in self._prepared.models]:
+            prepared = self._prepared.find(model)
+            if prepared is None:
+                raise PrepareError(
+                    "model-unprepared",
+                    f"{type(model).__name__} was not prepared.",
+                    why="gradients are held back by the strategies that `prepare` applied",
+                    fix="pass the model that `prepare` returned",
+                )
+            stack.enter_context(prepared.chain.hold_gradients(prepared.wrapped))
+        return stack
+
+    def backward(self, loss: torch.Tensor, num_items: int | torch.Tensor | None = None, **kwargs: Any) -> None:
+        """Computes gradients such that a window's gradient is the mean over its samples (or items), at every width.
+
+        Args:
+            loss: 0-dim; the mean over this rank's micro-batch, or with `num_items` the sum over its items.
+            num_items: items (tokens) that `loss` sums over on this rank; counted exactly over micro-batches and ranks.
+            kwargs: for `Tensor.backward`.
+
+        Ranks: all; communicates at the end of a window.
+
+        Raises:
+            PlanError: `backward-pipeline` under `pp > 1`, `unused-parameters`; TrainError: `accumulate-outside`.
+        """
+        if self.plan.layout.pp > 1:
+            raise PlanError(
+                "backward-pipeline",
+                "a pipeline runs forward and backward of its stages together, so there is no loss to call backward on.",
+                why=f"pp={self.plan.layout.pp}",
+                fix="use `accelerator.forward_backward(model, batch, loss_fn)`, which works under every plan",
+            )
+        gradients = self.gradients
+        loss = gradients.scale(loss, num_items)
+        if self.settings.debug and gradients.sync:
+            self.collectives.check("backward")
+        if self.scaler is not None:
+            if gradients.first:
+                self.scaler.refresh()
+            loss = self.scaler.scale(loss)
+        loss.backward(**kwargs)
+        if gradients.sync and self.world.size > 1:
+            for each in self._prepared.models:
+                each.chain.settle(each.wrapped)
+
+    def forward_backward(
+        self, model: nn.Module, batch: Any, loss_fn: Callable[..., torch.Tensor], num_items: int | None = None
+    ) -> torch.Tensor:
+        """Forward, loss and backward in one call, which works under every plan.
+
+        Args:
+            batch: a pair or longer sequence `(*inputs, target)`, of which the model gets the inputs and `loss_fn(output,
+                target)` the last; or a mapping, which the model gets as keywords and `loss_fn(output, batch)` whole.
+            num_items: as in `backward`.
+
+        Returns:
+            This rank's loss, 0-dim, detached.
+        """
+        if isinstance(batch, Mapping):
+            loss = loss_fn(model(**batch), batch)
+        else:
+            *inputs, target = batch
+            loss = loss_fn(model(*inputs), target)
+        self.backward(loss, num_items)
+        return loss.detach()
+
+    def autocast(self, enabled: bool = True, cache_enabled: bool | None = None) -> AbstractContextManager[Any]:
+        """Computes in the run's precision; for code outside the model's forward, which does so by itself."""
+        return autocast(self._precision, self.device, enabled=enabled, cache_enabled=cache_enabled)
+
+    def unscale_gradients(self, optimizer: Any = None) -> None:
+        """Makes gradients final: corrected to the window's real size, and unscaled under fp16."""
+        for each in self._prepared.optimizers:
+            if optimizer is None or each is optimizer or each in (optimizer if isinstance(optimizer, (list, tuple)) else ()):
+                each.unscale()
+
+    def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
+        """Scales the window's gradients to a total norm of at most `max_norm`; inside a window it does nothing.
+
+        Returns:
+            The norm before clipping, 0-dim, the same on every rank; inside a window that of the window before.
+        """
+        if self.gradients.sync:
+            self.unscale_gradients()
+            self._norm = clip_grad_norm(parameters, max_norm, norm_type)
+        return self._norm
+
+    def clip_grad_value_(self, parameters: Any, clip_value: float) -> None:
+        """Clamps the window's gradients to [-clip_value, clip_value]; inside a window it does nothing."""
+        if self.gradients.sync:
+            self.unscale_gradients()
+            clip_grad_value(parameters, clip_value)
+
+    @contextmanager
+    def join_uneven_inputs(self, joinables: Sequence[Any], even_batches: bool | None = None) -> Iterator[None]:
+        """Lets ranks take different numbers of steps over loaders that were NOT prepared; prepared ones are even already."""
+        from torch.distributed.algorithms.join import Join, Joinable
+
+        wrapped = [each for each in joinables if isinstance(each, Joinable)]
+        with Join(wrapped) if wrapped and self.use_distributed else nullcontext():
+            yield
+
+    # -- between ranks -----------------------------------------------------------------------------------------
+
+    def gather(self, tensor: Any) -> Any:
+        """Concatenates tensors of all ranks along dim 0, in rank order; 0-dim tensors become [num_processes].
+
+        Ranks: all; all get the result. Padding is kept: `gather_for_metrics` drops it.
+        """
+        return self.collectives.gather(tensor)
+
+    def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
+        """Gathers what belongs to the current batch over real samples only, in sample order.
+
+        Args:
+            input_data: any nesting of tensors [rows of this rank's batch, ...] or 0-dim ones (of which one for each rank
+                with a real sample comes back), or objects: a list with one entry a row, or anything.
+            use_gather_object: gathers Python objects even where there are tensors.
+
+        Ranks: all; all get the result. One collective for the whole structure.
+        """
+        if use_gather_object or not tensors(input_data):
+            return self._active.gather_objects(self.collectives, input_data)
+        return self._active.gather_rows(self.collectives, input_data)
+
+    def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
+        """Sum or mean over ranks of each tensor of a structure. Ranks: all; all get the result."""
+        return self.collectives.reduce(tensor, reduction, scale)
+
+    def pad_across_processes(self, tensor: Any, dim: int = 0, pad_index: int = 0, pad_first: bool = False) -> Any:
+        """Pads tensors along `dim` to the longest of all ranks. Ranks: all."""
+        return self.collectives.pad_across(tensor, dim, pad_index, pad_first)
+
+    def set_trigger(self) -> None:
+        """Raises a flag on this rank, for `check_trigger` on all."""
+        self._trigger = True
+
+    def check_trigger(self) -> bool:
+        """Whether any rank raised the flag; lowers it if so. Ranks: all."""
+        raised = self.collectives.any(self._trigger)
+        if raised:
+            self._trigger = False
+        return raised
+
+    # -- models and files --------------------------------------------------------------------------------------
+
+    def unwrap_model(self, model: nn.Module, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True) -> nn.Module:
+        """The module that the user wrote.
+
+        Args:
+            keep_fp32_wrapper: False also takes off the mixed-precision forward.
+            keep_torch_compile: False also takes the module out of `torch.compile`.
+        """
+        prepared = self._prepared.find(model)
+        inner = prepared.module if prepared is not None else model
+        if not keep_torch_compile and hasattr(inner, "_orig_mod"):
+            inner = inner._orig_mod
+        if not keep_fp32_wrapper:
+            unwrap_forward(inner)
+        return inner
+
+    def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
+        """The whole state of a model, whatever the plan. Ranks: all; all get it."""
+        return self._prepared.state_dict(self.unwrap_model(model) if unwrap else model)
+
+    def save(self, obj: Any, f: str | Path, safe_serialization: bool = False) -> None:
+        """Writes an object beside `f` and renames it, on the main process only."""
+        if self.is_main_process:
+            save_object(obj, str(f), safe_serialization)
+
+    def save_model(
+        self, model: nn.Module, save_directory: str | Path, max_shard_size: str | int = "10GB", safe_serialization: bool = True
+    ) -> None:
+        """Writes a model under Hugging Face's file names, in files of at most `max_shard_size`. Ranks: all."""
+        state = self.get_state_dict(model)
+        self._states.on_main(lambda: save_model(self.unwrap_model(model), str(save_directory), max_shard_size, safe_serialization, state))
+
+    def register_for_checkpointing(self, *objects: Any) -> None:
+        """Adds objects with `state_dict` and `load_state_dict` to what `save_state` saves."""
+        self._states.register(*objects)
+
+    def register_save_state_pre_hook(self, hook: Callable[..., None]) -> StateHooks:
+        """Calls `hook(models, weights, output_dir)` before each save; returns a handle with `remove()`."""
+        return self._states.add_hook("save", hook)
+
+    def register_load_state_pre_hook(self, hook: Callable[..., None]) -> StateHooks:
+        """Calls `hook(models, input_dir)` before each load; returns a handle with `remove()`."""
+        return self._states.add_hook("load", hook)
+
+    def save_state(self, output_dir: str | Path | None = None) -> str:
+        """Saves everything that a resume needs: models, optimizers, schedulers, loaders, scaler, RNG, counters, objects.
+
+        Args:
+            output_dir: a folder; None names it `<project_dir>/checkpoints/checkpoint_<n>`.
+
+        Returns:
+            The folder.
+
+        Ranks: all. The folder is written beside and renamed: a crash leaves the old one or none.
+
+        Raises:
+            CheckpointError: nothing that was saved before is lost.
+        """
+        return self._states.save(None if output_dir is None else str(output_dir), self.plan)
+
+    def load_state(self, input_dir: str | Path | None = None) -> None:
+        """Puts back what `save_state` saved, at any width; None takes the newest automatically named one. Ranks: all."""
+        self._states.load(None if input_dir is None else str(input_dir))
+
+    def skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> Any:
+        """A loader whose first epoch begins after `num_batches` batches."""
+        return skip_first_batches(dataloader, num_batches)
+
+    # -- logs --------------------------------------------------------------------------------------------------
+
+    def init_trackers(
+        self, project_name: str, config: Mapping[str, Any] | None = None, init_kwargs: Mapping[str, Mapping[str, Any]] | None = None
+    ) -> None:
+        """Starts the trackers of `log_with`, on the main process."""
+        self.trackers.start(project_name, config, init_kwargs)
+
+    def get_tracker(self, name: str, unwrap: bool = False) -> Any:
+        """A tracker by name (one that does nothing on other processes)."""
+        return self.trackers.get_tracker(name, unwrap)
+
+    def log(self, values: Mapping[str, Any], step: int | None = None) -> None:
+        """Logs values to every tracker, on the main process."""
+        self.trackers.log(values, step)
+
+    def end_training(self) -> None:
+        """Finishes trackers and leaves the process group. Ranks: all."""
+        self.trackers.finish()
+        rendezvous.leave()
+
+    def profile(self, **options: Any) -> AbstractContextManager[Any]:
+        """torch's profiler over a block; see `paceline.observe.profile`."""
+        return observe_profile(rank=self.process_index, **options)
+
+    def to_device(self, batch: Any) -> Any:
+        """A nested batch on this process's device; prepared loaders do it by themselves."""
+        return to_device(batch, self.device, self.settings.non_blocking)
+
+    def __repr__(self) -> str:
+        return f"Accelerator({self.plan.layout}, precision {self.mixed_precision}, device {self.device})"

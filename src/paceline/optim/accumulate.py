@@ -1,0 +1,178 @@
+"""The ONE owner of gradient scale: what a loss is divided by, so that a window's gradient is the mean over its samples.
+
+A *window* is the micro-batches of one optimizer step. Strategies average gradients over the ranks that read different
+samples (`width` of them), so a loss is divided by
+
+    mean loss:   N / (n * width)     N = samples of the whole window over all ranks, n = of this micro-batch on this rank
+    loss sum:    E / 1               E = a power of two near the window's item count; `settle` multiplies by width * E / N
+
+Where the loader knows its batches beforehand, N is exact from the first micro-batch. Where nothing can know it (an
+iterable dataset, tokens), an estimate stands in and `settle` corrects the gradients once, before clip or step. The
+estimate is a power of two, so dividing by it rounds nothing: the same numbers come out whatever it was.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, Protocol
+
+import torch
+
+from paceline.base.errors import TrainError
+
+
+class _Loader(Protocol):
+    current: Any
+
+    def window_rows(self, count: int) -> int | None: ...
+
+
+class Accumulation:
+    """Counts micro-batches and scales losses.
+
+    Args:
+        steps: micro-batches in a window.
+        width: ranks whose gradients the strategies average.
+        active: tells which loader is being iterated (`data.active.ActiveLoaders`).
+        collectives: for item counts.
+
+    Attributes:
+        steps: micro-batches in a window.
+        sync: whether the micro-batch at hand ends its window.
+        weigh: False gives every micro-batch and rank the same weight (what accelerate does).
+        sync_at_end: whether the end of a loader ends the window.
+    """
+
+    def __init__(self, steps: int, width: int, active: Any, collectives: Any) -> None:
+        self.steps = steps
+        self.width = width
+        self.sync = True
+        self.weigh = True
+        self.sync_at_end = True
+        self._active = active
+        self._collectives = collectives
+        self._micro = 0  # micro-batches of this window so far, this one included
+        self._open = False  # inside `accumulate`
+        self._planned: float | None = None  # rows that the window was expected to have, where scale was an estimate
+        self._window: int | None = None  # rows of the window, where the loader knows
+        self._rows = 0  # rows that it really had so far
+        self._counted = 0  # micro-batch whose rows were counted
+        self._items: int | None = None  # items of this rank in the window so far
+        self._items_micro = 0
+        self._divisor: float | None = None  # power of two that item losses are divided by
+        self._factor: float | None = None  # correction of the window's gradients, once it is known
+
+    # -- the window ------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def window(self, hold: Callable[[], AbstractContextManager[Any]]) -> Iterator[None]:
+        """One micro-batch. `hold()` keeps strategies from communicating; it is entered unless the window ends here."""
+        self._begin()
+        with nullcontext() if self.sync else hold():
+            self._open = True
+            try:
+                yield
+            finally:
+                self._open = False
+
+    def _begin(self) -> None:
+        if self.sync:
+            self._micro = 0
+        self._micro += 1
+        loader = self._active.top
+        info = loader.current if loader is not None else None
+        ends = self.sync_at_end and info is not None and info.last
+        self.sync = ends or self._micro >= self.steps
+        if self._micro == 1:
+            self._reset(loader)
+
+    def _reset(self, loader: _Loader | None) -> None:
+        self._rows = self._counted = self._items_micro = 0
+        self._items = self._planned = self._factor = None
+        self._window = loader.window_rows(self.steps) if loader is not None and self.weigh else None
+
+    # -- the scale -------------------------------------------------------------------------------------------
+
+    def scale(self, loss: torch.Tensor, num_items: int | torch.Tensor | None = None) -> torch.Tensor:
+        """The loss as `backward` should see it.
+
+        Args:
+            loss: the mean over this micro-batch's samples on this rank; with `num_items`, the sum over its items.
+            num_items: items (tokens) in `loss` on this rank.
+
+        Ranks: all call it; it communicates at the first call with items only.
+
+        Raises:
+            TrainError: `accumulate-outside`, `items-mixed`.
+        """
+        if not self._open:
+            if self.steps > 1:
+                raise TrainError(
+                    "accumulate-outside",
+                    f"backward was called outside `accumulate`, but a step is {self.steps} micro-batches.",
+                    why=f"gradient_accumulation_steps={self.steps}: only `accumulate` knows which micro-batch this is",
+                    fix="put the body of the loop in `with accelerator.accumulate(model):`",
+                )
+            self._micro, self.sync = 1, True
+            self._reset(self._active.top)
+        if num_items is not None:
+            return loss / self._items_divisor(int(num_items))
+        if self._items is not None:
+            raise self._mixed()
+        return self._weigh(loss)
+
+    def _weigh(self, loss: torch.Tensor) -> torch.Tensor:
+        loader = self._active.top if self.weigh else None
+        info = loader.current if loader is not None else None
+        if info is None:  # no loader of ours: every micro-batch counts the same
+            return loss if self.steps == 1 else loss / self.steps
+        total = sum(info.weights)
+        if self._counted != self._micro:
+            self._counted = self._micro
+            self._rows += total
+        own = info.weights[info.index]
+        window = self._window
+        if window is None:
+            if self._planned is None:
+                self._planned = float(total * (1 if self.sync else self.steps))
+            window = self._planned  # type: ignore[assignment]
+        if own == 0:
+            return loss * 0.0
+        divisor = window / (own * self.width)  # type: ignore[operator]
+        return loss if divisor == 1.0 else loss / divisor
+
+    def _items_divisor(self, num_items: int) -> float:
+        if self._rows or self._items_micro == self._micro:
+            raise self._mixed()
+        self._items_micro = self._micro
+        self._items = (self._items or 0) + num_items
+        if self._divisor is None:
+            (seen,) = self._collectives.sum_ints([num_items])
+            self._divisor = 2.0 ** round(max(1, seen * self.steps)).bit_length()
+        return self._divisor
+
+    def _mixed(self) -> TrainError:
+        return TrainError(
+            "items-mixed",
+            "one window holds losses that are weighed in different ways.",
+            why="`num_items` counts items over the whole window, so each micro-batch has one backward call, with num_items",
+            fix="add the losses of a micro-batch before one `backward(loss, num_items=n)`",
+        )
+
+    def correction(self) -> float:
+        """What gradients of the finished window must be multiplied by; 1.0 where the scale was exact.
+
+        Ranks: all call it at the end of a window; with items it is the one small reduction of the step.
+        """
+        if self._factor is None:
+            if self._items is not None:
+                (total,) = self._collectives.sum_ints([self._items])
+                assert self._divisor is not None
+                self._factor = self.width * self._divisor / max(1, total)
+                self._divisor = 2.0 ** max(1, total).bit_length()
+            elif self._planned is not None and self._rows:
+                self._factor = self._planned / self._rows
+            else:
+                self._factor = 1.0
+        return self._factor

@@ -1,0 +1,112 @@
+"""The prepared optimizer: steps only where a window ends, corrected, unscaled, and never on gradients that overflowed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from paceline.optim.accumulate import Accumulation
+
+
+class PreparedOptimizer(Optimizer):
+    """Wraps an optimizer; the loop calls `step` and `zero_grad` after each micro-batch as it always did.
+
+    It is an `Optimizer` for learning-rate schedulers and for `isinstance`, and shares the wrapped one's
+    `param_groups` and `state` rather than holding any.
+
+    Args:
+        optimizer: the user's, bound to the prepared parameters.
+        accumulation: knows whether a window ends and what its gradients are corrected by.
+        scaler: the loss scaler, or None.
+
+    Attributes:
+        optimizer: the wrapped one.
+        step_was_skipped: whether the last `step` left the weights alone because of an overflow.
+    """
+
+    def __init__(self, optimizer: Optimizer, accumulation: Accumulation, scaler: Any = None) -> None:
+        self.optimizer = optimizer
+        self.step_was_skipped = False
+        self._accumulation = accumulation
+        self._scaler = scaler
+        self._settled = False
+
+    # The wrapped optimizer owns these; schedulers and users read and replace them here.
+    param_groups = property(lambda self: self.optimizer.param_groups, lambda self, v: setattr(self.optimizer, "param_groups", v))
+    state = property(lambda self: self.optimizer.state, lambda self, v: setattr(self.optimizer, "state", v))
+    defaults = property(lambda self: self.optimizer.defaults, lambda self, v: setattr(self.optimizer, "defaults", v))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["optimizer"], name) if "optimizer" in self.__dict__ else object.__getattribute__(self, name)
+
+    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+        """One optimizer step where the window ends; nothing in between.
+
+        Raises:
+            TrainError: `fp16-loss` under fp16, where the loss itself is not finite.
+        """
+        if not self._accumulation.sync:
+            return None
+        self.settle()
+        self._settled = False
+        if self._scaler is None:
+            return self.optimizer.step() if closure is None else self.optimizer.step(closure)
+        self.step_was_skipped = self._scaler.step(self.optimizer)
+        return None
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clears gradients where the window ends; nothing in between."""
+        if self._accumulation.sync:
+            self.optimizer.zero_grad(set_to_none)
+            self._settled = False
+
+    def settle(self) -> None:
+        """Multiplies the gradients by the window's correction, once; see `Accumulation`."""
+        if self._settled:
+            return
+        self._settled = True
+        factor = self._accumulation.correction()
+        if factor != 1.0:
+            gradients = [p.grad for group in self.param_groups for p in group["params"] if p.grad is not None]
+            if gradients:
+                torch._foreach_mul_(gradients, factor)
+
+    def unscale(self) -> None:
+        """Corrected and unscaled gradients, as clipping and logging need them; does nothing inside a window."""
+        if self._accumulation.sync:
+            self.settle()
+            if self._scaler is not None:
+                self._scaler.unscale(self.optimizer)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Adds a group to the wrapped optimizer."""
+        self.optimizer.add_param_group(param_group)
+
+    def state_dict(self) -> dict[str, Any]:
+        """State of the wrapped optimizer."""
+        return self.optimizer.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Loads into the wrapped optimizer."""
+        self.optimizer.load_state_dict(state_dict)
+
+    def train(self) -> None:
+        """For schedule-free optimizers, which average weights outside training."""
+        if hasattr(self.optimizer, "train"):
+            self.optimizer.train()
+
+    def eval(self) -> None:
+        """For schedule-free optimizers."""
+        if hasattr(self.optimizer, "eval"):
+            self.optimizer.eval()
+
+    def __repr__(self) -> str:
+        return f"PreparedOptimizer({self.optimizer!r})"
+
+    def __getstate__(self) -> dict[str, Any]:
+        return dict(self.__dict__)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)

@@ -1,0 +1,104 @@
+"""Binds an optimizer that was built before `prepare` to the parameters that the model holds after it.
+
+Names are taken before the chain runs, parameters are looked up by name after it: so a strategy may replace every
+parameter (by a shard, say) and no optimizer needs to know.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from paceline.base.errors import PrepareError
+from paceline.plan.plan import Decision
+
+_FUSED = ("Adam", "AdamW", "SGD", "Adagrad")
+
+
+def parameter_names(models: Iterable[nn.Module]) -> dict[int, tuple[int, str]]:
+    """id(parameter) -> (number of its model, name); a shared parameter goes by its first name."""
+    names: dict[int, tuple[int, str]] = {}
+    for number, model in enumerate(models):
+        for name, parameter in model.named_parameters():
+            names.setdefault(id(parameter), (number, name))
+    return names
+
+
+def rebind(optimizer: Optimizer, before: Mapping[int, tuple[int, str]], after: list[nn.Module]) -> dict[torch.Tensor, str]:
+    """Puts the prepared parameters in the place of those that the optimizer was built with.
+
+    Args:
+        optimizer: changed in place.
+        before: names from before the chain, see `parameter_names`.
+        after: the same models, unwrapped, in the same order, after the chain.
+
+    Returns:
+        The name of each of its parameters: "number.name" where there are several models, else the name.
+
+    Raises:
+        PrepareError: `optimizer-parameters` where it holds parameters of no prepared model, `optimizer-frozen` where none
+            of them is trained, `optimizer-started` where parameters were replaced but it holds states of the old ones.
+    """
+    current = [dict(model.named_parameters()) for model in after]
+    names: dict[torch.Tensor, str] = {}
+    replaced = foreign = 0
+    for group in optimizer.param_groups:
+        for place, old in enumerate(group["params"]):
+            key = before.get(id(old))
+            if key is None:
+                foreign += 1
+                continue
+            new = current[key[0]][key[1]]
+            names[new] = key[1] if len(after) == 1 else f"{key[0]}.{key[1]}"
+            if new is not old:
+                replaced += 1
+                group["params"][place] = new
+    _check(optimizer, names, replaced, foreign)
+    return names
+
+
+def _check(optimizer: Optimizer, names: Mapping[torch.Tensor, str], replaced: int, foreign: int) -> None:
+    kind = type(optimizer).__name__
+    if foreign:
+        raise PrepareError(
+            "optimizer-parameters",
+            f"{kind} holds {foreign} parameter{'s' if foreign > 1 else ''} of no model that was prepared.",
+            why="an optimizer steps the parameters that it was built with; these would never get a gradient of this run",
+            fix="pass the model whose parameters it was built with to `prepare`, in the same call or before",
+        )
+    if not any(parameter.requires_grad for parameter in names):
+        raise PrepareError(
+            "optimizer-frozen",
+            f"{kind} has nothing to train: none of its {len(names)} parameters requires a gradient.",
+            why="requires_grad is False for each of them",
+            fix="unfreeze the layers that should learn before `prepare`",
+        )
+    if replaced and optimizer.state:
+        raise PrepareError(
+            "optimizer-started",
+            f"{kind} already holds states, but the plan replaces the parameters that they belong to.",
+            why=f"{replaced} parameters were replaced",
+            fix="build the optimizer anew before `prepare`, or load its states with `load_state` afterwards",
+        )
+
+
+def choose_fused(optimizer: Optimizer, sparse: bool) -> Decision | None:
+    """Lets Adam, AdamW, SGD and Adagrad step in one fused kernel on the CPU, where torch's own choice is a slow loop.
+
+    Only where the user left the choice open. On accelerators torch chooses well by itself.
+    """
+    if type(optimizer).__module__.split(".")[0] != "torch" or type(optimizer).__name__ not in _FUSED or sparse:
+        return None
+    for group in optimizer.param_groups:
+        untouched = group.get("fused", False) is None and group.get("foreach") is None and not group.get("differentiable")
+        plain = all(type(p) is nn.Parameter and p.device.type == "cpu" and p.is_floating_point() for p in group["params"])
+        if not (untouched and plain) or isinstance(group["lr"], torch.Tensor) or optimizer.state:
+            return None
+    for group in optimizer.param_groups:
+        group["fused"] = True
+    return Decision(
+        f"optimizer.{type(optimizer).__name__}.fused", True, "derived", reason="on the CPU one kernel is faster than torch's loop"
+    )

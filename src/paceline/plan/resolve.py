@@ -1,0 +1,107 @@
+"""Settings + world + facts -> a frozen `Plan`. Pure: it reads no device, makes no group and touches no model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from math import prod
+from typing import Any, Protocol
+
+from paceline.base.errors import PlanError, Problem
+from paceline.plan.facts import ModelFacts
+from paceline.plan.plan import Decision, Plan
+from paceline.plan.rules import model_problems, origin, run_problems
+from paceline.world.layout import AXES, Layout
+
+
+class Pass(Protocol):
+    """What planning sees of a strategy: its pure half (`paceline.parallel.strategy` has the whole)."""
+
+    name: str
+    stage: int
+    axes: tuple[str, ...]
+
+    def wanted(self, plan: Plan) -> bool: ...
+
+    def check(self, plan: Plan, facts: ModelFacts) -> list[Problem]: ...
+
+
+def draft(
+    settings: Mapping[str, Any],
+    decisions: Iterable[Decision],
+    world_size: int,
+    options: Mapping[str, Mapping[str, Any]] | None = None,
+) -> Plan:
+    """The part of a plan that needs no model: layout, precision, accumulation.
+
+    Args:
+        settings: `mixed_precision`, `accumulate` and one entry for each axis, a number or "auto".
+        decisions: where each setting came from.
+        world_size: number of processes.
+        options: options of strategies, by the strategy's name.
+
+    Raises:
+        PlanError: `plan-size`, `plan-precision`, `plan-accumulate`; all that apply, at once.
+    """
+    sizes = {axis: settings.get(axis, "auto") for axis in AXES}
+    fixed = {axis: int(size) for axis, size in sizes.items() if size != "auto"}
+    notes = {decision.field: decision for decision in decisions}
+    rest = max(1, world_size // prod(fixed.values())) if prod(fixed.values()) > 0 else 1
+    for axis in AXES:
+        if axis in fixed:
+            continue
+        fixed[axis] = rest if axis == "replicate" else 1
+        reason = f"{world_size} processes" if axis == "replicate" else "not asked for"
+        notes[axis] = Decision(axis, fixed[axis], "derived", reason=reason)
+    plan = Plan(
+        layout=Layout(**fixed),
+        precision=str(settings.get("mixed_precision", "no")),
+        accumulate=settings.get("accumulate", 1),
+        options=dict(options or {}),
+        decisions=tuple(notes.values()),
+    )
+    problems = run_problems(plan, world_size)
+    if problems:
+        raise PlanError.of(problems)
+    return plan
+
+
+def resolve(plan: Plan, models: Iterable[ModelFacts], strategies: Iterable[Pass]) -> Plan:
+    """Chooses the chain of strategies for these models and checks everything before anything is touched.
+
+    Raises:
+        PlanError: every problem of the plan with these models, in one error.
+    """
+    facts = list(models)
+    known = sorted(strategies, key=lambda strategy: strategy.stage)
+    chosen = [strategy for strategy in known if strategy.wanted(plan)]
+    served = {axis for strategy in chosen for axis in strategy.axes}
+    problems = model_problems(plan, facts)
+    for axis in AXES:
+        if getattr(plan.layout, axis) > 1 and axis not in served:
+            problems.append(
+                Problem(
+                    "plan-axis",
+                    f"no strategy serves the axis `{axis}`.",
+                    why=f"{origin(plan, axis)}; strategies: {', '.join(strategy.name for strategy in known)}",
+                    fix=f"leave {axis} at 1",
+                )
+            )
+    for name in plan.options:
+        if name not in {strategy.name for strategy in known}:
+            problems.append(
+                Problem(
+                    "plan-option",
+                    f"options are given for {name!r}, which is no strategy.",
+                    why=f"strategies: {', '.join(strategy.name for strategy in known)}",
+                    fix="use one of these names",
+                )
+            )
+    for strategy in chosen:
+        for one in facts:
+            problems.extend(strategy.check(plan, one))
+    if problems:
+        raise PlanError.of(problems)
+    names = tuple(strategy.name for strategy in chosen)
+    reason = ", ".join(f"{s.name} serves {'/'.join(s.axes)}" for s in chosen) or "one process needs none"
+    return replace(plan, strategies=names, decisions=(*plan.decisions, Decision("strategies", names, "derived", reason=reason)))

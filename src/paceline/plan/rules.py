@@ -1,0 +1,93 @@
+"""What every plan must obey, as a table of pure checks; each returns the problems that it finds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+from paceline.base.errors import Problem
+from paceline.plan.facts import ModelFacts
+from paceline.plan.plan import Plan
+from paceline.world.layout import AXES
+
+PRECISIONS = ("no", "bf16", "fp16")
+
+
+def origin(plan: Plan, field: str) -> str:
+    """`value (source)` of one field, for the `why` of an error."""
+    for decision in plan.decisions:
+        if decision.field == field:
+            return f"{field}={decision.value} ({decision.where or decision.source})"
+    return field
+
+
+def size_matches(plan: Plan, world_size: int) -> list[Problem]:
+    """The product of the axes is the number of processes."""
+    needed = plan.layout.size()
+    if needed == world_size:
+        return []
+    given = [axis for axis in AXES if getattr(plan.layout, axis) > 1] or ["replicate"]
+    return [
+        Problem(
+            "plan-size",
+            f"the plan needs {needed} processes, but {world_size} {'is' if world_size == 1 else 'are'} running.",
+            why=" x ".join(origin(plan, axis) for axis in given),
+            fix=f"launch with `--procs {needed}`, or leave one of these axes on `auto`",
+        )
+    ]
+
+
+def precision_known(plan: Plan, world_size: int) -> list[Problem]:
+    """The precision is a row of the table."""
+    if plan.precision in PRECISIONS:
+        return []
+    return [
+        Problem(
+            "plan-precision",
+            f"there is no precision called {plan.precision!r}.",
+            why=origin(plan, "mixed_precision"),
+            fix=f"use one of {', '.join(PRECISIONS)}",
+        )
+    ]
+
+
+def accumulate_positive(plan: Plan, world_size: int) -> list[Problem]:
+    """At least one micro-batch makes an optimizer step."""
+    if isinstance(plan.accumulate, int) and plan.accumulate >= 1:
+        return []
+    return [
+        Problem(
+            "plan-accumulate",
+            f"{plan.accumulate!r} micro-batches cannot make an optimizer step.",
+            why=origin(plan, "accumulate"),
+            fix="use gradient_accumulation_steps=1 or more",
+        )
+    ]
+
+
+def no_half_parameters(plan: Plan, facts: ModelFacts) -> list[Problem]:
+    """fp16 scaling needs float32 weights: gradients held in float16 cannot be unscaled safely."""
+    if plan.precision != "fp16" or not facts.half_names:
+        return []
+    shown = ", ".join(facts.half_names[:3]) + (", ..." if len(facts.half_names) > 3 else "")
+    return [
+        Problem(
+            "fp16-parameters",
+            f"{facts.name} holds {len(facts.half_names)} trainable parameters in float16 ({shown}).",
+            why=f"{origin(plan, 'mixed_precision')}: the loss scaler can only unscale float32 gradients",
+            fix="call `model.float()` before `prepare`, freeze those parameters, or use mixed_precision='bf16'",
+        )
+    ]
+
+
+RUN_RULES: tuple[Callable[[Plan, int], list[Problem]], ...] = (size_matches, precision_known, accumulate_positive)
+MODEL_RULES: tuple[Callable[[Plan, ModelFacts], list[Problem]], ...] = (no_half_parameters,)
+
+
+def run_problems(plan: Plan, world_size: int) -> list[Problem]:
+    """All problems that show before there is a model."""
+    return [problem for rule in RUN_RULES for problem in rule(plan, world_size)]
+
+
+def model_problems(plan: Plan, models: Iterable[ModelFacts]) -> list[Problem]:
+    """All problems of the models under this plan."""
+    return [problem for facts in models for rule in MODEL_RULES for problem in rule(plan, facts)]

@@ -1,0 +1,91 @@
+"""The loss scaler: keeps float16 gradients in range, and says why a run cannot go on.
+
+`torch.amp.GradScaler` does the arithmetic, on the CPU too. Here are the two things that it leaves open: whether a step
+was skipped (known from the flag that the step computed anyway, so at no further synchronisation), and what to do when
+the loss itself is not finite, which no scale can mend.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from paceline.base.errors import TrainError
+
+
+class LossScaler:
+    """A dynamic loss scale shared by all optimizers of a run.
+
+    Args:
+        device: where the model computes.
+        collectives: agrees over ranks, at skipped steps only, whether a loss was not finite.
+        options: keywords of `torch.amp.GradScaler` (`init_scale`, `growth_interval`, ...).
+    """
+
+    def __init__(self, device: torch.device, collectives: Any, **options: Any) -> None:
+        self.grad_scaler = torch.amp.GradScaler(device.type, **options)
+        self._collectives = collectives
+        self._loss: torch.Tensor | None = None
+        self._unscaled: set[int] = set()
+        self._stepped = False
+
+    def refresh(self) -> None:
+        """Adapts the scale to the steps taken since; called where a window begins.
+
+        Not at the step itself: gradients of a second optimizer, computed at the same scale, may still wait for theirs.
+        """
+        if self._stepped:
+            self._stepped = False
+            self._unscaled.clear()
+            self.grad_scaler.update()
+
+    def scale(self, loss: torch.Tensor) -> torch.Tensor:
+        """The loss times the scale."""
+        self._loss = loss.detach()
+        return self.grad_scaler.scale(loss)
+
+    def unscale(self, optimizer: torch.optim.Optimizer) -> None:
+        """Divides the optimizer's gradients by the scale, once for each step."""
+        if id(optimizer) not in self._unscaled:
+            self._unscaled.add(id(optimizer))
+            self.grad_scaler.unscale_(optimizer)
+
+    def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> bool:
+        """Steps the optimizer unless a gradient overflowed.
+
+        Returns:
+            Whether the step was skipped; the same on every rank.
+
+        Raises:
+            TrainError: `fp16-loss`, where it was skipped because the loss itself is not finite.
+        """
+        self.unscale(optimizer)
+        found = self.grad_scaler._found_inf_per_device(optimizer)
+        self.grad_scaler.step(optimizer, *args, **kwargs)
+        self._stepped = True
+        skipped = any(bool(flag) for flag in found.values())
+        if skipped:
+            self._explain()
+        return skipped
+
+    def _explain(self) -> None:
+        bad = self._loss is not None and not bool(torch.isfinite(self._loss).all())
+        if self._collectives.any(bad):
+            raise TrainError(
+                "fp16-loss",
+                "the loss is not a finite number, so its gradients are not either.",
+                why="mixed_precision='fp16': scaling keeps gradients in range, but it cannot mend a loss that overflowed "
+                "in the forward pass (float16 ends at 65504) or is NaN by itself",
+                fix="use mixed_precision='bf16', or find the operation with `torch.autograd.set_detect_anomaly(True)`; "
+                "weights are those of the last good step, and saved checkpoints are untouched",
+            )
+
+    def state_dict(self) -> dict[str, Any]:
+        """The scale and its growth counter."""
+        self.refresh()
+        return self.grad_scaler.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Puts back what `state_dict` gave."""
+        self.grad_scaler.load_state_dict(state)

@@ -1,0 +1,253 @@
+"""`Preparation`: takes the user's objects through the plan and keeps what came out.
+
+    facts(model) -> resolve (rules + every strategy.check; ONE error with all problems)
+      -> names of parameters -> device, precision, chain -> rebind optimizers -> loaders -> schedulers
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from paceline.base.errors import PrepareError
+from paceline.base.log import logger
+from paceline.data.active import ActiveLoaders
+from paceline.data.loader import PreparedLoader, prepare_loader
+from paceline.optim.accumulate import Accumulation
+from paceline.optim.optimizer import PreparedOptimizer
+from paceline.optim.rebind import choose_fused, parameter_names, rebind
+from paceline.optim.schedule import PreparedScheduler, compare_lengths, is_scheduler
+from paceline.parallel.strategy import STRATEGIES, Chain
+from paceline.plan.facts import ModelFacts, model_facts
+from paceline.plan.plan import Decision, Plan
+from paceline.plan.resolve import resolve
+from paceline.precision.policy import Precision, wrap_forward
+from paceline.world.collectives import Collectives
+from paceline.world.mesh import Mesh
+
+
+@dataclass(eq=False)
+class PreparedModel:
+    """One model: what the chain made of it, and the chain, which can take it off again."""
+
+    wrapped: nn.Module
+    chain: Chain
+    facts: ModelFacts
+
+    @property
+    def module(self) -> nn.Module:
+        """The module that the user wrote."""
+        return self.chain.unwrap(self.wrapped)
+
+
+class Preparation:
+    """What one `Accelerator` prepared.
+
+    Args:
+        plan: the draft; `plan` becomes the resolved one.
+        mesh, collectives, device: where and with whom.
+        precision: row of the precision table.
+        accumulation: the owner of gradient scale.
+        scaler: the loss scaler or None.
+        active: the stack of loaders being iterated.
+        loader_options: keywords of `prepare_loader` that all loaders share.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        mesh: Mesh,
+        collectives: Collectives,
+        device: torch.device,
+        precision: Precision,
+        accumulation: Accumulation,
+        scaler: Any,
+        active: ActiveLoaders,
+        loader_options: dict[str, Any],
+    ) -> None:
+        self.plan = plan
+        self.models: list[PreparedModel] = []
+        self.optimizers: list[PreparedOptimizer] = []
+        self.schedulers: list[PreparedScheduler] = []
+        self.loaders: list[PreparedLoader] = []
+        self.names: dict[int, dict[torch.Tensor, str]] = {}  # id(raw optimizer) -> names of its parameters
+        self._mesh, self._collectives, self._device = mesh, collectives, device
+        self._precision, self._accumulation, self._scaler, self._active = precision, accumulation, scaler, active
+        self._loader_options = loader_options
+        self._seed: int | None = None
+        self._lengths: list[tuple[int, int]] = []  # batches in an epoch before and after
+        self._known: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+        me = weakref.ref(self)
+
+        def before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+            preparation = me()
+            if preparation is not None and optimizer not in preparation._known:
+                preparation._refuse_unprepared(optimizer)
+
+        self._guard = register_optimizer_step_pre_hook(before_step)
+        weakref.finalize(self, self._guard.remove)
+
+    # -- prepare ---------------------------------------------------------------------------------------------
+
+    def prepare(self, objects: Sequence[Any], placement: Sequence[bool] | None = None) -> list[Any]:
+        """Prepares objects of any kind in any order; see `Accelerator.prepare`."""
+        kinds = [self._kind(each) for each in objects]
+        places = list(placement) if placement is not None else [True] * len(objects)
+        result = list(objects)
+        models = [(at, each) for at, (each, kind) in enumerate(zip(objects, kinds, strict=True)) if kind == "model"]
+        before = self._prepare_models(models, places, result)
+        for at, kind in enumerate(kinds):
+            if kind == "loader":
+                result[at] = self.loader(objects[at], place=places[at])
+        for at, kind in enumerate(kinds):
+            if kind == "optimizer":
+                result[at] = self._optimizer(objects[at], before)
+        for at, kind in enumerate(kinds):
+            if kind == "scheduler":
+                result[at] = self.scheduler(objects[at])
+        return result
+
+    def _kind(self, value: Any) -> str:
+        if value is None or isinstance(value, (PreparedOptimizer, PreparedScheduler)):
+            return "done"
+        if isinstance(value, nn.Module):
+            return "done" if self.find(value, wrapped_only=True) else "model"
+        if isinstance(value, Optimizer):
+            return "optimizer"
+        if is_scheduler(value):
+            return "scheduler"
+        if hasattr(value, "__iter__") and not isinstance(value, (str, bytes, dict, list, tuple, torch.Tensor)):
+            return "loader"
+        raise PrepareError(
+            "prepare-kind",
+            f"`prepare` was given a {type(value).__name__}, which is no model, optimizer, loader or scheduler.",
+            why="it prepares torch.nn.Module, torch.optim.Optimizer, torch.utils.data.DataLoader and learning-rate schedulers",
+            fix="leave it out of the call; it needs no preparation",
+        )
+
+    def _prepare_models(self, models: list[tuple[int, Any]], places: list[bool], result: list[Any]) -> dict[int, tuple[int, str]]:
+        new = [(at, model) for at, model in models if self.find(model) is None]
+        for at, model in models:
+            known = self.find(model)
+            if known is not None:
+                result[at] = known.wrapped
+        facts = [model_facts(model) for _, model in new]
+        plan = resolve(self._draft(), facts, STRATEGIES) if new else self.plan
+        # Names are taken before anything is touched: strategies may replace every parameter.
+        before = parameter_names([each.module for each in self.models] + [model for _, model in new])
+        for (at, model), fact in zip(new, facts, strict=True):
+            chain = Chain(plan, self._mesh, self._collectives, self._device)
+            if places[at]:
+                model.to(self._device)
+            wrap_forward(model, self._precision, self._device)
+            prepared = PreparedModel(chain.apply(model), chain, fact)
+            self.models.append(prepared)
+            result[at] = prepared.wrapped
+        if new:
+            self.plan = plan
+            logger("plan").info("%s", plan.explain())
+        return before
+
+    def _draft(self) -> Plan:
+        """The plan without what an earlier `prepare` derived from its models."""
+        kept = tuple(decision for decision in self.plan.decisions if decision.field != "strategies")
+        return replace(self.plan, strategies=(), decisions=kept)
+
+    def _optimizer(self, optimizer: Optimizer, before: dict[int, tuple[int, str]]) -> PreparedOptimizer:
+        for known in self.optimizers:
+            if known.optimizer is optimizer:
+                return known
+        self.names[id(optimizer)] = rebind(optimizer, before, [each.module for each in self.models])
+        for state in optimizer.state.values():
+            for key, value in state.items():
+                if isinstance(value, torch.Tensor) and value.dim() > 0:
+                    state[key] = value.to(self._device)
+        decision = choose_fused(optimizer, any(each.facts.sparse for each in self.models))
+        if decision is not None:
+            self._note(decision)
+        prepared = PreparedOptimizer(optimizer, self._accumulation, self._scaler)
+        self.optimizers.append(prepared)
+        self._known.add(optimizer)
+        return prepared
+
+    def _note(self, decision: Decision) -> None:
+        if decision not in self.plan.decisions:
+            self.plan = replace(self.plan, decisions=(*self.plan.decisions, decision))
+
+    def optimizer(self, optimizer: Optimizer) -> PreparedOptimizer:
+        """Prepares one optimizer of models that were prepared before."""
+        return self._optimizer(optimizer, parameter_names([each.module for each in self.models]))
+
+    def loader(self, loader: Any, *, place: bool = True) -> PreparedLoader:
+        """Prepares one loader. Ranks: all; the first one agrees on the seed of the order."""
+        if isinstance(loader, PreparedLoader):
+            return loader
+        for known in self.loaders:
+            if getattr(known, "original", None) is loader:
+                return known
+        if self._seed is None:
+            chosen = self._loader_options.get("seed")
+            seed = torch.initial_seed() if chosen is None else chosen
+            self._seed = int(self._collectives.broadcast_object(seed))
+        options = {**self._loader_options, "seed": self._seed}
+        prepared = prepare_loader(
+            loader,
+            width=self.plan.layout.width,
+            index=self.plan.layout.data_index(self._collectives.world.rank),
+            device=self._device if place else torch.device("cpu"),
+            accumulate=self.plan.accumulate,
+            collectives=self._collectives,
+            active=self._active,
+            **options,
+        )
+        self.loaders.append(prepared)
+        if hasattr(getattr(loader, "dataset", None), "__len__"):
+            self._lengths.append((len(loader), len(prepared)))
+        return prepared
+
+    def scheduler(self, scheduler: Any) -> PreparedScheduler:
+        """Prepares one scheduler; its optimizer should be prepared already."""
+        if isinstance(scheduler, PreparedScheduler):
+            return scheduler
+        own = getattr(scheduler, "optimizer", None)
+        optimizers = [each for each in self.optimizers if own is each or own is each.optimizer]
+        layout, steps = self.plan.layout, self._accumulation.steps
+        compare_lengths(scheduler, [a for a, _ in self._lengths], [b for _, b in self._lengths], steps, layout.width)
+        prepared = PreparedScheduler(scheduler, optimizers or self.optimizers, self._accumulation)
+        self.schedulers.append(prepared)
+        return prepared
+
+    # -- look up ---------------------------------------------------------------------------------------------
+
+    def find(self, model: Any, *, wrapped_only: bool = False) -> PreparedModel | None:
+        """The entry of a model, given as it came out of `prepare` or (unless `wrapped_only`) as it went in."""
+        for each in self.models:
+            if each.wrapped is model or (not wrapped_only and each.module is model):
+                return each
+        return None
+
+    def _refuse_unprepared(self, optimizer: Optimizer) -> None:
+        own = {id(parameter) for each in self.models for parameter in each.module.parameters()}
+        if not any(id(parameter) in own for group in optimizer.param_groups for parameter in group["params"]):
+            self._known.add(optimizer)
+            return
+        raise PrepareError(
+            "optimizer-unprepared",
+            f"{type(optimizer).__name__} steps a prepared model, but was not prepared itself.",
+            why="it would step inside accumulation windows, on scaled or uncorrected gradients",
+            fix="use what `prepare` returns: `model, optimizer = accelerator.prepare(model, optimizer)`",
+        )
+
+    def clear(self) -> None:
+        """Forgets everything that was prepared."""
+        for kept in (self.models, self.optimizers, self.schedulers, self.loaders, self._lengths):
+            kept.clear()  # type: ignore[attr-defined]
+        self.names.clear()
+        self._known = weakref.WeakSet()

@@ -1,0 +1,159 @@
+"""`Participant`: one process among others, as a training script sees it: who am I, and who does what."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import wraps
+from typing import Any, ParamSpec, TypeVar
+
+import torch
+
+from paceline.world.collectives import Collectives
+from paceline.world.world import World
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+class Participant:
+    """Identity of this process and work that only some processes do.
+
+    Args:
+        world: who this process is; its group is up.
+        device: where this process computes.
+        collectives: how it talks to the others.
+    """
+
+    def __init__(self, world: World, device: torch.device, collectives: Collectives) -> None:
+        self.world = world
+        self.device = device
+        self.collectives = collectives
+
+    @property
+    def num_processes(self) -> int:
+        """How many processes there are."""
+        return self.world.size
+
+    @property
+    def process_index(self) -> int:
+        """Number of this process among all."""
+        return self.world.rank
+
+    @property
+    def local_process_index(self) -> int:
+        """Number of this process on its host."""
+        return self.world.local_rank
+
+    @property
+    def is_main_process(self) -> bool:
+        """Whether this is rank 0."""
+        return self.world.is_main
+
+    @property
+    def is_local_main_process(self) -> bool:
+        """Whether this is the first process of its host."""
+        return self.world.is_local_main
+
+    @property
+    def is_last_process(self) -> bool:
+        """Whether this is the last rank."""
+        return self.world.is_last
+
+    @property
+    def use_distributed(self) -> bool:
+        """Whether there is more than one process."""
+        return self.world.size > 1
+
+    def print(self, *args: Any, **kwargs: Any) -> None:
+        """Prints on the first process of each host."""
+        if self.world.is_local_main:
+            print(*args, **kwargs)
+
+    def wait_for_everyone(self) -> None:
+        """Returns when every process has called it. Ranks: all."""
+        self.collectives.barrier()
+
+    @contextmanager
+    def main_process_first(self) -> Iterator[None]:
+        """The main process runs the block while the others wait, then they run it. Ranks: all."""
+        with self._first(self.world.is_main):
+            yield
+
+    @contextmanager
+    def local_main_process_first(self) -> Iterator[None]:
+        """The same with the first process of each host. Ranks: all."""
+        with self._first(self.world.is_local_main):
+            yield
+
+    @contextmanager
+    def _first(self, here: bool) -> Iterator[None]:
+        if not here:
+            self.collectives.barrier()
+        try:
+            yield
+        finally:
+            if here:
+                self.collectives.barrier()
+
+    def on_main_process(self, function: Callable[P, R]) -> Callable[P, R | None]:
+        """Decorator: runs on rank 0, returns None elsewhere."""
+        return self._only(function, self.world.is_main)
+
+    def on_local_main_process(self, function: Callable[P, R]) -> Callable[P, R | None]:
+        """Decorator: runs on the first process of each host, returns None elsewhere."""
+        return self._only(function, self.world.is_local_main)
+
+    def on_last_process(self, function: Callable[P, R]) -> Callable[P, R | None]:
+        """Decorator: runs on the last rank, returns None elsewhere."""
+        return self._only(function, self.world.is_last)
+
+    def on_process(self, function: Callable[P, R] | None = None, process_index: int | None = None) -> Any:
+        """Decorator: runs on rank `process_index`, returns None elsewhere."""
+        if function is None:
+            return lambda inner: self.on_process(inner, process_index)
+        return self._only(function, self.world.rank == process_index)
+
+    def on_local_process(self, function: Callable[P, R] | None = None, local_process_index: int | None = None) -> Any:
+        """Decorator: runs on process `local_process_index` of each host, returns None elsewhere."""
+        if function is None:
+            return lambda inner: self.on_local_process(inner, local_process_index)
+        return self._only(function, self.world.local_rank == local_process_index)
+
+    def _only(self, function: Callable[P, R], here: bool) -> Callable[P, R | None]:
+        @wraps(function)
+        def run(*args: P.args, **kwargs: P.kwargs) -> R | None:
+            return function(*args, **kwargs) if here else None
+
+        return run
+
+    @contextmanager
+    def split_between_processes(self, inputs: Any, apply_padding: bool = False) -> Iterator[Any]:
+        """Gives each process its part of `inputs`, as evenly as it goes, the first ones taking one more.
+
+        Args:
+            inputs: a list, tuple, tensor (split along dim 0), dict of those of one length, or anything that can be sliced
+                and has a length. It is not changed.
+            apply_padding: repeats the last element so that all parts are of one length.
+
+        Ranks: each gets its own part; nothing is sent.
+        """
+        yield split_part(inputs, self.world.rank, self.world.size, apply_padding)
+
+
+def split_part(inputs: Any, rank: int, size: int, pad: bool = False) -> Any:
+    """The part of `inputs` that falls to `rank` of `size`; see `Participant.split_between_processes`."""
+    if isinstance(inputs, dict):
+        return {key: split_part(value, rank, size, pad) for key, value in inputs.items()}
+    if size == 1 or not hasattr(inputs, "__len__"):
+        return inputs
+    share, extra = divmod(len(inputs), size)
+    start = rank * share + min(rank, extra)
+    part = inputs[start : start + share + (rank < extra)]
+    missing = (share + (extra > 0)) - len(part) if pad and len(inputs) else 0
+    if not missing:
+        return part
+    last = inputs[-1:] if len(part) == 0 else part[-1:]
+    if isinstance(inputs, torch.Tensor):
+        return torch.cat([part, last.expand(missing, *last.shape[1:])])
+    return part + type(part)(last) * missing
