@@ -1,0 +1,53 @@
+"""`set_seed`: one seed for every source of random numbers in a process."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from paceline.base.errors import ConfigError
+from paceline.world.world import World
+
+_NUMPY_LIMIT = 2**32
+
+
+def set_seed(seed: int, device_specific: bool = False, deterministic: bool = False) -> int:
+    """Seeds Python, NumPy and torch, on the CPU and on every accelerator.
+
+    The order of samples does not hang on it: that is a pure function of the loader's own seed, epoch and position.
+
+    Args:
+        seed: 0 or more.
+        device_specific: add the rank, so that each process draws other numbers (dropout, augmentation). Leave it off
+            while a model is made, so that all ranks begin alike.
+        deterministic: let torch use deterministic algorithms alone: slower, and an operation that has none raises.
+
+    Returns:
+        The seed that this process now uses.
+
+    Ranks: each seeds itself; nothing is communicated.
+
+    Raises:
+        ConfigError: `seed-value`.
+    """
+    if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 2**63:
+        raise ConfigError(
+            "seed-value",
+            f"{seed!r} cannot be a seed.",
+            why=f"set_seed got a {type(seed).__name__}; a seed is a whole number from 0 to 2**63 - 1",
+            fix="set_seed(42)",
+        )
+    if device_specific:
+        grouped = dist.is_available() and dist.is_initialized()
+        seed += dist.get_rank() if grouped else World.detect().rank
+    random.seed(seed)
+    np.random.seed(seed % _NUMPY_LIMIT)
+    torch.manual_seed(seed)  # every accelerator that torch knows, too
+    if deterministic:
+        torch.use_deterministic_algorithms(True)
+        torch.backends.cudnn.deterministic = True
+        torch.backends.cudnn.benchmark = False
+    return seed

@@ -1,0 +1,201 @@
+"""`Trackers`: those of one run. They live on the main process; elsewhere every call does nothing.
+
+Trackers(["tensorboard"], folder)   every rank: names and packages are looked up, all problems are raised at once
+  .start("digits", config)          main: constructs and starts each
+  .log({"loss": 0.7}, step=10)      main: tensors become numbers once, then each tracker gets them
+  .finish()                         main; a run that ends without it is finished at exit, "failed" after an error
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import sys
+import weakref
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from paceline.base.errors import Problem, TrackerError
+from paceline.observe.trackers.tracker import TRACKERS, BlankTracker, Status, Tracker
+
+Wanted = str | type | Tracker
+
+
+class Trackers:
+    """The trackers of one run.
+
+    Args:
+        wanted: names (`"all"`: each whose packages are installed), `Tracker` classes or instances.
+        folder: where trackers put their files.
+        is_main: whether this is the main process; no other one constructs a tracker.
+
+    Ranks: construct it on all ranks: they see the same errors. Nothing here communicates.
+
+    Raises:
+        TrackerError: `tracker-unknown`, `tracker-missing`, `tracker-shape`; all at once.
+    """
+
+    def __init__(self, wanted: Wanted | Iterable[Wanted] | None, folder: str | Path, *, is_main: bool = True) -> None:
+        self.folder = str(folder)
+        self.is_main = is_main
+        self.started: dict[str, Tracker] = {}
+        self._wanted = _resolve(_as_list(wanted))
+        # Runs at exit too, and must not hold `self`: it gets the dict alone.
+        self._at_exit = weakref.finalize(self, _finish_left_over, self.started, os.getpid())
+
+    @property
+    def names(self) -> list[str]:
+        """Names of the trackers asked for, in order."""
+        return list(self._wanted)
+
+    def start(
+        self,
+        run: str,
+        config: Mapping[str, Any] | None = None,
+        options: Mapping[str, Mapping[str, Any]] | None = None,
+    ) -> None:
+        """Starts each tracker for the run called `run`.
+
+        Args:
+            config: settings to store with the run.
+            options: constructor arguments by tracker name, such as `{"tensorboard": {"flush_secs": 60}}`.
+        """
+        self._check_options(options or {})
+        if not self.is_main:
+            return
+        self.finish()
+        for name, chosen in self._wanted.items():
+            tracker = chosen(self.folder, **(options or {}).get(name, {})) if isinstance(chosen, type) else chosen
+            tracker.start(run, dict(config or {}))
+            self.started[name] = tracker
+
+    def log(self, values: Mapping[str, Any], step: int | None = None) -> None:
+        """Hands `values` to each tracker; tensors of one element become numbers first (one read of the device each)."""
+        if not self.started:
+            return
+        plain = {str(name): _number_of(value) for name, value in values.items()}
+        for tracker in self.started.values():
+            tracker.log(plain, step)
+
+    def get_tracker(self, name: str, unwrap: bool = False) -> Any:
+        """The tracker called `name`; a blank one, which takes every call, on the other ranks and before `start`.
+
+        Args:
+            unwrap: give what the tracker wraps (its `native`), such as TensorBoard's SummaryWriter.
+
+        Raises:
+            TrackerError: `tracker-unknown`, where the run has no tracker of that name; on every rank.
+        """
+        if name not in self._wanted:
+            raise TrackerError(
+                "tracker-unknown",
+                f"this run has no tracker called {name!r}.",
+                why=f"log_with = {self.names}",
+                fix=f"add it: Accelerator(log_with={[*self.names, name]})",
+            )
+        tracker = self.started.get(name)
+        if tracker is None:
+            return BlankTracker()
+        return getattr(tracker, "native", tracker) if unwrap else tracker
+
+    def finish(self, status: Status = "finished") -> None:
+        """Finishes each tracker, the later ones also where an earlier one raises."""
+        _finish(self.started, status)
+
+    def _check_options(self, options: Mapping[str, Any]) -> None:
+        strange = sorted(set(options) - set(self._wanted))
+        if strange:
+            raise TrackerError(
+                "tracker-unknown",
+                f"init_kwargs names {', '.join(strange)}, which this run does not use.",
+                why=f"log_with = {self.names}",
+                fix=f"use one of these names, or add it: Accelerator(log_with={[*self.names, *strange]})",
+            )
+
+
+def _as_list(wanted: Wanted | Iterable[Wanted] | None) -> list[Wanted]:
+    if wanted is None:
+        return []
+    if isinstance(wanted, list | tuple | set | frozenset):
+        return list(wanted)
+    return [wanted]  # type: ignore[list-item]
+
+
+def _resolve(wanted: list[Wanted]) -> dict[str, Any]:
+    """Classes and instances by name; raises all problems at once."""
+    if "all" in wanted:
+        found = [name for name in TRACKERS.names() if not _missing(TRACKERS.get(name))]
+        wanted = [*found, *(one for one in wanted if one != "all" and one not in found)]
+    chosen: dict[str, Any] = {}
+    problems: list[Problem] = []
+    for one in wanted:
+        if not isinstance(one, str | type) and isinstance(getattr(one, "value", None), str):
+            one = one.value  # a member of an enum of names
+        problem = _problem(one)
+        if problem is None:
+            tracker = TRACKERS.get(one) if isinstance(one, str) else one
+            chosen[tracker.name] = tracker
+        else:
+            problems.append(problem)
+    if problems:
+        raise TrackerError.of(problems)
+    return chosen
+
+
+def _problem(one: Any) -> Problem | None:
+    """What is wrong with a name, class or instance that is to be a tracker."""
+    if isinstance(one, str) and one not in TRACKERS.names():
+        return Problem(
+            "tracker-unknown",
+            f"there is no tracker called {one!r}.",
+            why=f"log_with names it; known: {', '.join(TRACKERS.names())}",
+            fix="use one of these names, or pass your own class with start, log and finish",
+        )
+    tracker = TRACKERS.get(one) if isinstance(one, str) else one
+    lacks = [part for part in ("name", "start", "log", "finish") if not hasattr(tracker, part)]
+    if lacks:
+        return Problem(
+            "tracker-shape",
+            f"{tracker!r} is not a tracker.",
+            why=f"it lacks {', '.join(lacks)}",
+            fix="give it `name`, `start(run, config)`, `log(values, step)` and `finish(status)`",
+        )
+    missing = _missing(tracker)
+    if missing:
+        extra = getattr(tracker, "extra", None)
+        return Problem(
+            "tracker-missing",
+            f"the tracker {tracker.name!r} needs {', '.join(missing)}, which is not installed.",
+            why=f"log_with names {tracker.name!r}; looked in {sys.prefix}",
+            fix="pip install " + (f"'paceline[{extra}]'" if extra else " ".join(missing)),
+        )
+    return None
+
+
+def _missing(tracker: Any) -> list[str]:
+    return [name for name in getattr(tracker, "requires", ()) if importlib.util.find_spec(name) is None]
+
+
+def _number_of(value: Any) -> Any:
+    import torch
+
+    return value.item() if isinstance(value, torch.Tensor) and value.numel() == 1 else value
+
+
+def _finish(started: dict[str, Tracker], status: Status) -> None:
+    errors: list[Exception] = []
+    while started:
+        _, tracker = started.popitem()
+        try:
+            tracker.finish(status)
+        except Exception as error:  # the others still get to close their files; raised below
+            errors.append(error)
+    if errors:
+        raise errors[0]
+
+
+def _finish_left_over(started: dict[str, Tracker], owner: int) -> None:
+    """Finishes what a script left open. A forked child inherits the files but does not own them."""
+    if os.getpid() == owner:
+        _finish(started, "failed" if getattr(sys, "last_value", None) is not None else "finished")

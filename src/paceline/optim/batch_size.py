@@ -1,0 +1,138 @@
+"""`find_executable_batch_size`: runs a function with a batch size that fits, halving it on each out-of-memory."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from functools import partial, wraps
+from inspect import signature
+from typing import Any, Concatenate, ParamSpec, TypeVar, overload
+
+import torch
+import torch.distributed as dist
+
+from paceline.base.errors import ConfigError, TrainError
+
+P = ParamSpec("P")
+R = TypeVar("R")
+Sized = Callable[Concatenate[int, P], R]
+
+_FITS, _OUT_OF_MEMORY, _FAILED = 0, 1, 2
+# The CPU's allocator, driver calls outside torch's caching allocator, and cuBLAS raise plain RuntimeErrors.
+_MEMORY_WORDS = ("can't allocate memory", "not enough memory", "out of memory", "CUBLAS_STATUS_ALLOC_FAILED")
+
+
+@overload
+def find_executable_batch_size(function: Sized[P, R], starting_batch_size: int = 128) -> Callable[P, R]: ...
+@overload
+def find_executable_batch_size(
+    function: None = None, starting_batch_size: int = 128
+) -> Callable[[Sized[P, R]], Callable[P, R]]: ...
+def find_executable_batch_size(function: Any = None, starting_batch_size: int = 128) -> Any:
+    """Calls `function(batch_size, ...)`, halving `batch_size` until memory suffices.
+
+    Make model, optimizer and loaders inside the function, and call `accelerator.free_memory()` first: what lives
+    outside stays in memory.
+
+    Args:
+        function: takes the batch size as its first argument; the caller leaves it out.
+        starting_batch_size: the first size to try, in samples.
+
+    Returns:
+        The function without its first argument; a decorator where `function` is None.
+
+    Ranks: where there is a process group all ranks must call, and all try the next size if one ran out of memory.
+
+    Raises:
+        ConfigError: `batch-size-function`, `batch-size-start`.
+        TrainError: `batch-size-zero`, where even one sample does not fit; `batch-size-peer`, where another rank failed.
+
+    Example:
+        @find_executable_batch_size(starting_batch_size=256)
+        def train(batch_size):
+            loader = DataLoader(dataset, batch_size=batch_size)
+            ...
+
+        train()
+    """
+    if function is None:
+        return partial(find_executable_batch_size, starting_batch_size=starting_batch_size)
+    _check(function, starting_batch_size)
+
+    @wraps(function)
+    def search(*args: Any, **kwargs: Any) -> Any:
+        size = starting_batch_size
+        while size:
+            outcome, result = _attempt(function, size, args, kwargs)
+            if outcome == _FITS:
+                return result
+            size //= 2
+            _free()
+        raise TrainError(
+            "batch-size-zero",
+            f"{function.__name__} runs out of memory even with one sample.",
+            why=f"tried every size from {starting_batch_size} down to 1, halving; the last error: {result}",
+            fix="use a smaller model, shorter samples, or mixed_precision='bf16'",
+        )
+
+    return search
+
+
+def _attempt(function: Callable[..., Any], size: int, args: Any, kwargs: Any) -> tuple[int, Any]:
+    """One call; what became of it on the worst rank, and its result, or the text of the error."""
+    try:
+        result = function(size, *args, **kwargs)
+        outcome = _FITS
+    except Exception as error:
+        if not _is_out_of_memory(error):
+            _worst(_FAILED)
+            raise
+        # The text alone: the error itself would keep every tensor of its frames alive.
+        outcome, result = _OUT_OF_MEMORY, str(error).strip()
+    worst = _worst(outcome)
+    if worst == _FAILED:
+        raise TrainError(
+            "batch-size-peer",
+            f"another rank failed while trying a batch size of {size}.",
+            why="it raised an error that is not about memory",
+            fix="see that rank's own error",
+        )
+    return worst, result if worst == outcome else "another rank ran out of memory"
+
+
+def _worst(outcome: int) -> int:
+    """The highest of all ranks' outcomes."""
+    if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
+        return outcome
+    outcomes: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(outcomes, outcome)
+    return max(outcomes)
+
+
+def _is_out_of_memory(error: Exception) -> bool:
+    if isinstance(error, torch.OutOfMemoryError | MemoryError):
+        return True
+    return isinstance(error, RuntimeError) and any(words in str(error) for words in _MEMORY_WORDS)
+
+
+def _free() -> None:
+    gc.collect()
+    if torch.accelerator.is_available():
+        torch.accelerator.empty_cache()
+
+
+def _check(function: Callable[..., Any], start: int) -> None:
+    if isinstance(start, bool) or not isinstance(start, int) or start < 1:
+        raise ConfigError(
+            "batch-size-start",
+            f"{start!r} cannot be the first batch size.",
+            why=f"starting_batch_size = {start!r}; it is a whole number of samples, 1 or more",
+            fix="find_executable_batch_size(starting_batch_size=128)",
+        )
+    if not signature(function).parameters:
+        raise ConfigError(
+            "batch-size-function",
+            f"{function.__name__} takes no batch size.",
+            why="find_executable_batch_size calls it with the batch size as its first argument",
+            fix=f"def {function.__name__}(batch_size): ...",
+        )

@@ -1,0 +1,224 @@
+"""Trackers: what they write, and what they refuse."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import subprocess
+import sys
+import textwrap
+
+import numpy as np
+import pytest
+import torch
+
+from paceline import base
+from paceline.base import log
+from paceline.base.errors import TrackerError
+from paceline.observe.trackers.group import Trackers
+from paceline.observe.trackers.jsonl import JsonlTracker
+from paceline.observe.trackers.tracker import TRACKERS, BlankTracker, Tracker, flatten
+
+
+class Recorder:
+    """A user's own tracker."""
+
+    name = "recorder"
+
+    def __init__(self, folder=None, **options):
+        self.folder, self.options, self.said = folder, options, []
+
+    def start(self, run, config):
+        self.said.append(("start", run, config))
+
+    def log(self, values, step=None):
+        self.said.append(("log", values, step))
+
+    def finish(self, status="finished"):
+        self.said.append(("finish", status))
+
+
+def lines(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_both_trackers_are_found_and_fit_the_protocol(tmp_path):
+    assert TRACKERS.names() == ["jsonl", "tensorboard"]
+    for name in TRACKERS.names():
+        assert TRACKERS.get(name).name == name
+    assert isinstance(JsonlTracker(tmp_path), Tracker)
+
+
+def test_jsonl_writes_one_flushed_line_a_call(tmp_path):
+    tracker = JsonlTracker(tmp_path)
+    tracker.start("run", {"lr": 0.1, "path": tmp_path})
+    values = {"a": 1, "b": 0.5, "c": "text", "d": torch.tensor(2.0), "e": np.float32(3), "f": {"g": [1, 2]}, "h": True}
+    tracker.log(values, step=7)
+    start, said = lines(tmp_path / "run" / "metrics.jsonl")  # before it is closed
+    assert start["run"] == "run" and start["config"] == {"lr": 0.1, "path": str(tmp_path)}
+    assert said["step"] == 7
+    assert said["values"] == {"a": 1, "b": 0.5, "c": "text", "d": 2.0, "e": 3.0, "f": {"g": [1, 2]}, "h": True}
+    tracker.finish("failed")
+    assert lines(tmp_path / "run" / "metrics.jsonl")[-1]["status"] == "failed"
+
+
+def test_jsonl_writes_nan_as_null_and_warns_once(tmp_path, caplog):
+    log.forget_warnings()
+    tracker = JsonlTracker(tmp_path)
+    tracker.start("run", {})
+    with caplog.at_level(logging.WARNING, "paceline"):
+        for _ in range(3):
+            tracker.log({"loss": torch.tensor(math.nan)})
+    tracker.finish()
+    assert [line["values"]["loss"] for line in lines(tracker.path)[1:4]] == [None] * 3
+    assert len(caplog.records) == 1 and "loss is nan" in caplog.text
+
+
+def test_jsonl_appends_to_a_run_that_is_there(tmp_path):
+    for _ in range(2):
+        tracker = JsonlTracker(tmp_path)
+        tracker.start("run", {})
+        tracker.finish()
+    assert [line["event"] for line in lines(tracker.path)] == ["start", "finish"] * 2
+
+
+@pytest.mark.parametrize("name", ["jsonl", "tensorboard"])
+def test_a_value_that_cannot_be_written_is_named(tmp_path, name):
+    tracker = TRACKERS.get(name)(tmp_path)
+    tracker.start("run", {})
+    with pytest.raises(TrackerError, match=r"cannot write weights, a Tensor(.|\n)*shape \(2, 3\)") as caught:
+        tracker.log({"weights": torch.zeros(2, 3)})
+    tracker.finish()
+    assert caught.value.code == "tracker-value"
+
+
+@pytest.mark.parametrize("name", ["jsonl", "tensorboard"])
+def test_logging_before_start_says_what_to_call(tmp_path, name):
+    with pytest.raises(TrackerError, match="init_trackers") as caught:
+        TRACKERS.get(name)(tmp_path).log({"loss": 1.0})
+    assert caught.value.code == "tracker-closed"
+
+
+def test_tensorboard_writes_scalars_text_groups_and_settings(tmp_path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    tracker = TRACKERS.get("tensorboard")(tmp_path)
+    tracker.start("run", {"lr": 0.1, "model": {"depth": 3}, "none": None})
+    tracker.log({"loss": 0.5, "note": "hello", "heads": {"a": 1, "b": torch.tensor(2.0)}}, step=3)
+    assert tracker.native.log_dir == str(tmp_path / "run")
+    tracker.finish()
+    events = EventAccumulator(str(tmp_path / "run")).Reload()
+    assert [(e.step, e.value) for e in events.Scalars("loss")] == [(3, 0.5)]
+    assert {"note/text_summary", "status/text_summary"} <= set(events.Tags()["tensors"])
+    assert {path.name for path in (tmp_path / "run").iterdir() if path.is_dir()} == {"heads_a", "heads_b"}
+    assert "_hparams_/session_start_info" in events.summary_metadata
+    assert b"model/depth" in events.summary_metadata["_hparams_/session_start_info"].plugin_data.content
+
+
+def test_the_group_starts_logs_and_finishes_each(tmp_path):
+    mine = Recorder()
+    trackers = Trackers(["jsonl", mine], tmp_path)
+    assert trackers.names == ["jsonl", "recorder"]
+    trackers.start("run", {"lr": 1})
+    trackers.log({"loss": torch.tensor(0.25)}, step=1)
+    assert trackers.get_tracker("recorder") is mine
+    assert trackers.get_tracker("jsonl", unwrap=True).name.endswith("metrics.jsonl")
+    trackers.finish()
+    trackers.finish()
+    assert mine.said == [("start", "run", {"lr": 1}), ("log", {"loss": 0.25}, 1), ("finish", "finished")]
+
+
+def test_a_class_of_the_users_is_constructed_with_folder_and_options(tmp_path):
+    trackers = Trackers(Recorder, tmp_path)
+    trackers.start("run", options={"recorder": {"colour": "blue"}})
+    made = trackers.get_tracker("recorder")
+    assert (made.folder, made.options) == (str(tmp_path), {"colour": "blue"})
+
+
+def test_other_ranks_get_a_blank_one_and_write_nothing(tmp_path):
+    trackers = Trackers("jsonl", tmp_path, is_main=False)
+    trackers.start("run", {})
+    trackers.log({"loss": 1.0})
+    blank = trackers.get_tracker("jsonl", unwrap=True)
+    assert isinstance(blank, BlankTracker)
+    assert blank.add_histogram("x", [1]).anything() is blank
+    trackers.finish()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_name_of_a_tracker_that_the_run_lacks(tmp_path):
+    with pytest.raises(TrackerError, match="no tracker called 'wandb'") as caught:
+        Trackers("jsonl", tmp_path).get_tracker("wandb")
+    assert caught.value.code == "tracker-unknown"
+    with pytest.raises(TrackerError, match="init_kwargs names wandb"):
+        Trackers("jsonl", tmp_path).start("run", options={"wandb": {}})
+
+
+def test_all_problems_are_raised_at_once_and_on_every_rank(tmp_path):
+    class NeedsMoon(Recorder):
+        name = "moon"
+        requires = ("moon_client",)
+
+    for is_main in (True, False):
+        with pytest.raises(TrackerError, match=r"3 problems(.|\n)*pip install moon_client") as caught:
+            Trackers(["wandb", object(), NeedsMoon], tmp_path, is_main=is_main)
+        assert [problem.code for problem in caught.value.problems] == [
+            "tracker-unknown",
+            "tracker-shape",
+            "tracker-missing",
+        ]
+
+
+def test_a_missing_tensorboard_names_the_extra(tmp_path, monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(TrackerError, match=r"pip install 'paceline\[tensorboard\]'") as caught:
+        Trackers("tensorboard", tmp_path)
+    assert caught.value.code == "tracker-missing"
+
+
+def test_all_means_each_that_is_installed(tmp_path):
+    assert Trackers("all", tmp_path).names == ["jsonl", "tensorboard"]
+    assert Trackers(None, tmp_path).names == []
+
+
+def test_a_failing_finish_does_not_keep_the_others_open(tmp_path):
+    class Breaks(Recorder):
+        name = "breaks"
+
+        def finish(self, status="finished"):
+            raise OSError("disk full")
+
+    mine = Recorder()
+    trackers = Trackers([mine, Breaks], tmp_path)
+    trackers.start("run")
+    with pytest.raises(OSError, match="disk full"):
+        trackers.finish()
+    assert mine.said[-1] == ("finish", "finished")
+
+
+@pytest.mark.parametrize(("ending", "status"), [("pass", "finished"), ("raise ValueError('boom')", "failed")])
+def test_a_script_that_forgets_to_finish_is_finished_at_exit(tmp_path, ending, status):
+    script = f"""
+        from paceline.observe.trackers.group import Trackers
+        trackers = Trackers("jsonl", {str(tmp_path)!r})
+        trackers.start("run")
+        {ending}
+    """
+    subprocess.run([sys.executable, "-c", textwrap.dedent(script)], check=False, stderr=subprocess.DEVNULL)
+    assert lines(tmp_path / "run" / "metrics.jsonl")[-1]["status"] == status
+
+
+def test_a_tracker_is_one_file(tmp_path, monkeypatch):
+    """A new file with a TRACKER line in a searched package is all that it takes."""
+    package = tmp_path / "toy_trackers"
+    package.mkdir()
+    (package / "__init__.py").write_text("")
+    (package / "paper.py").write_text("class Paper:\n    name = 'paper'\n\n\nTRACKER = Paper\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    registry = base.registry.Registry("toy_trackers", "TRACKER", "paceline.trackers.none")
+    assert registry.names() == ["paper"] and registry.get("paper").name == "paper"
+
+
+def test_flatten():
+    assert flatten({"a": {"b": {"c": 1}}, "d": 2}) == {"a/b/c": 1, "d": 2}
