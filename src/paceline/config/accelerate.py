@@ -9,9 +9,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
+from pathlib import Path
 from types import MappingProxyType
 
-from paceline.base.errors import Problem
+from paceline.base import env as environment
+from paceline.base.errors import ConfigError, Problem
 from paceline.config.given import Choice, Given
 from paceline.config.settings import settings_of
 
@@ -46,7 +48,7 @@ FOREIGN: Mapping[str, Foreign] = MappingProxyType(
         "distributed_type": Foreign(
             ("no", "multi_gpu", "multi_cpu", "multi_xpu", "multi_npu", "multi_mlu", "multi_musa", "multi_hpu"),
             "it names how accelerate divides the work",
-            "set distributed_type to MULTI_GPU (MULTI_CPU without one); " + _SHARDING,
+            "set distributed_type to MULTI_GPU (MULTI_CPU without one)",
         ),
         "same_network": Foreign(None, "nodes are found by main_address alone"),
         "main_training_function": Foreign(None, "it is used on TPUs alone; the whole script is run"),
@@ -152,3 +154,57 @@ def judge(given: Given) -> Choice | Problem | None:
 
 def _refusal(name: str, where: str, why: str, fix: str) -> Problem:
     return Problem("accelerate-feature", f"{name} is not supported.", f"{where}: {why}", fix)
+
+
+def basic_config(mixed_precision: str, *, devices: int) -> dict[str, object]:
+    """accelerate's config for one host with `devices` accelerators (0: the CPU), as its `write_basic_config` has it."""
+    return {
+        "compute_environment": "LOCAL_MACHINE",
+        "debug": False,
+        "distributed_type": "MULTI_GPU" if devices > 1 else "NO",
+        "machine_rank": 0,
+        "main_training_function": "main",
+        "mixed_precision": mixed_precision,
+        "num_machines": 1,
+        "num_processes": max(devices, 1),
+        "rdzv_backend": "static",
+        "same_network": False,
+        "use_cpu": devices == 0,
+    }
+
+
+def write_basic_config(mixed_precision: str = "no", save_location: str | None = None) -> Path | bool:
+    """Writes a config file in accelerate's form, unless there is one.
+
+    Args:
+        mixed_precision: "no", "fp16" or "bf16".
+        save_location: the file; accelerate's default one where it is None.
+
+    Returns:
+        The file, or False where it existed and was left alone.
+
+    Raises:
+        ConfigError: `config-value` for another precision, `config-write` where the file cannot be written.
+    """
+    import json
+
+    import torch
+
+    from paceline.config.places import accelerate_default, write
+
+    try:
+        precision = settings_of()["mixed_precision"].kind.read(mixed_precision)
+    except ValueError as error:
+        raise ConfigError(
+            "config-value",
+            f"mixed_precision cannot be {mixed_precision!r}.",
+            f"it comes from write_basic_config(mixed_precision=...); expected: {error}",
+            'say mixed_precision="no"',
+        ) from None
+    default = accelerate_default(environment.snapshot()).with_suffix(".json")
+    path = Path(save_location).expanduser() if save_location else default
+    if path.exists():
+        return False
+    devices = torch.accelerator.device_count() if torch.accelerator.is_available() else 0
+    write(path, json.dumps(basic_config(precision, devices=devices), indent=2) + "\n")
+    return path

@@ -1,9 +1,11 @@
-"""Where config files lie when nobody names one."""
+"""Where config files lie when nobody names one, and how one is written."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
+
+from paceline.base.errors import ConfigError
 
 
 def own_default(env: Mapping[str, str]) -> Path:
@@ -28,3 +30,17 @@ def default_file(env: Mapping[str, str], *, compat: str | None = None) -> str | 
 
 def _home(env: Mapping[str, str]) -> Path:
     return Path(env["HOME"]) if env.get("HOME") else Path.home()
+
+
+def write(path: Path, text: str) -> None:
+    """Writes a config file and the folders above it.
+
+    Raises:
+        ConfigError: `config-write`.
+    """
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        fix = "name a file that you may write, with --output"
+        raise ConfigError("config-write", f"{path} cannot be written.", error.strerror or str(error), fix) from None

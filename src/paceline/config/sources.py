@@ -74,7 +74,7 @@ def resolve_run(code: Mapping[str, Any], env: Mapping[str, str] | None = None) -
         env: the environment; this process's where it is None.
 
     Raises:
-        ConfigError: `config-value`, `config-name`, `settings-handed`, and those of `files.read`; all problems at once.
+        ConfigError: `config-value`, `config-key`, `settings-handed`, and those of `files.read`; all problems at once.
     """
     env = environment.snapshot() if env is None else env
     problems: list[Problem] = []
@@ -96,12 +96,13 @@ def resolve_run(code: Mapping[str, Any], env: Mapping[str, str] | None = None) -
     return Resolved(RunSettings(**values), decisions, _unknown_variables(env))
 
 
-def resolve_launch(flags: Sequence[Given] = (), env: Mapping[str, str] | None = None) -> Launch:
+def resolve_launch(flags: Sequence[Given] = (), env: Mapping[str, str] | None = None, *, search: bool = True) -> Launch:
     """What the launcher was told, for itself and for the run.
 
     Args:
         flags: what stood on the command line, from `schema.given`.
         env: the environment; this process's where it is None.
+        search: read the default file where none is named.
 
     Raises:
         ConfigError: `config-value`, `accelerate-feature`, `procs-split`, and those of `files.read`; all at once.
@@ -117,7 +118,7 @@ def resolve_launch(flags: Sequence[Given] = (), env: Mapping[str, str] | None = 
             _sort(accelerate.judge(each) or _unknown(each), unused, problems)
     notices = [f"{row.where} has no effect: {row.reason.removeprefix('no effect here: ')}." for row in unused]
     given += _from_env(env, LaunchSettings, RunSettings)
-    path = _file_for(given, env)
+    path = _file_for(given, env, search)
     if path is not None:
         from paceline.config import files
 
@@ -223,7 +224,7 @@ def _per_node(values: dict[str, Any], decisions: tuple[Choice, ...], problems: l
     return tuple(changed if each is row else each for each in decisions)
 
 
-def _file_for(given: Sequence[Given], env: Mapping[str, str]) -> str | None:
+def _file_for(given: Sequence[Given], env: Mapping[str, str], search: bool) -> str | None:
     """The config file that was named, by the strongest source; else the default one where it exists."""
 
     def strongest(name: str) -> str | None:
@@ -231,7 +232,7 @@ def _file_for(given: Sequence[Given], env: Mapping[str, str]) -> str | None:
         return str(max(reversed(found), key=lambda one: SOURCES.index(one.source)).value) if found else None
 
     named = strongest("config")
-    if named is not None:
+    if named is not None or not search:
         return named
     from paceline.config.places import default_file
 
@@ -251,7 +252,7 @@ def _unknown_variables(env: Mapping[str, str]) -> tuple[str, ...]:
 def _unknown(given: Given) -> Problem:
     close = nearest(given.name, settings_of())
     return Problem(
-        "config-name",
+        "config-key",
         f"there is no setting {given.name!r}.",
         f"it stands in {given.where}",
         f"write {close!r}" if close else "`paceline explain` lists all settings",

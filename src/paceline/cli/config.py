@@ -1,0 +1,117 @@
+"""Asks a few questions and writes the answers as a config file.
+
+The file is YAML that `paceline launch` reads. Options answer a question beforehand; `--config` takes the answers from
+another file, accelerate's too, so that `paceline config --default --config old.yaml --output run.yaml` translates it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from paceline.base import env as environment
+from paceline.base.errors import ConfigError
+from paceline.config import schema
+from paceline.config.places import own_default, write
+from paceline.config.settings import Setting, settings_of
+from paceline.config.sources import resolve_launch
+
+ASKED = ("procs", "cpu", "mixed_precision", "accumulate", "nodes")
+ASKED_FOR_NODES = ("main_address", "main_port")
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Adds `--default`, `--output`, `--force`, and each setting that a file can hold."""
+    parser.add_argument("--default", action="store_true", help="ask nothing: take the defaults for what is not given")
+    parser.add_argument("--output", metavar="FILE", help="file to write [~/.config/paceline/config.yaml]")
+    parser.add_argument("--force", action="store_true", help="replace a file that exists")
+    schema.add_options(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Asks, then writes; prints the file's name to stdout."""
+    told = resolve_launch(schema.given(args), {}, search=False)
+    holds = settings_of()
+    values = {row.field: row.value for row in told.decisions if row.source != "default" and holds[row.field].in_file}
+    path = Path(args.output).expanduser() if args.output else own_default(environment.snapshot())
+    if not args.default:
+        _need_terminal()
+        _ask_all(values)
+    if path.exists() and not args.force and (args.default or not _ask_yes(f"{path} exists. Replace it?")):
+        raise ConfigError("config-exists", f"{path} exists.", fix="say --force to replace it, or --output FILE")
+    for name in ASKED:
+        values.setdefault(name, holds[name].default)
+    write(path, as_yaml(values))
+    print(path)
+    _say(f"`paceline launch{f' --config {args.output}' if args.output else ''} script.py` uses it.")
+    return 0
+
+
+def as_yaml(values: Mapping[str, Any]) -> str:
+    """A config file: each setting in order of definition, under its sentence."""
+    lines = [
+        "# Settings of `paceline launch`. Flags, PACELINE_* variables and the script itself come before this file."
+    ]
+    for name, each in settings_of().items():
+        if values.get(name) is not None:
+            lines += ["", f"# {each.doc}", f"{name}: {json.dumps(values[name])}"]
+    return "\n".join(lines) + "\n"
+
+
+def _need_terminal() -> None:
+    if not sys.stdin.isatty():
+        raise ConfigError(
+            "config-terminal",
+            "`paceline config` has nobody to ask.",
+            why="its input is no terminal",
+            fix="`paceline config --default` asks nothing; `--procs 2` and the like set what should differ",
+        )
+
+
+def _ask_all(values: dict[str, Any]) -> None:
+    """Asks for what is not yet in `values`, and puts the answers there."""
+    settings = settings_of()
+    _say("Press Enter to keep what stands in brackets.")
+    try:
+        for name in ASKED:
+            if name not in values:
+                values[name] = _ask(settings[name])
+        for name in ASKED_FOR_NODES if values["nodes"] > 1 else ():
+            if name not in values:
+                values[name] = _ask(settings[name])
+    except EOFError:
+        raise ConfigError(
+            "config-terminal", "the questions were not answered to the end.", "the input has ended", "answer them all"
+        ) from None
+
+
+def _ask(each: Setting) -> Any:
+    """Asks until the answer can be read; an empty one is the default."""
+    default = "not set" if each.default is None else schema.shown_value(each.default)
+    _say(f"\n{each.doc}")
+    while True:
+        answer = _input(f"{each.name} [{default}]: ")
+        if not answer:
+            return each.default
+        try:
+            return each.kind.read(answer)
+        except ValueError as error:
+            _say(f"{answer!r} cannot be read; expected: {error}.")
+
+
+def _ask_yes(question: str) -> bool:
+    return _input(f"\n{question} [no]: ").lower() in ("y", "yes")
+
+
+def _input(prompt: str) -> str:
+    """Reads a line; the prompt goes to stderr, so that stdout holds data alone."""
+    print(prompt, end="", file=sys.stderr, flush=True)
+    return input().strip()
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr)

@@ -1,0 +1,121 @@
+"""Shows versions, devices, ranks and variables: what a report of a fault should hold.
+
+Secrets are hidden: values of variables whose names speak of keys, tokens or passwords, and logins within addresses.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import re
+import sys
+from typing import Any
+
+from paceline.base import env as environment
+from paceline.base.errors import PacelineError
+from paceline.config.places import accelerate_default, own_default
+from paceline.config.settings import settings_of
+from paceline.world.world import World
+
+PACKAGES = ("numpy", "safetensors", "pyyaml", "transformers", "accelerate", "deepspeed", "lightning")
+PREFIXES = ("PACELINE_", "ACCELERATE_", "PARALLELISM_CONFIG_", "CUDA_", "NCCL_", "GLOO_", "TORCH", "OMP_", "MKL_",
+            "SLURM_", "OMPI_", "PMI_", "MASTER_", "FSDP_", "HF_")  # fmt: skip
+_SECRET = re.compile(r"TOKEN|KEY|SECRET|PASSW|CREDENTIAL|AUTH", re.IGNORECASE)
+_LOGIN = re.compile(r"(?<=//)[^/@\s]+@")
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Adds `--json`."""
+    parser.add_argument("--json", action="store_true", help="print JSON")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Prints the report."""
+    report = facts()
+    if args.json:
+        print(json.dumps(report, indent=2))
+        return 0
+    for heading, rows in report.items():
+        print(heading)
+        width = max((len(name) for name in rows), default=0)
+        for name, value in rows.items():
+            print(f"  {name.ljust(width)}  {value}")
+    return 0
+
+
+def facts() -> dict[str, dict[str, Any]]:
+    """The report: heading -> name -> value."""
+    env = environment.snapshot()
+    files = {"paceline": own_default(env), "accelerate": accelerate_default(env)}
+    return {
+        "versions": _versions(),
+        "devices": _devices(),
+        "this process": _world(),
+        "config files": {name: f"{path}{'' if path.is_file() else ' (none)'}" for name, path in files.items()},
+        "variables": relevant(env),
+    }
+
+
+def relevant(env: dict[str, str]) -> dict[str, str]:
+    """Variables that can change a run, sorted, without secrets."""
+    rows = environment.TABLE
+    known = {*rows, *(name for each in settings_of().values() for name in (each.variable, *each.variables))}
+    shown = {}
+    for name in sorted(env):
+        if name in known or name.startswith(PREFIXES):
+            secret = rows[name].secret if name in rows else bool(_SECRET.search(name))
+            shown[name] = "(hidden)" if secret else _LOGIN.sub("(hidden)@", env[name])
+    return shown
+
+
+def _versions() -> dict[str, str]:
+    from importlib.metadata import PackageNotFoundError, version
+
+    import torch
+
+    import paceline
+
+    found = {"paceline": paceline.__version__, "python": platform.python_version(), "torch": torch.__version__}
+    for name in PACKAGES:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    return {**found, "system": platform.platform(), "executable": sys.executable}
+
+
+def _devices() -> dict[str, Any]:
+    import torch
+    import torch.distributed
+
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    found: dict[str, Any] = {"cpu cores": cores, "torch threads": torch.get_num_threads()}
+    if torch.accelerator.is_available():
+        device = torch.accelerator.current_accelerator()
+        found["accelerator"] = f"{torch.accelerator.device_count()} x {device.type if device else 'unknown'}"
+        module = torch.get_device_module(device)
+        for index in range(torch.accelerator.device_count()):
+            found[f"  {index}"] = getattr(module, "get_device_name", lambda _: "unnamed")(index)
+    else:
+        found["accelerator"] = "none"
+    available = torch.distributed.is_available()
+    backends = [name for name in ("gloo", "nccl", "xccl", "mpi") if available and _has_backend(name)]
+    return {**found, "backends": ", ".join(backends) or "none"}
+
+
+def _has_backend(name: str) -> bool:
+    import torch.distributed
+
+    return bool(torch.distributed.is_backend_available(name))
+
+
+def _world() -> dict[str, Any]:
+    try:
+        world = World.detect()
+    except PacelineError as error:
+        return {"error": str(error)}
+    return {"found by": world.source, "rank": f"{world.rank} of {world.size}",
+            "local rank": f"{world.local_rank} of {world.local_size}",
+            "node": f"{world.node} of {world.nodes}"}  # fmt: skip
