@@ -18,10 +18,10 @@ from torch import nn
 
 from paceline.base.errors import PlanError, PrepareError
 from paceline.checkpoint.model import save_model, save_object
-from paceline.checkpoint.session import StateHooks, StateSession
 from paceline.config import resolve_run
 from paceline.data.active import ActiveLoaders
 from paceline.data.loader import PreparedLoader, skip_first_batches
+from paceline.data.metrics import gather_objects, gather_rows
 from paceline.observe.profile import profile as observe_profile
 from paceline.observe.trackers.group import Trackers
 from paceline.optim.accumulate import Accumulation
@@ -31,6 +31,7 @@ from paceline.plan.resolve import draft
 from paceline.precision.policy import TABLE, autocast, unwrap_forward
 from paceline.precision.scaler import LossScaler
 from paceline.preparation import Preparation
+from paceline.states import Hook, States
 from paceline.world import rendezvous
 from paceline.world.collectives import Collectives
 from paceline.world.mesh import Mesh
@@ -119,7 +120,7 @@ class Accelerator(Participant):
         )  # fmt: skip
         self.project_dir = None if project_dir is None else str(project_dir)
         self.trackers = Trackers(log_with, self.logging_dir, is_main=world.is_main)
-        self._states = StateSession(self._prepared, self.collectives, self.scaler, self.project_dir, total_limit)
+        self._states = States(self._prepared, self.collectives, self.scaler, self.project_dir, total_limit)
         self._norm = torch.zeros((), device=device)
         self._trigger = False
 
@@ -153,26 +154,6 @@ class Accelerator(Participant):
     def optimizer_step_was_skipped(self) -> bool:
         """Whether the last step of some optimizer was skipped because a gradient overflowed."""
         return any(optimizer.step_was_skipped for optimizer in self._prepared.optimizers)
-
-    @property
-    def split_batches(self) -> bool:
-        """Whether a loader's batch size is that of all ranks together."""
-        return self.settings.split_batches
-
-    @property
-    def even_batches(self) -> bool:
-        """Whether the last global batch is filled with repeated samples."""
-        return self.settings.even_batches
-
-    @property
-    def dispatch_batches(self) -> bool | None:
-        """Whether rank 0 reads for all."""
-        return self.settings.dispatch_batches
-
-    @property
-    def non_blocking(self) -> bool:
-        """Whether batches are copied without waiting."""
-        return self.settings.non_blocking
 
     @property
     def logging_dir(self) -> str:
@@ -371,8 +352,8 @@ class Accelerator(Participant):
         Ranks: all; all get the result. One collective for the whole structure.
         """
         if use_gather_object or not tensors(input_data):
-            return self._active.gather_objects(self.collectives, input_data)
-        return self._active.gather_rows(self.collectives, input_data)
+            return gather_objects(self._active, self.collectives, input_data)
+        return gather_rows(self._active, self.collectives, input_data)
 
     def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
         """Sum or mean over ranks of each tensor of a structure. Ranks: all; all get the result."""
@@ -430,11 +411,11 @@ class Accelerator(Participant):
         """Adds objects with `state_dict` and `load_state_dict` to what `save_state` saves."""
         self._states.register(*objects)
 
-    def register_save_state_pre_hook(self, hook: Callable[..., None]) -> StateHooks:
+    def register_save_state_pre_hook(self, hook: Callable[..., None]) -> Hook:
         """Calls `hook(models, weights, output_dir)` before each save; returns a handle with `remove()`."""
         return self._states.add_hook("save", hook)
 
-    def register_load_state_pre_hook(self, hook: Callable[..., None]) -> StateHooks:
+    def register_load_state_pre_hook(self, hook: Callable[..., None]) -> Hook:
         """Calls `hook(models, input_dir)` before each load; returns a handle with `remove()`."""
         return self._states.add_hook("load", hook)
 

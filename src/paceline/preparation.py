@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
@@ -224,6 +225,13 @@ class Preparation:
         self.schedulers.append(prepared)
         return prepared
 
+    def evaluation_model(self, model: nn.Module, *, place: bool = True) -> nn.Module:
+        """Moves a model and lets it compute in the run's precision; nothing communicates."""
+        if place:
+            model.to(self._device)
+        wrap_forward(model, self._precision, self._device)
+        return model
+
     # -- look up ---------------------------------------------------------------------------------------------
 
     def find(self, model: Any, *, wrapped_only: bool = False) -> PreparedModel | None:
@@ -232,6 +240,12 @@ class Preparation:
             if each.wrapped is model or (not wrapped_only and each.module is model):
                 return each
         return None
+
+    @staticmethod
+    def state_dict(module: nn.Module) -> dict[str, Any]:
+        """The whole state of a module: shards are gathered one by one. Ranks: all; all get it."""
+        state = module.state_dict()
+        return {name: value.full_tensor() if isinstance(value, DTensor) else value for name, value in state.items()}
 
     def _refuse_unprepared(self, optimizer: Optimizer) -> None:
         own = {id(parameter) for each in self.models for parameter in each.module.parameters()}

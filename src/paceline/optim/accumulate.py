@@ -76,6 +76,11 @@ class Accumulation:
             finally:
                 self._open = False
 
+    @property
+    def first(self) -> bool:
+        """Whether the micro-batch at hand is the first of its window."""
+        return self._micro == 1
+
     def _begin(self) -> None:
         if self.sync:
             self._micro = 0
