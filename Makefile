@@ -1,0 +1,57 @@
+# Needs python3 (3.11 or newer) and make; everything else goes into .venv. `make` lists the entries.
+PYTHON ?= python3
+BIN := .venv/bin
+# The stamp carries a checksum of what was installed and where: unchanged pins mean no install and no network.
+STAMP := .venv/.setup-done-$(shell cat constraints.txt pyproject.toml | (cat; pwd) | cksum | cut -d' ' -f1)
+EXTRAS := dev,docs,examples,notebook,tensorboard
+# Two workers: test processes spend much of their time waiting for each other. `make test JOBS=8` on a larger machine.
+JOBS ?= 2
+ARGS ?=
+PYTEST = $(BIN)/python -m pytest
+export OMP_NUM_THREADS ?= 1
+
+.PHONY: help setup quickstart test check ranks hosts gpu docs bench clean
+.DEFAULT_GOAL := help
+
+help:  ## list these entries
+	@sed -nE 's/^([a-z]+):.*## (.*)$$/  make \1\t\2/p' Makefile | expand -t 20
+
+setup: $(STAMP)  ## make .venv with the pinned dependencies and the `paceline` command
+
+$(STAMP):
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet "$$(grep '^torch==' constraints.txt)" -c constraints.txt
+	$(BIN)/python -m pip install --quiet hatchling editables -c constraints.txt
+	$(BIN)/python -m pip install --quiet --no-build-isolation -e ".[$(EXTRAS)]" -c constraints.txt
+	rm -f .venv/.setup-done-*
+	touch $@
+
+quickstart: setup  ## train a small network on handwritten digits, on 2 processes; writes runs/quickstart/report.html
+	$(BIN)/python examples/quickstart/run.py $(ARGS)
+
+test: setup  ## run the whole test suite (set-up included)
+	$(PYTEST) tests -n $(JOBS) $(ARGS)
+
+check: setup  ## format, lint, types, shape and unit tests: run it before each commit
+	$(BIN)/python -m ruff format --check .
+	$(BIN)/python -m ruff check .
+	$(BIN)/python -m mypy
+	$(PYTEST) tests/shape tests/unit -n $(JOBS) $(ARGS)
+
+ranks: setup  ## tests on several real processes, over gloo on this machine
+	$(PYTEST) tests/ranks $(ARGS)
+
+hosts: setup  ## tests on several hosts (network namespaces with their own sshd; needs root)
+	$(PYTEST) tests/hosts $(ARGS)
+
+gpu: setup  ## tests that need an accelerator; says what is missing
+	$(PYTEST) tests/gpu -rs $(ARGS)
+
+docs: setup  ## build the documentation into site/, strictly
+	$(BIN)/python -m mkdocs build --strict --quiet
+
+bench: setup  ## measure against plain PyTorch and peers; see benchmarks/README.md
+	$(BIN)/python benchmarks/run.py $(ARGS)
+
+clean:  ## remove what was built: .venv, site, caches
+	rm -rf .venv site build dist .pytest_cache .ruff_cache .mypy_cache

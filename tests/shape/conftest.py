@@ -1,0 +1,99 @@
+"""The package as text: each module's syntax tree and the modules of Paceline that it imports. Nothing is executed."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+def statements(tree: ast.AST, *, into_functions: bool) -> Iterator[ast.AST]:
+    """All nodes below `tree`, but for `if TYPE_CHECKING:` blocks and, on request, the bodies of functions."""
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, ast.If) and ast.unparse(node.test).endswith("TYPE_CHECKING"):
+            for other in node.orelse:
+                yield from statements(other, into_functions=into_functions)
+            continue
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda) and not into_functions:
+            continue
+        yield node
+        yield from statements(node, into_functions=into_functions)
+
+
+def _names(node: ast.AST, package: str) -> list[str]:
+    """Dotted names that an import statement may load; `from a import b` gives `a.b`, which may be a name in `a`."""
+    if isinstance(node, ast.Import):
+        return [alias.name for alias in node.names]
+    if isinstance(node, ast.ImportFrom):
+        base = node.module or ""
+        if node.level:
+            above = package.split(".")[: len(package.split(".")) - node.level + 1]
+            base = ".".join([*above, *([base] if base else [])])
+        return [f"{base}.{alias.name}" for alias in node.names]
+    return []
+
+
+@dataclass(frozen=True)
+class Module:
+    """One file of the package."""
+
+    name: str
+    path: Path
+
+    @cached_property
+    def text(self) -> str:
+        return self.path.read_text(encoding="utf-8")
+
+    @cached_property
+    def tree(self) -> ast.Module:
+        return ast.parse(self.text)
+
+    @property
+    def where(self) -> str:
+        """Its path from the root of the repository."""
+        return str(self.path.relative_to(ROOT))
+
+    @property
+    def room(self) -> str:
+        """The package directly under `paceline`, or the file's own name where it lies beside them."""
+        parts = self.name.split(".")
+        return parts[1] if len(parts) > 1 else "__init__"
+
+    def imported(self, *, into_functions: bool = True) -> list[tuple[int, str]]:
+        """Line and dotted name of each import."""
+        package = self.name if self.path.name == "__init__.py" else self.name.rpartition(".")[0]
+        return [
+            (node.lineno, name)
+            for node in statements(self.tree, into_functions=into_functions)
+            if isinstance(node, ast.Import | ast.ImportFrom)
+            for name in _names(node, package)
+        ]
+
+
+def _modules() -> list[Module]:
+    source = ROOT / "src"
+    found = []
+    for path in sorted((source / "paceline").rglob("*.py")):
+        parts = path.relative_to(source).with_suffix("").parts
+        found.append(Module(".".join(parts[:-1] if parts[-1] == "__init__" else parts), path))
+    return found
+
+
+@pytest.fixture(scope="session")
+def root() -> Path:
+    """The repository."""
+    return ROOT
+
+
+@pytest.fixture(scope="session")
+def modules() -> dict[str, Module]:
+    """All modules of the package by name."""
+    found = {module.name: module for module in _modules()}
+    assert "paceline.base.errors" in found, "the package was not found"
+    return found

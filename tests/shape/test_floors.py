@@ -1,0 +1,120 @@
+"""The floors of the house: a module imports from the floors below, and siblings on floor 3 do not know each other."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+FLOORS = [
+    {"base"},
+    {"config", "world"},
+    {"plan", "launch"},
+    {"parallel", "precision", "optim", "data", "checkpoint", "observe"},
+    {"planner"},
+    {"__init__", "accelerator", "preparation"},
+    {"cli", "compat", "testing", "__main__"},
+]
+FLOOR = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}
+TORCHLESS = ("base", "config", "launch", "cli")
+
+
+def target(name: str, modules) -> str | None:
+    """The module of Paceline that an imported dotted name stands for; None for a name of another library."""
+    while name.startswith("paceline"):
+        if name in modules:
+            return name
+        name = name.rpartition(".")[0]
+    return None
+
+
+def may_import(importer: str, imported: str) -> bool:
+    """Whether room `importer` may import from room `imported`."""
+    if importer == imported:
+        return True
+    above, below = FLOOR[importer], FLOOR[imported]
+    # Rooms of one floor are siblings, apart from the three that hold the facade and the three on top.
+    return below < above or (below == above and above in (1, 2, 5, 6))
+
+
+def test_every_room_has_a_floor(modules) -> None:
+    unknown = {module.room for module in modules.values()} - set(FLOOR)
+    assert not unknown, f"say in the table of this file on which floor these stand: {sorted(unknown)}"
+
+
+def test_imports_go_down(modules) -> None:
+    wrong = []
+    for module in modules.values():
+        for line, name in module.imported():
+            found = target(name, modules)
+            if found and module.name != "paceline" and not may_import(module.room, modules[found].room):
+                wrong.append(f"{module.where}:{line} imports {found}")
+    assert not wrong, "imports that go up, or to a sibling:\n" + "\n".join(wrong)
+
+
+def test_base_needs_the_standard_library_alone(modules) -> None:
+    wrong = [
+        f"{module.where}:{line} imports {name}"
+        for module in modules.values()
+        if module.room == "base"
+        for line, name in module.imported()
+        if name.split(".")[0] not in sys.stdlib_module_names | {"paceline", "__future__"}
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_no_torch_at_top_level_of_the_light_rooms(modules) -> None:
+    wrong = [
+        f"{module.where}:{line} imports {name}"
+        for module in modules.values()
+        if module.room in (*TORCHLESS, "__init__", "__main__")
+        for line, name in module.imported(into_functions=False)
+        if name.split(".")[0] == "torch"
+    ]
+    assert not wrong, "import torch inside the function that needs it:\n" + "\n".join(wrong)
+
+
+def test_peers_are_never_imported(modules) -> None:
+    peers = {"accelerate", "deepspeed", "lightning", "pytorch_lightning", "lightning_fabric"}
+    wrong = [
+        f"{module.where}:{line} imports {name}"
+        for module in modules.values()
+        for line, name in module.imported()
+        if name.split(".")[0] in peers
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_no_import_cycle(modules) -> None:
+    graph = {
+        module.name: {
+            found for _, name in module.imported() if (found := target(name, modules)) not in (None, module.name)
+        }
+        for module in modules.values()
+        if module.name != "paceline"  # its public names are loaded on first use
+    }
+    done: set[str] = set()
+
+    def visit(name: str, path: list[str]) -> list[str] | None:
+        if name in path:
+            return [*path[path.index(name) :], name]
+        if name in done:
+            return None
+        for other in sorted(graph.get(name, ())):
+            if cycle := visit(other, [*path, name]):
+                return cycle
+        done.add(name)
+        return None
+
+    cycles = [" -> ".join(cycle) for name in sorted(graph) if (cycle := visit(name, []))]
+    assert not cycles, cycles[0]
+
+
+@pytest.mark.parametrize("what", ["paceline", "paceline.cli.main", *TORCHLESS])
+def test_torch_stays_unloaded(what: str, modules) -> None:
+    names = [what] if what.startswith("paceline") else [name for name, module in modules.items() if module.room == what]
+    program = f"import importlib, sys\nfor name in {names!r}:\n    importlib.import_module(name)\n"
+    program += "    assert 'torch' not in sys.modules, name"
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    assert result.returncode == 0, result.stderr
