@@ -1,0 +1,191 @@
+"""Config files: ours and accelerate's, read as they are; every mistake named with its line."""
+
+import json
+
+import pytest
+
+from paceline.base.errors import ConfigError
+from paceline.config import Given, files, resolve_launch
+from paceline.config.accelerate import write_basic_config
+from paceline.config.places import default_file
+
+# As `accelerate config` has written it for one host with two GPUs.
+TWO_GPUS = """\
+compute_environment: LOCAL_MACHINE
+distributed_type: MULTI_GPU
+downcast_bf16: 'no'
+gpu_ids: all
+machine_rank: 0
+main_training_function: main
+mixed_precision: fp16
+num_machines: 1
+num_processes: 2
+rdzv_backend: static
+same_network: true
+tpu_env: []
+tpu_use_cluster: false
+tpu_use_sudo: false
+use_cpu: false
+"""
+
+
+@pytest.fixture
+def told(tmp_path):
+    def resolve(text, name="run.yaml"):
+        path = tmp_path / name
+        path.write_text(text)
+        return resolve_launch([Given("config", str(path), "command line", "--config")], {})
+
+    return resolve
+
+
+@pytest.fixture
+def problems(told):
+    def find(text, name="run.yaml"):
+        with pytest.raises(ConfigError) as caught:
+            told(text, name)
+        return caught.value.problems
+
+    return find
+
+
+def test_our_file(told, tmp_path):
+    found = told("procs: 2  # two\nmixed_precision: no\ntimeout_s: 1e1\ngpu_ids: [0, 2]\ndata_seed: null\ndebug: on\n")
+    assert (found.launch.procs, found.launch.gpu_ids) == (2, "0,2")
+    assert (found.run.mixed_precision, found.run.timeout_s, found.run.debug) == ("no", 10.0, True)
+    assert found.file == str(tmp_path / "run.yaml")
+
+
+def test_an_empty_file_says_nothing(told):
+    assert all(each.source == "default" for each in told("# nothing\n").decisions if each.field != "config")
+
+
+def test_accelerates_yaml(told):
+    found = told(TWO_GPUS)
+    assert (found.launch.procs, found.launch.nodes, found.launch.rdzv_backend) == (2, 1, "static")
+    assert (found.run.mixed_precision, found.run.cpu) == ("fp16", False)
+    assert {"same_network", "downcast_bf16", "tpu_env", "main_training_function"} <= {row.field for row in found.unused}
+    assert not found.notices
+
+
+def test_accelerates_json_with_tabs(told):
+    found = told(json.dumps({"num_processes": 4, "num_machines": 2, "mixed_precision": "no"}, indent="\t"), "c.json")
+    assert (found.launch.procs, found.launch.nodes) == (2, 2)
+
+
+def test_accelerates_minus_one_says_nothing(told):
+    assert told("num_processes: -1\n").launch.procs == "auto"
+
+
+def test_accelerates_parallelism_block(told):
+    found = told("parallelism_config:\n  parallelism_config_tp_size: 2\n  dp_shard_size: 4\ndynamo_config:\n")
+    assert (found.run.tp, found.run.shard) == (2, 4)
+
+
+@pytest.mark.parametrize("kind", ["FSDP", "DEEPSPEED", "MEGATRON_LM", "XLA", "TPU"])
+def test_engines_are_refused(problems, kind):
+    [problem] = problems(f"compute_environment: LOCAL_MACHINE\ndistributed_type: {kind}\n")
+    assert problem.code == "accelerate-feature"
+    assert kind in problem.what and "run.yaml:2" in problem.why and problem.fix
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["compute_environment: AMAZON_SAGEMAKER", "dynamo_config:\n  dynamo_backend: INDUCTOR", "use_fsdp: true",
+     "mpirun_config:\n  mpirun_hostfile: hosts", "parallelism_config:\n  sp_size: 2"],
+)  # fmt: skip
+def test_other_features_are_refused(problems, text):
+    [problem] = problems(text + "\n")
+    assert problem.code == "accelerate-feature" and problem.fix
+
+
+def test_all_problems_with_lines_and_closest_keys(problems):
+    found = problems(
+        "mixed_precison: fp16\nprocs: two\n\nnum_machine: 2\ntp:\n  a: 1\ndry_run: true\nzzzz: 1\nnodes: -1\n"
+    )
+    text = [str(each) for each in found]
+    expected = {
+        ":1: there is no setting 'mixed_precison'": "write 'mixed_precision'",
+        "procs cannot be 'two'": "a whole number of at least 1, or auto",
+        ":4: there is no setting 'num_machine'": "write 'num_machines'",
+        "tp cannot be a block of keys": ":5",
+        ":7: dry_run cannot stand in a file": "say --dry-run",
+        ":8: there is no setting 'zzzz'": "paceline explain",
+        "nodes cannot be '-1'": ":9",
+    }
+    assert len(found) == len(expected)
+    for what, hint in expected.items():
+        assert any(what in each and hint in each for each in text), (what, text)
+
+
+def test_a_setting_twice_by_two_names(problems):
+    [problem] = problems("nodes: 2\nnum_machines: 2\n")
+    assert problem.code == "config-twice" and "run.yaml:1" in problem.why
+
+
+@pytest.mark.parametrize(
+    ("text", "where"), [("a: b: c\n", ":1 "), ("procs: 2\n\tcpu: true\n", ":2 "), ("- 1\n", ":1 ")]
+)
+def test_what_is_no_yaml_names_the_line(problems, text, where):
+    [problem] = problems(text)
+    assert problem.code == "config-syntax" and where in problem.what
+
+
+def test_a_file_that_is_not_there(tmp_path):
+    with pytest.raises(ConfigError, match="No such file") as caught:
+        files.read(str(tmp_path / "none.yaml"))
+    assert caught.value.code == "config-file"
+
+
+def test_a_file_that_is_not_text(tmp_path):
+    path = tmp_path / "run.yaml"
+    path.write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(ConfigError, match="UTF-8"):
+        files.read(str(path))
+
+
+def test_default_files(tmp_path):
+    env = {"HOME": str(tmp_path)}
+    assert default_file(env) is None
+    ours = tmp_path / ".config/paceline/config.yaml"
+    ours.parent.mkdir(parents=True)
+    ours.write_text("tp: 2\n")
+    assert default_file(env) == default_file(env, compat="accelerate") == str(ours)
+    theirs = tmp_path / ".cache/huggingface/accelerate/default_config.yaml"
+    theirs.parent.mkdir(parents=True)
+    theirs.write_text("use_cpu: true\n")
+    assert default_file(env) == str(ours)
+    assert default_file(env, compat="accelerate") == str(theirs)
+    assert default_file({**env, "XDG_CONFIG_HOME": str(tmp_path / "x")}) is None
+    assert resolve_launch((), env).run.tp == 2
+    found = resolve_launch([Given("compat", "accelerate", "command line", "--compat")], env)
+    assert (found.run.tp, found.run.cpu) == (1, True)
+
+
+def test_hf_home_holds_accelerates_json(tmp_path):
+    path = tmp_path / "accelerate/default_config.json"
+    path.parent.mkdir()
+    path.write_text("{}")
+    assert default_file({"HF_HOME": str(tmp_path), "HOME": str(tmp_path)}, compat="accelerate") == str(path)
+
+
+def test_write_basic_config_is_read_back(tmp_path):
+    path = tmp_path / "sub/default_config.json"
+    assert write_basic_config("bf16", str(path)) == path
+    assert write_basic_config("fp16", str(path)) is False
+    found = resolve_launch([Given("config", str(path), "command line", "--config")], {})
+    assert found.run.mixed_precision == "bf16"
+    assert isinstance(found.launch.procs, int)
+
+
+def test_write_basic_config_of_an_unknown_precision(tmp_path):
+    with pytest.raises(ConfigError) as caught:
+        write_basic_config("fp4", str(tmp_path / "c.json"))
+    assert caught.value.code == "config-value"
+
+
+def test_write_basic_config_where_nothing_may_be_written(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError) as caught:
+        write_basic_config("no", str(tmp_path / "file" / "c.json"))
+    assert caught.value.code == "config-write"

@@ -1,0 +1,201 @@
+"""Merging: code > command line > environment > file > default, each value with its source and place."""
+
+import itertools
+import json
+
+import pytest
+
+from paceline.base.errors import ConfigError
+from paceline.config import Given, LaunchSettings, RunSettings, resolve_launch, resolve_run
+from paceline.config.settings import settings_of
+from paceline.config.sources import hand_over
+
+SAMPLES = {  # four different values of each kind, one for each source that is not the default
+    "mixed_precision": ("fp16", "bf16", "no", "fp16"),
+    "gpu_ids": ("0", "1", "2", "3"),
+    "main_address": ("a", "b", "c", "d"),
+    "rdzv_backend": ("a", "b", "c", "d"),
+    "rdzv_conf": ("a=1", "b=1", "c=1", "d=1"),
+    "log_dir": ("a", "b", "c", "d"),
+    "tee": ("0", "1", "2", "3"),
+    "compat": ("accelerate",) * 4,
+}
+STRENGTH = ("file", "environment", "command line", "code")
+
+
+def samples(name):
+    each = settings_of()[name]
+    return SAMPLES.get(name) or (("no", "yes", "no", "yes") if each.kind.metavar == "" else ("2", "3", "4", "5"))
+
+
+def row(decisions, name):
+    return next(each for each in decisions if each.field == name)
+
+
+@pytest.mark.parametrize("name", [name for name, each in settings_of().items() if each.in_file])
+def test_the_strongest_source_wins_for_every_subset(name, tmp_path):
+    setting = settings_of()[name]
+    values = dict(zip(STRENGTH, samples(name), strict=True))
+    usable = STRENGTH if name in settings_of(RunSettings) else STRENGTH[:3]
+    path = tmp_path / "run.yaml"
+    path.write_text(f"# a comment\n{name}: {values['file']}\n")
+    for size in range(len(usable) + 1):
+        for said in itertools.combinations(usable, size):
+            env = {setting.variable: values["environment"]} if "environment" in said else {}
+            flags = [Given("config", str(path), "command line", "--config")] if "file" in said else []
+            flags += [Given(name, values["command line"], "command line", setting.flag)] * ("command line" in said)
+            told = resolve_launch(flags, env, search=False)
+            if name in settings_of(RunSettings):
+                code = {name: values["code"] if "code" in said else None}
+                worker = resolve_run(code, {**env, **told.hand_over()})
+                found, decision = getattr(worker.settings, name), row(worker.decisions, name)
+            else:
+                found, decision = getattr(told.launch, name), row(told.decisions, name)
+            winner = said[-1] if said else "default"
+            where = {"default": "", "file": f"{path}:2", "environment": setting.variable,
+                     "command line": setting.flag, "code": f"Accelerator({name}=...)"}  # fmt: skip
+            assert found == (setting.kind.read(values[winner]) if said else setting.default), said
+            assert (decision.source, decision.where) == (winner, where[winner])
+            assert decision.value == found
+
+
+def test_every_setting_has_a_decision_in_order():
+    assert [each.field for each in resolve_run({}, {}).decisions] == list(settings_of(RunSettings))
+    told = resolve_launch((), {}, search=False)
+    assert [each.field for each in told.decisions] == list(settings_of(LaunchSettings, RunSettings))
+    assert (told.launch, told.run) == (LaunchSettings(), RunSettings())
+
+
+def test_what_lost_is_named():
+    found = resolve_run({"tp": 4}, {"PACELINE_TP": "2"})
+    assert row(found.decisions, "tp").reason == "instead of 2 (PACELINE_TP)"
+
+
+def test_the_last_flag_wins():
+    flags = [Given("tp", "2", "command line", "--tp"), Given("tp", "4", "command line", "--tp")]
+    assert resolve_launch(flags, {}, search=False).run.tp == 4
+
+
+@pytest.mark.parametrize(
+    ("variable", "text", "name", "value"),
+    [
+        ("ACCELERATE_MIXED_PRECISION", "fp16", "mixed_precision", "fp16"),
+        ("ACCELERATE_USE_CPU", "true", "cpu", True),
+        ("ACCELERATE_DEBUG_MODE", "1", "debug", True),
+        ("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "8", "accumulate", 8),
+        ("PARALLELISM_CONFIG_TP_SIZE", "2", "tp", 2),
+    ],
+)
+def test_accelerates_variables_are_read(variable, text, name, value):
+    found = resolve_run({}, {variable: text})
+    assert getattr(found.settings, name) == value
+    assert row(found.decisions, name).where == variable
+
+
+def test_code_beats_accelerates_variable():
+    found = resolve_run({"accumulate": 4}, {"ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "8"})
+    assert found.settings.accumulate == 4
+
+
+def test_our_variable_beats_accelerates():
+    env = {"PACELINE_MIXED_PRECISION": "bf16", "ACCELERATE_MIXED_PRECISION": "fp16"}
+    assert resolve_run({}, env).settings.mixed_precision == "bf16"
+
+
+def test_an_empty_variable_says_nothing():
+    assert resolve_run({}, {"PACELINE_TP": ""}).settings.tp == 1
+
+
+def test_a_misspelt_variable_is_noticed():
+    [notice] = resolve_run({}, {"PACELINE_MIXED_PRECISON": "fp16"}).notices
+    assert "PACELINE_MIXED_PRECISION" in notice
+
+
+def test_all_bad_values_are_reported_at_once():
+    with pytest.raises(ConfigError) as caught:
+        resolve_run({"tp": "two", "nonsense": 1}, {"PACELINE_CPU": "maybe"})
+    codes = [problem.code for problem in caught.value.problems]
+    assert sorted(codes) == ["config-key", "config-value", "config-value"]
+    text = str(caught.value)
+    assert "Accelerator(tp=...)" in text and "PACELINE_CPU" in text and "yes or no" in text
+
+
+def test_the_handed_variable_holds_flags_and_file_alone(tmp_path):
+    path = tmp_path / "run.yaml"
+    path.write_text("accumulate: 2\nprocs: 3\n")
+    flags = [Given("config", str(path), "command line", "--config"), Given("tp", "2", "command line", "--tp")]
+    told = resolve_launch(flags, {"PACELINE_CPU": "yes"})
+    assert json.loads(told.hand_over()["PACELINE_SETTINGS"]) == {
+        "accumulate": [2, "file", f"{path}:1"],
+        "tp": [2, "command line", "--tp"],
+    }
+    assert hand_over(()) == "{}"
+
+
+@pytest.mark.parametrize("text", ["{", "[1]", '{"tp": 2}', '{"tp": [2]}'])
+def test_a_broken_handed_variable_is_an_error(text):
+    with pytest.raises(ConfigError) as caught:
+        resolve_run({}, {"PACELINE_SETTINGS": text})
+    assert caught.value.code == "settings-handed"
+
+
+def test_without_our_launcher_the_named_file_is_read(tmp_path):
+    path = tmp_path / "run.yaml"
+    path.write_text("tp: 2\nprocs: 4\n")
+    assert resolve_run({}, {"PACELINE_CONFIG": str(path)}).settings.tp == 2
+    assert resolve_run({}, {"PACELINE_CONFIG": str(path), "PACELINE_SETTINGS": "{}"}).settings.tp == 1
+
+
+def test_a_bad_file_is_an_error_without_our_launcher_too(tmp_path):
+    path = tmp_path / "run.yaml"
+    path.write_text("tpp: 2\n")
+    with pytest.raises(ConfigError) as caught:
+        resolve_run({}, {"PACELINE_CONFIG": str(path)})
+    assert caught.value.code == "config-key"
+
+
+def test_accelerates_total_becomes_a_number_per_node():
+    flags = [Given("num_processes", "8", "command line", "--num_processes"),
+             Given("nodes", "2", "command line", "--nodes")]  # fmt: skip
+    told = resolve_launch(flags, {}, search=False)
+    assert told.launch.procs == 4
+    assert row(told.decisions, "procs").reason == "8 over all 2 nodes"
+    assert resolve_launch(flags[:1], {}, search=False).launch.procs == 8
+
+
+def test_a_total_that_cannot_be_divided_is_refused():
+    flags = [Given("num_processes", "3", "command line", "--num_processes"),
+             Given("nodes", "2", "environment", "PACELINE_NODES")]  # fmt: skip
+    with pytest.raises(ConfigError) as caught:
+        resolve_launch(flags, {}, search=False)
+    assert caught.value.code == "procs-split"
+    assert "--num_processes" in str(caught.value) and "PACELINE_NODES" in str(caught.value)
+
+
+def test_procs_over_a_total_from_a_weaker_source(tmp_path):
+    path = tmp_path / "old.yaml"
+    path.write_text("num_processes: 3\nnum_machines: 2\n")
+    flags = [Given("config", str(path), "command line", "--config"), Given("procs", "4", "command line", "--procs")]
+    assert resolve_launch(flags, {}).launch.procs == 4
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [("use_fsdp", "true"), ("use_deepspeed", "true"), ("tpu", "true"), ("dynamo_backend", "inductor"),
+     ("mpirun_hostfile", "hosts"), ("gradient_clipping", "1.0")],
+)  # fmt: skip
+def test_flags_of_engines_are_refused_with_what_to_do(name, text):
+    with pytest.raises(ConfigError) as caught:
+        resolve_launch([Given(name, text, "command line", f"--{name}")], {}, search=False)
+    assert caught.value.code == "accelerate-feature"
+    assert caught.value.problems[0].fix
+
+
+def test_flags_without_effect_are_noticed():
+    told = resolve_launch([Given("same_network", "true", "command line", "--same_network")], {}, search=False)
+    assert [each.field for each in told.unused] == ["same_network"]
+    assert "--same_network has no effect" in told.notices[0]
+
+
+def test_dynamo_turned_off_asks_for_nothing():
+    assert resolve_launch([Given("dynamo_backend", "no", "command line", "--dynamo_backend")], {}, search=False).unused
