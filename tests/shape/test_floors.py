@@ -13,7 +13,7 @@ FLOORS = [
     {"plan", "launch"},
     {"parallel", "precision", "optim", "data", "checkpoint", "observe"},
     {"planner"},
-    {"__init__", "accelerator", "preparation"},
+    {"__init__", "accelerator", "preparation", "states"},
     {"cli", "compat", "testing", "__main__"},
 ]
 FLOOR = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}
@@ -34,7 +34,7 @@ def may_import(importer: str, imported: str) -> bool:
     if importer == imported:
         return True
     above, below = FLOOR[importer], FLOOR[imported]
-    # Rooms of one floor are siblings, apart from the three that hold the facade and the three on top.
+    # Rooms of one floor are siblings, apart from the files of the facade and the rooms on top.
     return below < above or (below == above and above in (1, 2, 5, 6))
 
 
