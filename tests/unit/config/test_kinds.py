@@ -1,6 +1,6 @@
 """Kinds of values: the same text means the same wherever it stands."""
 
-from enum import Enum
+from enum import StrEnum
 from pathlib import Path
 
 import pytest
@@ -9,7 +9,7 @@ from paceline.config.kinds import YES_NO, matching, one_of, seconds, whole
 from paceline.config.settings import settings_of
 
 
-class Precision(str, Enum):
+class Precision(StrEnum):
     FP16 = "fp16"
 
 
