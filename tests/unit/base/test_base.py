@@ -1,0 +1,48 @@
+"""Errors, the environment and the registry."""
+
+import pickle
+
+import pytest
+
+from paceline import ConfigError, PacelineError, PlanError
+from paceline.base import env
+from paceline.base.errors import Problem
+from paceline.base.registry import Registry
+
+
+def test_an_error_says_what_why_and_one_fix():
+    error = PlanError("plan-size", "the plan needs 6 processes.", why=["shard=3", "tp=2"], fix="launch 6")
+    assert str(error) == "the plan needs 6 processes.  [plan-size]\n  why: shard=3\n  why: tp=2\n  fix: launch 6"
+    assert f"{type(error).__module__}.{type(error).__name__}" == "paceline.PlanError"
+    assert isinstance(error, ValueError) and error.code == "plan-size"
+
+
+def test_several_problems_make_one_error_that_survives_a_pipe():
+    error = ConfigError.of([Problem("one", "first", fix="a"), Problem("two", "second")])
+    assert str(error).startswith("2 problems:\n1. first  [one]")
+    again = pickle.loads(pickle.dumps(error))
+    assert type(again) is ConfigError and str(again) == str(error) and again.problems == error.problems
+
+
+def test_a_variable_that_cannot_be_read_is_named():
+    with pytest.raises(PacelineError, match=r"WORLD_SIZE is 'two'.*\[env-value\]"):
+        env.get("WORLD_SIZE", {"WORLD_SIZE": "two"})
+    assert env.get("WORLD_SIZE", {}) is None
+    assert env.get("PACELINE_DEBUG", {"PACELINE_DEBUG": "Yes"}) is True
+
+
+def test_patched_puts_back_what_stood_there():
+    before = env.snapshot()
+    with env.patched({"RANK": "3", "PATH": None}):
+        assert env.get("RANK") == 3 and "PATH" not in env.snapshot()
+    assert env.snapshot() == before
+
+
+def test_an_unknown_implementation_lists_those_that_exist():
+    registry = Registry("paceline.parallel", "STRATEGY", "paceline.strategies")
+    assert "replicate" in registry.names()
+    registry.add("toy", object())
+    assert registry.get("toy") in list(registry)
+    registry.remove("toy")
+    with pytest.raises(ConfigError, match=r"replicate.*|unknown-name"):
+        registry.get("toy")

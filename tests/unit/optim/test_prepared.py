@@ -1,0 +1,141 @@
+"""Prepared optimizers and schedulers; rebinding by name; clipping."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+
+from paceline import PrepareError
+from paceline.base import log
+from paceline.optim.accumulate import Accumulation
+from paceline.optim.clip import clip_grad_norm
+from paceline.optim.optimizer import PreparedOptimizer
+from paceline.optim.rebind import choose_fused, parameter_names, rebind
+from paceline.optim.schedule import PreparedScheduler, compare_lengths, is_scheduler
+
+
+def accumulation(sync=True):
+    owner = Accumulation(1, 1, SimpleNamespace(top=None), None)
+    owner.sync = sync
+    return owner
+
+
+def test_steps_and_clears_only_where_a_window_ends():
+    model = nn.Linear(2, 1)
+    owner = accumulation(sync=False)
+    optimizer = PreparedOptimizer(torch.optim.SGD(model.parameters(), lr=1.0), owner)
+    before = model.weight.clone()
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    assert torch.equal(model.weight, before) and model.weight.grad is not None
+    owner.sync = True
+    optimizer.step()
+    optimizer.zero_grad()
+    assert torch.equal(model.weight, before - 1) and model.weight.grad is None
+
+
+def test_the_correction_is_applied_once():
+    model = nn.Linear(1, 1, bias=False)
+    owner = accumulation()
+    owner._factor = 0.5
+    optimizer = PreparedOptimizer(torch.optim.SGD(model.parameters(), lr=1.0), owner)
+    model(torch.full((1, 1), 4.0)).sum().backward()
+    optimizer.unscale()
+    optimizer.unscale()
+    assert model.weight.grad.item() == 2.0
+
+
+def test_is_an_optimizer_for_schedulers_and_shares_state():
+    raw = torch.optim.SGD(nn.Linear(1, 1).parameters(), lr=1.0, momentum=0.9)
+    optimizer = PreparedOptimizer(raw, accumulation())
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+    assert is_scheduler(schedule) and not is_scheduler(optimizer)
+    raw.param_groups[0]["params"][0].grad = torch.ones(1, 1)
+    optimizer.step()
+    schedule.step()
+    assert raw.param_groups[0]["lr"] == 0.5
+    assert optimizer.state is raw.state and optimizer.state_dict().keys() == raw.state_dict().keys()
+    assert optimizer.defaults["momentum"] == 0.9
+
+
+def test_a_scheduler_steps_with_the_optimizer():
+    raw = torch.optim.SGD(nn.Linear(1, 1).parameters(), lr=1.0)
+    owner = accumulation(sync=False)
+    optimizer = PreparedOptimizer(raw, owner)
+    schedule = PreparedScheduler(torch.optim.lr_scheduler.StepLR(raw, 1, gamma=0.5), [optimizer], owner)
+    schedule.step()
+    assert schedule.get_last_lr() == [1.0]
+    owner.sync, optimizer.step_was_skipped = True, True
+    schedule.step()
+    assert schedule.get_last_lr() == [1.0]
+    optimizer.step_was_skipped = False
+    raw.step()
+    schedule.step()
+    assert schedule.get_last_lr() == [0.5] and schedule.state_dict()["last_epoch"] == 1
+
+
+def test_a_schedule_counted_in_other_batches_is_said_once(caplog):
+    log.forget_warnings()
+    raw = torch.optim.SGD(nn.Linear(1, 1).parameters(), lr=1.0)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(raw, max_lr=1.0, epochs=5, steps_per_epoch=100)
+    for _ in range(2):
+        compare_lengths(schedule, [100], [50], steps=1, width=2)
+    said = [record.getMessage() for record in caplog.records]
+    assert len(said) == 1 and "500 steps long (5 x 100 batches)" in said[0] and "250 optimizer steps" in said[0]
+    compare_lengths(schedule, [100], [100], steps=1, width=1)
+    assert len(caplog.records) == 1
+
+
+def test_rebinding_follows_names_when_a_strategy_replaces_parameters():
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    before = parameter_names([model])
+    for layer in model:
+        layer.weight = nn.Parameter(layer.weight.detach().clone())
+    names = rebind(optimizer, before, [model])
+    assert list(names.values()) == ["0.weight", "0.bias", "1.weight", "1.bias"]
+    assert optimizer.param_groups[0]["params"][0] is model[0].weight
+
+
+def test_an_optimizer_of_another_model_is_refused():
+    optimizer = torch.optim.SGD(nn.Linear(1, 1).parameters(), lr=1.0)
+    with pytest.raises(PrepareError, match=r"\[optimizer-parameters\]"):
+        rebind(optimizer, parameter_names([nn.Linear(1, 1)]), [nn.Linear(1, 1)])
+
+
+def test_an_optimizer_with_nothing_to_train_is_refused():
+    model = nn.Linear(1, 1).requires_grad_(False)
+    with pytest.raises(PrepareError, match=r"\[optimizer-frozen\]"):
+        rebind(torch.optim.SGD(model.parameters(), lr=1.0), parameter_names([model]), [model])
+
+
+def test_an_optimizer_that_started_cannot_follow_replaced_parameters():
+    model = nn.Linear(1, 1)
+    optimizer = torch.optim.Adam(model.parameters())
+    model(torch.ones(1, 1)).sum().backward()
+    optimizer.step()
+    before = parameter_names([model])
+    model.weight = nn.Parameter(model.weight.detach().clone())
+    with pytest.raises(PrepareError, match=r"\[optimizer-started\]"):
+        rebind(optimizer, before, [model])
+
+
+def test_fused_is_chosen_only_where_the_user_left_it_open():
+    model = nn.Linear(1, 1)
+    assert choose_fused(torch.optim.AdamW(model.parameters()), sparse=False).value is True
+    assert choose_fused(torch.optim.AdamW(model.parameters(), fused=False), sparse=False) is None
+    assert choose_fused(torch.optim.AdamW(model.parameters(), foreach=True), sparse=False) is None
+    assert choose_fused(torch.optim.SGD(model.parameters(), lr=1.0), sparse=True) is None
+    assert choose_fused(torch.optim.RMSprop(model.parameters()), sparse=False) is None
+
+
+def test_clipping_equals_torch():
+    ours, theirs = nn.Linear(3, 3), nn.Linear(3, 3)
+    theirs.load_state_dict(ours.state_dict())
+    for model in (ours, theirs):
+        (model(torch.ones(2, 3)) * 9).sum().backward()
+    norm = clip_grad_norm(ours.parameters(), 1.0)
+    assert norm == torch.nn.utils.clip_grad_norm_(theirs.parameters(), 1.0)
+    assert torch.equal(ours.weight.grad, theirs.weight.grad)

@@ -1,0 +1,95 @@
+"""Settings, world and facts become a plan, or one error that holds every problem."""
+
+import json
+
+import pytest
+import torch
+from torch import nn
+
+from paceline import PlanError
+from paceline.base.errors import Problem
+from paceline.plan.facts import model_facts
+from paceline.plan.plan import Decision, Plan
+from paceline.plan.resolve import draft, resolve
+from paceline.world.layout import Layout
+
+CODE = Decision("shard", 3, "file", "run.yaml:12")
+
+
+class Toy:
+    name, stage, axes = "toy", 10, ("tp",)
+
+    def wanted(self, plan):
+        return plan.layout.tp > 1
+
+    def check(self, plan, facts):
+        return [Problem("plan-option", "toy refuses", fix="no toy")] if facts.name == "Linear" else []
+
+
+def test_what_the_axes_leave_becomes_replicas():
+    plan = draft({"shard": 2}, [], world_size=6)
+    assert plan.layout == Layout(replicate=3, shard=2)
+    assert "replicate = 3  <- derived: 6 processes" in plan.explain()
+
+
+def test_a_plan_of_the_wrong_size_names_each_value_and_its_source():
+    with pytest.raises(PlanError) as caught:
+        draft({"shard": 3, "tp": 2, "replicate": 1}, [CODE, Decision("tp", 2, "command line", "--tp")], world_size=4)
+    text = str(caught.value)
+    assert caught.value.code == "plan-size"
+    assert "needs 6 processes, but 4 are running" in text
+    assert "shard=3 (run.yaml:12) x tp=2 (--tp)" in text
+    assert "--procs 6" in text
+
+
+def test_all_problems_come_at_once():
+    with pytest.raises(PlanError) as caught:
+        draft({"mixed_precision": "fp12", "accumulate": 0, "replicate": 3}, [], world_size=1)
+    assert [p.code for p in caught.value.problems] == ["plan-size", "plan-precision", "plan-accumulate"]
+    assert str(caught.value).startswith("3 problems:")
+
+
+def test_an_axis_that_no_strategy_serves_is_refused():
+    with pytest.raises(PlanError, match="no strategy serves the axis `cp`") as caught:
+        resolve(Plan(layout=Layout(cp=2)), [], [Toy()])
+    assert caught.value.code == "plan-axis"
+
+
+def test_options_of_a_strategy_that_does_not_exist_are_refused():
+    with pytest.raises(PlanError, match="plan-option"):
+        resolve(Plan(options={"replicat": {}}), [], [Toy()])
+
+
+def test_strategies_are_chosen_in_stage_order_and_check_each_model():
+    chosen = resolve(Plan(layout=Layout(tp=2)), [model_facts(nn.ReLU())], [Toy()])
+    assert chosen.strategies == ("toy",)
+    with pytest.raises(PlanError, match="toy refuses"):
+        resolve(Plan(layout=Layout(tp=2)), [model_facts(nn.Linear(1, 1))], [Toy()])
+
+
+def test_half_precision_weights_cannot_be_scaled():
+    with pytest.raises(PlanError, match=r"weight.*\[fp16-parameters\]"):
+        resolve(Plan(precision="fp16"), [model_facts(nn.Linear(2, 2).half())], [])
+
+
+def test_facts_count_tied_parameters_once_and_read_meta_models():
+    class Tied(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b, self.norm = nn.Linear(4, 4), nn.Linear(4, 4), nn.BatchNorm1d(4)
+            self.b.weight = self.a.weight
+            self.norm.weight.requires_grad_(False)
+
+    with torch.device("meta"):
+        facts = model_facts(Tied())
+    assert facts.parameters == 16 + 4 + 4 + 8
+    assert facts.trainable == facts.parameters - 4
+    assert facts.tied == (("a.weight", "b.weight"),)
+    assert facts.batch_norms == ("norm",)
+    assert facts.parameter_bytes == 4 * facts.parameters
+
+
+def test_a_plan_prints_and_becomes_json():
+    plan = draft({"accumulate": 4}, [Decision("accumulate", 4, "code", "Accelerator(...)")], world_size=2)
+    assert "accumulate = 4  <- code (Accelerator(...))" in plan.explain()
+    assert json.loads(plan.to_json())["layout"]["replicate"] == 2
