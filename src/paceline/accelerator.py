@@ -21,7 +21,7 @@ from paceline.checkpoint.model import save_model, save_object
 from paceline.config import resolve_run
 from paceline.data.active import ActiveLoaders
 from paceline.data.loader import PreparedLoader, skip_first_batches
-from paceline.data.metrics import gather_objects, gather_rows
+from paceline.data.metrics import gather_for_metrics
 from paceline.observe.profile import profile as observe_profile
 from paceline.observe.trackers.group import Trackers
 from paceline.optim.accumulate import Accumulation
@@ -36,7 +36,7 @@ from paceline.world import rendezvous
 from paceline.world.collectives import Collectives
 from paceline.world.mesh import Mesh
 from paceline.world.participant import Participant
-from paceline.world.tree import tensors, to_device
+from paceline.world.tree import to_device
 from paceline.world.world import World
 
 
@@ -351,9 +351,7 @@ class Accelerator(Participant):
 
         Ranks: all; all get the result. One collective for the whole structure.
         """
-        if use_gather_object or not tensors(input_data):
-            return gather_objects(self._active, self.collectives, input_data)
-        return gather_rows(self._active, self.collectives, input_data)
+        return gather_for_metrics(self._active, self.collectives, input_data, use_gather_object)
 
     def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
         """Sum or mean over ranks of each tensor of a structure. Ranks: all; all get the result."""

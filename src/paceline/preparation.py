@@ -79,7 +79,8 @@ class Preparation:
         self.schedulers: list[PreparedScheduler] = []
         self.loaders: list[PreparedLoader] = []
         self.names: dict[int, dict[torch.Tensor, str]] = {}  # id(raw optimizer) -> names of its parameters
-        self._mesh, self._collectives, self._device = mesh, collectives, device
+        self.device = device
+        self._mesh, self._collectives = mesh, collectives
         self._precision, self._accumulation, self._scaler, self._active = precision, accumulation, scaler, active
         self._loader_options = loader_options
         self._seed: int | None = None
@@ -144,10 +145,10 @@ class Preparation:
         # Names are taken before anything is touched: strategies may replace every parameter.
         before = parameter_names([each.module for each in self.models] + [model for _, model in new])
         for (at, model), fact in zip(new, facts, strict=True):
-            chain = Chain(plan, self._mesh, self._collectives, self._device)
+            chain = Chain(plan, self._mesh, self._collectives, self.device)
             if places[at]:
-                model.to(self._device)
-            wrap_forward(model, self._precision, self._device)
+                model.to(self.device)
+            wrap_forward(model, self._precision, self.device)
             prepared = PreparedModel(chain.apply(model), chain, fact)
             self.models.append(prepared)
             result[at] = prepared.wrapped
@@ -169,7 +170,7 @@ class Preparation:
         for state in optimizer.state.values():
             for key, value in state.items():
                 if isinstance(value, torch.Tensor) and value.dim() > 0:
-                    state[key] = value.to(self._device)
+                    state[key] = value.to(self.device)
         decision = choose_fused(optimizer, any(each.facts.sparse for each in self.models))
         if decision is not None:
             self._note(decision)
@@ -202,7 +203,7 @@ class Preparation:
             loader,
             width=self.plan.layout.width,
             index=self.plan.layout.data_index(self._collectives.world.rank),
-            device=self._device if place else torch.device("cpu"),
+            device=self.device if place else torch.device("cpu"),
             accumulate=self.plan.accumulate,
             collectives=self._collectives,
             active=self._active,
@@ -228,8 +229,8 @@ class Preparation:
     def evaluation_model(self, model: nn.Module, *, place: bool = True) -> nn.Module:
         """Moves a model and lets it compute in the run's precision; nothing communicates."""
         if place:
-            model.to(self._device)
-        wrap_forward(model, self._precision, self._device)
+            model.to(self.device)
+        wrap_forward(model, self._precision, self.device)
         return model
 
     # -- look up ---------------------------------------------------------------------------------------------

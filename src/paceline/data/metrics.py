@@ -8,37 +8,28 @@ from __future__ import annotations
 
 from typing import Any
 
-from paceline.world.tree import map_tensors
+from paceline.data.active import ActiveLoaders
+from paceline.world.collectives import Collectives
+from paceline.world.tree import map_tensors, tensors
 
 
-def gather_rows(active: Any, collectives: Any, tree: Any) -> Any:
-    """Tensors of all ranks over real rows, in sample order. Ranks: all.
+def gather_for_metrics(active: ActiveLoaders, collectives: Collectives, tree: Any, objects: bool = False) -> Any:
+    """Values of all ranks over real rows, in sample order. Ranks: all; all get the result.
 
     Args:
-        active: the `ActiveLoaders` of the run.
-        collectives: the `Collectives` of the run.
-        tree: any nesting of tensors; dim 0 of each is this rank's rows, or it is 0-dim.
+        active: the run's loaders.
+        collectives: the run's collectives.
+        tree: any nesting of tensors whose dim 0 is this rank's rows, 0-dim tensors, and objects.
+        objects: takes `tree` for a list of one object a row.
     """
     loader = active.top
     if loader is not None and loader.current is not None:
         info = loader.current
-        return collectives.gather_rows(tree, info.real, info.loaded)
-    return collectives.gather(_without_filler(active.finished, tree))
-
-
-def gather_objects(active: Any, collectives: Any, value: Any) -> Any:
-    """Objects of all ranks: lists are joined, without the entries of filler rows; anything else makes a list. Ranks: all."""
-    loader = active.top
-    info = loader.current if loader is not None else None
-    if isinstance(value, (list, tuple)):
-        real = list(value)
-        if info is not None and len(real) == info.loaded:
-            real = real[: info.real[info.index]]
-        return [entry for part in collectives.gather_object(real) for entry in part]
-    found = collectives.gather_object(value)
-    if info is not None:  # a value of a batch that holds no real sample is no value
-        found = [entry for entry, rows in zip(found, info.real, strict=False) if rows] or found
-    return found
+        return collectives.gather_rows(tree, info.real, info.loaded, objects)
+    if not objects and tensors(tree):
+        return collectives.gather(_without_filler(active.finished, tree))
+    found = collectives.gather_object(tree)
+    return [entry for part in found for entry in part] if isinstance(tree, (list, tuple)) else found
 
 
 def _without_filler(finished: Any, tree: Any) -> Any:

@@ -88,7 +88,9 @@ class Replicate:
         if context.device.type == "cpu":
             replace_on_cpu(model, group)
         if not any(parameter.requires_grad for parameter in model.parameters()):
-            context.collectives.broadcast([*model.parameters(), *model.buffers()])
+            own = [tensor.detach() for tensor in (*model.parameters(), *model.buffers())]
+            for mine, first in zip(own, context.collectives.broadcast(own), strict=True):
+                mine.copy_(first)
             return model
         options = {**_OPTIONS, **context.options}
         looks = options["find_unused_parameters"]
