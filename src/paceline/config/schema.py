@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
-from paceline.config.accelerate import FLAGS
+from paceline.config.accelerate import FLAGS, own_name
 from paceline.config.given import Given
 from paceline.config.kinds import YES_NO
 from paceline.config.settings import Setting, settings_of
@@ -76,6 +76,16 @@ def _spellings(name: str) -> list[str]:
 def given(args: argparse.Namespace) -> tuple[Given, ...]:
     """What the command line said, in order, still unread."""
     return getattr(args, "given", ())
+
+
+def words(given: Iterable[Given]) -> list[str]:
+    """The words of a command line that says the same again."""
+    found: list[str] = []
+    for each in given:
+        own = settings_of().get(own_name(each.name))
+        switch = own.kind is YES_NO if own else not FLAGS[each.name]
+        found += [each.where] if switch else [each.where, str(each.value)]
+    return found
 
 
 def shown_value(value: object) -> str:

@@ -67,7 +67,7 @@ def test_version(capsys):
         (["explain", "--prcs", "2"], "write --procs"),
         (["explain", "--procs"], "expected one argument"),
         (["explain", "--fsdp_sharding_strategy", "1"], "[accelerate-feature]"),
-        (["explain", "stray"], "does not take 'stray'"),
+        (["explain", "stray"], "does not take 'stray'.  [command-line]"),
         (["explain", "--procs", "0"], "procs cannot be '0'"),
     ],
 )

@@ -82,3 +82,8 @@ def test_the_docs_table_names_every_setting_once():
     for name in settings_of():
         assert text.count(f"\n| `{name}` |") == 1
     assert text.count("### ") == len({each.group for each in settings_of().values()})
+
+
+def test_words_say_the_same_again():
+    said = ["-n", "2", "--no-cpu", "--mixed_precision", "bf16", "--multi_gpu", "--num_processes", "4"]
+    assert schema.words(parse(*said)) == said

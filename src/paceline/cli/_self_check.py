@@ -1,0 +1,95 @@
+"""What `paceline test` runs in each process: do the ranks meet, add up, share the data, and learn as one does?"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from typing import Any
+
+SHARE = 4  # samples of one rank in a full global batch
+TOLERANCE = 1e-5  # float32; ranks add in another order than one process does
+
+
+def main() -> int:
+    """Runs the checks on this rank; rank 0 prints them. Returns 1 where one failed."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--procs", type=int, required=True)
+    procs = parser.parse_args().procs
+
+    from paceline import Accelerator
+
+    accelerator = Accelerator(mixed_precision="no", gradient_accumulation_steps=1)
+    checks = [_group(accelerator, procs), _sum(accelerator), _samples(accelerator), *_training(accelerator)]
+    for passed, text in checks:
+        accelerator.print(f"{'ok    ' if passed else 'FAILED'}  {text}")
+    accelerator.end_training()
+    return 0 if all(passed for passed, _ in checks) else 1
+
+
+def _group(accelerator: Any, procs: int) -> tuple[bool, str]:
+    import torch
+
+    ranks = accelerator.gather(torch.tensor([accelerator.process_index], device=accelerator.device)).tolist()
+    return ranks == list(range(procs)), f"group: {len(ranks)} of {procs} processes meet, on {accelerator.device.type}"
+
+
+def _sum(accelerator: Any) -> tuple[bool, str]:
+    import torch
+
+    mine = torch.tensor([accelerator.process_index + 1.0], device=accelerator.device)
+    found, count = accelerator.reduce(mine, "sum").item(), accelerator.num_processes
+    return found == count * (count + 1) / 2, f"all_reduce: the numbers from 1 to {count} add up to {found:g}"
+
+
+def _samples(accelerator: Any) -> tuple[bool, str]:
+    import torch
+    from torch.utils.data import DataLoader
+
+    count = 2 * SHARE * accelerator.num_processes + 3
+    loader = accelerator.prepare(DataLoader(torch.arange(count), batch_size=SHARE))  # type: ignore[arg-type]
+    seen = torch.cat([accelerator.gather_for_metrics(batch) for batch in loader]).tolist()
+    return seen == list(range(count)), f"data: {count} samples, each seen once and in order by {len(seen)} reads"
+
+
+def _training(accelerator: Any) -> list[tuple[bool, str]]:
+    """One epoch, its last global batch not full, against the same epoch in plain PyTorch."""
+    import torch
+    from torch.utils.data import DataLoader, TensorDataset
+
+    count, width = accelerator.num_processes, SHARE * accelerator.num_processes
+    draws = torch.Generator().manual_seed(0)
+    samples = TensorDataset(
+        torch.randn(3 * width - 1, 5, generator=draws), torch.randn(3 * width - 1, 2, generator=draws)
+    )
+    alone, together = _model(), _model()
+    plain = torch.optim.SGD(alone.parameters(), lr=0.1)
+    model, optimizer, loader = accelerator.prepare(
+        together, torch.optim.SGD(together.parameters(), lr=0.1), DataLoader(samples, batch_size=SHARE)
+    )
+    worst = 0.0
+    for (x, y), (mine, wanted) in zip(DataLoader(samples, batch_size=width), loader, strict=True):
+        plain.zero_grad()
+        optimizer.zero_grad()
+        torch.nn.functional.mse_loss(alone(x), y).backward()
+        accelerator.backward(torch.nn.functional.mse_loss(model(mine), wanted))
+        pairs = zip(alone.parameters(), accelerator.unwrap_model(model).parameters(), strict=True)
+        worst = max([worst, *((a.grad - b.grad.cpu()).abs().max().item() for a, b in pairs)])
+        plain.step()
+        optimizer.step()
+    pairs = zip(alone.parameters(), accelerator.unwrap_model(model).parameters(), strict=True)
+    apart = max((a - b.cpu()).abs().max().item() for a, b in pairs)
+    return [
+        (worst <= TOLERANCE, f"gradients: {count} processes and one differ by {worst:.1e} at most"),
+        (apart <= TOLERANCE, f"weights: after an epoch they differ by {apart:.1e} at most"),
+    ]
+
+
+def _model() -> Any:
+    import torch
+
+    torch.manual_seed(0)
+    return torch.nn.Sequential(torch.nn.Linear(5, 8), torch.nn.Tanh(), torch.nn.Linear(8, 2))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
