@@ -55,8 +55,10 @@ STORE = Toy()
 
 LAUNCHER = """
 class Toy:
+    name = "toy"
+
     def available(self):
-        return True
+        return ""
 
     def render(self, job):
         return ("toy", job)
