@@ -1,0 +1,134 @@
+"""How ranks agree: a phase of a save or a load ends on every rank with the same results, or with the same error.
+
+A rank that fails alone would leave its peers waiting in the next collective; so each phase runs its local work,
+whatever comes of it, and then tells the others in one `gather_object`.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+import traceback
+from collections.abc import Callable
+from typing import Any, Protocol, TypeVar, cast
+
+from paceline.base.errors import CheckpointError, PacelineError, Problem
+
+T = TypeVar("T")
+
+_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+_FORBIDDEN = {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR}
+
+
+class Peers(Protocol):
+    """The part of `world.collectives.Collectives` that checkpoints need."""
+
+    rank: int
+    size: int
+
+    def gather_object(self, obj: Any) -> list[Any]:
+        """One entry a rank, in rank order, on every rank."""
+
+
+class Alone:
+    """One process without peers: a script that reads a checkpoint, a command, a test."""
+
+    rank, size = 0, 1
+
+    def gather_object(self, obj: Any) -> list[Any]:
+        """A list of `obj` alone."""
+        return [obj]
+
+
+def together(peers: Peers, doing: str, work: Callable[[], T]) -> list[T]:
+    """Runs `work` on this rank and returns what it gave on every rank, in rank order.
+
+    Args:
+        peers: the ranks that call this together.
+        doing: words for an error, such as "writing the shards".
+        work: local work without collectives.
+
+    Ranks: all must call; one `gather_object`.
+
+    Raises:
+        CheckpointError: on every rank the problems of all ranks, where any had one.
+    """
+    value, failure, problems = _attempt(doing, work, peers.rank)
+    outcomes = peers.gather_object((value, problems))
+    _raise_all([theirs for _, theirs in outcomes], failure)
+    return [theirs for theirs, _ in outcomes]
+
+
+def agreed(peers: Peers, doing: str, work: Callable[[], T]) -> T:
+    """As `together`, but returns what this rank's `work` gave, which does not travel."""
+    value, failure, problems = _attempt(doing, work, peers.rank)
+    _raise_all(peers.gather_object(problems), failure)
+    return cast(T, value)
+
+
+def _attempt(doing: str, work: Callable[[], T], rank: int) -> tuple[T | None, Exception | None, tuple[Problem, ...]]:
+    try:
+        return work(), None, ()
+    except Exception as error:  # not swallowed: it is told to all ranks and raised on each
+        return None, error, _problems(error, doing, rank)
+
+
+def _raise_all(ranks: list[tuple[Problem, ...]], failure: Exception | None) -> None:
+    found: list[Problem] = []
+    for problems in ranks:
+        found += [problem for problem in problems if problem not in found]
+    if found:
+        raise CheckpointError.of(found) from failure
+
+
+def distinct(peers: Peers, tree: Any) -> list[Any]:
+    """The different values of `tree` among the ranks, lowest rank first; equal ones travel once.
+
+    Ranks: all must call; two `gather_object`s.
+    """
+    digest = hashlib.sha256(json.dumps(tree, sort_keys=True).encode()).hexdigest()
+    digests = peers.gather_object(digest)
+    first = digests.index(digest) == peers.rank
+    return [theirs for theirs in peers.gather_object((tree,) if first else ()) for theirs in theirs]
+
+
+def _problems(error: Exception, doing: str, rank: int) -> tuple[Problem, ...]:
+    if isinstance(error, PacelineError):
+        return error.problems
+    if isinstance(error, OSError):
+        return (os_problem(error, doing),)
+    where = traceback.extract_tb(error.__traceback__)[-1]
+    return (
+        Problem(
+            "checkpoint-failed",
+            f"rank {rank} failed while {doing}: {type(error).__name__}: {error}",
+            why=f"raised at {where.filename}:{where.lineno} in {where.name}",
+            fix="mend the cause that is named; whatever was saved before is untouched",
+        ),
+    )
+
+
+def os_problem(error: OSError, doing: str) -> Problem:
+    """The operating system's refusal, as a problem that says what to do."""
+    place = f" {error.filename}" if error.filename else ""
+    if error.errno in _FULL:
+        return Problem(
+            "checkpoint-disk-full",
+            f"the disk is full: {doing}{place} stopped.",
+            why=f"the system says: {error.strerror}",
+            fix="make room, or save to another disk; checkpoints that were saved before are untouched",
+        )
+    if error.errno in _FORBIDDEN:
+        return Problem(
+            "checkpoint-not-writable",
+            f"no permission: {doing}{place} was refused.",
+            why=f"the system says: {error.strerror}",
+            fix="choose a folder that this user may write to and read",
+        )
+    return Problem(
+        "checkpoint-io",
+        f"{doing}{place} failed.",
+        why=f"the system says: {error}",
+        fix="check that the path exists on every host and that its disk answers",
+    )

@@ -1,0 +1,168 @@
+"""A state as JSON and tensors: what a checkpoint can hold, and nothing that could run code when it is read.
+
+Tensors leave the tree and are known by the path at which they stood; the rest becomes JSON, where a value that JSON
+lacks is an object with one key that begins with `$`:
+
+    {"lr": 0.1, "betas": (0.9, 0.99), "exp_avg": tensor}
+    {"lr": 0.1, "betas": {"$tuple": [0.9, 0.99]}, "exp_avg": {"$tensor": "optimizers/0/exp_avg"}}
+"""
+
+from __future__ import annotations
+
+import base64
+from collections import Counter, OrderedDict, defaultdict
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import numpy
+import torch
+from torch import Tensor
+
+from paceline.base.errors import CheckpointError, Problem
+
+_PLAIN = (type(None), bool, int, float, str)
+
+
+class Encoder:
+    """Turns states into JSON values, collecting the tensors on the way and the values that cannot be held.
+
+    Attributes:
+        tensors: by path.
+        problems: one `checkpoint-value` for each value that was refused.
+    """
+
+    def __init__(self) -> None:
+        self.tensors: dict[str, Tensor] = {}
+        self.problems: list[Problem] = []
+
+    def encode(self, value: Any, path: str) -> Any:
+        """JSON for `value`, which stands at `path`."""
+        kind = type(value)
+        if kind in _PLAIN:
+            return value
+        if isinstance(value, Tensor):
+            return {"$tensor": self._keep(path, value.detach())}
+        if kind is list:
+            return self.items(value, path)
+        if isinstance(value, numpy.ndarray) and value.dtype.kind in "biufc" and value.dtype.isnative:
+            return {"$ndarray": self._keep(path, torch.from_numpy(value.copy()))}
+        if isinstance(value, numpy.generic) and value.dtype.kind in "biuf":
+            return {"$numpy": [value.dtype.str, value.item()]}
+        if kind is dict and all(type(key) is str and not key.startswith("$") for key in value):
+            return {key: self.encode(item, f"{path}/{key}") for key, item in value.items()}
+        writer = _WRITERS.get(kind)
+        if writer is None:
+            self.problems.append(_refused(value, path))
+            return None
+        tag, content = writer(self, value, path)
+        return {tag: content}
+
+    def items(self, values: Any, path: str) -> list[Any]:
+        """JSON for each of some values."""
+        return [self.encode(item, f"{path}/{index}") for index, item in enumerate(values)]
+
+    def pairs(self, mapping: Mapping[Any, Any], path: str) -> list[Any]:
+        """JSON for keys of any kind with their values."""
+        return [[self.encode(key, f"{path}/key"), self.encode(item, f"{path}/{key}")] for key, item in mapping.items()]
+
+    def _keep(self, path: str, tensor: Tensor) -> str:
+        if tensor.layout != torch.strided or tensor.is_quantized:
+            self.problems.append(_refused(tensor, path))
+        while path in self.tensors:
+            path += "'"
+        self.tensors[path] = tensor
+        return path
+
+
+_Writer = Callable[[Encoder, Any, str], tuple[str, Any]]
+_WRITERS: dict[type, _Writer] = {
+    dict: lambda e, v, p: ("$dict", e.pairs(v, p)),
+    defaultdict: lambda e, v, p: ("$dict", e.pairs(v, p)),
+    OrderedDict: lambda e, v, p: ("$ordered", e.pairs(v, p)),
+    Counter: lambda e, v, p: ("$counter", e.pairs(v, p)),
+    tuple: lambda e, v, p: ("$tuple", e.items(v, p)),
+    torch.Size: lambda e, v, p: ("$size", list(v)),
+    set: lambda e, v, p: ("$set", e.items(sorted(v, key=repr), p)),
+    frozenset: lambda e, v, p: ("$frozenset", e.items(sorted(v, key=repr), p)),
+    bytes: lambda e, v, p: ("$bytes", base64.b64encode(v).decode()),
+    complex: lambda e, v, p: ("$complex", [v.real, v.imag]),
+    torch.dtype: lambda e, v, p: ("$dtype", str(v).removeprefix("torch.")),
+    torch.device: lambda e, v, p: ("$device", str(v)),
+}
+
+
+def _refused(value: Any, path: str) -> Problem:
+    kind = f"{type(value).__module__}.{type(value).__qualname__}"
+    return Problem(
+        "checkpoint-value",
+        f"{path} is a {kind}, which a checkpoint cannot hold.",
+        why="a checkpoint holds tensors, arrays, numbers, text and the built-in containers, so that reading one runs "
+        "no code",
+        fix="return its numbers from `state_dict()`, and build the object again from them in `load_state_dict()`",
+    )
+
+
+def decode(value: Any, tensors: Mapping[str, Tensor]) -> Any:
+    """The value that `Encoder.encode` was given.
+
+    Args:
+        value: JSON.
+        tensors: those that `references` names, by path.
+    """
+    if isinstance(value, list):
+        return [decode(item, tensors) for item in value]
+    if not isinstance(value, dict):
+        return value
+    tag = next(iter(value), "")
+    if not tag.startswith("$"):
+        return {key: decode(item, tensors) for key, item in value.items()}
+    content = value[tag]
+    if tag == "$tensor":
+        return tensors[content]
+    if tag == "$ndarray":
+        return tensors[content].numpy()
+    reader = _READERS.get(tag)
+    if reader is None:
+        raise CheckpointError(
+            "checkpoint-damaged",
+            f"state.json holds a value of an unknown kind {tag!r}.",
+            why=f"known kinds: {', '.join(_READERS)}",
+            fix="load another checkpoint; this one was edited or written by a newer Paceline",
+        )
+    return reader(decode(content, tensors))
+
+
+_READERS: dict[str, Callable[[Any], Any]] = {
+    "$dict": lambda pairs: {key: item for key, item in pairs},
+    "$ordered": lambda pairs: OrderedDict((key, item) for key, item in pairs),
+    "$counter": lambda pairs: Counter({key: item for key, item in pairs}),
+    "$tuple": tuple,
+    "$size": torch.Size,
+    "$set": set,
+    "$frozenset": frozenset,
+    "$bytes": base64.b64decode,
+    "$complex": lambda parts: complex(*parts),
+    "$dtype": lambda name: _dtype(name),
+    "$device": torch.device,
+    "$numpy": lambda parts: numpy.dtype(parts[0]).type(parts[1]),
+}
+
+
+def _dtype(name: str) -> torch.dtype:
+    found = getattr(torch, name, None)
+    if not isinstance(found, torch.dtype):
+        raise ValueError(f"{name} is no dtype")
+    return found
+
+
+def references(value: Any) -> Iterator[str]:
+    """Paths of the tensors that a JSON value speaks of."""
+    if isinstance(value, list):
+        for item in value:
+            yield from references(item)
+    elif isinstance(value, dict):
+        for tag, item in value.items():
+            if tag in ("$tensor", "$ndarray"):
+                yield item
+            else:
+                yield from references(item)

@@ -1,0 +1,166 @@
+"""Single files: written beside and renamed, read without running code; refusals of the system as coded errors."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import re
+import secrets
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, BinaryIO
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load as load_safetensors
+from safetensors.torch import save_file
+from torch import Tensor
+
+from paceline.base.errors import CheckpointError
+from paceline.checkpoint.agree import os_problem
+
+
+@contextmanager
+def writing(doing: str) -> Iterator[None]:
+    """Turns the system's refusals within a `with` block into `checkpoint-not-writable`, `-disk-full` or `-io`."""
+    try:
+        yield
+    except OSError as error:
+        raise CheckpointError.of([os_problem(error, doing)]) from error
+    except SafetensorError as error:  # carries the system's number as text
+        found = re.search(r"os error (\d+)", str(error))
+        refused = OSError(int(found[1]), os.strerror(int(found[1]))) if found else OSError(str(error))
+        raise CheckpointError.of([os_problem(refused, doing)]) from error
+
+
+@contextmanager
+def reading(path: str) -> Iterator[None]:
+    """Turns whatever a damaged file does to its parser into one error that names it."""
+    try:
+        yield
+    except FileNotFoundError:
+        raise CheckpointError(
+            "checkpoint-missing",
+            f"there is no file {path}.",
+            why=_beside(path),
+            fix="check the path",
+        ) from None
+    except pickle.UnpicklingError as error:
+        raise CheckpointError(
+            "checkpoint-unsafe",
+            f"{path} holds more than tensors and plain values.",
+            why=str(error).split("\n", maxsplit=1)[0],
+            fix="if you trust whoever wrote it, read it with torch.load(path, weights_only=False) yourself",
+        ) from None
+    except (SafetensorError, EOFError, ValueError, RuntimeError, KeyError) as error:
+        if isinstance(error, CheckpointError):
+            raise
+        size = os.path.getsize(path)
+        raise CheckpointError(
+            "checkpoint-damaged",
+            f"the file {path} cannot be read.",
+            why=f"it has {size} bytes; {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}",
+            fix="copy it again from where it is whole, or load another one",
+        ) from None
+
+
+@contextmanager
+def replacing(path: str) -> Iterator[BinaryIO]:
+    """A file that takes its place, durable, when the `with` block ends well; until then the old one stays.
+
+    Its `name` is where it lies till then, for libraries that open a file themselves.
+    """
+    folder, name = os.path.split(os.path.abspath(path))
+    partial = os.path.join(folder, f".{name}.partial-{secrets.token_hex(4)}")
+    try:
+        with open(partial, "wb") as file:
+            yield file
+        with open(partial, "rb") as file:
+            os.fsync(file.fileno())
+        os.replace(partial, path)
+    except BaseException:
+        if os.path.exists(partial):
+            os.remove(partial)
+        raise
+
+
+def save_object(obj: Any, path: str | os.PathLike[str], *, safe_serialization: bool = False) -> None:
+    """Saves anything that `torch.save` takes, or a dictionary of tensors as safetensors; the old file stays till then.
+
+    Ranks: whoever calls; no communication.
+
+    Raises:
+        CheckpointError: `checkpoint-value`, `checkpoint-not-writable`, `checkpoint-disk-full`, `checkpoint-io`.
+    """
+    name = os.path.abspath(os.fspath(path))
+    if safe_serialization and not _only_tensors(obj):
+        raise CheckpointError(
+            "checkpoint-value",
+            f"a {type(obj).__qualname__} cannot be saved as safetensors.",
+            why="the format holds a dictionary of names and tensors, nothing else",
+            fix="save without safe_serialization, or save the tensors alone",
+        )
+    with writing(f"saving {name}"), replacing(name) as file:
+        if safe_serialization:
+            write_safetensors(obj, file)
+        else:
+            torch.save(obj, file)
+
+
+def load_object(path: str | os.PathLike[str], *, map_location: Any = "cpu") -> Any:
+    """Reads what `save_object` wrote, without running code from the file.
+
+    Raises:
+        CheckpointError: `checkpoint-missing`, `checkpoint-damaged`, `checkpoint-unsafe`.
+    """
+    name = os.path.abspath(os.fspath(path))
+    with reading(name), open(name, "rb") as file:
+        if _is_safetensors(file):
+            tensors = load_safetensors(file.read())
+            return {key: tensor.to(map_location) for key, tensor in tensors.items()}
+        return torch.load(file, map_location=map_location, weights_only=True)
+
+
+def write_safetensors(tensors: Mapping[str, Tensor], file: BinaryIO) -> None:
+    """Writes tensors into a file that `replacing` gave, without a copy of those that lie alone in CPU memory."""
+    apart: dict[str, Tensor] = {}
+    places = set()
+    for name, tensor in tensors.items():
+        tensor = tensor.detach().cpu().contiguous()
+        if tensor.untyped_storage().nbytes() != tensor.nbytes or tensor.data_ptr() in places:
+            tensor = tensor.clone()  # the format knows no shared memory
+        places.add(tensor.data_ptr())
+        apart[name] = tensor
+    save_file(apart, file.name, metadata={"format": "pt"})
+
+
+def read_tensors(path: str) -> dict[str, Tensor]:
+    """Tensors of one file of weights, on the CPU."""
+    found = load_object(path)
+    if not _only_tensors(found):
+        raise CheckpointError(
+            "checkpoint-damaged",
+            f"the file {path} holds no dictionary of tensors.",
+            why=f"it holds a {type(found).__qualname__}",
+            fix="name a file of weights",
+        )
+    return dict(found)
+
+
+def _only_tensors(obj: Any) -> bool:
+    return isinstance(obj, Mapping) and all(
+        isinstance(key, str) and isinstance(value, Tensor) for key, value in obj.items()
+    )
+
+
+def _is_safetensors(file: BinaryIO) -> bool:
+    """By its first bytes: the length of a JSON header, then the header."""
+    head = file.read(9)
+    file.seek(0)
+    return len(head) == 9 and head[8:9] == b"{"
+
+
+def _beside(path: str) -> str:
+    folder = os.path.dirname(path)
+    names = sorted(os.listdir(folder))[:8] if os.path.isdir(folder) else []
+    return f"beside it: {', '.join(names)}" if names else f"{folder} is empty or missing"

@@ -1,0 +1,229 @@
+"""The local file system, shared folders included.
+
+stage     .NAME.partial-XXXX beside NAME
+publish   nothing at NAME        one rename
+          foreign files alone    ours are moved in, the manifest last
+          a checkpoint           the two folders change places at once, foreign files follow, the old one goes
+recover   a partial folder that was never published is deleted; of one that was exchanged, what is foreign goes
+          home first; a checkpoint that was moved aside returns if nothing took its place
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+import secrets
+import shutil
+import sys
+from collections.abc import Callable, Collection
+from typing import BinaryIO, cast
+
+_PARTIAL = ".partial-"
+_ASIDE = ".aside-"
+_AT_FDCWD = -100
+_RENAME_EXCHANGE = 2
+
+
+class LocalStore:
+    """Folders of this machine, or of a file system that all hosts mount."""
+
+    def serves(self, path: str) -> bool:
+        """Every path without a scheme."""
+        return "://" not in path
+
+    def resolve(self, path: str) -> str:
+        """The absolute path."""
+        return os.path.abspath(os.path.expanduser(path))
+
+    def join(self, folder: str, *names: str) -> str:
+        """Path of a name within a folder."""
+        return os.path.join(folder, *names)
+
+    def parent(self, path: str) -> tuple[str, str]:
+        """The folder that holds `path`, and its name there."""
+        return os.path.split(path)
+
+    def exists(self, path: str) -> bool:
+        """Whether a file or folder lies at `path`."""
+        return os.path.lexists(path)
+
+    def folder(self, path: str) -> bool:
+        """Whether a folder lies at `path`."""
+        return os.path.isdir(path)
+
+    def list(self, folder: str) -> list[str]:
+        """Names directly in a folder, sorted; none where there is no such folder."""
+        return sorted(os.listdir(folder)) if os.path.isdir(folder) else []
+
+    def files(self, folder: str) -> dict[str, int]:
+        """Every file under a folder, by its relative name with `/`, and its bytes."""
+        found = {}
+        for base, _, names in os.walk(folder):
+            for name in names:
+                path = os.path.join(base, name)
+                found[os.path.relpath(path, folder).replace(os.sep, "/")] = os.path.getsize(path)
+        return dict(sorted(found.items()))
+
+    def open(self, path: str, mode: str) -> BinaryIO:
+        """Opens a file; a written one is flushed to the disk when it is closed without an error."""
+        if mode == "rb":
+            return open(path, "rb")
+        os.makedirs(os.path.dirname(path), exist_ok=True)
+        return cast(BinaryIO, _Durable(cast(BinaryIO, open(path, mode))))
+
+    def remove(self, path: str) -> None:
+        """Removes a file or a whole folder."""
+        if os.path.isdir(path) and not os.path.islink(path):
+            shutil.rmtree(path)
+        else:
+            os.remove(path)
+
+    def stage(self, path: str) -> str:
+        """Makes `.NAME.partial-XXXX` beside `path`."""
+        folder, name = os.path.split(path)
+        staged = os.path.join(folder, f".{name}{_PARTIAL}{secrets.token_hex(4)}")
+        os.makedirs(staged)
+        return staged
+
+    def publish(self, staged: str, path: str, *, last: str, replaces: Collection[str] | None) -> None:
+        """Puts a staged folder in its place; see the module's head for the three cases."""
+        _sync_tree(staged)
+        if not os.path.lexists(path):
+            os.rename(staged, path)
+        elif replaces is None:
+            _move_in(staged, path, last)
+        else:
+            old = staged if _exchange(staged, path) else _put_aside(staged, path)
+            _adopt(old, path, frozenset(replaces))
+            shutil.rmtree(old)
+        _sync_folder(os.path.dirname(path))
+
+    def recover(
+        self,
+        folder: str,
+        mine: Callable[[str], bool],
+        owned: Callable[[str], Collection[str] | None],
+        *,
+        clean: bool = True,
+    ) -> None:
+        """Cleans up after saves that did not end; see the module's head."""
+        for entry in self.list(folder):
+            name, kind = _leftover(entry)
+            if not kind or not mine(name):
+                continue
+            left, home = os.path.join(folder, entry), os.path.join(folder, name)
+            files = owned(left)
+            if files is not None and kind == _ASIDE and not os.path.lexists(home):
+                os.rename(left, home)
+                continue
+            if not clean:
+                continue
+            if files is not None and os.path.isdir(home):
+                _adopt(left, home, frozenset(files))
+            shutil.rmtree(left)
+
+
+class _Durable:
+    """A file whose `with` block ends with its bytes on the disk."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self._file = file
+        self.write = file.write
+        self.flush = file.flush
+        self.tell = file.tell
+        self.fileno = file.fileno
+
+    def close(self) -> None:
+        self.__exit__(None)
+
+    def __enter__(self) -> _Durable:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        with self._file as file:
+            if kind is None and not file.closed:
+                file.flush()
+                os.fsync(file.fileno())
+
+
+def _leftover(entry: str) -> tuple[str, str]:
+    """The final name and the kind of a leftover; two empty words for anything else."""
+    for kind in (_PARTIAL, _ASIDE):
+        name, found, _ = entry.rpartition(kind)
+        if found and name.startswith("."):
+            return name[1:], kind
+    return "", ""
+
+
+def _move_in(staged: str, path: str, last: str) -> None:
+    names = sorted(_relative_files(staged), key=lambda name: name == last)
+    folders = {os.path.dirname(os.path.join(path, name)) for name in names}
+    for name in names:
+        if name == last:
+            for folder in folders:
+                _sync_folder(folder)
+        os.makedirs(os.path.dirname(os.path.join(path, name)), exist_ok=True)
+        os.replace(os.path.join(staged, name), os.path.join(path, name))
+    _sync_folder(path)
+    shutil.rmtree(staged)
+
+
+def _relative_files(folder: str) -> list[str]:
+    return [os.path.relpath(os.path.join(base, name), folder) for base, _, names in os.walk(folder) for name in names]
+
+
+def _exchange(one: str, other: str) -> bool:
+    """Lets two paths change places at once; false where the system or the file system cannot."""
+    rename = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None) if sys.platform == "linux" else None
+    if rename is None:
+        return False
+    if rename(_AT_FDCWD, os.fsencode(one), _AT_FDCWD, os.fsencode(other), _RENAME_EXCHANGE) == 0:
+        return True
+    number = ctypes.get_errno()
+    if number in (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP):
+        return False
+    raise OSError(number, os.strerror(number), other)
+
+
+def _put_aside(staged: str, path: str) -> str:
+    """Two renames where one exchange cannot be had; `recover` returns the old folder after a crash between them."""
+    aside = staged.replace(_PARTIAL, _ASIDE)
+    os.rename(path, aside)
+    os.rename(staged, path)
+    return aside
+
+
+def _adopt(old: str, new: str, owned: frozenset[str], below: str = "") -> None:
+    """Moves what is foreign from an old folder to the new one; what the new one already has stays as it is."""
+    for entry in os.listdir(old):
+        name = f"{below}{entry}"
+        source, target = os.path.join(old, entry), os.path.join(new, entry)
+        if name in owned:
+            continue
+        if os.path.isdir(source) and os.path.isdir(target):
+            _adopt(source, target, owned, f"{name}/")
+        elif any(file.startswith(f"{name}/") for file in owned):
+            os.makedirs(target, exist_ok=True)
+            _adopt(source, target, owned, f"{name}/")
+            if not os.listdir(target):
+                os.rmdir(target)
+        elif not os.path.lexists(target):
+            os.rename(source, target)
+
+
+def _sync_tree(folder: str) -> None:
+    for base, _, _ in os.walk(folder):
+        _sync_folder(base)
+
+
+def _sync_folder(folder: str) -> None:
+    """Makes the names in a folder durable."""
+    number = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(number)
+    finally:
+        os.close(number)
+
+
+STORE = LocalStore()

@@ -1,0 +1,195 @@
+"""The manifest: what a checkpoint consists of. A checkpoint exists only when its manifest does.
+
+checkpoint_7/
+  manifest.json     this file, written last: versions, plan, step, and bytes and checksum of every other file
+  state.json        everything that is no tensor (`codec`)
+  .metadata         torch's index of the tensors: `torch.distributed.checkpoint` can read the folder
+  __0_0.distcp ...  tensors, one file for each rank that wrote any
+  ...               files that a user's hook added
+"""
+
+from __future__ import annotations
+
+import json
+import time
+import zlib
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, field
+from importlib import metadata
+from typing import Any, BinaryIO
+
+import torch
+
+from paceline.base.errors import CheckpointError, Problem
+from paceline.checkpoint.store import Store
+
+NAME = "manifest.json"
+FORMAT = "paceline-checkpoint"
+VERSION = 1
+_CHUNK = 1 << 22
+
+
+@dataclass(frozen=True)
+class FileFact:
+    """What must be true of a file.
+
+    Attributes:
+        bytes: its length.
+        checksum: the algorithm and the value, such as "crc32:0a1b2c3d".
+    """
+
+    bytes: int
+    checksum: str
+
+
+class Checksummed:
+    """A file that is being written, with its length and checksum so far."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self._file = file
+        self.bytes = 0
+        self._crc = 0
+
+    def write(self, data: Any) -> int:
+        """Writes bytes or any buffer."""
+        view = memoryview(data).cast("B")
+        self._file.write(view)
+        self._crc = zlib.crc32(view, self._crc)
+        self.bytes += len(view)
+        return len(view)
+
+    def flush(self) -> None:
+        """For `torch.save`, which calls it."""
+        self._file.flush()
+
+    def tell(self) -> int:
+        """Bytes written."""
+        return self.bytes
+
+    @property
+    def fact(self) -> FileFact:
+        """What the manifest says of the file."""
+        return FileFact(self.bytes, f"crc32:{self._crc:08x}")
+
+
+def measure(store: Store, path: str) -> FileFact:
+    """Reads a whole file for its length and checksum."""
+    length = crc = 0
+    with store.open(path, "rb") as file:
+        while chunk := file.read(_CHUNK):
+            crc = zlib.crc32(chunk, crc)
+            length += len(chunk)
+    return FileFact(length, f"crc32:{crc:08x}")
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What a checkpoint consists of, and what made it.
+
+    Attributes:
+        files: every other file, by its relative name.
+        step: optimizer steps done.
+        world_size: ranks that saved it.
+        plan: the plan of the run, as JSON values.
+        created: seconds since 1970, UTC.
+        paceline, torch: versions that wrote it.
+        version: of the format; a reader refuses a newer one.
+    """
+
+    files: dict[str, FileFact]
+    step: int = 0
+    world_size: int = 1
+    plan: dict[str, Any] = field(default_factory=dict)
+    created: float = field(default_factory=time.time)
+    paceline: str = field(default_factory=lambda: metadata.version("paceline"))
+    torch: str = field(default_factory=lambda: str(torch.__version__))
+    version: int = VERSION
+
+    def write(self, store: Store, folder: str) -> None:
+        """Writes `manifest.json`, durable when this returns."""
+        with store.open(store.join(folder, NAME), "wb") as file:
+            file.write(json.dumps({"format": FORMAT, **asdict(self)}, indent=1).encode())
+
+    @classmethod
+    def read(cls, store: Store, folder: str) -> Manifest:
+        """Reads the manifest of a folder that has one.
+
+        Raises:
+            CheckpointError: `checkpoint-damaged`, `checkpoint-newer`.
+        """
+        path = store.join(folder, NAME)
+        try:
+            with store.open(path, "rb") as file:
+                read = json.loads(file.read())
+            if read.pop("format") != FORMAT:
+                raise ValueError(f"its format is not {FORMAT}")
+            if read["version"] > VERSION:
+                raise _newer(path, read)
+            read["files"] = {str(name): FileFact(**fact) for name, fact in read["files"].items()}
+            known = {name: read[name] for name in cls.__dataclass_fields__ if name in read}
+            return cls(**known)
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            if isinstance(error, CheckpointError):
+                raise
+            raise CheckpointError(
+                "checkpoint-damaged",
+                f"the manifest {path} cannot be read.",
+                why=f"{type(error).__name__}: {error}",
+                fix="load another checkpoint; this file was cut or edited",
+            ) from None
+
+    @classmethod
+    def find(cls, store: Store, folder: str) -> Manifest | None:
+        """The manifest of a folder; None where it has none, or none that can be read."""
+        if not store.exists(store.join(folder, NAME)):
+            return None
+        try:
+            return cls.read(store, folder)
+        except CheckpointError:
+            return None
+
+
+def _newer(path: str, read: dict[str, Any]) -> CheckpointError:
+    return CheckpointError(
+        "checkpoint-newer",
+        f"the checkpoint {path} has format {read['version']}, but this Paceline reads up to {VERSION}.",
+        why=f"it was written by Paceline {read.get('paceline')}",
+        fix=f"install Paceline {read.get('paceline')} or newer",
+    )
+
+
+def verify(
+    folder: str, store: Store, *, names: Iterable[str] | None = None, manifest: Manifest | None = None
+) -> list[Problem]:
+    """Compares files with the manifest: presence and length of all, the checksum of `names`.
+
+    Args:
+        folder: the checkpoint.
+        store: where it lies.
+        names: files to read whole; all by default.
+        manifest: where the caller has read it already.
+
+    Returns:
+        One problem for each damaged file; an empty list for a sound checkpoint.
+    """
+    manifest = manifest or Manifest.read(store, folder)
+    lengths = store.files(folder)
+    wanted = set(manifest.files if names is None else names)
+    problems = []
+    for name, fact in manifest.files.items():
+        if name not in lengths:
+            problems.append(_damaged(folder, name, "the file is missing"))
+        elif lengths[name] != fact.bytes:
+            problems.append(_damaged(folder, name, f"it should have {fact.bytes} bytes and has {lengths[name]}"))
+        elif name in wanted and (found := measure(store, store.join(folder, name))) != fact:
+            problems.append(_damaged(folder, name, f"its checksum should be {fact.checksum} and is {found.checksum}"))
+    return problems
+
+
+def _damaged(folder: str, name: str, why: str) -> Problem:
+    return Problem(
+        "checkpoint-damaged",
+        f"{name} of the checkpoint {folder} is damaged.",
+        why=why,
+        fix="load the checkpoint before it, or copy this file again from where it is whole",
+    )

@@ -1,0 +1,93 @@
+"""A module's tensors by name: without the names that wrappers add, and a tied parameter once."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+from torch import Tensor, nn
+from torch.nn.parallel import DataParallel, DistributedDataParallel
+
+_WRAPPER_NAMES = re.compile(r"(?:^|(?<=\.))(?:_orig_mod|_checkpoint_wrapped_module)\.")
+
+
+def unwrap(module: nn.Module) -> nn.Module:
+    """The user's module under DDP and `torch.compile`."""
+    while True:
+        if isinstance(module, (DistributedDataParallel, DataParallel)):
+            module = cast(nn.Module, module.module)
+        elif "_orig_mod" in module._modules:
+            module = cast(nn.Module, module._modules["_orig_mod"])
+        else:
+            return module
+
+
+def clean(name: str) -> str:
+    """A parameter's name without the parts that compiling or recomputing a block added."""
+    return _WRAPPER_NAMES.sub("", name)
+
+
+@dataclass
+class ModuleState:
+    """What a module's `state_dict` holds, sorted.
+
+    Attributes:
+        tensors: by clean name, each tied tensor under its first name alone.
+        aliases: the other names of tied tensors -> their first name.
+        values: entries that are no tensors, such as a module's extra state.
+        buffers: names of those tensors that are no parameters.
+        raw: clean name -> the name that the module itself uses.
+    """
+
+    tensors: dict[str, Tensor] = field(default_factory=dict)
+    aliases: dict[str, str] = field(default_factory=dict)
+    values: dict[str, Any] = field(default_factory=dict)
+    buffers: set[str] = field(default_factory=set)
+    raw: dict[str, str] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, module: nn.Module) -> ModuleState:
+        """Reads a module, wrapped or not; the tensors share its memory."""
+        found = cls()
+        first: dict[int, str] = {}
+        for raw, value in unwrap(module).state_dict(keep_vars=True).items():
+            name = clean(raw)
+            found.raw[name] = raw
+            if not isinstance(value, Tensor):
+                found.values[name] = value
+            elif id(value) in first:
+                found.aliases[name] = first[id(value)]
+            else:
+                first[id(value)] = name
+                found.tensors[name] = value.detach()
+                if not isinstance(value, nn.Parameter):
+                    found.buffers.add(name)
+        return found
+
+    def put(self, module: nn.Module, values: Mapping[str, Any]) -> None:
+        """Gives the tensors (as they are now) and `values` to the module's `load_state_dict`."""
+        entries = {**self.values, **values, **self.tensors}
+        entries |= {name: self.tensors[first] for name, first in self.aliases.items()}
+        unwrap(module).load_state_dict({raw: entries[name] for name, raw in self.raw.items()})
+
+
+def parameter_names(models: Mapping[str, nn.Module], wanted: Iterable[Tensor]) -> dict[Tensor, str]:
+    """Names of an optimizer's parameters: as in their model, with the model's name in front where two would be equal.
+
+    Args:
+        models: by name.
+        wanted: the optimizer's parameters.
+
+    Returns:
+        A name for each of `wanted` that belongs to a model.
+    """
+    places: dict[Tensor, tuple[str, str]] = {}
+    for model, module in models.items():
+        for name, parameter in unwrap(module).named_parameters():
+            places.setdefault(parameter, (model, clean(name)))
+    found = {parameter: places[parameter] for parameter in wanted if parameter in places}
+    short = [name for _, name in found.values()]
+    unique = len(set(short)) == len(short)
+    return {parameter: name if unique else f"{model}.{name}" for parameter, (model, name) in found.items()}

@@ -1,0 +1,104 @@
+"""An optimizer's state by parameter name.
+
+torch numbers parameters in the order of the groups, which another plan may change; names stay. Unlike torch's own
+`get_optimizer_state_dict`, nothing here takes a step to create states: a parameter without one (frozen, unused, or
+never stepped) has none in the checkpoint and none after a load.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from paceline.checkpoint.codec import Encoder, decode, references
+
+
+@dataclass
+class OptimizerState:
+    """An optimizer and the names of its parameters.
+
+    Attributes:
+        optimizer: torch's, not a wrapper around it.
+        parameters: its parameters by name, in the order of its groups.
+        groups: for each parameter's name, the number of its group.
+    """
+
+    optimizer: Optimizer
+    parameters: dict[str, Tensor]
+    groups: dict[str, int]
+
+    @classmethod
+    def of(cls, optimizer: Optimizer, names: Mapping[Tensor, str]) -> OptimizerState:
+        """Names each parameter; one that has no name is called after its place, `unnamed.GROUP.NUMBER`."""
+        parameters, groups = {}, {}
+        for number, group in enumerate(optimizer.param_groups):
+            for index, parameter in enumerate(group["params"]):
+                name = names.get(parameter, f"unnamed.{number}.{index}")
+                parameters[name], groups[name] = parameter, number
+        return cls(optimizer, parameters, groups)
+
+    def encode(self, encoder: Encoder, path: str) -> dict[str, Any]:
+        """JSON of hyper-parameters and numbers; tensors are left with the encoder, at `path/PARAMETER/KEY`."""
+        state = dict(self.optimizer.state_dict())
+        names = list(self.parameters)
+        by_number = state.pop("state")
+        groups = [{key: item for key, item in group.items() if key != "params"} for group in state.pop("param_groups")]
+        named = {names[key]: item for key, item in by_number.items() if isinstance(key, int)}
+        other = {key: item for key, item in by_number.items() if not isinstance(key, int)}
+        return {
+            "type": type(self.optimizer).__qualname__,
+            "groups": encoder.items(groups, f"{path}/groups"),
+            "members": self.groups,
+            "state": {name: encoder.encode(item, f"{path}/{name}") for name, item in named.items()},
+            "other": encoder.encode(other, f"{path}/other"),
+            "extra": encoder.encode(state, f"{path}/extra"),
+        }
+
+    def targets(self, saved: Mapping[str, Any], shapes: Mapping[str, tuple[torch.Size, torch.dtype]]) -> dict[str, Any]:
+        """Empty tensors for the states of this rank's parameters, by their path in the checkpoint.
+
+        Args:
+            saved: what `encode` gave.
+            shapes: shape and dtype of each tensor in the checkpoint.
+
+        Returns:
+            A state of its parameter's shape lies where the parameter lies, sharded as it is; others on the CPU.
+        """
+        found = {}
+        for name, parameter in self.parameters.items():
+            for path in references(saved["state"].get(name)):
+                shape, dtype = shapes[path]
+                if shape == parameter.shape:
+                    found[path] = torch.empty_like(parameter.detach(), dtype=dtype)
+                else:
+                    found[path] = torch.empty(shape, dtype=dtype)
+        for path in references([saved["groups"], saved["other"], saved["extra"]]):
+            found[path] = torch.empty(shapes[path][0], dtype=shapes[path][1])
+        return found
+
+    def put(self, saved: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
+        """Gives the states to the optimizer's `load_state_dict`, by its own numbers."""
+        numbers = {name: number for number, name in enumerate(self.parameters)}
+        states = {
+            numbers[name]: decode(saved["state"][name], tensors) for name in self.parameters if name in saved["state"]
+        }
+        hyper = [decode(group, tensors) for group in saved["groups"]]
+        groups: list[dict[str, Any]] = [{**group, "params": []} for group in hyper]
+        for name, number in numbers.items():
+            groups[self.groups[name]]["params"].append(number)
+        state = {**decode(saved["extra"], tensors), "state": {**decode(saved["other"], tensors), **states}}
+        self.optimizer.load_state_dict({**state, "param_groups": groups})
+        self._keep_dtypes(states)
+
+    def _keep_dtypes(self, states: Mapping[int, Mapping[str, Any]]) -> None:
+        # torch casts a state to its parameter's dtype; one that was kept in another precision must stay exact.
+        for number, parameter in enumerate(self.parameters.values()):
+            live = self.optimizer.state.get(parameter, {})
+            for key, value in states.get(number, {}).items():
+                if isinstance(value, Tensor) and isinstance(live.get(key), Tensor) and live[key].dtype != value.dtype:
+                    live[key] = value.to(live[key].device)

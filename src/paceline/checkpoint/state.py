@@ -1,0 +1,351 @@
+"""`TrainState`: everything that a run must have to go on, each part under the name of its owner.
+
+    models/NAME/PARAMETER                   tensors
+    optimizers/NAME/PARAMETER/KEY           tensors; hyper-parameters and numbers as JSON
+    schedulers, loaders, custom / NAME      what their `state_dict` gives
+    scaler, run                             the loss scale; counters
+    rng/RANK                                random streams, of each rank
+
+Nothing here communicates or touches a file: `checkpointer` does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, MutableMapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from paceline.base.errors import CheckpointError, Problem
+from paceline.checkpoint import rng
+from paceline.checkpoint.codec import Encoder, decode, references
+from paceline.checkpoint.match import Mismatch, owner_problems
+from paceline.checkpoint.module_state import ModuleState, parameter_names
+from paceline.checkpoint.optimizer_state import OptimizerState
+
+Shapes = Mapping[str, tuple[torch.Size, torch.dtype]]
+_PLAIN_KINDS = ("schedulers", "loaders", "custom")
+
+
+@runtime_checkable
+class Stateful(Protocol):
+    """What can be in a checkpoint."""
+
+    def state_dict(self) -> Any:
+        """Tensors, numbers, text, and containers of these."""
+
+    def load_state_dict(self, state: Any, /) -> Any:
+        """Takes back what `state_dict` gave."""
+
+
+@dataclass
+class RunState:
+    """Counters of a run; they count through epochs and restarts.
+
+    Attributes:
+        step: optimizer steps done.
+        micro_step: micro-batches done in the accumulation window that is open; 0 between windows.
+        extra: other JSON values that the run wants back.
+    """
+
+    step: int = 0
+    micro_step: int = 0
+    extra: dict[str, Any] = field(default_factory=dict)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The counters."""
+        return {"step": self.step, "micro_step": self.micro_step, "extra": dict(self.extra)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Takes back what `state_dict` gave."""
+        self.step, self.micro_step, self.extra = state["step"], state["micro_step"], dict(state["extra"])
+
+
+@dataclass
+class Encoded:
+    """A state, ready to be written.
+
+    Attributes:
+        shared: JSON of what all ranks hold alike or in parts, by owner.
+        own: JSON of this rank's random streams.
+        tensors: by path.
+        pinned: paths of tensors that may differ between ranks; the lowest rank's counts.
+    """
+
+    shared: dict[str, Any]
+    own: dict[str, Any]
+    tensors: dict[str, Tensor]
+    pinned: list[str]
+
+
+@dataclass
+class Restore:
+    """What a load will do on this rank, before it has touched anything.
+
+    Attributes:
+        targets: empty or living tensors to read into, by path.
+        same: living tensors that get a copy of a target: untied here, one in the checkpoint.
+        mismatches: names that differ from the checkpoint, by owner.
+        problems: whatever else is wrong.
+        notes: what will not be exactly as it was, in words.
+    """
+
+    targets: dict[str, Tensor] = field(default_factory=dict)
+    same: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+    mismatches: dict[str, Mismatch] = field(default_factory=dict)
+    problems: list[Problem] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+
+class TrainState:
+    """Everything that a run must have to go on.
+
+    Args:
+        models: modules by name, wrapped by DDP or `torch.compile` or not.
+        optimizers: torch's optimizers by name, not the wrappers that `prepare` made of them.
+        schedulers, loaders, custom: objects by name, each with `state_dict` and `load_state_dict`.
+        scaler: the loss scaler, if there is one.
+        run: counters.
+        device: whose random stream belongs to the run.
+        names: name of each parameter where `models` do not say it: parameters that only the optimizer holds.
+        replicas_equal: whether ranks without sharding hold equal parameters, so that they can share the writing;
+            where they do not (local SGD between two averages), rank 0's are saved.
+
+    Raises:
+        CheckpointError: `checkpoint-stateless`, where an object lacks `state_dict` or `load_state_dict`.
+    """
+
+    def __init__(
+        self,
+        *,
+        models: Mapping[str, nn.Module] | None = None,
+        optimizers: Mapping[str, Optimizer] | None = None,
+        schedulers: Mapping[str, Stateful] | None = None,
+        loaders: Mapping[str, Stateful] | None = None,
+        custom: Mapping[str, Stateful] | None = None,
+        scaler: Stateful | None = None,
+        run: RunState | None = None,
+        device: torch.device | str = "cpu",
+        names: Mapping[Tensor, str] | None = None,
+        replicas_equal: bool = True,
+    ) -> None:
+        self.models = dict(models or {})
+        self.optimizers = dict(optimizers or {})
+        self.plain: dict[str, dict[str, Stateful]] = dict(
+            zip(_PLAIN_KINDS, (dict(schedulers or {}), dict(loaders or {}), dict(custom or {})), strict=True)
+        )
+        self.scaler = scaler
+        self.run = run or RunState()
+        self.device = torch.device(device)
+        self._names = dict(names or {})
+        self._replicas_equal = replicas_equal
+        problems = [check_stateful(item, f"{kind}/{name}") for kind, name, item in self._plain_items()]
+        if any(problems):
+            raise CheckpointError.of(filter(None, problems))
+
+    def _plain_items(self) -> list[tuple[str, str, Stateful]]:
+        return [(kind, name, item) for kind, items in self.plain.items() for name, item in items.items()]
+
+    def _optimizer_states(self) -> dict[str, OptimizerState]:
+        found = {}
+        for name, optimizer in self.optimizers.items():
+            parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+            names = {**parameter_names(self.models, parameters), **self._names}
+            found[name] = OptimizerState.of(optimizer, names)
+        return found
+
+    def encode(self, rank: int) -> Encoded:
+        """The state of this rank; its tensors share the memory of the living ones.
+
+        Raises:
+            CheckpointError: `checkpoint-value`, for each value that a checkpoint cannot hold.
+        """
+        encoder = Encoder()
+        shared: dict[str, Any] = {"models": {}, "optimizers": {}, **{kind: {} for kind in _PLAIN_KINDS}}
+        divisible: set[str] = set()
+        for name, module in self.models.items():
+            state = ModuleState.of(module)
+            paths = {key: f"models/{name}/{key}" for key in state.tensors}
+            encoder.tensors |= {paths[key]: tensor for key, tensor in state.tensors.items()}
+            divisible |= {paths[key] for key in state.tensors if key not in state.buffers}
+            values = {key: encoder.encode(value, f"models/{name}/{key}") for key, value in state.values.items()}
+            shared["models"][name] = {"aliases": state.aliases, "values": values}
+        before = set(encoder.tensors)
+        for name, optimizer in self._optimizer_states().items():
+            shared["optimizers"][name] = optimizer.encode(encoder, f"optimizers/{name}")
+        divisible |= set(encoder.tensors) - before
+        for kind, name, item in self._plain_items():
+            state_json = encoder.encode(item.state_dict(), f"{kind}/{name}")
+            shared[kind][name] = {"type": type(item).__qualname__, "state": state_json}
+        shared["scaler"] = None if self.scaler is None else encoder.encode(self.scaler.state_dict(), "scaler")
+        shared["run"] = encoder.encode(self.run.state_dict(), "run")
+        own = {str(rank): encoder.encode(rng.capture(self.device), f"rng/{rank}")}
+        if encoder.problems:
+            raise CheckpointError.of(encoder.problems)
+        pinned = [path for path in encoder.tensors if path not in divisible or not self._replicas_equal]
+        return Encoded(shared, own, encoder.tensors, pinned)
+
+    def match(self, saved: Mapping[str, Any], shapes: Shapes, rank: int, *, strict: bool) -> Restore:
+        """Compares this state with a saved one and prepares to read it; touches nothing.
+
+        Args:
+            saved: the JSON of a checkpoint.
+            shapes: shape and dtype of each of its tensors.
+            rank: of this process.
+            strict: whether names and owners must be the same.
+        """
+        restore = Restore()
+        present: dict[str, Mapping[str, Any]] = {"models": self.models, "optimizers": self.optimizers, **self.plain}
+        owners = owner_problems(saved, present)
+        if strict:
+            restore.problems += owners
+        else:
+            restore.notes += [problem.what for problem in owners]
+        for name in self.models.keys() & saved["models"].keys():
+            self._match_model(name, saved["models"][name], shapes, restore)
+        for name, optimizer in self._optimizer_states().items():
+            if name in saved["optimizers"]:
+                _match_optimizer(name, optimizer, saved["optimizers"][name], shapes, restore)
+        wanted = [saved[kind][name] for kind, name, _ in self._plain_items() if name in saved[kind]]
+        wanted += [saved["scaler"], saved["run"], _streams(saved, rank)]
+        wanted += [saved["models"][name]["values"] for name in self.models if name in saved["models"]]
+        for path in references(wanted):
+            restore.targets[path] = torch.empty(shapes[path][0], dtype=shapes[path][1])
+        if str(rank) not in saved["rng"]:
+            restore.notes.append(
+                f"random streams: {len(saved['rng'])} ranks saved theirs; higher ranks go on with new ones, "
+                "derived from rank 0's"
+            )
+        if (self.scaler is None) != (saved["scaler"] is None):
+            here, there = ("no", "a") if self.scaler is None else ("a", "no")
+            restore.notes.append(f"loss scale: the checkpoint has {there} scaler, this run has {here} scaler")
+        return restore
+
+    def _match_model(self, name: str, saved: Mapping[str, Any], shapes: Shapes, restore: Restore) -> None:
+        prefix = f"models/{name}/"
+        state = ModuleState.of(self.models[name])
+        there = {path.removeprefix(prefix) for path in shapes if path.startswith(prefix)}
+        there -= {path.removeprefix(prefix) for path in references(saved["values"])}
+        mismatch, casts, used = Mismatch(), 0, set()
+        for key, tensor in state.tensors.items():
+            source = key if key in there else saved["aliases"].get(key, "")
+            if source not in there:
+                mismatch.missing[key] = tuple(tensor.shape)
+                continue
+            shape, dtype = shapes[prefix + source]
+            if shape != tensor.shape:
+                mismatch.misshapen[key] = (tuple(shape), tuple(tensor.shape))
+            elif prefix + source in restore.targets:
+                restore.same.append((restore.targets[prefix + source], tensor))
+            else:
+                restore.targets[prefix + source] = tensor
+            used.add(source)
+            casts += dtype != tensor.dtype
+        untied = sorted(there & state.aliases.keys())
+        mismatch.unexpected = {key: tuple(shapes[prefix + key][0]) for key in there - used - state.aliases.keys()}
+        if untied:
+            restore.notes.append(f"{name}: {', '.join(untied)} are tied here; the first one's values were taken")
+        if casts:
+            restore.notes.append(f"{name}: {casts} tensors were saved in another precision and are cast")
+        if mismatch:
+            restore.mismatches[prefix[:-1]] = mismatch
+
+    def apply(self, saved: Mapping[str, Any], restore: Restore, rank: int) -> None:
+        """Gives each owner its state, once the targets have been read.
+
+        Args:
+            saved: the JSON of the checkpoint.
+            restore: what `match` gave.
+            rank: of this process.
+        """
+        tensors = restore.targets
+        for source, target in restore.same:
+            target.copy_(source)
+        for name in self.models.keys() & saved["models"].keys():
+            state = ModuleState.of(self.models[name])
+            values = decode(saved["models"][name]["values"], tensors)
+            state.put(self.models[name], {key: value for key, value in values.items() if key in state.values})
+        for name, optimizer in self._optimizer_states().items():
+            if name in saved["optimizers"]:
+                optimizer.put(saved["optimizers"][name], tensors)
+        if self.scaler is not None and saved["scaler"] is not None:
+            self.scaler.load_state_dict(decode(saved["scaler"], tensors))
+        for kind, name, item in self._plain_items():
+            if name in saved[kind]:
+                item.load_state_dict(decode(saved[kind][name]["state"], tensors))
+        self.run.load_state_dict(decode(saved["run"], tensors))
+        streams = decode(_streams(saved, rank), tensors)  # last: whatever ran before may have drawn
+        if str(rank) not in saved["rng"]:
+            rng.derive(streams, rank)
+        elif not rng.restore(streams, self.device):
+            restore.notes.append(f"random streams: saved on {streams['device']}, so {self.device.type}'s is new")
+
+
+def check_stateful(item: Any, name: str) -> Problem | None:
+    """The problem with an object that cannot be in a checkpoint; None where it can."""
+    lacking = [method for method in ("state_dict", "load_state_dict") if not callable(getattr(item, method, None))]
+    if not lacking:
+        return None
+    return Problem(
+        "checkpoint-stateless",
+        f"{name} is a {type(item).__qualname__}, which has no {' and no '.join(lacking)}.",
+        why="a checkpoint asks each object for its state, and gives it back",
+        fix="add the methods `state_dict()` and `load_state_dict(state)`, or do not register this object",
+    )
+
+
+def merge(trees: list[dict[str, Any]]) -> dict[str, Any]:
+    """One tree of what several ranks hold: names are united; where two ranks differ, the lower one counts."""
+    merged: dict[str, Any] = {}
+    for tree in trees:
+        _merge_into(merged, tree)
+    return merged
+
+
+def _merge_into(merged: MutableMapping[str, Any], tree: Mapping[str, Any]) -> None:
+    for key, value in tree.items():
+        if isinstance(value, dict) and isinstance(merged.get(key), dict):
+            _merge_into(merged[key], value)
+        else:
+            merged.setdefault(key, value)
+
+
+def _streams(saved: Mapping[str, Any], rank: int) -> Any:
+    return saved["rng"].get(str(rank), saved["rng"]["0"])
+
+
+def _match_optimizer(
+    name: str, optimizer: OptimizerState, saved: Mapping[str, Any], shapes: Shapes, restore: Restore
+) -> None:
+    here, there = len(optimizer.optimizer.param_groups), len(saved["groups"])
+    if here != there:
+        restore.problems.append(
+            Problem(
+                "checkpoint-groups",
+                f"optimizer {name!r} has {here} parameter groups, but {there} in the checkpoint.",
+                why="hyper-parameters are kept by group",
+                fix="build the optimizer with the groups that it had, or load with strict=False after dropping it",
+            )
+        )
+        return
+    members = saved["members"]
+    mismatch = Mismatch(
+        missing={key: tuple(p.shape) for key, p in optimizer.parameters.items() if key not in members},
+        unexpected={key: () for key in members if key not in optimizer.groups},
+    )
+    moved = [key for key, group in optimizer.groups.items() if members.get(key, group) != group]
+    if mismatch:
+        restore.mismatches[f"optimizers/{name}"] = mismatch
+    if moved:
+        restore.problems.append(
+            Problem(
+                "checkpoint-groups",
+                f"optimizer {name!r} holds {len(moved)} parameters in another group than the checkpoint.",
+                why=f"such as {moved[0]}: group {optimizer.groups[moved[0]]} here, {members[moved[0]]} there",
+                fix="build the groups as they were when the checkpoint was saved",
+            )
+        )
+    restore.targets |= optimizer.targets(saved, shapes)
