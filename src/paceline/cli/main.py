@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -79,12 +80,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs `paceline`; returns the exit code."""
     words = list(sys.argv[1:] if argv is None else argv)
     try:
-        return _dispatch(words)
+        code = _dispatch(words)
+        sys.stdout.flush()
+        return code
     except PacelineError as error:
         print(f"paceline.{type(error).__name__}: {error}", file=sys.stderr)
         return 2 if isinstance(error, ConfigError) else 1
     except KeyboardInterrupt:
         return 130
+    except BrokenPipeError:  # whoever read our output has left, as `head` does
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else Python complains when it flushes at exit
+        return 1
 
 
 def _dispatch(words: list[str]) -> int:

@@ -64,7 +64,7 @@ def _text(path: str) -> str:
 def _parse(path: str, text: str) -> yaml.MappingNode | None:
     try:
         root = yaml.compose(text, Loader=yaml.SafeLoader)
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, ValueError, OverflowError, RecursionError) as error:  # the last three leak out of PyYAML
         mark = getattr(error, "problem_mark", None)
         where = f"{path}:{mark.line + 1}" if mark else path
         what = getattr(error, "problem", None) or str(error).split("\n")[0]

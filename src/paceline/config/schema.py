@@ -6,6 +6,7 @@ import argparse
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from paceline.base.env import Variable
 from paceline.config.accelerate import FLAGS, own_name
 from paceline.config.given import Given
 from paceline.config.kinds import YES_NO
@@ -106,6 +107,15 @@ def json_schema(*classes: type) -> dict[str, Any]:
         "additionalProperties": False,
         "properties": properties,
     }
+
+
+def variables(*classes: type) -> tuple[Variable, ...]:
+    """The environment variables of the settings, for the reference page; accelerate's names after ours."""
+    return tuple(
+        Variable(name, each.kind.parse, each.default, each.doc)
+        for each in settings_of(*classes).values()
+        for name in (each.variable, *each.variables)
+    )
 
 
 def table(*classes: type) -> str:

@@ -92,7 +92,7 @@ class RunSettings:
         variables=("ACCELERATE_DEBUG_MODE",),
     )  # fmt: skip
     timeout_s: float | None = setting(
-        None, seconds(), "Seconds after which a collective that some rank never enters fails; not set: the backend's.",
+        None, seconds(), "Seconds after which a collective that some rank never enters fails; not set: 600.",
         _DEVICE,
     )  # fmt: skip
     replicate: int | str = setting(

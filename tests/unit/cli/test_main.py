@@ -89,6 +89,14 @@ def test_exit_codes(monkeypatch, capsys, error, status):
     assert capsys.readouterr().err == ("paceline.LaunchError: it broke.  [x]\n" if status == 1 else "")
 
 
+def test_a_reader_that_leaves_early():
+    words = [sys.executable, "-m", "paceline", "explain"]
+    with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as child:
+        child.stdout.close()
+        assert child.stderr.read() == b""
+        assert child.wait(timeout=30) == 1
+
+
 def test_python_dash_m():
     done = subprocess.run([sys.executable, "-m", "paceline", "--version"], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0 and done.stdout.startswith("paceline ")

@@ -1,6 +1,8 @@
 """Config files: ours and accelerate's, read as they are; every mistake named with its line."""
 
+import contextlib
 import json
+import random
 
 import pytest
 
@@ -129,6 +131,20 @@ def test_a_setting_twice_by_two_names(problems):
 def test_what_is_no_yaml_names_the_line(problems, text, where):
     [problem] = problems(text)
     assert problem.code == "config-syntax" and where in problem.what
+
+
+@pytest.mark.parametrize("text", ['a: "\\UFFFFFFFF"', "[" * 20000, "a: " + "{" * 3000, "a: *b"])
+def test_text_that_breaks_the_yaml_reader(problems, text):
+    [problem] = problems(text)
+    assert problem.code == "config-syntax"
+
+
+def test_any_text_is_read_or_refused(tmp_path):
+    draws, path = random.Random(0), tmp_path / "run.yaml"
+    for _ in range(500):
+        path.write_text("".join(draws.choices("abtp:-[]{}#&*!|>'\"%@`,?\n  01\\U\t~<=.", k=draws.randint(1, 30))))
+        with contextlib.suppress(ConfigError):
+            files.read(str(path))
 
 
 def test_a_file_that_is_not_there(tmp_path):

@@ -77,6 +77,12 @@ def test_json_schema_accepts_a_file_and_rejects_a_misspelt_one():
     json.dumps(schema.json_schema())
 
 
+def test_variables_for_the_reference_page():
+    rows = {row.name: row for row in schema.variables()}
+    assert rows["PACELINE_TP"].parse("2") == 2 and rows["ACCELERATE_USE_CPU"].default is False
+    assert len(rows) == len(schema.variables())
+
+
 def test_the_docs_table_names_every_setting_once():
     text = schema.table()
     for name in settings_of():
