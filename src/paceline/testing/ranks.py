@@ -1,0 +1,341 @@
+"""`run_ranks`: a function on several real processes, in a fraction of a second.
+
+    parent   binds a port -> forks one child a rank -> reads what each returns -> raises the first failure
+    child    output to a file, one thread, rendezvous over loopback -> fn(*args) -> sends the result -> ends
+
+Forking a parent that has torch loaded is what makes it fast: nothing is imported again, and `fn` may be a closure.
+Children compute on the CPU, so that an accelerator of the parent is never touched.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import faulthandler
+import importlib
+import os
+import pickle
+import selectors
+import signal
+import socket
+import struct
+import sys
+import tempfile
+import time
+import traceback
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from paceline.base import env as environment
+from paceline.world import rendezvous
+from paceline.world.world import World
+
+_PR_SET_PDEATHSIG = 1  # of Linux's prctl
+_STACKS_SIGNAL = signal.SIGUSR2
+_GRACE_S = 0.2  # after one rank has failed, how long others may report that they failed before it
+_POLL_S = 0.02
+_LATER_S = 10  # the group gives up after the parent does, which has the stacks to show
+_LENGTH = struct.Struct("<Q")
+
+
+class RankFailed(RuntimeError):
+    """A rank of `run_ranks` raised, died or did not end; its own error is the cause, where it has one.
+
+    Attributes:
+        rank: the first that failed.
+        output: what each rank printed.
+    """
+
+    def __init__(self, message: str, rank: int, output: list[str]) -> None:
+        super().__init__(message)
+        self.rank = rank
+        self.output = output
+
+
+@dataclass(frozen=True)
+class _Job:
+    fn: Callable[..., Any]
+    args: Sequence[Any]
+    world: int
+    env: Mapping[str, str | None]
+    group: bool
+    timeout_s: float
+    listener: socket.socket
+    folder: Path
+
+
+@dataclass
+class _Child:
+    rank: int
+    pid: int
+    pipe: int
+    received: bytearray = field(default_factory=bytearray)
+    result: dict[str, Any] | None = None
+    status: int | None = None  # of waitpid, once it has ended
+    killed: bool = False  # by us
+
+    @property
+    def running(self) -> bool:
+        return self.status is None
+
+    @property
+    def died(self) -> bool:
+        """Ended without a word: killed, aborted, or os._exit in the function."""
+        return self.status is not None and self.result is None
+
+
+def run_ranks(
+    fn: Callable[..., Any],
+    world: int = 4,
+    *,
+    args: Sequence[Any] = (),
+    env: Mapping[str, str | None] | None = None,
+    timeout_s: float = 60,
+    group: bool = True,
+    output: list[str] | None = None,
+) -> list[Any]:
+    """Runs `fn(*args)` on `world` processes that form a process group, and gives back what each returned.
+
+    Each process finds torchrun's variables (RANK, WORLD_SIZE, MASTER_ADDR, ...) set, computes on the CPU with one
+    thread, and is in a gloo group before `fn` starts; `Accelerator()` inside `fn` uses it.
+
+    Args:
+        fn: any function, closures included. What it returns must be picklable.
+        world: how many processes.
+        args: arguments of `fn`.
+        env: environment variables to set in the children (None removes one).
+        timeout_s: seconds until all are killed and the call fails with the stacks of those that hang.
+        group: whether to form the group; without, `fn` finds a launcher's environment and nothing else.
+        output: a list to fill with what each rank printed; otherwise it is passed on to stdout.
+
+    Returns:
+        The return values in rank order.
+
+    Raises:
+        RankFailed: a rank raised (its error is the cause), died, or did not end in time.
+
+    Example:
+        >>> run_ranks(lambda: torch.distributed.get_rank(), world=2)
+        [0, 1]
+    """
+    _warm_up()
+    with tempfile.TemporaryDirectory(prefix="paceline-ranks-") as folder, socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen(world + 8)
+        job = _Job(fn, args, world, env or {}, group, timeout_s, listener, Path(folder))
+        children: list[_Child] = []
+        hung: list[_Child] = []
+        try:
+            for rank in range(world):
+                children.append(_fork(job, rank))
+            hung = _collect(children, timeout_s)
+        finally:
+            _end(children)
+        printed = [_text(job, rank, "out") for rank in range(world)]
+        if output is None:
+            sys.stdout.write("".join(printed))
+        else:
+            output[:] = printed
+        _raise_failure(job, children, hung, printed)
+        return [child.result["value"] for child in children if child.result]
+
+
+def _warm_up() -> None:
+    """Imports once what each child would import for itself: DistributedDataParallel loads torch._dynamo (1 s)."""
+    importlib.import_module("torch._dynamo")
+
+
+# ------------------------------------------------------------------------ the child's side
+
+
+def _fork(job: _Job, rank: int) -> _Child:
+    sys.stdout.flush()
+    sys.stderr.flush()
+    read, write = os.pipe()
+    parent = os.getpid()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # of Python 3.12, where the parent has threads
+        pid = os.fork()
+    if pid:
+        os.close(write)
+        return _Child(rank, pid, read)
+    # The child leaves by os._exit, whatever happens: it must not go on with the parent's work.
+    try:
+        os.close(read)
+        _detach(parent)
+        _redirect(job, rank)
+        data = _pickled(_run(job, rank))
+        with os.fdopen(write, "wb") as pipe:
+            pipe.write(_LENGTH.pack(len(data)) + data)
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(0)
+
+
+def _run(job: _Job, rank: int) -> dict[str, Any]:
+    """Calls the function; {"value": ...} or {"error": ..., "trace": ..., "at": ...}."""
+    port = job.listener.getsockname()[1]
+    names = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": job.world, "LOCAL_WORLD_SIZE": job.world, "GROUP_RANK": 0}
+    names |= {"MASTER_PORT": port, "OMP_NUM_THREADS": 1}
+    environment.export({name: str(value) for name, value in names.items()} | {"MASTER_ADDR": "127.0.0.1", **job.env})
+    torch.set_num_threads(1)
+    try:
+        if job.group:
+            me = World(rank, job.world, rank, job.world, source="run_ranks", address="127.0.0.1", port=port)
+            limit = job.timeout_s + _LATER_S
+            rendezvous.join(me, cpu=True, timeout_s=limit, store=_store(job, rank, port))
+        else:
+            job.listener.close()  # `fn` will listen there
+        return {"value": job.fn(*job.args)}
+    except BaseException as error:
+        return {"error": error, "trace": traceback.format_exc(), "at": time.monotonic()}
+    finally:
+        rendezvous.leave()
+
+
+def _store(job: _Job, rank: int, port: int) -> Any:
+    """The store at the port that the parent bound. Rank 0 takes over its socket: nobody else can get the port."""
+    own: dict[str, Any] = {"master_listen_fd": job.listener.detach()} if rank == 0 else {}
+    limit = timedelta(seconds=job.timeout_s)
+    return dist.TCPStore("127.0.0.1", port, job.world, rank == 0, timeout=limit, wait_for_workers=False, **own)
+
+
+def _pickled(result: dict[str, Any]) -> bytes:
+    """The result as bytes. An error that pickle cannot carry travels as its traceback."""
+    try:
+        data = pickle.dumps(result)
+        if "error" in result:
+            pickle.loads(data)  # many exceptions can be written and not be read
+        return data
+    except Exception as error:
+        cause = RuntimeError(result["trace"].strip().splitlines()[-1]) if "error" in result else error
+        return pickle.dumps({"error": cause, "trace": result.get("trace", repr(error)), "at": result.get("at", 0.0)})
+
+
+def _detach(parent: int) -> None:
+    """Ends this child with its parent, and takes the parent's signal handlers from it."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != parent:
+            os._exit(1)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the parent, which ends its children
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+def _redirect(job: _Job, rank: int) -> None:
+    """Sends all that this child prints, C++ included, to a file, and prepares for a dump of its stacks."""
+    out = os.open(job.folder / f"{rank}.out", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(out, 1)
+    os.dup2(out, 2)
+    sys.stdout = os.fdopen(1, "w", buffering=1, closefd=False)
+    sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)
+    faulthandler.register(_STACKS_SIGNAL, file=(job.folder / f"{rank}.stacks").open("w"), all_threads=True)
+
+
+# ------------------------------------------------------------------------ the parent's side
+
+
+def _collect(children: list[_Child], timeout_s: float) -> list[_Child]:
+    """Reads results until all children have ended, or one failed. Gives those that hang, their stacks written."""
+    deadline = time.monotonic() + timeout_s
+    failed = False
+    with selectors.DefaultSelector() as selector:
+        for child in children:
+            os.set_blocking(child.pipe, False)
+            selector.register(child.pipe, selectors.EVENT_READ, child)
+        while any(child.running for child in children):
+            left = deadline - time.monotonic()
+            if left <= 0:
+                hung = [child for child in children if child.running]
+                return [] if failed else _dump_stacks(hung)
+            for key, _ in selector.select(min(left, _POLL_S)):
+                if not _drain(key.data):
+                    selector.unregister(key.fileobj)
+            for child in children:
+                if child.running:
+                    _reap(child, os.WNOHANG)
+                if not failed and (child.died or (child.result and "error" in child.result)):
+                    failed = True
+                    deadline = min(deadline, time.monotonic() + _GRACE_S)
+    return []
+
+
+def _drain(child: _Child) -> bool:
+    """Reads what lies in the pipe; whether more may come. Workers of the child hold it too, so a length goes first."""
+    while True:
+        try:
+            data = os.read(child.pipe, 1 << 20)
+        except BlockingIOError:
+            return True
+        child.received += data
+        if len(child.received) >= _LENGTH.size and child.result is None:
+            (length,) = _LENGTH.unpack_from(child.received)
+            if len(child.received) == _LENGTH.size + length:
+                child.result = pickle.loads(child.received[_LENGTH.size :])
+        if not data:
+            return False
+
+
+def _reap(child: _Child, how: int = 0) -> None:
+    pid, status = os.waitpid(child.pid, how)
+    if pid:
+        _drain(child)
+        child.status = status
+
+
+def _dump_stacks(hung: list[_Child]) -> list[_Child]:
+    for child in hung:
+        os.kill(child.pid, _STACKS_SIGNAL)
+    time.sleep(_GRACE_S)
+    return hung
+
+
+def _end(children: list[_Child]) -> None:
+    """Kills those that still run, by pid, and reaps them."""
+    for child in children:
+        if child.running:
+            os.kill(child.pid, signal.SIGKILL)
+            _reap(child)
+            child.killed = True
+        os.close(child.pipe)
+
+
+def _raise_failure(job: _Job, children: list[_Child], hung: list[_Child], printed: list[str]) -> None:
+    died = [child for child in children if child.died and not child.killed]
+    errors = [child for child in children if child.result and "error" in child.result]
+    if died:
+        child, cause = died[0], None
+        what, detail = f"died: {_ending(child.status)}", ""
+    elif errors:
+        child = min(errors, key=lambda one: one.result["at"] if one.result else 0.0)
+        assert child.result is not None
+        cause = child.result["error"]
+        what, detail = f"failed: {type(cause).__name__}: {cause}", child.result["trace"]
+    elif hung:
+        child, cause = hung[0], None
+        what = f"did not end within {job.timeout_s:g} s (hanging: rank {', '.join(str(one.rank) for one in hung)})"
+        detail = "".join(f"--- stacks of rank {one.rank}\n{_text(job, one.rank, 'stacks')}" for one in hung)
+    else:
+        return
+    shown = f"\n--- printed by rank {child.rank}\n{printed[child.rank]}" if printed[child.rank] else ""
+    message = f"rank {child.rank} of {job.world} {what}\n{detail}{shown}"
+    raise RankFailed(message, child.rank, printed) from cause
+
+
+def _ending(status: int | None) -> str:
+    code = os.waitstatus_to_exitcode(status or 0)
+    return f"killed by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code} before it returned"
+
+
+def _text(job: _Job, rank: int, kind: str) -> str:
+    path = job.folder / f"{rank}.{kind}"
+    return path.read_text(errors="replace") if path.exists() else ""

@@ -1,0 +1,79 @@
+"""Which device this process computes on, asked of `torch.accelerator` alone: one path for every vendor."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from paceline.base.errors import WorldError
+from paceline.world.world import World
+
+
+def detect(world: World, *, cpu: bool = False, index: int | None = None) -> torch.device:
+    """The device of this process; nothing is started on it yet.
+
+    Args:
+        world: says which process of its host this is.
+        cpu: take the CPU even where there is an accelerator.
+        index: number of the accelerator; by default the local rank. A process that sees a single accelerator
+            takes that one, since a batch system may show each process its own.
+
+    Raises:
+        WorldError: `device-missing`, where the host has fewer accelerators than processes.
+    """
+    accelerator = None if cpu else torch.accelerator.current_accelerator(check_available=True)
+    if accelerator is None:
+        return torch.device("cpu")
+    count = torch.accelerator.device_count()
+    wanted = index if index is not None else world.local_rank if count > 1 else 0
+    if not 0 <= wanted < count:
+        raise WorldError(
+            "device-missing",
+            f"process {world.rank} needs {accelerator.type}:{wanted}, but this host shows {count} of them.",
+            why=f"{world.local_size} processes run on this host ({world.source})",
+            fix=f"start {count} processes a host, make more devices visible, or run on the CPU with cpu=True",
+        )
+    # Apple's device has no numbers.
+    return torch.device(accelerator.type) if accelerator.type == "mps" else torch.device(accelerator.type, wanted)
+
+
+def select(device: torch.device) -> None:
+    """Makes `device` the current one of this process."""
+    if device.type != "cpu" and device.index is not None:
+        torch.accelerator.set_device_index(device.index)
+
+
+def default_backend(device: torch.device, wanted: str | None = None) -> str:
+    """The backend string for a process group on `device`: gloo for CPU tensors, and the device's own beside it.
+
+    Raises:
+        WorldError: `backend-missing`, where this build of torch lacks one of them.
+    """
+    if wanted and ":" in wanted:
+        pairs = dict(pair.split(":", 1) for pair in wanted.split(","))
+    else:
+        pairs = {"cpu": wanted if wanted and device.type == "cpu" else "gloo"}
+        if device.type != "cpu":
+            pairs[device.type] = wanted or dist.get_default_backend_for_device(device)
+    for backend in pairs.values():
+        if not dist.is_available() or not dist.is_backend_available(backend):
+            raise WorldError(
+                "backend-missing",
+                f"this build of torch has no communication backend {backend!r}.",
+                why=f"the device is {device}" + (f", and backend={wanted!r} was asked for" if wanted else ""),
+                fix="install a build of torch that has it, or leave `backend` unset",
+            )
+    if set(pairs.values()) == {"gloo"}:
+        return "gloo"  # torch warns of "cpu:gloo"
+    return ",".join(f"{kind}:{backend}" for kind, backend in pairs.items())
+
+
+def identity(device: torch.device) -> str:
+    """What tells this device from every other on its host; "" where it cannot be known."""
+    if device.type == "cpu":
+        return ""
+    module: Any = torch.get_device_module(device)
+    read = getattr(module, "get_device_properties", None)
+    return str(getattr(read(device), "uuid", "")) if callable(read) else ""

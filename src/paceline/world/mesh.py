@@ -1,0 +1,86 @@
+"""Process groups, made here and nowhere else, from a `Layout`."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from paceline.world.layout import AXES, DATA_AXES, Layout
+from paceline.world.world import World
+
+Group = Any
+
+_cpu_groups: weakref.WeakKeyDictionary[Any, Group] = weakref.WeakKeyDictionary()
+
+
+class Mesh:
+    """The groups of a layout.
+
+    A layout with one used axis needs no group of its own: all ranks talk in the default group. Every other one gets a
+    `DeviceMesh`, made when a group is first asked for.
+
+    Args:
+        layout: ranks along each axis; its size is the world's.
+        world: who this process is.
+        device_type: "cpu", "cuda", ...
+
+    Ranks:
+        Asking for a group or for `device_mesh` the first time communicates: all ranks ask, in the same order.
+    """
+
+    def __init__(self, layout: Layout, world: World, device_type: str) -> None:
+        assert layout.size() == world.size, f"{layout} is not a layout of {world.size} processes"
+        self.layout = layout
+        self.world = world
+        self.device_type = device_type
+        self._device_mesh: DeviceMesh | None = None
+        self._groups: dict[tuple[str, ...], Group] = {}
+
+    def group(self, axis: str) -> Group:
+        """The group of the ranks that differ from this one along `axis` alone; None for a world of one process."""
+        return self._group((axis,))
+
+    @property
+    def data_group(self) -> Group:
+        """The group of the ranks that read different samples: along replicate and shard together."""
+        return self._group(DATA_AXES)
+
+    @property
+    def device_mesh(self) -> DeviceMesh:
+        """The `DeviceMesh` with all axes, named as in `Layout`; axes of one rank included."""
+        if self._device_mesh is None:
+            sizes = tuple(self.layout.size(axis) for axis in AXES)
+            self._device_mesh = init_device_mesh(self.device_type, sizes, mesh_dim_names=AXES)
+        return self._device_mesh
+
+    def _group(self, axes: tuple[str, ...]) -> Group:
+        if not (dist.is_available() and dist.is_initialized()):
+            return None
+        if axes not in self._groups:
+            self._groups[axes] = self._find(axes)
+        return self._groups[axes]
+
+    def _find(self, axes: tuple[str, ...]) -> Group:
+        if self.layout.size(*axes) == self.world.size:
+            return dist.group.WORLD
+        if len(axes) == 1:
+            return self.device_mesh.get_group(axes[0])
+        flat = self.device_mesh[axes]._flatten("_".join(axes))
+        return flat.get_group()
+
+
+def cpu_group(group: Group) -> Group:
+    """A group of the same ranks that takes CPU tensors: `group` itself, or gloo beside it.
+
+    Ranks:
+        All ranks of the default group, the first time for each group that lacks gloo.
+    """
+    if torch.device("cpu") in group._device_types:
+        return group
+    if group not in _cpu_groups:
+        _cpu_groups[group] = dist.new_group(dist.get_process_group_ranks(group), backend="gloo")
+    return _cpu_groups[group]

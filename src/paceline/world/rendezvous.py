@@ -1,0 +1,372 @@
+"""Processes become a group: `join` and `leave`.
+
+Order of events in `join`, for more than one process:
+
+    device      what this process computes on
+    store       rank 0 listens at address:port, the others connect (or the launcher's agent listens for all)
+    roll call   rank 0 sees every rank arrive, compares what they bring, and names who is missing
+    group       torch.distributed is initialised over a part of the store that is new with each roll call
+
+The roll call is why a restart works: a launcher's agent may keep its store over restarts, and the addresses that
+dead processes left there would be read by the new ones. No counter tells the rounds apart (agents of several hosts
+count differently), so each rank asks with a random word, and only an answer to that word counts.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import secrets
+import socket
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from paceline.base import env as environment
+from paceline.base.env import Variable
+from paceline.base.errors import Problem, WorldError
+from paceline.world import device as devices
+from paceline.world.world import World
+
+DEFAULT_TIMEOUT_S = 600.0
+_POLL_S = 0.01
+
+environment.register(
+    Variable(
+        "TORCHELASTIC_USE_AGENT_STORE",
+        environment.parse_bool,
+        False,
+        "Whether the launcher's agent listens at MASTER_PORT.",
+    ),
+)
+
+
+@dataclass
+class _Joined:
+    """What this process holds while it is in a group."""
+
+    store: Any
+    ours: bool  # whether `join` made the group, so that `leave` may end it
+    pid: int
+
+
+_joined: _Joined | None = None
+# Rank 0 listens for as long as it lives: a process that leaves and joins again finds its port still its own.
+_stores: dict[tuple[int, str, int], Any] = {}
+
+
+def join(
+    world: World,
+    *,
+    cpu: bool = False,
+    backend: str | None = None,
+    timeout_s: float | None = None,
+    device_index: int | None = None,
+    store: Any = None,
+) -> World:
+    """Finds the device of this process and forms the process group of all of them.
+
+    A group that stands already is used as it is. One process that no launcher started needs no group and gets none;
+    one that was launched gets a group of one, so that `torch.distributed` answers its script.
+
+    Args:
+        world: who this process is.
+        cpu: compute on the CPU even where there is an accelerator.
+        backend: torch.distributed's backend; by default the device's own, with gloo for CPU tensors beside it.
+        timeout_s: seconds until joining fails, and later any collective of the group; PACELINE_TIMEOUT_S, or 600.
+        device_index: number of the accelerator; by default the local rank.
+        store: a torch.distributed store that all ranks hold already, instead of one at the world's address.
+
+    Returns:
+        `world` with its device filled in.
+
+    Ranks:
+        All ranks call it. It returns once all have arrived; otherwise it raises within the timeout.
+
+    Raises:
+        WorldError: `device-missing`, `device-shared`, `device-mixed`, `backend-missing`, `group-mismatch`,
+            `rendezvous-address`, `rendezvous-port`, `rendezvous-unreachable`, `rendezvous-missing`, `rendezvous-group`.
+    """
+    global _joined
+    seconds = _timeout(timeout_s)
+    if dist.is_available() and dist.is_initialized():
+        world = _adopt(world)
+        device = devices.detect(world, cpu=cpu, index=device_index)
+        devices.select(device)
+        if _joined is None or _joined.pid != os.getpid():
+            _joined = _Joined(dist.distributed_c10d._get_default_store(), ours=False, pid=os.getpid())
+        return replace(world, device=str(device))
+    device = devices.detect(world, cpu=cpu, index=device_index)
+    devices.select(device)
+    world = replace(world, device=str(device))
+    if world.size == 1 and world.source == "single" and store is None:
+        return world
+    chosen = devices.default_backend(device, backend)
+    if world.size == 1:
+        part = dist.HashStore()
+    else:
+        root = store if store is not None else _connect(world, seconds)
+        part = dist.PrefixStore(f"paceline/{_roll_call(root, world, device, chosen, seconds)}", root)
+    _initialise(world, device, chosen, part, seconds)
+    _joined = _Joined(part, ours=True, pid=os.getpid())
+    return world
+
+
+def leave() -> None:
+    """Ends the group if `join` made it; a group that the user made stays. May be called at any time, and again.
+
+    Ranks:
+        Every rank for itself; the others must have finished their collectives with it.
+    """
+    global _joined
+    joined, _joined = _joined, None
+    if joined is not None and joined.ours and joined.pid == os.getpid() and dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def store() -> Any:
+    """The store behind the current group; None where there is no group."""
+    return _joined.store if _joined is not None and _joined.pid == os.getpid() else None
+
+
+def _timeout(timeout_s: float | None) -> float:
+    seconds = timeout_s if timeout_s is not None else environment.get("PACELINE_TIMEOUT_S")
+    return DEFAULT_TIMEOUT_S if seconds is None else float(seconds)
+
+
+def _adopt(world: World) -> World:
+    """The world as the group that stands already has it."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    if world.source == "single":
+        # No launcher: the script numbered its processes itself.
+        return replace(world, rank=rank, size=size, local_rank=rank, local_size=size, source="torch.distributed")
+    if (world.rank, world.size) != (rank, size):
+        raise WorldError(
+            "group-mismatch",
+            f"a process group of {size} stands already, in which this is rank {rank}; the launcher says rank "
+            f"{world.rank} of {world.size}.",
+            why=f"torch.distributed was initialised by the script; {world.source} set the other numbers",
+            fix="drop the script's own init_process_group call, or give it the launcher's rank and world size",
+        )
+    return world
+
+
+def _connect(world: World, seconds: float) -> Any:
+    """The store at the world's address."""
+    if not world.address or not world.port:
+        missing = "address" if not world.address else "port"
+        raise WorldError(
+            "rendezvous-address",
+            f"{world.size} processes are to work together, but no {missing} is known at which to meet.",
+            why=f"{world.source} gave address {world.address!r} and port {world.port!r}",
+            fix="set MASTER_ADDR and MASTER_PORT to rank 0's host and a free port of it, or use `paceline launch`",
+        )
+    key = (os.getpid(), world.address, world.port)
+    if key in _stores:
+        return _stores[key]
+    listens = world.rank == 0 and not environment.get("TORCHELASTIC_USE_AGENT_STORE")
+    place = f"{world.address}:{world.port}"
+    try:
+        _stores[key] = dist.TCPStore(
+            world.address,
+            world.port,
+            world.size,
+            is_master=listens,
+            timeout=timedelta(seconds=seconds),
+            wait_for_workers=False,
+        )
+    except (RuntimeError, ValueError) as error:  # torch's DistError family are RuntimeErrors
+        reason = str(error).splitlines()[0]
+        if listens:
+            raise WorldError(
+                "rendezvous-port",
+                f"rank 0 cannot listen at {place}.",
+                why=[reason, f"address and port come from {world.source}"],
+                fix="choose another port (--main-port, MASTER_PORT), or end the process that holds this one",
+            ) from error
+        raise WorldError(
+            "rendezvous-unreachable",
+            f"rank {world.rank} could not reach rank 0 at {place} within {seconds:g} s.",
+            why=[_resolution(world.address), reason],
+            fix="check that rank 0 runs, that MASTER_ADDR names its host, and that no firewall closes the port",
+        ) from error
+    return _stores[key]
+
+
+def _resolution(address: str) -> str:
+    try:
+        return f"{address} is {socket.getaddrinfo(address, None)[0][4][0]}, seen from {socket.gethostname()}"
+    except OSError as error:
+        return f"{socket.gethostname()} cannot resolve {address!r}: {error}"
+
+
+def _roll_call(store: Any, world: World, device: torch.device, backend: str, seconds: float) -> str:
+    """Waits until all ranks of this round are there; gives the word that names the round.
+
+    Ranks:
+        All. Rank 0 decides and every rank gets the same word, or the same error.
+    """
+    deadline = time.monotonic() + seconds
+    asked = {
+        "word": secrets.token_hex(8),
+        "host": socket.gethostname(),
+        "size": world.size,
+        "device": device.type,
+        "backend": backend,
+        "identity": devices.identity(device),
+    }
+    with _store_errors(world, seconds):
+        if world.rank == 0:
+            return _call(store, world, asked, deadline, seconds)
+        return _answer(store, world, asked, deadline, seconds)
+
+
+def _call(store: Any, world: World, mine: dict[str, Any], deadline: float, seconds: float) -> str:
+    """Rank 0's half: collect what each rank brings, compare, answer, and see each answer acknowledged."""
+    present: dict[int, dict[str, Any]] = {0: mine}
+    while len(present) < world.size:
+        for rank in range(1, world.size):
+            if rank not in present and store.check([f"roll/{rank}"]):
+                present[rank] = json.loads(store.get(f"roll/{rank}"))
+        if len(present) < world.size:
+            if time.monotonic() > deadline:
+                raise _missing(world, sorted(set(range(world.size)) - set(present)), seconds)
+            time.sleep(_POLL_S)
+    round_word = mine["word"]
+    answered: dict[int, str] = {}
+    waiting = set(range(1, world.size))
+    problems: list[Problem] = []
+    while waiting:
+        for rank in sorted(waiting):
+            # An entry may be a dead process's; the living one overwrites it and is answered anew.
+            entry = json.loads(store.get(f"roll/{rank}"))
+            if answered.get(rank) != entry["word"]:
+                present[rank], answered[rank] = entry, entry["word"]
+                store.set(f"seen/{entry['word']}", round_word)
+            elif store.check([f"here/{entry['word']}"]):
+                waiting.discard(rank)
+        if waiting:
+            if time.monotonic() > deadline:
+                raise _missing(world, sorted(waiting), seconds)
+            time.sleep(_POLL_S / 10)
+    problems = _compare(present)
+    verdict = [[p.code, p.what, p.why, p.fix] for p in problems]
+    store.set(f"verdict/{round_word}", json.dumps(verdict))
+    if problems:
+        raise WorldError.of(problems)
+    return round_word
+
+
+def _answer(store: Any, world: World, mine: dict[str, Any], deadline: float, seconds: float) -> str:
+    """Another rank's half: say who is there, and take rank 0's word for the round."""
+    store.set(f"roll/{world.rank}", json.dumps(mine))
+    seen = _await(store, f"seen/{mine['word']}", world, deadline, seconds)
+    store.set(f"here/{mine['word']}", "1")
+    verdict = json.loads(_await(store, f"verdict/{seen}", world, deadline, seconds))
+    if verdict:
+        raise WorldError.of(Problem(*entry) for entry in verdict)
+    return seen
+
+
+def _await(store: Any, key: str, world: World, deadline: float, seconds: float) -> str:
+    pause = _POLL_S / 10
+    while not store.check([key]):
+        if time.monotonic() > deadline:
+            raise WorldError(
+                "rendezvous-missing",
+                f"rank {world.rank} of {world.size} waited {seconds:g} s for all ranks to arrive.",
+                why="rank 0 did not answer, or is itself waiting for other ranks",
+                fix="look at the output of rank 0, which names the ranks that it misses",
+            )
+        time.sleep(pause)
+        pause = min(2 * pause, _POLL_S)
+    return bytes(store.get(key)).decode()
+
+
+def _missing(world: World, ranks: list[int], seconds: float) -> WorldError:
+    names = ", ".join(map(str, ranks))
+    return WorldError(
+        "rendezvous-missing",
+        f"of {world.size} processes, {len(ranks)} did not arrive within {seconds:g} s: rank {names}.",
+        why=f"WORLD_SIZE is {world.size} ({world.source}); rank 0 waits at {world.address}:{world.port}",
+        fix="start the missing processes, or set WORLD_SIZE to what runs; their own output may say why they ended",
+    )
+
+
+def _compare(present: dict[int, dict[str, Any]]) -> list[Problem]:
+    """What cannot work together: other sizes, other kinds of device, one device taken twice."""
+    problems = []
+    sizes = {rank: entry["size"] for rank, entry in present.items()}
+    if len(set(sizes.values())) > 1:
+        listed = ", ".join(f"rank {rank}: {size}" for rank, size in sorted(sizes.items()))
+        problems.append(
+            Problem(
+                "group-mismatch",
+                "ranks disagree about how many processes there are.",
+                listed,
+                "give every process the same WORLD_SIZE",
+            )
+        )
+    kinds = {rank: f"{entry['device']} ({entry['backend']})" for rank, entry in present.items()}
+    if len(set(kinds.values())) > 1:
+        listed = ", ".join(f"rank {rank} on {present[rank]['host']}: {kind}" for rank, kind in sorted(kinds.items()))
+        problems.append(
+            Problem(
+                "device-mixed",
+                "ranks compute on different kinds of device.",
+                listed,
+                "run them all on the CPU with cpu=True, or make the accelerator visible to each",
+            )
+        )
+    owners: dict[tuple[str, str], list[int]] = {}
+    for rank, entry in present.items():
+        if entry["identity"] and "gloo" not in entry["backend"].split(",")[-1]:
+            owners.setdefault((entry["host"], entry["identity"]), []).append(rank)
+    for (host, identity), ranks in owners.items():
+        if len(ranks) > 1:
+            problems.append(
+                Problem(
+                    "device-shared",
+                    f"ranks {', '.join(map(str, sorted(ranks)))} share one device.",
+                    f"device {identity} of host {host}",
+                    "start one process for each device",
+                )
+            )
+    return problems
+
+
+def _initialise(world: World, device: torch.device, backend: str, part: Any, seconds: float) -> None:
+    bound = {"device_id": device} if device.index is not None and not backend.endswith("gloo") else {}
+    try:
+        dist.init_process_group(
+            backend, store=part, rank=world.rank, world_size=world.size, timeout=timedelta(seconds=seconds), **bound
+        )
+    except (RuntimeError, ValueError) as error:
+        raise WorldError(
+            "rendezvous-group",
+            f"the {world.size} processes have met, but could not connect with each other over {backend}.",
+            why=str(error).splitlines()[0],
+            fix="name the network card that all hosts share in GLOO_SOCKET_IFNAME (NCCL_SOCKET_IFNAME on GPUs)",
+        ) from error
+
+
+@contextlib.contextmanager
+def _store_errors(world: World, seconds: float) -> Iterator[None]:
+    """A store that breaks off means that rank 0, or the launcher's agent, has ended."""
+    try:
+        yield
+    except WorldError:
+        raise
+    except RuntimeError as error:
+        raise WorldError(
+            "rendezvous-unreachable",
+            f"rank {world.rank} lost the store at {world.address}:{world.port} while the processes were gathering.",
+            why=str(error).splitlines()[0],
+            fix="look at the output of rank 0 (or of the launcher): it has ended",
+        ) from error

@@ -1,0 +1,194 @@
+"""Nested batches: tensors in dicts, lists, tuples, namedtuples, dataclasses and any other `Mapping`.
+
+A container comes back as what it was: same class, same keys, same order. Whatever is neither a container nor a
+tensor (a string, a number, None, an object of the user's) is a leaf too and passes through untouched.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+Tree = Any
+
+
+def map_leaves(fn: Callable[[Any], Any], tree: Tree) -> Tree:
+    """A copy of `tree` with `fn` applied to each leaf, in order."""
+    kind = type(tree)
+    if isinstance(tree, Tensor):
+        return fn(tree)
+    if kind is dict:
+        return {key: map_leaves(fn, value) for key, value in tree.items()}
+    if kind is list:
+        return [map_leaves(fn, value) for value in tree]
+    if kind is tuple:
+        return tuple([map_leaves(fn, value) for value in tree])
+    inner = children(tree)
+    if inner is None:
+        return fn(tree)
+    return rebuild(tree, [map_leaves(fn, value) for value in inner])
+
+
+def map_tensors(fn: Callable[[Tensor], Any], tree: Tree) -> Tree:
+    """A copy of `tree` with `fn` applied to each tensor; other leaves stay as they are."""
+    if isinstance(tree, Tensor):
+        return fn(tree)
+    return map_leaves(lambda leaf: fn(leaf) if isinstance(leaf, Tensor) else leaf, tree)
+
+
+def leaves(tree: Tree) -> list[Any]:
+    """All leaves in order, those that are no tensors included."""
+    if isinstance(tree, Tensor):
+        return [tree]
+    found: list[Any] = []
+    _collect(tree, found)
+    return found
+
+
+def tensors(tree: Tree) -> list[Tensor]:
+    """The tensors of `tree`, in order."""
+    return [leaf for leaf in leaves(tree) if isinstance(leaf, Tensor)]
+
+
+def flatten(tree: Tree) -> tuple[list[Any], Tree]:
+    """The leaves, and the structure that `unflatten` needs (which is the tree itself)."""
+    return leaves(tree), tree
+
+
+def unflatten(structure: Tree, values: Iterable[Any]) -> Tree:
+    """Puts `values` where the leaves of `structure` are, in the order of `leaves`."""
+    rest = iter(values)
+    return map_leaves(lambda _: next(rest), structure)
+
+
+def describe(tree: Tree) -> str:
+    """The structure in one line: containers, keys, and for each tensor its dtype and shape."""
+    if isinstance(tree, Tensor):
+        return f"{str(tree.dtype).removeprefix('torch.')}{list(tree.shape)}"
+    return _text(tree, describe)
+
+
+def structure(tree: Tree) -> str:
+    """Containers and keys in one line, with `_` for each tensor."""
+    if isinstance(tree, Tensor):
+        return "_"
+    return _text(tree, structure)
+
+
+def to_device(tree: Tree, device: torch.device | str, non_blocking: bool = False) -> Tree:
+    """A copy of `tree` with every tensor on `device`; a tensor that is there already is not copied.
+
+    An object that is no container and has a `to` method of its own (a packed sequence, a graph batch) is moved by it.
+    """
+    target = torch.device(device)
+
+    def move(leaf: Any) -> Any:
+        if isinstance(leaf, Tensor):
+            return leaf.to(target, non_blocking=non_blocking)
+        to = getattr(leaf, "to", None)
+        return to(target) if callable(to) else leaf
+
+    return map_leaves(move, tree)
+
+
+def first_rows(tree: Tree) -> int | None:
+    """Length along dim 0 of the first tensor that has one: the batch size of most batches; None where there is none."""
+    return next((leaf.shape[0] for leaf in tensors(tree) if leaf.ndim), None)
+
+
+def _collect(tree: Tree, found: list[Any]) -> None:
+    kind = type(tree)
+    values: Iterable[Any] | None
+    if kind is dict:
+        values = tree.values()
+    elif kind is list or kind is tuple:
+        values = tree
+    else:
+        values = children(tree)
+        if values is None:
+            found.append(tree)
+            return
+    for value in values:
+        if isinstance(value, Tensor):
+            found.append(value)
+        else:
+            _collect(value, found)
+
+
+def children(tree: Tree) -> list[Any] | None:
+    """What lies directly inside a container, or None for a leaf."""
+    if isinstance(tree, Tensor | str | bytes | int | float | complex | type(None)):
+        return None
+    if isinstance(tree, Mapping):
+        return list(tree.values())
+    if isinstance(tree, list):
+        return list(tree)
+    if isinstance(tree, tuple):
+        # A packed sequence must keep its lengths on the CPU, so that only its own `to` may move it.
+        return None if callable(getattr(tree, "to", None)) else list(tree)
+    if dataclasses.is_dataclass(tree) and not isinstance(tree, type) and not callable(getattr(tree, "to", None)):
+        return [getattr(tree, field.name) for field in dataclasses.fields(tree)]
+    return None
+
+
+def _keys(tree: Tree) -> list[Any] | None:
+    if isinstance(tree, Mapping):
+        return list(tree)
+    if isinstance(tree, tuple) and hasattr(tree, "_fields"):
+        return list(tree._fields)
+    if dataclasses.is_dataclass(tree):
+        return [field.name for field in dataclasses.fields(tree)]
+    return None
+
+
+def _text(tree: Tree, of: Callable[[Tree], str]) -> str:
+    """A container with `of` each child in its own brackets; the class of anything else."""
+    kind = type(tree).__name__
+    inner = children(tree)
+    if inner is None:
+        return kind
+    keys = _keys(tree)
+    texts = [of(child) for child in inner]
+    if keys is not None:
+        texts = [f"{key}: {text}" for key, text in zip(keys, texts, strict=True)]
+    opening, closing = "[]" if isinstance(tree, list) else "{}" if isinstance(tree, Mapping) else "()"
+    return f"{'' if kind in ('dict', 'list', 'tuple') else kind}{opening}{', '.join(texts)}{closing}"
+
+
+def rebuild(tree: Tree, values: list[Any]) -> Tree:
+    """A container like `tree` with other contents; no constructor of the user's runs, so that nothing is lost."""
+    if isinstance(tree, tuple):
+        return type(tree)(*values) if hasattr(tree, "_fields") else type(tree)(values)
+    if isinstance(tree, Mapping) and not hasattr(tree, "__setitem__"):
+        return type(tree)(dict(zip(tree, values, strict=True)))  # type: ignore[call-arg]
+    new = copy.copy(tree)
+    if isinstance(tree, Mapping):
+        for key, value in zip(list(tree), values, strict=True):
+            new[key] = value  # type: ignore[index]
+    elif isinstance(tree, list):
+        new[:] = values
+    else:
+        for field, value in zip(dataclasses.fields(tree), values, strict=True):
+            object.__setattr__(new, field.name, value)
+    return new
+
+
+def walk(tree: Tree) -> Iterator[tuple[str, Any]]:
+    """Each leaf with its path, such as `("batch.labels[0]", tensor)`; for messages."""
+    yield from _walk(tree, "")
+
+
+def _walk(tree: Tree, path: str) -> Iterator[tuple[str, Any]]:
+    inner = children(tree)
+    if inner is None:
+        yield path, tree
+        return
+    keys = _keys(tree)
+    for number, child in enumerate(inner):
+        step = f"[{number}]" if keys is None else f".{keys[number]}" if path else str(keys[number])
+        yield from _walk(child, path + step)
