@@ -1,22 +1,22 @@
 """`Accelerator`: the facade that a training script holds. It holds and delegates, and contains no algorithm.
 
-    Accelerator(...)   World.detect -> settings merged -> draft plan -> process group up
-    prepare(...)       facts -> plan -> chain -> optimizers -> loaders        (preparation.py)
-    the loop           accumulate, backward, clip, step, gather_for_metrics   (optim/, world/collectives.py)
-    save_state         one TrainState                                         (checkpoint/)
+Accelerator(...)   World.detect -> settings merged -> draft plan -> process group up
+prepare(...)       facts -> plan -> chain -> optimizers -> loaders        (preparation.py)
+the loop           accumulate, backward, clip, step, gather_for_metrics   (optim/, world/collectives.py)
+save_state         one TrainState                                         (checkpoint/)
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from paceline.base.errors import PlanError, PrepareError
+from paceline.base.errors import PlanError
 from paceline.checkpoint.model import save_model, save_object
 from paceline.config import resolve_run
 from paceline.data.active import ActiveLoaders
@@ -28,7 +28,7 @@ from paceline.optim.accumulate import Accumulation
 from paceline.optim.clip import clip_grad_norm, clip_grad_value
 from paceline.plan.plan import Decision, Plan
 from paceline.plan.resolve import draft
-from paceline.precision.policy import TABLE, autocast, unwrap_forward
+from paceline.precision.policy import TABLE, autocast
 from paceline.precision.scaler import LossScaler
 from paceline.preparation import Preparation
 from paceline.states import Hook, States
@@ -36,7 +36,6 @@ from paceline.world import rendezvous
 from paceline.world.collectives import Collectives
 from paceline.world.mesh import Mesh
 from paceline.world.participant import Participant
-from paceline.world.tree import to_device
 from paceline.world.world import World
 
 
@@ -184,7 +183,9 @@ class Accelerator(Participant):
         result = self._prepared.prepare(objects, device_placement)
         return result[0] if len(result) == 1 else tuple(result)
 
-    def prepare_model(self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False) -> nn.Module:
+    def prepare_model(
+        self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
+    ) -> nn.Module:
         """Prepares one model; with `evaluation_mode` it is moved and computes in the run's precision, nothing more."""
         if evaluation_mode:
             return self._prepared.evaluation_model(model, place=device_placement is not False)
@@ -221,26 +222,12 @@ class Accelerator(Participant):
         Args:
             models: those that the micro-batch trains; none means all prepared ones.
         """
-        with self.gradients.window(lambda: self._hold(models)):
+        with self.gradients.window(lambda: self._prepared.hold_gradients(models)):
             yield
 
     def no_sync(self, *models: nn.Module) -> AbstractContextManager[Any]:
         """Backward passes inside accumulate gradients without communication."""
-        return self._hold(models)
-
-    def _hold(self, models: Sequence[nn.Module]) -> AbstractContextManager[Any]:
-        stack = ExitStack()
-        for model in models or [each.wrapped for each in self._prepared.models]:
-            prepared = self._prepared.find(model)
-            if prepared is None:
-                raise PrepareError(
-                    "model-unprepared",
-                    f"{type(model).__name__} was not prepared.",
-                    why="gradients are held back by the strategies that `prepare` applied",
-                    fix="pass the model that `prepare` returned",
-                )
-            stack.enter_context(prepared.chain.hold_gradients(prepared.wrapped))
-        return stack
+        return self._prepared.hold_gradients(models)
 
     def backward(self, loss: torch.Tensor, num_items: int | torch.Tensor | None = None, **kwargs: Any) -> None:
         """Computes gradients such that a window's gradient is the mean over its samples (or items), at every width.
@@ -303,7 +290,11 @@ class Accelerator(Participant):
     def unscale_gradients(self, optimizer: Any = None) -> None:
         """Makes gradients final: corrected to the window's real size, and unscaled under fp16."""
         for each in self._prepared.optimizers:
-            if optimizer is None or each is optimizer or each in (optimizer if isinstance(optimizer, (list, tuple)) else ()):
+            if (
+                optimizer is None
+                or each is optimizer
+                or each in (optimizer if isinstance(optimizer, (list, tuple)) else ())
+            ):
                 each.unscale()
 
     def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
@@ -374,20 +365,16 @@ class Accelerator(Participant):
 
     # -- models and files --------------------------------------------------------------------------------------
 
-    def unwrap_model(self, model: nn.Module, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True) -> nn.Module:
+    def unwrap_model(
+        self, model: nn.Module, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True
+    ) -> nn.Module:
         """The module that the user wrote.
 
         Args:
             keep_fp32_wrapper: False also takes off the mixed-precision forward.
             keep_torch_compile: False also takes the module out of `torch.compile`.
         """
-        prepared = self._prepared.find(model)
-        inner = prepared.module if prepared is not None else model
-        if not keep_torch_compile and hasattr(inner, "_orig_mod"):
-            inner = inner._orig_mod
-        if not keep_fp32_wrapper:
-            unwrap_forward(inner)
-        return inner
+        return self._prepared.unwrap(model, keep_fp32_wrapper, keep_torch_compile)
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
         """The whole state of a model, whatever the plan. Ranks: all; all get it."""
@@ -399,11 +386,17 @@ class Accelerator(Participant):
             save_object(obj, str(f), safe_serialization)
 
     def save_model(
-        self, model: nn.Module, save_directory: str | Path, max_shard_size: str | int = "10GB", safe_serialization: bool = True
+        self,
+        model: nn.Module,
+        save_directory: str | Path,
+        max_shard_size: str | int = "10GB",
+        safe_serialization: bool = True,
     ) -> None:
         """Writes a model under Hugging Face's file names, in files of at most `max_shard_size`. Ranks: all."""
         state = self.get_state_dict(model)
-        self._states.on_main(lambda: save_model(self.unwrap_model(model), str(save_directory), max_shard_size, safe_serialization, state))
+        self._states.on_main(
+            lambda: save_model(self.unwrap_model(model), str(save_directory), max_shard_size, safe_serialization, state)
+        )
 
     def register_for_checkpointing(self, *objects: Any) -> None:
         """Adds objects with `state_dict` and `load_state_dict` to what `save_state` saves."""
@@ -444,7 +437,10 @@ class Accelerator(Participant):
     # -- logs --------------------------------------------------------------------------------------------------
 
     def init_trackers(
-        self, project_name: str, config: Mapping[str, Any] | None = None, init_kwargs: Mapping[str, Mapping[str, Any]] | None = None
+        self,
+        project_name: str,
+        config: Mapping[str, Any] | None = None,
+        init_kwargs: Mapping[str, Mapping[str, Any]] | None = None,
     ) -> None:
         """Starts the trackers of `log_with`, on the main process."""
         self.trackers.start(project_name, config, init_kwargs)
@@ -465,10 +461,6 @@ class Accelerator(Participant):
     def profile(self, **options: Any) -> AbstractContextManager[Any]:
         """torch's profiler over a block; see `paceline.observe.profile`."""
         return observe_profile(rank=self.process_index, **options)
-
-    def to_device(self, batch: Any) -> Any:
-        """A nested batch on this process's device; prepared loaders do it by themselves."""
-        return to_device(batch, self.device, self.settings.non_blocking)
 
     def __repr__(self) -> str:
         return f"Accelerator({self.plan.layout}, precision {self.mixed_precision}, device {self.device})"

@@ -1,13 +1,14 @@
 """`Preparation`: takes the user's objects through the plan and keeps what came out.
 
-    facts(model) -> resolve (rules + every strategy.check; ONE error with all problems)
-      -> names of parameters -> device, precision, chain -> rebind optimizers -> loaders -> schedulers
+facts(model) -> resolve (rules + every strategy.check; ONE error with all problems)
+  -> names of parameters -> device, precision, chain -> rebind optimizers -> loaders -> schedulers
 """
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -29,7 +30,7 @@ from paceline.parallel.strategy import STRATEGIES, Chain
 from paceline.plan.facts import ModelFacts, model_facts
 from paceline.plan.plan import Decision, Plan
 from paceline.plan.resolve import resolve
-from paceline.precision.policy import Precision, wrap_forward
+from paceline.precision.policy import Precision, unwrap_forward, wrap_forward
 from paceline.world.collectives import Collectives
 from paceline.world.mesh import Mesh
 
@@ -134,7 +135,9 @@ class Preparation:
             fix="leave it out of the call; it needs no preparation",
         )
 
-    def _prepare_models(self, models: list[tuple[int, Any]], places: list[bool], result: list[Any]) -> dict[int, tuple[int, str]]:
+    def _prepare_models(
+        self, models: list[tuple[int, Any]], places: list[bool], result: list[Any]
+    ) -> dict[int, tuple[int, str]]:
         new = [(at, model) for at, model in models if self.find(model) is None]
         for at, model in models:
             known = self.find(model)
@@ -241,6 +244,31 @@ class Preparation:
             if each.wrapped is model or (not wrapped_only and each.module is model):
                 return each
         return None
+
+    def hold_gradients(self, models: Sequence[nn.Module]) -> AbstractContextManager[Any]:
+        """While it is open, backward passes of `models` (all, where none is named) do not communicate."""
+        stack = ExitStack()
+        for model in models or [each.wrapped for each in self.models]:
+            prepared = self.find(model)
+            if prepared is None:
+                raise PrepareError(
+                    "model-unprepared",
+                    f"{type(model).__name__} was not prepared.",
+                    why="gradients are held back by the strategies that `prepare` applied",
+                    fix="pass the model that `prepare` returned",
+                )
+            stack.enter_context(prepared.chain.hold_gradients(prepared.wrapped))
+        return stack
+
+    def unwrap(self, model: nn.Module, keep_precision: bool = True, keep_compile: bool = True) -> nn.Module:
+        """The module that the user wrote, with or without its mixed-precision forward and `torch.compile`."""
+        prepared = self.find(model)
+        inner = prepared.module if prepared is not None else model
+        if not keep_compile and hasattr(inner, "_orig_mod"):
+            inner = inner._orig_mod
+        if not keep_precision:
+            unwrap_forward(inner)
+        return inner
 
     @staticmethod
     def state_dict(module: nn.Module) -> dict[str, Any]:

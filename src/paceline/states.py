@@ -45,7 +45,12 @@ class States:
     """
 
     def __init__(
-        self, prepared: Preparation, collectives: Collectives, scaler: Any, project_dir: str | None, total_limit: int | None
+        self,
+        prepared: Preparation,
+        collectives: Collectives,
+        scaler: Any,
+        project_dir: str | None,
+        total_limit: int | None,
     ) -> None:
         self.run = RunState()
         self.iteration = 0

@@ -64,7 +64,9 @@ TABLE: dict[str, Variable] = _table(
     Variable("TORCHELASTIC_RESTART_COUNT", int, 0, "How often the workers were started again."),
     Variable("OMP_NUM_THREADS", int, None, "Threads of one process on the CPU."),
     # Paceline's own.
-    Variable("PACELINE_SETTINGS", str, "", "Settings that the launcher hands to its workers, as JSON with their sources."),
+    Variable(
+        "PACELINE_SETTINGS", str, "", "Settings that the launcher hands to its workers, as JSON with their sources."
+    ),
     Variable("PACELINE_DEBUG", parse_bool, False, "Checks every collective across ranks and explains hangs."),
     Variable("PACELINE_TIMEOUT_S", float, None, "Seconds after which a collective that some rank never enters fails."),
     Variable("PACELINE_LOG_LEVEL", str, None, "Level of the `paceline` loggers."),

@@ -9,7 +9,7 @@ import importlib
 import importlib.util
 import pkgutil
 from collections.abc import Iterator
-from functools import lru_cache
+from functools import cache
 from typing import Any
 
 from paceline.base.errors import ConfigError
@@ -67,7 +67,7 @@ class Registry:
         return (self.get(name) for name in self.names())
 
 
-@lru_cache(maxsize=None)
+@cache
 def _modules(package: str, attribute: str) -> dict[str, str]:
     """Module names of `package` whose source sets `attribute` at top level, by their last part."""
     found = {}
@@ -81,7 +81,7 @@ def _modules(package: str, attribute: str) -> dict[str, str]:
     return found
 
 
-@lru_cache(maxsize=None)
+@cache
 def _points(group: str) -> dict[str, Any]:
     from importlib.metadata import entry_points
 

@@ -12,7 +12,9 @@ def _list(parameters: torch.Tensor | Iterable[torch.Tensor]) -> list[torch.Tenso
     return [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
 
 
-def clip_grad_norm(parameters: torch.Tensor | Iterable[torch.Tensor], max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
+def clip_grad_norm(
+    parameters: torch.Tensor | Iterable[torch.Tensor], max_norm: float, norm_type: float = 2.0
+) -> torch.Tensor:
     """Scales gradients so that their total norm is at most `max_norm`, in place.
 
     Parameters that live on different meshes get one norm a mesh, which are then combined: torch's own function

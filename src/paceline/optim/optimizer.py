@@ -34,12 +34,18 @@ class PreparedOptimizer(Optimizer):
         self._settled = False
 
     # The wrapped optimizer owns these; schedulers and users read and replace them here.
-    param_groups = property(lambda self: self.optimizer.param_groups, lambda self, v: setattr(self.optimizer, "param_groups", v))
+    param_groups = property(
+        lambda self: self.optimizer.param_groups, lambda self, v: setattr(self.optimizer, "param_groups", v)
+    )
     state = property(lambda self: self.optimizer.state, lambda self, v: setattr(self.optimizer, "state", v))
     defaults = property(lambda self: self.optimizer.defaults, lambda self, v: setattr(self.optimizer, "defaults", v))
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self.__dict__["optimizer"], name) if "optimizer" in self.__dict__ else object.__getattribute__(self, name)
+        return (
+            getattr(self.__dict__["optimizer"], name)
+            if "optimizer" in self.__dict__
+            else object.__getattribute__(self, name)
+        )
 
     def step(self, closure: Any = None) -> Any:  # type: ignore[override]
         """One optimizer step where the window ends; nothing in between.

@@ -27,7 +27,9 @@ def parameter_names(models: Iterable[nn.Module]) -> dict[int, tuple[int, str]]:
     return names
 
 
-def rebind(optimizer: Optimizer, before: Mapping[int, tuple[int, str]], after: list[nn.Module]) -> dict[torch.Tensor, str]:
+def rebind(
+    optimizer: Optimizer, before: Mapping[int, tuple[int, str]], after: list[nn.Module]
+) -> dict[torch.Tensor, str]:
     """Puts the prepared parameters in the place of those that the optimizer was built with.
 
     Args:
@@ -93,12 +95,19 @@ def choose_fused(optimizer: Optimizer, sparse: bool) -> Decision | None:
     if type(optimizer).__module__.split(".")[0] != "torch" or type(optimizer).__name__ not in _FUSED or sparse:
         return None
     for group in optimizer.param_groups:
-        untouched = group.get("fused", False) is None and group.get("foreach") is None and not group.get("differentiable")
-        plain = all(type(p) is nn.Parameter and p.device.type == "cpu" and p.is_floating_point() for p in group["params"])
+        untouched = (
+            group.get("fused", False) is None and group.get("foreach") is None and not group.get("differentiable")
+        )
+        plain = all(
+            type(p) is nn.Parameter and p.device.type == "cpu" and p.is_floating_point() for p in group["params"]
+        )
         if not (untouched and plain) or isinstance(group["lr"], torch.Tensor) or optimizer.state:
             return None
     for group in optimizer.param_groups:
         group["fused"] = True
     return Decision(
-        f"optimizer.{type(optimizer).__name__}.fused", True, "derived", reason="on the CPU one kernel is faster than torch's loop"
+        f"optimizer.{type(optimizer).__name__}.fused",
+        True,
+        "derived",
+        reason="on the CPU one kernel is faster than torch's loop",
     )

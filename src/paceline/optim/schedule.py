@@ -48,7 +48,9 @@ class PreparedScheduler:
 
 def is_scheduler(value: Any) -> bool:
     """Whether a value behaves as a learning-rate scheduler: it steps, it saves, and it knows an optimizer."""
-    return all(hasattr(value, name) for name in ("step", "state_dict", "load_state_dict", "optimizer")) and not hasattr(value, "param_groups")
+    return all(hasattr(value, name) for name in ("step", "state_dict", "load_state_dict", "optimizer")) and not hasattr(
+        value, "param_groups"
+    )
 
 
 def compare_lengths(scheduler: Any, before: Sequence[int], after: Sequence[int], steps: int, width: int) -> None:
@@ -60,7 +62,9 @@ def compare_lengths(scheduler: Any, before: Sequence[int], after: Sequence[int],
         steps: micro-batches in an optimizer step.
         width: ranks that read different samples.
     """
-    length = next((getattr(scheduler, name) for name in _LENGTHS if isinstance(getattr(scheduler, name, None), int)), None)
+    length = next(
+        (getattr(scheduler, name) for name in _LENGTHS if isinstance(getattr(scheduler, name, None), int)), None
+    )
     if length is None:
         return
     for old, new in zip(before, after, strict=True):

@@ -61,7 +61,9 @@ def install(model: DistributedDataParallel, name: str, wrapper: str, group: Any,
     """
     if name == "power_sgd":
         hook: Hook = powerSGD_hook.powerSGD_hook
-        hook_state: Any = powerSGD_hook.PowerSGDState(group, **{"matrix_approximation_rank": 1, "start_powerSGD_iter": 2, **state})
+        hook_state: Any = powerSGD_hook.PowerSGDState(
+            group, **{"matrix_approximation_rank": 1, "start_powerSGD_iter": 2, **state}
+        )
     else:
         hook, hook_state = (bf16_hook if name == "bf16" else fp16_hook), group
     if wrapper in ("bf16", "fp16"):

@@ -13,7 +13,6 @@ from __future__ import annotations
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
-import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -152,7 +151,9 @@ def _stop_looking(model: DistributedDataParallel) -> None:
     model._paceline_looking = False  # type: ignore[assignment]
     if model._paceline_any(bool(unused)):  # type: ignore[operator]
         shown = ", ".join(unused[:3]) + (", ..." if len(unused) > 3 else "")
-        logger("parallel").info("find_unused_parameters stays on: %d parameters got no gradient (%s)", len(unused), shown)
+        logger("parallel").info(
+            "find_unused_parameters stays on: %d parameters got no gradient (%s)", len(unused), shown
+        )
         return
     gradients = {p: p.grad for p in model.parameters()}  # views of the old buckets, which they keep alive
     model.find_unused_parameters = False

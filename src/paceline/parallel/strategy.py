@@ -97,7 +97,8 @@ class Chain:
         self.plan = plan
         self.strategies: list[Strategy] = [STRATEGIES.get(name) for name in plan.strategies]
         self._contexts = [
-            Context(plan, mesh, collectives, device, plan.options.get(strategy.name, {})) for strategy in self.strategies
+            Context(plan, mesh, collectives, device, plan.options.get(strategy.name, {}))
+            for strategy in self.strategies
         ]
 
     def apply(self, model: nn.Module) -> nn.Module:

@@ -55,8 +55,10 @@ class Plan:
 
     def explain(self) -> str:
         """The whole plan as text: a heading and one line for each decision."""
-        lines = [f"plan: {self.layout}, precision {self.precision}, accumulate {self.accumulate}, "
-                 f"strategies {' -> '.join(self.strategies) or 'none'}"]
+        lines = [
+            f"plan: {self.layout}, precision {self.precision}, accumulate {self.accumulate}, "
+            f"strategies {' -> '.join(self.strategies) or 'none'}"
+        ]
         return "\n".join(lines + [f"  {decision}" for decision in self.decisions])
 
     def to_json(self) -> str:

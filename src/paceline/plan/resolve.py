@@ -104,4 +104,6 @@ def resolve(plan: Plan, models: Iterable[ModelFacts], strategies: Iterable[Pass]
         raise PlanError.of(problems)
     names = tuple(strategy.name for strategy in chosen)
     reason = ", ".join(f"{s.name} serves {'/'.join(s.axes)}" for s in chosen) or "one process needs none"
-    return replace(plan, strategies=names, decisions=(*plan.decisions, Decision("strategies", names, "derived", reason=reason)))
+    return replace(
+        plan, strategies=names, decisions=(*plan.decisions, Decision("strategies", names, "derived", reason=reason))
+    )

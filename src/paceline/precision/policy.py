@@ -39,7 +39,9 @@ TABLE = {
 }
 
 
-def autocast(precision: Precision, device: torch.device, *, enabled: bool = True, cache_enabled: bool | None = None) -> AbstractContextManager[Any]:
+def autocast(
+    precision: Precision, device: torch.device, *, enabled: bool = True, cache_enabled: bool | None = None
+) -> AbstractContextManager[Any]:
     """The context in which a forward pass computes; one that does nothing for "no"."""
     if precision.dtype is None:
         return nullcontext()
