@@ -23,7 +23,10 @@ def main() -> int:
     for passed, text in checks:
         accelerator.print(f"{'ok    ' if passed else 'FAILED'}  {text}")
     accelerator.end_training()
-    return 0 if all(passed for passed, _ in checks) else 1
+    failed = [text for passed, text in checks if not passed]
+    if not failed:
+        accelerator.print(f"All is well on {procs} processes.")
+    return 1 if failed else 0
 
 
 def _group(accelerator: Any, procs: int) -> tuple[bool, str]:

@@ -7,12 +7,12 @@ its config file count here too.
 from __future__ import annotations
 
 import argparse
-import sys
 
 from paceline.cli.main import main
 from paceline.config import schema
 from paceline.config.given import Given
 from paceline.config.sources import resolve_launch
+from paceline.launch import host
 
 CHECK = "paceline.cli._self_check"
 
@@ -27,20 +27,11 @@ def run(args: argparse.Namespace) -> int:
     given = schema.given(args)
     told = resolve_launch(given)
     source = {row.field: row.source for row in told.decisions}
+    found = 0 if told.run.cpu else host.accelerators().count
+    procs = told.launch.procs if isinstance(told.launch.procs, int) else max(found, 1)
     if source["procs"] == "default":
-        given = (*given, Given("procs", "2", "command line", "--procs"))
-        if source["cpu"] == "default" and _accelerators() == 1:  # two processes cannot share one
+        procs, given = 2, (*given, Given("procs", "2", "command line", "--procs"))
+        if found == 1 and source["cpu"] == "default":  # two processes cannot share one
             given = (*given, Given("cpu", "true", "command line", "--cpu"))
-        told = resolve_launch(given)
-    procs = told.launch.procs if told.launch.procs != "auto" else max(_accelerators(), 1)
-    words = [*schema.words(given), "--module", CHECK, "--procs", str(int(procs) * told.launch.nodes)]
-    code = main(["launch", *words])
-    if code == 0 and not told.launch.dry_run:
-        print("This machine is ready.", file=sys.stderr)
-    return code
-
-
-def _accelerators() -> int:
-    import torch
-
-    return torch.accelerator.device_count() if torch.accelerator.is_available() else 0
+    words = [*schema.words(given), "--module", CHECK, "--procs", str(procs * told.launch.nodes)]
+    return main(["launch", *words])

@@ -20,80 +20,79 @@ from paceline.config.settings import settings_of
 TOTAL = "num_processes"  # over all nodes together, where `procs` counts per node
 
 
+_OFF = ("no", "false", "", "none", "null", "0")
+_SHARDING = "leave it out: each process then holds the whole model (replicate)"
+_HERE = "start `paceline launch` on the machine itself"
+
+
 @dataclass(frozen=True)
 class Foreign:
-    """One of accelerate's names that is no setting of ours.
+    """Some of accelerate's names, none of them a setting of ours, that are treated alike.
 
     Attributes:
+        names: the names, with blanks between.
+        why: what they are for.
         idle: values (in small letters) that ask for nothing; None where no value has an effect.
-        why: what it is for.
         fix: what to do instead; "" where every value is idle.
+        takes: whether a value follows on the command line; None for names that stand in files alone.
+        tell: a value in a file that is not "off" is worth a notice.
     """
 
-    idle: tuple[str, ...] | None
+    names: str
     why: str
+    idle: tuple[str, ...] | None = None
     fix: str = ""
+    takes: bool | None = None
+    tell: bool = False
 
 
-_OFF = ("no", "false", "", "none", "null", "0")
-_TPU = Foreign(None, "it concerns TPUs alone")
-_SHARDING = "leave it out: each process then holds the whole model (replicate)"
-_COMPILE = "call `torch.compile(model)` in the script before `prepare`"
-
-FOREIGN: Mapping[str, Foreign] = MappingProxyType(
-    {
-        "compute_environment": Foreign(
-            ("local_machine",), "it says where the run takes place", "start `paceline launch` on the machine itself"
-        ),
-        "distributed_type": Foreign(
-            ("no", "multi_gpu", "multi_cpu", "multi_xpu", "multi_npu", "multi_mlu", "multi_musa", "multi_hpu"),
-            "it names how accelerate divides the work",
-            "set distributed_type to MULTI_GPU (MULTI_CPU without one)",
-        ),
-        "same_network": Foreign(None, "nodes are found by main_address alone"),
-        "main_training_function": Foreign(None, "it is used on TPUs alone; the whole script is run"),
-        "enable_cpu_affinity": Foreign(None, "processes are not bound to cores; use numactl for that"),
-        "downcast_bf16": _TPU,
-        **dict.fromkeys(("tpu_name", "tpu_zone", "tpu_use_cluster", "tpu_use_sudo", "tpu_vm", "tpu_env"), _TPU),
-        **dict.fromkeys(("command_file", "commands"), _TPU),
-        **dict.fromkeys(
-            ("fsdp_config", "deepspeed_config", "megatron_lm_config", "fp8_config"),
-            Foreign(None, "it counts only where distributed_type or mixed_precision asks for it"),
-        ),
-        "mpirun_hostfile": Foreign(
-            _OFF, "it starts processes through mpirun", "run `mpirun -n N python script.py`: its ranks are found"
-        ),
-        "dynamo_backend": Foreign(_OFF, "it compiles the model", _COMPILE),
-        **dict.fromkeys(
-            ("dynamo_mode", "dynamo_use_fullgraph", "dynamo_use_dynamic", "dynamo_use_regional_compilation"),
-            Foreign(None, "it counts only together with dynamo_backend"),
-        ),
-        **dict.fromkeys(
-            ("multi_gpu", "use_parallelism_config", "use_xpu", "role"),
-            Foreign(None, "`procs` and the layout settings say it"),
-        ),
-        "quiet": Foreign(None, "there is nothing to silence: a failing rank is reported once"),
-        "gradient_clipping": Foreign((), "it is DeepSpeed's", "call `accelerator.clip_grad_norm_` in the script"),
-        "tpu": Foreign(_OFF, "it asks for TPUs", "run on CPU or on an accelerator that `torch.accelerator` knows"),
-        **dict.fromkeys(("use_fsdp",), Foreign(_OFF, "it asks for sharded models", _SHARDING)),
-        **dict.fromkeys(("use_deepspeed",), Foreign(_OFF, "it asks for DeepSpeed's engine", _SHARDING)),
-        **dict.fromkeys(("use_megatron_lm",), Foreign(_OFF, "it asks for Megatron-LM's engine", _SHARDING)),
-    }
+_ROWS = (
+    Foreign("same_network", "nodes are found by main_address alone", takes=False),
+    Foreign("multi_gpu use_xpu", "`procs` says it", takes=False),
+    Foreign("role main_training_function", "the whole script is run, whatever it is called", takes=True),
+    Foreign("quiet", "there is nothing to silence: a failing rank is reported once", takes=False),
+    Foreign("enable_cpu_affinity", "processes are not bound to cores; use numactl for that", takes=False, tell=True),
+    Foreign("use_parallelism_config", "the sizes of the axes say it", takes=False),
+    Foreign(
+        "parallelism_config_cp_backend parallelism_config_cp_comm_strategy parallelism_config_sp_backend "
+        "parallelism_config_sp_seq_length parallelism_config_sp_seq_length_is_variable "
+        "parallelism_config_sp_attn_implementation",
+        "it counts only together with a size above 1",
+    ),
+    Foreign("parallelism_config_sp_size", "it divides sequences", ("1", *_OFF), "set it to 1, and `cp` instead", True),
+    Foreign("compute_environment", "it says where the run takes place", ("local_machine",), _HERE),
+    Foreign(
+        "distributed_type",
+        "it names how accelerate divides the work",
+        ("no", "multi_gpu", "multi_cpu", "multi_xpu", "multi_npu", "multi_mlu", "multi_musa", "multi_hpu"),
+        "set distributed_type to MULTI_GPU (MULTI_CPU without one)",
+    ),
+    Foreign("use_fsdp", "it asks for accelerate's FSDP", _OFF, _SHARDING, False),
+    Foreign("use_deepspeed", "it asks for DeepSpeed's engine", _OFF, _SHARDING, False),
+    Foreign("use_megatron_lm", "it asks for Megatron-LM's engine", _OFF, _SHARDING, False),
+    Foreign("gradient_clipping", "it is DeepSpeed's", _OFF, "call `accelerator.clip_grad_norm_` in the script", True),
+    Foreign(
+        "fsdp_config deepspeed_config megatron_lm_config fp8_config",
+        "it counts only where distributed_type or mixed_precision asks for it",
+    ),
+    Foreign("mpirun_hostfile", "it starts processes through mpirun", _OFF, "run `mpirun -n N python script.py`", True),
+    Foreign("dynamo_backend", "it compiles the model", _OFF, "call `torch.compile(model)` before `prepare`", True),
+    Foreign("dynamo_mode", "it counts only together with dynamo_backend", takes=True),
+    Foreign(
+        "dynamo_use_fullgraph dynamo_use_dynamic dynamo_use_regional_compilation",
+        "it counts only together with dynamo_backend",
+        takes=False,
+    ),
+    Foreign("tpu", "it asks for TPUs", _OFF, "use the CPU, or an accelerator that `torch.accelerator` knows", False),
+    Foreign("downcast_bf16 tpu_use_cluster tpu_use_sudo", "it concerns TPUs alone", takes=False),
+    Foreign("tpu_name tpu_zone", "it concerns TPUs alone", takes=True),
+    Foreign("tpu_vm tpu_env command_file commands", "it concerns TPUs alone"),
 )
+FOREIGN: Mapping[str, Foreign] = MappingProxyType({name: row for row in _ROWS for name in row.names.split()})
 
-# Flags of accelerate's `launch` that may stand on a command line, and whether a value follows.
+# Those that may stand on a command line, and whether a value follows.
 FLAGS: Mapping[str, bool] = MappingProxyType(
-    {
-        TOTAL: True,
-        **dict.fromkeys(("dynamo_backend", "dynamo_mode", "role", "main_training_function", "mpirun_hostfile"), True),
-        **dict.fromkeys(("gradient_clipping", "tpu_name", "tpu_zone"), True),
-        **dict.fromkeys(
-            ("same_network", "enable_cpu_affinity", "multi_gpu", "use_parallelism_config", "use_xpu"), False
-        ),
-        **dict.fromkeys(("quiet", "downcast_bf16", "tpu", "use_fsdp", "use_deepspeed", "use_megatron_lm"), False),
-        **dict.fromkeys(("dynamo_use_fullgraph", "dynamo_use_dynamic", "dynamo_use_regional_compilation"), False),
-        **dict.fromkeys(("tpu_use_cluster", "tpu_use_sudo", "use_parallelism_config"), False),
-    }
+    {TOTAL: True, **{name: row.takes for name, row in FOREIGN.items() if row.takes is not None}}
 )
 
 # Families of flags and keys that belong to one engine, by how their names begin.
@@ -110,9 +109,8 @@ _FAMILIES: Mapping[str, tuple[str, str]] = MappingProxyType(
             "this part of it has no counterpart yet",
             "leave it out; the sizes of dp_replicate, dp_shard, tp and cp are read",
         ),
-        "aws_": ("it concerns SageMaker", "start `paceline launch` on the machine itself"),
+        "aws_": ("it concerns SageMaker", _HERE),
         "tpu_": ("it concerns TPUs", "leave it out"),
-        "vm": ("it concerns TPU pods", "leave it out"),
     }
 )
 
@@ -150,6 +148,12 @@ def judge(given: Given) -> Choice | Problem | None:
         return Choice(given.name, given.value, given.source, given.where, f"no effect here: {foreign.why}")
     shown = given.name if text.lower() == "true" else f"{given.name} {text}"
     return _refusal(shown, given.where, foreign.why, foreign.fix)
+
+
+def notice(row: Choice) -> str:
+    """What to tell the user about a value without effect; "" where `paceline explain` is enough."""
+    told = row.source == "command line" or (FOREIGN[row.field].tell and str(row.value).lower() not in _OFF)
+    return f"{row.field} ({row.where}) has no effect: {FOREIGN[row.field].why}." if told else ""
 
 
 def _refusal(name: str, where: str, why: str, fix: str) -> Problem:

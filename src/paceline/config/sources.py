@@ -116,7 +116,6 @@ def resolve_launch(flags: Sequence[Given] = (), env: Mapping[str, str] | None = 
             given.append(each)
         else:
             _sort(accelerate.judge(each) or _unknown(each), unused, problems)
-    notices = [f"{row.where} has no effect: {row.reason.removeprefix('no effect here: ')}." for row in unused]
     given += _from_env(env, LaunchSettings, RunSettings)
     path = _file_for(given, env, search)
     if path is not None:
@@ -130,10 +129,9 @@ def resolve_launch(flags: Sequence[Given] = (), env: Mapping[str, str] | None = 
     run_values, run_decisions = _merge(RunSettings, given, problems)
     decisions = _per_node(values, decisions, problems)
     _raise(problems)
-    return Launch(
-        LaunchSettings(**values), RunSettings(**run_values), decisions + run_decisions, tuple(unused),
-        (*notices, *_unknown_variables(env)), path,
-    )  # fmt: skip
+    notices = (*filter(None, map(accelerate.notice, unused)), *_unknown_variables(env))
+    rows = decisions + run_decisions
+    return Launch(LaunchSettings(**values), RunSettings(**run_values), rows, tuple(unused), notices, path)
 
 
 def hand_over(decisions: Iterable[Choice]) -> str:

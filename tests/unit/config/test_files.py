@@ -84,6 +84,11 @@ def test_accelerates_parallelism_block(told):
     assert (found.run.tp, found.run.shard) == (2, 4)
 
 
+def test_a_wish_that_is_not_met_is_noticed(told):
+    [notice] = told("enable_cpu_affinity: true\nsame_network: true\n").notices
+    assert "enable_cpu_affinity" in notice and "run.yaml:1" in notice and "numactl" in notice
+
+
 @pytest.mark.parametrize("kind", ["FSDP", "DEEPSPEED", "MEGATRON_LM", "XLA", "TPU"])
 def test_engines_are_refused(problems, kind):
     [problem] = problems(f"compute_environment: LOCAL_MACHINE\ndistributed_type: {kind}\n")
