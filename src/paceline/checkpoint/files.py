@@ -84,7 +84,7 @@ def replacing(path: str) -> Iterator[BinaryIO]:
         raise
 
 
-def save_object(obj: Any, path: str | os.PathLike[str], *, safe_serialization: bool = False) -> None:
+def save_object(obj: Any, path: str | os.PathLike[str], safe_serialization: bool = False) -> None:
     """Saves anything that `torch.save` takes, or a dictionary of tensors as safetensors; the old file stays till then.
 
     Ranks: whoever calls; no communication.

@@ -54,7 +54,6 @@ def save_model(
     directory: str | os.PathLike[str],
     max_shard_size: int | str = "10GB",
     safe_serialization: bool = True,
-    *,
     state_dict: Mapping[str, Tensor] | None = None,
 ) -> list[str]:
     """Writes a model's weights; call it on one rank.
