@@ -104,7 +104,7 @@ def _worst(outcome: int) -> int:
     """The highest of all ranks' outcomes."""
     if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
         return outcome
-    outcomes: list[Any] = [None] * dist.get_world_size()
+    outcomes = [outcome] * dist.get_world_size()
     dist.all_gather_object(outcomes, outcome)
     return max(outcomes)
 

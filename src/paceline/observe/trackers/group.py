@@ -122,7 +122,7 @@ def _as_list(wanted: Wanted | Iterable[Wanted] | None) -> list[Wanted]:
     return [wanted]  # type: ignore[list-item]
 
 
-def _resolve(wanted: list[Wanted]) -> dict[str, Any]:
+def _resolve(wanted: list[Any]) -> dict[str, Any]:
     """Classes and instances by name; raises all problems at once."""
     if "all" in wanted:
         found = [name for name in TRACKERS.names() if not _missing(TRACKERS.get(name))]
