@@ -86,8 +86,8 @@ def one_of(*words: str) -> Kind:
             raise ValueError(text)
         return text.lower()
 
-    return Kind(" or ".join([", ".join(words[:-1]), words[-1]] if words[1:] else words), parse, {"enum": [*words]},
-                "|".join(words))  # fmt: skip
+    expected = " or ".join([", ".join(words[:-1]), words[-1]] if words[1:] else words)
+    return Kind(expected, parse, {"enum": [*words]}, "|".join(words))
 
 
 def matching(pattern: str, expected: str, metavar: str) -> Kind:

@@ -214,7 +214,7 @@ def _per_node(values: dict[str, Any], decisions: tuple[Choice, ...], problems: l
                 "procs-split",
                 f"{total} processes cannot be divided equally over {nodes} nodes.",
                 f"num_processes={total} ({row.where}) counts all nodes together; nodes={nodes} ({where['nodes']})",
-                f"set num_processes to {procs * nodes or nodes} or {(procs + 1) * nodes}, or say --procs for each node",
+                f"set num_processes to {(procs + 1) * nodes}, or say --procs, which counts for each node",
             )
         )
     values["procs"] = procs
