@@ -26,8 +26,9 @@ $(STAMP):
 	rm -f .venv/.setup-done-*
 	touch $@
 
-quickstart: setup  ## train a small network on handwritten digits, on 2 processes; writes runs/quickstart/report.html
-	$(BIN)/python examples/quickstart/run.py $(ARGS)
+quickstart: setup  ## train a small network on handwritten digits, on 2 processes; writes a report under runs/
+	$(BIN)/python examples/quickstart/make_digits.py
+	$(BIN)/paceline launch --procs 2 examples/quickstart/train.py $(ARGS)
 
 test: setup  ## run the whole test suite (set-up included)
 	$(PYTEST) tests -n $(JOBS) $(ARGS)

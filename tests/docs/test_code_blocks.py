@@ -20,6 +20,7 @@ import subprocess
 import sys
 import textwrap
 import traceback
+import warnings
 from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
@@ -134,7 +135,9 @@ def test_a_page_runs(page: Path, tmp_path: Path) -> None:
     folder, report = tmp_path / "work", tmp_path / "report"
     folder.mkdir()
     process = multiprocessing.get_context("fork").Process(target=_follow, args=(page, folder, report))
-    process.start()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12 warns of threads, which the child does not use
+        process.start()
     process.join(SECONDS)
     if process.is_alive():
         os.killpg(process.pid, 9)
