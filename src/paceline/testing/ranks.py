@@ -195,11 +195,13 @@ def _run(job: _Job, rank: int) -> dict[str, Any]:
             rendezvous.join(me, cpu=True, timeout_s=limit, store=_store(job, rank, port))
         else:
             job.listener.close()  # `fn` will listen there
-        return {"value": job.fn(*job.args)}
-    except BaseException as error:
-        return {"error": error, "trace": traceback.format_exc(), "at": time.monotonic()}
-    finally:
+        value = job.fn(*job.args)
         rendezvous.leave()
+        return {"value": value}
+    except BaseException as error:
+        failure = {"error": error, "trace": traceback.format_exc(), "at": time.monotonic()}
+        rendezvous.leave()
+        return failure
 
 
 def _store(job: _Job, rank: int, port: int) -> Any:

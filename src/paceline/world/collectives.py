@@ -298,7 +298,7 @@ class Collectives:
             places = [i for i, other in enumerate(kinds) if other == kind]
             flat = torch.cat([leaves[i].reshape(-1) for i in places])
             dist.all_reduce(flat, group=exchange.cpu_group if kind[0] == "cpu" else exchange.group)
-            parts = flat.split([leaves[i].numel() for i in places])
+            parts = torch.split(flat, [leaves[i].numel() for i in places])
             found |= {i: part.view(leaves[i].shape) for i, part in zip(places, parts, strict=True)}
         return [found[i] for i in range(len(leaves))]
 
@@ -394,7 +394,7 @@ def _join(boxes: list[list[Any]], loaded: Sequence[int], real: Sequence[int]) ->
 
 
 def _unpickle_each(data: Tensor, arrived: Sequence[Sent]) -> list[Any]:
-    return [_unpickle(part) for part in data.split([one.rows[-1] for one in arrived])]
+    return [_unpickle(part) for part in torch.split(data, [one.rows[-1] for one in arrived])]
 
 
 def _unpickle(data: Tensor | None) -> Any:

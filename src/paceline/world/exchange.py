@@ -19,7 +19,7 @@ import hashlib
 import struct
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -76,8 +76,8 @@ class Exchange:
         self._message = torch.zeros(self.limit, dtype=torch.uint8)
         self._messages = torch.zeros(self.limit * self.size, dtype=torch.uint8)
         # Python reads and writes the few numbers of a message far faster than tensor operations do.
-        self._writable = memoryview(self._message.numpy())
-        self._readable = memoryview(self._messages.numpy())
+        self._writable = memoryview(cast(Any, self._message.numpy()))
+        self._readable = memoryview(cast(Any, self._messages.numpy()))
 
     def fits(self, leaves: int, cpu_bytes: int) -> bool:
         """Whether a body of this size travels inside the message."""
@@ -163,7 +163,7 @@ class Exchange:
             data = padded
         gathered = data.new_empty(most * self.size)
         all_gather(gathered, data, group=group)
-        return list(gathered.split(most))
+        return list(torch.split(gathered, most))
 
     def _mismatch(self, op: str, detail: str) -> CollectiveError:
         """The error that every rank raises: who was about to do what. All ranks make it together."""

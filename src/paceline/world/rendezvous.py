@@ -14,14 +14,16 @@ count differently), so each rank asks with a random word, and only an answer to 
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import json
 import os
 import secrets
 import socket
+import sys
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import Any
 
@@ -35,6 +37,7 @@ from paceline.world import device as devices
 from paceline.world.world import World
 
 DEFAULT_TIMEOUT_S = 600.0
+_c10d: Any = dist.distributed_c10d  # its stores have no type stubs
 _POLL_S = 0.01
 
 environment.register(
@@ -54,9 +57,11 @@ class _Joined:
     store: Any
     ours: bool  # whether `join` made the group, so that `leave` may end it
     pid: int
+    on_leave: list[Callable[[str], None]] = field(default_factory=list)
 
 
 _joined: _Joined | None = None
+atexit.register(lambda: leave())
 # Rank 0 listens for as long as it lives: a process that leaves and joins again finds its port still its own.
 _stores: dict[tuple[int, str, int], Any] = {}
 
@@ -94,13 +99,12 @@ def join(
             `rendezvous-address`, `rendezvous-port`, `rendezvous-unreachable`, `rendezvous-missing`, `rendezvous-group`.
     """
     global _joined
-    seconds = _timeout(timeout_s)
+    seconds = timeout(timeout_s)
     if dist.is_available() and dist.is_initialized():
         world = _adopt(world)
         device = devices.detect(world, cpu=cpu, index=device_index)
         devices.select(device)
-        if _joined is None or _joined.pid != os.getpid():
-            _joined = _Joined(dist.distributed_c10d._get_default_store(), ours=False, pid=os.getpid())
+        _current()
         return replace(world, device=str(device))
     device = devices.detect(world, cpu=cpu, index=device_index)
     devices.select(device)
@@ -109,35 +113,57 @@ def join(
         return world
     chosen = devices.default_backend(device, backend)
     if world.size == 1:
-        part = dist.HashStore()
+        own: Any = _c10d.HashStore()
     else:
         root = store if store is not None else _connect(world, seconds)
-        part = dist.PrefixStore(f"paceline/{_roll_call(root, world, device, chosen, seconds)}", root)
-    _initialise(world, device, chosen, part, seconds)
-    _joined = _Joined(part, ours=True, pid=os.getpid())
+        own = _c10d.PrefixStore(f"paceline/{_roll_call(root, world, device, chosen, seconds)}", root)
+    _initialise(world, device, chosen, own, seconds)
+    _joined = _Joined(own, ours=True, pid=os.getpid())
     return world
 
 
 def leave() -> None:
     """Ends the group if `join` made it; a group that the user made stays. May be called at any time, and again.
 
+    Runs by itself when the interpreter ends.
+
     Ranks:
         Every rank for itself; the others must have finished their collectives with it.
     """
     global _joined
     joined, _joined = _joined, None
-    if joined is not None and joined.ours and joined.pid == os.getpid() and dist.is_initialized():
+    if joined is None or joined.pid != os.getpid():
+        return
+    failure = sys.exception() or getattr(sys, "last_value", None)
+    for call in joined.on_leave:
+        call(f"has ended: {type(failure).__name__}: {failure}" if failure is not None else "has ended, or left")
+    # After an error peers may be gone, and NCCL would wait for them.
+    if joined.ours and dist.is_initialized() and (failure is None or dist.get_backend() == "gloo"):
         dist.destroy_process_group()
 
 
-def store() -> Any:
-    """The store behind the current group; None where there is no group."""
-    return _joined.store if _joined is not None and _joined.pid == os.getpid() else None
+def on_leave(call: Callable[[str], None]) -> None:
+    """Has `leave` call `call` first, with why this process leaves."""
+    _current().on_leave.append(call)
 
 
-def _timeout(timeout_s: float | None) -> float:
+def part(name: str) -> Any:
+    """A part of its own of the store behind the current group, which must stand."""
+    return _c10d.PrefixStore(name, _current().store)
+
+
+def timeout(timeout_s: float | None = None) -> float:
+    """Seconds until a collective counts as stuck: `timeout_s`, else PACELINE_TIMEOUT_S, else 600."""
     seconds = timeout_s if timeout_s is not None else environment.get("PACELINE_TIMEOUT_S")
     return DEFAULT_TIMEOUT_S if seconds is None else float(seconds)
+
+
+def _current() -> _Joined:
+    """What is known of the group that stands; one that the user made becomes known here."""
+    global _joined
+    if _joined is None or _joined.pid != os.getpid():
+        _joined = _Joined(_c10d._get_default_store(), ours=False, pid=os.getpid())
+    return _joined
 
 
 def _adopt(world: World) -> World:
@@ -173,7 +199,7 @@ def _connect(world: World, seconds: float) -> Any:
     listens = world.rank == 0 and not environment.get("TORCHELASTIC_USE_AGENT_STORE")
     place = f"{world.address}:{world.port}"
     try:
-        _stores[key] = dist.TCPStore(
+        _stores[key] = _c10d.TCPStore(
             world.address,
             world.port,
             world.size,
@@ -238,7 +264,7 @@ def _call(store: Any, world: World, mine: dict[str, Any], deadline: float, secon
             if time.monotonic() > deadline:
                 raise _missing(world, sorted(set(range(world.size)) - set(present)), seconds)
             time.sleep(_POLL_S)
-    round_word = mine["word"]
+    round_word = str(mine["word"])
     answered: dict[int, str] = {}
     waiting = set(range(1, world.size))
     problems: list[Problem] = []
@@ -342,7 +368,7 @@ def _compare(present: dict[int, dict[str, Any]]) -> list[Problem]:
 
 
 def _initialise(world: World, device: torch.device, backend: str, part: Any, seconds: float) -> None:
-    bound = {"device_id": device} if device.index is not None and not backend.endswith("gloo") else {}
+    bound: dict[str, Any] = {"device_id": device} if device.index is not None and not backend.endswith("gloo") else {}
     try:
         dist.init_process_group(
             backend, store=part, rank=world.rank, world_size=world.size, timeout=timedelta(seconds=seconds), **bound

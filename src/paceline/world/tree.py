@@ -169,7 +169,7 @@ def rebuild(tree: Tree, values: list[Any]) -> Tree:
     new = copy.copy(tree)
     if isinstance(tree, Mapping):
         for key, value in zip(list(tree), values, strict=True):
-            new[key] = value  # type: ignore[index]
+            new[key] = value
     elif isinstance(tree, list):
         new[:] = values
     else:
