@@ -1,0 +1,61 @@
+"""Starts a script on one or more processes.
+
+paceline launch [options] script.py [arguments of the script]
+paceline launch [options] -m module [arguments of the module]
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from dataclasses import replace
+
+from paceline.base import env as environment
+from paceline.base.errors import ConfigError
+from paceline.config import schema
+from paceline.config.sources import Launch, resolve_launch
+from paceline.launch.launcher import LAUNCHERS, Job
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Takes all settings, then the script and its arguments."""
+    parser.usage = "paceline launch [options] script.py [arguments of the script]"
+    schema.add_options(parser)
+    parser.add_argument("script", nargs="?", help="Python file; with -m a module, with --no-python a program")
+    parser.add_argument("script_args", nargs=argparse.REMAINDER, metavar="...", help="the script's own arguments")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Runs the script to its end; returns the exit code of the first failing rank, else 0."""
+    from paceline.launch.job import job_of
+
+    told = resolve_launch(schema.given(args))
+    if args.script is None:
+        raise ConfigError(
+            "command-line", "paceline launch: which script?", fix="paceline launch --procs 2 train.py --its-option"
+        )
+    job, notices = job_of(told, args.script, args.script_args, environment.snapshot())
+    for notice in (*told.notices, *notices):
+        print(f"paceline: {notice}", file=sys.stderr)
+    if told.launch.dry_run:
+        return _show(job, told)
+    return _carry_out(job)
+
+
+def _show(job: Job, told: Launch) -> int:
+    from paceline.cli.explain import table
+    from paceline.launch.host import name
+
+    rendered = LAUNCHERS.get("local").render(replace(job))
+    print(rendered.text(name()), "\n\nsettings:", table(told, changed=True), sep="\n")
+    return 0
+
+
+def _carry_out(job: Job) -> int:
+    from paceline.launch.report import describe
+
+    launcher = LAUNCHERS.get("local")
+    outcome = launcher.submit(launcher.render(job)).wait()
+    if not outcome.in_worker and outcome.failure is not None:
+        print(describe(outcome.failure, job), file=sys.stderr, flush=True)
+    return int(outcome.exit_code)

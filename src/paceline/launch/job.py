@@ -1,0 +1,90 @@
+"""Turns what `paceline launch` was told, and what this host has, into a `Job`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from paceline.base.errors import ConfigError
+from paceline.config.sources import Launch
+from paceline.launch import host
+from paceline.launch.launcher import Job, Target
+
+_SEVERAL_NODES_PORT = 29500
+_VISIBLE = {"cuda": "CUDA_VISIBLE_DEVICES", "xpu": "ZE_AFFINITY_MASK", "npu": "ASCEND_RT_VISIBLE_DEVICES"}
+
+
+def job_of(told: Launch, script: str, args: Sequence[str], env: Mapping[str, str]) -> tuple[Job, list[str]]:
+    """The job, and what the user should know about it.
+
+    Args:
+        told: the merged settings.
+        script: path of a file, name of a module, or a program.
+        args: the script's own arguments.
+        env: the environment of the launcher.
+    """
+    launch, notices = told.launch, list[str]()
+    found = _accelerators(told, env)
+    procs = launch.procs if isinstance(launch.procs, int) else max(found.count, 1)
+    if launch.procs == "auto" and not found.count:
+        notices.append("1 process, as there is no accelerator; `--procs 2` starts two on the CPU.")
+    kind = "program" if launch.no_python else "module" if launch.module else "script"
+    target = Target(kind, script, tuple(args))
+    variables = {**told.hand_over(), **_threads(told, procs, env, notices)}
+    if launch.gpu_ids != "all":
+        variables[_VISIBLE.get(found.kind, "CUDA_VISIBLE_DEVICES")] = launch.gpu_ids
+    if launch.compat:
+        variables["PACELINE_COMPAT"] = launch.compat
+    several = launch.nodes > 1
+    job = Job(
+        target, procs, launch.nodes, launch.node_rank, launch.main_address or "127.0.0.1",
+        launch.main_port or (_SEVERAL_NODES_PORT if several else 0),
+        start="exec" if found.count or launch.no_python else "fork",
+        env=variables, max_restarts=launch.max_restarts, monitor_interval_s=launch.monitor_interval_s,
+        log_dir=launch.log_dir, tee=_streams(told, procs), backend=launch.rdzv_backend,
+        options=dict(pair.split("=", 1) for pair in launch.rdzv_conf.split(",") if pair), compat=launch.compat or "",
+    )  # fmt: skip
+    return job, notices
+
+
+def _accelerators(told: Launch, env: Mapping[str, str]) -> host.Accelerators:
+    if told.run.cpu:
+        return host.Accelerators()
+    found = host.accelerators()
+    if told.launch.gpu_ids == "all" or not found.count:
+        return found
+    return host.Accelerators(found.kind, len(told.launch.gpu_ids.split(",")))
+
+
+def _threads(told: Launch, procs: int, env: Mapping[str, str], notices: list[str]) -> dict[str, str]:
+    """Threads of each process: as said, else as OMP_NUM_THREADS says, else this host's cores shared equally."""
+    if told.launch.threads is not None:
+        return {"OMP_NUM_THREADS": str(told.launch.threads)}
+    if env.get("OMP_NUM_THREADS"):
+        return {}
+    cores = host.cores()
+    share = max(cores // procs, 1)
+    if procs > 1:
+        notices.append(
+            f"OMP_NUM_THREADS={share} for each of {procs} processes ({cores} cores); `--threads` changes it."
+        )
+    return {"OMP_NUM_THREADS": str(share)}
+
+
+def _streams(told: Launch, procs: int) -> dict[int, int] | None:
+    """`--tee` by local rank; with a log directory and no word about it, both streams of all."""
+    text = told.launch.tee
+    said = next(row for row in told.decisions if row.field == "tee").source != "default"
+    if not said:
+        return dict.fromkeys(range(procs), 3) if told.launch.log_dir else None
+    if ":" not in text:
+        return dict.fromkeys(range(procs), int(text))
+    chosen = {int(rank): int(streams) for rank, streams in (pair.split(":") for pair in text.split(","))}
+    strange = [rank for rank in chosen if rank >= procs]
+    if strange:
+        raise ConfigError(
+            "config-value",
+            f"tee names local rank {strange[0]}, and there are {procs} processes on a node.",
+            why=f"--tee {text}",
+            fix=f"name local ranks 0 to {procs - 1}",
+        )
+    return chosen

@@ -1,0 +1,196 @@
+"""The nouns of launching: what is to run (`Job`), exactly how (`Rendered`), what comes of it (`Outcome`), and by whom.
+
+    Job --render (pure)--> Rendered --submit--> Handle --wait--> Outcome
+
+A launcher is one file of this package that defines `LAUNCHER`.
+"""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from paceline.base.registry import Registry
+
+LAUNCHERS = Registry("paceline.launch", "LAUNCHER", "paceline.launchers")
+
+
+@dataclass(frozen=True)
+class Target:
+    """What each process runs: a script, a module, a program, or a function.
+
+    Attributes:
+        kind: "script", "module", "program" or "function".
+        name: the script's path, the module's name, the program; of a function, what to call it in messages.
+        args: the words after it on the command line.
+        function: called without arguments in each process, where `kind` is "function".
+    """
+
+    kind: str
+    name: str
+    args: tuple[str, ...] = ()
+    function: Callable[[], Any] | None = None
+
+    @property
+    def command(self) -> tuple[str, ...]:
+        """The words with which one would start it by hand."""
+        python = {"script": (sys.executable,), "module": (sys.executable, "-m")}.get(self.kind, ())
+        return (*python, self.name, *self.args)
+
+
+@dataclass(frozen=True)
+class Job:
+    """What is to run, where, and how it is watched.
+
+    Attributes:
+        target: what each process runs.
+        procs: processes on each node.
+        nodes, node_rank: how many nodes there are, and which one this is.
+        main_address, main_port: where node 0 listens; port 0 for a free one, on one node.
+        start: how processes begin: "fork" from a parent that has imported torch, or "exec" as fresh ones.
+        env: variables for all processes, on top of the launcher's own environment.
+        max_restarts: how often all processes are started again after a failure.
+        monitor_interval_s: seconds between two looks at the processes.
+        log_dir: directory for the output of each process; None for the terminal alone.
+        tee: by local rank, streams for the terminal, 1 stdout, 2 stderr, 3 both: as well as log_dir's files where
+            there are any, else with each line marked by its rank. None leaves the terminal to the processes.
+        backend, options: how several nodes find each other, and what that backend is told.
+        compat: library whose names are served to the script; "" for none.
+    """
+
+    target: Target
+    procs: int = 1
+    nodes: int = 1
+    node_rank: int = 0
+    main_address: str = "127.0.0.1"
+    main_port: int = 0
+    start: str = "fork"
+    env: Mapping[str, str] = field(default_factory=dict)
+    max_restarts: int = 0
+    monitor_interval_s: float = 0.1
+    log_dir: str | None = None
+    tee: Mapping[int, int] | None = None
+    backend: str = "static"
+    options: Mapping[str, str] = field(default_factory=dict)
+    compat: str = ""
+
+
+@dataclass(frozen=True)
+class Process:
+    """One process of a job: its row in the world table, and its own variables."""
+
+    rank: int
+    local_rank: int
+    env: Mapping[str, str]
+
+
+@dataclass(frozen=True)
+class Rendered:
+    """A job made exact; nothing has been started.
+
+    Attributes:
+        job: where it comes from.
+        command: what each process runs, as one would type it.
+        processes: those of this node.
+    """
+
+    job: Job
+    command: tuple[str, ...]
+    processes: tuple[Process, ...]
+
+    def text(self, host: str = "this host") -> str:
+        """What `--dry-run` prints: the command, the environment, and the world table."""
+        job = self.job
+        free = "" if job.main_port else "  (a free one is found at the start)"
+        common = dict.fromkeys(sorted({name for process in self.processes for name in process.env}))
+        shared = {n: self.processes[0].env.get(n) for n in common if len({p.env.get(n) for p in self.processes}) == 1}
+        lines = [
+            f"command: {shlex.join(self.command)}",
+            f"start:   {job.start}, {job.procs} on each of {job.nodes} nodes, "
+            f"up to {job.max_restarts} restarts, rendezvous {job.backend}",
+            "",
+            "environment of every process:",
+            *(
+                f"  {name}={shlex.quote(value or '')}{free if name == 'MASTER_PORT' else ''}"
+                for name, value in shared.items()
+            ),
+            "",
+            "rank  local rank  node  host",
+        ]
+        lines += [f"{p.rank:>4}  {p.local_rank:>10}  {job.node_rank:>4}  {host}" for p in self.processes]
+        if job.nodes > 1:
+            lines.append(f"      and those of the other {job.nodes - 1} nodes, found when they meet")
+        return "\n".join(lines)
+
+
+@dataclass(frozen=True)
+class Failure:
+    """How the first failing process ended.
+
+    Attributes:
+        rank, local_rank, node, pid: which one.
+        code: its exit code; the negative signal number where a signal ended it.
+        report: its traceback, or "" where it left none.
+        later: one line for each other process that failed by itself afterwards.
+    """
+
+    rank: int
+    local_rank: int
+    node: int
+    pid: int
+    code: int
+    report: str = ""
+    later: tuple[str, ...] = ()
+
+    @property
+    def exit_code(self) -> int:
+        """As a shell counts: 128 + the signal's number, where one ended the process."""
+        return self.code if self.code >= 0 else 128 - self.code
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What came of a job on this node.
+
+    Attributes:
+        exit_code: 0 where all processes ended well.
+        failure: the first failure of the last attempt; None for none, or where another node failed.
+        restarts: how often the processes were started again.
+        values: what a function returned, by local rank.
+        in_worker: this is one of the processes themselves, at the end of its script: say nothing and leave.
+    """
+
+    exit_code: int
+    failure: Failure | None = None
+    restarts: int = 0
+    values: Mapping[int, Any] = field(default_factory=dict)
+    in_worker: bool = False
+
+
+class Handle(Protocol):
+    """A job that was handed over."""
+
+    def wait(self) -> Outcome:
+        """Waits until all its processes have ended."""
+        ...
+
+
+class Launcher(Protocol):
+    """A way to start processes."""
+
+    name: str
+
+    def available(self) -> str:
+        """ "" where it can be used here, else the reason why not."""
+        ...
+
+    def render(self, job: Job) -> Rendered:
+        """Makes a job exact; pure: starts nothing, looks at nothing but the job."""
+        ...
+
+    def submit(self, rendered: Rendered) -> Handle:
+        """Checks what can be checked, and hands the job over."""
+        ...

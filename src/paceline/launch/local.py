@@ -1,0 +1,261 @@
+"""Processes of this host: started, watched, started again after a failure, and ended together.
+
+    wait:  torch imported once (fork) -> [start -> watch -> stop -> report] for each attempt -> Outcome
+
+With "fork" the processes are copies of a parent that has imported torch, so that it is imported once and not once a
+rank; the parent never starts a thread nor touches a device, without which a copy would not be whole. A forked process
+runs the script and then *returns* from `wait`, up the caller's stack, so that Python ends there as it always does.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import select
+import signal
+import socket
+import sys
+import tempfile
+import time
+from pathlib import Path
+from shutil import rmtree
+
+from paceline.launch import host, worker
+from paceline.launch.launcher import Failure, Job, Outcome, Process, Rendered
+from paceline.launch.output import Output
+from paceline.launch.processes import Reaper, Worker, settle, spawn, stop, sweep
+from paceline.launch.report import describe
+from paceline.launch.signals import Signals
+
+_INTERRUPT_S, _TERMINATE_S = 3.0, 30.0  # Ctrl-C is impatient; SIGTERM asks a script to save and go
+_AFTER_FAILURE_S = 10.0
+_LINE = 160
+_LEAVING_S = 5.0  # what a process may take to end, once its script has failed
+
+
+class LocalLauncher:
+    """Starts processes on this host."""
+
+    name = "local"
+
+    def available(self) -> str:
+        """Always "": there is a this host everywhere."""
+        return ""
+
+    def render(self, job: Job) -> Rendered:
+        """The processes of this node with torchrun's variables; port 0 stands for one that is found at the start."""
+        return Rendered(job, job.target.command, world_table(job, [job.procs] * job.nodes, job.main_port, 0))
+
+    def submit(self, rendered: Rendered) -> LocalHandle:
+        """Checks the job; the processes run in `wait`.
+
+        Raises:
+            LaunchError: those of `host.check`.
+        """
+        host.check(rendered.job)
+        return LocalHandle(rendered)
+
+
+def world_table(job: Job, procs: list[int], port: int, attempt: int) -> tuple[Process, ...]:
+    """The processes of this node.
+
+    Args:
+        job: what is to run.
+        procs: how many processes each node has.
+        port: where rank 0 listens.
+        attempt: how often they were started before.
+    """
+    first, size = sum(procs[: job.node_rank]), sum(procs)
+    local_size = procs[job.node_rank] if job.node_rank < len(procs) else job.procs
+    return tuple(
+        Process(
+            first + local_rank,
+            local_rank,
+            {
+                **job.env,
+                "RANK": str(first + local_rank),
+                "WORLD_SIZE": str(size),
+                "LOCAL_RANK": str(local_rank),
+                "LOCAL_WORLD_SIZE": str(local_size),
+                "GROUP_RANK": str(job.node_rank),
+                "GROUP_WORLD_SIZE": str(job.nodes),
+                "MASTER_ADDR": job.main_address,
+                "MASTER_PORT": str(port),
+                "TORCHELASTIC_RUN_ID": "paceline",
+                "TORCHELASTIC_RESTART_COUNT": str(attempt),
+                "TORCHELASTIC_MAX_RESTARTS": str(job.max_restarts),
+                "TORCHELASTIC_USE_AGENT_STORE": "False",  # rank 0 holds the store: a new one for each attempt
+            },
+        )
+        for local_rank in range(local_size)
+    )
+
+
+class LocalHandle:
+    """A job of this host."""
+
+    def __init__(self, rendered: Rendered) -> None:
+        self.job = rendered.job
+        self.workers: list[Worker] = []
+        self.output = Output(self.job.log_dir, self.job.tee)
+        self.signals = Signals(self._pass_on)
+        self._mine = os.getpid()
+
+    def wait(self) -> Outcome:
+        """Runs the job to its end, restarts included.
+
+        In a forked process this returns too, with `in_worker` set, at the end of the script.
+        """
+        folder = Path(tempfile.mkdtemp(prefix="paceline-"))
+        reaper = Reaper()
+        if self.job.start == "fork":
+            import torch  # noqa: F401
+
+            gc.freeze()  # no collection touches, and so copies, what the processes share
+        self.signals.enter()
+        try:
+            for attempt in range(self.job.max_restarts + 1):
+                begun = self._start(folder, reaper, attempt)
+                if isinstance(begun, Path):
+                    code = worker.run(self.job.target, str(begun), self.job.compat)
+                    return Outcome(code, in_worker=True)
+                outcome = self._attempt(reaper, attempt, begun)
+                if outcome.failure is None or attempt == self.job.max_restarts:
+                    break
+                print(f"{describe(outcome.failure, self.job)}\npaceline: starting all again ", end="", file=sys.stderr)
+                print(f"(restart {attempt + 1} of {self.job.max_restarts})", file=sys.stderr, flush=True)
+            return outcome
+        finally:
+            if os.getpid() == self._mine:  # not in a forked process
+                self.signals.leave()
+                reaper.close()
+                rmtree(folder, ignore_errors=True)
+
+    def _start(self, folder: Path, reaper: Reaper, attempt: int) -> socket.socket | Path:
+        """Starts all processes.
+
+        Returns:
+            In the launcher the socket that holds rank 0's port; in a forked process the file for its report.
+        """
+        held = host.hold_port(self.job.main_port)
+        self.workers = []
+        for process in world_table(self.job, [self.job.procs], held.getsockname()[1], attempt):
+            report = folder / f"{attempt}-{process.rank}"
+            streams = self.output.open(process, attempt)
+            leads = self.job.procs > 1 or not sys.stdin.isatty()  # one process alone may ask at the terminal
+            if self.job.start == "fork" and self.job.target.kind != "program":
+                sys.stdout.flush()
+                sys.stderr.flush()
+                pid = os.fork()
+                if pid == 0:
+                    self.signals.leave()
+                    reaper.leave()
+                    held.close()
+                    settle(process.env, streams, leads=leads)
+                    self.output.leave()
+                    return report
+                started = Worker(process, pid, report, leads)
+            else:
+                popen = spawn(self._command(report), process.env, streams, leads=leads)
+                started = Worker(process, popen.pid, report, leads, popen)
+            if leads:
+                reaper.add(started.pid)
+            self.workers.append(started)
+        self.output.started()
+        return held
+
+    def _command(self, report: Path) -> list[str]:
+        target = self.job.target
+        if target.kind == "program":
+            return [target.name, *target.args]
+        words = (str(report), self.job.compat, target.kind, target.name, *target.args)
+        return [sys.executable, "-m", "paceline.launch.worker", *words]
+
+    def _attempt(self, reaper: Reaper, attempt: int, held: socket.socket) -> Outcome:
+        """Watches one attempt to its end, and ends what is left of it."""
+        try:
+            self._watch()
+            if self.signals.ending:
+                asked = self.signals.ending[0]
+                stop(self.workers, asked, _INTERRUPT_S if asked == signal.SIGINT else _TERMINATE_S)
+                return Outcome(128 + asked, restarts=attempt)
+            failure = self._failure()
+            return Outcome(failure.exit_code if failure else 0, failure, attempt)
+        finally:
+            sweep(self.workers)
+            self.output.finish()
+            held.close()
+            for each in self.workers:
+                if each.leads:
+                    reaper.remove(each.pid)
+
+    def _watch(self) -> None:
+        """Copies output until all processes have ended, one has failed, or a signal asks to end."""
+        poll = select.poll()
+        poll.register(self.signals.read, select.POLLIN)
+        ends: dict[int, Worker] = {}
+        for each in self.workers:
+            number = _end_of(each.pid)
+            if number is not None:
+                ends[number] = each
+        for number in (*ends, *self.output.pipes):
+            poll.register(number, select.POLLIN)
+        # Where the system tells of each end at once, the interval is only a safety net.
+        interval_s = self.job.monitor_interval_s * (10 if len(ends) == len(self.workers) else 1)
+        try:
+            while not self.signals.ending:
+                for number, _ in poll.poll(interval_s * 1000):
+                    if number in self.output.pipes:
+                        ended = not self.output.copy(number)
+                    else:
+                        ended = number in ends and ends[number].poll() is not None
+                    if ended:
+                        poll.unregister(number)
+                codes = [each.poll() for each in self.workers]
+                if any(codes) or None not in codes or any(map(_stuck, self.workers)):
+                    return
+        finally:
+            for number in ends:
+                os.close(number)
+
+    def _failure(self) -> Failure | None:
+        """Stops the others where one has failed, and finds the first."""
+        failed = {each.pid: at for each in self.workers if (at := each.failed_at()) is not None}
+        if not failed:
+            return None
+        first = min((each for each in self.workers if each.pid in failed), key=lambda each: failed[each.pid])
+        while first.poll() is None and time.time() - failed[first.pid] < _LEAVING_S:
+            time.sleep(0.01)
+        code = first.code if first.code else 1
+        stop(self.workers, signal.SIGTERM, _AFTER_FAILURE_S)
+        later = [each for each in self.workers if each.pid in failed and each is not first]
+        return Failure(
+            first.process.rank, first.process.local_rank, self.job.node_rank, first.pid, code, first.told(),
+            tuple(f"rank {each.process.rank}: {_last_line(each)}" for each in later),
+        )  # fmt: skip
+
+    def _pass_on(self, number: int) -> None:
+        for each in self.workers:
+            each.send(number)
+
+
+def _end_of(pid: int) -> int | None:
+    """A file descriptor that becomes readable when a child ends; None where the system has none."""
+    try:
+        return os.pidfd_open(pid)
+    except (OSError, AttributeError):
+        return None
+
+
+def _stuck(running: Worker) -> bool:
+    """Whether its script has failed, yet the process does not end (a thread that nobody stops, say)."""
+    failed_at = running.failed_at() if running.code is None else None
+    return failed_at is not None and time.time() - failed_at > _LEAVING_S
+
+
+def _last_line(ended: Worker) -> str:
+    text = ended.told()
+    return text.splitlines()[-1][:_LINE] if text else f"ended with {ended.code}"
+
+
+LAUNCHER = LocalLauncher()

@@ -1,0 +1,139 @@
+"""Where the output of the processes goes: straight to the terminal, to files, or to both through the launcher."""
+
+from __future__ import annotations
+
+import codecs
+import os
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+from paceline.launch.launcher import Process
+
+_BITS = {1: "out", 2: "err"}  # by file descriptor, which is also the bit of `tee`
+_CHUNK = 1 << 16
+
+
+@dataclass
+class _Pipe:
+    """A process's stream that the launcher copies."""
+
+    read: int
+    mark: str
+    terminal: Any
+    file: IO[bytes] | None
+    decoder: Any
+    fresh: bool = True  # at the start of a line
+
+
+class Output:
+    """The streams of one attempt's processes.
+
+    Args:
+        log_dir: directory for a file of each process and stream, `rank0.out`, `rank0.err`, ...; None for none.
+        tee: by local rank, the streams that go to the terminal through the launcher: 1 stdout, 2 stderr, 3 both.
+            None, or 0 without `log_dir`: the processes write there themselves.
+        mark: whether each line on the terminal begins with its rank.
+    """
+
+    def __init__(self, log_dir: str | None, tee: Mapping[int, int] | None, mark: bool = True) -> None:
+        self.log_dir = log_dir
+        self.tee = tee
+        self.mark = mark
+        self.pipes: dict[int, _Pipe] = {}
+        self._child_ends: list[int] = []
+
+    @property
+    def redirects(self) -> bool:
+        """Whether the processes' streams are other than the launcher's own."""
+        return self.log_dir is not None or bool(self.tee)
+
+    def open(self, process: Process, attempt: int) -> dict[int, int]:
+        """What a process's file descriptors 1 and 2 become; those that stay as they are, are left out."""
+        ends: dict[int, int] = {}
+        for bit, name in _BITS.items():
+            shown = bool((self.tee or {}).get(process.local_rank, 0) & bit)
+            if self.log_dir is None and not shown:
+                continue
+            file = None
+            if self.log_dir is not None:
+                file = (Path(self.log_dir) / f"rank{process.rank}.{name}").open("ab", buffering=0)
+                if attempt:
+                    file.write(f"--- restart {attempt} ---\n".encode())
+            if shown:
+                ends[bit] = self._pipe(f"[rank{process.rank}]: ", bit, file)
+            elif file is not None:
+                ends[bit] = os.dup(file.fileno())
+                file.close()
+        self._child_ends += ends.values()
+        return ends
+
+    def _pipe(self, mark: str, bit: int, file: IO[bytes] | None) -> int:
+        read, write = os.pipe()
+        os.set_blocking(read, False)
+        terminal = sys.stdout if bit == 1 else sys.stderr
+        decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        self.pipes[read] = _Pipe(read, mark if self.mark else "", terminal, file, decoder)
+        return write
+
+    def started(self) -> None:
+        """Closes the processes' ends, once all processes have them."""
+        for end in self._child_ends:
+            os.close(end)
+        self._child_ends.clear()
+
+    def copy(self, read: int) -> bool:
+        """Copies what a pipe holds; False once it has ended."""
+        pipe = self.pipes[read]
+        try:
+            data = os.read(read, _CHUNK)
+        except BlockingIOError:
+            return True
+        if pipe.file is not None:
+            pipe.file.write(data)
+        text = pipe.decoder.decode(data, final=not data)
+        if text:
+            pipe.terminal.write(_marked(text, pipe))
+            pipe.terminal.flush()
+        return bool(data)
+
+    def finish(self) -> None:
+        """Copies what is left, without waiting for more, and closes everything."""
+        for read, pipe in self.pipes.items():
+            while self._has_data(read) and self.copy(read):
+                pass
+            if not pipe.fresh and pipe.mark:
+                pipe.terminal.write("\n")
+            self._close(pipe)
+        self.pipes.clear()
+
+    def leave(self) -> None:
+        """In a forked process: drops the launcher's ends."""
+        for pipe in self.pipes.values():
+            self._close(pipe)
+        self.pipes.clear()
+        self.started()
+
+    @staticmethod
+    def _has_data(read: int) -> bool:
+        import select
+
+        return bool(select.select([read], [], [], 0)[0])
+
+    @staticmethod
+    def _close(pipe: _Pipe) -> None:
+        os.close(pipe.read)
+        if pipe.file is not None:
+            pipe.file.close()
+
+
+def _marked(text: str, pipe: _Pipe) -> str:
+    """`text` with the pipe's mark at the start of each line; a line may come in pieces."""
+    if not pipe.mark:
+        return text
+    lines = text.splitlines(keepends=True)
+    first = pipe.fresh
+    pipe.fresh = text.endswith(("\n", "\r"))
+    return "".join(line if number == 0 and not first else pipe.mark + line for number, line in enumerate(lines))

@@ -1,0 +1,175 @@
+"""The processes of one attempt: started by fork or exec, told apart by pid, ended with all that they started."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from paceline.base import env as environment
+from paceline.launch.launcher import Process
+
+_REAPER = Path(__file__).with_name("reaper.py")
+
+
+@dataclass
+class Worker:
+    """One process that was started.
+
+    Attributes:
+        process: its row in the world table.
+        pid: its number.
+        report: file for its traceback.
+        leads: whether it leads a process group, in which all that it starts stays.
+        popen: the handle of a fresh process; None of a forked one.
+        code: how it ended: exit code, or the negative number of the signal; None while it runs.
+        ended: when (seconds since the epoch).
+        stopped: whether we ended it, so that its end is no failure of its own.
+    """
+
+    process: Process
+    pid: int
+    report: Path
+    leads: bool
+    popen: subprocess.Popen[bytes] | None = None
+    code: int | None = None
+    ended: float = 0.0
+    stopped: bool = False
+
+    def poll(self) -> int | None:
+        """Looks whether it has ended."""
+        if self.code is None:
+            if self.popen is not None:
+                self.code = self.popen.poll()
+            else:
+                pid, status = os.waitpid(self.pid, os.WNOHANG)
+                self.code = os.waitstatus_to_exitcode(status) if pid else None
+            if self.code is not None:
+                self.ended = time.time()
+        return self.code
+
+    def send(self, signum: int, *, everyone: bool = False) -> bool:
+        """Sends a signal to it, or to everyone in its process group; False where nobody is left."""
+        try:
+            if everyone and self.leads:
+                os.killpg(self.pid, signum)
+            elif self.code is None:
+                os.kill(self.pid, signum)
+            else:
+                return False
+        except (ProcessLookupError, PermissionError):
+            return False
+        return True
+
+    def failed_at(self) -> float | None:
+        """When it failed by itself: as it wrote its report, else as it ended; None where it has not."""
+        with contextlib.suppress(FileNotFoundError):
+            found = self.report.stat()
+            if found.st_size:
+                return found.st_mtime
+        return self.ended if self.code not in (None, 0) and not self.stopped else None
+
+    def told(self) -> str:
+        """Its traceback, or ""."""
+        with contextlib.suppress(FileNotFoundError):
+            return self.report.read_text(encoding="utf-8", errors="replace").rstrip()
+        return ""
+
+
+class Reaper:
+    """The launcher's end of `reaper.py`, which ends all processes should the launcher be killed."""
+
+    def __init__(self) -> None:
+        read, self._write = os.pipe()
+        command = [sys.executable, "-I", "-S", str(_REAPER)]
+        self._process = subprocess.Popen(command, stdin=read, stdout=subprocess.DEVNULL, start_new_session=True)
+        os.close(read)
+
+    def add(self, pid: int) -> None:
+        """A process group that must not outlive this process."""
+        self._say(f"+{pid}\n")
+
+    def remove(self, pid: int) -> None:
+        """A process group that has ended."""
+        self._say(f"-{pid}\n")
+
+    def _say(self, line: str) -> None:
+        with contextlib.suppress(BrokenPipeError):  # somebody ended it: then it cannot help, nor need it
+            os.write(self._write, line.encode())
+
+    def close(self) -> None:
+        """Ends it; whatever is still listed ends too."""
+        os.close(self._write)
+        self._process.wait()
+
+    def leave(self) -> None:
+        """In a forked process: drops this end, without which the reaper would wait for that process too."""
+        os.close(self._write)
+        self._process.returncode = 0  # it is no child of the forked process
+
+
+def spawn(
+    command: list[str], env: Mapping[str, str], streams: Mapping[int, int], *, leads: bool
+) -> subprocess.Popen[bytes]:
+    """Starts a fresh process."""
+    return subprocess.Popen(
+        command,
+        env={**environment.snapshot(), **env},
+        stdin=subprocess.DEVNULL if leads else None,
+        stdout=streams.get(1),
+        stderr=streams.get(2),
+        process_group=0 if leads else None,
+    )
+
+
+def settle(env: Mapping[str, str], streams: Mapping[int, int], *, leads: bool) -> None:
+    """In a forked process: its own group, environment, streams and random numbers."""
+    if leads:
+        os.setpgid(0, 0)
+        nothing = os.open(os.devnull, os.O_RDONLY)
+        os.dup2(nothing, 0)
+        os.close(nothing)
+    for number, end in streams.items():
+        os.dup2(end, number)
+    environment.export(env)
+    if "numpy" in sys.modules:
+        import numpy
+
+        numpy.random.seed()  # as in a fresh process; Python's own `random` does so by itself
+
+
+def stop(workers: list[Worker], first: int, grace_s: float) -> None:
+    """Ends workers and all they started: `first` to each, and SIGKILL to its whole group after `grace_s`."""
+    steps = [(first, grace_s)] + [(signal.SIGTERM, 2.0)] * (first == signal.SIGINT)
+    for signum, wait_s in steps:
+        for worker in workers:
+            if worker.poll() is None:
+                worker.stopped = True
+                worker.send(signum)
+        deadline = time.monotonic() + wait_s
+        while any(worker.poll() is None for worker in workers) and time.monotonic() < deadline:
+            time.sleep(0.01)
+    sweep(workers)
+
+
+def sweep(workers: list[Worker], grace_s: float = 2.0) -> None:
+    """Ends what is left of each worker's process group; a worker that still runs is killed."""
+    for worker in workers:
+        if worker.poll() is None:
+            worker.stopped = True
+            worker.send(signal.SIGKILL, everyone=True)
+    left = [worker for worker in workers if worker.send(signal.SIGTERM, everyone=True)]
+    deadline = time.monotonic() + grace_s
+    while left and time.monotonic() < deadline:
+        time.sleep(0.01)
+        left = [worker for worker in left if worker.poll() is None or worker.send(0, everyone=True)]
+    for worker in left:
+        worker.send(signal.SIGKILL, everyone=True)
+    while any(worker.poll() is None for worker in workers):
+        time.sleep(0.01)

@@ -1,0 +1,123 @@
+"""What one process does: it becomes the script, as `python script.py` would have it, and leaves a report if it fails.
+
+    fork: the launcher's child calls `run` and returns up the launcher's stack, so that Python ends as always
+    exec: `python -m paceline.launch.worker` does the same in a fresh process
+
+An uncaught exception goes to the report file and not to the terminal: the launcher prints the first failing rank's
+one, once, instead of a mixture of all.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import importlib
+import importlib.util
+import io
+import os
+import sys
+import traceback
+from collections.abc import Callable
+from types import CodeType, ModuleType
+from typing import Any
+
+from paceline.launch.launcher import Target
+
+
+def run(target: Target, report: str, compat: str = "") -> int:
+    """Runs a script or module as `__main__`; returns the exit code.
+
+    Args:
+        target: what to run.
+        report: file for the traceback of an uncaught exception, or of a crash.
+        compat: library whose names are served to the script; "" for none.
+    """
+    return watched(lambda: _become(target, compat), report)
+
+
+def watched(work: Callable[[], object], report: str) -> int:
+    """Calls `work`; an uncaught exception or a crash goes to the file `report`. Returns the exit code."""
+    with open(report, "ab", buffering=0) as file:
+        faulthandler.enable(file)  # a crash (SIGSEGV, SIGABRT) leaves Python's stack there
+        try:
+            work()
+            return 0
+        except SystemExit as error:
+            code, text = _exit_code(error)
+            file.write(text.encode(errors="replace"))
+            return code
+        except KeyboardInterrupt:
+            return 130
+        except BaseException as error:
+            file.write(told(error).encode(errors="replace"))
+            return 1
+        finally:
+            faulthandler.disable()
+
+
+def told(error: BaseException) -> str:
+    """The traceback as the script's own `sys.excepthook` tells it, without the frames of this file."""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_frame.f_code.co_filename == __file__:
+        trace = trace.tb_next
+    error.__traceback__ = trace
+    if getattr(sys.excepthook, "__module__", "").startswith("torch."):  # it marks each line with the rank
+        return "".join(traceback.format_exception(error))
+    text = io.StringIO()
+    with contextlib.redirect_stderr(text):
+        try:
+            sys.excepthook(type(error), error, trace)
+        except BaseException:  # a hook that fails must not hide what it was to tell
+            traceback.print_exception(error, file=text)
+    return text.getvalue() or "".join(traceback.format_exception(error))
+
+
+def _become(target: Target, compat: str) -> None:
+    sys.argv = [target.name, *target.args]
+    if not sys.flags.safe_path:
+        sys.path[0] = os.path.dirname(os.path.realpath(target.name)) if target.kind == "script" else os.getcwd()
+    if compat:
+        importlib.import_module("paceline.compat").install([compat])  # a room above this one: looked up, not imported
+    code, main = _load(target)
+    sys.modules["__main__"] = main
+    exec(code, main.__dict__)
+
+
+def _load(target: Target) -> tuple[CodeType, ModuleType]:
+    """The code to run, and the module `__main__` that it runs in."""
+    main = ModuleType("__main__")
+    main.__dict__["__builtins__"] = __builtins__
+    if target.kind == "script":
+        with io.open_code(os.path.abspath(target.name)) as file:
+            code: Any = compile(file.read(), target.name, "exec", dont_inherit=True)
+        main.__dict__.update(__file__=target.name, __cached__=None, __package__=None)
+        return code, main
+    spec = importlib.util.find_spec(target.name)
+    if spec is not None and spec.submodule_search_locations is not None:
+        spec = importlib.util.find_spec(f"{target.name}.__main__")
+    get_code = getattr(spec.loader, "get_code", None) if spec is not None else None
+    code = get_code(spec.name) if spec is not None and get_code is not None else None
+    if spec is None or code is None:
+        raise ModuleNotFoundError(f"No module named {target.name!r} that can be run", name=target.name)
+    main.__dict__.update(
+        __file__=spec.origin, __cached__=spec.cached, __package__=spec.parent, __spec__=spec, __loader__=spec.loader
+    )
+    sys.argv[0] = spec.origin or target.name
+    return code, main
+
+
+def _exit_code(error: SystemExit) -> tuple[int, str]:
+    """What `python` makes of `sys.exit(...)` (None is 0, a number itself, anything else 1), and a line for the report."""
+    if error.code is None:
+        return 0, ""
+    if not isinstance(error.code, int):
+        return 1, str(error.code)
+    frames = traceback.extract_tb(error.__traceback__)
+    place = f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
+    code = error.code & 0xFF
+    return code, f"SystemExit: {code}{place}" if code else ""
+
+
+if __name__ == "__main__":
+    report, compat, kind, name, *args = sys.argv[1:]
+    sys.exit(run(Target(kind, name, tuple(args)), report, compat))

@@ -1,0 +1,357 @@
+"""`paceline launch` on one host, from outside: scripts, failures, signals, restarts, and nobody left behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+PACELINE = (sys.executable, "-m", "paceline.cli.main", "launch")
+ALL_REDUCE = """
+    import sys, torch, torch.distributed as dist
+    dist.init_process_group("gloo")
+    total = torch.ones(1)
+    dist.all_reduce(total)
+    print("total", int(total), sys.argv[1:], flush=True)
+    dist.destroy_process_group()
+"""
+PIDS = """
+    import os, pathlib
+    pathlib.Path(os.environ["RANK"] + ".pid").write_text(str(os.getpid()))
+"""
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> Callable[..., Path]:
+    """Writes a script of the test's."""
+
+    def write(*parts: str, name: str = "train.py") -> Path:
+        from textwrap import dedent
+
+        path = tmp_path / name
+        path.write_text("".join(dedent(part) for part in parts))
+        return path
+
+    return write
+
+
+def clean() -> dict[str, str]:
+    return {**{k: v for k, v in os.environ.items() if not k.startswith(("PACELINE", "SLURM"))}, "OMP_NUM_THREADS": "1"}
+
+
+def launch(*words: object, cwd: Path, **env: str) -> subprocess.CompletedProcess[str]:
+    command = [*PACELINE, *(str(word) for word in words)]
+    return subprocess.run(command, cwd=cwd, env={**clean(), **env}, capture_output=True, text=True, timeout=60)
+
+
+@pytest.fixture
+def begin(tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
+    """Starts a launcher that the test will end."""
+    started: list[subprocess.Popen[str]] = []
+
+    def start(*words: object) -> subprocess.Popen[str]:
+        command = [*PACELINE, *(str(word) for word in words)]
+        pipe = subprocess.PIPE
+        started.append(subprocess.Popen(command, cwd=tmp_path, env=clean(), stdout=pipe, stderr=pipe, text=True))
+        return started[-1]
+
+    yield start
+    for each in started:
+        each.kill()
+        each.communicate()
+
+
+def await_files(folder: Path, *names: str, timeout_s: float = 30) -> list[int]:
+    deadline = time.monotonic() + timeout_s
+    while time.monotonic() < deadline:
+        if all((folder / name).is_file() and (folder / name).read_text() for name in names):
+            return [int((folder / name).read_text()) for name in names]
+        time.sleep(0.02)
+    raise AssertionError(f"{names} did not appear: {sorted(folder.iterdir())}")
+
+
+def gone(pids: list[int], timeout_s: float) -> bool:
+    """Whether all have ended; a zombie that nobody has waited for has."""
+    deadline = time.monotonic() + timeout_s
+    while any(runs(pid) for pid in pids):
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.05)
+    return True
+
+
+def runs(pid: int) -> bool:
+    try:
+        return ") Z" not in Path(f"/proc/{pid}/stat").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+def test_two_processes_and_the_arguments_of_the_script(script: Callable[..., Path], tmp_path: Path) -> None:
+    done = launch("--procs", 2, script(ALL_REDUCE), "--lr", "3", "--procs", "9", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("total 2 ['--lr', '3', '--procs', '9']") == 2
+
+
+@pytest.mark.parametrize("start", ["paceline", "torchrun", "torch.distributed.launch", "variables"])
+def test_world_is_found_under_every_launcher(start: str, script: Callable[..., Path], tmp_path: Path) -> None:
+    path = script(
+        """
+        from paceline.world.world import World
+        found = World.detect()
+        print(found.rank, found.size, found.local_rank, found.local_size, found.nodes, found.source, flush=True)
+        """
+    )
+    if start == "paceline":
+        out = launch("-n", 2, path, cwd=tmp_path).stdout
+    elif start == "variables":
+        out = ""
+        for rank in "01":
+            env = {**clean(), "RANK": rank, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+            out += subprocess.run([sys.executable, path], env=env, capture_output=True, text=True).stdout
+    else:
+        module = "torch.distributed.run" if start == "torchrun" else "torch.distributed.launch"
+        more = ["--use_env"] if start != "torchrun" else []
+        command = [sys.executable, "-W", "ignore", "-m", module, "--nproc-per-node", "2", "--master-port", "0"]
+        command += [*more, str(path)]
+        out = subprocess.run(command, cwd=tmp_path, env=clean(), capture_output=True, text=True, timeout=60).stdout
+    assert sorted(out.splitlines()) == ["0 2 0 2 1 torchrun", "1 2 1 2 1 torchrun"]
+
+
+def test_the_script_is_main_as_under_python(script: Callable[..., Path], tmp_path: Path) -> None:
+    (tmp_path / "beside.py").write_text("value = 41\n")
+    path = script(
+        """
+        import atexit, os, pickle, sys
+        import beside
+        from torch.utils.data import DataLoader, Dataset
+
+        class Squares(Dataset):
+            def __len__(self): return 4
+            def __getitem__(self, index): return index * index
+
+        if __name__ == "__main__":
+            assert os.path.basename(__file__) == "train.py" and sys.argv[0].endswith("train.py")
+            assert sys.path[0] == os.path.dirname(os.path.realpath(__file__)), sys.path
+            assert type(pickle.loads(pickle.dumps(Squares()))) is Squares
+            assert __spec__ is None and sys.modules["__main__"].Squares is Squares
+            rows = [int(x) for x in DataLoader(Squares(), batch_size=None, num_workers=1)]
+            spawned = [int(x) for x in DataLoader(Squares(), batch_size=None, num_workers=1,
+                                                  multiprocessing_context="spawn")]
+            left_open = open(f"{os.environ['RANK']}.txt", "w")
+            left_open.write("kept")  # plain Python writes this out at its end
+            atexit.register(print, "exit handler", flush=True)
+            print(rows == spawned == [0, 1, 4, 9], flush=True)
+        """
+    )
+    done = launch("-n", 2, path, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("True") == done.stdout.count("exit handler") == 2
+    assert (tmp_path / "0.txt").read_text() == (tmp_path / "1.txt").read_text() == "kept"
+
+
+def test_module_and_program(script: Callable[..., Path], tmp_path: Path) -> None:
+    (tmp_path / "package").mkdir()
+    script("import sys; print(__name__, __package__, sys.argv[1:], flush=True)", name="package/__main__.py")
+    done = launch("-n", 1, "-m", "package", "--x", cwd=tmp_path)
+    assert done.stdout == "__main__ package ['--x']\n", done.stderr
+    done = launch("-n", 2, "--no-python", "sh", "-c", "echo $RANK of $WORLD_SIZE", cwd=tmp_path)
+    assert sorted(done.stdout.splitlines()) == ["0 of 2", "1 of 2"], done.stderr
+
+
+def test_random_numbers_differ_between_ranks_as_between_fresh_processes(
+    script: Callable[..., Path], tmp_path: Path
+) -> None:
+    path = script("import numpy, random; print(random.random(), numpy.random.rand(), flush=True)")
+    first, second = launch("-n", 2, path, cwd=tmp_path).stdout.splitlines()
+    assert first.split()[0] != second.split()[0]
+    assert first.split()[1] != second.split()[1]
+
+
+def test_the_first_failing_rank_is_reported_once(script: Callable[..., Path], tmp_path: Path) -> None:
+    path = script(
+        """
+        import torch, torch.distributed as dist
+        dist.init_process_group("gloo")
+        dist.all_reduce(torch.ones(1))
+        if dist.get_rank() == 1:
+            raise ValueError("the cause")
+        dist.all_reduce(torch.ones(1))
+        """
+    )
+    done = launch("-n", 2, path, cwd=tmp_path)
+    assert done.returncode == 1
+    assert done.stderr.startswith("Traceback (most recent call last):"), done.stderr
+    assert done.stderr.count("Traceback") == 1
+    trace, _, report = done.stderr.partition("paceline.LaunchError: ")
+    assert trace.rstrip().endswith("ValueError: the cause")
+    assert "worker.py" not in trace
+    assert report.startswith("rank 1 failed with exit code 1.  [rank-failed]")
+
+
+@pytest.mark.parametrize(
+    ("act", "code", "told"),
+    [
+        ("os.kill(os.getpid(), signal.SIGKILL)", 137, "rank 1 was ended by SIGKILL"),
+        ("os.abort()", 134, "rank 1 was ended by SIGABRT"),
+        ("sys.exit(7)", 7, "rank 1 failed with exit code 7"),
+        ("sys.exit('in words')", 1, "in words"),
+        ("os._exit(9)", 9, "rank 1 failed with exit code 9"),
+        ("1 +", 1, "SyntaxError"),
+    ],
+)
+def test_every_way_to_fail(act: str, code: int, told: str, script: Callable[..., Path], tmp_path: Path) -> None:
+    path = script(f"import os, signal, sys, time\nif os.environ['RANK'] == '1':\n    {act}\ntime.sleep(60)\n")
+    begun = time.monotonic()
+    done = launch("-n", 2, path, cwd=tmp_path)
+    assert (done.returncode, told in done.stderr) == (code, True), done.stderr
+    assert time.monotonic() - begun < 15
+
+
+def test_a_failed_rank_that_cannot_end_is_ended(script: Callable[..., Path], tmp_path: Path) -> None:
+    path = script(
+        "import threading, time\nthreading.Thread(target=time.sleep, args=(60,)).start()\nraise KeyError(1)\n"
+    )
+    done = launch("-n", 1, path, cwd=tmp_path)
+    assert done.returncode == 1
+    assert "KeyError: 1" in done.stderr
+
+
+def test_restarts_get_a_fresh_store(script: Callable[..., Path], tmp_path: Path) -> None:
+    path = script(
+        """
+        import os, signal, torch, torch.distributed as dist
+        dist.init_process_group("gloo")
+        dist.all_reduce(torch.ones(1))
+        attempt = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+        if attempt < 2 and dist.get_rank() == attempt:
+            os.kill(os.getpid(), signal.SIGKILL)
+        dist.all_reduce(torch.ones(1))
+        print("finished in attempt", attempt, flush=True)
+        """
+    )
+    done = launch("-n", 2, "--max-restarts", 2, path, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "finished in attempt 2\n" * 2
+    assert "(restart 1 of 2)" in done.stderr
+    assert "(restart 2 of 2)" in done.stderr
+    path = script("raise SystemExit(3)")
+    done = launch("-n", 2, "--max-restarts", 1, path, cwd=tmp_path)
+    assert done.returncode == 3
+    assert done.stderr.count("[rank-failed]") == 2  # one for each attempt
+
+
+@pytest.mark.parametrize(("signum", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_ends_all_within_seconds(
+    signum: int, code: int, script: Callable[..., Path], begin: Callable[..., subprocess.Popen[str]], tmp_path: Path
+) -> None:
+    path = script(PIDS, "import time; time.sleep(60)")
+    launcher = begin("-n", 2, path)
+    pids = await_files(tmp_path, "0.pid", "1.pid")
+    launcher.send_signal(signum)
+    assert launcher.wait(10) == code
+    assert gone(pids, 0)
+    assert "Traceback" not in launcher.communicate()[1]
+
+
+def test_sigterm_lets_a_script_save(
+    script: Callable[..., Path], begin: Callable[..., subprocess.Popen[str]], tmp_path: Path
+) -> None:
+    path = script(
+        """
+        import pathlib, os, signal, sys, time
+        def save(*_):
+            time.sleep(1)
+            pathlib.Path("saved").write_text("1")
+            sys.exit(0)
+        signal.signal(signal.SIGTERM, save)
+        """,
+        PIDS,
+        "time.sleep(60)",
+    )
+    launcher = begin("-n", 1, path)
+    await_files(tmp_path, "0.pid")
+    launcher.send_signal(signal.SIGTERM)
+    assert launcher.wait(10) == 143
+    assert (tmp_path / "saved").is_file()
+
+
+def test_sigusr1_is_passed_on(
+    script: Callable[..., Path], begin: Callable[..., subprocess.Popen[str]], tmp_path: Path
+) -> None:
+    path = script(
+        "import signal, sys, time; signal.signal(signal.SIGUSR1, lambda *_: sys.exit(0))", PIDS, "time.sleep(60)"
+    )
+    launcher = begin("-n", 2, path)
+    await_files(tmp_path, "0.pid", "1.pid")
+    launcher.send_signal(signal.SIGUSR1)
+    assert launcher.wait(10) == 0
+
+
+FAMILY = """
+    import subprocess, sys
+    child = subprocess.Popen([sys.executable, "-c", "import signal, time; signal.signal(2, signal.SIG_IGN); time.sleep(60)"])
+    pathlib.Path(os.environ["RANK"] + ".child").write_text(str(child.pid))
+"""
+
+
+@pytest.mark.parametrize("end", ["kill the launcher", "interrupt", "a rank fails", "the script ends"])
+def test_nobody_is_left_behind(
+    end: str, script: Callable[..., Path], begin: Callable[..., subprocess.Popen[str]], tmp_path: Path
+) -> None:
+    last = {"a rank fails": "raise SystemExit(int(os.environ['RANK']))", "the script ends": "child.returncode = 0"}
+    path = script(PIDS, FAMILY, "import time, os\n", last.get(end, "time.sleep(60)"))
+    launcher = begin("-n", 2, path)
+    pids = await_files(tmp_path, "0.pid", "1.pid", "0.child", "1.child")
+    if end == "kill the launcher":
+        launcher.kill()
+    elif end == "interrupt":
+        launcher.send_signal(signal.SIGINT)
+    launcher.wait(15)
+    assert gone(pids, 6), [pid for pid in pids if runs(pid)]
+
+
+def test_output_goes_to_files_and_marked_to_the_terminal(script: Callable[..., Path], tmp_path: Path) -> None:
+    path = script("import sys; print('out'); print('err', file=sys.stderr)")
+    done = launch("-n", 2, "--log-dir", "logs", path, cwd=tmp_path)
+    assert sorted(done.stdout.splitlines()) == ["[rank0]: out", "[rank1]: out"]
+    assert sorted(p.name for p in (tmp_path / "logs").iterdir()) == ["rank0.err", "rank0.out", "rank1.err", "rank1.out"]
+    assert (tmp_path / "logs" / "rank1.err").read_text() == "err\n"
+    done = launch("-n", 2, "--log-dir", "quiet", "--tee", "0:1", path, cwd=tmp_path)
+    assert done.stdout == "[rank0]: out\n"
+    assert (tmp_path / "quiet" / "rank1.out").read_text() == "out\n"
+    done = launch("-n", 2, "--tee", "3", path, cwd=tmp_path)
+    assert sorted(done.stdout.splitlines()) == ["[rank0]: out", "[rank1]: out"]
+
+
+def test_a_port_in_use_is_told_before_anything_starts(script: Callable[..., Path], tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        done = launch("-n", 2, "--main-port", taken.getsockname()[1], script(PIDS), cwd=tmp_path)
+    assert done.returncode == 1
+    assert "[launch-port]" in done.stderr
+    assert not list(tmp_path.glob("*.pid"))
+
+
+def test_settings_reach_the_script_with_their_sources(script: Callable[..., Path], tmp_path: Path) -> None:
+    path = script("import os; print(os.environ['PACELINE_SETTINGS'], os.environ['OMP_NUM_THREADS'], flush=True)")
+    done = launch("--mixed-precision", "bf16", "--cpu", "--threads", 3, path, cwd=tmp_path)
+    settings, threads = done.stdout.rsplit(" ", 1)
+    assert json.loads(settings)["mixed_precision"] == ["bf16", "command line", "--mixed-precision"]
+    assert int(threads) == 3
+    assert "1 process" in done.stderr
+
+
+def test_dry_run_starts_nothing(script: Callable[..., Path], tmp_path: Path) -> None:
+    done = launch("-n", 2, "--dry-run", "--mixed-precision", "bf16", script(PIDS), "--lr", 1, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    for part in ("train.py --lr 1", "WORLD_SIZE=2", "rank  local rank", "mixed_precision", "--mixed-precision"):
+        assert part in done.stdout
+    assert not list(tmp_path.glob("*.pid"))

@@ -1,0 +1,145 @@
+"""From settings to a job to the processes it would start: pure, nothing runs."""
+
+from __future__ import annotations
+
+import json
+import socket
+from pathlib import Path
+
+import pytest
+
+from paceline.base.errors import ConfigError, LaunchError
+from paceline.config.given import Given
+from paceline.config.sources import resolve_launch
+from paceline.launch import host
+from paceline.launch.job import job_of
+from paceline.launch.launcher import LAUNCHERS, Failure, Job, Target
+from paceline.launch.local import LAUNCHER, world_table
+from paceline.launch.output import Output
+from paceline.launch.report import describe
+
+
+@pytest.fixture(autouse=True)
+def no_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host, "accelerators", host.Accelerators)
+    monkeypatch.setattr(host, "cores", lambda: 8)
+
+
+def told(env: dict[str, str] | None = None, **flags: object) -> tuple[Job, list[str]]:
+    given = [Given(name, str(value), "command line", f"--{name}") for name, value in flags.items()]
+    env = {"HOME": "/nonexistent", **(env or {})}
+    return job_of(resolve_launch(given, env), "train.py", ["--lr", "1"], env)
+
+
+def test_local_is_registered() -> None:
+    assert LAUNCHERS.get("local") is LAUNCHER
+    assert LAUNCHER.available() == ""
+
+
+def test_rendering_is_pure_and_exact() -> None:
+    job = Job(Target("script", "train.py", ("--lr", "1")), procs=2, env={"A": "b c"}, main_port=29500)
+    rendered = LAUNCHER.render(job)
+    assert rendered == LAUNCHER.render(job)
+    assert rendered.command[1:] == ("train.py", "--lr", "1")
+    assert [(p.rank, p.env["LOCAL_RANK"], p.env["WORLD_SIZE"], p.env["A"]) for p in rendered.processes] == [
+        (0, "0", "2", "b c"),
+        (1, "1", "2", "b c"),
+    ]
+    assert "  A='b c'" in rendered.text()
+
+
+def test_ranks_count_on_over_unequal_nodes() -> None:
+    job = Job(Target("script", "train.py"), procs=1, nodes=3, node_rank=2)
+    (process,) = world_table(job, [2, 3, 1], 29500, 4)
+    assert process.rank == 5
+    assert process.env["TORCHELASTIC_RESTART_COUNT"] == "4"
+    assert (process.env["LOCAL_WORLD_SIZE"], process.env["GROUP_RANK"]) == ("1", "2")
+
+
+def test_one_process_without_an_accelerator_says_so() -> None:
+    job, notices = told()
+    assert (job.procs, job.start) == (1, "fork")
+    assert any("--procs 2" in notice for notice in notices)
+
+
+def test_one_process_for_each_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host, "accelerators", lambda: host.Accelerators("cuda", 4))
+    job, _ = told()
+    assert (job.procs, job.start) == (4, "exec")
+    job, _ = told(gpu_ids="1,3")
+    assert (job.procs, job.env["CUDA_VISIBLE_DEVICES"]) == (2, "1,3")
+    assert told(cpu="yes")[0].procs == 1
+
+
+def test_threads_share_the_cores_unless_said_otherwise() -> None:
+    job, notices = told(procs=3)
+    assert job.env["OMP_NUM_THREADS"] == "2"
+    assert any("OMP_NUM_THREADS=2" in notice for notice in notices)
+    assert told(procs=16)[0].env["OMP_NUM_THREADS"] == "1"
+    assert "OMP_NUM_THREADS" not in told({"OMP_NUM_THREADS": "5"}, procs=2)[0].env
+    assert told({"OMP_NUM_THREADS": "5"}, threads=4)[0].env["OMP_NUM_THREADS"] == "4"
+
+
+def test_settings_are_handed_to_the_processes() -> None:
+    job, _ = told(mixed_precision="bf16", shard=2)
+    assert json.loads(job.env["PACELINE_SETTINGS"])["shard"] == [2, "command line", "--shard"]
+
+
+def test_tee_by_local_rank() -> None:
+    assert told(procs=2)[0].tee is None
+    assert told(procs=2, tee=3)[0].tee == {0: 3, 1: 3}
+    assert told(procs=2, log_dir="x")[0].tee == {0: 3, 1: 3}
+    assert told(procs=2, tee="1:2")[0].tee == {1: 2}
+    with pytest.raises(ConfigError, match=r"(?s)tee names local rank 5.*config-value"):
+        told(procs=2, tee="5:1")
+
+
+def test_everything_wrong_is_told_at_once(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        job = Job(Target("script", "no.py"), main_port=taken.getsockname()[1], log_dir=str(tmp_path / "file" / "x"))
+        with pytest.raises(LaunchError) as caught:
+            host.check(job)
+    assert [problem.code for problem in caught.value.problems] == ["launch-script", "launch-port", "launch-log-dir"]
+    with pytest.raises(LaunchError, match="launch-node"):
+        host.check(Job(Target("module", "json"), nodes=2, node_rank=2))
+    for target in (Target("module", "no_such_module.x"), Target("program", "no-such-program")):
+        with pytest.raises(LaunchError, match="launch-script"):
+            host.check(Job(target))
+
+
+def test_a_held_port_is_free_for_rank_0_alone() -> None:
+    held = host.hold_port(0)
+    port = held.getsockname()[1]
+    with socket.socket(held.family) as store:
+        store.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        store.bind(("", port))
+        store.listen()
+        with pytest.raises(OSError, match="in use"):
+            host.hold_port(port)
+    held.close()
+
+
+def test_output_marks_whole_lines(capsys: pytest.CaptureFixture[str]) -> None:
+    output = Output(None, {0: 3})
+    (process,) = world_table(Job(Target("script", "x")), [1], 0, 0)
+    ends = output.open(process, 0)
+    for number, text in ((1, "one\ntw"), (1, "o\nthr"), (2, "wrong\n")):
+        with open(ends[number], "w", closefd=False) as stream:
+            stream.write(text)
+        for read in output.pipes:
+            output.copy(read)
+    output.started()
+    output.finish()
+    shown = capsys.readouterr()
+    assert shown.out == "[rank0]: one\n[rank0]: two\n[rank0]: thr\n"
+    assert shown.err == "[rank0]: wrong\n"
+
+
+def test_report_names_rank_and_signal() -> None:
+    job = Job(Target("script", "x"), procs=4, nodes=2)
+    failure = Failure(3, 1, 1, 77, -9, later=("rank 0: RuntimeError: gone",))
+    text = describe(failure, job)
+    assert failure.exit_code == 137
+    for part in ("rank 3 was ended by SIGKILL.  [rank-failed]", "node 1", "pid 77", "failed after it: rank 0"):
+        assert part in text
