@@ -1,0 +1,184 @@
+"""One rank reads for all: rank 0 takes a batch for each rank in turn, and sends each rank its own.
+
+    rank 0     read width batches -> [sizes] [counts, structure, tensors] to each rank, side by side -> own batch
+    others     receive sizes, then the rest -> batch                   (or the error that reading raised on rank 0)
+
+Nothing is concatenated or sliced, so that batches of any nesting and of unequal rows go as they are.
+"""
+
+from __future__ import annotations
+
+import pickle
+import traceback
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from paceline.base.errors import DataError
+from paceline.data.feed import NOTHING, MapFeed, Mark, Steps
+from paceline.data.stream import StreamFeed
+from paceline.plan.data import DataPlan, Position
+from paceline.world.collectives import Collectives
+from paceline.world.mesh import cpu_group
+from paceline.world.tree import map_leaves, map_tensors, tensors
+
+
+class Channel:
+    """Sends objects with tensors in them from rank 0 to each other rank of a group, over the CPU.
+
+    Args:
+        collectives: of the ranks that read different samples.
+    """
+
+    def __init__(self, collectives: Collectives) -> None:
+        self._group = cpu_group(collectives.group)
+        self.size = collectives.size
+
+    def send(self, messages: Sequence[Any]) -> None:
+        """Sends `messages[i]` to rank i; the first is this rank's own and stays. Ranks: rank 0."""
+        works, held = [], []
+        for rank, message in enumerate(messages[1:], 1):
+            head, body = _packed(message)
+            held += [head, body]  # a buffer must live until it has gone
+            works += [dist.isend(part, group=self._group, group_dst=rank) for part in (head, body)]
+        for work in works:
+            work.wait()
+
+    def receive(self) -> Any:
+        """What rank 0 sent to this rank. Ranks: all but rank 0."""
+        head = torch.empty(2, dtype=torch.int64)
+        dist.recv(head, group=self._group, group_src=0)
+        body = torch.empty(int(head.sum()), dtype=torch.uint8)
+        dist.recv(body, group=self._group, group_src=0)
+        return _unpacked(head, body)
+
+
+@dataclass(frozen=True)
+class _Here:
+    """Stands in a structure where a tensor of this kind belongs."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+
+def _packed(message: Any) -> tuple[Tensor, Tensor]:
+    """Sizes, and one buffer: the pickled structure, then the bytes of each tensor."""
+    structure = pickle.dumps(map_tensors(lambda tensor: _Here(tensor.dtype, tuple(tensor.shape)), message))
+    parts = [torch.frombuffer(bytearray(structure), dtype=torch.uint8)]
+    found = [tensor.detach().cpu().contiguous() for tensor in tensors(message)]
+    parts += [tensor.view(-1).view(torch.uint8) for tensor in found if tensor.numel()]
+    body = torch.cat(parts)
+    return torch.tensor([len(structure), len(body) - len(structure)]), body
+
+
+def _unpacked(head: Tensor, body: Tensor) -> Any:
+    place = int(head[0])
+
+    def fill(leaf: Any) -> Any:
+        nonlocal place
+        if not isinstance(leaf, _Here):
+            return leaf
+        begin, place = place, place + torch.Size(leaf.shape).numel() * leaf.dtype.itemsize
+        # Cloned, because a view of a wider type must begin at a multiple of its size.
+        return body[begin:place].clone().view(leaf.dtype).view(leaf.shape)
+
+    return map_leaves(fill, pickle.loads(body[:place].numpy().tobytes()))
+
+
+@dataclass(frozen=True)
+class _Failure:
+    """An error that reading raised on rank 0."""
+
+    error: Exception
+    trace: str
+
+
+def _failure(error: Exception) -> _Failure:
+    trace = "".join(traceback.format_exception(error))
+    try:
+        pickle.loads(pickle.dumps(error))
+    except Exception:  # whatever a foreign class raises when it is copied; its text goes in its place
+        error = DataError(
+            "data-dispatch",
+            f"reading failed on rank 0, which reads for all ranks: {type(error).__name__}: {error}",
+            why="the error itself cannot be sent to another process",
+            fix="look at the traceback of rank 0",
+        )
+    return _Failure(error, trace)
+
+
+class DispatchFeed:
+    """Batches that rank 0 reads for all ranks.
+
+    Args:
+        reader: reads the batches of every rank in turn; on the other ranks it only counts.
+        plan: sizes, width and index.
+        collectives: of the ranks that read different samples.
+
+    Ranks:
+        All of `collectives`, at each step.
+    """
+
+    def __init__(self, reader: MapFeed | StreamFeed, plan: DataPlan, collectives: Collectives) -> None:
+        self.plan = plan
+        self._reader = reader
+        self._channel = Channel(collectives)
+
+    def open(self, start: Position, note: Mapping[str, Any] = NOTHING) -> Steps:
+        """Reads and sends on rank 0, receives on the others; an error on rank 0 is raised on all."""
+        if self.plan.index == 0:
+            return self._lead(start, note)
+        return self._follow(start)
+
+    def _lead(self, start: Position, note: Mapping[str, Any]) -> Steps:
+        schedule = self._reader.schedule(start)
+        groups = self._reader.groups(start, note)
+        step, more = 0, True
+        while more:
+            try:
+                group = next(groups, None)
+                self._channel.send([group and group.part(index) for index in range(self.plan.width)])
+            except Exception as error:
+                failure = _failure(error)
+                self._channel.send([failure] * self.plan.width)
+                raise
+            if group is None:
+                return
+            info, consumed, batch = group.part(0)
+            yield batch, Mark(start.epoch, info, consumed, step, schedule, group.note)
+            step, more = step + 1, not info.last
+
+    def _follow(self, start: Position) -> Steps:
+        schedule = self._reader.schedule(start)
+        step, more = 0, True
+        while more:
+            received = self._channel.receive()
+            if received is None:
+                return
+            if isinstance(received, _Failure):
+                received.error.add_note(f"It was raised on rank 0, which reads for all ranks:\n{received.trace}")
+                raise received.error
+            info, consumed, batch = received
+            yield batch, Mark(start.epoch, info, consumed, step, schedule, NOTHING)
+            step, more = step + 1, not info.last
+
+    def reseed(self, seed: int) -> None:
+        """As the reader does."""
+        self._reader.reseed(seed)
+        self.plan = replace(self.plan, seed=seed)
+
+    def steps(self, epoch: int) -> int:
+        """As the reader counts."""
+        return self._reader.steps(epoch)
+
+    def samples(self, epoch: int) -> int | None:
+        """As the reader counts."""
+        return self._reader.samples(epoch)
+
+    def after(self, epoch: int, steps: int) -> tuple[Position, Mapping[str, Any]]:
+        """As the reader counts."""
+        return self._reader.after(epoch, steps)

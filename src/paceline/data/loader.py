@@ -1,0 +1,204 @@
+"""`PreparedLoader`: the loop that a user writes, over this rank's part of each global batch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch.utils.data import DataLoader
+
+from paceline.base.errors import DataError
+from paceline.base.log import warn_once
+from paceline.data.active import ActiveLoaders
+from paceline.data.feed import NOTHING, Feed, Mark
+from paceline.data.prefetch import on_device
+from paceline.plan.data import BatchInfo, DataPlan, Position
+
+
+class EpochRows(NamedTuple):
+    """Rows that one rank handed out in an epoch that has ended: with filler, and without (filler comes last)."""
+
+    loaded: int
+    real: int
+
+
+class PreparedLoader:
+    """This rank's batches, on its device; made by `prepare_loader`.
+
+    Each `for` over it is one epoch. An epoch that `break` cut off is over for the next `for`, which begins another;
+    `state_dict`, taken in the loop or after such a break, still says where the epoch stands, and after
+    `load_state_dict` the next `for` gives the rest of that epoch. What is not named here is looked up in the
+    DataLoader that was prepared (`dataset`, `batch_size`, `collate_fn`, ...).
+
+    Attributes:
+        original: the DataLoader that was prepared.
+        device: where the batches lie.
+        epoch_rows: rows of the epoch that ended last; None before one has.
+
+    Ranks:
+        All iterate in step. At a width above one, iterable datasets and `dispatch` communicate at each batch, other
+        loaders never.
+    """
+
+    def __init__(
+        self, original: DataLoader[Any], feed: Feed, device: torch.device, active: ActiveLoaders, non_blocking: bool
+    ) -> None:
+        self.original, self.device, self.epoch_rows = original, device, None
+        self._feed, self._active, self._non_blocking = feed, active, non_blocking
+        self._position, self._note = Position(), NOTHING  # where the next epoch starts, unless one has been begun
+        self._mark: Mark | None = None  # of the batch handed out last, in an epoch that was begun and not finished
+        self._chosen: Position | None = None  # what `set_epoch` chose while an epoch was under way
+        self._open = 0  # iterations under way
+        self.arguments: Mapping[str, Any] = {}  # what it was prepared with
+
+    # -- the loop --------------------------------------------------------------------------------------------
+
+    def __iter__(self) -> Iterator[Any]:
+        start, note = self._begin()
+        before, loaded, real = self._mark, 0, 0
+        steps = on_device(self._feed.open(start, note), self.device, self._non_blocking)
+        self._active.push(self)
+        self._open += 1
+        finished = False
+        try:
+            for batch, mark in steps:
+                self._mark = mark
+                info = mark.info
+                loaded += info.loaded
+                real += info.real[info.index]
+                yield batch
+            finished = True
+        finally:
+            self._open -= 1
+            if finished:
+                self._mark, self._position, self._note = None, Position(start.epoch + 1), NOTHING
+                self.epoch_rows = EpochRows(loaded, real)
+            if self._open:
+                self._mark = before  # this loop ran inside another one over the same loader, which goes on
+            self._active.remove(self, finished)
+            steps.close()  # type: ignore[attr-defined]
+
+    def start_after(self, count: int) -> None:
+        """Lets the next `for` begin after the first `count` batches of its epoch."""
+        epoch = self._begin()[0].epoch
+        self._start_at(*self._feed.after(epoch, count))
+
+    def _begin(self) -> tuple[Position, Mapping[str, Any]]:
+        chosen, self._chosen = self._chosen, None
+        if chosen is not None:
+            return chosen, NOTHING
+        if self._mark is not None:
+            return Position(self._mark.epoch + 1), NOTHING
+        return self._position, self._note
+
+    def __len__(self) -> int:
+        """Batches of this rank in the whole epoch; TypeError where the dataset has no length."""
+        return self._feed.steps(self.position.epoch)
+
+    @property
+    def current(self) -> BatchInfo | None:
+        """Counts of the batch that was handed out last; None outside of a loop."""
+        return self._mark.info if self._open and self._mark is not None else None
+
+    def window_rows(self, count: int) -> int | None:
+        """Samples that weigh in the current batch and the `count` - 1 after it, over all ranks, within this epoch.
+
+        None outside of a loop, and for an iterable dataset, which knows no more than its current batch.
+        """
+        if not self._open or self._mark is None:
+            return None
+        mark = self._mark
+        if mark.schedule is not None:
+            return mark.schedule.weight(mark.step, count)
+        return sum(mark.info.weights) if count == 1 or mark.info.last else None
+
+    # -- the position ----------------------------------------------------------------------------------------
+
+    @property
+    def position(self) -> Position:
+        """Epoch, and global samples of it that were handed out (not those that are read ahead)."""
+        return self._position if self._mark is None else Position(self._mark.epoch, self._mark.consumed)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Makes `epoch` the next one; the rest of this very epoch, just loaded from a checkpoint, stays what is next."""
+        if self._open:
+            self._chosen = Position(epoch)
+        elif self._mark is not None or self._position.epoch != epoch:
+            self._start_at(Position(epoch), NOTHING)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Position, seed, and length of the dataset; the same on all ranks, so that one copy serves every width.
+
+        Where an iterable dataset has a state of its own, this is in it too, as rank 0's copy of the stream has it.
+        """
+        note = self._note if self._mark is None else self._mark.note
+        position = self.position
+        length = self._feed.samples(position.epoch)
+        return {**note, **position.state_dict(), "seed": self.plan.seed, "length": length}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Lets the next `for` go on where `state` was taken, at any width.
+
+        Raises:
+            DataError: `data-state`.
+        """
+        note = dict(state)
+        numbers = [note.pop(name, None) for name in ("epoch", "samples", "seed")]
+        if not all(isinstance(number, int) and number >= 0 for number in numbers):
+            raise DataError(
+                "data-state",
+                "this is not the state of a loader.",
+                why=f"epoch, samples and seed must be whole numbers; found {dict(state)}",
+                fix="pass what `state_dict()` of a prepared loader returned",
+            )
+        epoch, samples, seed = numbers
+        length = note.pop("length", None)
+        self._feed.reseed(seed)
+        if samples and length != self._feed.samples(epoch):
+            warn_once(
+                "data",
+                f"the position was saved {samples} samples into an epoch of {length}, which now has "
+                f"{self._feed.samples(epoch)}: the rest of it is not what it was; `set_epoch({epoch + 1})` leaves it out.",
+            )
+        self._start_at(Position(epoch, samples), note)
+
+    def _start_at(self, position: Position, note: Mapping[str, Any]) -> None:
+        self._mark, self._chosen, self._position, self._note = None, None, position, note
+
+    # -- what a DataLoader, or accelerate's, is asked ----------------------------------------------------------
+
+    @property
+    def plan(self) -> DataPlan:
+        """How samples are divided over the ranks."""
+        return self._feed.plan
+
+    @property
+    def total_batch_size(self) -> int:
+        """Samples in a global batch."""
+        return self.plan.global_batch
+
+    @property
+    def total_dataset_length(self) -> int:
+        """Samples of the dataset."""
+        return len(self.original.dataset)  # type: ignore[arg-type]
+
+    @property
+    def end_of_dataloader(self) -> bool:
+        """Whether the current batch is the epoch's last."""
+        current = self.current
+        return current is not None and current.last
+
+    @property
+    def remainder(self) -> int:
+        """Real samples in a last global batch that is not full; 0 where it is, -1 where nobody knows."""
+        length = self._feed.samples(self.position.epoch)
+        return -1 if length is None else length % self.plan.global_batch
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "original":  # not set yet: a copy is being made
+            raise AttributeError(name)
+        return getattr(self.original, name)
+
+    def __repr__(self) -> str:
+        return f"PreparedLoader({type(self.original.dataset).__name__}, {self.plan}, {self.position})"

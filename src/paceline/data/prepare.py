@@ -1,0 +1,234 @@
+"""`prepare_loader`: reads a DataLoader, decides how its samples meet the ranks, and puts the parts together."""
+
+from __future__ import annotations
+
+from collections.abc import Sized
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch.utils.data import BatchSampler, DataLoader
+from torch.utils.data.dataloader import _DatasetKind
+
+from paceline.base.errors import DataError, Problem
+from paceline.data.active import ActiveLoaders
+from paceline.data.dispatch import DispatchFeed
+from paceline.data.feed import Feed, MapFeed, Source
+from paceline.data.loader import PreparedLoader
+from paceline.data.order import Drawn, check_unsharded, order_of, seed_of
+from paceline.data.stream import StreamFeed
+from paceline.plan.data import DataPlan, Tail
+from paceline.world.collectives import Collectives
+
+
+def prepare_loader(
+    loader: Any,
+    *,
+    width: int,
+    index: int,
+    device: torch.device | str,
+    seed: int = 0,
+    accumulate: int = 1,
+    tail: Tail = "divide",
+    split_batches: bool = False,
+    dispatch: bool | None = None,
+    collectives: Collectives | None = None,
+    active: ActiveLoaders | None = None,
+    non_blocking: bool = False,
+) -> PreparedLoader:
+    """Gives each rank its part of a DataLoader's samples.
+
+    The loader's batch size is that of one rank. A global batch is `batch_size * width` consecutive samples of an order
+    that (seed, epoch) decide; so the same global batch size gives the same batches at every width. Samplers are
+    replaced by orders of the same kind; workers, collation, pinning and the rest of the DataLoader are kept.
+
+    Args:
+        loader: a `torch.utils.data.DataLoader`, or one that is prepared already.
+        width, index: how many ranks read different samples, and which share this one reads.
+        device: where batches go.
+        seed: of the order; a generator that was given to the loader or its sampler wins, by its initial seed.
+        accumulate: micro-batches in one optimizer step, for the plan alone.
+        tail: what becomes of a last global batch that is not full (see `DataPlan`); `drop_last=True` means "drop".
+        split_batches: the loader's batch size is the global one.
+        dispatch: rank 0 reads for all ranks and sends each its part; by default each rank reads its own.
+        collectives: of exactly the `width` ranks that read different samples, in the order of their index.
+        active: where the loader says that it is being iterated.
+        non_blocking: whether copies from pinned memory return before they are done.
+
+    Returns:
+        The prepared loader; `loader` itself where it was prepared with the same arguments.
+
+    Ranks:
+        All. They compare what they are about to do, where `collectives` are given and `width` is above one.
+
+    Raises:
+        DataError: `data-loader-kind`, `data-no-length`, `data-empty`, `data-no-batch`, `data-split`,
+            `data-sampler-sharded`, `data-sampler-endless`, `data-ranks-differ`.
+    """
+    arguments = dict(
+        width=width, index=index, device=torch.device(device), seed=seed, accumulate=accumulate, tail=tail,
+        split_batches=split_batches, dispatch=bool(dispatch), collectives=collectives, active=active,
+        non_blocking=non_blocking,
+    )  # fmt: skip
+    if isinstance(loader, PreparedLoader):
+        if loader.arguments == arguments:
+            return loader
+        loader = loader.original
+    _check_kind(loader)
+    source = None if loader._dataset_kind == _DatasetKind.Iterable else _source(loader, split_batches)
+    seed = seed_of(_outer(loader), loader.generator, seed)
+    problems = _problems(loader, source, seed, width, split_batches)
+    plan = None
+    if not problems:
+        plan = _plan(loader, source, DataPlan(width, 1, accumulate, width, index, seed, tail), split_batches)
+        problems = _tail_problems(source, plan)
+    _agree(problems, plan, source, bool(dispatch), collectives if width > 1 else None)
+    assert plan is not None
+    feed = _feed(loader, plan, source, bool(dispatch) and width > 1, collectives)
+    prepared = PreparedLoader(loader, feed, torch.device(device), active or ActiveLoaders(), non_blocking)
+    prepared.arguments = arguments
+    return prepared
+
+
+def _check_kind(loader: Any) -> None:
+    if not isinstance(loader, DataLoader):
+        raise DataError(
+            "data-loader-kind",
+            f"a loader of type {type(loader).__name__} cannot be prepared.",
+            why="only a torch.utils.data.DataLoader says what its samples are, so that they can be divided",
+            fix="wrap the dataset: DataLoader(dataset, batch_size=...), or an IterableDataset around a generator",
+        )
+
+
+def _source(loader: DataLoader[Any], split: bool) -> Source:
+    """What an epoch of an indexed dataset is made of."""
+    outer = _outer(loader)
+    limit = max(1_000_000, 100 * len(loader.dataset)) if isinstance(loader.dataset, Sized) else 1_000_000
+    if _regular(outer):
+        return Source(order_of(outer.sampler, limit))
+    if loader.batch_sampler is not None:
+        check_unsharded(outer)
+        return Source(Drawn(outer, limit), whole=True, split=split)
+    order = order_of(outer, limit)
+    if isinstance(order, Drawn) and isinstance(next(iter(order.draw(0, 0)), None), list):
+        return Source(order, whole=True, split=split)
+    return Source(order, scalar=True)
+
+
+def _outer(loader: DataLoader[Any]) -> Any:
+    """What gives the dataset its indices: lists of them, or single ones without automatic batching."""
+    return loader.sampler if loader.batch_sampler is None else loader.batch_sampler
+
+
+def _regular(sampler: Any) -> bool:
+    """Whether this is torch's own batch sampler: the DataLoader's, or one like it in the sampler's place."""
+    return type(sampler).__iter__ is BatchSampler.__iter__
+
+
+def _sizes(loader: DataLoader[Any]) -> tuple[int | None, bool]:
+    """The batch size that the user asked for, where there is one, and whether a last part batch is dropped."""
+    outer = _outer(loader)
+    return getattr(outer, "batch_size", None), bool(getattr(outer, "drop_last", False)) and _regular(outer)
+
+
+def _problems(loader: DataLoader[Any], source: Source | None, seed: int, width: int, split: bool) -> list[Problem]:
+    """What cannot work about the dataset and the sizes."""
+    kind, found = type(loader.dataset).__name__, []
+    if source is not None and not isinstance(getattr(source.order, "source", ()), Sized):
+        found.append(Problem(
+            "data-no-length",
+            f"the dataset {kind} has no length.",
+            f"{kind} is no IterableDataset, so that its samples are asked for by index; but it has no __len__",
+            "give it a __len__, or let it subclass torch.utils.data.IterableDataset",
+        ))  # fmt: skip
+    elif source is not None and source.order.length(seed, 0) == 0:
+        found.append(Problem(
+            "data-empty",
+            f"the loader over {kind} gives no samples.",
+            f"len(dataset) = {len(loader.dataset)}; its sampler has no entry for epoch 0",
+            "check the path or the filter that the dataset is made with",
+        ))  # fmt: skip
+    batch, _ = _sizes(loader)
+    if split and batch is None and not (source and source.whole):
+        found.append(Problem(
+            "data-split",
+            "split_batches=True needs batches to split.",
+            "the loader has batch_size=None, so that the dataset's items are taken as they are",
+            "set a batch size, or split_batches=False",
+        ))  # fmt: skip
+    elif split and batch is not None and batch % width:
+        below, above = batch - batch % width, batch - batch % width + width
+        found.append(Problem(
+            "data-split",
+            f"a batch of {batch} cannot be split over {width} ranks.",
+            f"batch_size={batch} is the global batch size, because of split_batches=True; {batch} / {width} is not whole",
+            f"use batch_size={above}" + (f" or {below}" if below else ""),
+        ))  # fmt: skip
+    return found
+
+
+def _plan(loader: DataLoader[Any], source: Source | None, plan: DataPlan, split: bool) -> DataPlan:
+    """The plan with its sizes, and the tail that the loader's own `drop_last` asks for."""
+    batch, drop = _sizes(loader)
+    if batch is None:
+        # An item of a loader without automatic batching is one sample; a sampler's own batches are as long as they are.
+        batch = len(source.order.draw(plan.seed, 0)[0]) if source and source.whole else 1
+    micro = max(1, batch // plan.width) if split else batch
+    return replace(plan, global_batch=micro * plan.width, micro_batch=micro, tail="drop" if drop else plan.tail)
+
+
+def _tail_problems(source: Source | None, plan: DataPlan) -> list[Problem]:
+    if source is None or source.whole or plan.steps(source.order.length(plan.seed, 0)):
+        return []
+    return [Problem(
+        "data-no-batch",
+        "the loader gives no batch at all.",
+        f"it has {source.order.length(plan.seed, 0)} samples, a global batch takes {plan.global_batch} "
+        f"(batch_size={plan.micro_batch} x {plan.width} ranks), and drop_last=True drops a part of one",
+        "set drop_last=False, or a smaller batch_size",
+    )]  # fmt: skip
+
+
+def _agree(
+    problems: list[Problem],
+    plan: DataPlan | None,
+    source: Source | None,
+    dispatch: bool,
+    collectives: Collectives | None,
+) -> None:
+    """Raises this rank's problems, and on every rank what the ranks see differently, before they read a batch."""
+    if collectives is None:
+        if problems:
+            raise DataError.of(problems)
+        return
+    facts: dict[str, Any] = {"problems": [problem.code for problem in problems]}
+    if plan is not None:
+        facts |= {"seed": plan.seed, "global batch": plan.global_batch, "tail": plan.tail, "dispatch": dispatch}
+        facts |= {"kind": "iterable" if source is None else "indexed"}
+        facts |= {} if source is None else {"length": source.order.length(plan.seed, 0)}
+    everyone = collectives.gather_object(facts)
+    if problems:
+        raise DataError.of(problems)
+    differ = [name for name in facts if any(other.get(name) != facts[name] for other in everyone)]
+    if differ:
+        raise DataError(
+            "data-ranks-differ",
+            "the ranks prepare loaders that differ.",
+            why=[f"{name}: {[other.get(name) for other in everyone]}, by rank" for name in differ],
+            fix="make the same dataset and loader on every rank, with a generator that is seeded the same",
+        )
+
+
+def _feed(
+    loader: DataLoader[Any], plan: DataPlan, source: Source | None, dispatch: bool, collectives: Collectives | None
+) -> Feed:
+    reads_all = dispatch and plan.index == 0
+    if source is not None:
+        reader: MapFeed | StreamFeed = MapFeed(loader, plan, source, everyone=reads_all)
+    else:
+        assert plan.width == 1 or collectives is not None, "an iterable dataset needs collectives at a width above one"
+        reader = StreamFeed(loader, plan, collectives, everyone=reads_all)
+    if not dispatch:
+        return reader
+    assert collectives is not None, "dispatch needs collectives"
+    return DispatchFeed(reader, plan, collectives)

@@ -1,0 +1,184 @@
+"""Which indices each rank reads at each step of one epoch, and what is known of each batch. Pure: nothing is read here."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Iterator, Sequence
+from itertools import accumulate
+from typing import Any, Protocol
+
+import numpy as np
+
+from paceline.plan.data import BatchInfo, DataPlan
+
+
+class Schedule(Protocol):
+    """The rest of one epoch, from the sample at which it was asked for."""
+
+    steps: int
+
+    def indices(self, step: int, index: int) -> list[Any]:
+        """Indices that data index `index` loads at `step`; never empty."""
+        ...
+
+    def info(self, step: int) -> BatchInfo:
+        """What this rank's batch at `step` is."""
+        ...
+
+    def consumed(self, step: int) -> int:
+        """Global samples of the epoch that are used up after `step` steps."""
+        ...
+
+    def weight(self, step: int, count: int) -> int:
+        """Sum of the weights, over all ranks, of `count` batches from `step` on; those after the end count nothing."""
+        ...
+
+
+class Even:
+    """Global batches of equal size, cut out of an order of samples.
+
+    Args:
+        plan: sizes, width and what becomes of the tail.
+        order: the whole epoch's indices.
+        start: global samples of it that are used up already.
+    """
+
+    def __init__(self, plan: DataPlan, order: Sequence[Any] | np.ndarray, start: int = 0) -> None:
+        self.plan, self.order, self.start = plan, order, start
+        left = max(0, len(order) - start)
+        self.steps = plan.steps(left)
+        self._tail = (left - 1) % plan.global_batch + 1 if self.steps * plan.global_batch > left else plan.global_batch
+        # Two objects serve the whole epoch: a batch costs no allocation.
+        self._full = plan.info(plan.global_batch, last=False)
+        self._last = plan.info(self._tail, last=True)
+
+    def indices(self, step: int, index: int) -> list[Any]:
+        """A run of `micro_batch` indices; at the tail what `DataPlan.tail` says."""
+        plan = self.plan
+        first = self.start + step * plan.global_batch
+        if step < self.steps - 1 or self._tail == plan.global_batch:
+            begin = first + index * plan.micro_batch
+            return self._cut(begin, begin + plan.micro_batch)
+        rows = plan.rows(self._tail)
+        begin = first + sum(rows[:index])
+        if plan.tail == "pad":
+            fill = plan.micro_batch - rows[index]
+            ahead = max(0, index * plan.micro_batch - self._tail)  # rows of padding that ranks before this one hold
+            return self._cut(begin, begin + rows[index]) + self._wrapped(ahead, fill)
+        # A rank without a sample loads one that others hold, so that it can take part with weight zero.
+        return self._cut(begin, begin + rows[index]) or self._cut(first, first + 1)
+
+    def info(self, step: int) -> BatchInfo:
+        """One of two constants."""
+        return self._full if step < self.steps - 1 else self._last
+
+    def consumed(self, step: int) -> int:
+        """`step` global batches further, the tail with its real size."""
+        return min(self.start + step * self.plan.global_batch, max(self.start, len(self.order)))
+
+    def weight(self, step: int, count: int) -> int:
+        """Full batches times their size, and the tail."""
+        ahead = min(count, self.steps - step)
+        if ahead <= 0:
+            return 0
+        return (ahead - 1) * self.plan.global_batch + sum(self.info(step + ahead - 1).weights)
+
+    def _cut(self, begin: int, end: int) -> list[Any]:
+        part = self.order[begin:end]
+        return part.tolist() if isinstance(part, np.ndarray) else list(part)
+
+    def _wrapped(self, begin: int, count: int) -> list[Any]:
+        """`count` indices from the epoch's start on, which begins again where it ends."""
+        return [self._cut(place % len(self.order), place % len(self.order) + 1)[0]
+                for place in range(begin, begin + count)]  # fmt: skip
+
+
+class Whole:
+    """Batches that a sampler of the user's has made, kept whole: `width` consecutive ones make a global batch.
+
+    Args:
+        plan: width and what becomes of a last group with fewer batches than ranks; its batch sizes are not used.
+        batches: the whole epoch's batches, each a list of indices.
+        start: global samples that are used up already.
+        split: each batch is a global one, and is cut into `width` runs instead.
+    """
+
+    def __init__(self, plan: DataPlan, batches: Sequence[Sequence[Any]], start: int = 0, split: bool = False) -> None:
+        self.plan, self.batches, self.split = plan, batches, split
+        self._group = 1 if split else plan.width
+        self._bounds = [0, *accumulate(len(batch) for batch in batches)]
+        self._first = bisect_left(self._bounds, start)
+        left = max(0, len(batches) - self._first)
+        self.steps = left // self._group if plan.tail == "drop" else -(-left // self._group)
+
+    def indices(self, step: int, index: int) -> list[Any]:
+        """One whole batch, or one run of a split one."""
+        group = self._take(step)
+        if self.split:
+            rows = self._rows(group)
+            begin = sum(rows[:index])
+            return list(group[0][begin : begin + rows[index]]) or [group[0][0]]
+        if index < len(group):
+            return list(group[index])
+        if self.plan.tail == "pad":
+            return list(self.batches[(index - len(group)) % len(self.batches)])
+        return [group[0][0]]
+
+    def info(self, step: int) -> BatchInfo:
+        """Counts of the batches of this step."""
+        group, index = self._take(step), self.plan.index
+        real = self._rows(group)
+        weights = real
+        if self.plan.tail == "pad" and not self.split:
+            borrowed = range(self.plan.width - len(group))
+            weights = real[: len(group)] + tuple(len(self.batches[place % len(self.batches)]) for place in borrowed)
+        return BatchInfo(index, real, weights, max(1, weights[index]), step == self.steps - 1)
+
+    def consumed(self, step: int) -> int:
+        """Samples of all batches up to there."""
+        return self._bounds[min(self._first + step * self._group, len(self.batches))]
+
+    def weight(self, step: int, count: int) -> int:
+        """From running sums; only a padded last group weighs more than it holds."""
+        end = min(step + count, self.steps)
+        if end <= step:
+            return 0
+        last = self.info(end - 1)
+        return self.consumed(end - 1) - self.consumed(step) + sum(last.weights)
+
+    def _take(self, step: int) -> Sequence[Sequence[Any]]:
+        begin = self._first + step * self._group
+        return self.batches[begin : begin + self._group]
+
+    def _rows(self, group: Sequence[Sequence[Any]]) -> tuple[int, ...]:
+        width = self.plan.width
+        if self.split:
+            share, extra = divmod(len(group[0]), width)
+            return tuple(share + (index < extra) for index in range(width))
+        return tuple(len(batch) for batch in group) + (0,) * (width - len(group))
+
+
+class RankBatches:
+    """The batch sampler of the inner DataLoader: the indices of the data indices `indexes` in turn, step by step.
+
+    Args:
+        indexes: whose batches are read here: this rank's, or every rank's where one reads for all.
+        scalar: each entry is one index and no list (a loader without automatic batching).
+    """
+
+    def __init__(self, indexes: Sequence[int], scalar: bool = False) -> None:
+        self.indexes, self.scalar = indexes, scalar
+        self.schedule: Schedule | None = None
+
+    def __iter__(self) -> Iterator[Any]:
+        # Bound now, not at the first `next`: a loader with workers may keep drawing from it while a new epoch starts.
+        return self._draw(self.schedule)
+
+    def __len__(self) -> int:
+        return self.schedule.steps * len(self.indexes) if self.schedule else 0
+
+    def _draw(self, schedule: Schedule | None) -> Iterator[Any]:
+        for step in range(schedule.steps if schedule else 0):
+            for index in self.indexes:
+                indices = schedule.indices(step, index)
+                yield indices[0] if self.scalar else indices

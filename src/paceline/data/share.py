@@ -1,0 +1,206 @@
+"""Iterable datasets: each rank and each worker takes its own rows of the one stream, without duplicates.
+
+    stream     0 1 2 3 4 5 6 7 | 8 9 ...        global batches of `global_batch` consecutive samples
+    rank 0     0 1 2 3         | 8 9 ...        rows [0, micro_batch) of each: the order is that of one process,
+    rank 1             4 5 6 7 |                at every width and with every number of workers
+    worker w   every `num_workers`-th global batch, from the w-th on; a DataLoader asks its workers in turn
+
+A dataset that splits itself, by reading torch's worker information, is left to do so: it is shown width x num_workers
+workers, and whatever it then gives is taken.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Mapping
+from itertools import islice
+from typing import Any
+
+import torch
+from torch.utils.data import IterableDataset, get_worker_info
+from torch.utils.data._utils import worker as torch_worker
+
+from paceline.data.feed import NOTHING
+from paceline.data.order import mix
+from paceline.plan.data import DataPlan
+from paceline.world.tree import tensors
+
+_END = object()
+
+
+def skip(samples: Iterator[Any], count: int) -> None:
+    """Reads over `count` samples, or to the end."""
+    if count > 0:
+        next(islice(samples, count, count), None)
+
+
+class ShownWorker:
+    """What `torch.utils.data.get_worker_info()` returns to a dataset while we read from it.
+
+    Attributes:
+        asked: whether the dataset has looked at `id` or `num_workers`, which it does to split itself.
+    """
+
+    def __init__(self, id: int, num_workers: int, seed: int, dataset: Any) -> None:
+        self._id, self._num_workers, self.seed, self.dataset = id, num_workers, seed, dataset
+        self.asked = False
+
+    @property
+    def id(self) -> int:
+        """Number of this worker among those of all ranks."""
+        self.asked = True
+        return self._id
+
+    @property
+    def num_workers(self) -> int:
+        """Workers of all ranks together."""
+        self.asked = True
+        return self._num_workers
+
+
+class Share(IterableDataset[Any]):
+    """The samples of a dataset that one worker of one rank loads.
+
+    Args:
+        dataset: the user's.
+        plan: width, index and seed.
+        per_batch: samples of one batch of one rank.
+        own: the dataset holds this rank's samples alone, cut by its `shard`.
+        asks: whether the dataset may split itself; otherwise its whole stream is read everywhere.
+        shared: whether `now` must be seen by workers that live longer than an epoch.
+    """
+
+    def __init__(
+        self, dataset: Any, plan: DataPlan, per_batch: int, own: bool = False, asks: bool = True, shared: bool = False
+    ) -> None:
+        self.dataset, self.seed, self.per_batch, self.asks = dataset, plan.seed, per_batch, asks
+        self.own = own
+        self.width, self.index = (1, 0) if own else (plan.width, plan.index)
+        self.now = torch.zeros(2, dtype=torch.int64)  # epoch, global samples to leave out
+        if shared:
+            self.now.share_memory_()
+        self.stateful = all(callable(getattr(dataset, name, None)) for name in ("state_dict", "load_state_dict"))
+        self.state: tuple[int, Any] | None = None  # samples read when it was taken, and the dataset's own state
+        self.splits_itself = own
+        self._read = 0
+
+    def note(self) -> Mapping[str, Any]:
+        """What a resume after the sample that was read last needs; asked by the collation, where the worker is."""
+        if self.splits_itself:
+            return {"splits_itself": True}
+        if self.stateful:
+            return {"dataset": [self._read, copy.deepcopy(self.dataset.state_dict())]}
+        return NOTHING
+
+    def __iter__(self) -> Iterator[Any]:
+        epoch, start = self.now.tolist()
+        start = 0 if self.own else start  # a global count says nothing of our part: the feed reads over batches instead
+        self._begin(epoch)
+        skipped = self._restore()
+        found = get_worker_info()
+        workers, worker = (found.num_workers, found.id) if found else (1, 0)
+        if self.width * workers == 1:
+            return self._all(start, skipped)
+        return self._part(start, skipped, worker, workers)
+
+    def _begin(self, epoch: int) -> None:
+        set_epoch, generator = getattr(self.dataset, "set_epoch", None), getattr(self.dataset, "generator", None)
+        if callable(set_epoch):
+            set_epoch(epoch)
+        elif isinstance(generator, torch.Generator):
+            generator.manual_seed(mix(self.seed, epoch))
+
+    def _restore(self) -> int:
+        """Gives the dataset its state back, once; how many samples that leaves out."""
+        if self.state is None:
+            return 0
+        (read, state), self.state = self.state, None
+        self.dataset.load_state_dict(state)
+        return read
+
+    def _all(self, start: int, skipped: int) -> Iterator[Any]:
+        samples = iter(self.dataset)
+        skip(samples, start - skipped)
+        self._read = start
+        return self._counted(samples) if self.stateful else samples
+
+    def _counted(self, samples: Iterator[Any]) -> Iterator[Any]:
+        for sample in samples:
+            self._read += 1
+            yield sample
+
+    def _part(self, start: int, skipped: int, worker: int, workers: int) -> Iterator[Any]:
+        real = torch_worker._worker_info
+        seed = real.seed if real else 0
+        shown = ShownWorker(self.index * workers + worker, self.width * workers, seed, self.dataset)
+        whole = ShownWorker(0, 1, seed, self.dataset)
+        samples = Shown(self.dataset, shown if self.asks else whole, real)
+        first = next(samples, _END)
+        if shown.asked:
+            # It has split itself: all that it gives is ours.
+            self.splits_itself = True
+            if first is not _END:
+                yield first
+            yield from samples
+            return
+        samples.info = whole  # should it ask later, it must not begin to split
+        batch, ahead = self.per_batch * self.width, worker * self.per_batch * self.width + self.index * self.per_batch
+        self._read = max(start, skipped) + ahead + self.per_batch
+        if first is _END:
+            return
+        lead = start - skipped + ahead
+        if lead > 0:
+            skip(samples, lead - 1)
+            first = next(samples, _END)
+        while first is not _END:
+            yield first
+            yield from islice(samples, self.per_batch - 1)
+            skip(samples, workers * batch - self.per_batch)
+            self._read += workers * batch
+            first = next(samples, _END)
+
+
+class Shown:
+    """A dataset's iterator that sees our worker information while it runs, and nobody else does."""
+
+    def __init__(self, dataset: Any, info: ShownWorker, real: Any) -> None:
+        self.info, self.real = info, real
+        self._samples = self._showing(lambda: iter(dataset))
+
+    def __iter__(self) -> Shown:
+        return self
+
+    def __next__(self) -> Any:
+        torch_worker._worker_info = self.info
+        try:
+            return next(self._samples)
+        finally:
+            torch_worker._worker_info = self.real
+
+    def _showing(self, act: Callable[[], Iterator[Any]]) -> Iterator[Any]:
+        torch_worker._worker_info = self.info
+        try:
+            return act()
+        finally:
+            torch_worker._worker_info = self.real
+
+
+class Counted:
+    """A collation that tells how many rows it has collated, and what a resume after them needs; runs in the workers.
+
+    Args:
+        collate: the user's.
+        share: the stream that the samples come from; in a worker, the worker's own copy of it.
+        batched: whether a list of samples comes, or one item that counts the rows that all its tensors have.
+    """
+
+    def __init__(self, collate: Callable[[Any], Any], share: Share, batched: bool) -> None:
+        self.collate, self.share, self.batched = collate, share, batched
+
+    def __call__(self, samples: Any) -> tuple[int, Mapping[str, Any], Any]:
+        note = self.share.note()
+        if self.batched:
+            return len(samples), note, self.collate(samples)
+        batch = self.collate(samples)
+        lengths = {tensor.shape[0] for tensor in tensors(batch) if tensor.ndim}
+        return max(1, lengths.pop()) if len(lengths) == 1 else 1, note, batch
