@@ -11,17 +11,19 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Callable
+from importlib import import_module
 from typing import Any
 
 SECTION = re.compile(r"^(Args|Attributes|Returns|Yields|Raises|Ranks|Shape|Example|Note):\s*(.*)$")
 ITEM = re.compile(r"^(\*{0,2}\w[\w.]*(?:, \w+)*): +(.*)$")
 
 ERRORS = "Each carries the `code` of [the errors page](../errors.md), and subclasses the builtin that one would expect."
-API = {
+API: dict[str, list[str]] = {
     "The run": ["Accelerator"],
     "Starting": ["notebook_launcher", "debug_launcher"],
     "In the loop": ["LocalSGD", "find_executable_batch_size", "set_seed", "skip_first_batches", "get_logger"],
     "What a run knows": ["World", "Plan"],
+    "Testing a loop of yours": ["testing.run_ranks"],
 }
 
 
@@ -52,21 +54,17 @@ def prose(doc: str) -> str:
 
 
 def signature(name: str, function: Callable[..., Any], *, bound: bool = False) -> str:
-    """A signature as a code block, one line where it fits."""
+    """A signature as a code block, over several lines where it is long; a context manager begins with `with`."""
     found = inspect.signature(function)
-    parameters = list(found.parameters.values())[1 if bound else 0 :]
-    found = found.replace(parameters=parameters)
-    text = f"{name}{found}".replace("'", "")
+    found = found.replace(parameters=list(found.parameters.values())[1 if bound else 0 :])
+    if isinstance(function, type) or inspect.isgeneratorfunction(inspect.unwrap(function)):
+        name = name if isinstance(function, type) else f"with {name}"
+        found = found.replace(return_annotation=inspect.Signature.empty)
+    text = f"{name}{found}"
     if len(text) > 100:
-        text = f"{name}{found.replace(return_annotation=inspect.Signature.empty)!s}".replace("'", "")
-        inner = ",\n".join(f"    {one}".replace("'", "") for one in _parameters(found))
-        arrow = (
-            ""
-            if found.return_annotation is inspect.Signature.empty
-            else f" -> {found.return_annotation}".replace("'", "")
-        )
-        text = f"{name}(\n{inner},\n){arrow}"
-    return f"```text\n{text}\n```"
+        arrow = str(found.replace(parameters=[]))[2:]
+        text = f"{name}(\n" + "".join(f"    {one},\n" for one in _parameters(found)) + f"){arrow}"
+    return "```text\n" + text.replace("'", "") + "\n```"
 
 
 def _parameters(found: inspect.Signature) -> list[str]:
@@ -121,7 +119,8 @@ def api() -> str:
     for heading, names in API.items():
         lines += [f"## {heading}", ""]
         for name in names:
-            found = getattr(paceline, name)
+            package, _, last = name.rpartition(".")
+            found = getattr(import_module(f"paceline.{package}" if package else "paceline"), last)
             if isinstance(found, type):
                 lines += class_page(name, found)
             else:

@@ -130,13 +130,17 @@ def has_code(page: Path) -> bool:
     return any(block.language in ("python", "bash", "yaml") and not block.skipped for block in blocks(page))
 
 
-@pytest.mark.parametrize("page", filter(has_code, PAGES), ids=lambda page: str(page.relative_to(ROOT)))
+@pytest.mark.parametrize(
+    "page", [page for page in PAGES if has_code(page)], ids=lambda page: str(page.relative_to(ROOT))
+)
 def test_a_page_runs(page: Path, tmp_path: Path) -> None:
     folder, report = tmp_path / "work", tmp_path / "report"
     folder.mkdir()
     process = multiprocessing.get_context("fork").Process(target=_follow, args=(page, folder, report))
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12 warns of threads, which the child does not use
+        warnings.simplefilter(
+            "ignore", DeprecationWarning
+        )  # Python 3.12 warns of threads, which the child does not use
         process.start()
     process.join(SECONDS)
     if process.is_alive():
