@@ -18,7 +18,8 @@ from paceline.base.errors import CheckpointError, PacelineError, Problem
 T = TypeVar("T")
 
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
-_FORBIDDEN = {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR}
+# EEXIST and ENOTDIR: a file lies where a folder should.
+_FORBIDDEN = {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST}
 
 
 class Peers(Protocol):
@@ -96,8 +97,9 @@ def distinct(peers: Peers, tree: Any) -> list[Any]:
 def _problems(error: Exception, doing: str, rank: int) -> tuple[Problem, ...]:
     if isinstance(error, PacelineError):
         return error.problems
-    if isinstance(error, OSError):
-        return (os_problem(error, doing),)
+    refused = refusal(error)
+    if refused is not None:
+        return (os_problem(refused, doing),)
     where = traceback.extract_tb(error.__traceback__)[-1]
     return (
         Problem(
@@ -107,6 +109,13 @@ def _problems(error: Exception, doing: str, rank: int) -> tuple[Problem, ...]:
             fix="mend the cause that is named; whatever was saved before is untouched",
         ),
     )
+
+
+def refusal(error: BaseException | None) -> OSError | None:
+    """The system's refusal behind an error: `torch.save` raises one of its own after it."""
+    while error is not None and not isinstance(error, OSError):
+        error = error.__context__
+    return error
 
 
 def os_problem(error: OSError, doing: str) -> Problem:

@@ -222,12 +222,13 @@ class Checkpointer:
         restore = agreed(peers, f"comparing {home} with this run", match)
         notes = _judge(peers.gather_object(restore.mismatches), home, strict)
 
-        def read() -> None:
+        def read() -> list[str]:
             read_shards(store, home, index, manifest.files, restore.targets)
             state.apply(saved, restore, peers.rank)
+            return restore.notes
 
-        agreed(peers, f"reading {home}", read)
-        said = tuple(dict.fromkeys([*notes, *restore.notes]))
+        ranks = together(peers, f"reading {home}", read)
+        said = tuple(dict.fromkeys([*notes, *(note for theirs in ranks for note in theirs)]))
         if peers.rank == 0:
             for note in said:
                 _log.warning("loaded %s: %s", home, note)

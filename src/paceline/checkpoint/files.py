@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from paceline.base.errors import CheckpointError
-from paceline.checkpoint.agree import os_problem
+from paceline.checkpoint.agree import os_problem, refusal
 
 
 @contextmanager
@@ -25,12 +25,15 @@ def writing(doing: str) -> Iterator[None]:
     """Turns the system's refusals within a `with` block into `checkpoint-not-writable`, `-disk-full` or `-io`."""
     try:
         yield
-    except OSError as error:
-        raise CheckpointError.of([os_problem(error, doing)]) from error
+    except (OSError, RuntimeError) as error:
+        refused = refusal(error)
+        if refused is None:
+            raise
+        raise CheckpointError.of([os_problem(refused, doing)]) from error
     except SafetensorError as error:  # carries the system's number as text
         found = re.search(r"os error (\d+)", str(error))
-        refused = OSError(int(found[1]), os.strerror(int(found[1]))) if found else OSError(str(error))
-        raise CheckpointError.of([os_problem(refused, doing)]) from error
+        told = OSError(int(found[1]), os.strerror(int(found[1]))) if found else OSError(str(error))
+        raise CheckpointError.of([os_problem(told, doing)]) from error
 
 
 @contextmanager

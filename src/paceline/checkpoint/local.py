@@ -73,16 +73,21 @@ class LocalStore:
         return cast(BinaryIO, _Durable(cast(BinaryIO, open(path, mode))))
 
     def remove(self, path: str) -> None:
-        """Removes a file or a whole folder."""
-        if os.path.isdir(path) and not os.path.islink(path):
-            shutil.rmtree(path)
-        else:
+        """Removes a file or a whole folder; a folder loses its name first, so that half of it is never found."""
+        if not os.path.isdir(path) or os.path.islink(path):
             os.remove(path)
+            return
+        folder, name = os.path.split(path)
+        if not _leftover(name)[1]:
+            going = _partial(folder, name)
+            os.rename(path, going)
+            path = going
+        shutil.rmtree(path)
 
     def stage(self, path: str) -> str:
         """Makes `.NAME.partial-XXXX` beside `path`."""
         folder, name = os.path.split(path)
-        staged = os.path.join(folder, f".{name}{_PARTIAL}{secrets.token_hex(4)}")
+        staged = _partial(folder, name)
         os.makedirs(staged)
         return staged
 
@@ -145,6 +150,10 @@ class _Durable:
             if kind is None and not file.closed:
                 file.flush()
                 os.fsync(file.fileno())
+
+
+def _partial(folder: str, name: str) -> str:
+    return os.path.join(folder, f".{name}{_PARTIAL}{secrets.token_hex(4)}")
 
 
 def _leftover(entry: str) -> tuple[str, str]:

@@ -38,7 +38,7 @@ def parse_size(size: int | str) -> int:
     """
     if isinstance(size, int) and size > 0:
         return size
-    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", str(size))
+    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", size) if isinstance(size, str) else None
     if found and found[2].upper() in _UNITS and float(found[1]) > 0:
         return int(float(found[1]) * _UNITS[found[2].upper()])
     raise CheckpointError(
@@ -74,7 +74,7 @@ def save_model(
         CheckpointError: `checkpoint-size`, `checkpoint-value`, `checkpoint-not-writable`, `checkpoint-disk-full`.
     """
     limit = parse_size(max_shard_size)
-    tensors = _unique(state_dict) if state_dict is not None else _own(model, safe_serialization)
+    tensors = _unique(state_dict) if state_dict is not None else _own(model)
     stem, ending = SAFE if safe_serialization else UNSAFE
     parts = _cut(tensors, limit)
     names = [
@@ -133,7 +133,7 @@ def load_model(model: nn.Module, directory: str | os.PathLike[str], *, strict: b
         else:
             sources[name] = source
         known |= set(names)
-    mismatch.unexpected = {name: tuple(found[name].shape) for name in found.keys() - known}
+    mismatch.unexpected = {name: tuple(found[name].shape) for name in sorted(found.keys() - known)}
     if mismatch and (strict or mismatch.misshapen):
         raise CheckpointError.of([mismatch.problem("this one", folder)])
     for name, source in sources.items():
@@ -145,15 +145,15 @@ def load_model(model: nn.Module, directory: str | os.PathLike[str], *, strict: b
     return left
 
 
-def _own(model: nn.Module, safe: bool) -> dict[str, Tensor]:
+def _own(model: nn.Module) -> dict[str, Tensor]:
     state = ModuleState.of(model)
-    if state.values and safe:
+    if state.values:
         name = next(iter(state.values))
         raise CheckpointError(
             "checkpoint-value",
-            f"{name} is a {type(state.values[name]).__qualname__}, which a safetensors file cannot hold.",
+            f"{name} is a {type(state.values[name]).__qualname__}, which a file of weights does not hold.",
             why="the module puts more than tensors into its state_dict",
-            fix="save with safe_serialization=False, or with save_state",
+            fix="save the whole state with save_state, or give `state_dict` without it",
         )
     return dict(state.tensors)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import re
 
-from paceline.checkpoint.manifest import NAME, Manifest, verify
+from paceline.checkpoint.manifest import Manifest, verify
 from paceline.checkpoint.store import Store
 
 PATTERN = re.compile(r"checkpoint_(\d+)")
@@ -59,13 +59,11 @@ def near(store: Store, path: str) -> list[str]:
 def prune(store: Store, folder: str, keep: int, just: str) -> None:
     """Removes the oldest automatically named checkpoints beyond `keep`, never the one just saved.
 
-    The manifest goes first, so that a half-removed folder is no checkpoint. What cannot be removed stays, with a
-    warning: the save that came before has succeeded.
+    What cannot be removed stays, with a warning: the save that came before has succeeded.
     """
     older = [path for path in numbered(store, folder).values() if path != just and Manifest.find(store, path)]
     for path in older[: max(0, len(older) + 1 - keep)]:
         try:
-            store.remove(store.join(path, NAME))
             store.remove(path)
         except OSError as error:
             _log.warning("could not remove the old checkpoint %s: %s; remove it by hand", path, error)

@@ -159,6 +159,18 @@ def read_index(store: Store, folder: str) -> Metadata:
         ) from None
 
 
+def _tensor(content: bytes, name: str) -> Tensor:
+    try:
+        return cast(Tensor, torch.load(io.BytesIO(content), map_location="cpu", weights_only=True))
+    except pickle.UnpicklingError as error:
+        raise CheckpointError(
+            "checkpoint-unsafe",
+            f"{name} holds more than a tensor where a tensor should be.",
+            why=str(error).split("\n", maxsplit=1)[0],
+            fix="do not use this checkpoint, and find out who changed it",
+        ) from None
+
+
 def shapes(index: Metadata) -> dict[str, tuple[torch.Size, torch.dtype]]:
     """Shape and dtype of each tensor."""
     return {
@@ -196,6 +208,6 @@ def read_shards(
         with store.open(store.join(folder, name), "rb") as file:
             for offset, length, item in sorted(wanted, key=lambda entry: entry[0]):
                 file.seek(offset)
-                saved = torch.load(io.BytesIO(file.read(length)), map_location="cpu", weights_only=True)
+                saved = _tensor(file.read(length), name)
                 part = narrow_tensor_by_index(saved, item.storage_offsets, item.lengths)
                 planner.resolve_tensor(item).detach().copy_(part)

@@ -245,7 +245,9 @@ class TrainState:
             used.add(source)
             casts += dtype != tensor.dtype
         untied = sorted(there & state.aliases.keys())
-        mismatch.unexpected = {key: tuple(shapes[prefix + key][0]) for key in there - used - state.aliases.keys()}
+        mismatch.unexpected = {
+            key: tuple(shapes[prefix + key][0]) for key in sorted(there - used - state.aliases.keys())
+        }
         if untied:
             restore.notes.append(f"{name}: {', '.join(untied)} are tied here; the first one's values were taken")
         if casts:

@@ -47,7 +47,7 @@ class Store(Protocol):
         """Opens a file, "rb" or "wb" (making its folder); closing a written one makes it durable."""
 
     def remove(self, path: str) -> None:
-        """Removes a file or a whole folder."""
+        """Removes a file or a whole folder; a folder that is half removed must not look whole."""
 
     def stage(self, path: str) -> str:
         """Makes a fresh place beside `path` to write into."""

@@ -1,0 +1,207 @@
+"""The local store: a folder takes its place at once, foreign files stay, leftovers never load and go."""
+
+import os
+
+import pytest
+from torch import nn
+
+from paceline.base.errors import CheckpointError
+from paceline.checkpoint import Checkpointer, TrainState, local
+from paceline.checkpoint.local import LocalStore
+
+
+def state(value: float) -> TrainState:
+    model = nn.Linear(2, 2)
+    nn.init.constant_(model.weight, value)
+    return TrainState(models={"m": model})
+
+
+def value_of(folder) -> float:
+    loaded = state(-1.0)
+    Checkpointer().load(folder, loaded)
+    return loaded.models["m"].weight[0, 0].item()
+
+
+class Killed(BaseException):
+    """Ends a save as a kill would: nothing of Paceline's may run after it."""
+
+
+@pytest.fixture
+def kill_at(monkeypatch):
+    """Makes a function raise `Killed`, and keeps the clean-up that a killed process would not do from running."""
+
+    def arm(owner, name: str, call: int = 1) -> None:
+        original, calls = getattr(owner, name), []
+
+        def dying(*args, **keywords):
+            calls.append(1)
+            if len(calls) == call:
+                raise Killed
+            return original(*args, **keywords)
+
+        monkeypatch.setattr(owner, name, dying)
+        monkeypatch.setattr(Checkpointer, "_discard", lambda *_: None)
+
+    return arm
+
+
+@pytest.fixture(params=["exchange", "two renames"])
+def renames(request, monkeypatch):
+    """Both ways to replace a folder: at once, and where the file system cannot."""
+    if request.param == "two renames":
+        monkeypatch.setattr(local, "_exchange", lambda one, other: False)
+    return request.param
+
+
+def test_replaces_and_keeps_foreign_files(tmp_path, renames) -> None:
+    folder = Checkpointer().save(tmp_path / "c", state(1.0), extra_files_hook=lambda f: os.mkdir(f"{f}/mine"))
+    (tmp_path / "c/notes.txt").write_text("of mine")
+    (tmp_path / "c/logs/deep").mkdir(parents=True)
+    (tmp_path / "c/logs/deep/events").write_text("x")
+    Checkpointer().save(folder, state(2.0))
+    assert value_of(folder) == 2.0
+    assert (tmp_path / "c/notes.txt").read_text() == "of mine" and (tmp_path / "c/logs/deep/events").exists()
+    assert os.listdir(tmp_path) == ["c"]
+
+
+def test_foreign_files_among_a_hooks_own(tmp_path, renames) -> None:
+    def hook(folder):
+        os.mkdir(f"{folder}/unet")
+        open(f"{folder}/unet/weights", "w").close()
+
+    folder = Checkpointer().save(tmp_path / "c", state(1.0), extra_files_hook=hook)
+    (tmp_path / "c/unet/readme").write_text("of mine")
+    Checkpointer().save(folder, state(2.0))
+    assert os.listdir(tmp_path / "c/unet") == ["readme"]
+    Checkpointer().save(folder, state(3.0), extra_files_hook=hook)
+    assert sorted(os.listdir(tmp_path / "c/unet")) == ["readme", "weights"] and value_of(folder) == 3.0
+
+
+def test_into_a_folder_of_foreign_files(tmp_path) -> None:
+    (tmp_path / "c").mkdir()
+    (tmp_path / "c/notes.txt").write_text("of mine")
+    folder = Checkpointer().save(tmp_path / "c", state(1.0))
+    assert value_of(folder) == 1.0 and (tmp_path / "c/notes.txt").exists() and os.listdir(tmp_path) == ["c"]
+
+
+@pytest.mark.parametrize("place", [
+    (Checkpointer, "_write"), (local, "_sync_tree"), (local, "_sync_folder"), (LocalStore, "publish"),
+])  # fmt: skip
+def test_killed_before_the_new_one_stands(tmp_path, kill_at, place, monkeypatch) -> None:
+    folder = Checkpointer().save(tmp_path / "c", state(1.0))
+    with monkeypatch.context(), pytest.raises(Killed):
+        kill_at(*place)
+        Checkpointer().save(folder, state(2.0))
+    assert value_of(folder) == 1.0
+    (left,) = [name for name in os.listdir(tmp_path) if name != "c"]
+    assert left.startswith(".c.partial-")
+    monkeypatch.undo()
+    Checkpointer().save(folder, state(3.0))
+    assert value_of(folder) == 3.0 and os.listdir(tmp_path) == ["c"]
+
+
+def test_killed_between_shards_and_manifest(tmp_path, kill_at, monkeypatch) -> None:
+    kill_at(checkpointer_module(), "write_index")
+    with pytest.raises(Killed):
+        Checkpointer().save(tmp_path / "c", state(1.0))
+    (left,) = os.listdir(tmp_path)
+    assert "__0_0.distcp" in os.listdir(tmp_path / left)
+    with pytest.raises(CheckpointError) as error:
+        value_of(tmp_path / "c")
+    assert error.value.code == "checkpoint-missing"
+    with pytest.raises(CheckpointError) as error:
+        value_of(tmp_path / left)
+    assert error.value.code == "checkpoint-none"
+    assert Checkpointer().latest(tmp_path) is None
+
+
+def checkpointer_module():
+    from paceline.checkpoint import checkpointer
+
+    return checkpointer
+
+
+def test_killed_after_the_exchange(tmp_path, kill_at, monkeypatch, renames) -> None:
+    """The new one stands; what was foreign in the old one comes home with the next save."""
+    folder = Checkpointer().save(tmp_path / "c", state(1.0))
+    (tmp_path / "c/notes.txt").write_text("of mine")
+    kill_at(local, "_adopt")
+    with pytest.raises(Killed):
+        Checkpointer().save(folder, state(2.0))
+    assert value_of(folder) == 2.0
+    monkeypatch.undo()
+    Checkpointer().save(folder, state(3.0))
+    assert (tmp_path / "c/notes.txt").read_text() == "of mine" and os.listdir(tmp_path) == ["c"]
+
+
+def test_killed_between_two_renames(tmp_path, kill_at, monkeypatch) -> None:
+    folder = Checkpointer().save(tmp_path / "c", state(1.0))
+    monkeypatch.setattr(local, "_exchange", lambda one, other: False)
+    kill_at(os, "rename", call=2)
+    with pytest.raises(Killed):
+        Checkpointer().save(folder, state(2.0))
+    assert not os.path.exists(folder)
+    monkeypatch.undo()
+    assert value_of(folder) == 1.0  # a load brings it home
+    assert [name.partition("-")[0] for name in sorted(os.listdir(tmp_path))] == [".c.partial", "c"]
+    Checkpointer().save(folder, state(3.0))
+    assert os.listdir(tmp_path) == ["c"]
+
+
+def test_killed_while_moving_into_a_foreign_folder(tmp_path, kill_at, monkeypatch) -> None:
+    (tmp_path / "c").mkdir()
+    (tmp_path / "c/notes.txt").write_text("of mine")
+    kill_at(os, "replace", call=3)
+    with pytest.raises(Killed):
+        Checkpointer().save(tmp_path / "c", state(2.0))
+    monkeypatch.undo()
+    with pytest.raises(CheckpointError) as error:
+        value_of(tmp_path / "c")
+    assert error.value.code == "checkpoint-none"
+    Checkpointer().save(tmp_path / "c", state(3.0))
+    assert value_of(tmp_path / "c") == 3.0 and (tmp_path / "c/notes.txt").exists()
+    assert os.listdir(tmp_path) == ["c"]
+
+
+def test_killed_while_pruning(tmp_path, kill_at, monkeypatch) -> None:
+    Checkpointer().save(tmp_path / "checkpoint_0", state(1.0))
+    kill_at(local.shutil, "rmtree")
+    with pytest.raises(Killed):
+        Checkpointer(keep_last=1).save(tmp_path / "checkpoint_1", state(2.0))
+    monkeypatch.undo()
+    assert not (tmp_path / "checkpoint_0").exists() and len(os.listdir(tmp_path)) == 2
+    assert Checkpointer().latest(tmp_path) == str(tmp_path / "checkpoint_1")
+    Checkpointer().save(tmp_path / "checkpoint_2", state(2.0))
+    assert sorted(os.listdir(tmp_path)) == ["checkpoint_1", "checkpoint_2"]
+
+
+def test_pruning_that_is_refused(tmp_path, monkeypatch, caplog) -> None:
+    Checkpointer().save(tmp_path / "checkpoint_0", state(1.0))
+
+    def refuse(self, path):
+        raise PermissionError(13, "Permission denied", path)
+
+    monkeypatch.setattr(LocalStore, "remove", refuse)
+    assert Checkpointer(keep_last=1).save(tmp_path / "checkpoint_1", state(2.0))
+    assert "could not remove the old checkpoint" in caplog.text
+
+
+def test_leftovers_of_others_stay(tmp_path) -> None:
+    (tmp_path / ".other.partial-00").mkdir()
+    (tmp_path / ".checkpoint_7.partial-00").mkdir()
+    Checkpointer().save(tmp_path / "c", state(1.0))
+    assert len(os.listdir(tmp_path)) == 3
+    Checkpointer().save(tmp_path / "checkpoint_8", state(1.0))
+    assert sorted(os.listdir(tmp_path)) == [".other.partial-00", "c", "checkpoint_8"]
+
+
+def test_files_and_removal(tmp_path) -> None:
+    store = LocalStore()
+    with store.open(str(tmp_path / "a/b/file"), "wb") as file:
+        file.write(b"123")
+    assert store.files(str(tmp_path)) == {"a/b/file": 3} and store.list(str(tmp_path)) == ["a"]
+    with store.open(str(tmp_path / "a/b/file"), "rb") as file:
+        assert file.read() == b"123"
+    store.remove(str(tmp_path / "a/b/file"))
+    store.remove(str(tmp_path / "a"))
+    assert store.list(str(tmp_path / "a")) == [] and not store.serves("s3://bucket") and store.serves("a/b")
