@@ -10,12 +10,12 @@ from __future__ import annotations
 
 import inspect
 import re
+import textwrap
 from collections.abc import Callable
 from importlib import import_module
 from typing import Any
 
-SECTION = re.compile(r"^(Args|Attributes|Returns|Yields|Raises|Ranks|Shape|Example|Note):\s*(.*)$")
-ITEM = re.compile(r"^(\*{0,2}\w[\w.]*(?:, \w+)*): +(.*)$")
+SECTION = re.compile(r"^(Args|Attributes|Returns|Yields|Raises|Ranks|Shape|Example):\s*(.*)$")
 
 ERRORS = "Each carries the `code` of [the errors page](../errors.md), and subclasses the builtin that one would expect."
 API: dict[str, list[str]] = {
@@ -27,44 +27,71 @@ API: dict[str, list[str]] = {
 }
 
 
+class Bare:
+    """An annotation that shows as its text; `inspect` would put quotes around it."""
+
+    def __init__(self, annotation: Any) -> None:
+        self.text = annotation if isinstance(annotation, str) else inspect.formatannotation(annotation)
+
+    def __repr__(self) -> str:
+        return self.text
+
+
 def prose(doc: str) -> str:
-    """A Google-style docstring as Markdown: sections become bold words, their items a list."""
-    lines, out, inside, literal = inspect.cleandoc(doc).split("\n"), [], "", False
-    for line in lines:
-        text = line.strip()
+    """A Google-style docstring as Markdown: sections become bold words, their items a list, examples code."""
+    parts: list[tuple[str, str, list[str]]] = [("", "", [])]  # heading, the rest of its line, what follows
+    before = ""
+    for line in inspect.cleandoc(doc).split("\n"):
         heading = SECTION.match(line)
         if heading:
-            inside = heading.group(1)
-            out += ["", f"**{inside}** {heading.group(2)}".rstrip(), ""]
-        elif inside in ("Args", "Attributes") and line.startswith("    ") and not line.startswith("     "):
-            item = ITEM.match(text)
-            out.append(f"- `{item.group(1)}`: {item.group(2)}" if item else f"- {text}")
-        elif inside and line.startswith(" "):
-            out.append(f"    {text}" if out and out[-1].startswith(("- ", "    ")) else text)
-        elif line.startswith("    "):  # a drawing
-            out += ["", line] if not literal else [line]
-            literal = True
-            continue
+            parts.append((heading.group(1), heading.group(2), []))
+        elif parts[-1][0] and line and not line.startswith(" ") and not before:
+            parts.append(("", "", [line]))
         else:
-            if text:
-                inside = ""
-            out.append(text)
-        literal = False
-    return re.sub(r"\n{3,}", "\n\n", "\n".join(out)).strip()
+            parts[-1][2].append(line)
+        before = line
+    return "\n\n".join(filter(None, (_part(*part) for part in parts)))
+
+
+def _part(heading: str, first: str, lines: list[str]) -> str:
+    if not heading:
+        return _with_drawings("\n".join(lines).strip("\n"))
+    text = textwrap.dedent("\n".join(lines)).strip("\n")
+    if heading == "Example":
+        return f"**Example**\n\n```python\n{text}\n```"
+    if heading in ("Args", "Attributes"):
+        text = re.sub(r"^(\*{0,2}\w[\w.]*(?:, \*{0,2}\w+)*): ", r"- `\1`: ", text, flags=re.MULTILINE)
+        return f"**{heading}**\n\n{text}"
+    between = " " if first else "\n\n"
+    return f"**{heading}**{between}" + "\n".join(filter(None, [first, text]))
+
+
+def _with_drawings(text: str) -> str:
+    """Indented lines stay as they are: Markdown shows them as code, given an empty line before."""
+    return re.sub(r"(?<=\S)\n(?=    )", "\n\n", text, count=1) if "\n    " in text else text
 
 
 def signature(name: str, function: Callable[..., Any], *, bound: bool = False) -> str:
     """A signature as a code block, over several lines where it is long; a context manager begins with `with`."""
     found = inspect.signature(function)
-    found = found.replace(parameters=list(found.parameters.values())[1 if bound else 0 :])
+    shown = [_shown(one) for one in list(found.parameters.values())[1 if bound else 0 :]]
+    gives = found.return_annotation
+    found = found.replace(parameters=shown, return_annotation=gives if gives is found.empty else Bare(gives))
     if isinstance(function, type) or inspect.isgeneratorfunction(inspect.unwrap(function)):
         name = name if isinstance(function, type) else f"with {name}"
-        found = found.replace(return_annotation=inspect.Signature.empty)
+        found = found.replace(return_annotation=found.empty)
     text = f"{name}{found}"
     if len(text) > 100:
         arrow = str(found.replace(parameters=[]))[2:]
         text = f"{name}(\n" + "".join(f"    {one},\n" for one in _parameters(found)) + f"){arrow}"
-    return "```text\n" + text.replace("'", "") + "\n```"
+    return f"```text\n{text}\n```"
+
+
+def _shown(one: inspect.Parameter) -> inspect.Parameter:
+    default = Bare("...") if repr(one.default) == "<factory>" else one.default
+    return one.replace(
+        default=default, annotation=one.annotation if one.annotation is one.empty else Bare(one.annotation)
+    )
 
 
 def _parameters(found: inspect.Signature) -> list[str]:

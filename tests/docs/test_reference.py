@@ -54,7 +54,7 @@ def test_every_variable_is_described(reference: ModuleType) -> None:
     assert all(f"| `{name}` |" in page for name in TABLE)
 
 
-def test_docstrings_become_lists(reference: ModuleType) -> None:
+def test_docstrings_become_markdown(reference: ModuleType) -> None:
     doc = """First sentence.
 
     Args:
@@ -62,11 +62,28 @@ def test_docstrings_become_lists(reference: ModuleType) -> None:
             in two lines.
         second, third: others.
 
-    Ranks: all.
+    Ranks: all, also
+        those without a sample.
+
+    Example:
+        with this:
+            go()
+
+    Source: a paper.
     """
     text = reference.prose(doc)
     assert "**Args**\n\n- `first`: what it is,\n    in two lines.\n- `second, third`: others." in text
-    assert "**Ranks** all." in text
+    assert "**Ranks** all, also\nthose without a sample." in text
+    assert "```python\nwith this:\n    go()\n```\n\nSource: a paper." in text
+
+
+def test_signatures_are_plain(reference: ModuleType) -> None:
+    def function(self, first: int | None, second: str = "text") -> list[int]:
+        return []
+
+    assert reference.signature("function", function, bound=True) == (
+        "```text\nfunction(first: int | None, second: str = 'text') -> list[int]\n```"
+    )
 
 
 def test_the_site_builds_strictly(tmp_path: Path) -> None:
