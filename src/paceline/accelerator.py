@@ -17,10 +17,11 @@ import torch
 from torch import nn
 
 from paceline.base.errors import PlanError
-from paceline.checkpoint.model import save_model, save_object
+from paceline.checkpoint.files import save_object
+from paceline.checkpoint.model import save_model
 from paceline.config import resolve_run
 from paceline.data.active import ActiveLoaders
-from paceline.data.loader import PreparedLoader, skip_first_batches
+from paceline.data.loader import PreparedLoader
 from paceline.data.metrics import gather_for_metrics
 from paceline.observe.profile import profile as observe_profile
 from paceline.observe.trackers.group import Trackers
@@ -89,14 +90,11 @@ class Accelerator(Participant):
         debug: bool | None = None,
         timeout_s: float | None = None,
     ) -> None:
-        code = dict(plan or {})
-        given = dict(
-            mixed_precision=mixed_precision, accumulate=gradient_accumulation_steps, cpu=cpu, debug=debug,
+        resolved = resolve_run(dict(
+            plan or {}, mixed_precision=mixed_precision, accumulate=gradient_accumulation_steps, cpu=cpu, debug=debug,
             timeout_s=timeout_s, split_batches=split_batches, dispatch_batches=dispatch_batches,
             even_batches=even_batches, data_seed=data_seed, non_blocking=non_blocking,
-        )  # fmt: skip
-        code.update((name, value) for name, value in given.items() if value is not None)
-        resolved = resolve_run(code)
+        ))  # fmt: skip
         self.settings = settings = resolved.settings
         decisions = [Decision(d.field, d.value, d.source, d.where) for d in resolved.decisions]
         found = World.detect()
@@ -158,11 +156,6 @@ class Accelerator(Participant):
     def logging_dir(self) -> str:
         """Where trackers write."""
         return self.project_dir or "runs"
-
-    @property
-    def save_iteration(self) -> int:
-        """Number of the next automatically named checkpoint."""
-        return self._states.iteration
 
     # -- prepare -----------------------------------------------------------------------------------------------
 
@@ -326,10 +319,7 @@ class Accelerator(Participant):
     # -- between ranks -----------------------------------------------------------------------------------------
 
     def gather(self, tensor: Any) -> Any:
-        """Concatenates tensors of all ranks along dim 0, in rank order; 0-dim tensors become [num_processes].
-
-        Ranks: all; all get the result. Padding is kept: `gather_for_metrics` drops it.
-        """
+        """Concatenates tensors of all ranks along dim 0; 0-dim ones become [num_processes]. Padding is kept. Ranks: all."""
         return self.collectives.gather(tensor)
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
@@ -403,7 +393,7 @@ class Accelerator(Participant):
         self._states.register(*objects)
 
     def register_save_state_pre_hook(self, hook: Callable[..., None]) -> Hook:
-        """Calls `hook(models, weights, output_dir)` before each save; returns a handle with `remove()`."""
+        """Calls `hook(models, weights, output_dir)` before each save; the handle has `remove()`."""
         return self._states.add_hook("save", hook)
 
     def register_load_state_pre_hook(self, hook: Callable[..., None]) -> Hook:

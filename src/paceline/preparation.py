@@ -21,7 +21,8 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from paceline.base.errors import PrepareError
 from paceline.base.log import logger
 from paceline.data.active import ActiveLoaders
-from paceline.data.loader import PreparedLoader, prepare_loader
+from paceline.data.loader import PreparedLoader
+from paceline.data.prepare import prepare_loader
 from paceline.optim.accumulate import Accumulation
 from paceline.optim.optimizer import PreparedOptimizer
 from paceline.optim.rebind import choose_fused, parameter_names, rebind

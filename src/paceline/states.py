@@ -119,6 +119,8 @@ class States:
         for hook in list(self._hooks["load"].values()):
             hook([each.module for each in self._prepared.models], source)
         self._checkpointer.load(source, self._state())
+        for optimizer in self._prepared.optimizers:
+            optimizer.steps = self.run.step
         if path is None:
             self.iteration = int(source.rsplit("_", 1)[1]) + 1
 
@@ -134,6 +136,7 @@ class States:
 
     def _state(self) -> TrainState:
         prepared = self._prepared
+        self.run.step = max((each.steps for each in prepared.optimizers), default=self.run.step)
         return TrainState(
             models=_numbered("model", [each.wrapped for each in prepared.models]),
             optimizers=_numbered("optimizer", [each.optimizer for each in prepared.optimizers]),

@@ -99,7 +99,7 @@ def plain(case: Case) -> dict[str, Any]:
                 each = nn.functional.cross_entropy(output.float(), y, reduction="none")
                 loss = (each * weight).sum() if case.items else each.sum()
                 scaler.scale(loss / total).backward()
-                losses.append(float(loss) / (float(weight.sum()) if case.items else len(x)))
+                losses.append(float(loss.detach()) / (float(weight.sum()) if case.items else len(x)))
             scaler.unscale_(optimizer)
             norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), case.clip or 1e9)))
             scaler.step(optimizer)

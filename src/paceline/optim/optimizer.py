@@ -24,11 +24,13 @@ class PreparedOptimizer(Optimizer):
     Attributes:
         optimizer: the wrapped one.
         step_was_skipped: whether the last `step` left the weights alone because of an overflow.
+        steps: optimizer steps so far, skipped ones included.
     """
 
     def __init__(self, optimizer: Optimizer, accumulation: Accumulation, scaler: Any = None) -> None:
         self.optimizer = optimizer
         self.step_was_skipped = False
+        self.steps = 0
         self._accumulation = accumulation
         self._scaler = scaler
         self._settled = False
@@ -57,6 +59,7 @@ class PreparedOptimizer(Optimizer):
             return None
         self.settle()
         self._settled = False
+        self.steps += 1
         if self._scaler is None:
             return self.optimizer.step() if closure is None else self.optimizer.step(closure)
         self.step_was_skipped = self._scaler.step(self.optimizer)

@@ -1,8 +1,8 @@
 """`replicate`: every rank holds the whole model and gradients are averaged (DistributedDataParallel).
 
     apply            torch's DDP around the model, gradients as views of the buckets (no second copy)
-    first window     DDP looks for parameters that no rank used; where there are none, it stops looking (it costs a walk
-                     through the graph each step)
+    first window     runs without DDP's communication: which parameters the loss reaches is seen, gradients are averaged
+                     here, and only a model with unused parameters pays for DDP's search for them in each later step
     settle           a backward pass that left a bucket unreduced is an error on the spot, not at the next forward
 
 Source: Li et al., "PyTorch Distributed: Experiences on Accelerating Data Parallel Training", VLDB 2020.
@@ -10,9 +10,13 @@ Source: Li et al., "PyTorch Distributed: Experiences on Accelerating Data Parall
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 
+import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -92,45 +96,55 @@ class Replicate:
                 mine.copy_(first)
             return model
         options = {**_OPTIONS, **context.options}
-        looks = options["find_unused_parameters"]
-        indexed = context.device.type != "cpu" and context.device.index is not None
         hook = options["comm_hook"]
         # PowerSGD waits inside its callbacks: with more than one bucket it deadlocks on gloo's two threads.
         one_bucket = hook == "power_sgd" and context.device.type == "cpu"
         wrapped = DistributedDataParallel(
             model,
-            device_ids=[context.device.index] if indexed else None,
+            device_ids=None if context.device.index is None else [context.device.index],
             process_group=group,
             bucket_cap_mb=1 << 14 if one_bucket else options["bucket_cap_mb"],
-            broadcast_buffers=options["broadcast_buffers"],
-            find_unused_parameters=looks is True or (looks == "auto" and not options["static_graph"]),
+            find_unused_parameters=options["find_unused_parameters"] is True,
             gradient_as_bucket_view=options["gradient_as_bucket_view"],
             static_graph=options["static_graph"],
+            **({} if options["broadcast_buffers"] else {"broadcast_buffers": False}),
         )
-        wrapped._paceline_looking = looks == "auto" and not options["static_graph"] and hook == "none"  # type: ignore[assignment]
-        wrapped._paceline_any = context.collectives.any  # type: ignore[assignment]
+        _STATES[wrapped] = state = _State()
         if hook != "none":
             install(wrapped, hook, options["comm_wrapper"], group, options["comm_state"])
+        elif options["find_unused_parameters"] == "auto" and not options["static_graph"]:
+            state.looking = True
+            wrapped.require_backward_grad_sync = False
         return wrapped
 
     def unwrap(self, model: nn.Module) -> nn.Module:
         """The module inside DDP."""
         return model.module if isinstance(model, DistributedDataParallel) else model
 
-    def hold_gradients(self, model: nn.Module) -> AbstractContextManager[Any]:
+    @contextmanager
+    def hold_gradients(self, model: nn.Module) -> Iterator[None]:
         """DDP's `no_sync`."""
-        return model.no_sync() if isinstance(model, DistributedDataParallel) else nullcontext()
+        if not isinstance(model, DistributedDataParallel):
+            yield
+            return
+        state = _STATES[model]
+        state.held += 1
+        try:
+            with model.no_sync():
+                yield
+        finally:
+            state.held -= 1
 
     def settle(self, model: nn.Module) -> None:
-        """Checks that all gradients were reduced; after the first time stops looking for unused parameters if it can.
+        """Checks that all gradients were reduced; the first time averages them itself.
 
         Raises:
             PlanError: `unused-parameters`, where a later step left out parameters that the first one used.
         """
-        if not isinstance(model, DistributedDataParallel) or not model.require_backward_grad_sync:
+        if not isinstance(model, DistributedDataParallel) or (state := _STATES[model]).held:
             return
-        if model._paceline_looking:
-            _stop_looking(model)
+        if state.looking:
+            _first_window(model, state)
             return
         try:
             model._check_reducer_finalized()
@@ -138,30 +152,53 @@ class Replicate:
             raise PlanError(
                 "unused-parameters",
                 "some parameters took no part in this loss, so their gradients were not averaged over the ranks.",
-                why=f"all were used in the first step, so find_unused_parameters was turned off. {str(error).splitlines()[0]}",
+                why="all were used in the first step, so DDP does not search for unused ones: "
+                + str(error).splitlines()[0],
                 fix="set options={'replicate': {'find_unused_parameters': True}}",
             ) from None
 
 
-def _stop_looking(model: DistributedDataParallel) -> None:
-    """Rebuilds DDP's reducer without the search, where no rank has a parameter that the loss did not reach."""
-    if all(p.grad is None for p in model.parameters()):
+@dataclass
+class _State:
+    looking: bool = False  # the first window has not ended yet
+    held: int = 0  # open `hold_gradients`
+
+
+_STATES: weakref.WeakKeyDictionary[DistributedDataParallel, _State] = weakref.WeakKeyDictionary()
+
+
+def _first_window(model: DistributedDataParallel, state: _State) -> None:
+    """Averages the gradients of the first window; turns DDP's search on if some rank left a parameter unused."""
+    parameters = [p for p in model.module.parameters() if p.requires_grad]
+    if all(p.grad is None for p in parameters):
         return  # this backward was not for this model
-    unused = [name for name, p in model.module.named_parameters() if p.requires_grad and p.grad is None]
-    model._paceline_looking = False  # type: ignore[assignment]
-    if model._paceline_any(bool(unused)):  # type: ignore[operator]
+    state.looking = False
+    model.require_backward_grad_sync = True
+    used = torch.tensor([p.grad is not None for p in parameters], dtype=torch.int32, device=parameters[0].device)
+    ranks = dist.get_world_size(model.process_group)
+    dist.all_reduce(used, group=model.process_group)  # on how many ranks
+    counts = used.tolist()
+    for dtype in {p.dtype for p in parameters}:
+        here = [p for p, count in zip(parameters, counts, strict=True) if count and p.dtype == dtype]
+        for parameter in here:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+        gradients = [p.grad for p in here if p.grad is not None]
+        if gradients:
+            flat = torch.cat([gradient.reshape(-1) for gradient in gradients]).div_(ranks)
+            dist.all_reduce(flat, group=model.process_group)
+            for gradient, mean in zip(gradients, flat.split([g.numel() for g in gradients]), strict=True):
+                gradient.copy_(mean.view_as(gradient))
+    if min(counts) < ranks:
+        names = [name for name, p in model.module.named_parameters() if p.requires_grad]
+        unused = [name for name, count in zip(names, counts, strict=True) if count < ranks]
         shown = ", ".join(unused[:3]) + (", ..." if len(unused) > 3 else "")
-        logger("parallel").info(
-            "find_unused_parameters stays on: %d parameters got no gradient (%s)", len(unused), shown
+        logger("parallel").info("DDP searches for unused parameters: the loss did not reach %s", shown)
+        model.find_unused_parameters = True
+        built, expect_sparse = model._build_params_for_reducer()
+        model._ddp_init_helper(
+            built, expect_sparse, model._build_debug_param_to_name_mapping(built), model.static_graph
         )
-        return
-    gradients = {p: p.grad for p in model.parameters()}  # views of the old buckets, which they keep alive
-    model.find_unused_parameters = False
-    parameters, expect_sparse = model._build_params_for_reducer()
-    names = model._build_debug_param_to_name_mapping(parameters)
-    model._ddp_init_helper(parameters, expect_sparse, names, model.static_graph)
-    for parameter, gradient in gradients.items():
-        parameter.grad = gradient
 
 
 STRATEGY = Replicate()

@@ -113,7 +113,7 @@ def join(
         return world
     chosen = devices.default_backend(device, backend)
     if world.size == 1:
-        own: Any = _c10d.HashStore()
+        own: Any = dist.HashStore()  # type: ignore[attr-defined]
     else:
         root = store if store is not None else _connect(world, seconds)
         own = _c10d.PrefixStore(f"paceline/{_roll_call(root, world, device, chosen, seconds)}", root)
