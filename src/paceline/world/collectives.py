@@ -17,12 +17,27 @@ from torch import Tensor
 from paceline.base.errors import CollectiveError
 from paceline.world import tree as trees
 from paceline.world.debug import Watch
-from paceline.world.exchange import Exchange, Sent, pack, unpack
+from paceline.world.exchange import Arrived, Exchange, Sent, Topic, as_bytes
 from paceline.world.mesh import Group
 from paceline.world.tree import Tree
 from paceline.world.world import World
 
 Reduction = Literal["sum", "mean", "none"]
+_KNOWN_FORMS = 1024  # how many forms of structures are remembered; more only come where shapes never repeat
+
+
+@dataclass(frozen=True, slots=True)
+class _Form:
+    """What is known of a structure whose form has been seen before.
+
+    Attributes:
+        topic: what the ranks must agree about.
+        on_cpu, on_device: which leaves travel over the CPU, and which on the device.
+    """
+
+    topic: Topic
+    on_cpu: tuple[int, ...]
+    on_device: tuple[int, ...]
 
 
 class Collectives:
@@ -59,6 +74,7 @@ class Collectives:
             group = dist.group.WORLD
         self.size = 1 if group is None else dist.get_world_size(group)
         self.rank = 0 if group is None else dist.get_rank(group)
+        self._forms: dict[Any, _Form] = {}
         self._exchange: Exchange | None = None
         if self.size > 1:
             self._exchange = Exchange(group, device, Watch(group, timeout_s) if debug else None)
@@ -73,8 +89,8 @@ class Collectives:
         Raises:
             CollectiveError: `collective-mismatch`, `collective-leaf`.
         """
-        leaves = self._tensors("gather", tree)
-        return trees.unflatten(tree, _concatenate(leaves, self._gather("gather", tree, leaves)))
+        leaves, form = self._form("gather", tree)
+        return trees.unflatten(tree, _concatenate(leaves, self._gather(leaves, form)))
 
     def gather_rows(self, tree: Tree, real: Sequence[int], local: int, objects: bool = False) -> Tree:
         """Gathers what was computed from a batch, over real samples only.
@@ -94,21 +110,20 @@ class Collectives:
         """
         assert len(real) == self.size, "`real` has one entry a rank"
         op = "gather_for_metrics"
-        boxed = _Box(list(tree)) if objects else tree
+        if not objects and all(isinstance(leaf, Tensor) for leaf in trees.leaves(tree)):
+            leaves, form = self._form(op, tree)
+            return trees.unflatten(tree, _concatenate(leaves, self._gather(leaves, form, local), real))
+        boxed = _Box(list(tree)) if objects else _box(tree)
         leaves = trees.leaves(boxed)
-        if all(isinstance(leaf, Tensor) for leaf in leaves):
-            leaves = self._tensors(op, tree)
-            return trees.unflatten(tree, _concatenate(leaves, self._gather(op, tree, leaves, aux=local), real))
-        boxed = boxed if objects else _box(tree)
-        leaves = trees.leaves(boxed)
-        sent = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-        self._tensors(op, sent)
-        sent.append(self._pickle(op, [leaf.value for leaf in leaves if isinstance(leaf, _Box)]))
-        arrived = self._gather(op, boxed, sent, aux=local)
-        merged = _concatenate(sent, arrived, real, whole_last=True)
-        lists = _join(_unpickle_each(merged.pop(), arrived), [one.aux for one in arrived], real)
-        tensors = iter(merged)
-        return trees.map_leaves(lambda leaf: next(tensors) if isinstance(leaf, Tensor) else next(lists), boxed)
+        values = self._pickle(op, [leaf.value for leaf in leaves if isinstance(leaf, _Box)])
+        sent = [*(leaf for leaf in leaves if isinstance(leaf, Tensor)), values]
+        _, form = self._form(f"{op} {trees.structure(boxed)}", sent)
+        arrived = self._gather(sent, form, local)
+        tensors = _concatenate(sent, arrived, real, whole_last=True)
+        pickles = torch.split(tensors.pop(), [one.rows[-1] for one in arrived.sent])
+        lists = _join([_unpickle(data) for data in pickles], [one.aux for one in arrived.sent], real)
+        merged = iter(tensors)
+        return trees.map_leaves(lambda leaf: next(merged) if isinstance(leaf, Tensor) else next(lists), boxed)
 
     def reduce(self, tree: Tree, reduction: Reduction = "sum", scale: float = 1.0) -> Tree:
         """Sum or mean over the ranks of each tensor, times `scale`; "none" scales alone.
@@ -124,16 +139,17 @@ class Collectives:
                 f"there is no reduction called {reduction!r}.",
                 fix='use "sum", "mean" or "none"',
             )
-        leaves = self._tensors("reduce", tree)
-        if reduction == "mean":
-            leaves = [leaf.long() if leaf.dtype == torch.bool else leaf for leaf in leaves]
-        if reduction == "none" or self._exchange is None:
-            total = [leaf.clone() for leaf in leaves]
-        else:
-            total = self._sum(self._exchange, f"reduce({reduction})", tree, leaves)
-        if reduction == "mean":
-            total = [leaf / self.size for leaf in total]
-        return trees.unflatten(tree, total if scale == 1.0 else [leaf * scale for leaf in total])
+        leaves, form = self._form(f"reduce({reduction})", tree, exact=True)
+        with torch.no_grad():
+            if reduction == "mean":
+                leaves = [leaf.long() if leaf.dtype == torch.bool else leaf for leaf in leaves]
+            if reduction == "none" or self._exchange is None:
+                total = [leaf.clone() for leaf in leaves]
+            else:
+                total = self._sum(self._exchange, leaves, form)
+            if reduction == "mean":
+                total = [leaf / self.size for leaf in total]
+            return trees.unflatten(tree, total if scale == 1.0 else [leaf * scale for leaf in total])
 
     def broadcast(self, tree: Tree, src: int = 0) -> Tree:
         """The tensors of rank `src` on every rank; all ranks pass the same structure, dtypes and shapes.
@@ -141,27 +157,24 @@ class Collectives:
         Raises:
             CollectiveError: `collective-mismatch`, `collective-leaf`.
         """
-        op = f"broadcast(src={src})"
-        leaves = self._tensors(op, tree)
+        leaves, form = self._form(f"broadcast(src={src})", tree, exact=True)
         exchange = self._exchange
         if exchange is None:
-            return trees.unflatten(tree, [leaf.clone() for leaf in leaves])
-        on_cpu, on_device = self._places(leaves)
-        detail = _detail(tree, leaves, exact=True)
-        if not on_device and exchange.fits(0, _count(leaves)):
-            sent = exchange.announce(op, detail, cpu=pack(leaves if self.rank == src else ()))
-            data = sent[src].cpu
-            assert data is not None
-            return trees.unflatten(tree, unpack(data, leaves))
-        exchange.announce(op, detail)
-        found: dict[int, Tensor] = {}
-        for places, group in ((on_cpu, exchange.cpu_group), (on_device, exchange.group)):
-            if places:
-                data = pack([leaves[i] for i in places])
-                data = data.clone() if len(places) == 1 else data  # `pack` may have copied nothing
-                dist.broadcast(data, dist.get_global_rank(group, src), group=group)
-                found |= zip(places, unpack(data, [leaves[i] for i in places]), strict=True)
-        return trees.unflatten(tree, [found[i] for i in range(len(leaves))])
+            return trees.unflatten(tree, [leaf.detach().clone() for leaf in leaves])
+        with torch.no_grad():
+            parts = [as_bytes(leaf) for leaf in leaves]
+            if not form.on_device and exchange.fits(0, sum(part.numel() for part in parts)):
+                arrived = exchange.announce(form.topic, parts=parts if self.rank == src else ())
+                start = arrived.sent[src].cpu_start
+                return trees.unflatten(tree, _split(arrived.cpu[start:].clone(), leaves))
+            exchange.announce(form.topic)
+            found: dict[int, Tensor] = {}
+            for places, group in ((form.on_cpu, exchange.cpu_group), (form.on_device, exchange.group)):
+                if places:
+                    data = torch.cat([parts[i] for i in places])
+                    dist.broadcast(data, dist.get_global_rank(group, src), group=group)
+                    found |= zip(places, _split(data, [leaves[i] for i in places]), strict=True)
+            return trees.unflatten(tree, [found[i] for i in range(len(leaves))])
 
     def pad_across(self, tree: Tree, dim: int = 0, pad_index: float = 0, pad_first: bool = False) -> Tree:
         """Pads each tensor along `dim` to the largest size that any rank has there; tensors without that dim stay.
@@ -175,16 +188,14 @@ class Collectives:
         Raises:
             CollectiveError: `collective-mismatch`, `collective-leaf`.
         """
-        leaves = self._tensors("pad_across_processes", tree)
+        leaves = self._tensors("pad_across_processes", tree, trees.leaves(tree))
         has = [-leaf.ndim <= dim < leaf.ndim for leaf in leaves]
         sizes = [leaf.shape[dim] if there else 0 for leaf, there in zip(leaves, has, strict=True)]
-        if self._exchange is not None:
-            kinds = ", ".join(f"{_dtype(leaf)}, {leaf.ndim} dims" for leaf in leaves)
-            arrived = self._ints("pad_across_processes", f"{trees.structure(tree)} of {kinds}", sizes)
-            sizes = [max(column) for column in zip(*arrived, strict=True)]
+        kinds = ", ".join(f"{_dtype(leaf)}, {leaf.ndim} dims" for leaf in leaves)
+        columns = zip(*self._ints("pad_across_processes", f"{trees.structure(tree)} of {kinds}", sizes), strict=True)
         padded = [
-            _pad(leaf, dim, size, pad_index, pad_first) if there else leaf
-            for leaf, there, size in zip(leaves, has, sizes, strict=True)
+            _pad(leaf, dim, max(column), pad_index, pad_first) if there else leaf
+            for leaf, there, column in zip(leaves, has, columns, strict=True)
         ]
         return trees.unflatten(tree, padded)
 
@@ -198,9 +209,8 @@ class Collectives:
         """
         if self._exchange is None:
             return [obj]
-        data = self._pickle("gather_object", obj)
-        arrived = self._exchange.gather("gather_object", "", (), data)
-        return [_unpickle(one.cpu) for one in arrived]
+        arrived = self._exchange.gather(Topic("gather_object"), (), [self._pickle("gather_object", obj)])
+        return [_unpickle(arrived.cpu[one.cpu_start :][: one.cpu_bytes]) for one in arrived.sent]
 
     def broadcast_object(self, obj: Any, src: int = 0) -> Any:
         """The object of rank `src` on every rank; what other ranks pass is ignored.
@@ -208,15 +218,17 @@ class Collectives:
         Raises:
             CollectiveError: `collective-object`.
         """
-        exchange, op = self._exchange, f"broadcast_object(src={src})"
+        exchange, topic = self._exchange, Topic(f"broadcast_object(src={src})")
         if exchange is None:
             return obj
-        data = self._pickle(op, obj) if self.rank == src else pack(())
-        given = exchange.announce(op, "", cpu=data)[src]
-        if given.cpu is None:
-            given.cpu = data if self.rank == src else torch.empty(given.cpu_bytes, dtype=torch.uint8)
-            dist.broadcast(given.cpu, dist.get_global_rank(exchange.cpu_group, src), group=exchange.cpu_group)
-        return obj if self.rank == src else _unpickle(given.cpu)
+        data = self._pickle(topic.op, obj) if self.rank == src else None
+        arrived = exchange.announce(topic, parts=() if data is None else [data])
+        start, count = arrived.sent[src].cpu_start, arrived.sent[src].cpu_bytes
+        if start >= 0:
+            return obj if data is not None else _unpickle(arrived.cpu[start : start + count])
+        buffer = data if data is not None else torch.empty(count, dtype=torch.uint8, device="cpu")
+        dist.broadcast(buffer, dist.get_global_rank(exchange.cpu_group, src), group=exchange.cpu_group)
+        return obj if data is not None else _unpickle(buffer)
 
     def barrier(self) -> None:
         """Waits until all ranks are here. Work that is queued on an accelerator is not waited for."""
@@ -245,75 +257,93 @@ class Collectives:
 
     # -------------------------------------------------------------------- how
 
-    def _tensors(self, op: str, tree: Tree) -> list[Tensor]:
-        """The leaves of `tree`, detached; an error on every rank where this one has a leaf that cannot be sent."""
-        leaves = trees.leaves(tree)
-        kinds = ("cpu", self.device.type)
-        for leaf in leaves:
-            if not isinstance(leaf, Tensor) or leaf.layout != torch.strided or leaf.device.type not in kinds:
-                break
-            if leaf.is_quantized or hasattr(leaf, "full_tensor"):
-                break
-        else:
-            return [leaf.detach() for leaf in leaves]
-        bad = [
-            f"{path or 'the value'} is {_kind(leaf)}" for path, leaf in trees.walk(tree) if not _sendable(leaf, kinds)
-        ]
+    def _form(self, op: str, tree: Tree, exact: bool = False) -> tuple[list[Any], _Form]:
+        """The leaves of `tree` and what is known of its form: worked out once, and then looked up.
+
+        Args:
+            op: the operation.
+            tree: a structure of tensors.
+            exact: whether ranks must agree in dim 0 too.
+        """
+        leaves: list[Any] = []
+        key = (op, _key(tree, leaves, exact))
+        form = self._forms.get(key)
+        if form is None:
+            self._tensors(op, tree, leaves)
+            if len(self._forms) >= _KNOWN_FORMS:
+                self._forms.clear()
+            parts = ", ".join(_text(leaf, exact) for leaf in leaves)
+            on_cpu = [leaf.device.type == "cpu" for leaf in leaves]
+            form = self._forms[key] = _Form(
+                Topic(op, f"{trees.structure(tree)} of {parts}"),
+                tuple(i for i, here in enumerate(on_cpu) if here),
+                tuple(i for i, here in enumerate(on_cpu) if not here),
+            )
+        return leaves, form
+
+    def _tensors(self, op: str, tree: Tree, leaves: list[Any]) -> list[Tensor]:
+        """`leaves`; an error, on every rank, where this rank has one that cannot be sent."""
+        kinds = sorted({"cpu", self.device.type})
+        if all(_sendable(leaf, kinds) for leaf in leaves):
+            return leaves
+        bad = [(path or "the value", leaf) for path, leaf in trees.walk(tree) if not _sendable(leaf, kinds)]
+        why = [f"{path} is {_kind(leaf)}" for path, leaf in bad]
         if self._exchange is not None:
             # The other ranks are on their way into the exchange: they must hear of it too.
-            self._exchange.announce(op, "cannot: " + "; ".join(bad))
+            self._exchange.announce(Topic(op, "cannot: " + "; ".join(why)))
         raise CollectiveError(
             "collective-leaf",
-            f"{op} takes dense tensors on {' or '.join(sorted(set(kinds)))}, in any nesting, and nothing else.",
-            why=bad,
+            f"{op} takes dense tensors on {' or '.join(kinds)}, in any nesting, and nothing else.",
+            why=why,
             fix="use gather_object (or gather_for_metrics) for other objects; `.full_tensor()` for a DTensor",
         )
 
-    def _gather(self, op: str, tree: Tree, leaves: list[Tensor], aux: int = 0) -> list[Sent]:
+    def _gather(self, leaves: list[Tensor], form: _Form, aux: int = 0) -> Arrived:
         rows = [leaf.shape[0] if leaf.ndim else -1 for leaf in leaves]
-        on_cpu, on_device = self._places(leaves)
-        cpu = pack([leaves[i] for i in on_cpu] if on_device else leaves)
-        device = pack([leaves[i] for i in on_device]) if on_device else None
-        if self._exchange is None:
-            return [Sent(aux, cpu.numel(), 0, rows, cpu, device)]
-        return self._exchange.gather(op, _detail(tree, leaves), rows, cpu, device, aux)
+        with torch.no_grad():
+            parts = [as_bytes(leaf) for leaf in leaves]
+            on_cpu = [parts[i] for i in form.on_cpu]
+            on_device = [parts[i] for i in form.on_device]
+            if self._exchange is not None:
+                return self._exchange.gather(form.topic, rows, on_cpu, on_device, aux)
+            cpu = torch.cat(on_cpu) if on_cpu else torch.empty(0, dtype=torch.uint8, device="cpu")
+            device = torch.cat(on_device) if on_device else None
+            return Arrived([Sent(aux, rows, cpu.numel(), 0, 0, 0)], cpu, device, fresh=True)
 
-    def _places(self, leaves: list[Tensor]) -> tuple[list[int], list[int]]:
-        """Which leaves travel over the CPU, and which on the device."""
-        if self.device.type == "cpu":
-            return list(range(len(leaves))), []
-        on_device = [i for i, leaf in enumerate(leaves) if leaf.device.type != "cpu"]
-        return [i for i, leaf in enumerate(leaves) if leaf.device.type == "cpu"], on_device
-
-    def _sum(self, exchange: Exchange, op: str, tree: Tree, leaves: list[Tensor]) -> list[Tensor]:
-        detail = _detail(tree, leaves, exact=True)
-        if all(leaf.device.type == "cpu" for leaf in leaves) and exchange.fits(0, _count(leaves)):
-            arrived = exchange.announce(op, detail, cpu=pack(leaves))
-            stacked = _concatenate([leaf.unsqueeze(0) for leaf in leaves], _with_rows(arrived, len(leaves)))
+    def _sum(self, exchange: Exchange, leaves: list[Tensor], form: _Form) -> list[Tensor]:
+        parts = [as_bytes(leaf) for leaf in leaves]
+        if not form.on_device and exchange.fits(0, sum(part.numel() for part in parts)):
+            arrived = exchange.announce(form.topic, parts=parts)
+            for one in arrived.sent:
+                one.rows = (1,) * len(leaves)
+            stacked = _concatenate([leaf.unsqueeze(0) for leaf in leaves], arrived)
             return [leaf.sum(0, dtype=leaf.dtype) for leaf in stacked]
-        exchange.announce(op, detail)
+        exchange.announce(form.topic)
         found: dict[int, Tensor] = {}
         kinds = [(leaf.device.type, leaf.dtype) for leaf in leaves]
         for kind in dict.fromkeys(kinds):
             places = [i for i, other in enumerate(kinds) if other == kind]
             flat = torch.cat([leaves[i].reshape(-1) for i in places])
             dist.all_reduce(flat, group=exchange.cpu_group if kind[0] == "cpu" else exchange.group)
-            parts = torch.split(flat, [leaves[i].numel() for i in places])
-            found |= {i: part.view(leaves[i].shape) for i, part in zip(places, parts, strict=True)}
+            summed = torch.split(flat, [leaves[i].numel() for i in places])
+            found |= {i: part.view(leaves[i].shape) for i, part in zip(places, summed, strict=True)}
         return [found[i] for i in range(len(leaves))]
 
     def _ints(self, op: str, detail: str, numbers: Sequence[int]) -> list[Sequence[int]]:
         """The numbers of each rank; they travel where a message has the rows of leaves."""
         if self._exchange is None:
             return [numbers]
-        return [one.rows for one in self._exchange.gather(op, detail, numbers, pack(()))]
+        form = self._forms.get((op, detail))
+        if form is None:
+            form = self._forms[op, detail] = _Form(Topic(op, detail), (), ())
+        return [one.rows for one in self._exchange.gather(form.topic, numbers, ()).sent]
 
     def _pickle(self, op: str, obj: Any) -> Tensor:
         try:
             return torch.frombuffer(bytearray(pickle.dumps(obj)), dtype=torch.uint8)
         except (pickle.PicklingError, AttributeError, TypeError, RecursionError) as error:
             if self._exchange is not None:
-                self._exchange.announce(op, f"cannot: {error}")
+                self._exchange.announce(Topic(op, f"cannot: {error}"))
             raise CollectiveError(
                 "collective-object",
                 f"{op}: an object of type {type(obj).__name__} cannot be sent to other processes.",
@@ -328,7 +358,8 @@ class _Box:
 
     value: Any
 
-    def to(self, *_: Any) -> _Box:  # having it, `tree` takes a box for a leaf
+    def to(self, *_: Any) -> _Box:
+        """Having it, `tree` takes a box for a leaf."""
         return self
 
 
@@ -344,7 +375,7 @@ def _box(tree: Tree) -> Tree:
 
 
 def _concatenate(
-    leaves: Sequence[Tensor], arrived: Sequence[Sent], real: Sequence[int] | None = None, whole_last: bool = False
+    leaves: Sequence[Tensor], arrived: Arrived, real: Sequence[int] | None = None, whole_last: bool = False
 ) -> list[Tensor]:
     """Each leaf of all ranks, joined along dim 0.
 
@@ -354,29 +385,42 @@ def _concatenate(
         real: how many of these are real; None keeps all.
         whole_last: whether the last leaf is kept whole all the same.
     """
-    starts = {"cpu": [0] * len(arrived), "device": [0] * len(arrived)}
+    sent = arrived.sent
+    starts = {"cpu": [one.cpu_start for one in sent], "device": [one.device_start for one in sent]}
     joined = []
     for number, leaf in enumerate(leaves):
-        place = "cpu" if leaf.device.type == "cpu" else "device"
-        start = starts[place]
+        on_cpu = leaf.device.type == "cpu"
+        buffer, start = (arrived.cpu, starts["cpu"]) if on_cpu else (arrived.device, starts["device"])
+        assert buffer is not None
         shape = leaf.shape[1:]
         row_bytes = shape.numel() * leaf.element_size()
-        trim = real if not (whole_last and number == len(leaves) - 1) else None
-        batch = trim is not None and leaf.ndim > 0 and all(one.rows[number] == one.aux for one in arrived)
-        parts, total = [], 0
-        for rank, one in enumerate(arrived):
-            rows = abs(one.rows[number])  # -1 says 0-dim: one row
-            kept = rows if trim is None else min(rows, trim[rank]) if batch else rows if trim[rank] else 0
-            begin = start[rank]
-            start[rank] = begin + rows * row_bytes
-            total += kept
-            if kept:
-                data = one.cpu if place == "cpu" else one.device
-                assert data is not None
-                parts.append(data[begin : begin + kept * row_bytes])
-        data = torch.cat(parts) if parts else leaf.new_empty(0, dtype=torch.uint8)
+        rows = [abs(one.rows[number]) for one in sent]  # -1 says 0-dim: one row
+        kept = rows
+        if real is not None and not (whole_last and number == len(leaves) - 1):
+            if leaf.ndim and all(one.rows[number] == one.aux for one in sent):
+                kept = [min(pair) for pair in zip(rows, real, strict=True)]
+            else:
+                kept = [have if there else 0 for have, there in zip(rows, real, strict=True)]
+        total = sum(kept)
+        if total * row_bytes == buffer.numel() and (arrived.fresh or not on_cpu):
+            data = buffer  # a single leaf of equal sizes: it lies there as it is wanted
+        else:
+            parts = [buffer[at : at + keep * row_bytes] for at, keep in zip(start, kept, strict=True) if keep]
+            data = torch.cat(parts) if parts else buffer.new_empty(0)
+        for rank, have in enumerate(rows):
+            start[rank] += have * row_bytes
         joined.append(data.view(leaf.dtype).view(total, *shape))
     return joined
+
+
+def _split(data: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
+    """Tensors with the dtypes and shapes of `like`, from bytes that lie one after the other."""
+    found, start = [], 0
+    for leaf in like:
+        end = start + leaf.numel() * leaf.element_size()
+        found.append(data[start:end].clone().view(leaf.dtype).view(leaf.shape))
+        start = end
+    return found
 
 
 def _join(boxes: list[list[Any]], loaded: Sequence[int], real: Sequence[int]) -> Iterator[list[Any]]:
@@ -393,44 +437,42 @@ def _join(boxes: list[list[Any]], loaded: Sequence[int], real: Sequence[int]) ->
         yield merged
 
 
-def _unpickle_each(data: Tensor, arrived: Sequence[Sent]) -> list[Any]:
-    return [_unpickle(part) for part in torch.split(data, [one.rows[-1] for one in arrived])]
-
-
-def _unpickle(data: Tensor | None) -> Any:
-    assert data is not None
+def _unpickle(data: Tensor) -> Any:
     return pickle.loads(data.numpy().tobytes())  # from ranks of this very run
-
-
-def _with_rows(arrived: list[Sent], leaves: int) -> list[Sent]:
-    for one in arrived:
-        one.rows = (1,) * leaves
-    return arrived
 
 
 def _pad(leaf: Tensor, dim: int, size: int, pad_index: float, pad_first: bool) -> Tensor:
     have = leaf.shape[dim]
     if have == size:
-        return leaf
+        return leaf.detach()
     shape = list(leaf.shape)
     shape[dim] = size
     padded = leaf.new_full(shape, pad_index)
-    padded.narrow(dim, size - have if pad_first else 0, have).copy_(leaf)
+    padded.narrow(dim, size - have if pad_first else 0, have).copy_(leaf.detach())
     return padded
 
 
-def _detail(tree: Tree, leaves: list[Tensor], exact: bool = False) -> str:
-    """What must agree between ranks, as text: structure, dtypes, shapes (dim 0 only where `exact`), kind of device."""
-    parts = []
-    for leaf in leaves:
-        shape = list(leaf.shape) if exact or not leaf.ndim else ["*", *leaf.shape[1:]]
-        place = "" if leaf.device.type == "cpu" else f"@{leaf.device.type}"
-        parts.append(f"{_dtype(leaf)}{shape}{place}".replace("'", ""))
-    return f"{trees.structure(tree)} of {', '.join(parts)}"
+def _key(tree: Tree, leaves: list[Any], exact: bool) -> Any:
+    """The form of `tree` as something to look up, all that decides what `_form` finds; collects the leaves."""
+    if isinstance(tree, Tensor):
+        leaves.append(tree)
+        shape = tree.shape
+        return type(tree), tree.dtype, tree.layout, tree.device, len(shape), shape if exact else shape[1:]
+    kind = type(tree)
+    if kind is tuple or kind is list:
+        return kind, *[_key(child, leaves, exact) for child in tree]
+    children = trees.children(tree)
+    if children is None:
+        leaves.append(tree)
+        return kind
+    return kind, *(trees.keys(tree) or ()), *[_key(child, leaves, exact) for child in children]
 
 
-def _count(leaves: Sequence[Tensor]) -> int:
-    return sum(leaf.numel() * leaf.element_size() for leaf in leaves)
+def _text(leaf: Tensor, exact: bool) -> str:
+    """Dtype and shape for people, dim 0 only where it must agree, and the kind of device."""
+    sizes = [str(size) for size in leaf.shape]
+    shape = ", ".join(sizes if exact or not sizes else ["*", *sizes[1:]])
+    return f"{_dtype(leaf)}[{shape}]" + ("" if leaf.device.type == "cpu" else f"@{leaf.device.type}")
 
 
 def _dtype(leaf: Tensor) -> str:

@@ -32,10 +32,26 @@ from paceline.world.mesh import Group, cpu_group
 _HEAD = struct.Struct("<5q")
 # Up to this size gloo's exchange costs what an empty one costs; divided, as each rank receives it from each other.
 _ALL_MESSAGES_BYTES, _LEAST_BYTES, _MOST_BYTES = 1 << 16, 1 << 11, 1 << 14
-_NO_BYTES = torch.empty(0, dtype=torch.uint8)
 
 # The name since torch 2.13, which warns of the older one.
-all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+
+class Topic:
+    """What the ranks must agree about.
+
+    Args:
+        op: the operation, as the user calls it.
+        detail: structure, dtypes and shapes, as text for people.
+    """
+
+    __slots__ = ("detail", "fingerprint", "op")
+
+    def __init__(self, op: str, detail: str = "") -> None:
+        self.op = op
+        self.detail = detail
+        digest = hashlib.blake2b(f"{op}\0{detail}".encode(), digest_size=8).digest()
+        self.fingerprint = int.from_bytes(digest, "little", signed=True)
 
 
 @dataclass(slots=True)
@@ -46,15 +62,29 @@ class Sent:
         aux: a number of the operation's own.
         rows: dim-0 size of each leaf, -1 for a 0-dim one.
         cpu_bytes, device_bytes: how much data there is.
-        cpu, device: the data, uint8; None where it was only announced. Valid until the next exchange.
+        cpu_start, device_start: where it begins in `Arrived.cpu` and `Arrived.device`; -1 where it was only announced.
     """
 
     aux: int
+    rows: Sequence[int]
     cpu_bytes: int
-    device_bytes: int
-    rows: Sequence[int] = ()
-    cpu: Tensor | None = None
+    device_bytes: int = 0
+    cpu_start: int = -1
+    device_start: int = -1
+
+
+@dataclass(slots=True)
+class Arrived:
+    """What all ranks sent, in rank order, and the bytes (uint8) of all of them.
+
+    Attributes:
+        fresh: whether `cpu` is a buffer of this exchange's own; otherwise the next exchange overwrites it.
+    """
+
+    sent: list[Sent]
+    cpu: Tensor
     device: Tensor | None = None
+    fresh: bool = False
 
 
 class Exchange:
@@ -73,8 +103,9 @@ class Exchange:
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
         self.watch = watch
         self.limit = max(_LEAST_BYTES, min(_MOST_BYTES, _ALL_MESSAGES_BYTES // self.size))
-        self._message = torch.zeros(self.limit, dtype=torch.uint8)
-        self._messages = torch.zeros(self.limit * self.size, dtype=torch.uint8)
+        with torch.inference_mode(False):  # tensors made in inference mode could not be written outside of it
+            self._message = torch.zeros(self.limit, dtype=torch.uint8, device="cpu")
+            self._messages = torch.zeros(self.limit * self.size, dtype=torch.uint8, device="cpu")
         # Python reads and writes the few numbers of a message far faster than tensor operations do.
         self._writable = memoryview(cast(Any, self._message.numpy()))
         self._readable = memoryview(cast(Any, self._messages.numpy()))
@@ -85,126 +116,117 @@ class Exchange:
 
     def announce(
         self,
-        op: str,
-        detail: str,
+        topic: Topic,
         rows: Sequence[int] = (),
-        cpu: Tensor = _NO_BYTES,
+        parts: Sequence[Tensor] = (),
         device_bytes: int = 0,
         aux: int = 0,
-    ) -> list[Sent]:
-        """Says what this rank is about to do and hears it of all; `cpu` travels along where it fits.
+    ) -> Arrived:
+        """Says what this rank is about to do and hears it of all; `parts` travel along where they fit.
 
         Args:
-            op: the operation, as the user calls it.
-            detail: what must agree between ranks, as text for people.
+            topic: what must agree between ranks.
             rows: dim-0 size of each leaf.
-            cpu: bytes to send.
+            parts: bytes to send, from tensors on the CPU.
             device_bytes: bytes that would follow on the device.
             aux: a number that may differ between ranks.
 
         Raises:
-            CollectiveError: `collective-mismatch`, on every rank, where `op` or `detail` differ.
+            CollectiveError: `collective-mismatch`, on every rank, where the topics differ.
         """
         if self.watch is not None:
-            self.watch.check(op, detail)
-        mine = _fingerprint(op, detail)
-        count = cpu.numel()
-        _HEAD.pack_into(self._writable, 0, mine, aux, count, device_bytes, len(rows))
+            self.watch.check(topic.op, topic.detail)
+        count = sum(part.numel() for part in parts)
+        _HEAD.pack_into(self._writable, 0, topic.fingerprint, aux, count, device_bytes, len(rows))
         body = _HEAD.size + 8 * len(rows)
-        if body + count <= self.limit:
+        if body <= self.limit:
             struct.pack_into(f"<{len(rows)}q", self._writable, _HEAD.size, *rows)
-            if count:
-                self._message[body : body + count].copy_(cpu)
-        all_gather(self._messages, self._message, group=self.cpu_group)
-        sent = []
-        agreed = True
-        for rank in range(self.size):
-            start = rank * self.limit
+        if parts and body + count <= self.limit:
+            torch.cat(list(parts), out=self._message[body : body + count])
+        _all_gather(self._messages, self._message, group=self.cpu_group)
+        sent, agreed = [], True
+        for start in range(0, self.limit * self.size, self.limit):
             fingerprint, aux, count, device_bytes, leaves = _HEAD.unpack_from(self._readable, start)
-            agreed = agreed and fingerprint == mine
-            one = Sent(aux, count, device_bytes)
-            if self.fits(leaves, count):
-                body = start + _HEAD.size + 8 * leaves
-                one.rows = struct.unpack_from(f"<{leaves}q", self._readable, start + _HEAD.size)
-                one.cpu = self._messages[body : body + count]
-            sent.append(one)
+            agreed = agreed and fingerprint == topic.fingerprint
+            rows = ()
+            if self.fits(leaves, 0):
+                rows = struct.unpack_from(f"<{leaves}q", self._readable, start + _HEAD.size)
+            inside = start + _HEAD.size + 8 * leaves if self.fits(leaves, count) else -1
+            sent.append(Sent(aux, rows, count, device_bytes, inside))
         if not agreed:
-            raise self._mismatch(op, detail)
-        return sent
+            raise self._mismatch(topic)
+        return Arrived(sent, self._messages)
 
     def gather(
-        self, op: str, detail: str, rows: Sequence[int], cpu: Tensor, device: Tensor | None = None, aux: int = 0
-    ) -> list[Sent]:
+        self,
+        topic: Topic,
+        rows: Sequence[int],
+        parts: Sequence[Tensor],
+        device_parts: Sequence[Tensor] = (),
+        aux: int = 0,
+    ) -> Arrived:
         """`announce`, and then whatever did not fit: the rest on the CPU, and the bytes on the device.
 
         Raises:
             CollectiveError: `collective-mismatch`.
         """
-        sent = self.announce(op, detail, rows, cpu, 0 if device is None else device.numel(), aux)
-        if any(one.cpu is None for one in sent):
-            numbers = torch.tensor(rows, dtype=torch.int64).view(torch.uint8)
-            most = max(one.cpu_bytes for one in sent) + numbers.numel()
-            for one, data in zip(sent, self._fetch(torch.cat((numbers, cpu)), most, self.cpu_group), strict=True):
-                one.rows = data[: numbers.numel()].view(torch.int64).tolist()
-                one.cpu = data[numbers.numel() : numbers.numel() + one.cpu_bytes]
-        most = max(one.device_bytes for one in sent)
+        arrived = self.announce(topic, rows, parts, sum(part.numel() for part in device_parts), aux)
+        if any(one.cpu_start < 0 for one in arrived.sent):
+            self._fetch_cpu(arrived, rows, parts)
+        most = max(one.device_bytes for one in arrived.sent)
         if most:
-            data = device if device is not None else torch.empty(0, dtype=torch.uint8, device=self.device)
-            for one, bytes_ in zip(sent, self._fetch(data, most, self.group), strict=True):
-                one.device = bytes_[: one.device_bytes]
-        return sent
+            arrived.device = self._fetch(device_parts, most, self.group, self.device)
+            for rank, one in enumerate(arrived.sent):
+                one.device_start = rank * most
+        return arrived
 
-    def _fetch(self, data: Tensor, most: int, group: Group) -> list[Tensor]:
-        """The bytes of every rank, of which none has more than `most`."""
-        most = (most + 15) // 16 * 16  # keeps each rank's part aligned for any dtype
-        if data.numel() != most:
-            padded = data.new_empty(most)
-            padded[: data.numel()] = data
-            data = padded
-        gathered = data.new_empty(most * self.size)
-        all_gather(gathered, data, group=group)
-        return list(torch.split(gathered, most))
+    def _fetch_cpu(self, arrived: Arrived, rows: Sequence[int], parts: Sequence[Tensor]) -> None:
+        """Exchanges the bytes that did not fit; also the rows, where there are thousands of leaves."""
+        most, ahead = max(one.cpu_bytes for one in arrived.sent), 0
+        if not self.fits(len(rows), 0):
+            ahead = 8 * len(rows)
+            most = (ahead + most + 7) // 8 * 8  # so that each rank's numbers lie where int64 may lie
+            parts = [torch.tensor(rows, dtype=torch.int64, device="cpu").view(torch.uint8), *parts]
+        arrived.cpu, arrived.fresh = self._fetch(parts, most, self.cpu_group, torch.device("cpu")), True
+        for rank, one in enumerate(arrived.sent):
+            one.cpu_start = rank * most + ahead
+            if ahead:
+                one.rows = arrived.cpu[rank * most : one.cpu_start].view(torch.int64).tolist()
 
-    def _mismatch(self, op: str, detail: str) -> CollectiveError:
+    def _fetch(self, parts: Sequence[Tensor], most: int, group: Group, device: torch.device) -> Tensor:
+        """The bytes of every rank, each in its own run of `most`."""
+        count = sum(part.numel() for part in parts)
+        if len(parts) == 1 and count == most:
+            data = parts[0].contiguous()
+        else:
+            data = torch.cat([*parts, torch.empty(most - count, dtype=torch.uint8, device=device)])
+        gathered = torch.empty(most * self.size, dtype=torch.uint8, device=device)
+        _all_gather(gathered, data, group=group)
+        return gathered
+
+    def _mismatch(self, topic: Topic) -> CollectiveError:
         """The error that every rank raises: who was about to do what. All ranks make it together."""
-        text = f"{op}: {detail}".encode()[: self.limit - 8]
+        text = f"{topic.op}: {topic.detail}".encode()[: self.limit - 8]
         struct.pack_into("<q", self._writable, 0, len(text))
         self._writable[8 : 8 + len(text)] = text
-        all_gather(self._messages, self._message, group=self.cpu_group)
+        _all_gather(self._messages, self._message, group=self.cpu_group)
         told: dict[str, list[int]] = {}
         for rank in range(self.size):
             start = rank * self.limit
             (length,) = struct.unpack_from("<q", self._readable, start)
-            told.setdefault(bytes(self._readable[start + 8 : start + 8 + length]).decode(errors="replace"), []).append(
-                rank
-            )
+            words = bytes(self._readable[start + 8 : start + 8 + length]).decode(errors="replace")
+            told.setdefault(words, []).append(rank)
         return CollectiveError(
             "collective-mismatch",
-            f"{op}: the ranks do not agree about what to do.",
+            f"{topic.op}: the ranks do not agree about what to do.",
             why=[f"rank {', '.join(map(str, ranks))}: {what}" for what, ranks in told.items()],
             fix="let all ranks call the same operation with the same structure and dtypes, and with shapes that "
             "differ at most in dim 0 (pad_across_processes makes other dims equal; gather_object takes anything)",
         )
 
 
-def _fingerprint(op: str, detail: str) -> int:
-    digest = hashlib.blake2b(f"{op}\0{detail}".encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "little", signed=True)
-
-
-def pack(leaves: Sequence[Tensor], device: torch.device | None = None) -> Tensor:
-    """The bytes of `leaves`, one after the other."""
-    if not leaves:
-        return _NO_BYTES if device is None else torch.empty(0, dtype=torch.uint8, device=device)
-    parts = [leaf.resolve_conj().resolve_neg().reshape(-1).view(torch.uint8) for leaf in leaves]
-    return parts[0].contiguous() if len(parts) == 1 else torch.cat(parts)
-
-
-def unpack(data: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
-    """New tensors with the shapes and dtypes of `like`, from the bytes that `pack` made."""
-    found, start = [], 0
-    for leaf in like:
-        end = start + leaf.numel() * leaf.element_size()
-        found.append(data[start:end].clone().view(leaf.dtype).view(leaf.shape))
-        start = end
-    return found
+def as_bytes(leaf: Tensor) -> Tensor:
+    """The bytes of a tensor, without a copy where it is contiguous."""
+    if leaf.is_conj() or leaf.is_neg():
+        leaf = leaf.resolve_conj().resolve_neg()
+    return leaf.reshape(-1).view(torch.uint8)

@@ -136,7 +136,8 @@ def children(tree: Tree) -> list[Any] | None:
     return None
 
 
-def _keys(tree: Tree) -> list[Any] | None:
+def keys(tree: Tree) -> list[Any] | None:
+    """Names of a container's children; None where they have none."""
     if isinstance(tree, Mapping):
         return list(tree)
     if isinstance(tree, tuple) and hasattr(tree, "_fields"):
@@ -152,10 +153,10 @@ def _text(tree: Tree, of: Callable[[Tree], str]) -> str:
     inner = children(tree)
     if inner is None:
         return kind
-    keys = _keys(tree)
+    names = keys(tree)
     texts = [of(child) for child in inner]
-    if keys is not None:
-        texts = [f"{key}: {text}" for key, text in zip(keys, texts, strict=True)]
+    if names is not None:
+        texts = [f"{name}: {text}" for name, text in zip(names, texts, strict=True)]
     opening, closing = "[]" if isinstance(tree, list) else "{}" if isinstance(tree, Mapping) else "()"
     return f"{'' if kind in ('dict', 'list', 'tuple') else kind}{opening}{', '.join(texts)}{closing}"
 
@@ -188,7 +189,7 @@ def _walk(tree: Tree, path: str) -> Iterator[tuple[str, Any]]:
     if inner is None:
         yield path, tree
         return
-    keys = _keys(tree)
+    names = keys(tree)
     for number, child in enumerate(inner):
-        step = f"[{number}]" if keys is None else f".{keys[number]}" if path else str(keys[number])
+        step = f"[{number}]" if names is None else f".{names[number]}" if path else str(names[number])
         yield from _walk(child, path + step)
