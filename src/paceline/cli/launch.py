@@ -56,6 +56,6 @@ def _carry_out(job: Job) -> int:
 
     launcher = LAUNCHERS.get("local")
     outcome = launcher.submit(launcher.render(job)).wait()
-    if not outcome.in_worker and outcome.failure is not None:
-        print(describe(outcome.failure, job), file=sys.stderr, flush=True)
+    if not outcome.in_worker and (outcome.failure or outcome.elsewhere):
+        print(describe(outcome, job), file=sys.stderr, flush=True)
     return int(outcome.exit_code)

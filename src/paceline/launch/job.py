@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from paceline.base.errors import ConfigError
+from paceline.base.errors import ConfigError, LaunchError
 from paceline.config.sources import Launch
 from paceline.launch import host
 from paceline.launch.launcher import Job, Target
+from paceline.world.world import World
 
 _SEVERAL_NODES_PORT = 29500
 _VISIBLE = {"cuda": "CUDA_VISIBLE_DEVICES", "xpu": "ZE_AFFINITY_MASK", "npu": "ASCEND_RT_VISIBLE_DEVICES"}
@@ -34,16 +35,41 @@ def job_of(told: Launch, script: str, args: Sequence[str], env: Mapping[str, str
         variables[_VISIBLE.get(found.kind, "CUDA_VISIBLE_DEVICES")] = launch.gpu_ids
     if launch.compat:
         variables["PACELINE_COMPAT"] = launch.compat
-    several = launch.nodes > 1
+    nodes = _nodes(told, env, notices)
     job = Job(
-        target, procs, launch.nodes, launch.node_rank, launch.main_address or "127.0.0.1",
-        launch.main_port or (_SEVERAL_NODES_PORT if several else 0),
+        target, procs, nodes.nodes, nodes.node, nodes.address or "127.0.0.1", nodes.port or 0,
         start="exec" if found.count or launch.no_python else "fork",
         env=variables, max_restarts=launch.max_restarts, monitor_interval_s=launch.monitor_interval_s,
         log_dir=launch.log_dir, tee=_streams(told, procs), backend=launch.rdzv_backend,
         options=dict(pair.split("=", 1) for pair in launch.rdzv_conf.split(",") if pair), compat=launch.compat or "",
     )  # fmt: skip
     return job, notices
+
+
+def _nodes(told: Launch, env: Mapping[str, str], notices: list[str]) -> World:
+    """This launcher's place among those of all nodes: as said, or as srun or mpirun says that started them."""
+    launch = told.launch
+    said = next(row for row in told.decisions if row.field == "nodes").source != "default"
+    around = World() if said or "RANK" in env else World.detect(env)
+    if around.size > 1:
+        if around.local_size > 1:
+            raise LaunchError(
+                "launch-tasks",
+                f"{around.local_size} tasks of this host each start a launcher.",
+                why=f"the environment of {around.source} says that this is one of {around.size} tasks",
+                fix="one launcher on each node (srun --ntasks-per-node=1), or the script itself: srun python train.py",
+            )
+        notices.append(f"node {around.rank} of {around.size}, as {around.source} says.")
+        return World(node=around.rank, nodes=around.size, address=around.address, port=launch.main_port or around.port)
+    if launch.nodes > 1 and launch.node_rank > 0 and launch.main_address is None:
+        raise LaunchError(
+            "launch-address",
+            f"node {launch.node_rank} does not know where node 0 is.",
+            why="--main-address is not set",
+            fix="give --main-address, the host name or IP address of node 0, on all nodes",
+        )
+    port = launch.main_port or (_SEVERAL_NODES_PORT if launch.nodes > 1 else 0)
+    return World(node=launch.node_rank, nodes=launch.nodes, address=launch.main_address, port=port)
 
 
 def _accelerators(told: Launch, env: Mapping[str, str]) -> host.Accelerators:

@@ -8,6 +8,7 @@ A launcher is one file of this package that defines `LAUNCHER`.
 from __future__ import annotations
 
 import shlex
+import signal
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -133,6 +134,7 @@ class Failure:
     Attributes:
         rank, local_rank, node, pid: which one.
         code: its exit code; the negative signal number where a signal ended it.
+        at: when (seconds since the epoch).
         report: its traceback, or "" where it left none.
         later: one line for each other process that failed by itself afterwards.
     """
@@ -142,8 +144,17 @@ class Failure:
     node: int
     pid: int
     code: int
+    at: float = 0.0
     report: str = ""
     later: tuple[str, ...] = ()
+
+    @property
+    def what(self) -> str:
+        """What happened, in one sentence."""
+        if self.code >= 0:
+            return f"rank {self.rank} failed with exit code {self.code}."
+        known = -self.code in set(signal.Signals)
+        return f"rank {self.rank} was ended by {signal.Signals(-self.code).name if known else f'signal {-self.code}'}."
 
     @property
     def exit_code(self) -> int:
@@ -157,7 +168,8 @@ class Outcome:
 
     Attributes:
         exit_code: 0 where all processes ended well.
-        failure: the first failure of the last attempt; None for none, or where another node failed.
+        failure: the first failure of the last attempt on this node; None for none.
+        elsewhere: what failed first, where that was on another node.
         restarts: how often the processes were started again.
         values: what a function returned, by local rank.
         in_worker: this is one of the processes themselves, at the end of its script: say nothing and leave.
@@ -165,6 +177,7 @@ class Outcome:
 
     exit_code: int
     failure: Failure | None = None
+    elsewhere: str = ""
     restarts: int = 0
     values: Mapping[int, Any] = field(default_factory=dict)
     in_worker: bool = False

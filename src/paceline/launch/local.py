@@ -22,6 +22,7 @@ from shutil import rmtree
 
 from paceline.launch import host, worker
 from paceline.launch.launcher import Failure, Job, Outcome, Process, Rendered
+from paceline.launch.nodes import Nodes
 from paceline.launch.output import Output
 from paceline.launch.processes import Reaper, Worker, settle, spawn, stop, sweep
 from paceline.launch.report import describe
@@ -105,9 +106,13 @@ class LocalHandle:
         """Runs the job to its end, restarts included.
 
         In a forked process this returns too, with `in_worker` set, at the end of the script.
+
+        Raises:
+            LaunchError: those of `Nodes.meet`.
         """
+        self.nodes = Nodes.meet(self.job)
         folder = Path(tempfile.mkdtemp(prefix="paceline-"))
-        reaper = Reaper()
+        self.reaper = Reaper()
         if self.job.start == "fork":
             import torch  # noqa: F401
 
@@ -115,31 +120,35 @@ class LocalHandle:
         self.signals.enter()
         try:
             for attempt in range(self.job.max_restarts + 1):
-                begun = self._start(folder, reaper, attempt)
+                if not self.nodes.attempt(attempt, lambda: self.signals.ending):
+                    return Outcome(1, elsewhere=self.nodes.trouble, restarts=attempt)
+                begun = self._start(folder, attempt)
                 if isinstance(begun, Path):
                     code = worker.run(self.job.target, str(begun), self.job.compat)
                     return Outcome(code, in_worker=True)
-                outcome = self._attempt(reaper, attempt, begun)
-                if outcome.failure is None or attempt == self.job.max_restarts:
+                outcome = self._attempt(attempt, begun)
+                if not (outcome.failure or outcome.elsewhere) or attempt == self.job.max_restarts:
                     break
-                print(f"{describe(outcome.failure, self.job)}\npaceline: starting all again ", end="", file=sys.stderr)
-                print(f"(restart {attempt + 1} of {self.job.max_restarts})", file=sys.stderr, flush=True)
+                again = f"paceline: starting all again (restart {attempt + 1} of {self.job.max_restarts})"
+                print(describe(outcome, self.job), again, sep="\n", file=sys.stderr, flush=True)
             return outcome
         finally:
             if os.getpid() == self._mine:  # not in a forked process
                 self.signals.leave()
-                reaper.close()
+                self.nodes.close()
+                self.reaper.close()
                 rmtree(folder, ignore_errors=True)
 
-    def _start(self, folder: Path, reaper: Reaper, attempt: int) -> socket.socket | Path:
+    def _start(self, folder: Path, attempt: int) -> socket.socket | Path:
         """Starts all processes.
 
         Returns:
             In the launcher the socket that holds rank 0's port; in a forked process the file for its report.
         """
-        held = host.hold_port(self.job.main_port)
+        held = host.hold_port(self.job.main_port if self.job.node_rank == 0 else 0)
+        port = held.getsockname()[1] if self.job.node_rank == 0 else self.job.main_port
         self.workers = []
-        for process in world_table(self.job, [self.job.procs], held.getsockname()[1], attempt):
+        for process in world_table(self.job, self.nodes.procs, port, attempt):
             report = folder / f"{attempt}-{process.rank}"
             streams = self.output.open(process, attempt)
             leads = self.job.procs > 1 or not sys.stdin.isatty()  # one process alone may ask at the terminal
@@ -148,9 +157,7 @@ class LocalHandle:
                 sys.stderr.flush()
                 pid = os.fork()
                 if pid == 0:
-                    self.signals.leave()
-                    reaper.leave()
-                    held.close()
+                    self._leave(held)
                     settle(process.env, streams, leads=leads)
                     self.output.leave()
                     return report
@@ -159,10 +166,17 @@ class LocalHandle:
                 popen = spawn(self._command(report), process.env, streams, leads=leads)
                 started = Worker(process, popen.pid, report, leads, popen)
             if leads:
-                reaper.add(started.pid)
+                self.reaper.add(started.pid)
             self.workers.append(started)
         self.output.started()
         return held
+
+    def _leave(self, held: socket.socket) -> None:
+        """In a forked process: drops what is the launcher's."""
+        self.signals.leave()
+        self.nodes.close()
+        self.reaper.leave()
+        held.close()
 
     def _command(self, report: Path) -> list[str]:
         target = self.job.target
@@ -171,7 +185,7 @@ class LocalHandle:
         words = (str(report), self.job.compat, target.kind, target.name, *target.args)
         return [sys.executable, "-m", "paceline.launch.worker", *words]
 
-    def _attempt(self, reaper: Reaper, attempt: int, held: socket.socket) -> Outcome:
+    def _attempt(self, attempt: int, held: socket.socket) -> Outcome:
         """Watches one attempt to its end, and ends what is left of it."""
         try:
             self._watch()
@@ -180,39 +194,43 @@ class LocalHandle:
                 stop(self.workers, asked, _INTERRUPT_S if asked == signal.SIGINT else _TERMINATE_S)
                 return Outcome(128 + asked, restarts=attempt)
             failure = self._failure()
-            return Outcome(failure.exit_code if failure else 0, failure, attempt)
+            if failure is not None:
+                elsewhere = self.nodes.trouble if self.nodes.failed(failure.what, failure.at) else ""
+                return Outcome(failure.exit_code, failure, elsewhere, attempt)
+            if not self.nodes.trouble:
+                self.nodes.finish(lambda: self.signals.ending)
+            stop(self.workers, signal.SIGTERM, _AFTER_FAILURE_S)
+            return Outcome(1 if self.nodes.trouble else 0, None, self.nodes.trouble, attempt)
         finally:
             sweep(self.workers)
             self.output.finish()
             held.close()
             for each in self.workers:
                 if each.leads:
-                    reaper.remove(each.pid)
+                    self.reaper.remove(each.pid)
 
     def _watch(self) -> None:
-        """Copies output until all processes have ended, one has failed, or a signal asks to end."""
+        """Copies output until all processes have ended, one or another node has failed, or a signal asks to end."""
         poll = select.poll()
-        poll.register(self.signals.read, select.POLLIN)
-        ends: dict[int, Worker] = {}
-        for each in self.workers:
-            number = _end_of(each.pid)
-            if number is not None:
-                ends[number] = each
-        for number in (*ends, *self.output.pipes):
+        ends = {number: each for each in self.workers if (number := _end_of(each.pid)) is not None}
+        links = {link.connection.fileno(): link for link in self.nodes.links}
+        for number in (self.signals.read, *ends, *links, *self.output.pipes):
             poll.register(number, select.POLLIN)
         # Where the system tells of each end at once, the interval is only a safety net.
         interval_s = self.job.monitor_interval_s * (10 if len(ends) == len(self.workers) else 1)
         try:
             while not self.signals.ending:
                 for number, _ in poll.poll(interval_s * 1000):
+                    ended = number in ends and ends[number].poll() is not None
                     if number in self.output.pipes:
                         ended = not self.output.copy(number)
-                    else:
-                        ended = number in ends and ends[number].poll() is not None
+                    elif number in links:
+                        self.nodes.listen([links[number]])
+                        ended = links[number] not in self.nodes.links
                     if ended:
                         poll.unregister(number)
                 codes = [each.poll() for each in self.workers]
-                if any(codes) or None not in codes or any(map(_stuck, self.workers)):
+                if any(codes) or None not in codes or self.nodes.trouble or any(map(_stuck, self.workers)):
                     return
         finally:
             for number in ends:
@@ -230,7 +248,8 @@ class LocalHandle:
         stop(self.workers, signal.SIGTERM, _AFTER_FAILURE_S)
         later = [each for each in self.workers if each.pid in failed and each is not first]
         return Failure(
-            first.process.rank, first.process.local_rank, self.job.node_rank, first.pid, code, first.told(),
+            first.process.rank, first.process.local_rank, self.job.node_rank, first.pid, code, failed[first.pid],
+            first.told(),
             tuple(f"rank {each.process.rank}: {_last_line(each)}" for each in later),
         )  # fmt: skip
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 
 from paceline.base.errors import Problem
-from paceline.launch.launcher import Failure, Job
+from paceline.launch.launcher import Failure, Job, Outcome
 
 _HINTS = {
     signal.SIGKILL: "if nobody sent it, the system did for want of memory (see `dmesg`): use a smaller batch or fewer "
@@ -16,20 +16,25 @@ _HINTS = {
 }
 
 
-def describe(failure: Failure, job: Job) -> str:
-    """The report, for standard error."""
-    who = f"rank {failure.rank}"
-    where = f"local rank {failure.local_rank}, node {failure.node}, " if job.nodes > 1 else ""
+def describe(outcome: Outcome, job: Job) -> str:
+    """The report of a run that failed, for standard error."""
+    if outcome.elsewhere:
+        why = [f"first failure: {outcome.elsewhere}"]
+        if outcome.failure is not None:
+            why.append(f"after it, here: {outcome.failure.what} {outcome.failure.report.splitlines()[-1:]}")
+        problem = Problem("node-failed", "another node failed, and this one was stopped.", why, "look at its messages")
+        return f"paceline.LaunchError: {problem}"
+    return _of_rank(outcome.failure, job) if outcome.failure is not None else ""
+
+
+def _of_rank(failure: Failure, job: Job) -> str:
     lines = [failure.report, ""] if failure.report else []
+    fix = "mend the error above" if failure.report else "its own output above tells more"
     if failure.code < 0:
-        number = -failure.code
-        name = signal.Signals(number).name if number in set(signal.Signals) else f"signal {number}"
-        what, fix = f"{who} was ended by {name}.", _HINTS.get(number, f"find out who sent {name}")  # type: ignore[call-overload]
-    else:
-        what = f"{who} failed with exit code {failure.code}."
-        fix = "mend the error above" if failure.report else "its own output above tells more"
+        fix = _HINTS.get(-failure.code, "find out who sent that signal")  # type: ignore[call-overload]
+    where = f"local rank {failure.local_rank}, node {failure.node}, " if job.nodes > 1 else ""
     why = [f"it failed first ({where}pid {failure.pid}); the other processes were then stopped"]
     why += [f"failed after it: {each}" for each in failure.later]
     if job.nodes * job.procs == 1:
         why = [f"pid {failure.pid}"]
-    return "\n".join([*lines, f"paceline.LaunchError: {Problem('rank-failed', what, why, fix)}"])
+    return "\n".join([*lines, f"paceline.LaunchError: {Problem('rank-failed', failure.what, why, fix)}"])

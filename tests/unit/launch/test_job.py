@@ -13,7 +13,7 @@ from paceline.config.given import Given
 from paceline.config.sources import resolve_launch
 from paceline.launch import host
 from paceline.launch.job import job_of
-from paceline.launch.launcher import LAUNCHERS, Failure, Job, Target
+from paceline.launch.launcher import LAUNCHERS, Failure, Job, Outcome, Target
 from paceline.launch.local import LAUNCHER, world_table
 from paceline.launch.output import Output
 from paceline.launch.report import describe
@@ -139,7 +139,7 @@ def test_output_marks_whole_lines(capsys: pytest.CaptureFixture[str]) -> None:
 def test_report_names_rank_and_signal() -> None:
     job = Job(Target("script", "x"), procs=4, nodes=2)
     failure = Failure(3, 1, 1, 77, -9, later=("rank 0: RuntimeError: gone",))
-    text = describe(failure, job)
+    text = describe(Outcome(137, failure), job)
     assert failure.exit_code == 137
     for part in ("rank 3 was ended by SIGKILL.  [rank-failed]", "node 1", "pid 77", "failed after it: rank 0"):
         assert part in text
