@@ -23,6 +23,7 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, Def
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.checkpoint.storage import WriteResult
+from torch.distributed.checkpoint.utils import _create_file_view
 
 from paceline.base.errors import CheckpointError
 from paceline.checkpoint.manifest import Checksummed, FileFact
@@ -159,9 +160,9 @@ def read_index(store: Store, folder: str) -> Metadata:
         ) from None
 
 
-def _tensor(content: bytes, name: str) -> Tensor:
+def _tensor(view: Any, name: str) -> Tensor:
     try:
-        return cast(Tensor, torch.load(io.BytesIO(content), map_location="cpu", weights_only=True))
+        return cast(Tensor, torch.load(view, map_location="cpu", weights_only=True))
     except pickle.UnpicklingError as error:
         raise CheckpointError(
             "checkpoint-unsafe",
@@ -207,7 +208,6 @@ def read_shards(
             )
         with store.open(store.join(folder, name), "rb") as file:
             for offset, length, item in sorted(wanted, key=lambda entry: entry[0]):
-                file.seek(offset)
-                saved = _tensor(file.read(length), name)
+                saved = _tensor(_create_file_view(cast(Any, file), offset, length), name)
                 part = narrow_tensor_by_index(saved, item.storage_offsets, item.lengths)
                 planner.resolve_tensor(item).detach().copy_(part)
