@@ -199,7 +199,7 @@ def _connect(world: World, seconds: float) -> Any:
     listens = world.rank == 0 and not environment.get("TORCHELASTIC_USE_AGENT_STORE")
     place = f"{world.address}:{world.port}"
     try:
-        _stores[key] = _c10d.TCPStore(
+        _stores[key] = dist.TCPStore(  # type: ignore[attr-defined]
             world.address,
             world.port,
             world.size,
