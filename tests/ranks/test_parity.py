@@ -175,9 +175,7 @@ def test_equals_one_plain_process(case: Case, strategy: str, axis: str, world: i
         compare(got, want, tolerance)
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+@pytest.mark.parametrize("case", [case for case in CASES if not case.shuffle], ids=lambda case: case.name)
 def test_one_process_under_paceline_equals_none(case: Case) -> None:
-    if case.shuffle:
-        pytest.skip("the order is ours: there is no plain reference")
     (got,) = run_ranks(ours, world=1, args=(case, {}))
     compare(got, reference(case), {"no": 2e-6, "bf16": 2e-2, "fp16": 2e-3}[case.precision])

@@ -68,10 +68,7 @@ def install(model: DistributedDataParallel, name: str, wrapper: str, group: Any,
         hook, hook_state = (bf16_hook if name == "bf16" else fp16_hook), group
     if wrapper in ("bf16", "fp16"):
         hook = partial(_wrapped, torch.bfloat16 if wrapper == "bf16" else torch.float16, hook)
-    elif name != "power_sgd":
-        model.register_comm_hook(hook_state, hook)
-        return
-    # torch looks at a hook's name and annotations; a plain function with them passes for any hook.
+    # torch reads a hook's annotations, which must be the classes themselves and not text.
     inner = hook
 
     def registered(state: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed._functional_collectives import all_reduce
 from torch.nn import functional as F
+from torch.nn.modules.batchnorm import _BatchNorm
 
 
 class _SumOverRanks(torch.autograd.Function):
@@ -24,11 +25,18 @@ class _SumOverRanks(torch.autograd.Function):
         return all_reduce(gradient.contiguous(), "sum", ctx.group), None
 
 
-class SyncBatchNorm(nn.SyncBatchNorm):
-    """torch's SyncBatchNorm, with statistics from one all-reduce of (count, sum, sum of squares) in float32.
+class SyncBatchNorm(_BatchNorm):
+    """Normalises by statistics from one all-reduce of (count, sum, sum of squares) in float32.
+
+    Not a subclass of torch's: DDP refuses that one on the CPU.
 
     Shape: input [batch, channels, ...]; ranks may hold different batch sizes. All ranks of the group call it.
     """
+
+    process_group: Any = None
+
+    def _check_input_dim(self, input: torch.Tensor) -> None:
+        """Any [batch, channels, ...] will do."""
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """Normalises by the statistics of all ranks' batches while training, by the running ones otherwise."""
