@@ -1,0 +1,73 @@
+"""Guards: a test that leaves something behind fails, so that no test can disturb another."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+# Set by pytest itself, and by libraries (OpenMP, scikit-learn, torch) when they are first imported.
+_ENVIRONMENT_OF_OTHERS = ("PYTEST_", "KMP_", "TORCHINDUCTOR_")
+# The thread of progress bars, one for the whole process.
+_THREADS_OF_OTHERS = ("TMonitor",)
+_THREAD_GRACE_S = 2.0
+
+
+@pytest.fixture(autouse=True)
+def leaves_nothing_behind() -> Iterator[None]:
+    """Fails a test that leaks an environment variable, a thread, a process group or a file in the working directory."""
+    environment, threads, folder = _environment(), set(threading.enumerate()), Path.cwd()
+    files, group = set(os.listdir(folder)), _has_group()
+    yield
+    leaks = _changed(environment, _environment())
+    for name in {name for name, _ in environment.items() ^ _environment().items()}:
+        if name in environment:
+            os.environ[name] = environment[name]
+        else:
+            os.environ.pop(name, None)
+    leaks += [f"thread {thread.name}" for thread in _still_running(threads)]
+    if _has_group() and not group:
+        leaks.append("a process group")
+        _end_group()
+    if Path.cwd() != folder:
+        leaks.append(f"the working directory {Path.cwd()}")
+        os.chdir(folder)
+    leaks += [f"file {name}" for name in sorted(set(os.listdir(folder)) - files) if not name.startswith((".", "__"))]
+    if leaks:
+        pytest.fail(f"the test leaves behind: {', '.join(leaks)}", pytrace=False)
+
+
+def _environment() -> dict[str, str]:
+    return {name: value for name, value in os.environ.items() if not name.startswith(_ENVIRONMENT_OF_OTHERS)}
+
+
+def _changed(before: dict[str, str], after: dict[str, str]) -> list[str]:
+    return [f"environment variable {name}" for name in sorted({name for name, _ in before.items() ^ after.items()})]
+
+
+def _still_running(before: set[threading.Thread]) -> list[threading.Thread]:
+    """New threads that do not end within a moment."""
+    until = time.monotonic() + _THREAD_GRACE_S
+    while True:
+        new = [t for t in threading.enumerate() if t not in before and type(t).__name__ not in _THREADS_OF_OTHERS]
+        if not new or time.monotonic() > until:
+            return new
+        time.sleep(0.02)
+
+
+def _has_group() -> bool:
+    distributed = sys.modules.get("torch.distributed")
+    return distributed is not None and distributed.is_available() and distributed.is_initialized()
+
+
+def _end_group() -> None:
+    from paceline.world import rendezvous
+
+    rendezvous.leave()
+    if _has_group():
+        sys.modules["torch.distributed"].destroy_process_group()
