@@ -57,17 +57,16 @@ class Channel:
         return _unpacked(head, body)
 
 
-@dataclass(frozen=True)
 class _Here:
-    """Stands in a structure where a tensor of this kind belongs."""
+    """Stands in a structure where a tensor of this kind belongs; no dataclass, which would be a container itself."""
 
-    dtype: torch.dtype
-    shape: tuple[int, ...]
+    def __init__(self, tensor: Tensor) -> None:
+        self.dtype, self.shape = tensor.dtype, tensor.shape
 
 
 def _packed(message: Any) -> tuple[Tensor, Tensor]:
     """Sizes, and one buffer: the pickled structure, then the bytes of each tensor."""
-    structure = pickle.dumps(map_tensors(lambda tensor: _Here(tensor.dtype, tuple(tensor.shape)), message))
+    structure = pickle.dumps(map_tensors(_Here, message))
     parts = [torch.frombuffer(bytearray(structure), dtype=torch.uint8)]
     found = [tensor.detach().cpu().contiguous() for tensor in tensors(message)]
     parts += [tensor.view(-1).view(torch.uint8) for tensor in found if tensor.numel()]
@@ -82,7 +81,7 @@ def _unpacked(head: Tensor, body: Tensor) -> Any:
         nonlocal place
         if not isinstance(leaf, _Here):
             return leaf
-        begin, place = place, place + torch.Size(leaf.shape).numel() * leaf.dtype.itemsize
+        begin, place = place, place + leaf.shape.numel() * leaf.dtype.itemsize
         # Cloned, because a view of a wider type must begin at a multiple of its size.
         return body[begin:place].clone().view(leaf.dtype).view(leaf.shape)
 

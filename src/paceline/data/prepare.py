@@ -85,7 +85,8 @@ def prepare_loader(
     _agree(problems, plan, source, bool(dispatch), collectives if width > 1 else None)
     assert plan is not None
     feed = _feed(loader, plan, source, bool(dispatch) and width > 1, collectives)
-    prepared = PreparedLoader(loader, feed, torch.device(device), active or ActiveLoaders(), non_blocking)
+    active = ActiveLoaders() if active is None else active  # an empty stack is false
+    prepared = PreparedLoader(loader, feed, torch.device(device), active, non_blocking)
     prepared.arguments = arguments
     return prepared
 
