@@ -52,13 +52,17 @@ class Digits(Dataset):
 
 
 def network() -> nn.Module:
-    """Three convolutions and a linear layer. Shape: images [n, 1, 8, 8] -> logits [n, 10]."""
+    """Three convolutions and a linear layer. Shape: images [n, 1, 8, 8] -> logits [n, 10].
+
+    All of it is smooth: at the kink of a ReLU or the tie of a max-pool, a difference in the last bit (as between the
+    sums of one process and of two) becomes another gradient. Group norm looks at one image at a time, so that a batch
+    may be cut anywhere.
+    """
     layers: list[nn.Module] = []
     for inputs, outputs in ((1, 32), (32, 64), (64, 64)):
-        # Group norm: it looks at one image at a time, so that batches may be cut anywhere.
-        layers += [nn.Conv2d(inputs, outputs, 3, padding=1), nn.GroupNorm(8, outputs), nn.ReLU()]
-    layers.insert(6, nn.MaxPool2d(2))
-    return nn.Sequential(*layers, nn.MaxPool2d(2), nn.Flatten(), nn.Linear(64 * 2 * 2, 10))
+        layers += [nn.Conv2d(inputs, outputs, 3, padding=1), nn.GroupNorm(8, outputs), nn.GELU()]
+    layers.insert(6, nn.AvgPool2d(2))
+    return nn.Sequential(*layers, nn.AvgPool2d(2), nn.Flatten(), nn.Linear(64 * 2 * 2, 10))
 
 
 @torch.no_grad()
