@@ -61,6 +61,7 @@ def told(error: BaseException) -> str:
     while trace is not None and trace.tb_frame.f_code.co_filename == __file__:
         trace = trace.tb_next
     error.__traceback__ = trace
+    sys.last_type, sys.last_value, sys.last_traceback = type(error), error, trace  # as Python does: exit handlers look
     if getattr(sys.excepthook, "__module__", "").startswith("torch."):  # it marks each line with the rank
         return "".join(traceback.format_exception(error))
     text = io.StringIO()

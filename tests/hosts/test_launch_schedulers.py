@@ -1,0 +1,159 @@
+"""Under a real `mpirun` and a real SLURM of one machine; skipped where they are not installed.
+
+Debian: `apt-get install --no-install-recommends openmpi-bin slurm-wlm munge` (and root, for SLURM).
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from textwrap import dedent
+
+import pytest
+
+TOTAL = """
+    import torch, torch.distributed as dist
+    from paceline.world.rendezvous import join, leave
+    from paceline.world.world import World
+    world = join(World.detect(), cpu=True)
+    total = torch.ones(1)
+    if world.size > 1:
+        dist.all_reduce(total)
+    print(world.source, world.rank, world.size, world.local_rank, int(total), flush=True)
+    leave()
+"""
+NEEDED = ("munged", "slurmctld", "slurmd", "srun", "sbatch", "salloc", "sinfo")
+
+
+def missing(*programs: str) -> list[str]:
+    return [name for name in programs if shutil.which(name, path=os.environ["PATH"] + ":/usr/sbin") is None]
+
+
+def clean() -> dict[str, str]:
+    return {k: v for k, v in os.environ.items() if not k.startswith(("PACELINE", "SLURM"))} | {"OMP_NUM_THREADS": "1"}
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> Path:
+    path = tmp_path / "train.py"
+    path.write_text(dedent(TOTAL))
+    return path
+
+
+@pytest.mark.skipif(bool(missing("mpirun")), reason="there is no mpirun")
+def test_mpirun(script: Path) -> None:
+    command = ["mpirun", "--allow-run-as-root", "--oversubscribe", "-np", "2", sys.executable, str(script)]
+    done = subprocess.run(command, env=clean(), capture_output=True, text=True, timeout=90)
+    assert sorted(done.stdout.splitlines()) == ["mpi 0 2 0 2", "mpi 1 2 1 2"], done.stderr
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+@pytest.fixture(scope="module")
+def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., subprocess.CompletedProcess[str]]]:
+    """A SLURM of one node; gives a function that runs one of its commands."""
+    if lacking := missing(*NEEDED):
+        pytest.skip(f"SLURM is not installed: {', '.join(lacking)} missing")
+    if os.geteuid() != 0:
+        pytest.skip("SLURM's daemons need root")
+    folder = tmp_path_factory.mktemp("slurm")
+    key = folder / "munge.key"
+    key.write_bytes(os.urandom(128))
+    key.chmod(0o400)
+    (folder / "run").mkdir(mode=0o755)
+    config = folder / "slurm.conf"
+    config.write_text(
+        dedent(
+            f"""
+            ClusterName=test
+            SlurmctldHost={socket.gethostname()}(127.0.0.1)
+            SlurmctldPort={free_port()}
+            SlurmUser=root
+            AuthType=auth/munge
+            AuthInfo=socket={folder}/run/munge.socket
+            StateSaveLocation={folder}/state
+            SlurmdSpoolDir={folder}/spool
+            SlurmctldPidFile={folder}/slurmctld.pid
+            SlurmdPidFile={folder}/slurmd.pid
+            ProctrackType=proctrack/linuxproc
+            TaskPlugin=task/none
+            SelectType=select/cons_tres
+            AccountingStorageType=accounting_storage/none
+            JobAcctGatherType=jobacct_gather/none
+            MailProg=/bin/true
+            ReturnToService=2
+            SlurmdParameters=config_overrides
+            NodeName=n1 NodeHostname={socket.gethostname()} NodeAddr=127.0.0.1 Port={free_port()} CPUs=4
+            PartitionName=all Nodes=n1 Default=YES State=UP OverSubscribe=FORCE
+            """
+        )
+    )
+    (folder / "state").mkdir()
+    (folder / "spool").mkdir()
+    env = {**clean(), "SLURM_CONF": str(config), "PATH": os.environ["PATH"] + ":/usr/sbin"}
+    munged = ["munged", "--force", "-F", f"--key-file={key}", f"--socket={folder}/run/munge.socket"]
+    munged += [f"--pid-file={folder}/run/pid", f"--log-file={folder}/run/log", f"--seed-file={folder}/run/seed"]
+    log = (folder / "daemons.log").open("w")
+    daemons = []
+    for command in (munged, ["slurmctld", "-c", "-D"], ["slurmd", "-D", "-N", "n1"]):
+        daemons.append(subprocess.Popen(command, env=env, stdout=log, stderr=log))
+        time.sleep(0.5)
+    try:
+        deadline = time.monotonic() + 20
+        while "idle" not in subprocess.run(["sinfo", "-h"], env=env, capture_output=True, text=True).stdout:
+            if time.monotonic() > deadline:
+                pytest.skip(f"SLURM does not come up here: {(folder / 'daemons.log').read_text()[-500:]}")
+            time.sleep(0.2)
+
+        def run(*words: object, **more: str) -> subprocess.CompletedProcess[str]:
+            command = [str(word) for word in words]
+            everything = {**env, **more}
+            return subprocess.run(command, env=everything, cwd=folder, capture_output=True, text=True, timeout=90)
+
+        yield run
+    finally:
+        for daemon in reversed(daemons):
+            daemon.terminate()
+            daemon.wait(20)
+        log.close()
+
+
+Slurm = Callable[..., subprocess.CompletedProcess[str]]
+
+
+def test_srun(slurm: Slurm, script: Path) -> None:
+    done = slurm("srun", "-n", 2, sys.executable, script)
+    assert sorted(done.stdout.splitlines()) == ["slurm 0 2 0 2", "slurm 1 2 1 2"], done.stderr
+
+
+def test_a_batch_script_and_a_step_in_it(slurm: Slurm, script: Path, tmp_path: Path) -> None:
+    batch = tmp_path / "job.sh"
+    batch.write_text(f"#!/bin/sh\n{sys.executable} {script}\nsrun {sys.executable} {script}\n")
+    done = slurm("sbatch", "--wait", "-n", 2, "-o", tmp_path / "out", batch)
+    assert done.returncode == 0, done.stderr
+    lines = (tmp_path / "out").read_text().splitlines()
+    assert lines[0] == "single 0 1 0 1"  # the batch script is one process, though the job has two tasks
+    assert sorted(lines[1:]) == ["slurm 0 2 0 2", "slurm 1 2 1 2"]
+
+
+def test_an_interactive_shell_stands_alone(slurm: Slurm, script: Path) -> None:
+    done = slurm("salloc", "-n", 2, sys.executable, script)
+    assert done.stdout.splitlines() == ["single 0 1 0 1"], done.stderr
+
+
+def test_a_launcher_as_the_one_task(slurm: Slurm, script: Path) -> None:
+    launch = (sys.executable, "-m", "paceline.cli.main", "launch", "-n", 2)
+    done = slurm("srun", "-n", 1, *launch, script)
+    assert sorted(done.stdout.splitlines()) == ["torchrun 0 2 0 2", "torchrun 1 2 1 2"], done.stderr
+    done = slurm("srun", "-n", 2, *launch, script)
+    assert "[launch-tasks]" in done.stderr
