@@ -18,26 +18,12 @@ from paceline.base.errors import CollectiveError
 from paceline.world import tree as trees
 from paceline.world.debug import Watch
 from paceline.world.exchange import Arrived, Exchange, Sent, Topic, as_bytes
+from paceline.world.form import Form, Forms, dtype_name
 from paceline.world.mesh import Group
 from paceline.world.tree import Tree
 from paceline.world.world import World
 
 Reduction = Literal["sum", "mean", "none"]
-_KNOWN_FORMS = 1024  # how many forms of structures are remembered; more only come where shapes never repeat
-
-
-@dataclass(frozen=True, slots=True)
-class _Form:
-    """What is known of a structure whose form has been seen before.
-
-    Attributes:
-        topic: what the ranks must agree about.
-        on_cpu, on_device: which leaves travel over the CPU, and which on the device.
-    """
-
-    topic: Topic
-    on_cpu: tuple[int, ...]
-    on_device: tuple[int, ...]
 
 
 class Collectives:
@@ -52,6 +38,7 @@ class Collectives:
 
     Attributes:
         rank, size: number of this process in the group, and how many there are.
+        group: the ranks that take part; None where this process is alone.
 
     Ranks:
         All ranks of the group call every method, in the same order. Tensors that come back are new and carry no
@@ -72,9 +59,11 @@ class Collectives:
         self.debug = debug
         if group is None and world.size > 1:
             group = dist.group.WORLD
+        self.group = group
         self.size = 1 if group is None else dist.get_world_size(group)
         self.rank = 0 if group is None else dist.get_rank(group)
-        self._forms: dict[Any, _Form] = {}
+        self._forms = Forms(device)
+        self._topics: dict[tuple[str, str], Topic] = {}
         self._exchange: Exchange | None = None
         if self.size > 1:
             self._exchange = Exchange(group, device, Watch(group, timeout_s) if debug else None)
@@ -188,10 +177,10 @@ class Collectives:
         Raises:
             CollectiveError: `collective-mismatch`, `collective-leaf`.
         """
-        leaves = self._tensors("pad_across_processes", tree, trees.leaves(tree))
+        leaves, _ = self._form("pad_across_processes", tree)
         has = [-leaf.ndim <= dim < leaf.ndim for leaf in leaves]
         sizes = [leaf.shape[dim] if there else 0 for leaf, there in zip(leaves, has, strict=True)]
-        kinds = ", ".join(f"{_dtype(leaf)}, {leaf.ndim} dims" for leaf in leaves)
+        kinds = ", ".join(f"{dtype_name(leaf)}, {leaf.ndim} dims" for leaf in leaves)
         columns = zip(*self._ints("pad_across_processes", f"{trees.structure(tree)} of {kinds}", sizes), strict=True)
         padded = [
             _pad(leaf, dim, max(column), pad_index, pad_first) if there else leaf
@@ -257,48 +246,25 @@ class Collectives:
 
     # -------------------------------------------------------------------- how
 
-    def _form(self, op: str, tree: Tree, exact: bool = False) -> tuple[list[Any], _Form]:
-        """The leaves of `tree` and what is known of its form: worked out once, and then looked up.
-
-        Args:
-            op: the operation.
-            tree: a structure of tensors.
-            exact: whether ranks must agree in dim 0 too.
-        """
-        leaves: list[Any] = []
-        key = (op, _key(tree, leaves, exact))
-        form = self._forms.get(key)
+    def _form(self, op: str, tree: Tree, exact: bool = False) -> tuple[list[Tensor], Form]:
+        """The leaves of `tree`, all tensors, and what is known of its form."""
+        leaves, form, bad = self._forms.of(op, tree, exact)
         if form is None:
-            self._tensors(op, tree, leaves)
-            if len(self._forms) >= _KNOWN_FORMS:
-                self._forms.clear()
-            parts = ", ".join(_text(leaf, exact) for leaf in leaves)
-            on_cpu = [leaf.device.type == "cpu" for leaf in leaves]
-            form = self._forms[key] = _Form(
-                Topic(op, f"{trees.structure(tree)} of {parts}"),
-                tuple(i for i, here in enumerate(on_cpu) if here),
-                tuple(i for i, here in enumerate(on_cpu) if not here),
-            )
+            raise self._refuse(op, bad)
         return leaves, form
 
-    def _tensors(self, op: str, tree: Tree, leaves: list[Any]) -> list[Tensor]:
-        """`leaves`; an error, on every rank, where this rank has one that cannot be sent."""
-        kinds = sorted({"cpu", self.device.type})
-        if all(_sendable(leaf, kinds) for leaf in leaves):
-            return leaves
-        bad = [(path or "the value", leaf) for path, leaf in trees.walk(tree) if not _sendable(leaf, kinds)]
-        why = [f"{path} is {_kind(leaf)}" for path, leaf in bad]
+    def _refuse(self, op: str, bad: list[str]) -> CollectiveError:
+        """The error for leaves that cannot be sent; the other ranks, on their way into the exchange, hear of it too."""
         if self._exchange is not None:
-            # The other ranks are on their way into the exchange: they must hear of it too.
-            self._exchange.announce(Topic(op, "cannot: " + "; ".join(why)))
-        raise CollectiveError(
+            self._exchange.announce(Topic(op, "cannot: " + "; ".join(bad)))
+        return CollectiveError(
             "collective-leaf",
-            f"{op} takes dense tensors on {' or '.join(kinds)}, in any nesting, and nothing else.",
-            why=why,
+            f"{op} takes dense tensors on the CPU or the rank's own device, in any nesting, and nothing else.",
+            why=bad,
             fix="use gather_object (or gather_for_metrics) for other objects; `.full_tensor()` for a DTensor",
         )
 
-    def _gather(self, leaves: list[Tensor], form: _Form, aux: int = 0) -> Arrived:
+    def _gather(self, leaves: list[Tensor], form: Form, aux: int = 0) -> Arrived:
         rows = [leaf.shape[0] if leaf.ndim else -1 for leaf in leaves]
         with torch.no_grad():
             parts = [as_bytes(leaf) for leaf in leaves]
@@ -310,7 +276,7 @@ class Collectives:
             device = torch.cat(on_device) if on_device else None
             return Arrived([Sent(aux, rows, cpu.numel(), 0, 0, 0)], cpu, device, fresh=True)
 
-    def _sum(self, exchange: Exchange, leaves: list[Tensor], form: _Form) -> list[Tensor]:
+    def _sum(self, exchange: Exchange, leaves: list[Tensor], form: Form) -> list[Tensor]:
         parts = [as_bytes(leaf) for leaf in leaves]
         if not form.on_device and exchange.fits(0, sum(part.numel() for part in parts)):
             arrived = exchange.announce(form.topic, parts=parts)
@@ -333,10 +299,8 @@ class Collectives:
         """The numbers of each rank; they travel where a message has the rows of leaves."""
         if self._exchange is None:
             return [numbers]
-        form = self._forms.get((op, detail))
-        if form is None:
-            form = self._forms[op, detail] = _Form(Topic(op, detail), (), ())
-        return [one.rows for one in self._exchange.gather(form.topic, numbers, ()).sent]
+        topic = self._topics.get((op, detail)) or self._topics.setdefault((op, detail), Topic(op, detail))
+        return [one.rows for one in self._exchange.gather(topic, numbers, ()).sent]
 
     def _pickle(self, op: str, obj: Any) -> Tensor:
         try:
@@ -450,41 +414,3 @@ def _pad(leaf: Tensor, dim: int, size: int, pad_index: float, pad_first: bool) -
     padded = leaf.new_full(shape, pad_index)
     padded.narrow(dim, size - have if pad_first else 0, have).copy_(leaf.detach())
     return padded
-
-
-def _key(tree: Tree, leaves: list[Any], exact: bool) -> Any:
-    """The form of `tree` as something to look up, all that decides what `_form` finds; collects the leaves."""
-    if isinstance(tree, Tensor):
-        leaves.append(tree)
-        shape = tree.shape
-        return type(tree), tree.dtype, tree.layout, tree.device, len(shape), shape if exact else shape[1:]
-    kind = type(tree)
-    if kind is tuple or kind is list:
-        return kind, *[_key(child, leaves, exact) for child in tree]
-    children = trees.children(tree)
-    if children is None:
-        leaves.append(tree)
-        return kind
-    return kind, *(trees.keys(tree) or ()), *[_key(child, leaves, exact) for child in children]
-
-
-def _text(leaf: Tensor, exact: bool) -> str:
-    """Dtype and shape for people, dim 0 only where it must agree, and the kind of device."""
-    sizes = [str(size) for size in leaf.shape]
-    shape = ", ".join(sizes if exact or not sizes else ["*", *sizes[1:]])
-    return f"{_dtype(leaf)}[{shape}]" + ("" if leaf.device.type == "cpu" else f"@{leaf.device.type}")
-
-
-def _dtype(leaf: Tensor) -> str:
-    return str(leaf.dtype).removeprefix("torch.")
-
-
-def _sendable(leaf: Any, kinds: Sequence[str]) -> bool:
-    dense = isinstance(leaf, Tensor) and leaf.layout == torch.strided and not leaf.is_quantized
-    return dense and leaf.device.type in kinds and not hasattr(leaf, "full_tensor")
-
-
-def _kind(leaf: Any) -> str:
-    if not isinstance(leaf, Tensor):
-        return f"a {type(leaf).__name__}"
-    return f"a {type(leaf).__name__} ({_dtype(leaf)}, {leaf.layout}, on {leaf.device})"
