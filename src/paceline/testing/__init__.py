@@ -1,5 +1,7 @@
 """Public tools with which users test their own loops."""
 
+from paceline.testing.faults import Fault, InjectedFault
 from paceline.testing.ranks import RankFailed, run_ranks
+from paceline.testing.worlds import layouts, worlds
 
-__all__ = ["RankFailed", "run_ranks"]
+__all__ = ["Fault", "InjectedFault", "RankFailed", "layouts", "run_ranks", "worlds"]

@@ -103,9 +103,9 @@ class Collectives:
             leaves, form = self._form(op, tree)
             return trees.unflatten(tree, _concatenate(leaves, self._gather(leaves, form, local), real))
         boxed = _Box(list(tree)) if objects else _box(tree)
-        leaves = trees.leaves(boxed)
-        values = self._pickle(op, [leaf.value for leaf in leaves if isinstance(leaf, _Box)])
-        sent = [*(leaf for leaf in leaves if isinstance(leaf, Tensor)), values]
+        mixed = trees.leaves(boxed)
+        values = self._pickle(op, [leaf.value for leaf in mixed if isinstance(leaf, _Box)])
+        sent = [*(leaf for leaf in mixed if isinstance(leaf, Tensor)), values]
         _, form = self._form(f"{op} {trees.structure(boxed)}", sent)
         arrived = self._gather(sent, form, local)
         tensors = _concatenate(sent, arrived, real, whole_last=True)
