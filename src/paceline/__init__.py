@@ -20,7 +20,7 @@ _WHERE = {
     "get_logger": "paceline.observe.logs",
     "notebook_launcher": "paceline.launch.notebook",
     "set_seed": "paceline.data.seed",
-    "skip_first_batches": "paceline.data.loader",
+    "skip_first_batches": "paceline.data.skip",
     # the exception tree
     "CheckpointError": "paceline.base.errors",
     "CollectiveError": "paceline.base.errors",

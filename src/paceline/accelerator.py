@@ -17,12 +17,14 @@ import torch
 from torch import nn
 
 from paceline.base.errors import PlanError
+from paceline.base.log import warn_once
 from paceline.checkpoint.files import save_object
 from paceline.checkpoint.model import save_model
 from paceline.config import resolve_run
 from paceline.data.active import ActiveLoaders
 from paceline.data.loader import PreparedLoader
 from paceline.data.metrics import gather_for_metrics
+from paceline.data.skip import skip_first_batches
 from paceline.observe.profile import profile as observe_profile
 from paceline.observe.trackers.group import Trackers
 from paceline.optim.accumulate import Accumulation
@@ -65,9 +67,7 @@ class Accelerator(Participant):
         timeout_s: seconds after which a collective that some rank never enters fails.
 
     Ranks: all construct it; with more than one process it forms the process group.
-
-    Raises:
-        ConfigError, PlanError, WorldError: before the group is up, all problems at once.
+    Raises: ConfigError, PlanError, WorldError: before the group is up, all problems at once.
     """
 
     def __init__(
@@ -96,9 +96,11 @@ class Accelerator(Participant):
             even_batches=even_batches, data_seed=data_seed, non_blocking=non_blocking,
         ))  # fmt: skip
         self.settings = settings = resolved.settings
-        decisions = [Decision(d.field, d.value, d.source, d.where) for d in resolved.decisions]
+        decisions = [Decision(**vars(choice)) for choice in resolved.decisions]
         found = World.detect()
         started = draft(vars(settings), decisions, found.size, options)
+        for notice in resolved.notices:
+            warn_once("config", notice)
         world = rendezvous.join(found, cpu=settings.cpu, timeout_s=settings.timeout_s)
         device = torch.device(world.device)
         collectives = Collectives(world, device=device, debug=settings.debug, timeout_s=settings.timeout_s)
@@ -118,8 +120,7 @@ class Accelerator(Participant):
         self.project_dir = None if project_dir is None else str(project_dir)
         self.trackers = Trackers(log_with, self.logging_dir, is_main=world.is_main)
         self._states = States(self._prepared, self.collectives, self.scaler, self.project_dir, total_limit)
-        self._norm = torch.zeros((), device=device)
-        self._trigger = False
+        self._norm, self._trigger = torch.zeros((), device=device), False
 
     # -- what this run is --------------------------------------------------------------------------------------
 
@@ -165,8 +166,7 @@ class Accelerator(Participant):
         Args:
             device_placement: for each object, whether it (a loader: its batches) is moved to the device; None moves all.
 
-        Returns:
-            The prepared objects in the same order; one object alone for one.
+        Returns the prepared objects in the same order; one object alone for one.
 
         Ranks: all, with the same objects in the same order.
 
@@ -200,8 +200,6 @@ class Accelerator(Participant):
         """Forgets everything that was prepared and empties the device's cache; returns as many Nones as objects."""
         self._prepared.clear()
         self._states.clear()
-        if self.device.type != "cpu":
-            torch.accelerator.empty_cache()
         return [None] * len(objects)
 
     clear = free_memory
@@ -265,8 +263,7 @@ class Accelerator(Participant):
                 target)` the last; or a mapping, which the model gets as keywords and `loss_fn(output, batch)` whole.
             num_items: as in `backward`.
 
-        Returns:
-            This rank's loss, 0-dim, detached.
+        Returns this rank's loss, 0-dim, detached.
         """
         if isinstance(batch, Mapping):
             loss = loss_fn(model(**batch), batch)
@@ -291,10 +288,9 @@ class Accelerator(Participant):
                 each.unscale()
 
     def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
-        """Scales the window's gradients to a total norm of at most `max_norm`; inside a window it does nothing.
+        """Scales the window's gradients to a norm of at most `max_norm`; inside a window it does nothing.
 
-        Returns:
-            The norm before clipping, 0-dim, the same on every rank; inside a window that of the window before.
+        Returns the norm before clipping, 0-dim, the same on every rank; inside a window that of the window before.
         """
         if self.gradients.sync:
             self.unscale_gradients()
@@ -349,8 +345,7 @@ class Accelerator(Participant):
     def check_trigger(self) -> bool:
         """Whether any rank raised the flag; lowers it if so. Ranks: all."""
         raised = self.collectives.any(self._trigger)
-        if raised:
-            self._trigger = False
+        self._trigger = self._trigger and not raised
         return raised
 
     # -- models and files --------------------------------------------------------------------------------------
@@ -406,8 +401,7 @@ class Accelerator(Participant):
         Args:
             output_dir: a folder; None names it `<project_dir>/checkpoints/checkpoint_<n>`.
 
-        Returns:
-            The folder.
+        Returns the folder.
 
         Ranks: all. The folder is written beside and renamed: a crash leaves the old one or none.
 
@@ -449,7 +443,7 @@ class Accelerator(Participant):
         rendezvous.leave()
 
     def profile(self, **options: Any) -> AbstractContextManager[Any]:
-        """torch's profiler over a block; see `paceline.observe.profile`."""
+        """torch's profiler over a block; options and errors as of `paceline.observe.profile.profile`."""
         return observe_profile(rank=self.process_index, **options)
 
     def __repr__(self) -> str:

@@ -290,8 +290,10 @@ class Preparation:
         )
 
     def clear(self) -> None:
-        """Forgets everything that was prepared."""
+        """Forgets everything that was prepared, and gives the device's cached memory back."""
         for kept in (self.models, self.optimizers, self.schedulers, self.loaders, self._lengths):
             kept.clear()  # type: ignore[attr-defined]
         self.names.clear()
         self._known = weakref.WeakSet()
+        if self.device.type != "cpu":
+            torch.accelerator.empty_cache()
