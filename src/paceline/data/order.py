@@ -94,7 +94,8 @@ class Shuffled:
         # numpy cuts and lists 32 indices in 0.6 us, a tensor in 3.5 us.
         if self.replacement:
             return torch.randint(size, (count,), generator=generator).numpy()
-        rounds = [torch.randperm(size, generator=generator).numpy() for _ in range(-(-count // size))]
+        kind = torch.int32 if size < 2**31 else torch.int64  # half the memory
+        rounds = [torch.randperm(size, generator=generator, dtype=kind).numpy() for _ in range(-(-count // size))]
         return rounds[0][:count] if len(rounds) == 1 else np.concatenate(rounds)[:count]
 
 

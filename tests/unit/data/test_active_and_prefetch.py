@@ -1,0 +1,110 @@
+"""Which loader is being iterated, and the batch that is copied ahead (with streams that only keep a diary)."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+
+from paceline.data import prefetch
+from paceline.data.active import ActiveLoaders
+from paceline.data.prefetch import on_device
+from paceline.data.prepare import prepare_loader
+
+
+@pytest.fixture
+def pair():
+    active = ActiveLoaders()
+    data = TensorDataset(torch.arange(6))
+    options = {"width": 1, "index": 0, "device": "cpu", "active": active}
+    return active, prepare_loader(DataLoader(data, 2), **options), prepare_loader(DataLoader(data, 3), **options)
+
+
+def test_the_innermost_loop_is_on_top(pair):
+    active, train, evaluate = pair
+    assert active.top is None
+    for _ in train:
+        assert active.top is train
+        for _ in evaluate:
+            assert active.top is evaluate
+        assert active.finished is evaluate
+        assert active.top is train and train.current is not None and evaluate.current is None
+    assert active.top is None and active.finished is train
+    assert train.current is None
+
+
+def test_break_and_errors_leave_nothing_behind(pair):
+    active, train, _ = pair
+    for _ in train:
+        break
+    assert active.top is None and active.finished is None
+    with pytest.raises(KeyError):
+        for _ in train:
+            raise KeyError("x")
+    assert len(active) == 0 and train.current is None
+
+
+def test_loops_that_are_interleaved_by_hand_end_in_any_order(pair):
+    active, train, evaluate = pair
+    first, second = iter(train), iter(evaluate)
+    next(first), next(second)
+    list(first)
+    assert active.top is evaluate
+    second.close()
+    assert len(active) == 0
+
+
+def test_a_finished_loader_is_not_kept_alive(pair):
+    active = pair[0]
+    loader = prepare_loader(DataLoader(range(3)), width=1, index=0, device="cpu", active=active)
+    list(loader)
+    assert active.finished is loader
+    gc.disable()
+    try:
+        del loader
+        assert active.finished is None
+    finally:
+        gc.enable()
+
+
+def test_on_the_cpu_nothing_is_touched():
+    steps = iter([])
+    assert on_device(steps, torch.device("cpu"), False) is steps
+
+
+def test_devices_without_streams_get_their_batches_one_by_one():
+    steps = on_device(iter([({"x": [torch.zeros(2)]}, "mark")]), torch.device("meta"), False)
+    ((batch, mark),) = steps
+    assert batch["x"][0].is_meta and mark == "mark"
+
+
+def test_the_next_batch_is_copied_before_this_one_is_handed_out(monkeypatch):
+    diary = []
+
+    class Stream(contextlib.AbstractContextManager):
+        def __init__(self, device):
+            self.device = device
+
+        def __exit__(self, *error):
+            return None
+
+        def record_event(self):
+            return len(diary)
+
+        def wait_event(self, event):
+            diary.append("wait")
+
+    def copied(batch, device, non_blocking):
+        diary.append(f"copy {batch}")
+        return batch
+
+    current = Stream("cuda")
+    monkeypatch.setattr(prefetch.torch, "Stream", Stream)
+    monkeypatch.setattr(prefetch.torch.accelerator, "current_stream", lambda device: current)
+    monkeypatch.setattr(prefetch, "to_device", copied)
+    for batch, mark in on_device(iter([(0, "a"), (1, "b"), (2, "c")]), torch.device("cuda"), True):
+        diary.append(f"use {batch}{mark}")
+    assert diary == ["copy 0", "wait", "copy 1", "use 0a", "wait", "copy 2", "use 1b", "wait", "use 2c"]
