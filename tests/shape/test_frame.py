@@ -1,0 +1,56 @@
+"""The frame: every dependency is pinned and has a reason, `make help` lists every entry, the README stays short."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import tomllib
+from pathlib import Path
+
+
+def dependencies(root: Path) -> dict[str, set[str]]:
+    """Names of the packages that pyproject.toml asks for: its own under "", those of extras under their names."""
+    project = tomllib.loads((root / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    groups = {"": project["dependencies"], **project["optional-dependencies"]}
+    return {name: {re.split(r"[^\w.-]", each)[0] for each in group} for name, group in groups.items()}
+
+
+def test_every_dependency_is_pinned(root: Path) -> None:
+    text = (root / "constraints.txt").read_text(encoding="utf-8")
+    pinned = {line.split("==")[0].lower() for line in text.splitlines() if "==" in line}
+    missing = {name for group in dependencies(root).values() for name in group if name.lower() not in pinned}
+    assert not missing, f"pin these in constraints.txt: {sorted(missing)}"
+    assert not re.findall(r"\+\w+$|://|@", text, re.MULTILINE), "plain versions alone, which any index can serve"
+
+
+def test_every_dependency_has_a_reason(root: Path) -> None:
+    text = (root / "docs" / "adr" / "0001-dependencies.md").read_text(encoding="utf-8")
+    rows = [line.lower() for line in text.splitlines() if line.startswith("|")]
+    missing = {
+        name for group in dependencies(root).values() for name in group if not any(name.lower() in r for r in rows)
+    }
+    assert not missing, f"give a reason in docs/adr/0001-dependencies.md for {sorted(missing)}"
+
+
+def test_make_help_lists_every_entry(root: Path) -> None:
+    entries = re.search(r"^\.PHONY: (.+)$", (root / "Makefile").read_text(encoding="utf-8"), re.MULTILINE)
+    assert entries
+    listed = subprocess.run(["make", "--no-print-directory"], cwd=root, capture_output=True, text=True, check=True)
+    assert re.findall(r"^  make (\w+) ", listed.stdout, re.MULTILINE) == entries.group(1).split()
+
+
+def test_ci_runs_make_test(root: Path) -> None:
+    text = (root / ".ci" / "run").read_text(encoding="utf-8")
+    assert "set -euo pipefail" in text and text.rstrip().endswith("make test")
+    assert (root / ".ci" / "run").stat().st_mode & 0o111
+
+
+def test_the_readme_is_short(root: Path) -> None:
+    assert len((root / "README.md").read_text(encoding="utf-8").splitlines()) < 120
+
+
+def test_every_decision_is_in_the_index(root: Path) -> None:
+    folder = root / "docs" / "adr"
+    index = (folder / "index.md").read_text(encoding="utf-8")
+    numbered = sorted(path.name for path in folder.glob("[0-9]*.md"))
+    assert numbered and re.findall(r"\]\((\d{4}-[\w-]+\.md)\)", index) == numbered
