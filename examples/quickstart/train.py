@@ -125,7 +125,7 @@ def main(args: argparse.Namespace) -> float:
             held_out_loss, truth, predicted = evaluate(acc, model, held_out_loader)
             matrix = confusion_matrix(truth, predicted, len(LABELS))
             history.append((epoch + 1, loss, held_out_loss, accuracy(matrix)))
-            bar.set_postfix_str(f"loss {loss:.3f}, held-out accuracy {accuracy(matrix):.3f}")
+            bar.set_postfix_str(f"loss {loss:.3f}, held-out accuracy {accuracy(matrix):.3f}", refresh=False)
         acc.log({"loss": loss, "held_out_loss": held_out_loss, "accuracy": accuracy(matrix)}, step=epoch + 1)
 
     checkpoint = acc.save_state(args.out / "checkpoint")

@@ -53,7 +53,7 @@ def test_it_learns_and_says_so_once(runs, width):
     said, progress, out = runs[width]
     assert numbers(out)[-1][-1] >= 0.97
     assert f"{width} process" in said
-    assert said.count("precision") == 1 and said.count("report") == 1
+    assert said.count("precision") == 1 and said.count("seconds") == 1
     assert "(12 right)" in said or "(11 right)" in said
     assert progress.count("epoch 12/12 ████████████████████████ 23/23, loss 0.0") == 1
     page = (out / "report.html").read_text()
