@@ -70,6 +70,8 @@ class Accelerator(Participant):
     Raises: ConfigError, PlanError, WorldError: before the group is up, all problems at once.
     """
 
+    _preparation = Preparation  # a class of its own where `prepare` has other manners
+
     def __init__(
         self,
         mixed_precision: str | None = None,
@@ -110,12 +112,10 @@ class Accelerator(Participant):
         self.scaler = LossScaler(device, collectives, **(scaler or {})) if self._precision.scales else None
         self._active = ActiveLoaders()
         self.gradients = Accumulation(started.accumulate, started.layout.width, self._active, collectives)
-        self._prepared = Preparation(
+        self._prepared = self._preparation(
             started, self.mesh, collectives, device, self._precision, self.gradients, self.scaler, self._active,
-            dict(
-                seed=settings.data_seed, split_batches=settings.split_batches, dispatch=settings.dispatch_batches,
-                tail="pad" if settings.even_batches else "divide", non_blocking=settings.non_blocking,
-            ),
+            dict(seed=settings.data_seed, split_batches=settings.split_batches, dispatch=settings.dispatch_batches,
+                 tail="pad" if settings.even_batches else "divide", non_blocking=settings.non_blocking),
         )  # fmt: skip
         self.project_dir = None if project_dir is None else str(project_dir)
         self.trackers = Trackers(log_with, self.logging_dir, is_main=world.is_main)

@@ -191,18 +191,18 @@ class Preparation:
         """Prepares one optimizer of models that were prepared before."""
         return self._optimizer(optimizer, parameter_names([each.module for each in self.models]))
 
-    def loader(self, loader: Any, *, place: bool = True) -> PreparedLoader:
-        """Prepares one loader. Ranks: all; the first one agrees on the seed of the order."""
+    def loader(self, loader: Any, *, place: bool = True, **chosen: Any) -> PreparedLoader:
+        """Prepares one loader, with its own choices over those that all share. Ranks: all; the first agrees on the seed."""
         if isinstance(loader, PreparedLoader):
             return loader
         for known in self.loaders:
             if getattr(known, "original", None) is loader:
                 return known
         if self._seed is None:
-            chosen = self._loader_options.get("seed")
-            seed = torch.initial_seed() if chosen is None else chosen
+            told = self._loader_options.get("seed")
+            seed = torch.initial_seed() if told is None else told
             self._seed = int(self._collectives.broadcast_object(seed))
-        options = {**self._loader_options, "seed": self._seed}
+        options = {**self._loader_options, "seed": self._seed, **chosen}
         prepared = prepare_loader(
             loader,
             width=self.plan.layout.width,

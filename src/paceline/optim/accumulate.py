@@ -40,7 +40,8 @@ class Accumulation:
     Attributes:
         steps: micro-batches in a window.
         sync: whether the micro-batch at hand ends its window.
-        weigh: False gives every micro-batch and rank the same weight (what accelerate does).
+        weigh: False gives every micro-batch and rank the same weight, and lets a script hold its windows itself: outside
+            of `window`, `sync` stays what it was set to (what accelerate does).
         sync_at_end: whether the end of a loader ends the window.
     """
 
@@ -112,6 +113,10 @@ class Accumulation:
             TrainError: `accumulate-outside`, `items-mixed`.
         """
         if not self._open:
+            if not self.weigh:
+                self._micro = 1
+                self._reset(None)
+                return self._weigh(loss)
             if self.steps > 1:
                 raise TrainError(
                     "accumulate-outside",
