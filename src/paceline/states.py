@@ -92,15 +92,17 @@ class States:
     def save(self, path: str | None, plan: Plan) -> str:
         """Saves at `path`, or under the next automatic name. Ranks: all."""
         target = path or self._checkpointer.next_path(self._automatic(), self.iteration)
-        hooks = list(self._hooks["save"].values())
+        state, hooks = self._state(), list(self._hooks["save"].values())
 
         def call_hooks(folder: str) -> None:
             models = [each.module for each in self._prepared.models]
+            weights = [model.state_dict() for model in models]
             for hook in hooks:
-                hook(models, [model.state_dict() for model in models], folder)
+                hook(models, weights, folder)
+            _keep(state, len(weights))
 
         saved = self._checkpointer.save(
-            target, self._state(), plan_json=plan.to_json(), extra_files_hook=call_hooks if hooks else None
+            target, state, plan_json=plan.to_json(), extra_files_hook=call_hooks if hooks else None
         )
         if path is None:
             self.iteration = int(saved.rsplit("_", 1)[1]) + 1
@@ -116,9 +118,11 @@ class States:
                 why="load_state() without a folder takes the newest automatically named one",
                 fix="save one with `save_state()`, or name the folder",
             )
+        state, models = self._state(), [each.module for each in self._prepared.models]
         for hook in list(self._hooks["load"].values()):
-            hook([each.module for each in self._prepared.models], source)
-        self._checkpointer.load(source, self._state())
+            hook(models, source)
+        _keep(state, len(models))
+        self._checkpointer.load(source, state)
         for optimizer in self._prepared.optimizers:
             optimizer.steps = self.run.step
         if path is None:
@@ -140,7 +144,7 @@ class States:
         return TrainState(
             models=_numbered("model", [each.wrapped for each in prepared.models]),
             optimizers=_numbered("optimizer", [each.optimizer for each in prepared.optimizers]),
-            schedulers=_numbered("scheduler", prepared.schedulers),
+            schedulers=_numbered("scheduler", [each.scheduler for each in prepared.schedulers]),
             loaders=_numbered("loader", prepared.loaders),
             custom=_numbered("object", self._custom),
             scaler=self._scaler,
@@ -152,3 +156,9 @@ class States:
 def _numbered(kind: str, items: list[Any]) -> dict[str, Any]:
     """Names that do not change when the same script runs again: model, model_1, model_2, ..."""
     return {kind if number == 0 else f"{kind}_{number}": item for number, item in enumerate(items)}
+
+
+def _keep(state: TrainState, count: int) -> None:
+    """Leaves models to the hooks that took them: a hook that saves or loads a model itself pops it from its list."""
+    for name in list(state.models)[count:]:
+        del state.models[name]

@@ -157,6 +157,26 @@ def test_hooks_and_registered_objects_take_part(parts, tmp_path):
     assert counter.value == 7 and seen == [([model], 1), saved]
 
 
+def test_a_hook_that_pops_a_model_saves_and_loads_it_itself(parts, tmp_path):
+    accelerator = Accelerator(cpu=True)
+    model, *_ = accelerator.prepare(*parts)
+
+    def save(models, weights, folder):
+        torch.save(weights.pop(), f"{folder}/mine.pt")
+
+    def load(models, folder):
+        models.pop().load_state_dict(torch.load(f"{folder}/mine.pt", weights_only=True))
+
+    accelerator.register_save_state_pre_hook(save)
+    accelerator.register_load_state_pre_hook(load)
+    before = model.weight.detach().clone()
+    saved = accelerator.save_state(tmp_path / "one")
+    with torch.no_grad():
+        model.weight.zero_()
+    accelerator.load_state(saved)
+    assert torch.equal(model.weight, before)
+
+
 def test_models_and_objects_are_written(parts, tmp_path):
     accelerator = Accelerator(cpu=True)
     model, optimizer, _ = accelerator.prepare(*parts)
