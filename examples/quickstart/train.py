@@ -119,6 +119,8 @@ def main(args: argparse.Namespace) -> float:
             total=len(loader),
             desc=f"epoch {epoch + 1:2}/{args.epochs}",
             bar_format="{desc} {bar:24} {n_fmt}/{total_fmt}{postfix}",
+            ncols=88,  # with the next line, also where a terminal does not tell its size
+            nrows=20,
             disable=not acc.is_main_process,
         ) as bar:
             loss = train_epoch(acc, model, optimizer, scheduler, loader, bar)
@@ -137,7 +139,7 @@ def main(args: argparse.Namespace) -> float:
     if acc.is_main_process:
         print_classes(matrix)
         some, right = read_back[:12].tolist(), int((truth[:12] == read_back[:12]).sum())
-        print(f"\nsaved and read back   {checkpoint}")
+        print(f"\nsaved and read back   {args.out / 'checkpoint'}")
         print(f"it reads 12 digits    {' '.join(map(str, some))}   ({right} right)")
         pictures = choose_pictures(held_out, truth.tolist(), read_back.tolist())
         page = write_report(acc, args, history, matrix, pictures, time.perf_counter() - began)
