@@ -124,6 +124,7 @@ def run_ranks(
         >>> run_ranks(lambda: torch.distributed.get_rank(), world=2)
         [0, 1]
     """
+    __tracebackhide__ = True
     _warm_up()
     with tempfile.TemporaryDirectory(prefix="paceline-ranks-") as folder, socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
@@ -312,6 +313,7 @@ def _end(children: list[_Child]) -> None:
 
 
 def _raise_failure(job: _Job, children: list[_Child], hung: list[_Child], printed: list[str]) -> None:
+    __tracebackhide__ = True  # pytest then shows the caller's line
     died = [child for child in children if child.died and not child.killed]
     errors = [child for child in children if child.result and "error" in child.result]
     if died:

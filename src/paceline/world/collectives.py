@@ -5,6 +5,7 @@ How the ranks find out that they disagree, and how bytes travel, is `exchange`'s
 
 from __future__ import annotations
 
+import contextlib
 import pickle
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -254,15 +255,20 @@ class Collectives:
         return leaves, form
 
     def _refuse(self, op: str, bad: list[str]) -> CollectiveError:
-        """The error for leaves that cannot be sent; the other ranks, on their way into the exchange, hear of it too."""
-        if self._exchange is not None:
-            self._exchange.announce(Topic(op, "cannot: " + "; ".join(bad)))
+        """The error for leaves that cannot be sent."""
+        self._tell(op, "; ".join(bad))
         return CollectiveError(
             "collective-leaf",
             f"{op} takes dense tensors on the CPU or the rank's own device, in any nesting, and nothing else.",
             why=bad,
             fix="use gather_object (or gather_for_metrics) for other objects; `.full_tensor()` for a DTensor",
         )
+
+    def _tell(self, op: str, why: str) -> None:
+        """Lets the other ranks, on their way into the exchange, hear that this one cannot; its own error says more."""
+        if self._exchange is not None:
+            with contextlib.suppress(CollectiveError):
+                self._exchange.announce(Topic(op, f"cannot: {why}"))
 
     def _gather(self, leaves: list[Tensor], form: Form, aux: int = 0) -> Arrived:
         rows = [leaf.shape[0] if leaf.ndim else -1 for leaf in leaves]
@@ -306,8 +312,7 @@ class Collectives:
         try:
             return torch.frombuffer(bytearray(pickle.dumps(obj)), dtype=torch.uint8)
         except (pickle.PicklingError, AttributeError, TypeError, RecursionError) as error:
-            if self._exchange is not None:
-                self._exchange.announce(Topic(op, f"cannot: {error}"))
+            self._tell(op, str(error))
             raise CollectiveError(
                 "collective-object",
                 f"{op}: an object of type {type(obj).__name__} cannot be sent to other processes.",

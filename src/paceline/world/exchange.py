@@ -229,4 +229,5 @@ def as_bytes(leaf: Tensor) -> Tensor:
     """The bytes of a tensor, without a copy where it is contiguous."""
     if leaf.is_conj() or leaf.is_neg():
         leaf = leaf.resolve_conj().resolve_neg()
-    return leaf.reshape(-1).view(torch.uint8)
+    flat = leaf.contiguous()  # which lets a dim of one row keep any stride, and `view(dtype)` does not
+    return flat.as_strided((flat.numel(),), (1,)).view(torch.uint8)

@@ -1,0 +1,227 @@
+"""Collectives between real processes: structures, ragged sizes, every dtype, and disagreement that all ranks hear of."""
+
+from __future__ import annotations
+
+from collections import namedtuple
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from paceline.base.errors import CollectiveError
+from paceline.testing import run_ranks
+from paceline.world.collectives import Collectives
+from paceline.world.layout import Layout
+from paceline.world.mesh import Mesh
+from paceline.world.world import World
+
+Pair = namedtuple("Pair", "left right")
+DTYPES = (torch.bool, torch.uint8, torch.int64, torch.float16, torch.bfloat16, torch.float64, torch.complex64)
+
+
+def collectives(**options: Any) -> Collectives:
+    world = World(dist.get_rank(), dist.get_world_size(), source="test")
+    return Collectives(world, device=torch.device("cpu"), **options)
+
+
+def errors(call: Callable[[], object]) -> tuple[str, str]:
+    """Code and text of the error that `call` raises."""
+    with pytest.raises(CollectiveError) as caught:
+        call()
+    return caught.value.code, str(caught.value)
+
+
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("length", [3, 40_000])  # inside the first message, and beyond it
+def test_gather(size: int, length: int) -> None:
+    def work():
+        ours = collectives()
+        rank = ours.rank
+        tree = {
+            "x": torch.full((length + rank, 2), float(rank)),
+            "p": Pair(torch.tensor(rank), [torch.ones(1, rank > 9)]),
+        }
+        found = ours.gather(tree)
+        weight = torch.ones(length, 3, requires_grad=True)
+        assert not ours.gather(weight * 2).requires_grad
+        with torch.inference_mode():
+            ours.gather(weight[:, ::2])
+        ours.gather(torch.arange(length)[::3])
+        return found["x"][:, 0].long().bincount().tolist(), found["x"].shape, found["p"]
+
+    for counts, shape, pair in run_ranks(work, size):
+        assert counts == [length + rank for rank in range(size)]
+        assert shape == (sum(counts), 2)
+        assert type(pair) is Pair and pair.left.tolist() == list(range(size)) and pair.right[0].shape == (size, 0)
+
+
+def test_every_dtype_travels_unharmed() -> None:
+    def work():
+        ours = collectives()
+        for length in (3, 50_000):
+            sent = [(torch.arange(length) % 2 + ours.rank).to(dtype) for dtype in DTYPES]
+            wanted = [torch.cat([(torch.arange(length) % 2 + rank).to(dtype) for rank in range(2)]) for dtype in DTYPES]
+            for got, want in zip(ours.gather(sent), wanted, strict=True):
+                assert got.dtype == want.dtype and torch.equal(got, want)
+            first = ours.broadcast(sent, src=1)
+            assert all(torch.equal(got, want[length:]) for got, want in zip(first, wanted, strict=True))
+        return True
+
+    assert run_ranks(work, 2) == [True, True]
+
+
+def test_one_exchange_for_a_whole_structure() -> None:
+    def work():
+        ours, count = collectives(), []
+        from paceline.world import exchange
+
+        gather = exchange._all_gather
+        exchange._all_gather = lambda *args, **kwargs: (count.append(1), gather(*args, **kwargs))
+        ours.gather_rows((torch.ones(100, 5), torch.ones(100), torch.tensor(1.0)), real=(100, 60), local=100)
+        small = len(count)
+        ours.gather([torch.ones(10_000) for _ in range(20)])
+        large = len(count) - small
+        ours.gather([torch.ones(1) for _ in range(5_000)])  # the leaves' sizes alone exceed the message
+        ours.reduce([torch.ones(2), torch.tensor(1)])
+        return small, large, len(count) - small - large
+
+    assert run_ranks(work, 2) == [(1, 2, 3)] * 2
+
+
+def test_rows_of_real_samples_in_sample_order() -> None:
+    real = (3, 2, 0)
+
+    def work():
+        ours = collectives()
+        rows = torch.arange(3) + 10 * ours.rank
+        loaded = max(real[ours.rank], 1)
+        found = ours.gather_rows(
+            {"p": (rows[:loaded], torch.tensor(ours.rank)), "text": [f"s{row}" for row in rows[:loaded].tolist()]},
+            real,
+            loaded,
+        )
+        tokens = ours.gather_rows(torch.full((5 + ours.rank,), ours.rank), real, loaded)
+        objects = ours.gather_rows([{"boxes": torch.ones(ours.rank, 4)}] * loaded, real, loaded, objects=True)
+        return found["p"][0].tolist(), found["p"][1].tolist(), found["text"], tokens.tolist(), len(objects)
+
+    texts = ["s0", "s1", "s2", "s10", "s11"]
+    wanted = ([0, 1, 2, 10, 11], [0, 1], texts, [0] * 5 + [1] * 6, 5)
+    assert run_ranks(work, 3) == [wanted] * 3
+
+
+@pytest.mark.parametrize("length", [3, 40_000])
+def test_reduce(length: int) -> None:
+    def work():
+        ours = collectives()
+        tree = [torch.full((length,), ours.rank + 1.0), torch.tensor(ours.rank), torch.tensor(True)]
+        total, mean = ours.reduce(tree), ours.reduce(tree, "mean", scale=2.0)
+        half = ours.reduce(torch.ones(length, dtype=torch.bfloat16) * (ours.rank + 1))
+        assert half.dtype == torch.bfloat16 and half[0] == 10
+        assert ours.reduce(tree, "none", scale=3.0)[0][0] == 3 * (ours.rank + 1)
+        return [one.flatten()[0].item() for one in total + mean], total[1].dtype, mean[1].dtype
+
+    assert run_ranks(work, 4) == [([10, 6, True, 5.0, 3.0, 2.0], torch.int64, torch.float32)] * 4
+
+
+def test_objects_flags_and_numbers() -> None:
+    def work():
+        ours = collectives()
+        rank = ours.rank
+        assert ours.gather_object({"rank": rank, "text": "x" * 30_000 * rank})[1]["rank"] == 1
+        assert ours.broadcast_object("small" if rank == 1 else None, src=1) == "small"
+        assert len(ours.broadcast_object("y" * 100_000 if rank == 0 else "ignored")) == 100_000
+        ours.barrier()
+        return ours.any(rank == 2), ours.any(False), ours.sum_ints([1, rank]), ours.sum_ints([])
+
+    assert run_ranks(work, 3) == [(True, False, [3, 3], [])] * 3
+
+
+def test_padding() -> None:
+    def work():
+        ours = collectives()
+        tree = {"a": torch.ones(2, ours.rank + 1), "b": torch.tensor(1.0)}
+        after, before = ours.pad_across(tree, dim=1, pad_index=7), ours.pad_across(tree, -1, pad_first=True)
+        assert after["b"] == 1 and after["a"].shape == before["a"].shape == (2, 3)
+        return after["a"][0].tolist(), before["a"][0].tolist()
+
+    assert run_ranks(work, 3)[0] == ([1, 7, 7], [0, 0, 1])
+
+
+CASES: dict[str, Callable[[Collectives], object]] = {
+    "shape": lambda ours: ours.gather(torch.ones(2, 3 + (ours.rank == 1))),
+    "dtype": lambda ours: ours.gather(torch.ones(2, dtype=torch.float64 if ours.rank == 1 else torch.float32)),
+    "dims": lambda ours: ours.gather(torch.ones(2) if ours.rank == 1 else torch.tensor(1.0)),
+    "structure": lambda ours: ours.gather([torch.ones(2)] * (1 + ours.rank)),
+    "keys": lambda ours: ours.gather({f"k{ours.rank}": torch.ones(2)}),
+    "operation": lambda ours: ours.barrier() if ours.rank == 1 else ours.gather(torch.ones(2)),
+    "reduce rows": lambda ours: ours.reduce(torch.ones(2 + ours.rank)),
+    "reduce big": lambda ours: ours.reduce(torch.ones(40_000 + ours.rank)),
+    "reduction": lambda ours: ours.reduce(torch.ones(2), "mean" if ours.rank == 1 else "sum"),
+    "source": lambda ours: ours.broadcast(torch.ones(2), src=ours.rank),
+    "counts": lambda ours: ours.sum_ints([1] * ours.rank),
+    "pad dims": lambda ours: ours.pad_across(torch.ones([2] * (1 + ours.rank))),
+    "one has a string": lambda ours: ours.gather([torch.ones(2), "x"][ours.rank == 1]),
+    "one cannot pickle": lambda ours: ours.gather_object((lambda: 1) if ours.rank == 1 else 2),
+}
+
+
+def test_disagreement_is_the_same_error_on_all_ranks_and_the_group_lives_on() -> None:
+    def work():
+        ours, found = collectives(), {}
+        for name, call in CASES.items():
+            found[name] = errors(lambda call=call: call(ours))
+            ours.barrier()
+        return found
+
+    ranks = run_ranks(work, 2)
+    own = {"one has a string": "collective-leaf", "one cannot pickle": "collective-object"}
+    for name in CASES:
+        (code, text), (other_code, other_text) = ranks[0][name], ranks[1][name]
+        assert code == "collective-mismatch", name
+        assert other_code == own.get(name, "collective-mismatch"), name
+        assert "rank 0:" in text and "rank 1:" in text
+        assert name in own or text.splitlines()[1:] == other_text.splitlines()[1:]
+    assert "float32[*, 3]" in ranks[0]["shape"][1] and "float32[*, 4]" in ranks[0]["shape"][1]
+    assert "rank 1: gather: cannot: the value is a str" in ranks[0]["one has a string"][1]
+
+
+def test_all_ranks_wrong_alike() -> None:
+    def work():
+        return errors(lambda: collectives().gather("text"))[0]
+
+    assert run_ranks(work, 2) == ["collective-leaf"] * 2
+
+
+def test_groups_of_a_mesh() -> None:
+    layout = Layout(replicate=2, tp=2)
+
+    def work():
+        rank = dist.get_rank()
+        world = World(rank, 4, source="test")
+        mesh = Mesh(layout, world, "cpu")
+        coordinate = mesh.device_mesh.get_coordinate()
+        assert list(coordinate) == list(layout.coordinate(rank).values())
+        found = {}
+        for axis in ("tp", "replicate", "shard"):
+            group = mesh.group(axis)
+            ours = Collectives(world, device=torch.device("cpu"), group=group)
+            found[axis] = ours.gather(torch.tensor(rank)).tolist()
+            assert tuple(found[axis]) == layout.ranks(axis, of=rank)
+            assert ours.broadcast_object(rank, src=ours.size - 1) == found[axis][-1]
+        data = dist.get_process_group_ranks(mesh.data_group)
+        whole = Mesh(Layout(replicate=4), world, "cpu")
+        assert whole.group("replicate") is whole.data_group is dist.group.WORLD
+        return data
+
+    assert run_ranks(work, 4) == [[0, 2], [1, 3], [0, 2], [1, 3]]
+
+
+def test_data_group_over_two_axes() -> None:
+    def work():
+        mesh = Mesh(Layout(replicate=2, shard=2), World(dist.get_rank(), 4), "cpu")
+        small = Mesh(Layout(replicate=1, shard=2, tp=2), World(dist.get_rank(), 4), "cpu")
+        return dist.get_process_group_ranks(mesh.data_group), dist.get_process_group_ranks(small.data_group)
+
+    assert run_ranks(work, 4)[1] == ([0, 1, 2, 3], [1, 3])
