@@ -27,7 +27,8 @@ class Target:
         kind: "script", "module", "program" or "function".
         name: the script's path, the module's name, the program; of a function, what to call it in messages.
         args: the words after it on the command line.
-        function: called without arguments in each process, where `kind` is "function".
+        function: called without arguments in each process, where `kind` is "function"; what it returns on rank 0
+            becomes the outcome's value.
     """
 
     kind: str
@@ -56,8 +57,9 @@ class Job:
         max_restarts: how often all processes are started again after a failure.
         monitor_interval_s: seconds between two looks at the processes.
         log_dir: directory for the output of each process; None for the terminal alone.
-        tee: by local rank, streams for the terminal, 1 stdout, 2 stderr, 3 both: as well as log_dir's files where
-            there are any, else with each line marked by its rank. None leaves the terminal to the processes.
+        tee: by local rank, streams that the launcher copies to the terminal (and to log_dir's files, where there are
+            any): 1 stdout, 2 stderr, 3 both. None leaves the terminal to the processes.
+        mark: what stands before each copied line, with ${rank} and ${local_rank} filled in.
         backend, options: how several nodes find each other, and what that backend is told.
         compat: library whose names are served to the script; "" for none.
     """
@@ -74,6 +76,7 @@ class Job:
     monitor_interval_s: float = 0.1
     log_dir: str | None = None
     tee: Mapping[int, int] | None = None
+    mark: str = "[rank${rank}]: "
     backend: str = "static"
     options: Mapping[str, str] = field(default_factory=dict)
     compat: str = ""
@@ -171,7 +174,7 @@ class Outcome:
         failure: the first failure of the last attempt on this node; None for none.
         elsewhere: what failed first, where that was on another node.
         restarts: how often the processes were started again.
-        values: what a function returned, by local rank.
+        value: what a function returned on rank 0.
         in_worker: this is one of the processes themselves, at the end of its script: say nothing and leave.
     """
 
@@ -179,7 +182,7 @@ class Outcome:
     failure: Failure | None = None
     elsewhere: str = ""
     restarts: int = 0
-    values: Mapping[int, Any] = field(default_factory=dict)
+    value: Any = None
     in_worker: bool = False
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import gc
 import os
+import pickle
 import select
 import signal
 import socket
@@ -19,6 +20,7 @@ import tempfile
 import time
 from pathlib import Path
 from shutil import rmtree
+from typing import Any
 
 from paceline.launch import host, worker
 from paceline.launch.launcher import Failure, Job, Outcome, Process, Rendered
@@ -31,6 +33,7 @@ from paceline.launch.signals import Signals
 _INTERRUPT_S, _TERMINATE_S = 3.0, 30.0  # Ctrl-C is impatient; SIGTERM asks a script to save and go
 _AFTER_FAILURE_S = 10.0
 _LINE = 160
+_PARCEL = "function"
 _LEAVING_S = 5.0  # what a process may take to end, once its script has failed
 
 
@@ -98,7 +101,7 @@ class LocalHandle:
     def __init__(self, rendered: Rendered) -> None:
         self.job = rendered.job
         self.workers: list[Worker] = []
-        self.output = Output(self.job.log_dir, self.job.tee)
+        self.output = Output(self.job.log_dir, self.job.tee, self.job.mark)
         self.signals = Signals(self._pass_on)
         self._mine = os.getpid()
 
@@ -116,7 +119,10 @@ class LocalHandle:
         if self.job.start == "fork":
             import torch  # noqa: F401
 
-            gc.freeze()  # no collection touches, and so copies, what the processes share
+            if self.job.target.function is None:
+                gc.freeze()  # no collection touches, and so copies, what the processes share
+        elif self.job.target.function is not None:
+            worker.pack(self.job.target.function, str(folder / _PARCEL))
         self.signals.enter()
         try:
             for attempt in range(self.job.max_restarts + 1):
@@ -124,8 +130,7 @@ class LocalHandle:
                     return Outcome(1, elsewhere=self.nodes.trouble, restarts=attempt)
                 begun = self._start(folder, attempt)
                 if isinstance(begun, Path):
-                    code = worker.run(self.job.target, str(begun), self.job.compat)
-                    return Outcome(code, in_worker=True)
+                    return Outcome(self._work(str(begun)), in_worker=True)
                 outcome = self._attempt(attempt, begun)
                 if not (outcome.failure or outcome.elsewhere) or attempt == self.job.max_restarts:
                     break
@@ -138,6 +143,16 @@ class LocalHandle:
                 self.nodes.close()
                 self.reaper.close()
                 rmtree(folder, ignore_errors=True)
+
+    def _work(self, report: str) -> int:
+        """In a forked process: runs the target; a function's process does not come back from here."""
+        if self.job.target.function is None:
+            return worker.run(self.job.target, report, self.job.compat)
+        code = 1
+        try:
+            code = worker.call(self.job.target.function, report)
+        finally:
+            worker.leave(code)
 
     def _start(self, folder: Path, attempt: int) -> socket.socket | Path:
         """Starts all processes.
@@ -182,7 +197,9 @@ class LocalHandle:
         target = self.job.target
         if target.kind == "program":
             return [target.name, *target.args]
-        words = (str(report), self.job.compat, target.kind, target.name, *target.args)
+        name = str(report.with_name(_PARCEL)) if target.kind == "function" else target.name
+        lines = "lines" if self.output.pipes else "-"
+        words = (str(report), self.job.compat, lines, target.kind, name, *target.args)
         return [sys.executable, "-m", "paceline.launch.worker", *words]
 
     def _attempt(self, attempt: int, held: socket.socket) -> Outcome:
@@ -200,7 +217,7 @@ class LocalHandle:
             if not self.nodes.trouble:
                 self.nodes.finish(lambda: self.signals.ending)
             stop(self.workers, signal.SIGTERM, _AFTER_FAILURE_S)
-            return Outcome(1 if self.nodes.trouble else 0, None, self.nodes.trouble, attempt)
+            return Outcome(1 if self.nodes.trouble else 0, None, self.nodes.trouble, attempt, self._value())
         finally:
             sweep(self.workers)
             self.output.finish()
@@ -235,6 +252,20 @@ class LocalHandle:
         finally:
             for number in ends:
                 os.close(number)
+
+    def _value(self) -> Any:
+        """What a function returned on rank 0; None elsewhere.
+
+        Raises:
+            LaunchError: `launch-pickle`, where it could not travel.
+        """
+        path = Path(f"{self.workers[0].report}{worker.VALUE}")
+        if self.job.target.kind != "function" or not path.is_file():
+            return None
+        value, error = pickle.loads(path.read_bytes())
+        if error is not None:
+            raise error
+        return value
 
     def _failure(self) -> Failure | None:
         """Stops the others where one has failed, and finds the first."""

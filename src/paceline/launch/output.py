@@ -8,6 +8,7 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from string import Template
 from typing import IO, Any
 
 from paceline.launch.launcher import Process
@@ -35,20 +36,15 @@ class Output:
         log_dir: directory for a file of each process and stream, `rank0.out`, `rank0.err`, ...; None for none.
         tee: by local rank, the streams that go to the terminal through the launcher: 1 stdout, 2 stderr, 3 both.
             None, or 0 without `log_dir`: the processes write there themselves.
-        mark: whether each line on the terminal begins with its rank.
+        mark: what stands before each line on the terminal, with ${rank} and ${local_rank} filled in.
     """
 
-    def __init__(self, log_dir: str | None, tee: Mapping[int, int] | None, mark: bool = True) -> None:
+    def __init__(self, log_dir: str | None, tee: Mapping[int, int] | None, mark: str = "[rank${rank}]: ") -> None:
         self.log_dir = log_dir
         self.tee = tee
-        self.mark = mark
+        self.mark = Template(mark)
         self.pipes: dict[int, _Pipe] = {}
         self._child_ends: list[int] = []
-
-    @property
-    def redirects(self) -> bool:
-        """Whether the processes' streams are other than the launcher's own."""
-        return self.log_dir is not None or bool(self.tee)
 
     def open(self, process: Process, attempt: int) -> dict[int, int]:
         """What a process's file descriptors 1 and 2 become; those that stay as they are, are left out."""
@@ -63,7 +59,8 @@ class Output:
                 if attempt:
                     file.write(f"--- restart {attempt} ---\n".encode())
             if shown:
-                ends[bit] = self._pipe(f"[rank{process.rank}]: ", bit, file)
+                who = {"rank": process.rank, "local_rank": process.local_rank, "role_name": "rank"}
+                ends[bit] = self._pipe(self.mark.safe_substitute(who), bit, file)
             elif file is not None:
                 ends[bit] = os.dup(file.fileno())
                 file.close()
@@ -75,7 +72,7 @@ class Output:
         os.set_blocking(read, False)
         terminal = sys.stdout if bit == 1 else sys.stderr
         decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
-        self.pipes[read] = _Pipe(read, mark if self.mark else "", terminal, file, decoder)
+        self.pipes[read] = _Pipe(read, mark, terminal, file, decoder)
         return write
 
     def started(self) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import os
 import signal
 import subprocess
@@ -14,6 +15,7 @@ from pathlib import Path
 
 from paceline.base import env as environment
 from paceline.launch.launcher import Process
+from paceline.launch.worker import whole_lines
 
 _REAPER = Path(__file__).with_name("reaper.py")
 
@@ -138,6 +140,10 @@ def settle(env: Mapping[str, str], streams: Mapping[int, int], *, leads: bool) -
     for number, end in streams.items():
         os.dup2(end, number)
     environment.export(env)
+    if not isinstance(sys.stdout, io.TextIOWrapper):  # a notebook's stream belongs to the notebook's own process
+        sys.stdout, sys.stderr = (open(number, "w", closefd=False) for number in (1, 2))  # noqa: SIM115
+    if streams:
+        whole_lines()
     if "numpy" in sys.modules:
         import numpy
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 
 from paceline.base.errors import Problem
-from paceline.launch.launcher import Failure, Job, Outcome
+from paceline.launch.launcher import Job, Outcome
 
 _HINTS = {
     signal.SIGKILL: "if nobody sent it, the system did for want of memory (see `dmesg`): use a smaller batch or fewer "
@@ -17,18 +17,21 @@ _HINTS = {
 
 
 def describe(outcome: Outcome, job: Job) -> str:
-    """The report of a run that failed, for standard error."""
+    """The report of a run that failed, for standard error: the traceback, then the error."""
+    problem = problem_of(outcome, job)
+    report = outcome.failure.report if outcome.failure is not None and not outcome.elsewhere else ""
+    return f"{report}\n\npaceline.LaunchError: {problem}" if report else f"paceline.LaunchError: {problem}"
+
+
+def problem_of(outcome: Outcome, job: Job) -> Problem:
+    """What went wrong, why and what helps."""
     if outcome.elsewhere:
         why = [f"first failure: {outcome.elsewhere}"]
         if outcome.failure is not None:
             why.append(f"after it, here: {outcome.failure.what} {outcome.failure.report.splitlines()[-1:]}")
-        problem = Problem("node-failed", "another node failed, and this one was stopped.", why, "look at its messages")
-        return f"paceline.LaunchError: {problem}"
-    return _of_rank(outcome.failure, job) if outcome.failure is not None else ""
-
-
-def _of_rank(failure: Failure, job: Job) -> str:
-    lines = [failure.report, ""] if failure.report else []
+        return Problem("node-failed", "another node failed, and this one was stopped.", why, "look at its messages")
+    failure = outcome.failure
+    assert failure is not None, "this run did not fail"
     fix = "mend the error above" if failure.report else "its own output above tells more"
     if failure.code < 0:
         fix = _HINTS.get(-failure.code, "find out who sent that signal")  # type: ignore[call-overload]
@@ -37,4 +40,4 @@ def _of_rank(failure: Failure, job: Job) -> str:
     why += [f"failed after it: {each}" for each in failure.later]
     if job.nodes * job.procs == 1:
         why = [f"pid {failure.pid}"]
-    return "\n".join([*lines, f"paceline.LaunchError: {Problem('rank-failed', failure.what, why, fix)}"])
+    return Problem("rank-failed", failure.what, why, fix)

@@ -3,6 +3,9 @@
     fork: the launcher's child calls `run` and returns up the launcher's stack, so that Python ends as always
     exec: `python -m paceline.launch.worker` does the same in a fresh process
 
+A function (from a notebook) is called in a forked child, or travels by cloudpickle to a fresh process; rank 0's value
+travels back through a file beside the report. Such a child leaves by `os._exit`: the stack above is not its own.
+
 An uncaught exception goes to the report file and not to the terminal: the launcher prints the first failing rank's
 one, once, instead of a mixture of all.
 """
@@ -14,14 +17,22 @@ import faulthandler
 import importlib
 import importlib.util
 import io
+import linecache
 import os
+import pickle
 import sys
 import traceback
 from collections.abc import Callable
+from functools import partial
 from types import CodeType, ModuleType
-from typing import Any
+from typing import Any, NoReturn
 
+from paceline.base import env as environment
+from paceline.base.errors import LaunchError
 from paceline.launch.launcher import Target
+
+VALUE = ".value"
+_HERE = os.path.dirname(__file__)
 
 
 def run(target: Target, report: str, compat: str = "") -> int:
@@ -33,6 +44,55 @@ def run(target: Target, report: str, compat: str = "") -> int:
         compat: library whose names are served to the script; "" for none.
     """
     return watched(lambda: _become(target, compat), report)
+
+
+def call(function: Callable[[], Any], report: str) -> int:
+    """Calls a function; rank 0's value goes to a file beside the report. Returns the exit code."""
+
+    def work() -> None:
+        value = function()
+        if environment.get("RANK") == 0:
+            try:
+                parcel = pickled((value, None), "what the function returned")
+            except LaunchError as error:  # no failure of the run: it is told, and not begun again
+                parcel = pickled((None, error), "an error")
+            with open(report + VALUE, "wb") as file:
+                file.write(parcel)
+
+    sys.excepthook = sys.__excepthook__  # a notebook's own hook draws in colours
+    return watched(work, report)
+
+
+def pickled(thing: object, what: str) -> bytes:
+    """`thing` as bytes, by cloudpickle where it is installed.
+
+    Raises:
+        LaunchError: `launch-pickle`.
+    """
+    try:
+        try:
+            from cloudpickle import dumps  # type: ignore[import-untyped]
+        except ModuleNotFoundError:
+            from pickle import dumps
+        return bytes(dumps(thing))
+    except Exception as error:
+        raise LaunchError(
+            "launch-pickle",
+            f"{what} cannot travel between processes.",
+            why=f"{type(error).__name__}: {error}",
+            fix="leave out what is bound to one process (open files, locks, loaders); `pip install cloudpickle` for "
+            "functions of a notebook",
+        ) from error
+
+
+def leave(code: int) -> NoReturn:
+    """Ends a forked process whose stack is not its own."""
+    rendezvous = sys.modules.get("paceline.world.rendezvous")
+    if rendezvous is not None:
+        rendezvous.leave()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 
 
 def watched(work: Callable[[], object], report: str) -> int:
@@ -55,10 +115,17 @@ def watched(work: Callable[[], object], report: str) -> int:
             faulthandler.disable()
 
 
+def whole_lines() -> None:
+    """Has this process write each line at once: somebody is watching the other end of the pipe."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(line_buffering=True, write_through=False)
+
+
 def told(error: BaseException) -> str:
-    """The traceback as the script's own `sys.excepthook` tells it, without the frames of this file."""
+    """The traceback as the script's own `sys.excepthook` tells it, without the frames of this package."""
     trace = error.__traceback__
-    while trace is not None and trace.tb_frame.f_code.co_filename == __file__:
+    while trace is not None and os.path.dirname(trace.tb_frame.f_code.co_filename) == _HERE:
         trace = trace.tb_next
     error.__traceback__ = trace
     sys.last_type, sys.last_value, sys.last_traceback = type(error), error, trace  # as Python does: exit handlers look
@@ -82,6 +149,25 @@ def _become(target: Target, compat: str) -> None:
     code, main = _load(target)
     sys.modules["__main__"] = main
     exec(code, main.__dict__)
+
+
+def _parcel(path: str, compat: str) -> Any:
+    """Unpacks a function that `pack` packed, and calls it."""
+    if compat:
+        importlib.import_module("paceline.compat").install([compat])
+    with open(path, "rb") as file:
+        lines, paths, function = pickle.load(file)
+        sys.path[:] = paths
+        linecache.cache.update(lines)
+        return pickle.loads(function)()
+
+
+def pack(function: Callable[[], Any], path: str) -> None:
+    """Writes a function to a file, with the source lines of notebook cells, for tracebacks."""
+    cells = {name: lines for name, lines in linecache.cache.items() if not os.path.exists(name)}
+    with open(path, "wb") as file:
+        parcel = (cells, sys.path, pickled(function, "the function, or what it refers to,"))
+        file.write(pickled(parcel, "the notebook's cells"))
 
 
 def _load(target: Target) -> tuple[CodeType, ModuleType]:
@@ -120,5 +206,9 @@ def _exit_code(error: SystemExit) -> tuple[int, str]:
 
 
 if __name__ == "__main__":
-    report, compat, kind, name, *args = sys.argv[1:]
+    report, compat, lines, kind, name, *args = sys.argv[1:]
+    if lines == "lines":
+        whole_lines()
+    if kind == "function":
+        sys.exit(call(partial(_parcel, name, compat), report))
     sys.exit(run(Target(kind, name, tuple(args)), report, compat))

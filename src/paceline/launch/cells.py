@@ -1,0 +1,79 @@
+"""Which cell of a notebook, or which import in it, has touched an accelerator."""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+
+_TOUCHES = re.compile(
+    r"\.cuda\(|\.to\(\s*['\"]?(?:cuda|xpu|npu|device)|device\s*=\s*['\"](?:cuda|xpu|npu)|\bAccelerator\(|"
+    r"torch\.(?:cuda|xpu|npu)\.(?!is_available|is_initialized|device_count|manual_seed)\w+\("
+)
+_TRY_S = 60
+
+
+def who_touched(kind: str) -> str:
+    """Where this session began to use its accelerator; "" where it has not.
+
+    Args:
+        kind: "cuda", "xpu", ...
+    """
+    torch = sys.modules.get("torch")
+    module = getattr(torch, kind, None) if torch is not None else None
+    if module is None or not getattr(module, "is_initialized", lambda: False)():
+        return ""
+    shell = sys.modules["IPython"].get_ipython() if "IPython" in sys.modules else None
+    cells = list(shell.user_ns.get("In", [])) if shell is not None else []
+    return search(cells[:-1], lambda statement: _imports_touch(statement, kind)) or "no cell shows where"
+
+
+def search(cells: Sequence[str], touches: Callable[[str], bool]) -> str:
+    """The first cell that uses an accelerator: by its text, else by trying its imports one by one.
+
+    Args:
+        cells: the source of each, in the order of their numbers.
+        touches: whether an import statement, run by itself, initialises the accelerator.
+    """
+    for number, cell in enumerate(cells):
+        for line in cell.splitlines():
+            if _TOUCHES.search(line.split("#")[0]) and not _in_function(cell, line):
+                return f"cell [{number}]: `{line.strip()}`"
+    for number, cell in enumerate(cells):
+        for statement in _imports(cell):
+            if touches(statement):
+                return f"cell [{number}]: `{statement}`"
+    return ""
+
+
+def _tree(cell: str) -> ast.Module:
+    try:
+        return ast.parse(cell)
+    except SyntaxError:  # magics, shell commands
+        plain = "\n".join(line for line in cell.splitlines() if not line.lstrip().startswith(("%", "!", "?")))
+        try:
+            return ast.parse(plain)
+        except SyntaxError:
+            return ast.parse("")
+
+
+def _in_function(cell: str, line: str) -> bool:
+    """Whether a line stands in a function's body, where it has not run by itself."""
+    bodies = [node for node in ast.walk(_tree(cell)) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
+    return any(line.strip() in (ast.get_source_segment(cell, body) or "") for body in bodies)
+
+
+def _imports(cell: str) -> list[str]:
+    return [ast.unparse(node) for node in _tree(cell).body if isinstance(node, ast.Import | ast.ImportFrom)]
+
+
+def _imports_touch(statement: str, kind: str) -> bool:
+    """Tries an import in a process of its own."""
+    code = f"{statement}\nimport sys, torch\nsys.exit(42 if torch.{kind}.is_initialized() else 0)"
+    try:
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=_TRY_S, check=False)
+    except subprocess.TimeoutExpired:
+        return False
+    return done.returncode == 42

@@ -1,0 +1,218 @@
+"""Several processes from a notebook, or from any Python session: `notebook_launcher` and `debug_launcher`.
+
+    one process             the function is called here
+    several, on the CPU     forked, where each has one thread: the notebook's variables are simply there
+    otherwise               packed by cloudpickle, and unpacked in fresh processes
+
+A process that has used an accelerator cannot be forked, nor can one whose OpenMP threads have run, unless the copies use
+one thread each: they would wait for threads that a copy does not have.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from paceline.base import env as environment
+from paceline.base.errors import ConfigError, LaunchError
+from paceline.config.given import Choice
+from paceline.config.settings import RunSettings, settings_of
+from paceline.config.sources import hand_over
+from paceline.launch import host
+from paceline.launch.cells import who_touched
+from paceline.launch.launcher import LAUNCHERS, Job, Outcome, Target
+from paceline.launch.report import problem_of
+
+_USUAL_PORT = "29500"
+
+
+def notebook_launcher(
+    function: Callable[..., Any],
+    args: Sequence[Any] = (),
+    num_processes: int | None = None,
+    mixed_precision: str = "no",
+    use_port: str | int = _USUAL_PORT,
+    master_addr: str = "127.0.0.1",
+    node_rank: int = 0,
+    num_nodes: int = 1,
+    rdzv_backend: str = "static",
+    rdzv_endpoint: str = "",
+    rdzv_conf: Mapping[str, Any] | None = None,
+    rdzv_id: str = "none",
+    max_restarts: int = 0,
+    monitor_interval: float = 0.1,
+    log_line_prefix_template: str | None = None,
+) -> Any:
+    """Calls a function in several processes, and returns what it returned on rank 0.
+
+    Whatever the processes print appears in the cell. The function makes its own `Accelerator`.
+
+    Args:
+        function: what to run; it may be defined in a cell.
+        args: its arguments.
+        num_processes: processes on this node; None for one for each accelerator, or 1 where there is none.
+        mixed_precision: "no", "fp16" or "bf16", unless the function's `Accelerator` says otherwise.
+        use_port: port of node 0; on one node the usual one stands for any free one.
+        master_addr: address of node 0.
+        node_rank, num_nodes: number of this node, and how many there are; call it on each of them.
+        rdzv_backend, rdzv_conf: how several nodes find each other, and options such as {"timeout": 600}.
+        rdzv_endpoint: "host:port" of node 0, instead of `master_addr` and `use_port`.
+        rdzv_id: accepted for the sake of existing notebooks; the port tells runs apart.
+        max_restarts: how often all processes are started again after one has failed.
+        monitor_interval: seconds between two looks at the processes.
+        log_line_prefix_template: what stands before each printed line, such as "[${rank}] "; None for nothing.
+
+    Returns:
+        What the function returned on rank 0; None on the other nodes.
+
+    Raises:
+        LaunchError: `rank-failed` or `node-failed` after the report, `launch-inside`, `launch-pickle`, those of
+            `host.check` and, on several nodes, those of `Nodes.meet`.
+        ConfigError: `config-value`.
+    """
+    del rdzv_id
+    _alone()
+    handed = _handed(mixed_precision=mixed_precision) if mixed_precision != "no" else {}
+    found = host.accelerators()
+    procs = _count(num_processes, found)
+    print(_announce(procs * num_nodes, found), flush=True)
+    if procs * num_nodes == 1:
+        with environment.patched(handed):
+            return function(*args)
+    if rdzv_endpoint:
+        master_addr, _, named = rdzv_endpoint.partition(":")
+        use_port = named or use_port
+    job = replace(
+        _job(function, args, procs, found, handed),
+        nodes=num_nodes,
+        node_rank=node_rank,
+        main_address=master_addr,
+        main_port=0 if num_nodes == 1 and str(use_port) == _USUAL_PORT else int(use_port),
+        max_restarts=max_restarts,
+        monitor_interval_s=monitor_interval,
+        mark=log_line_prefix_template or "",
+        backend=rdzv_backend,
+        options={name: str(value) for name, value in (rdzv_conf or {}).items()},
+    )
+    return _carry_out(job)
+
+
+def debug_launcher(function: Callable[..., Any], args: Sequence[Any] = (), num_processes: int = 2) -> Any:
+    """Calls a function in several processes on the CPU, to try out whether it works on several at all.
+
+    Args:
+        function: what to run.
+        args: its arguments.
+        num_processes: how many.
+
+    Returns:
+        What it returned on rank 0.
+
+    Raises:
+        LaunchError: as `notebook_launcher`.
+    """
+    _alone()
+    found = host.Accelerators()
+    job = _job(function, args, _count(num_processes, found), found, _handed(cpu=True))
+    return _carry_out(job)
+
+
+def _job(
+    function: Callable[..., Any], args: Sequence[Any], procs: int, found: host.Accelerators, handed: Mapping[str, str]
+) -> Job:
+    said = environment.get("OMP_NUM_THREADS")
+    threads = said or max(host.cores() // procs, 1)
+    fork = not found.count and threads == 1
+    if found.count and (place := who_touched(found.kind)):
+        print(
+            f"paceline: {found.kind} is in use in this session already ({place}). The processes start afresh, so they "
+            "work; but this session keeps memory of the device. Move that code into the function to free it.",
+            file=sys.stderr,
+        )
+    name = getattr(function, "__qualname__", type(function).__name__)
+    target = Target("function", name, function=partial(_call, function, tuple(args), threads))
+    served = any(getattr(finder, "library", None) == "accelerate" for finder in sys.meta_path)
+    return Job(
+        target, procs, start="fork" if fork else "exec", env={**handed, "OMP_NUM_THREADS": str(threads)},
+        tee=dict.fromkeys(range(procs), 3), mark="", compat="accelerate" if served else "",
+    )  # fmt: skip
+
+
+def _call(function: Callable[..., Any], args: tuple[Any, ...], threads: int) -> Any:
+    """Runs in each process."""
+    import torch
+
+    torch.set_num_threads(threads)  # a copy's OpenMP has read OMP_NUM_THREADS long ago
+    return function(*args)
+
+
+def _carry_out(job: Job) -> Any:
+    launcher = LAUNCHERS.get("local")
+    handle = launcher.submit(launcher.render(job))
+    outcome: Outcome = handle.wait()
+    asked = outcome.exit_code - 128
+    if outcome.failure is None and not outcome.elsewhere and outcome.exit_code:
+        if asked == signal.SIGINT:
+            raise KeyboardInterrupt
+        os.kill(os.getpid(), asked)  # it was meant for this process, too
+    if outcome.failure is not None or outcome.elsewhere:
+        if outcome.failure is not None and not outcome.elsewhere:
+            print(outcome.failure.report, file=sys.stderr, flush=True)
+        raise LaunchError.of([problem_of(outcome, job)])
+    return outcome.value
+
+
+def _alone() -> None:
+    """Processes that a launcher started do not start others.
+
+    Raises:
+        LaunchError: `launch-inside`.
+    """
+    rank, size = environment.get("RANK"), environment.get("WORLD_SIZE")
+    if rank is not None and (size or 1) > 1:
+        raise LaunchError(
+            "launch-inside",
+            "this process is one of several already, and would start more.",
+            why=f"RANK={rank}, WORLD_SIZE={size} in the environment",
+            fix="call the function itself, or start the script with plain `python`",
+        )
+
+
+def _count(num_processes: int | None, found: host.Accelerators) -> int:
+    procs = num_processes if num_processes is not None else max(found.count, 1)
+    if isinstance(procs, int) and procs >= 1:
+        return procs
+    raise ConfigError(
+        "config-value",
+        f"num_processes cannot be {procs!r}.",
+        why="it comes from notebook_launcher(num_processes=...); expected: a whole number of at least 1",
+        fix="leave it out, or say how many",
+    )
+
+
+def _handed(**values: Any) -> dict[str, str]:
+    """Settings for the processes, as `paceline launch` hands them on."""
+    rows = []
+    for name, value in values.items():
+        where = f"notebook_launcher({name}=...)"
+        try:
+            read = settings_of(RunSettings)[name].kind.read(value)
+        except ValueError as error:
+            what = f"{name} cannot be {value!r}."
+            raise ConfigError(
+                "config-value", what, f"it comes from {where}; expected: {error}", "use one of those"
+            ) from None
+        rows.append(Choice(name, read, "command line", where))
+    return {"PACELINE_SETTINGS": hand_over(rows)}
+
+
+def _announce(size: int, found: host.Accelerators) -> str:
+    kind = {"cuda": "GPU", "": "CPU"}.get(found.kind, found.kind.upper())
+    if size == 1:
+        return f"Launching training on one {kind}."
+    return f"Launching training on {size} {'CPU processes' if kind == 'CPU' else kind + 's'}."

@@ -1,0 +1,158 @@
+"""`notebook_launcher` from a real notebook and from a plain session."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from textwrap import dedent
+from typing import Any
+
+import pytest
+
+SUM = """
+    import torch
+
+    def training_loop(greeting, fail=False):
+        import os
+        import torch.distributed as dist
+        dist.init_process_group("gloo")
+        total = torch.ones(1) * scale
+        dist.all_reduce(total)
+        print(greeting, "from rank", dist.get_rank(), flush=True)
+        if fail and dist.get_rank() == 1:
+            raise ValueError("the cause")
+        return {"total": total, "settings": os.environ.get("PACELINE_SETTINGS", "")}
+
+    scale = 3
+"""
+
+
+def run_notebook(folder: Path, *cells: str, threads: str, errors: bool = False) -> list[str]:
+    """Runs a notebook; gives the text that stands under each cell."""
+    nbformat, nbclient = pytest.importorskip("nbformat"), pytest.importorskip("nbclient")
+    pytest.importorskip("ipykernel")
+    notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(dedent(cell)) for cell in cells])
+    environment = {**os.environ, "OMP_NUM_THREADS": threads, "PYDEVD_DISABLE_FILE_VALIDATION": "1"}
+    client = nbclient.NotebookClient(
+        notebook, timeout=60, kernel_name="python3", allow_errors=errors, resources={"metadata": {"path": str(folder)}}
+    )
+    client.execute(env=environment)
+    return ["".join(_text(output) for output in cell.outputs) for cell in notebook.cells]
+
+
+def _text(output: Any) -> str:
+    if output.output_type == "stream":
+        return str(output.text)
+    if output.output_type == "error":
+        return "\n".join(output.traceback)
+    return str(output.data.get("text/plain", ""))
+
+
+# One thread: forked; two threads: the function travels to fresh processes.
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("threads", ["1", "2"])
+def test_in_a_real_notebook(threads: str, tmp_path: Path) -> None:
+    use = "torch.randn(600, 600, requires_grad=True).square().sum().backward()  # OpenMP's threads have run"
+    launch = "value = notebook_launcher(training_loop, ('hello',), num_processes=2, mixed_precision='bf16')\n"
+    _, _, shown, value, failed = run_notebook(
+        tmp_path,
+        SUM,
+        use + "\nfrom paceline import notebook_launcher",
+        launch,
+        "value",
+        "notebook_launcher(training_loop, ('hello', True), num_processes=2)",
+        threads=threads,
+        errors=True,
+    )
+    assert shown.startswith("Launching training on 2 CPU processes."), shown
+    assert "hello from rank 0" in shown
+    assert "hello from rank 1" in shown
+    assert "tensor([6.])" in value
+    assert "bf16" in value
+    assert failed.count("ValueError: the cause") == 1
+    assert 'raise ValueError("the cause")' in failed  # the line of the cell
+    assert "rank 1 failed with exit code 1.  [rank-failed]" in failed
+
+
+def session(folder: Path, text: str, **env: str) -> subprocess.CompletedProcess[str]:
+    (folder / "session.py").write_text(dedent(SUM) + dedent(text))
+    everything = {**os.environ, "OMP_NUM_THREADS": "1", **env}
+    command = [sys.executable, "session.py"]
+    return subprocess.run(command, cwd=folder, env=everything, capture_output=True, text=True, timeout=60)
+
+
+def test_one_process_runs_here_and_may_return_anything(tmp_path: Path) -> None:
+    done = session(
+        tmp_path,
+        """
+        import os
+        from paceline import notebook_launcher
+        value = notebook_launcher(lambda: (os.getpid(), lambda: 0), mixed_precision="fp16")
+        assert value[0] == os.getpid() and "PACELINE_SETTINGS" not in os.environ
+        """,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "Launching training on one CPU.\n"
+
+
+def test_debug_launcher_restarts_and_prefixes(tmp_path: Path) -> None:
+    done = session(
+        tmp_path,
+        """
+        import os
+        from paceline import debug_launcher, notebook_launcher
+        assert debug_launcher(training_loop, ("hi",))["total"] == 6
+        def twice():
+            if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0" and os.environ["RANK"] == "1":
+                os._exit(5)
+            print("well", flush=True)
+            return int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+        assert notebook_launcher(twice, num_processes=2, max_restarts=1, log_line_prefix_template="<${rank}> ") == 1
+        """,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "<1> well" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("call", "told"),
+    [
+        ("notebook_launcher(training_loop, ('x',), num_processes=0)", "num_processes cannot be 0.  [config-value]"),
+        ("notebook_launcher(print, mixed_precision='fp9')", "mixed_precision cannot be 'fp9'.  [config-value]"),
+        ("notebook_launcher(lambda: __import__('threading').Lock(), num_processes=2)", "[launch-pickle]"),
+        ("debug_launcher(lambda: debug_launcher(print))", "[launch-inside]"),
+    ],
+)
+def test_misuse(call: str, told: str, tmp_path: Path) -> None:
+    done = session(tmp_path, f"from paceline import debug_launcher, notebook_launcher\n{call}\n")
+    assert done.returncode == 1
+    assert told in done.stderr
+
+
+def test_ctrl_c_ends_the_processes_and_the_session(tmp_path: Path) -> None:
+    text = """
+    import os, pathlib, time
+    from paceline import notebook_launcher
+    def wait():
+        pathlib.Path(os.environ["RANK"] + ".pid").write_text(str(os.getpid()))
+        time.sleep(60)
+    try:
+        notebook_launcher(wait, num_processes=2)
+    except KeyboardInterrupt:
+        print("interrupted")
+    """
+    (tmp_path / "session.py").write_text(dedent(text))
+    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    running = subprocess.Popen([sys.executable, "session.py"], cwd=tmp_path, env=env, stdout=subprocess.PIPE, text=True)
+    deadline = time.monotonic() + 30
+    while len(list(tmp_path.glob("*.pid"))) < 2 and time.monotonic() < deadline:
+        time.sleep(0.05)
+    running.send_signal(signal.SIGINT)
+    assert "interrupted" in running.communicate(timeout=20)[0]
+    time.sleep(0.1)
+    for path in tmp_path.glob("*.pid"):
+        assert not Path(f"/proc/{path.read_text()}").exists()
