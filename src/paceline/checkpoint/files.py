@@ -90,6 +90,8 @@ def replacing(path: str) -> Iterator[BinaryIO]:
 def save_object(obj: Any, path: str | os.PathLike[str], safe_serialization: bool = False) -> None:
     """Saves anything that `torch.save` takes, or a dictionary of tensors as safetensors; the old file stays till then.
 
+    Folders on the way to `path` are made.
+
     Ranks: whoever calls; no communication.
 
     Raises:
@@ -103,6 +105,8 @@ def save_object(obj: Any, path: str | os.PathLike[str], safe_serialization: bool
             why="the format holds a dictionary of names and tensors, nothing else",
             fix="save without safe_serialization, or save the tensors alone",
         )
+    with writing(f"saving {name}"):
+        os.makedirs(os.path.dirname(name), exist_ok=True)
     with writing(f"saving {name}"), replacing(name) as file:
         if safe_serialization:
             write_safetensors(obj, file)

@@ -186,6 +186,11 @@ def test_an_object_from_elsewhere_runs_nothing(tmp_path, monkeypatch) -> None:
     assert not (tmp_path / "harm-was-done").exists()
 
 
+def test_save_makes_the_folder(tmp_path) -> None:
+    save_object([1], tmp_path / "a/b/object.pt")
+    assert load_object(tmp_path / "a/b/object.pt") == [1]
+
+
 def test_a_failed_save_keeps_the_old_file(tmp_path) -> None:
     path = tmp_path / "object.pt"
     save_object([1], path)
