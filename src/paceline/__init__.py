@@ -5,8 +5,9 @@ Public names are loaded when they are first used: `import paceline` does no work
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from paceline.base.lazy import lazy_names
 
 __version__ = "0.1.0"
 
@@ -45,12 +46,7 @@ if TYPE_CHECKING:
     from paceline.launch.notebook import notebook_launcher as notebook_launcher
 
 
-def __getattr__(name: str) -> Any:
-    if name not in _WHERE:
-        raise AttributeError(f"module 'paceline' has no attribute {name!r}")
-    value = getattr(import_module(_WHERE[name]), name)
-    globals()[name] = value
-    return value
+__getattr__ = lazy_names(__name__, _WHERE)
 
 
 def __dir__() -> list[str]:

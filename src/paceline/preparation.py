@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
@@ -34,6 +33,7 @@ from paceline.plan.resolve import resolve
 from paceline.precision.policy import Precision, unwrap_forward, wrap_forward
 from paceline.world.collectives import Collectives
 from paceline.world.mesh import Mesh
+from paceline.world.sharded import whole
 
 
 @dataclass(eq=False)
@@ -274,8 +274,7 @@ class Preparation:
     @staticmethod
     def state_dict(module: nn.Module) -> dict[str, Any]:
         """The whole state of a module: shards are gathered one by one. Ranks: all; all get it."""
-        state = module.state_dict()
-        return {name: value.full_tensor() if isinstance(value, DTensor) else value for name, value in state.items()}
+        return {name: whole(value) for name, value in module.state_dict().items()}
 
     def _refuse_unprepared(self, optimizer: Optimizer) -> None:
         own = {id(parameter) for each in self.models for parameter in each.module.parameters()}

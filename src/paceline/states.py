@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cached_property
 from itertools import count
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from paceline.base.errors import CheckpointError
-from paceline.checkpoint.checkpointer import Checkpointer
 from paceline.checkpoint.state import RunState, TrainState
 from paceline.plan.plan import Plan
 from paceline.preparation import Preparation
 from paceline.world.collectives import Collectives
+
+if TYPE_CHECKING:
+    from paceline.checkpoint.checkpointer import Checkpointer
 
 _numbers = count()
 
@@ -56,9 +59,15 @@ class States:
         self.iteration = 0
         self._prepared, self._collectives, self._scaler = prepared, collectives, scaler
         self._root = None if project_dir is None else str(Path(project_dir) / "checkpoints")
-        self._checkpointer = Checkpointer(collectives, keep_last=total_limit)
+        self._total_limit = total_limit
         self._custom: list[Any] = []
         self._hooks: dict[str, dict[int, Callable[..., None]]] = {"save": {}, "load": {}}
+
+    @cached_property
+    def _checkpointer(self) -> Checkpointer:
+        from paceline.checkpoint.checkpointer import Checkpointer  # takes over a second: not before it is needed
+
+        return Checkpointer(self._collectives, keep_last=self._total_limit)
 
     def register(self, *objects: Any) -> None:
         """Adds objects to what is saved.

@@ -1,27 +1,27 @@
 """State, safely on disk: one format for every plan, and a crash at any moment leaves the last checkpoint whole."""
 
-from paceline.checkpoint.checkpointer import Checkpointer, Loaded
-from paceline.checkpoint.files import load_object, save_object
-from paceline.checkpoint.manifest import Manifest, verify
-from paceline.checkpoint.model import load_model, parse_size, save_model
-from paceline.checkpoint.state import RunState, Stateful, TrainState, check_stateful
-from paceline.checkpoint.store import STORES, Store, store_for
+from paceline.base.lazy import lazy_names
 
-__all__ = [
-    "STORES",
-    "Checkpointer",
-    "Loaded",
-    "Manifest",
-    "RunState",
-    "Stateful",
-    "Store",
-    "TrainState",
-    "check_stateful",
-    "load_model",
-    "load_object",
-    "parse_size",
-    "save_model",
-    "save_object",
-    "store_for",
-    "verify",
-]
+# torch's distributed checkpoint takes over a second to import: not before something is saved or loaded.
+_WHERE = {
+    "STORES": "store",
+    "Checkpointer": "checkpointer",
+    "Loaded": "checkpointer",
+    "Manifest": "manifest",
+    "RunState": "state",
+    "Stateful": "state",
+    "Store": "store",
+    "TrainState": "state",
+    "check_stateful": "state",
+    "load_model": "model",
+    "load_object": "files",
+    "parse_size": "model",
+    "save_model": "model",
+    "save_object": "files",
+    "store_for": "store",
+    "verify": "manifest",
+}
+
+__all__ = sorted(_WHERE)
+
+__getattr__ = lazy_names(__name__, {name: f"{__name__}.{module}" for name, module in _WHERE.items()})

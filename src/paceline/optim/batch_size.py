@@ -84,7 +84,7 @@ def _attempt(function: Callable[..., Any], size: int, args: Any, kwargs: Any) ->
         result = function(size, *args, **kwargs)
         outcome = _FITS
     except Exception as error:
-        if not _is_out_of_memory(error):
+        if not is_out_of_memory(error):
             _worst(_FAILED)
             raise
         # The text alone: the error itself would keep every tensor of its frames alive.
@@ -109,7 +109,7 @@ def _worst(outcome: int) -> int:
     return max(outcomes)
 
 
-def _is_out_of_memory(error: Exception) -> bool:
+def is_out_of_memory(error: Exception) -> bool:
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
     return isinstance(error, RuntimeError) and any(words in str(error) for words in _MEMORY_WORDS)

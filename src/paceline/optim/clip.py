@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 import torch
-from torch.distributed.tensor import DTensor
+
+from paceline.world.sharded import is_sharded, whole
 
 
 def _list(parameters: torch.Tensor | Iterable[torch.Tensor]) -> list[torch.Tensor]:
@@ -25,13 +26,13 @@ def clip_grad_norm(
     found = [p for p in _list(parameters) if p.grad is not None]
     meshes: dict[object, list[torch.Tensor]] = {}
     for parameter in found:
-        meshes.setdefault(parameter.device_mesh if isinstance(parameter, DTensor) else None, []).append(parameter)
+        meshes.setdefault(parameter.device_mesh if is_sharded(parameter) else None, []).append(parameter)
     if set(meshes) <= {None}:
         return torch.nn.utils.clip_grad_norm_(found, max_norm, norm_type)
     norms = []
     for group in meshes.values():
         norm = torch.nn.utils.get_total_norm([p.grad for p in group if p.grad is not None], norm_type)
-        norms.append(norm.full_tensor() if isinstance(norm, DTensor) else norm)
+        norms.append(whole(norm))
     total = torch.linalg.vector_norm(torch.stack(norms), norm_type)
     for group in meshes.values():
         torch.nn.utils.clip_grads_with_norm_(group, max_norm, total)

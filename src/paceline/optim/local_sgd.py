@@ -15,9 +15,9 @@ from types import TracebackType
 from typing import Any, Self
 
 import torch
-from torch.distributed.tensor import DTensor
 
 from paceline.base.errors import ConfigError, PlanError
+from paceline.world.sharded import is_sharded
 
 
 class LocalSGD:
@@ -53,7 +53,7 @@ class LocalSGD:
                 why=f"local_sgd_steps = {local_sgd_steps!r}; it is a whole number, 1 or more",
                 fix="LocalSGD(accelerator, model, local_sgd_steps=8)",
             )
-        divided = [name for name, parameter in model.named_parameters() if isinstance(parameter, DTensor)]
+        divided = [name for name, parameter in model.named_parameters() if is_sharded(parameter)]
         if enabled and divided:
             raise PlanError(
                 "local-sgd-plan",

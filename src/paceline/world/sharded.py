@@ -1,0 +1,19 @@
+"""Tensors that are divided over ranks (DTensor), without importing DTensor where nothing is: that costs over a second."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import torch
+
+
+def is_sharded(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is a DTensor, of whatever placement."""
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(tensor, module.DTensor)
+
+
+def whole(tensor: Any) -> Any:
+    """The whole of a tensor, gathered where it is divided. Ranks: all that hold a part; all get it."""
+    return tensor.full_tensor() if isinstance(tensor, torch.Tensor) and is_sharded(tensor) else tensor
