@@ -1,1 +1,62 @@
-"""Thin translations of other libraries' names into ours."""
+"""Scripts written for another library run unchanged: its names are served by Paceline, and it need not be installed.
+
+    install(["accelerate"])                 before the script imports it; `paceline launch --compat accelerate` does so
+    python -m paceline.compat script.py     the same for one process
+
+A name that is not carried can be imported all the same; using it raises `CompatError` and names the native way.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Iterable
+
+from paceline.base.errors import CompatError, Problem
+from paceline.compat import neighbours
+from paceline.compat.served import Server
+
+# Library -> package of ours that holds its table of names.
+_LIBRARIES = {"accelerate": "paceline.compat.accelerate"}
+
+
+def install(names: Iterable[str]) -> None:
+    """Serves the modules of libraries from now on; a second call for the same library does nothing.
+
+    Args:
+        names: of libraries; "accelerate" is known.
+
+    Raises:
+        CompatError: `compat-library`, for an unknown one; `compat-imported`, where the real one is imported already.
+    """
+    wanted = [name for name in dict.fromkeys(names) if not _is_served(name)]
+    problems = [problem for name in wanted if (problem := _problem(name))]
+    if problems:
+        raise CompatError.of(problems)
+    for name in wanted:
+        sys.meta_path.insert(0, Server(name, importlib.import_module(_LIBRARIES[name])))
+    if wanted:
+        neighbours.install()
+
+
+def _is_served(name: str) -> bool:
+    return any(isinstance(finder, Server) and finder.library == name for finder in sys.meta_path)
+
+
+def _problem(name: str) -> Problem | None:
+    if name not in _LIBRARIES:
+        return Problem(
+            "compat-library",
+            f"Paceline cannot stand in for {name!r}.",
+            why=f"libraries whose names it serves: {', '.join(_LIBRARIES)}",
+            fix="use one of these",
+        )
+    if name in sys.modules:
+        return Problem(
+            "compat-imported",
+            f"{name} is imported already, so its names cannot be served.",
+            why=f"it was loaded from {getattr(sys.modules[name], '__file__', None)}",
+            fix="call `paceline.compat.install` before anything imports it, or use `paceline launch --compat "
+            f"{name} script.py`",
+        )
+    return None

@@ -1,0 +1,31 @@
+"""`python -m paceline.compat script.py args...` (or `-m module args...`): one process, names of accelerate served."""
+
+from __future__ import annotations
+
+import os
+import runpy
+import sys
+
+from paceline.compat import install
+
+_USAGE = "usage: python -m paceline.compat [-m] script-or-module [args...]"
+
+
+def main(words: list[str]) -> None:
+    """Becomes the script: its `sys.argv`, its folder on the path, its name `__main__`."""
+    as_module = words[:1] == ["-m"]
+    words = words[1:] if as_module else words
+    if not words or words[0] in ("-h", "--help"):
+        print(_USAGE, file=sys.stdout if words else sys.stderr)
+        sys.exit(0 if words else 2)
+    install(["accelerate"])
+    sys.argv = words
+    if as_module:
+        runpy.run_module(words[0], run_name="__main__", alter_sys=True)
+        return
+    sys.path[0] = os.path.dirname(os.path.abspath(words[0]))
+    runpy.run_path(words[0], run_name="__main__")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,61 @@
+"""What stands for a name that is not carried: it can be imported, subclassed and tested against, but not used."""
+
+from __future__ import annotations
+
+from types import ModuleType
+from typing import Any, NoReturn
+
+from paceline.base.errors import CompatError
+
+
+def refuse(name: str, why: str, fix: str) -> NoReturn:
+    """Raises the error of a name that is used, but not carried."""
+    raise CompatError("compat-name", f"{name} is not carried by Paceline.", why=why, fix=fix)
+
+
+class _Absence(type):
+    """Type of all stand-ins. A class, because scripts inherit from names and ask `isinstance` of them."""
+
+    _told: tuple[str, str, str]
+
+    def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+        refuse(*cls._told)
+
+    def __getattr__(cls, name: str) -> Any:
+        if name.startswith("_"):  # asked by inspection, not by a script
+            raise AttributeError(name)
+        told, why, fix = cls._told
+        refuse(f"{told}.{name}", why, fix)
+
+    def __iter__(cls) -> Any:
+        refuse(*cls._told)
+
+    def __len__(cls) -> int:
+        refuse(*cls._told)
+
+    def __getitem__(cls, key: Any) -> Any:
+        refuse(*cls._told)
+
+    def __contains__(cls, key: Any) -> bool:
+        refuse(*cls._told)
+
+    def __repr__(cls) -> str:
+        return f"<{cls._told[0]}, not carried by Paceline>"
+
+
+def absent(name: str, why: str, fix: str) -> type:
+    """A stand-in for `name` (written with its module, for messages)."""
+    return _Absence(name.rpartition(".")[2], (), {"_told": (name, why, fix), "__doc__": f"{name}: {why}. {fix}."})
+
+
+class AbsentModule(ModuleType):
+    """A library that is not installed and that a script imports without need."""
+
+    def __init__(self, name: str, why: str, fix: str) -> None:
+        super().__init__(name, f"{name}: {why}. {fix}.")
+        self._told = (why, fix)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        refuse(f"{self.__name__}.{name}", *self._told)

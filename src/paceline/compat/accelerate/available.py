@@ -1,0 +1,48 @@
+"""`accelerate.utils.imports`: whether a library or a device is there. `is_<name>_available` asks for the package <name>."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable
+from functools import cache
+
+import torch
+
+# Where the package is called otherwise.
+_PACKAGES = {"bnb": "bitsandbytes", "torchdata_stateful_dataloader": "torchdata", "schedulefree": "schedulefree",
+             "lomo": "lomo_optim", "megatron_lm": "megatron", "comet_ml": "comet_ml", "tensorboard": "tensorboard"}  # fmt: skip
+# What is never so here: devices that this library does not drive, 8-bit training, engines.
+_NEVER = ("fp8", "transformer_engine", "transformer_engine_mxfp8", "msamp", "torch_xla", "deepspeed", "megatron_lm",
+          "sagemaker", "pippy", "4bit_bnb", "8bit_bnb", "bitsandbytes_multi_backend", "habana_gaudi1")  # fmt: skip
+_DEVICES = ("cuda", "xpu", "npu", "mps", "mlu", "musa", "sdaa", "hpu", "neuron")
+
+
+@cache
+def _has(package: str) -> bool:
+    return importlib.util.find_spec(package) is not None
+
+
+def _asker(what: str) -> Callable[..., bool]:
+    def available(*args: object, **kwargs: object) -> bool:
+        if what in _NEVER:
+            return False
+        if what in _DEVICES:
+            found = torch.accelerator.current_accelerator()
+            return found is not None and found.type == what
+        if what == "bf16":
+            return not torch.cuda.is_available() or torch.cuda.is_bf16_supported()
+        if what in ("fp16", "weights_only"):
+            return True
+        if what in ("rocm", "xccl"):
+            return (torch.version.hip is not None) if what == "rocm" else torch.distributed.is_xccl_available()
+        return _has(_PACKAGES.get(what, what))
+
+    available.__name__ = f"is_{what}_available"
+    available.__doc__ = f"Whether {what} can be used."
+    return available
+
+
+def __getattr__(name: str) -> Callable[..., bool]:
+    if not (name.startswith("is_") and name.endswith("_available")):
+        raise AttributeError(name)
+    return _asker(name.removeprefix("is_").removesuffix("_available"))

@@ -1,0 +1,320 @@
+"""accelerate's checkpoint folder, read and written.
+
+    model.safetensors, pytorch_model.bin      weights of the first model (model_1..., pytorch_model_1... of the next)
+    optimizer.bin, scheduler.bin              of the first; optimizer_1.bin, ... of the next
+    scaler.pt, dl_state_dict.bin              the loss scale; positions of loaders, with `use_stateful_dataloader`
+    custom_checkpoint_0.pkl                   registered objects
+    random_states_0.pkl                       of each rank: random streams, the step, and (ours) epochs of the loaders
+
+Scripts of accelerate's early days read `pytorch_model.bin`, later ones `model.safetensors`: a script that does not say
+which it wants gets both. `safe_serialization=True` or `False` writes one. All files are written beside and moved into
+place together; rank 0 writes, because it can be told of by one error that all ranks raise.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import re
+import secrets
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from paceline.base.errors import CheckpointError, CompatError
+from paceline.base.log import logger, warn_once
+from paceline.checkpoint.files import load_object, save_object, writing
+from paceline.checkpoint.model import load_model
+
+_LOADERS = "paceline_loaders"
+# What numpy's random state is pickled with: harmless, but unknown to torch's safe reader.
+_SAFE = [np._core.multiarray._reconstruct, np.ndarray, np.dtype, type(np.dtype(np.uint32))]
+
+
+class Folder:
+    """Saves and loads one accelerator.
+
+    Args:
+        accelerator: of the compat layer.
+    """
+
+    def __init__(self, accelerator: Any) -> None:
+        self._of = accelerator
+
+    # -- save ------------------------------------------------------------------------------------------------
+
+    def save(self, output_dir: str | Path | None, safe: bool | None) -> Path:
+        """Writes a folder; files of others in it stay.
+
+        Args:
+            output_dir: the folder; ignored with automatic names, `<project_dir>/checkpoints/checkpoint_<n>`.
+            safe: safetensors (True), torch's format (False), or both (None).
+
+        Ranks: all; each gets the path.
+
+        Raises:
+            CheckpointError: on every rank; what was saved before is untouched.
+        """
+        target, partial = self._agree(lambda: self._places(output_dir))
+        self._agree(lambda: self._make(partial))
+        models = [each.module for each in self._of._prepared.models]
+        weights = [self._of.get_state_dict(model, unwrap=False) for model in models]
+        for hook in list(self._of._states._hooks["save"].values()):
+            hook(models, weights, partial)
+        streams = self._of.collectives.gather_object(self._streams())
+        self._agree(lambda: self._write(Path(partial), Path(target), weights, streams, safe))
+        if self._automatic:
+            self._of.project_configuration.iteration = _number(target) + 1
+        return Path(target)
+
+    @property
+    def _automatic(self) -> bool:
+        return bool(self._of.project_configuration.automatic_checkpoint_naming)
+
+    @property
+    def _root(self) -> Path:
+        if self._of.project_dir is None or not self._automatic:
+            raise CheckpointError(
+                "checkpoint-unnamed",
+                "no folder was named, and there is none for automatic names.",
+                why=f"project_dir={self._of.project_dir!r}, automatic_checkpoint_naming={self._automatic}",
+                fix="name a folder, or pass ProjectConfiguration('runs/mine', automatic_checkpoint_naming=True)",
+            )
+        return Path(self._of.project_dir) / "checkpoints"
+
+    def _places(self, output_dir: str | Path | None) -> tuple[str, str]:
+        """Where the folder will be, and where it lies until it is whole."""
+        if output_dir is not None and not self._automatic:
+            target = Path(output_dir).absolute()
+        else:
+            # After those that are there: a run that was started again, or loaded an older one, overwrites nothing.
+            taken = [_number(path) for path in _numbered(self._root)]
+            number = max([self._of.project_configuration.iteration, *(each + 1 for each in taken)])
+            target = self._root / f"checkpoint_{number}"
+            output_dir = target
+        return str(output_dir), str(target.with_name(f".{target.name}.partial-{secrets.token_hex(4)}"))
+
+    def _make(self, partial: str) -> None:
+        with writing(f"making {partial}"):
+            Path(partial).mkdir(parents=True, exist_ok=True)
+
+    def _write(self, partial: Path, target: Path, weights: list[Any], streams: list[Any], safe: bool | None) -> None:
+        """The whole folder, on rank 0."""
+        try:
+            self._write_files(partial, weights, safe)
+            for rank, stream in enumerate(streams):
+                save_object(stream, partial / f"random_states_{rank}.pkl")
+            with writing(f"saving the state to {target}"):
+                _move(partial, target)
+        finally:
+            shutil.rmtree(partial, ignore_errors=True)
+        limit = self._of.project_configuration.total_limit
+        if self._automatic and limit is not None:
+            for path in _numbered(self._root)[: -max(1, limit)]:
+                shutil.rmtree(path)
+
+    def _write_files(self, folder: Path, weights: list[Any], safe: bool | None) -> None:
+        prepared = self._of._prepared
+        for number, state in enumerate(weights):
+            if safe is not False:
+                save_object(_only_tensors(state), folder / _name("model", number, "safetensors"), True)
+            if safe is not True:
+                save_object(state, folder / _name("pytorch_model", number, "bin"))
+        for stem, things in (("optimizer", prepared.optimizers), ("scheduler", prepared.schedulers)):
+            for number, thing in enumerate(things):
+                save_object(thing.state_dict(), folder / _name(stem, number, "bin"))
+        if self._of.use_stateful_dataloader:
+            for number, loader in enumerate(prepared.loaders):
+                save_object(loader.state_dict(), folder / _name("dl_state_dict", number, "bin"))
+        if self._of.scaler is not None:
+            save_object(self._of.scaler.state_dict(), folder / "scaler.pt")
+        for number, thing in enumerate(self._of._custom_objects):
+            save_object(thing.state_dict(), folder / f"custom_checkpoint_{number}.pkl")
+
+    def _streams(self) -> dict[str, Any]:
+        """This rank's random streams, and what accelerate keeps beside them."""
+        found = {
+            "step": self._of.step,
+            "random_state": random.getstate(),
+            "numpy_random_seed": np.random.get_state(),
+            "torch_manual_seed": torch.get_rng_state(),
+            _LOADERS: [loader.state_dict() for loader in self._of._prepared.loaders],
+        }
+        kind = self._of.device.type
+        if kind != "cpu":
+            found[f"torch_{kind}_manual_seed"] = torch.get_device_module(kind).get_rng_state_all()
+        return found
+
+    # -- load ------------------------------------------------------------------------------------------------
+
+    def load(self, input_dir: str | Path | None, *, strict: bool = True) -> None:
+        """Puts back what a folder holds.
+
+        Args:
+            input_dir: the folder; None takes the automatically named one with the highest number.
+            strict: whether names of weights must be the same.
+
+        Ranks: all; at another number of processes too, with new random streams for those that had none.
+
+        Raises:
+            CheckpointError: before anything is touched where that can be known; CompatError: `compat-checkpoint`.
+        """
+        folder = Path(input_dir) if input_dir is not None else self._newest()
+        if (folder / "manifest.json").is_file():  # of a native `save_state`
+            self._of._states.load(str(folder))
+            return
+        models = [each.module for each in self._of._prepared.models]
+        for hook in list(self._of._states._hooks["load"].values()):
+            hook(models, str(folder))
+        self._check(folder, models)
+        for number, model in enumerate(models):
+            load_model(model, _weights(folder, number), strict=strict)
+        prepared = self._of._prepared
+        for stem, things in (("optimizer", prepared.optimizers), ("scheduler", prepared.schedulers)):
+            for number, thing in enumerate(things):
+                thing.load_state_dict(load_object(folder / _name(stem, number, "bin")))
+        if self._of.scaler is not None and (folder / "scaler.pt").is_file():
+            self._of.scaler.load_state_dict(load_object(folder / "scaler.pt"))
+        for number, thing in enumerate(self._of._custom_objects):
+            thing.load_state_dict(load_object(folder / f"custom_checkpoint_{number}.pkl"))
+        self._load_streams(folder)
+        if input_dir is None and self._automatic:
+            self._of.project_configuration.iteration = _number(folder) + 1
+
+    def _newest(self) -> Path:
+        found = _numbered(self._root)
+        if not found:
+            raise CheckpointError(
+                "checkpoint-missing",
+                f"there is no checkpoint in {self._root}.",
+                why="load_state() without a folder takes the one with the highest number",
+                fix="save one with `save_state()`, or name the folder",
+            )
+        return found[-1]
+
+    def _check(self, folder: Path, models: list[nn.Module]) -> None:
+        """That the folder holds as many things as were prepared and registered."""
+        if not folder.is_dir():
+            raise CheckpointError(
+                "checkpoint-missing", f"there is no folder {folder}.", why="load_state names it", fix="check the path"
+            )
+        names = os.listdir(folder)
+        weights = {re.sub(r"^pytorch_", "", name).partition(".")[0] for name in names if _MODEL.fullmatch(name)}
+        here = {
+            "models": (len(models), len(weights)),
+            "optimizers": (len(self._of._optimizers), _count(names, r"optimizer(_\d+)?\.bin")),
+            "schedulers": (len(self._of._schedulers), _count(names, r"scheduler(_\d+)?\.bin")),
+            "registered objects": (len(self._of._custom_objects), _count(names, r"custom_checkpoint_\d+\.pkl")),
+        }
+        wrong = [f"{kind}: {own} here, {there} in the folder" for kind, (own, there) in here.items() if own != there]
+        if wrong:
+            raise CompatError(
+                "compat-checkpoint",
+                f"{folder} was saved by a run that prepared other things.",
+                why=wrong,
+                fix="prepare and register the same things in the same order before `load_state`",
+            )
+
+    def _load_streams(self, folder: Path) -> None:
+        rank = self._of.process_index
+        own, first = folder / f"random_states_{rank}.pkl", folder / "random_states_0.pkl"
+        if not first.is_file():
+            warn_once("compat", f"{folder} holds no random streams: those of this run go on.")
+            return
+        with torch.serialization.safe_globals(_SAFE):
+            found = load_object(own if own.is_file() else first)
+        self._of.step = found.get("step", 0)
+        self._load_positions(folder, found.get(_LOADERS))
+        if not own.is_file():
+            logger("compat").warning(
+                "%s was saved by fewer processes: rank %d goes on with its own random streams", folder, rank
+            )
+            return
+        random.setstate(found["random_state"])
+        np.random.set_state(found["numpy_random_seed"])
+        torch.set_rng_state(found["torch_manual_seed"])
+        kind = self._of.device.type
+        if f"torch_{kind}_manual_seed" in found:
+            torch.get_device_module(kind).set_rng_state_all(found[f"torch_{kind}_manual_seed"])
+
+    def _load_positions(self, folder: Path, states: list[Any] | None) -> None:
+        """Epochs of the loaders, so that their order goes on; and the place within, for a stateful loader alone.
+
+        Otherwise the script skips the batches that it has seen, as under accelerate.
+        """
+        for number, loader in enumerate(self._of._prepared.loaders):
+            path = folder / _name("dl_state_dict", number, "bin")
+            if self._of.use_stateful_dataloader and path.is_file():
+                state = load_object(path)
+                if "samples" in state:
+                    loader.load_state_dict(state)
+                    continue
+                warn_once("compat", f"{path} holds a position that only accelerate can read: use skip_first_batches.")
+            if states is not None and number < len(states):
+                loader.load_state_dict({**states[number], "samples": 0})
+
+    # -- together --------------------------------------------------------------------------------------------
+
+    def _agree(self, work: Callable[[], Any]) -> Any:
+        """Runs `work` on the ranks that write and gives rank 0's value, or the first error, to all. Ranks: all."""
+        error = value = None
+        each_node = self._of.project_configuration.save_on_each_node and self._of.is_local_main_process
+        if self._of.is_main_process or each_node:
+            try:
+                value = work()
+            except Exception as caught:  # raised again below, on every rank
+                error = caught
+        found = self._of.collectives.gather_object((error, value))
+        for error, _ in found:
+            if error is not None:
+                raise error
+        return found[0][1]
+
+
+_MODEL = re.compile(r"(model(_\d+)?\.safetensors|pytorch_model(_\d+)?\.bin)")
+
+
+def _name(stem: str, number: int, ending: str) -> str:
+    return f"{stem}.{ending}" if number == 0 else f"{stem}_{number}.{ending}"
+
+
+def _weights(folder: Path, number: int) -> Path:
+    """The file of a model's weights; safetensors where there are both."""
+    safe = folder / _name("model", number, "safetensors")
+    return safe if safe.is_file() else folder / _name("pytorch_model", number, "bin")
+
+
+def _only_tensors(state: dict[str, Any]) -> dict[str, torch.Tensor]:
+    return {name: value for name, value in state.items() if isinstance(value, torch.Tensor)}
+
+
+def _number(path: str | Path) -> int:
+    return int(str(path).rpartition("_")[2])
+
+
+def _numbered(root: Path) -> list[Path]:
+    """Automatically named checkpoints, by number."""
+    found = root.iterdir() if root.is_dir() else ()
+    return sorted((path for path in found if re.fullmatch(r"checkpoint_\d+", path.name)), key=_number)
+
+
+def _count(names: list[str], pattern: str) -> int:
+    return sum(re.fullmatch(pattern, name) is not None for name in names)
+
+
+def _move(partial: Path, target: Path) -> None:
+    """Gives a finished folder its place; where there is one already, file by file."""
+    if not target.exists():
+        os.replace(partial, target)
+        return
+    for path in sorted(partial.rglob("*")):
+        place = target / path.relative_to(partial)
+        if path.is_dir():
+            place.mkdir(exist_ok=True)
+        else:
+            os.replace(path, place)

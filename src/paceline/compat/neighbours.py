@@ -1,0 +1,95 @@
+"""Libraries that scripts for accelerate import beside it, where today's release (or its absence) would stop the script.
+
+deepspeed       imported without need: a module whose every name raises `CompatError`, where it is not installed
+transformers    `AdamW`, and `encode_plus` of tokenizers, which its fifth release dropped: put back, with a warning
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import Any
+
+from paceline.base.log import warn_once
+from paceline.compat.absent import AbsentModule
+from paceline.compat.served import only_asked
+
+_ABSENT = {
+    "deepspeed": (
+        "it is not installed, and a script for accelerate imports it without need",
+        'pass `Accelerator` a plan (native: `Accelerator(plan={"shard": 4})`), or install deepspeed and leave out --compat',
+    ),
+}
+
+
+class Mender(MetaPathFinder):
+    """Runs a function on a module right after it was imported."""
+
+    def __init__(self, mend: dict[str, Callable[[ModuleType], None]]) -> None:
+        self.mend = mend
+
+    def find_spec(self, name: str, path: Sequence[str] | None = None, target: Any = None) -> ModuleSpec | None:
+        """The spec that other finders give, with a loader that mends what it has loaded."""
+        if name not in self.mend:
+            return None
+        others = (finder for finder in sys.meta_path if finder is not self)
+        spec = next((found for finder in others if (found := finder.find_spec(name, path, target))), None)
+        if spec is not None and spec.loader is not None:
+            load = spec.loader.exec_module
+
+            def exec_module(module: ModuleType) -> None:
+                load(module)
+                self.mend[name](sys.modules[name])  # which need not be `module`: lazy ones replace themselves
+
+            spec.loader.exec_module = exec_module  # type: ignore[method-assign]
+        return spec
+
+
+class AbsentFinder(MetaPathFinder, Loader):
+    """Comes last, and so finds only what is not installed. Who merely asks whether it is there is told no."""
+
+    def find_spec(self, name: str, path: Sequence[str] | None = None, target: Any = None) -> ModuleSpec | None:
+        """A spec for the libraries of the table and what lies in them."""
+        known = name.partition(".")[0] in _ABSENT
+        return ModuleSpec(name, self, is_package=True) if known and not only_asked() else None
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        """A module that raises."""
+        return AbsentModule(spec.name, *_ABSENT[spec.name.partition(".")[0]])
+
+    def exec_module(self, module: ModuleType) -> None:
+        """Nothing is run."""
+
+
+def install() -> None:
+    """Puts both finders in place, and mends what is imported already."""
+    if any(isinstance(finder, Mender) for finder in sys.meta_path):
+        return
+    mend = {"transformers": _give_adamw, "transformers.tokenization_utils_base": _give_encode_plus}
+    sys.meta_path.insert(0, Mender(mend))
+    sys.meta_path.append(AbsentFinder())
+    for name in mend.keys() & sys.modules.keys():
+        mend[name](sys.modules[name])
+
+
+def _give_adamw(transformers: ModuleType) -> None:
+    if not hasattr(transformers, "AdamW"):
+        from paceline.compat.adamw import AdamW
+
+        transformers.AdamW = AdamW  # type: ignore[attr-defined]
+
+
+def _give_encode_plus(module: ModuleType) -> None:
+    tokenizer = module.PreTrainedTokenizerBase
+
+    def encode_plus(self: Any, text: Any, text_pair: Any = None, **options: Any) -> Any:
+        """What calling the tokenizer does."""
+        warn_once("compat", "transformers no longer has `tokenizer.encode_plus`; `tokenizer(...)` is called instead.")
+        return self(text, text_pair, **options)
+
+    for name in ("encode_plus", "batch_encode_plus"):
+        if not hasattr(tokenizer, name):
+            setattr(tokenizer, name, encode_plus)

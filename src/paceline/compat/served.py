@@ -1,0 +1,144 @@
+"""`Server`: answers Python's import system for the modules of one library, from one table of names.
+
+import accelerate.utils             find_spec -> an empty `ServedModule`
+from accelerate.utils import X      ServedModule.__getattr__("X")
+                                      carried            our object, loaded now
+                                      the library has it a stand-in whose use raises
+                                      never existed      ImportError with the nearest name
+importlib.metadata.version(...)     find_distributions
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import importlib.metadata
+import importlib.util
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from importlib.abc import Loader
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import Any, Protocol
+
+from paceline.compat.absent import absent
+
+
+class Names(Protocol):
+    """What a package of ours says of a library."""
+
+    VERSION: str
+
+    def modules(self) -> dict[str, frozenset[str]]:
+        """Names of its modules, each with its public names."""
+
+    def carried(self) -> dict[str, str]:
+        """Name -> "module:attribute" of ours that stands for it."""
+
+    def native_way(self, name: str) -> tuple[str, str]:
+        """Why a name is not carried, and what to do instead."""
+
+
+class Server(importlib.metadata.DistributionFinder, Loader):
+    """Finder and loader of one library's modules.
+
+    Args:
+        library: its name.
+        names: our package that knows its names.
+    """
+
+    def __init__(self, library: str, names: Names) -> None:
+        self.library, self._names = library, names
+        self.modules, self.carried = names.modules(), names.carried()
+
+    # -- modules ---------------------------------------------------------------------------------------------
+
+    def find_spec(self, name: str, path: Sequence[str] | None = None, target: Any = None) -> ModuleSpec | None:
+        """The spec of a module of the library; None for other libraries' modules."""
+        if name in self.modules:
+            return ModuleSpec(name, self, origin=f"served by {__name__}", is_package=True)
+        parent, _, child = name.rpartition(".")
+        if parent in self.modules and child not in self.modules[parent] and not only_asked():
+            # `from accelerate import Child` ends here where there is no such name: the one place that can help.
+            raise ModuleNotFoundError(self._no_such_name(parent, child))
+        return None
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        """An empty module: its names are looked up when they are first used."""
+        return ServedModule(spec.name, self)
+
+    def exec_module(self, module: ModuleType) -> None:
+        """Nothing is run."""
+
+    def look_up(self, module: str, name: str) -> Any:
+        """The object behind a name; AttributeError where the library has none such."""
+        if f"{module}.{name}" in self.modules and name not in self.modules[module]:
+            return importlib.import_module(f"{module}.{name}")
+        if name == "__version__":
+            return self._names.VERSION
+        if name not in self.modules[module]:
+            raise AttributeError(self._no_such_name(module, name))
+        if name in self.carried:
+            where, _, attribute = self.carried[name].partition(":")
+            return getattr(importlib.import_module(where), attribute)
+        return absent(f"{module}.{name}", *self._names.native_way(name))
+
+    def _no_such_name(self, module: str, name: str) -> str:
+        near = difflib.get_close_matches(name, self.modules[module], 1, 0.6)
+        hint = f". Did you mean: {near[0]!r}?" if near else ""
+        return f"cannot import name {name!r} from {module!r} (served by Paceline as {self._names.VERSION}){hint}"
+
+    # -- the installed distribution --------------------------------------------------------------------------
+
+    def find_distributions(self, context: Any = None) -> Iterable[importlib.metadata.Distribution]:
+        """The library's metadata, as if it were installed."""
+        wanted = getattr(context, "name", None)
+        return [_Distribution(self.library, self._names.VERSION)] if wanted in (None, self.library) else []
+
+
+class ServedModule(ModuleType):
+    """A module of the library: a view into the table of names."""
+
+    def __init__(self, name: str, server: Server) -> None:
+        super().__init__(name, f"{name}, served by Paceline.")
+        self.__dict__["_server"] = server
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") and name != "__version__":
+            raise AttributeError(name)
+        value = self._server.look_up(self.__name__, name)
+        self.__dict__[name] = value
+        return value
+
+    def __dir__(self) -> Iterator[str]:
+        return iter(sorted(self._server.modules[self.__name__]))
+
+
+class _Distribution(importlib.metadata.Distribution):
+    """What `importlib.metadata` is told."""
+
+    def __init__(self, name: str, version: str) -> None:
+        self._texts = {
+            "METADATA": f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\nSummary: Served by Paceline.\n",
+            "top_level.txt": f"{name}\n",
+        }
+
+    def read_text(self, filename: str) -> str | None:
+        """Texts of the metadata folder."""
+        return self._texts.get(filename)
+
+    def locate_file(self, path: Any) -> Any:
+        """There are no files."""
+        return path
+
+
+def only_asked() -> bool:
+    """Whether `importlib.util.find_spec` asks if a module is there, and nothing is being imported."""
+    frame: Any = sys._getframe(1)
+    for _ in range(6):
+        frame = frame.f_back
+        if frame is None:
+            return False
+        if frame.f_code is importlib.util.find_spec.__code__:
+            return True
+    return False

@@ -1,0 +1,33 @@
+"""Lists the public names of an installed accelerate, module by module: `python list_names.py > names.txt`.
+
+Run with the real library (1.15.0) in an environment of its own. The list is what tells a name that Paceline does not
+carry from one that never existed; it goes to `src/paceline/compat/accelerate/names.txt`.
+"""
+
+import importlib
+import pkgutil
+
+import accelerate
+
+SKIPPED = ("accelerate.test_utils.", "accelerate.commands.menu", "accelerate.commands.config.", "accelerate.utils.tqdm")
+PLAIN = (str, int, float, bool, list, tuple, dict, set)
+
+
+def own(module, name):
+    """Whether a name is the library's, and not one that it imported from elsewhere."""
+    value = getattr(module, name)
+    where = getattr(value, "__module__", None)
+    return str(where).startswith("accelerate") if isinstance(where, str) else isinstance(value, PLAIN)
+
+
+names = ["accelerate", *(found.name for found in pkgutil.walk_packages(accelerate.__path__, "accelerate."))]
+for name in sorted(set(names)):
+    if name.startswith(SKIPPED) or name.endswith("__main__"):
+        continue
+    try:
+        module = importlib.import_module(name)
+    except ImportError:  # needs a library that is not here
+        print(f"{name}:")
+        continue
+    public = sorted(each for each in vars(module) if not each.startswith("_") and own(module, each))
+    print(f"{name}: {' '.join(public)}")
