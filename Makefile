@@ -51,8 +51,12 @@ gpu: setup  ## tests that need an accelerator; says what is missing
 docs: setup  ## build the documentation into site/, strictly
 	$(BIN)/python -m mkdocs build --strict --quiet
 
-bench: setup  ## measure against plain PyTorch and peers; see benchmarks/README.md
-	$(BIN)/python benchmarks/run.py $(ARGS)
+# An environment of their own: the peers must not be where tests check that Paceline does without them.
+bench:  ## measure against plain PyTorch and peers; writes benchmarks/reports/DATE.md
+	test -x .venv-bench/bin/python || $(PYTHON) -m venv .venv-bench
+	.venv-bench/bin/python -m pip install --quiet "$$(grep '^torch==' constraints.txt)" -c constraints.txt
+	.venv-bench/bin/python -m pip install --quiet -r benchmarks/peers.txt -e . -c constraints.txt
+	.venv-bench/bin/python benchmarks/run.py $(ARGS)
 
 clean:  ## remove what was built: .venv, site, caches
-	rm -rf .venv site build dist .pytest_cache .ruff_cache .mypy_cache
+	rm -rf .venv .venv-bench site build dist .pytest_cache .ruff_cache .mypy_cache

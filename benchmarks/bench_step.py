@@ -83,7 +83,8 @@ def one_process(make_peer, turns: int) -> Result:
     samples, batch = 10_000, 100
     candidate, peer = ours(samples, batch), make_peer(samples, batch)
     units = samples // batch
-    return pairs(lambda: seconds(candidate, units), lambda: seconds(peer, units), turns)
+    clock = time.process_time  # one thread, no waiting: CPU time, which other processes disturb less
+    return pairs(lambda: seconds(candidate, units, clock), lambda: seconds(peer, units, clock), turns)
 
 
 def peer_plain(samples: int, batch: int):
@@ -149,6 +150,20 @@ def gather_rank(turns: int) -> Result | None:
     return _turns(candidate, peer, samples // batch // 2, turns)
 
 
+def gather_rank_accelerate(turns: int) -> Result | None:
+    """The same two loops with accelerate as the peer."""
+    import accelerate
+
+    torch.set_num_threads(1)
+    samples, batch = 10_000, 50
+    candidate = ours(samples, batch, gather=True)
+    accelerator = accelerate.Accelerator(cpu=True)
+    model, optimizer, loader = accelerator.prepare(*parts(samples, batch))
+    clip = lambda m, o: accelerator.clip_grad_norm_(m.parameters(), 1.0)  # noqa: E731
+    peer = wrapped_loop(accelerator, model, optimizer, loader, clip, accelerator.gather_for_metrics)
+    return _turns(candidate, peer, samples // batch // 2, turns)
+
+
 def encoder():
     torch.manual_seed(0)
     layer = nn.TransformerEncoderLayer(128, 4, 256, dropout=0.0, batch_first=True)
@@ -186,6 +201,9 @@ def main() -> None:
     options = parser.parse_args()
     # Two ranks first: they are forked, and this process must not have started autograd's threads.
     gather = run_ranks(gather_rank, world=2, args=(options.turns,), timeout_s=300)[0]
+    theirs = None
+    if options.peers and importlib.util.find_spec("accelerate"):
+        theirs = run_ranks(gather_rank_accelerate, world=2, args=(options.turns,), timeout_s=300)[0]
     small = run_ranks(encoder_rank, world=2, args=(options.turns,), timeout_s=300)[0]
     torch.set_num_threads(1)
     print(f"torch {torch.__version__}, {time.strftime('%Y-%m-%d')}, {options.turns} turns, medians (quartiles)\n")
@@ -193,6 +211,8 @@ def main() -> None:
     print(one_process(peer_plain, options.turns).row("step of Linear(10,5)", "plain PyTorch", "<= 1.05"))
     print(one_process(peer_plain_fused, options.turns).row("the same, peer with fused AdamW", "plain PyTorch", "-"))
     print(gather.row("the same on 2 ranks with gather_for_metrics", "DDP and all_gather by hand", "<= 1.10"))
+    if theirs is not None:
+        print(theirs.row("the same on 2 ranks with gather_for_metrics", "accelerate", "-"))
     print(small.row("small encoder on 2 ranks", "DDP by hand", "<= 1.01"))
     if options.peers:
         for module, make in (("accelerate", peer_accelerate), ("lightning_fabric", peer_fabric)):

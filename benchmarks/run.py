@@ -1,0 +1,66 @@
+"""Runs the benchmarks and writes one dated report: command, versions, machine, and every row with its peer.
+
+python benchmarks/run.py [NAME ...] [--turns 15] [--report FILE]        NAME: step, launch, import, collectives, loader
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import platform
+import subprocess
+import sys
+import time
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+HERE = Path(__file__).parent
+WITH_TURNS = {"step": ["--peers"], "launch": [], "import": []}
+
+
+def machine() -> str:
+    """Processor, cores and load, in a line."""
+    model = next((line.split(":")[1].strip() for line in open("/proc/cpuinfo") if line.startswith("model name")), "?")
+    return f"{model}, {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}, Python {platform.python_version()}"
+
+
+def versions() -> str:
+    """Versions of what is measured."""
+    found = []
+    for name in ("paceline", "torch", "accelerate", "lightning-fabric"):
+        try:
+            found.append(f"{name} {version(name)}")
+        except PackageNotFoundError:
+            found.append(f"{name} not installed")
+    return ", ".join(found)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("names", nargs="*", metavar="NAME")
+    parser.add_argument("--turns", type=int, default=15)
+    parser.add_argument("--report", type=Path, default=HERE / "reports" / f"{time.strftime('%Y-%m-%d')}.md")
+    options = parser.parse_args()
+    names = options.names or [path.stem.removeprefix("bench_") for path in sorted(HERE.glob("bench_*.py"))]
+    text = [
+        f"# Benchmarks of {time.strftime('%Y-%m-%d')}\n",
+        f"{versions()}. {machine()}. Command: `python benchmarks/run.py {' '.join(sys.argv[1:])}`.\n",
+    ]
+    failed = 0
+    for name in names:
+        command = [sys.executable, str(HERE / f"bench_{name}.py")]
+        if name in WITH_TURNS:
+            command += ["--turns", str(options.turns), *WITH_TURNS[name]]
+        print(f"{name} ...", file=sys.stderr, flush=True)
+        done = subprocess.run(command, stdout=subprocess.PIPE, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
+        failed += done.returncode != 0
+        print(done.stdout)
+        text.append(f"## {name}\n\n{done.stdout.strip()}\n")
+    options.report.parent.mkdir(exist_ok=True)
+    options.report.write_text("\n".join(text))
+    print(f"written to {options.report}", file=sys.stderr)
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
