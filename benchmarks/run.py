@@ -20,7 +20,8 @@ WITH_TURNS = {"step": ["--peers"], "launch": [], "import": []}
 
 def machine() -> str:
     """Processor, cores and load, in a line."""
-    model = next((line.split(":")[1].strip() for line in open("/proc/cpuinfo") if line.startswith("model name")), "?")
+    lines = Path("/proc/cpuinfo").read_text().splitlines() if sys.platform == "linux" else []
+    model = next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), platform.processor())
     return f"{model}, {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}, Python {platform.python_version()}"
 
 
