@@ -125,9 +125,7 @@ def ours(case: Case, plan: dict[str, int]) -> dict[str, Any]:
         for x, y, weight in loader:
             with accelerator.accumulate(model):
                 each = nn.functional.cross_entropy(model(x), y, reduction="none")
-                if case.items:  # a filler row weighs nothing
-                    real = loader.current.real[loader.current.index]
-                    each, weight = each[:real], weight[:real]
+                if case.items:
                     accelerator.backward((each * weight).sum(), num_items=int(weight.sum()))
                 else:
                     accelerator.backward(each.mean())

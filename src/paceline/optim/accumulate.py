@@ -127,10 +127,18 @@ class Accumulation:
             self._micro, self.sync = 1, True
             self._reset(self._active.top)
         if num_items is not None:
+            if self._idle():
+                loss, num_items = loss * 0.0, 0
             return loss / self._items_divisor(int(num_items))
         if self._items is not None:
             raise self._mixed()
         return self._weigh(loss)
+
+    def _idle(self) -> bool:
+        """Whether this rank has no sample in the current global batch, but a row that other ranks hold."""
+        loader = self._active.top if self.weigh else None
+        info = loader.current if loader is not None else None
+        return info is not None and info.weights[info.index] == 0
 
     def _weigh(self, loss: torch.Tensor) -> torch.Tensor:
         loader = self._active.top if self.weigh else None

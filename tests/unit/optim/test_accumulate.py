@@ -66,6 +66,12 @@ def test_a_rank_without_a_sample_weighs_nothing():
     loader = Loader([(1, 0)], index=1)
     owner = Accumulation(1, 2, SimpleNamespace(top=loader), None)
     assert owner.scale(torch.tensor(5.0)).item() == 0.0
+    counted = []
+    fake = SimpleNamespace(sum_ints=lambda values: counted.append(values) or [3])
+    owner = Accumulation(1, 2, SimpleNamespace(top=loader), fake)
+    assert owner.scale(torch.tensor(5.0), num_items=4).item() == 0.0
+    owner.correction()
+    assert counted == [[0], [0]]
 
 
 def test_even_batches_are_left_alone_bit_for_bit():
