@@ -134,3 +134,41 @@ def test_interrupting_one_node_ends_both(node: Callable[..., subprocess.Popen[st
     first.send_signal(signal.SIGINT)
     (code0, _, _), (code1, _, err1) = ends(first, second, timeout_s=20)
     assert (code0, code1) == (130, 1), err1
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_torchelastic_brings_nodes_together_and_again_after_a_failure(
+    node: Callable[..., subprocess.Popen[str]],
+) -> None:
+    text = SUM + (
+        "    if attempt == '0' and rank == 1: os.kill(os.getpid(), signal.SIGKILL)\n"
+        "    dist.all_reduce(total)\n"
+        "    print('finished in', attempt, 'with', int(total), flush=True)\n"
+    )
+    more = ("-n", 1, "--max-restarts", 2, "--rdzv-backend", "c10d")
+    (code0, out0, err0), (code1, out1, err1) = ends(node(0, text, *more), node(1, text, *more), timeout_s=60)
+    assert (code0, code1) == (0, 0), err0 + err1
+    assert out0 == out1 == "finished in 1 with 4\n"
+    assert "rank 1 was ended by SIGKILL" in err0 + err1
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_torchelastic_reports_the_failing_rank(node: Callable[..., subprocess.Popen[str]]) -> None:
+    more = ("-n", 1, "--rdzv-backend", "c10d")
+    text = SUM + "    if rank == 1: sys.exit(5)\n    time.sleep(60)\n"
+    (code0, _, err0), (code1, _, err1) = ends(node(0, text, *more), node(1, text, *more), timeout_s=90)
+    assert 5 in (code0, code1), err0 + err1
+    assert "[rank-failed]" in err0 + err1
+
+
+def test_too_few_keep_alives_are_refused(node: Callable[..., subprocess.Popen[str]]) -> None:
+    ((code, _, err),) = ends(node(0, SUM, "--rdzv-backend", "c10d", "--rdzv-conf", "keep_alive_max_attempt=2"))
+    assert code == 1
+    assert "[launch-keep-alive]" in err
+
+
+def test_torchelastic_names_what_it_could_not_reach(node: Callable[..., subprocess.Popen[str]]) -> None:
+    more = ("--rdzv-backend", "c10d", "--rdzv-conf", "timeout=1,read_timeout=1", "-n", 1)
+    ((code, _, err),) = ends(node(1, SUM, *more, address="192.0.2.77"))
+    assert code == 1
+    assert "[launch-address]" in err

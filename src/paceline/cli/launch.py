@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import sys
-from dataclasses import replace
 
 from paceline.base import env as environment
 from paceline.base.errors import ConfigError
@@ -46,7 +45,7 @@ def _show(job: Job, told: Launch) -> int:
     from paceline.cli.explain import table
     from paceline.launch.host import name
 
-    rendered = LAUNCHERS.get("local").render(replace(job))
+    rendered = LAUNCHERS.get("local").render(job)
     print(rendered.text(name()), "\n\nsettings:", table(told, changed=True), sep="\n")
     return 0
 
@@ -54,7 +53,7 @@ def _show(job: Job, told: Launch) -> int:
 def _carry_out(job: Job) -> int:
     from paceline.launch.report import describe
 
-    launcher = LAUNCHERS.get("local")
+    launcher = LAUNCHERS.get("local" if job.backend == "static" else "elastic")
     outcome = launcher.submit(launcher.render(job)).wait()
     if not outcome.in_worker and (outcome.failure or outcome.elsewhere):
         print(describe(outcome, job), file=sys.stderr, flush=True)

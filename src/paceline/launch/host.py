@@ -67,13 +67,17 @@ def hold_port(port: int) -> socket.socket:
     return held
 
 
-def check(job: Job) -> None:
+def check(job: Job, *, port: bool = True) -> None:
     """Finds everything that would fail at once, before anything is started.
+
+    Args:
+        job: what is to run.
+        port: whether rank 0 will listen at the main port.
 
     Raises:
         LaunchError: `launch-script`, `launch-port`, `launch-node`, `launch-log-dir`; all that is wrong at once.
     """
-    problems = [problem for problem in (_node(job), _target(job.target), _port(job), _log_dir(job)) if problem]
+    problems = [problem for problem in (_node(job), _target(job.target), port and _port(job), _log_dir(job)) if problem]
     if problems:
         raise LaunchError.of(problems)
 

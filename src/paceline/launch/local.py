@@ -11,30 +11,24 @@ from __future__ import annotations
 
 import gc
 import os
-import pickle
 import select
 import signal
 import socket
 import sys
 import tempfile
-import time
 from pathlib import Path
 from shutil import rmtree
-from typing import Any
 
 from paceline.launch import host, worker
-from paceline.launch.launcher import Failure, Job, Outcome, Process, Rendered
+from paceline.launch.failure import AFTER_FAILURE_S, first_failure, stuck
+from paceline.launch.launcher import Job, Outcome, Process, Rendered
 from paceline.launch.nodes import Nodes
 from paceline.launch.output import Output
-from paceline.launch.processes import Reaper, Worker, settle, spawn, stop, sweep
+from paceline.launch.processes import PARCEL, Reaper, Worker, settle, spawn, stop, sweep
 from paceline.launch.report import describe
 from paceline.launch.signals import Signals
 
 _INTERRUPT_S, _TERMINATE_S = 3.0, 30.0  # Ctrl-C is impatient; SIGTERM asks a script to save and go
-_AFTER_FAILURE_S = 10.0
-_LINE = 160
-_PARCEL = "function"
-_LEAVING_S = 5.0  # what a process may take to end, once its script has failed
 
 
 class LocalLauncher:
@@ -122,7 +116,7 @@ class LocalHandle:
             if self.job.target.function is None:
                 gc.freeze()  # no collection touches, and so copies, what the processes share
         elif self.job.target.function is not None:
-            worker.pack(self.job.target.function, str(folder / _PARCEL))
+            worker.pack(self.job.target.function, str(folder / PARCEL))
         self.signals.enter()
         try:
             for attempt in range(self.job.max_restarts + 1):
@@ -178,8 +172,7 @@ class LocalHandle:
                     return report
                 started = Worker(process, pid, report, leads)
             else:
-                popen = spawn(self._command(report), process.env, streams, leads=leads)
-                started = Worker(process, popen.pid, report, leads, popen)
+                started = spawn(self.job, process, report, streams, leads=leads)
             if leads:
                 self.reaper.add(started.pid)
             self.workers.append(started)
@@ -193,15 +186,6 @@ class LocalHandle:
         self.reaper.leave()
         held.close()
 
-    def _command(self, report: Path) -> list[str]:
-        target = self.job.target
-        if target.kind == "program":
-            return [target.name, *target.args]
-        name = str(report.with_name(_PARCEL)) if target.kind == "function" else target.name
-        lines = "lines" if self.output.pipes else "-"
-        words = (str(report), self.job.compat, lines, target.kind, name, *target.args)
-        return [sys.executable, "-m", "paceline.launch.worker", *words]
-
     def _attempt(self, attempt: int, held: socket.socket) -> Outcome:
         """Watches one attempt to its end, and ends what is left of it."""
         try:
@@ -210,14 +194,15 @@ class LocalHandle:
                 asked = self.signals.ending[0]
                 stop(self.workers, asked, _INTERRUPT_S if asked == signal.SIGINT else _TERMINATE_S)
                 return Outcome(128 + asked, restarts=attempt)
-            failure = self._failure()
+            failure = first_failure(self.workers, self.job.node_rank)
             if failure is not None:
                 elsewhere = self.nodes.trouble if self.nodes.failed(failure.what, failure.at) else ""
                 return Outcome(failure.exit_code, failure, elsewhere, attempt)
             if not self.nodes.trouble:
                 self.nodes.finish(lambda: self.signals.ending)
-            stop(self.workers, signal.SIGTERM, _AFTER_FAILURE_S)
-            return Outcome(1 if self.nodes.trouble else 0, None, self.nodes.trouble, attempt, self._value())
+            stop(self.workers, signal.SIGTERM, AFTER_FAILURE_S)
+            value = worker.value_of(self.workers[0].report)
+            return Outcome(1 if self.nodes.trouble else 0, None, self.nodes.trouble, attempt, value)
         finally:
             sweep(self.workers)
             self.output.finish()
@@ -247,42 +232,11 @@ class LocalHandle:
                     if ended:
                         poll.unregister(number)
                 codes = [each.poll() for each in self.workers]
-                if any(codes) or None not in codes or self.nodes.trouble or any(map(_stuck, self.workers)):
+                if any(codes) or None not in codes or self.nodes.trouble or any(map(stuck, self.workers)):
                     return
         finally:
             for number in ends:
                 os.close(number)
-
-    def _value(self) -> Any:
-        """What a function returned on rank 0; None elsewhere.
-
-        Raises:
-            LaunchError: `launch-pickle`, where it could not travel.
-        """
-        path = Path(f"{self.workers[0].report}{worker.VALUE}")
-        if self.job.target.kind != "function" or not path.is_file():
-            return None
-        value, error = pickle.loads(path.read_bytes())
-        if error is not None:
-            raise error
-        return value
-
-    def _failure(self) -> Failure | None:
-        """Stops the others where one has failed, and finds the first."""
-        failed = {each.pid: at for each in self.workers if (at := each.failed_at()) is not None}
-        if not failed:
-            return None
-        first = min((each for each in self.workers if each.pid in failed), key=lambda each: failed[each.pid])
-        while first.poll() is None and time.time() - failed[first.pid] < _LEAVING_S:
-            time.sleep(0.01)
-        code = first.code if first.code else 1
-        stop(self.workers, signal.SIGTERM, _AFTER_FAILURE_S)
-        later = [each for each in self.workers if each.pid in failed and each is not first]
-        return Failure(
-            first.process.rank, first.process.local_rank, self.job.node_rank, first.pid, code, failed[first.pid],
-            first.told(),
-            tuple(f"rank {each.process.rank}: {_last_line(each)}" for each in later),
-        )  # fmt: skip
 
     def _pass_on(self, number: int) -> None:
         for each in self.workers:
@@ -295,17 +249,6 @@ def _end_of(pid: int) -> int | None:
         return os.pidfd_open(pid)
     except (OSError, AttributeError):
         return None
-
-
-def _stuck(running: Worker) -> bool:
-    """Whether its script has failed, yet the process does not end (a thread that nobody stops, say)."""
-    failed_at = running.failed_at() if running.code is None else None
-    return failed_at is not None and time.time() - failed_at > _LEAVING_S
-
-
-def _last_line(ended: Worker) -> str:
-    text = ended.told()
-    return text.splitlines()[-1][:_LINE] if text else f"ended with {ended.code}"
 
 
 LAUNCHER = LocalLauncher()

@@ -152,7 +152,7 @@ def _call(function: Callable[..., Any], args: tuple[Any, ...], threads: int) -> 
 
 
 def _carry_out(job: Job) -> Any:
-    launcher = LAUNCHERS.get("local")
+    launcher = LAUNCHERS.get("local" if job.backend == "static" else "elastic")
     handle = launcher.submit(launcher.render(job))
     outcome: Outcome = handle.wait()
     asked = outcome.exit_code - 128

@@ -14,9 +14,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from paceline.base import env as environment
-from paceline.launch.launcher import Process
+from paceline.launch.launcher import Job, Process
 from paceline.launch.worker import whole_lines
 
+PARCEL = "function"  # a function that travels to fresh processes lies beside their reports, under this name
 _REAPER = Path(__file__).with_name("reaper.py")
 
 
@@ -116,18 +117,25 @@ class Reaper:
         self._process.returncode = 0  # it is no child of the forked process
 
 
-def spawn(
-    command: list[str], env: Mapping[str, str], streams: Mapping[int, int], *, leads: bool
-) -> subprocess.Popen[bytes]:
+def spawn(job: Job, process: Process, report: Path, streams: Mapping[int, int], *, leads: bool) -> Worker:
     """Starts a fresh process."""
-    return subprocess.Popen(
+    target = job.target
+    if target.kind == "program":
+        command = [target.name, *target.args]
+    else:
+        name = str(report.with_name(PARCEL)) if target.kind == "function" else target.name
+        lines = "lines" if job.tee else "-"
+        command = [sys.executable, "-m", "paceline.launch.worker", str(report), job.compat, lines, target.kind, name]
+        command += target.args
+    popen = subprocess.Popen(
         command,
-        env={**environment.snapshot(), **env},
+        env={**environment.snapshot(), **process.env},
         stdin=subprocess.DEVNULL if leads else None,
         stdout=streams.get(1),
         stderr=streams.get(2),
         process_group=0 if leads else None,
     )
+    return Worker(process, popen.pid, report, leads, popen)
 
 
 def settle(env: Mapping[str, str], streams: Mapping[int, int], *, leads: bool) -> None:

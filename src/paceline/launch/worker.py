@@ -24,6 +24,7 @@ import sys
 import traceback
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from types import CodeType, ModuleType
 from typing import Any, NoReturn
 
@@ -61,6 +62,21 @@ def call(function: Callable[[], Any], report: str) -> int:
 
     sys.excepthook = sys.__excepthook__  # a notebook's own hook draws in colours
     return watched(work, report)
+
+
+def value_of(report: Path) -> Any:
+    """What a function returned on rank 0, whose report this is; None for any other.
+
+    Raises:
+        LaunchError: `launch-pickle`, where it could not travel.
+    """
+    path = Path(f"{report}{VALUE}")
+    if not path.is_file():
+        return None
+    value, error = pickle.loads(path.read_bytes())
+    if error is not None:
+        raise error
+    return value
 
 
 def pickled(thing: object, what: str) -> bytes:
