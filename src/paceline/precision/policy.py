@@ -5,6 +5,7 @@ from __future__ import annotations
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import wraps
+from inspect import Parameter, signature
 from types import MethodType
 from typing import Any
 
@@ -69,6 +70,10 @@ def wrap_forward(model: nn.Module, precision: Precision, device: torch.device) -
             output = self._paceline_forward(*args, **kwargs)  # type: ignore[operator]
         return to_float32(output)
 
+    # A bound method hides its first parameter, so `self` must stand before those of the bound original.
+    told = signature(original)
+    first = Parameter("self", Parameter.POSITIONAL_ONLY)
+    forward.__signature__ = told.replace(parameters=[first, *told.parameters.values()])  # type: ignore[attr-defined]
     model._paceline_forward = original  # type: ignore[assignment]
     model.forward = MethodType(forward, model)  # type: ignore[method-assign]
 

@@ -1,6 +1,7 @@
 """Mixed precision wraps the forward of the module itself, reversibly."""
 
 import copy
+import inspect
 
 import pytest
 import torch
@@ -89,6 +90,12 @@ def test_an_overflow_skips_the_step_and_halves_the_scale():
     assert step(scaler, optimizer, model(torch.ones(1, 1)).sum())
     assert torch.equal(model.weight, before)
     assert scaler.state_dict()["scale"] == 2.0
+
+
+def test_the_wrapped_forward_shows_the_parameters_of_the_original():
+    model = nn.Linear(2, 1)
+    wrap_forward(model, TABLE["bf16"], CPU)
+    assert list(inspect.signature(model.forward).parameters) == ["input"]
 
 
 def test_two_optimizers_of_one_backward_see_one_scale():
