@@ -102,6 +102,15 @@ def get(name: str, env: Mapping[str, str] | None = None) -> Any:
         ) from None
 
 
+def rank_hint() -> int:
+    """Number of this process as its launcher left it, 0 where none did; `World.detect` is the authority."""
+    for name in ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID"):
+        text = os.environ.get(name, "")
+        if text.isdigit():
+            return int(text)
+    return 0
+
+
 def snapshot() -> dict[str, str]:
     """A copy of the whole environment."""
     return dict(os.environ)

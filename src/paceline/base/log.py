@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 
+from paceline.base import env
+
 _said: set[tuple[str, str]] = set()
 
 
@@ -13,10 +15,13 @@ def logger(package: str) -> logging.Logger:
 
 
 def warn_once(package: str, message: str) -> None:
-    """Logs a warning the first time that this process sees it; every warning names what to do."""
+    """Logs a warning the first time it comes up, on rank 0 alone: for what every rank finds out alike.
+
+    Every warning names what to do.
+    """
     if (package, message) not in _said:
         _said.add((package, message))
-        logger(package).warning(message)
+        logger(package).log(logging.DEBUG if env.rank_hint() else logging.WARNING, message)
 
 
 def forget_warnings() -> None:

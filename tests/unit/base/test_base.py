@@ -5,7 +5,7 @@ import pickle
 import pytest
 
 from paceline import ConfigError, PacelineError, PlanError
-from paceline.base import env
+from paceline.base import env, log
 from paceline.base.errors import Problem
 from paceline.base.registry import Registry
 
@@ -36,6 +36,18 @@ def test_patched_puts_back_what_stood_there():
     with env.patched({"RANK": "3", "PATH": None}):
         assert env.get("RANK") == 3 and "PATH" not in env.snapshot()
     assert env.snapshot() == before
+
+
+def test_a_warning_is_said_once_and_by_rank_0(caplog):
+    log.forget_warnings()
+    with env.patched({"RANK": "1"}):
+        log.warn_once("base", "all ranks see this")
+    assert not [record for record in caplog.records if record.levelname == "WARNING"]
+    log.forget_warnings()
+    with env.patched({"RANK": "0"}):
+        log.warn_once("base", "all ranks see this")
+        log.warn_once("base", "all ranks see this")
+    assert [record.getMessage() for record in caplog.records if record.levelname == "WARNING"] == ["all ranks see this"]
 
 
 def test_an_unknown_implementation_lists_those_that_exist():
