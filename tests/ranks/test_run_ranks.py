@@ -108,7 +108,7 @@ def test_what_cannot_be_pickled() -> None:
     with pytest.raises(RankFailed, match="odd") as caught:
         run_ranks(fail, 1)
     assert isinstance(caught.value.__cause__, RuntimeError)
-    with pytest.raises(RankFailed, match="rank 0 of 1 failed: .*pickle"):
+    with pytest.raises(RankFailed, match=r"rank 0 of 1 failed: .*pickle"):
         run_ranks(lambda: lambda: 1, 1)
 
 

@@ -67,6 +67,7 @@ class _Job:
     group: bool
     timeout_s: float
     listener: socket.socket
+    port: int
     folder: Path
 
 
@@ -129,7 +130,9 @@ def run_ranks(
     with tempfile.TemporaryDirectory(prefix="paceline-ranks-") as folder, socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         listener.listen(world + 8)
-        job = _Job(fn, args, world, env or {}, group, timeout_s, listener, Path(folder))
+        job = _Job(fn, args, world, env or {}, group, timeout_s, listener, listener.getsockname()[1], Path(folder))
+        if not group:
+            listener.close()  # `fn` will listen there
         children: list[_Child] = []
         hung: list[_Child] = []
         try:
@@ -184,18 +187,15 @@ def _fork(job: _Job, rank: int) -> _Child:
 
 def _run(job: _Job, rank: int) -> dict[str, Any]:
     """Calls the function; {"value": ...} or {"error": ..., "trace": ..., "at": ...}."""
-    port = job.listener.getsockname()[1]
     names = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": job.world, "LOCAL_WORLD_SIZE": job.world, "GROUP_RANK": 0}
-    names |= {"MASTER_PORT": port, "OMP_NUM_THREADS": 1}
+    names |= {"MASTER_PORT": job.port, "OMP_NUM_THREADS": 1}
     environment.export({name: str(value) for name, value in names.items()} | {"MASTER_ADDR": "127.0.0.1", **job.env})
     torch.set_num_threads(1)
     try:
         if job.group:
-            me = World(rank, job.world, rank, job.world, source="run_ranks", address="127.0.0.1", port=port)
+            me = World(rank, job.world, rank, job.world, source="run_ranks", address="127.0.0.1", port=job.port)
             limit = job.timeout_s + _LATER_S
-            rendezvous.join(me, cpu=True, timeout_s=limit, store=_store(job, rank, port))
-        else:
-            job.listener.close()  # `fn` will listen there
+            rendezvous.join(me, cpu=True, timeout_s=limit, store=_store(job, rank))
         value = job.fn(*job.args)
         rendezvous.leave()
         return {"value": value}
@@ -205,11 +205,11 @@ def _run(job: _Job, rank: int) -> dict[str, Any]:
         return failure
 
 
-def _store(job: _Job, rank: int, port: int) -> Any:
+def _store(job: _Job, rank: int) -> Any:
     """The store at the port that the parent bound. Rank 0 takes over its socket: nobody else can get the port."""
     own: dict[str, Any] = {"master_listen_fd": job.listener.detach()} if rank == 0 else {}
     limit = timedelta(seconds=job.timeout_s)
-    return dist.TCPStore("127.0.0.1", port, job.world, rank == 0, timeout=limit, wait_for_workers=False, **own)
+    return dist.TCPStore("127.0.0.1", job.port, job.world, rank == 0, timeout=limit, wait_for_workers=False, **own)
 
 
 def _pickled(result: dict[str, Any]) -> bytes:

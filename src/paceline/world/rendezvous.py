@@ -21,6 +21,7 @@ import os
 import secrets
 import socket
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
@@ -37,8 +38,9 @@ from paceline.world import device as devices
 from paceline.world.world import World
 
 DEFAULT_TIMEOUT_S = 600.0
-_c10d: Any = dist.distributed_c10d  # its stores have no type stubs
+_dist: Any = dist  # its stores have no type stubs
 _POLL_S = 0.01
+_LINGER_S = 2.0
 
 environment.register(
     Variable(
@@ -113,10 +115,10 @@ def join(
         return world
     chosen = devices.default_backend(device, backend)
     if world.size == 1:
-        own: Any = dist.HashStore()  # type: ignore[attr-defined]
+        own: Any = _dist.HashStore()
     else:
         root = store if store is not None else _connect(world, seconds)
-        own = _c10d.PrefixStore(f"paceline/{_roll_call(root, world, device, chosen, seconds)}", root)
+        own = _dist.PrefixStore(f"paceline/{_roll_call(root, world, device, chosen, seconds)}", root)
     _initialise(world, device, chosen, own, seconds)
     _joined = _Joined(own, ours=True, pid=os.getpid())
     return world
@@ -149,7 +151,7 @@ def on_leave(call: Callable[[str], None]) -> None:
 
 def part(name: str) -> Any:
     """A part of its own of the store behind the current group, which must stand."""
-    return _c10d.PrefixStore(name, _current().store)
+    return _dist.PrefixStore(name, _current().store)
 
 
 def timeout(timeout_s: float | None = None) -> float:
@@ -162,7 +164,7 @@ def _current() -> _Joined:
     """What is known of the group that stands; one that the user made becomes known here."""
     global _joined
     if _joined is None or _joined.pid != os.getpid():
-        _joined = _Joined(_c10d._get_default_store(), ours=False, pid=os.getpid())
+        _joined = _Joined(_dist.distributed_c10d._get_default_store(), ours=False, pid=os.getpid())
     return _joined
 
 
@@ -196,33 +198,46 @@ def _connect(world: World, seconds: float) -> Any:
     key = (os.getpid(), world.address, world.port)
     if key in _stores:
         return _stores[key]
-    listens = world.rank == 0 and not environment.get("TORCHELASTIC_USE_AGENT_STORE")
     place = f"{world.address}:{world.port}"
-    try:
-        _stores[key] = dist.TCPStore(  # type: ignore[attr-defined]
-            world.address,
-            world.port,
-            world.size,
-            is_master=listens,
-            timeout=timedelta(seconds=seconds),
-            wait_for_workers=False,
-        )
-    except (RuntimeError, ValueError) as error:  # torch's DistError family are RuntimeErrors
-        reason = str(error).splitlines()[0]
-        if listens:
+    if world.rank == 0 and not environment.get("TORCHELASTIC_USE_AGENT_STORE"):
+        try:
+            _stores[key] = _tcp_store(world, seconds, listens=True)
+        except RuntimeError as error:  # torch's DistError family
             raise WorldError(
                 "rendezvous-port",
                 f"rank 0 cannot listen at {place}.",
-                why=[reason, f"address and port come from {world.source}"],
+                why=[str(error).splitlines()[0], f"address and port come from {world.source}"],
                 fix="choose another port (--main-port, MASTER_PORT), or end the process that holds this one",
             ) from error
+        return _stores[key]
+    # Where something else listens at the port and says nothing, torch waits without end: so wait beside it.
+    found: list[Any] = []
+    thread = threading.Thread(target=_connect_to, args=(world, seconds, found), daemon=True)
+    thread.start()
+    thread.join(seconds + _POLL_S)
+    if not found or isinstance(found[0], Exception):
+        reason = str(found[0]).splitlines()[0] if found else "something listens there, but it is no store of torch"
         raise WorldError(
             "rendezvous-unreachable",
             f"rank {world.rank} could not reach rank 0 at {place} within {seconds:g} s.",
             why=[_resolution(world.address), reason],
             fix="check that rank 0 runs, that MASTER_ADDR names its host, and that no firewall closes the port",
-        ) from error
-    return _stores[key]
+        )
+    _stores[key] = found[0]
+    return found[0]
+
+
+def _connect_to(world: World, seconds: float, found: list[Any]) -> None:
+    """Puts the store, or the error, into `found`."""
+    try:
+        found.append(_tcp_store(world, seconds, listens=False))
+    except RuntimeError as error:
+        found.append(error)
+
+
+def _tcp_store(world: World, seconds: float, *, listens: bool) -> Any:
+    limit = timedelta(seconds=seconds)
+    return _dist.TCPStore(world.address, world.port, world.size, listens, timeout=limit, wait_for_workers=False)
 
 
 def _resolution(address: str) -> str:
@@ -254,54 +269,45 @@ def _roll_call(store: Any, world: World, device: torch.device, backend: str, sec
 
 
 def _call(store: Any, world: World, mine: dict[str, Any], deadline: float, seconds: float) -> str:
-    """Rank 0's half: collect what each rank brings, compare, answer, and see each answer acknowledged."""
-    present: dict[int, dict[str, Any]] = {0: mine}
-    while len(present) < world.size:
-        for rank in range(1, world.size):
-            if rank not in present and store.check([f"roll/{rank}"]):
-                present[rank] = json.loads(store.get(f"roll/{rank}"))
-        if len(present) < world.size:
-            if time.monotonic() > deadline:
-                raise _missing(world, sorted(set(range(world.size)) - set(present)), seconds)
-            time.sleep(_POLL_S)
-    round_word = str(mine["word"])
-    answered: dict[int, str] = {}
-    waiting = set(range(1, world.size))
-    problems: list[Problem] = []
-    while waiting:
-        for rank in sorted(waiting):
-            # An entry may be a dead process's; the living one overwrites it and is answered anew.
+    """Rank 0's half: answer each rank until it says that it heard, then compare what all bring, and decide."""
+    this_round, others = str(mine["word"]), range(1, world.size)
+    present, here = {0: mine}, {0}
+    while len(here) < world.size and time.monotonic() < deadline:
+        for rank in others:
+            if rank in here or not store.check([f"roll/{rank}"]):
+                continue
+            # An entry may be a dead process's, or of an earlier round; the living rank overwrites it.
             entry = json.loads(store.get(f"roll/{rank}"))
-            if answered.get(rank) != entry["word"]:
-                present[rank], answered[rank] = entry, entry["word"]
-                store.set(f"seen/{entry['word']}", round_word)
-            elif store.check([f"here/{entry['word']}"]):
-                waiting.discard(rank)
-        if waiting:
-            if time.monotonic() > deadline:
-                raise _missing(world, sorted(waiting), seconds)
-            time.sleep(_POLL_S / 10)
-    problems = _compare(present)
-    verdict = [[p.code, p.what, p.why, p.fix] for p in problems]
-    store.set(f"verdict/{round_word}", json.dumps(verdict))
+            if rank not in present or present[rank]["word"] != entry["word"]:
+                present[rank] = entry
+                store.set(f"seen/{entry['word']}", this_round)
+            elif store.check([f"here/{this_round}/{rank}"]):
+                here.add(rank)
+        time.sleep(_POLL_S / 10)
+    missing = sorted(set(range(world.size)) - here)
+    problems = [_missing(world, missing, seconds)] if missing else _compare(present)
+    store.set(f"verdict/{this_round}", json.dumps([[p.code, p.what, p.why, p.fix] for p in problems]))
     if problems:
+        _linger(store, [f"told/{this_round}/{rank}" for rank in here - {0}])
         raise WorldError.of(problems)
-    return round_word
+    return this_round
 
 
 def _answer(store: Any, world: World, mine: dict[str, Any], deadline: float, seconds: float) -> str:
     """Another rank's half: say who is there, and take rank 0's word for the round."""
     store.set(f"roll/{world.rank}", json.dumps(mine))
-    seen = _await(store, f"seen/{mine['word']}", world, deadline, seconds)
-    store.set(f"here/{mine['word']}", "1")
-    verdict = json.loads(_await(store, f"verdict/{seen}", world, deadline, seconds))
+    # Rank 0 may have started later; it knows who is missing, so let it speak first.
+    deadline += _LINGER_S
+    this_round = _await(store, f"seen/{mine['word']}", world, deadline, seconds)
+    store.set(f"here/{this_round}/{world.rank}", "1")
+    verdict = json.loads(_await(store, f"verdict/{this_round}", world, deadline, seconds))
     if verdict:
+        store.set(f"told/{this_round}/{world.rank}", "1")
         raise WorldError.of(Problem(*entry) for entry in verdict)
-    return seen
+    return this_round
 
 
 def _await(store: Any, key: str, world: World, deadline: float, seconds: float) -> str:
-    pause = _POLL_S / 10
     while not store.check([key]):
         if time.monotonic() > deadline:
             raise WorldError(
@@ -310,14 +316,20 @@ def _await(store: Any, key: str, world: World, deadline: float, seconds: float) 
                 why="rank 0 did not answer, or is itself waiting for other ranks",
                 fix="look at the output of rank 0, which names the ranks that it misses",
             )
-        time.sleep(pause)
-        pause = min(2 * pause, _POLL_S)
+        time.sleep(_POLL_S / 10)
     return bytes(store.get(key)).decode()
 
 
-def _missing(world: World, ranks: list[int], seconds: float) -> WorldError:
+def _linger(store: Any, keys: list[str]) -> None:
+    """Lets rank 0, with which the store may vanish, stay until the others have heard why."""
+    until = time.monotonic() + _LINGER_S
+    while keys and not store.check(keys) and time.monotonic() < until:
+        time.sleep(_POLL_S)
+
+
+def _missing(world: World, ranks: list[int], seconds: float) -> Problem:
     names = ", ".join(map(str, ranks))
-    return WorldError(
+    return Problem(
         "rendezvous-missing",
         f"of {world.size} processes, {len(ranks)} did not arrive within {seconds:g} s: rank {names}.",
         why=f"WORLD_SIZE is {world.size} ({world.source}); rank 0 waits at {world.address}:{world.port}",
