@@ -35,7 +35,7 @@ FENCE = re.compile(
     r"^(?P<indent> *)(?P<ticks>```+)(?P<info>[^`\n]*)\n(?P<text>.*?)^(?P=indent)(?P=ticks) *$", re.MULTILINE | re.DOTALL
 )
 NOT_RUN = re.compile(r"<!-- not run: (?P<reason>.+?) -->\s*\Z", re.DOTALL)
-SECONDS = 100
+SECONDS = 240
 
 
 @dataclass(frozen=True)
@@ -82,6 +82,7 @@ class Reader:
         """Runs the blocks; raises at the first that fails."""
         os.chdir(self.folder)
         os.environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+        os.environ.pop("PYTHONUNBUFFERED", None)  # with it, a line is two writes, and those of two processes mix
         sys.modules["__main__"] = self.main
         sys.path.insert(0, str(self.folder))
         for block in found:
@@ -130,6 +131,7 @@ def has_code(page: Path) -> bool:
     return any(block.language in ("python", "bash", "yaml") and not block.skipped for block in blocks(page))
 
 
+@pytest.mark.timeout(SECONDS + 30)
 @pytest.mark.parametrize(
     "page", [page for page in PAGES if has_code(page)], ids=lambda page: str(page.relative_to(ROOT))
 )
