@@ -126,7 +126,24 @@ def test_world_is_found_under_every_launcher(start: str, script: Callable[..., P
     assert sorted(out.splitlines()) == ["0 2 0 2 1 torchrun", "1 2 1 2 1 torchrun"]
 
 
-def test_the_script_is_main_as_under_python(script: Callable[..., Path], tmp_path: Path) -> None:
+EXEC = """
+from paceline.launch.launcher import Job, Target
+from paceline.launch.local import LAUNCHER
+import sys
+print(LAUNCHER.submit(LAUNCHER.render(Job(Target("script", sys.argv[1]), 2, start="exec"))).wait())
+"""
+
+
+def begun(start: str, name: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    """Runs a script on 2 processes that are forked or, as where there are accelerators, fresh."""
+    if start == "fork":
+        return launch("-n", 2, name, cwd=folder)
+    command = [sys.executable, "-c", EXEC, name]
+    return subprocess.run(command, cwd=folder, env=clean(), capture_output=True, text=True, timeout=60)
+
+
+@pytest.mark.parametrize("start", ["fork", "exec"])
+def test_the_script_is_main_as_under_python(start: str, script: Callable[..., Path], tmp_path: Path) -> None:
     (tmp_path / "beside.py").write_text("value = 41\n")
     path = script(
         """
@@ -139,7 +156,7 @@ def test_the_script_is_main_as_under_python(script: Callable[..., Path], tmp_pat
             def __getitem__(self, index): return index * index
 
         if __name__ == "__main__":
-            assert os.path.basename(__file__) == "train.py" and sys.argv[0].endswith("train.py")
+            assert os.path.isabs(__file__) and os.path.basename(__file__) == sys.argv[0] == "train.py"
             assert sys.path[0] == os.path.dirname(os.path.realpath(__file__)), sys.path
             assert type(pickle.loads(pickle.dumps(Squares()))) is Squares
             assert __spec__ is None and sys.modules["__main__"].Squares is Squares
@@ -152,7 +169,8 @@ def test_the_script_is_main_as_under_python(script: Callable[..., Path], tmp_pat
             print(rows == spawned == [0, 1, 4, 9], flush=True)
         """
     )
-    done = launch("-n", 2, path, cwd=tmp_path)
+    done = begun(start, "train.py", tmp_path)
+    assert path.is_file()
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("True") == done.stdout.count("exit handler") == 2
     assert (tmp_path / "0.txt").read_text() == (tmp_path / "1.txt").read_text() == "kept"
@@ -355,3 +373,17 @@ def test_dry_run_starts_nothing(script: Callable[..., Path], tmp_path: Path) -> 
     for part in ("train.py --lr 1", "WORLD_SIZE=2", "rank  local rank", "mixed_precision", "--mixed-precision"):
         assert part in done.stdout
     assert not list(tmp_path.glob("*.pid"))
+
+
+def test_names_of_another_library_are_served(script: Callable[..., Path], tmp_path: Path) -> None:
+    path = script("import accelerate; print(accelerate.Accelerator.__module__.split('.')[0], flush=True)")
+    done = launch("-n", 2, "--cpu", "--compat", "accelerate", path, cwd=tmp_path)
+    assert done.stdout == "paceline\n" * 2, done.stderr
+
+
+def test_fresh_processes_report_failures_too(script: Callable[..., Path], tmp_path: Path) -> None:
+    script("import os, time\nif os.environ['RANK'] == '1': raise ValueError('the cause')\ntime.sleep(60)\n")
+    done = begun("exec", "train.py", tmp_path)
+    assert "failure=Failure(rank=1" in done.stdout, done.stderr
+    assert "ValueError: the cause" in done.stdout
+    assert "worker.py" not in done.stdout

@@ -191,9 +191,10 @@ def _load(target: Target) -> tuple[CodeType, ModuleType]:
     main = ModuleType("__main__")
     main.__dict__["__builtins__"] = __builtins__
     if target.kind == "script":
-        with io.open_code(os.path.abspath(target.name)) as file:
-            code: Any = compile(file.read(), target.name, "exec", dont_inherit=True)
-        main.__dict__.update(__file__=target.name, __cached__=None, __package__=None)
+        path = os.path.abspath(target.name)
+        with io.open_code(path) as file:
+            code: Any = compile(file.read(), path, "exec", dont_inherit=True)
+        main.__dict__.update(__file__=path, __cached__=None, __package__=None)
         return code, main
     spec = importlib.util.find_spec(target.name)
     if spec is not None and spec.submodule_search_locations is not None:

@@ -143,3 +143,29 @@ def test_report_names_rank_and_signal() -> None:
     assert failure.exit_code == 137
     for part in ("rank 3 was ended by SIGKILL.  [rank-failed]", "node 1", "pid 77", "failed after it: rank 0"):
         assert part in text
+
+
+SRUN = {
+    "SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_PROCID": "1", "SLURM_LOCALID": "0", "SLURM_NODEID": "1",
+    "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_NUM_NODES": "2", "SLURM_STEP_NODELIST": "gpu[1-2]",
+    "SLURM_STEP_TASKS_PER_NODE": "1(x2)",
+}  # fmt: skip
+
+
+def test_one_launcher_on_each_node_of_srun_knows_its_place() -> None:
+    job, notices = told(SRUN, procs=4)
+    assert (job.procs, job.nodes, job.node_rank, job.main_address, job.main_port) == (4, 2, 1, "gpu1", 15112)
+    assert "node 1 of 2, as slurm says." in notices
+    assert told(SRUN, procs=4, main_port=1234)[0].main_port == 1234
+
+
+def test_several_launchers_on_one_node_are_refused() -> None:
+    here = {**SRUN, "SLURM_LOCALID": "1", "SLURM_NODEID": "0", "SLURM_STEP_NUM_NODES": "1"}
+    with pytest.raises(LaunchError, match=r"(?s)2 tasks of this host each start a launcher.*launch-tasks"):
+        told({**here, "SLURM_STEP_TASKS_PER_NODE": "2"}, procs=4)
+
+
+def test_several_nodes_need_an_address() -> None:
+    with pytest.raises(LaunchError, match=r"(?s)node 1 does not know where node 0 is.*launch-address"):
+        told(nodes=2, node_rank=1)
+    assert told(nodes=2, node_rank=0)[0].main_port == 29500
