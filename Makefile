@@ -42,8 +42,8 @@ check: setup  ## format, lint, types, shape and unit tests: run it before each c
 ranks: setup  ## tests on several real processes, over gloo on this machine
 	$(PYTEST) tests/ranks $(ARGS)
 
-hosts: setup  ## tests on several hosts (network namespaces with their own sshd; needs root)
-	$(PYTEST) tests/hosts $(ARGS)
+hosts: setup  ## tests under launchers of several hosts (mpirun, SLURM); says what is missing
+	$(PYTEST) tests/hosts -rs $(ARGS)
 
 gpu: setup  ## tests that need an accelerator; says what is missing
 	$(PYTEST) tests/gpu -rs $(ARGS)
