@@ -13,6 +13,7 @@ import torch.distributed as dist
 from paceline.base.errors import CollectiveError
 from paceline.testing import run_ranks
 from paceline.world.collectives import Collectives
+from paceline.world.form import Form, Forms
 from paceline.world.layout import Layout
 from paceline.world.mesh import Mesh
 from paceline.world.world import World
@@ -225,3 +226,33 @@ def test_data_group_over_two_axes() -> None:
         return dist.get_process_group_ranks(mesh.data_group), dist.get_process_group_ranks(small.data_group)
 
     assert run_ranks(work, 4)[1] == ([0, 1, 2, 3], [1, 3])
+
+
+def test_leaves_on_the_device_travel_beside_those_on_the_cpu(monkeypatch) -> None:
+    """The path of an accelerator's tensors, with float64 tensors in the part of those on the device."""
+    known = Forms.of
+
+    def pretend(self, op, tree, exact=False):
+        leaves, form, bad = known(self, op, tree, exact)
+        there = tuple(i for i, leaf in enumerate(leaves) if leaf.dtype == torch.float64)
+        return leaves, Form(form.topic, tuple(i for i in form.on_cpu if i not in there), there), bad
+
+    monkeypatch.setattr(Forms, "of", pretend)
+
+    def work():
+        ours = collectives()
+        rank = ours.rank
+        for length in (2, 50_000):
+            cpu, device = torch.full((length, 2), rank), torch.full((length + rank, 3), rank + 0.5, dtype=torch.float64)
+            found = ours.gather({"c": cpu, "d": [device, device[:, :1]], "e": device[:0]})
+            assert found["c"].shape == (2 * length, 2) and found["c"][length:].eq(1).all()
+            assert found["d"][0].shape == (2 * length + 1, 3) and found["d"][1][:, 0].equal(found["d"][0][:, 0])
+            assert found["d"][0][:length].eq(0.5).all() and found["d"][0][length:].eq(1.5).all()
+            assert found["e"].shape == (0, 3)
+            alone = ours.gather_rows((device[:length],), (length, 1), length)[0]
+            assert alone.shape == (length + 1, 3) and alone[-1, 0] == 1.5
+            total, first = ours.reduce((cpu, cpu.double())), ours.broadcast((cpu, cpu.double() + 3))
+            assert total[0].eq(1).all() and total[1].eq(1).all() and first[1].eq(3).all() and first[0].eq(0).all()
+        return ours.gather(device[:0]).shape
+
+    assert run_ranks(work, 2) == [(0, 3)] * 2

@@ -69,6 +69,18 @@ class Collectives:
         if self.size > 1:
             self._exchange = Exchange(group, device, Watch(group, timeout_s) if debug else None)
 
+        self._timeout_s = timeout_s
+
+    def over(self, group: Group) -> Collectives:
+        """The same operations among the ranks of `group`; this very object where those are all ranks of this one.
+
+        Ranks:
+            All ranks of `group`.
+        """
+        if group is None or dist.get_world_size(group) == self.size:
+            return self
+        return Collectives(self.world, device=self.device, group=group, debug=self.debug, timeout_s=self._timeout_s)
+
     # -------------------------------------------------------------------- tensors
 
     def gather(self, tree: Tree) -> Tree:
@@ -80,7 +92,7 @@ class Collectives:
             CollectiveError: `collective-mismatch`, `collective-leaf`.
         """
         leaves, form = self._form("gather", tree)
-        return trees.unflatten(tree, _concatenate(leaves, self._gather(leaves, form)))
+        return trees.unflatten(tree, _concatenate(leaves, form, self._gather(leaves, form)))
 
     def gather_rows(self, tree: Tree, real: Sequence[int], local: int, objects: bool = False) -> Tree:
         """Gathers what was computed from a batch, over real samples only.
@@ -102,14 +114,14 @@ class Collectives:
         op = "gather_for_metrics"
         if not objects and all(isinstance(leaf, Tensor) for leaf in trees.leaves(tree)):
             leaves, form = self._form(op, tree)
-            return trees.unflatten(tree, _concatenate(leaves, self._gather(leaves, form, local), real))
+            return trees.unflatten(tree, _concatenate(leaves, form, self._gather(leaves, form, local), real))
         boxed = _Box(list(tree)) if objects else _box(tree)
         mixed = trees.leaves(boxed)
         values = self._pickle(op, [leaf.value for leaf in mixed if isinstance(leaf, _Box)])
         sent = [*(leaf for leaf in mixed if isinstance(leaf, Tensor)), values]
         _, form = self._form(f"{op} {trees.structure(boxed)}", sent)
         arrived = self._gather(sent, form, local)
-        tensors = _concatenate(sent, arrived, real, whole_last=True)
+        tensors = _concatenate(sent, form, arrived, real, whole_last=True)
         pickles = torch.split(tensors.pop(), [one.rows[-1] for one in arrived.sent])
         lists = _join([_unpickle(data) for data in pickles], [one.aux for one in arrived.sent], real)
         merged = iter(tensors)
@@ -288,15 +300,15 @@ class Collectives:
             arrived = exchange.announce(form.topic, parts=parts)
             for one in arrived.sent:
                 one.rows = (1,) * len(leaves)
-            stacked = _concatenate([leaf.unsqueeze(0) for leaf in leaves], arrived)
+            stacked = _concatenate([leaf.unsqueeze(0) for leaf in leaves], form, arrived)
             return [leaf.sum(0, dtype=leaf.dtype) for leaf in stacked]
         exchange.announce(form.topic)
         found: dict[int, Tensor] = {}
-        kinds = [(leaf.device.type, leaf.dtype) for leaf in leaves]
+        kinds = [(number in form.on_device, leaf.dtype) for number, leaf in enumerate(leaves)]
         for kind in dict.fromkeys(kinds):
             places = [i for i, other in enumerate(kinds) if other == kind]
             flat = torch.cat([leaves[i].reshape(-1) for i in places])
-            dist.all_reduce(flat, group=exchange.cpu_group if kind[0] == "cpu" else exchange.group)
+            dist.all_reduce(flat, group=exchange.group if kind[0] else exchange.cpu_group)
             summed = torch.split(flat, [leaves[i].numel() for i in places])
             found |= {i: part.view(leaves[i].shape) for i, part in zip(places, summed, strict=True)}
         return [found[i] for i in range(len(leaves))]
@@ -344,23 +356,29 @@ def _box(tree: Tree) -> Tree:
 
 
 def _concatenate(
-    leaves: Sequence[Tensor], arrived: Arrived, real: Sequence[int] | None = None, whole_last: bool = False
+    leaves: Sequence[Tensor],
+    form: Form,
+    arrived: Arrived,
+    real: Sequence[int] | None = None,
+    whole_last: bool = False,
 ) -> list[Tensor]:
     """Each leaf of all ranks, joined along dim 0.
 
     Args:
         leaves: this rank's, for dtypes and the sizes of other dims.
+        form: says which of them travelled on the device.
         arrived: what each rank sent, its `aux` being the rows of its batch.
         real: how many of these are real; None keeps all.
         whole_last: whether the last leaf is kept whole all the same.
     """
     sent = arrived.sent
-    starts = {"cpu": [one.cpu_start for one in sent], "device": [one.device_start for one in sent]}
+    cpu_start, device_start = [one.cpu_start for one in sent], [one.device_start for one in sent]
     joined = []
     for number, leaf in enumerate(leaves):
-        on_cpu = leaf.device.type == "cpu"
-        buffer, start = (arrived.cpu, starts["cpu"]) if on_cpu else (arrived.device, starts["device"])
-        assert buffer is not None
+        on_device = number in form.on_device
+        buffer, start = (arrived.device, device_start) if on_device else (arrived.cpu, cpu_start)
+        if buffer is None:  # no rank has a byte on the device
+            buffer = torch.empty(0, dtype=torch.uint8, device=leaf.device)
         shape = leaf.shape[1:]
         row_bytes = shape.numel() * leaf.element_size()
         rows = [abs(one.rows[number]) for one in sent]  # -1 says 0-dim: one row
@@ -371,7 +389,7 @@ def _concatenate(
             else:
                 kept = [have if there else 0 for have, there in zip(rows, real, strict=True)]
         total = sum(kept)
-        if total * row_bytes == buffer.numel() and (arrived.fresh or not on_cpu):
+        if total * row_bytes == buffer.numel() and (arrived.fresh or on_device):
             data = buffer  # a single leaf of equal sizes: it lies there as it is wanted
         else:
             parts = [buffer[at : at + keep * row_bytes] for at, keep in zip(start, kept, strict=True) if keep]
