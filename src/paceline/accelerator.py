@@ -108,15 +108,16 @@ class Accelerator(Participant):
         collectives = Collectives(world, device=device, debug=settings.debug, timeout_s=settings.timeout_s)
         super().__init__(world, device, collectives)
         self.mesh = Mesh(started.layout, world, device.type)
+        self._data = collectives.over(self.mesh.data_group)  # peers along tp, cp and pp read the same samples
         self._precision = TABLE[started.precision]
         self.scaler = LossScaler(device, collectives, **(scaler or {})) if self._precision.scales else None
         self._active = ActiveLoaders()
-        self.gradients = Accumulation(started.accumulate, started.layout.width, self._active, collectives)
+        self.gradients = Accumulation(started.accumulate, started.layout.width, self._active, self._data)
         self._prepared = self._preparation(
             started, self.mesh, collectives, device, self._precision, self.gradients, self.scaler, self._active,
             dict(seed=settings.data_seed, split_batches=settings.split_batches, dispatch=settings.dispatch_batches,
-                 tail="pad" if settings.even_batches else "divide", non_blocking=settings.non_blocking),
-        )  # fmt: skip
+                 tail="pad" if settings.even_batches else "divide", non_blocking=settings.non_blocking,
+                 collectives=self._data))  # fmt: skip
         self.project_dir = None if project_dir is None else str(project_dir)
         self.trackers = Trackers(log_with, self.logging_dir, is_main=world.is_main)
         self._states = States(self._prepared, self.collectives, self.scaler, self.project_dir, total_limit)
@@ -170,8 +171,7 @@ class Accelerator(Participant):
 
         Ranks: all, with the same objects in the same order.
 
-        Raises:
-            PrepareError, PlanError, DataError: before anything is touched, where that can be known.
+        Raises: PrepareError, PlanError, DataError: before anything is touched, where that can be known.
         """
         result = self._prepared.prepare(objects, device_placement)
         return result[0] if len(result) == 1 else tuple(result)
@@ -326,9 +326,9 @@ class Accelerator(Participant):
                 with a real sample comes back), or objects: a list with one entry a row, or anything.
             use_gather_object: gathers Python objects even where there are tensors.
 
-        Ranks: all; all get the result. One collective for the whole structure.
+        Ranks: all; all get the result, by one collective for the whole structure.
         """
-        return gather_for_metrics(self._active, self.collectives, input_data, use_gather_object)
+        return gather_for_metrics(self._active, self._data, input_data, use_gather_object)
 
     def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
         """Sum or mean over ranks of each tensor of a structure. Ranks: all; all get the result."""

@@ -209,7 +209,6 @@ class Preparation:
             index=self.plan.layout.data_index(self._collectives.world.rank),
             device=self.device if place else torch.device("cpu"),
             accumulate=self.plan.accumulate,
-            collectives=self._collectives,
             active=self._active,
             **options,
         )
