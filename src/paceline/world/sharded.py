@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import sys
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeGuard
 
-import torch
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
 
 
-def is_sharded(tensor: torch.Tensor) -> bool:
+def is_sharded(tensor: Any) -> TypeGuard[DTensor]:
     """Whether a tensor is a DTensor, of whatever placement."""
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(tensor, module.DTensor)
@@ -16,4 +17,4 @@ def is_sharded(tensor: torch.Tensor) -> bool:
 
 def whole(tensor: Any) -> Any:
     """The whole of a tensor, gathered where it is divided. Ranks: all that hold a part; all get it."""
-    return tensor.full_tensor() if isinstance(tensor, torch.Tensor) and is_sharded(tensor) else tensor
+    return tensor.full_tensor() if is_sharded(tensor) else tensor
