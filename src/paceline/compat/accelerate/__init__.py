@@ -21,7 +21,7 @@ _CARRIED = {
     f"{_HERE}.accelerator": "Accelerator",
     f"{_HERE}.arguments": """AutocastKwargs DataLoaderConfiguration DistributedDataParallelKwargs GradScalerKwargs
         GradientAccumulationPlugin InitProcessGroupKwargs KwargsHandler ParallelismConfig ProfileKwargs
-        ProjectConfiguration""",
+        ProjectConfiguration TorchDynamoPlugin""",
     f"{_HERE}.kinds": """BaseEnum ComputeEnvironment CustomDtype DDPCommunicationHookType DistributedType
         DynamoBackend FP8BackendType LoggerType PrecisionType RNGType SageMakerDistributedType""",
     f"{_HERE}.state": "AcceleratorState GradientState PartialState is_initialized",

@@ -227,9 +227,10 @@ class Accelerator(NativeAccelerator):
             self.step = 0 if self.gradients.sync_at_end and self.gradient_state.end_of_dataloader else self.step + 1
             yield
 
-    def no_sync(self, *models: nn.Module) -> AbstractContextManager[Any]:
+    def no_sync(self, *models: nn.Module, model: nn.Module | None = None) -> AbstractContextManager[Any]:
         """Backward passes inside do not communicate; models that were not prepared never do."""
-        known = [model for model in models if self._prepared.find(model)]
+        models = models if model is None else (*models, model)
+        known = [each for each in models if self._prepared.find(each)]
         return super().no_sync(*known) if known or not models else nullcontext()
 
     @staticmethod
@@ -239,6 +240,12 @@ class Accelerator(NativeAccelerator):
             "Accelerator.trigger_sync_in_backward",
             "a backward pass communicates, or does not, as its forward pass was run",
             "run the last forward pass outside `no_sync`",
+        )
+
+    def lomo_backward(self, loss: torch.Tensor, learning_rate: float) -> None:
+        """Not carried."""
+        refuse(
+            "Accelerator.lomo_backward", "LOMO steps inside the backward pass", "use an optimizer that steps after it"
         )
 
     def autocast(self, autocast_handler: AutocastKwargs | None = None) -> AbstractContextManager[Any]:  # type: ignore[override]

@@ -8,7 +8,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from paceline.compat.accelerate.kinds import DDPCommunicationHookType
+from paceline.compat.accelerate.kinds import DDPCommunicationHookType, DynamoBackend
 
 
 class KwargsHandler:
@@ -138,6 +138,22 @@ class ProfileKwargs(KwargsHandler):
     with_flops: bool = False
     with_modules: bool = False
     output_trace_dir: str | None = None
+
+
+@dataclass
+class TorchDynamoPlugin(KwargsHandler):
+    """Options of `torch.compile`; a backend other than "no" is refused, because models are compiled by torch itself."""
+
+    backend: Any = DynamoBackend.NO
+    mode: str | None = None
+    fullgraph: bool = False
+    dynamic: bool | None = None
+    options: Any = None
+    disable: bool = False
+    use_regional_compilation: bool = False
+
+    def __bool__(self) -> bool:
+        return not self.disable and str(self.backend).lower() not in ("no", "none")
 
 
 @dataclass

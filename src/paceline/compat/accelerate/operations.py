@@ -72,9 +72,9 @@ def synchronize_rng_states(rng_types: Iterable[Any], generator: torch.Generator 
         synchronize_rng_state(rng_type, generator if str(rng_type) == "generator" else None)
 
 
-def is_torch_tensor(value: Any) -> bool:
+def is_torch_tensor(tensor: Any) -> bool:
     """Whether it is a tensor."""
-    return isinstance(value, torch.Tensor)
+    return isinstance(tensor, torch.Tensor)
 
 
 def is_namedtuple(data: Any) -> bool:

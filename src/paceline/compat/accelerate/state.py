@@ -53,6 +53,9 @@ class PartialState(Participant):
             talk = Collectives(world, device=device, debug=told.debug, timeout_s=told.timeout_s)
             super().__init__(world, device, talk)
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), ()  # transformers pickles it with its arguments: it is that of the process that reads them
+
     @classmethod
     def _reset_state(cls) -> None:
         cls._shared_state.clear()
@@ -81,6 +84,11 @@ class PartialState(Participant):
     def debug(self) -> bool:
         """Whether collectives are checked."""
         return self.collectives.debug
+
+    @property
+    def fork_launched(self) -> bool:
+        """Never asked of us: processes are told nothing by how they were started."""
+        return False
 
     def set_device(self) -> None:
         """Done already."""
@@ -185,6 +193,13 @@ class GradientState:
         """The prepared loader that is being iterated, or None."""
         loaders = self._of_accelerator("_active")
         return None if loaders is None else loaders.top
+
+    @property
+    def dataloader_references(self) -> list[Any]:
+        """Loaders that are being iterated, the current one last."""
+        return [self.active_dataloader] if self.in_dataloader else []
+
+    is_xla_gradients_synced = False
 
     @property
     def in_dataloader(self) -> bool:
