@@ -57,10 +57,12 @@ def begin(tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
     """Starts a launcher that the test will end."""
     started: list[subprocess.Popen[str]] = []
 
-    def start(*words: object) -> subprocess.Popen[str]:
+    def start(*words: object, **env: str) -> subprocess.Popen[str]:
         command = [*PACELINE, *(str(word) for word in words)]
         pipe = subprocess.PIPE
-        started.append(subprocess.Popen(command, cwd=tmp_path, env=clean(), stdout=pipe, stderr=pipe, text=True))
+        started.append(
+            subprocess.Popen(command, cwd=tmp_path, env={**clean(), **env}, stdout=pipe, stderr=pipe, text=True)
+        )
         return started[-1]
 
     yield start
@@ -327,7 +329,8 @@ def test_nobody_is_left_behind(
 ) -> None:
     last = {"a rank fails": "raise SystemExit(int(os.environ['RANK']))", "the script ends": "child.returncode = 0"}
     path = script(PIDS, FAMILY, "import time, os\n", last.get(end, "time.sleep(60)"))
-    launcher = begin("-n", 2, path)
+    (tmp_path / "tmp").mkdir()
+    launcher = begin("-n", 2, path, TMPDIR=str(tmp_path / "tmp"))
     pids = await_files(tmp_path, "0.pid", "1.pid", "0.child", "1.child")
     if end == "kill the launcher":
         launcher.kill()
@@ -335,6 +338,10 @@ def test_nobody_is_left_behind(
         launcher.send_signal(signal.SIGINT)
     launcher.wait(15)
     assert gone(pids, 6), [pid for pid in pids if runs(pid)]
+    deadline = time.monotonic() + 5
+    while list((tmp_path / "tmp").glob("paceline-*")) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not list((tmp_path / "tmp").glob("paceline-*"))
 
 
 def test_output_goes_to_files_and_marked_to_the_terminal(script: Callable[..., Path], tmp_path: Path) -> None:

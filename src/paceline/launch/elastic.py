@@ -14,7 +14,6 @@ import signal
 import sys
 import tempfile
 from pathlib import Path
-from shutil import rmtree
 from typing import Any
 
 from paceline.base import env as environment
@@ -74,7 +73,7 @@ class ElasticHandle:
             LaunchError: `launch-address`, where the rendezvous fails.
         """
         self.folder = Path(tempfile.mkdtemp(prefix="paceline-"))
-        self.reaper = Reaper()
+        self.reaper = Reaper(self.folder)
         if self.job.target.function is not None:
             worker.pack(self.job.target.function, str(self.folder / PARCEL))
         self.signals.enter()
@@ -85,7 +84,6 @@ class ElasticHandle:
             self.stop_all()
             self.signals.leave()
             self.reaper.close()
-            rmtree(self.folder, ignore_errors=True)
         if self.signals.ending:
             return Outcome(128 + self.signals.ending[0], restarts=self.attempt)
         code = self.failure.exit_code if failed and self.failure else int(failed)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import time
+from collections.abc import Iterator
 
 from paceline.launch.launcher import Failure
 from paceline.launch.processes import Worker, stop
@@ -23,10 +24,9 @@ def first_failure(workers: list[Worker], node: int) -> Failure | None:
         time.sleep(0.01)
     code = first.code if first.code else 1
     stop(workers, signal.SIGTERM, AFTER_FAILURE_S)
-    later = [each for each in workers if each.pid in failed and each is not first]
     return Failure(
         first.process.rank, first.process.local_rank, node, first.pid, code, failed[first.pid], first.told(),
-        tuple(f"rank {each.process.rank}: {_last_line(each)}" for each in later),
+        tuple(_after(first.told(), [each for each in workers if each.pid in failed and each is not first])),
     )  # fmt: skip
 
 
@@ -36,6 +36,17 @@ def stuck(running: Worker) -> bool:
     return failed_at is not None and time.time() - failed_at > _LEAVING_S
 
 
-def _last_line(ended: Worker) -> str:
-    text = ended.told()
-    return text.splitlines()[-1][:_LINE] if text else f"ended with {ended.code}"
+def _after(report: str, later: list[Worker]) -> Iterator[str]:
+    """What to say of those that failed after the first: errors that all ranks raise together are told once."""
+    alike = [str(each.process.rank) for each in later if report and each.told() == report]
+    if alike:
+        yield f"the same error on rank{'s' if len(alike) > 1 else ''} {', '.join(alike)}"
+    for each in later:
+        if not report or each.told() != report:
+            yield f"failed after it: rank {each.process.rank}: {_headline(each)}"
+
+
+def _headline(ended: Worker) -> str:
+    """The last line of its report that begins the message of an exception."""
+    lines = [line for line in ended.told().splitlines() if line[:1].strip()]
+    return lines[-1][:_LINE] if lines else f"ended with {ended.code}"

@@ -17,7 +17,6 @@ import socket
 import sys
 import tempfile
 from pathlib import Path
-from shutil import rmtree
 
 from paceline.launch import host, worker
 from paceline.launch.failure import AFTER_FAILURE_S, first_failure, stuck
@@ -109,7 +108,7 @@ class LocalHandle:
         """
         self.nodes = Nodes.meet(self.job)
         folder = Path(tempfile.mkdtemp(prefix="paceline-"))
-        self.reaper = Reaper()
+        self.reaper = Reaper(folder)
         if self.job.start == "fork":
             import torch  # noqa: F401
 
@@ -136,7 +135,6 @@ class LocalHandle:
                 self.signals.leave()
                 self.nodes.close()
                 self.reaper.close()
-                rmtree(folder, ignore_errors=True)
 
     def _work(self, report: str) -> int:
         """In a forked process: runs the target; a function's process does not come back from here."""

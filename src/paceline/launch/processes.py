@@ -86,11 +86,15 @@ class Worker:
 
 
 class Reaper:
-    """The launcher's end of `reaper.py`, which ends all processes should the launcher be killed."""
+    """The launcher's end of `reaper.py`, which ends all processes should the launcher be killed.
 
-    def __init__(self) -> None:
+    Args:
+        folder: removed at the end, whatever the end is.
+    """
+
+    def __init__(self, folder: Path) -> None:
         read, self._write = os.pipe()
-        command = [sys.executable, "-I", "-S", str(_REAPER)]
+        command = [sys.executable, "-I", "-S", str(_REAPER), str(folder)]
         self._process = subprocess.Popen(command, stdin=read, stdout=subprocess.DEVNULL, start_new_session=True)
         os.close(read)
 

@@ -2,10 +2,11 @@
 
 Run as a plain file, with the standard library alone. On its standard input the launcher says `+PID` for a process
 group that lives and `-PID` for one that has ended. End of input means that the launcher is gone: whatever is still
-listed gets SIGTERM and, after a moment, SIGKILL.
+listed gets SIGTERM and, after a moment, SIGKILL; then the launcher's folder of reports (its argument) is removed.
 """
 
 import os
+import shutil
 import signal
 import sys
 import time
@@ -20,6 +21,7 @@ def main() -> None:
         pid = int(line[1:])
         (living.add if line[0] == "+" else living.discard)(pid)
     end(living)
+    shutil.rmtree(sys.argv[1], ignore_errors=True)
 
 
 def end(groups: set[int]) -> None:

@@ -39,7 +39,7 @@ def problem_of(outcome: Outcome, job: Job) -> Problem:
         fix = _HINTS.get(-failure.code, "find out who sent that signal")  # type: ignore[call-overload]
     where = f"local rank {failure.local_rank}, node {failure.node}, " if job.nodes > 1 else ""
     why = [f"it failed first ({where}pid {failure.pid}); the other processes were then stopped"]
-    why += [f"failed after it: {each}" for each in failure.later]
+    why += failure.later
     if job.nodes * job.procs == 1:
         why = [f"pid {failure.pid}"]
     return Problem("rank-failed", failure.what, why, fix)

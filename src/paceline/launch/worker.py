@@ -12,7 +12,6 @@ one, once, instead of a mixture of all.
 
 from __future__ import annotations
 
-import contextlib
 import faulthandler
 import importlib
 import importlib.util
@@ -31,9 +30,9 @@ from typing import Any, NoReturn
 from paceline.base import env as environment
 from paceline.base.errors import LaunchError
 from paceline.launch.launcher import Target
+from paceline.launch.trace import told
 
 VALUE = ".value"
-_HERE = os.path.dirname(__file__)
 
 
 def run(target: Target, report: str, compat: str = "") -> int:
@@ -136,24 +135,6 @@ def whole_lines() -> None:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(line_buffering=True, write_through=False)
-
-
-def told(error: BaseException) -> str:
-    """The traceback as the script's own `sys.excepthook` tells it, without the frames of this package."""
-    trace = error.__traceback__
-    while trace is not None and os.path.dirname(trace.tb_frame.f_code.co_filename) == _HERE:
-        trace = trace.tb_next
-    error.__traceback__ = trace
-    sys.last_type, sys.last_value, sys.last_traceback = type(error), error, trace  # as Python does: exit handlers look
-    if getattr(sys.excepthook, "__module__", "").startswith("torch."):  # it marks each line with the rank
-        return "".join(traceback.format_exception(error))
-    text = io.StringIO()
-    with contextlib.redirect_stderr(text):
-        try:
-            sys.excepthook(type(error), error, trace)
-        except BaseException:  # a hook that fails must not hide what it was to tell
-            traceback.print_exception(error, file=text)
-    return text.getvalue() or "".join(traceback.format_exception(error))
 
 
 def _become(target: Target, compat: str) -> None:
