@@ -31,13 +31,13 @@ quickstart: setup  ## train a small network on handwritten digits, on 2 processe
 	$(BIN)/paceline launch --procs 2 examples/quickstart/train.py $(ARGS)
 
 test: setup  ## run the whole test suite (set-up included)
-	$(PYTEST) tests -n $(JOBS) $(ARGS)
+	$(PYTEST) tests -n $(JOBS) --dist loadgroup $(ARGS)
 
 check: setup  ## format, lint, types, shape and unit tests: run it before each commit
 	$(BIN)/python -m ruff format --check .
 	$(BIN)/python -m ruff check .
 	$(BIN)/python -m mypy
-	$(PYTEST) tests/shape tests/unit -n $(JOBS) $(ARGS)
+	$(PYTEST) tests/shape tests/unit -n $(JOBS) --dist loadgroup $(ARGS)
 
 ranks: setup  ## tests on several real processes, over gloo on this machine
 	$(PYTEST) tests/ranks $(ARGS)

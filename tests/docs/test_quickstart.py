@@ -12,6 +12,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "examples" / "quickstart"
+pytestmark = pytest.mark.xdist_group("quickstart")  # one worker: its runs are made once
 LAUNCH = {1: [], 2: ["-m", "paceline", "launch", "--procs", "2"]}
 
 
