@@ -160,8 +160,11 @@ def test_torchelastic_reports_the_failing_rank(node: Callable[..., subprocess.Po
     more = ("-n", 1, "--rdzv-backend", "c10d")
     text = SUM + "    if rank == 1: sys.exit(5)\n    time.sleep(60)\n"
     (code0, _, err0), (code1, _, err1) = ends(node(0, text, *more), node(1, text, *more), timeout_s=90)
-    assert 5 in (code0, code1), err0 + err1
+    assert sorted((code0, code1)) == [1, 5], err0 + err1
     assert "[rank-failed]" in err0 + err1
+    assert "rank 1 failed with exit code 5." in err0
+    assert "rank 1 failed with exit code 5." in err1
+    assert "Traceback" not in err0 + err1
 
 
 def test_too_few_keep_alives_are_refused(node: Callable[..., subprocess.Popen[str]]) -> None:

@@ -13,6 +13,7 @@ import os
 import signal
 import sys
 import tempfile
+import time
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,8 @@ from paceline.launch.report import describe
 from paceline.launch.signals import Signals
 
 _FEWEST_KEEP_ALIVES = 3  # with fewer, a node that is late forms a world of its own
+_FAILED = "paceline/failed"  # torchelastic itself leaves the others to notice
+_HEARD_S = 1.0
 _EXIT_S = 30.0  # how long to wait at the end for nodes that still run
 _OPTIONS = {"keep_alive_interval": "1", "keep_alive_max_attempt": "5", "last_call_timeout": "2", "join_timeout": "300"}
 
@@ -64,6 +67,8 @@ class ElasticHandle:
         self.failure: Failure | None = None
         self.attempt = 0
         self.value: Any = None
+        self.reached = False  # whether the nodes have found each other once
+        self.elsewhere = ""  # what ended the run on another node
         self.signals = Signals(self._pass_on)
 
     def wait(self) -> Outcome:
@@ -87,7 +92,7 @@ class ElasticHandle:
         if self.signals.ending:
             return Outcome(128 + self.signals.ending[0], restarts=self.attempt)
         code = self.failure.exit_code if failed and self.failure else int(failed)
-        return Outcome(code, self.failure, restarts=self.attempt, value=self.value)
+        return Outcome(code, self.failure, self.elsewhere, self.attempt, self.value)
 
     def _pass_on(self, number: int) -> None:
         for each in self.workers:
@@ -95,9 +100,10 @@ class ElasticHandle:
 
     def _run(self) -> bool:
         """Runs torchelastic's agent; whether the job failed."""
+        from torch.distributed import DistError
         from torch.distributed.elastic.agent.server.api import WorkerSpec
         from torch.distributed.elastic.multiprocessing import SignalException
-        from torch.distributed.elastic.rendezvous.api import RendezvousError
+        from torch.distributed.elastic.rendezvous.api import RendezvousConnectionError, RendezvousError
 
         job = self.job
         try:
@@ -107,6 +113,11 @@ class ElasticHandle:
             )  # fmt: skip
             return bool(_agent(self)(spec, exit_barrier_timeout=_EXIT_S).run().is_failed())
         except SignalException:
+            return True
+        except (DistError, RendezvousConnectionError) as error:
+            if not self.reached:
+                raise self._not_found(error) from error
+            self.elsewhere = f"the node that keeps the rendezvous was lost ({type(error).__name__})"
             return True
         except RendezvousError as error:
             raise self._not_found(error) from error
@@ -138,7 +149,7 @@ class ElasticHandle:
     def start_all(self, processes: list[Process]) -> None:
         """Starts the processes of one round."""
         self.output = Output(self.job.log_dir, self.job.tee, self.job.mark)
-        self.failure, self.workers = None, []
+        self.failure, self.workers, self.reached = None, [], True
         for process in processes:
             report = self.folder / f"{self.attempt}-{process.rank}"
             report.unlink(missing_ok=True)  # a round that new nodes began counts as the same attempt
@@ -214,6 +225,10 @@ def _agent(handle: ElasticHandle) -> Any:
                 asked = signal.Signals(handle.signals.ending[0])
                 raise SignalException(f"asked to end by {asked.name}", asked)
             state = handle.look()
+            if state is None and worker_group.store.check([_FAILED]):
+                handle.elsewhere = worker_group.store.get(_FAILED).decode()
+                self._remaining_restarts = 0  # that node has gone: there is nobody to begin again with
+                return RunResult(WorkerState.FAILED)
             if state is None:
                 return RunResult(WorkerState.HEALTHY)
             if state:
@@ -221,6 +236,9 @@ def _agent(handle: ElasticHandle) -> Any:
                     WorkerState.SUCCEEDED, return_values={each.global_rank: None for each in worker_group.workers}
                 )
             failure = handle.failure
+            if self._remaining_restarts == 0 and failure is not None:
+                worker_group.store.set(_FAILED, f"node {worker_group.group_rank} ({host.name()}): {failure.what}")
+                time.sleep(_HEARD_S)  # this node may be the one that keeps the store
             failures = {}
             if failure is not None:
                 failures[failure.rank] = ProcessFailure(failure.local_rank, failure.pid, failure.code, os.devnull)
