@@ -73,6 +73,12 @@ def install() -> None:
     sys.meta_path.append(AbsentFinder())
     for name in mend.keys() & sys.modules.keys():
         mend[name](sys.modules[name])
+    if "transformers.utils.import_utils" in sys.modules:
+        warn_once(
+            "compat",
+            "transformers was imported before accelerate's names were served, and may take it for missing (its Trainer "
+            "will): call `paceline.compat.install` first.",
+        )
 
 
 def _give_adamw(transformers: ModuleType) -> None:

@@ -1,0 +1,35 @@
+"""Trains a small language model with `transformers.Trainer`, and once more from the checkpoint half way.
+
+python trainer.py FOLDER OPTIONS: writes FOLDER/rank_<n>.json with what both runs ended with.
+"""
+
+import json
+import sys
+from pathlib import Path
+
+import torch
+from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
+
+folder, options = Path(sys.argv[1]), json.loads(sys.argv[2])
+torch.manual_seed(0)
+sizes = {"vocab_size": 17, "n_positions": 8, "n_embd": 16, "n_layer": 1, "n_head": 2}
+rows = [{"input_ids": (ids := torch.arange(start, start + 8) % 17), "labels": ids} for start in range(50)]
+args = TrainingArguments(
+    str(folder / "out"), max_steps=12, per_device_train_batch_size=4, learning_rate=2e-2, logging_steps=3, save_steps=6,
+    report_to=[], use_cpu=True, disable_tqdm=True, seed=1, **options,
+)  # fmt: skip
+found = []
+for checkpoint in (None, str(folder / "out" / "checkpoint-6")):
+    model = GPT2LMHeadModel(GPT2Config(**sizes, bos_token_id=0, eos_token_id=0))
+    trainer = Trainer(model=model, args=args, train_dataset=rows, eval_dataset=rows[:11])
+    trainer.train(resume_from_checkpoint=checkpoint)
+    found.append(
+        {
+            "losses": [each["loss"] for each in trainer.state.log_history if "loss" in each],
+            "weights": {name: value.tolist() for name, value in model.state_dict().items()},
+            "evaluation": trainer.evaluate()["eval_loss"],
+            "predictions": list(trainer.predict(rows[:11]).predictions.shape),
+            "processes": trainer.accelerator.num_processes,
+        }
+    )
+(folder / f"rank_{args.process_index}.json").write_text(json.dumps(found), encoding="utf-8")

@@ -1,0 +1,517 @@
+"""What the compat layer's classes do that the recorded programs do not show: arguments, states, faults not kept."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import pickle
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from paceline import CheckpointError, CompatError
+from paceline.base import env
+from paceline.base.log import forget_warnings
+from paceline.compat.accelerate import arguments, memory, modeling, operations, surroundings
+from paceline.compat.accelerate.accelerator import Accelerator
+from paceline.compat.accelerate.arguments import (
+    DataLoaderConfiguration,
+    DistributedDataParallelKwargs,
+    GradientAccumulationPlugin,
+    GradScalerKwargs,
+    InitProcessGroupKwargs,
+    ParallelismConfig,
+    ProfileKwargs,
+    ProjectConfiguration,
+)
+from paceline.compat.accelerate.kinds import DDPCommunicationHookType, DistributedType, DynamoBackend, PrecisionType
+from paceline.compat.accelerate.loaders import prepare_data_loader, skip_first_batches
+from paceline.compat.accelerate.state import AcceleratorState, GradientState, PartialState
+from paceline.compat.accelerate.tracking import GeneralTracker, filter_trackers
+from paceline.compat.adamw import AdamW
+from paceline.testing import run_ranks
+
+
+@pytest.fixture(autouse=True)
+def fresh_states():
+    """Views of accelerators do not outlive a test."""
+    yield
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
+    forget_warnings()
+
+
+def loader_of(count: int = 8, batch: int = 2) -> DataLoader:
+    return DataLoader(TensorDataset(torch.arange(float(count)).unsqueeze(1)), batch_size=batch)
+
+
+# -- arguments -----------------------------------------------------------------------------------------------
+
+
+def test_arguments_that_are_not_carried_are_refused_all_at_once() -> None:
+    with pytest.raises(CompatError) as caught:
+        Accelerator(
+            mixed_precision="fp8",
+            fsdp_plugin=object(),
+            dynamo_backend="inductor",
+            gradient_accumulation_steps=2,
+            gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=2),
+            kwargs_handlers=[GradScalerKwargs(), GradScalerKwargs(), object()],
+        )
+    assert [problem.code for problem in caught.value.problems] == ["compat-argument"] * 6
+    assert "plan={'shard'" in str(caught.value) and "torch.compile" in str(caught.value)
+
+
+def test_a_code_argument_beats_the_environment() -> None:
+    with env.patched({"ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "8", "ACCELERATE_MIXED_PRECISION": "fp16"}):
+        said = Accelerator(cpu=True, gradient_accumulation_steps=4, mixed_precision="bf16")
+        unsaid = Accelerator(cpu=True)
+    assert (said.gradient_accumulation_steps, said.mixed_precision) == (4, "bf16")
+    assert (unsaid.gradient_accumulation_steps, unsaid.mixed_precision) == (8, "fp16")
+
+
+def test_keyword_bundles_reach_what_they_are_for() -> None:
+    ddp = DistributedDataParallelKwargs(
+        find_unused_parameters=True, comm_hook=DDPCommunicationHookType.BF16, comm_state_option={"a": 1}
+    )
+    assert ddp.options() == {"find_unused_parameters": True, "comm_hook": "bf16", "comm_state": {"a": 1}}
+    accelerator = Accelerator(
+        cpu=True,
+        mixed_precision="fp16",
+        kwargs_handlers=[ddp, GradScalerKwargs(init_scale=8.0), InitProcessGroupKwargs(timeout=timedelta(seconds=7))],
+        dynamo_backend=DynamoBackend.NO,
+    )
+    assert accelerator.plan.options["replicate"] == ddp.options()
+    assert accelerator.scaler.state_dict()["scale"] == 8.0
+    assert accelerator.settings.timeout_s == 7.0
+    assert ParallelismConfig(dp_shard_size=4, tp_size=2).plan() == {"shard": 4, "tp": 2}
+    assert not arguments.TorchDynamoPlugin(backend="no") and arguments.TorchDynamoPlugin(backend="inductor")
+    assert ProfileKwargs(with_flops=True).to_kwargs() == {"with_flops": True}
+
+
+def test_an_old_script_says_split_batches_itself() -> None:
+    assert Accelerator(cpu=True, split_batches=True).split_batches
+    assert not Accelerator(cpu=True).split_batches
+
+
+def test_enumerations_compare_with_strings() -> None:
+    assert PrecisionType.FP16 == "fp16" and "bf16" in PrecisionType and "int7" not in PrecisionType
+    assert str(PrecisionType.NO) == "no" and str(DistributedType.NO) == "DistributedType.NO"
+    assert "fp8" in PrecisionType.list()
+
+
+# -- states --------------------------------------------------------------------------------------------------
+
+
+def test_a_second_accelerator_does_not_touch_the_first() -> None:
+    first = Accelerator(cpu=True, gradient_accumulation_steps=4, mixed_precision="bf16")
+    second = Accelerator(cpu=True)
+    assert (first.gradient_accumulation_steps, first.state.mixed_precision) == (4, "bf16")
+    assert (second.gradient_accumulation_steps, second.state.mixed_precision) == (1, "no")
+    first.gradient_state._set_sync_gradients(False)
+    assert not first.sync_gradients and second.sync_gradients and GradientState().sync_gradients
+    assert AcceleratorState().mixed_precision == "no", "the class shows the one that was made last"
+
+
+def test_states_before_an_accelerator() -> None:
+    assert PartialState._shared_state == {}
+    assert GradientState().sync_gradients and GradientState().num_steps == 1 and not GradientState().in_dataloader
+    state = PartialState(cpu=True)
+    assert state.distributed_type == DistributedType.NO and state.device.type == "cpu" and state.backend is None
+    assert PartialState._shared_state and PartialState().world is state.world
+    assert isinstance(pickle.loads(pickle.dumps(state)), PartialState)
+    assert AcceleratorState().deepspeed_plugin is None
+    AcceleratorState._reset_state(reset_partial_state=True)
+    assert PartialState._shared_state == {} == AcceleratorState._shared_state
+
+
+def test_gradient_state_follows_the_loader_and_forgets_it_after_a_break() -> None:
+    accelerator = Accelerator(cpu=True)
+    loader = accelerator.prepare(loader_of(5))
+    ends, state = [], accelerator.gradient_state
+    for _ in loader:
+        ends.append((state.end_of_dataloader, state.remainder))
+    assert ends == [(False, 1), (False, 1), (True, 1)]
+    for _ in loader:
+        break
+    assert not state.in_dataloader and not state.end_of_dataloader and state.remainder == -1
+
+
+# -- prepare and the loop ------------------------------------------------------------------------------------
+
+
+def test_what_prepare_does_not_know_passes_through() -> None:
+    accelerator = Accelerator(cpu=True)
+    things = [None, "text", [1], {"a": 1}, object(), 3]
+    assert accelerator.prepare(*things) == tuple(things)
+    assert accelerator.prepare(things[4]) is things[4]
+
+
+def test_optimizers_in_any_order_and_unprepared_ones() -> None:
+    accelerator = Accelerator(cpu=True)
+    model = nn.Linear(1, 1)
+    optimizer = accelerator.prepare(torch.optim.SGD(model.parameters(), lr=1.0))
+    other = torch.optim.SGD(model.parameters(), lr=1.0)
+    model = accelerator.prepare(model)
+    before = model.weight.item()
+    for each in (optimizer, other):
+        accelerator.backward(model(torch.ones(1, 1)).sum())
+        each.step()
+        each.zero_grad()
+    assert model.weight.item() == pytest.approx(before - 2)
+    assert accelerator._models == [model] and accelerator._optimizers == [optimizer]
+
+
+def test_loaders_of_the_function_and_of_the_class() -> None:
+    loader = prepare_data_loader(loader_of(5), num_processes=2, process_index=1, even_batches=True)
+    assert [row[0].flatten().tolist() for row in loader] == [[2.0, 3.0], [1.0, 2.0]]
+    rest = skip_first_batches(dataloader=Accelerator(cpu=True).prepare(loader_of()), num_batches=3)
+    assert [row[0].flatten().tolist() for row in rest] == [[6.0, 7.0]]
+
+
+def test_even_batches_can_be_turned_off_on_the_way() -> None:
+    def rows():
+        accelerator = Accelerator(cpu=True)
+        loader = accelerator.prepare(loader_of(5))
+        with accelerator.join_uneven_inputs([], even_batches=False):
+            inside = [row[0].flatten().tolist() for row in loader]
+        after = [row[0].flatten().tolist() for row in loader]
+        accelerator.even_batches = False
+        return inside, after, [row[0].flatten().tolist() for row in accelerator.prepare(loader_of(5))]
+
+    first, second = run_ranks(rows, world=2)
+    assert first == ([[0.0, 1.0], [4.0]], [[0.0, 1.0], [4.0, 0.0]], [[0.0, 1.0], [4.0]])
+    assert second[1] == [[2.0, 3.0], [1.0, 2.0]]
+
+
+def test_a_0_dim_tensor_makes_one_value_a_process_on_the_last_batch_too() -> None:
+    def gathered():
+        accelerator = Accelerator(cpu=True)
+        loader = accelerator.prepare(loader_of(5))
+        return [
+            [each.tolist() for each in accelerator.gather_for_metrics((row.flatten(), row.sum()))] for (row,) in loader
+        ]
+
+    expected = [[[0.0, 1.0, 2.0, 3.0], [1.0, 5.0]], [[4.0], [4.0, 3.0]]]
+    assert run_ranks(gathered, world=2) == [expected, expected]
+
+
+def test_the_scheduler_says_once_that_it_runs_ahead() -> None:
+    def steps():
+        seen = []
+        handler = logging.Handler()
+        handler.emit = lambda record: seen.append(record.getMessage())
+        logging.getLogger("paceline.compat").addHandler(handler)
+        accelerator = Accelerator(cpu=True)
+        model = nn.Linear(1, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+        model, optimizer, scheduler = accelerator.prepare(model, optimizer, scheduler)
+        for _ in range(2):
+            accelerator.backward(model(torch.ones(1, 1)).sum())
+            optimizer.step()
+            scheduler.step()
+        return scheduler.get_last_lr(), seen
+
+    (rate, said), (_, silent) = run_ranks(steps, world=2)
+    assert rate == [0.5**4] and silent == []
+    assert len(said) == 1 and "2 steps for 1 optimizer step" in said[0]
+
+
+def test_the_comm_hook_of_a_script_runs() -> None:
+    def gradient():
+        handler = DistributedDataParallelKwargs(comm_hook=DDPCommunicationHookType.BF16)
+        accelerator = Accelerator(cpu=True, kwargs_handlers=[handler])
+        model = nn.Linear(1, 1)
+        model = accelerator.prepare(model)
+        accelerator.backward(model(torch.full((1, 1), 1.0 + accelerator.process_index)).sum())
+        return accelerator.unwrap_model(model).weight.grad.item()
+
+    assert run_ranks(gradient, world=2) == [1.5, 1.5]
+
+
+def test_refusals_of_methods() -> None:
+    accelerator = Accelerator(cpu=True)
+    with pytest.raises(CompatError, match="compat-name"):
+        accelerator.trigger_sync_in_backward(nn.Linear(1, 1))
+    with pytest.raises(CompatError, match="compat-name"):
+        accelerator.lomo_backward(torch.ones(()), 0.1)
+    with accelerator.maybe_context_parallel(buffers=[]), accelerator.autocast():
+        assert accelerator.deepspeed_ulysses_dl_adapter(1, 2) == 1
+    assert not accelerator.verify_device_map(nn.Linear(1, 1))
+
+
+# -- checkpoints ---------------------------------------------------------------------------------------------
+
+
+def saving(folder: Path, **options) -> Accelerator:
+    accelerator = Accelerator(cpu=True, project_config=ProjectConfiguration(str(folder), **options))
+    model = nn.Linear(2, 1)
+    accelerator.prepare(model, torch.optim.AdamW(model.parameters()), loader_of())
+    return accelerator
+
+
+def test_both_forms_of_weights_unless_the_script_says_which(tmp_path: Path) -> None:
+    accelerator = saving(tmp_path)
+    for safe, names in (
+        (None, {"model.safetensors", "pytorch_model.bin"}),
+        (True, {"model.safetensors"}),
+        (False, {"pytorch_model.bin"}),
+    ):
+        folder = accelerator.save_state(tmp_path / str(safe), safe_serialization=safe)
+        assert set(os.listdir(folder)) == names | {"optimizer.bin", "random_states_0.pkl"}
+    weights = torch.load(tmp_path / "None" / "pytorch_model.bin", weights_only=True)
+    assert set(weights) == {"weight", "bias"}
+    assert set(torch.load(tmp_path / "None" / "optimizer.bin", weights_only=True)) == {"state", "param_groups"}
+
+
+def test_a_folder_keeps_what_others_put_there(tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "mine.txt").write_text("mine")
+    saving(tmp_path).save_state(tmp_path / "run")
+    assert (tmp_path / "run" / "mine.txt").read_text() == "mine"
+    assert os.listdir(tmp_path) == ["run"], "nothing is left beside it"
+
+
+def test_automatic_names_go_on_after_a_load_and_in_a_new_run(tmp_path: Path) -> None:
+    first = saving(tmp_path, automatic_checkpoint_naming=True, total_limit=2)
+    for _ in range(3):
+        first.save_state()
+    first.load_state()
+    assert first.save_state().name == "checkpoint_3"
+    again = saving(tmp_path, automatic_checkpoint_naming=True, total_limit=2)
+    assert again.save_state().name == "checkpoint_4"
+    assert sorted(os.listdir(tmp_path / "checkpoints")) == ["checkpoint_3", "checkpoint_4"]
+
+
+def test_a_failed_save_leaves_the_old_checkpoints(tmp_path: Path) -> None:
+    accelerator = saving(tmp_path, automatic_checkpoint_naming=True, total_limit=1)
+    accelerator.save_state()
+
+    class Unsaved:
+        def state_dict(self):
+            raise OSError(28, "No space left on device")
+
+        def load_state_dict(self, state):
+            pass
+
+    accelerator.register_for_checkpointing(Unsaved())
+    with pytest.raises(OSError, match="No space"):
+        accelerator.save_state()
+    assert os.listdir(tmp_path / "checkpoints") == ["checkpoint_0"]
+
+
+def test_a_folder_of_another_run_is_refused_before_anything_is_loaded(tmp_path: Path) -> None:
+    saving(tmp_path).save_state(tmp_path / "run")
+    other = Accelerator(cpu=True)
+    model = other.prepare(nn.Linear(2, 1))
+    before = model.weight.clone()
+    with pytest.raises(CompatError, match=r"(?s)\[compat-checkpoint\].*optimizers: 0 here, 1 in the folder"):
+        other.load_state(tmp_path / "run")
+    assert torch.equal(before, model.weight)
+    with pytest.raises(CheckpointError, match="checkpoint-missing"):
+        other.load_state(tmp_path / "nowhere")
+    with pytest.raises(CheckpointError, match="checkpoint-unnamed"):
+        other.save_state()
+
+
+def test_hooks_can_take_models_out_and_write_their_own_files(tmp_path: Path) -> None:
+    accelerator = saving(tmp_path)
+
+    def save(models, weights, folder):
+        weights.pop()
+        Path(folder, "adapter").mkdir()
+        torch.save(models[0].state_dict(), Path(folder, "adapter", "own.bin"))
+
+    handle = accelerator.register_save_state_pre_hook(save)
+    accelerator.register_load_state_pre_hook(lambda models, folder: models.pop())
+    accelerator.save_state(tmp_path / "run")
+    assert sorted(os.listdir(tmp_path / "run")) == ["adapter", "optimizer.bin", "random_states_0.pkl"]
+    accelerator.load_state(tmp_path / "run")
+    handle.remove()
+    accelerator.save_state(tmp_path / "next")
+    assert "model.safetensors" in os.listdir(tmp_path / "next")
+
+
+def test_the_epoch_comes_back_and_the_place_in_it_to_stateful_loaders_alone(tmp_path: Path) -> None:
+    def run(stateful: bool):
+        config = DataLoaderConfiguration(use_stateful_dataloader=stateful, data_seed=3)
+        accelerator = Accelerator(cpu=True, dataloader_config=config)
+        data = TensorDataset(torch.arange(6.0))
+        return accelerator, accelerator.prepare(DataLoader(data, batch_size=2, shuffle=True))
+
+    for stateful in (False, True):
+        accelerator, loader = run(stateful)
+        list(loader)
+        seen = []
+        for (row,) in loader:
+            seen.append(row.tolist())
+            if len(seen) == 1:
+                accelerator.save_state(tmp_path / str(stateful))
+        accelerator, loader = run(stateful)
+        accelerator.load_state(tmp_path / str(stateful))
+        rows = [row.tolist() for (row,) in (loader if stateful else skip_first_batches(loader, 1))]
+        assert rows == seen[1:]
+
+
+def test_a_native_checkpoint_is_read_too(tmp_path: Path) -> None:
+    from paceline import Accelerator as Native
+
+    native = Native(cpu=True)
+    model = native.prepare(nn.Linear(2, 1))
+    native.save_state(tmp_path / "run")
+    accelerator = Accelerator(cpu=True)
+    other = accelerator.prepare(nn.Linear(2, 1))
+    accelerator.load_state(tmp_path / "run")
+    assert torch.equal(model.weight, other.weight)
+
+
+# -- trackers ------------------------------------------------------------------------------------------------
+
+
+def test_a_tracker_of_the_scripts_own(tmp_path: Path) -> None:
+    class Mine(GeneralTracker):
+        name, tracker = "mine", "wrapped"
+
+        def __init__(self):
+            super().__init__()
+            self.seen = []
+
+        def store_init_configuration(self, values):
+            self.seen.append(values)
+
+        def log(self, values, step=None, **kwargs):
+            self.seen.append((values, step))
+
+        def finish(self):
+            self.seen.append("finished")
+
+    accelerator = Accelerator(cpu=True, log_with=[mine := Mine(), "jsonl"], project_dir=tmp_path)
+    accelerator.init_trackers("run", config={"a": 1})
+    accelerator.log({"loss": torch.tensor(0.5)}, step=3, log_kwargs={})
+    assert accelerator.get_tracker("mine") is mine and accelerator.get_tracker("mine", unwrap=True) == "wrapped"
+    assert len(accelerator.trackers) == 2 and accelerator.trackers[0] is mine and mine in list(accelerator.trackers)
+    accelerator.end_training()
+    assert mine.seen == [{"a": 1}, ({"loss": 0.5}, 3), "finished"]
+    assert filter_trackers(["wandb", "jsonl", mine]) == ["jsonl", mine]
+
+
+# -- functions -----------------------------------------------------------------------------------------------
+
+
+def test_models_without_weights() -> None:
+    with modeling.init_empty_weights():
+        model = nn.BatchNorm1d(4)
+    assert model.weight.is_meta and not model.running_mean.is_meta
+    with modeling.init_empty_weights(include_buffers=True):
+        assert nn.BatchNorm1d(4).running_mean.is_meta
+    modeling.set_module_tensor_to_device(model, "weight", "cpu", value=torch.ones(4))
+    assert model.weight.sum() == 4 and isinstance(model.weight, nn.Parameter)
+    with pytest.raises(ValueError, match="value"):
+        modeling.set_module_tensor_to_device(model, "bias", "cpu")
+
+
+def test_sizes_and_ties(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 1))
+    sizes = modeling.compute_module_sizes(model)
+    assert dict(sizes) == {"": 52, "0": 36, "0.weight": 24, "0.bias": 12, "1": 16, "1.weight": 12, "1.bias": 4}
+    assert modeling.compute_module_sizes(model, dtype="float16")[""] == 26
+    assert modeling.get_max_layer_size(list(model.named_children()), sizes, []) == (36, ["0"])
+    assert modeling.clean_device_map({"a": 0, "a.b": 0}) == {"": 0}
+    assert modeling.clean_device_map({"a.x": 0, "a.y": 0, "b": 1}) == {"b": 1, "a": 0}
+    assert modeling.convert_bytes(123456) == "120.56 KB" and modeling.convert_file_size_to_int("1KB") == 1000
+    assert modeling.get_max_memory({0: "1GB"}) == {0: 10**9} and modeling.get_max_memory()["cpu"] > 0
+    model[1] = model[0]
+    assert modeling.find_tied_parameters(model) == [["0.weight", "1.weight"], ["0.bias", "1.bias"]]
+    model[1] = nn.Linear(2, 3)
+    modeling.retie_parameters(model, [["0.weight", "1.weight"]])
+    assert model[1].weight is model[0].weight
+    torch.save(model.state_dict(), tmp_path / "weights.bin")
+    with pytest.raises(CompatError, match="compat-name"):
+        modeling.load_checkpoint_in_model(model, tmp_path / "weights.bin", {"0": 0, "1": 1})
+    modeling.load_checkpoint_in_model(model, tmp_path / "weights.bin")
+    assert modeling.extract_model_from_parallel(nn.DataParallel(model)) is model
+
+
+def test_nested_batches() -> None:
+    batch = {"a": torch.ones(3, 2), "b": [torch.zeros(3)], "words": ["x"]}
+    assert operations.find_batch_size(batch) == operations.ignorant_find_batch_size(batch) == 3
+    assert operations.find_device(batch).type == "cpu"
+    with pytest.raises(TypeError):
+        operations.find_batch_size(["x"])
+    with pytest.raises(TypeError, match="here is a str"):
+        operations.recursively_apply(lambda t: t, batch, error_on_other_type=True)
+    assert operations.slice_tensors(batch, slice(0, 1))["b"][0].shape == (1,)
+    kept = operations.send_to_device(batch, "meta", skip_keys="a")
+    assert not kept["a"].is_meta and kept["b"][0].is_meta
+    half = operations.convert_outputs_to_fp32(lambda: {"y": torch.ones(1, dtype=torch.float16)})
+    assert half()["y"].dtype == torch.float32
+
+
+def test_the_environment() -> None:
+    with surroundings.patch_environment(accelerate_test="yes"):
+        assert surroundings.parse_flag_from_env("ACCELERATE_TEST")
+        with surroundings.clear_environment():
+            assert surroundings.parse_choice_from_env("ACCELERATE_TEST", "none") == "none"
+            assert surroundings.get_int_from_env(["RANK"], 4) == 4
+    assert not surroundings.parse_flag_from_env("ACCELERATE_TEST")
+    assert surroundings.str_to_bool("on") == 1 and surroundings.str_to_bool("no", to_bool=True) is False
+
+    @surroundings.purge_accelerate_environment
+    def leak():
+        env.export({"ACCELERATE_LEAK": "1"})
+
+    leak()
+    assert "ACCELERATE_LEAK" not in env.snapshot()
+
+
+def test_versions_and_other_things() -> None:
+    assert surroundings.is_torch_version(">=", "2.0") and not surroundings.compare_versions("torch", "<", "2.0")
+    assert surroundings.merge_dicts({"a": {"b": 1}}, {"a": {"c": 2}}) == {"a": {"c": 2, "b": 1}}
+    assert surroundings.recursive_getattr(nn.Sequential(nn.Linear(1, 1)), "0.bias") is not None
+    assert surroundings.get_pretty_name(nn.Linear) == "Linear"
+    assert memory.release_memory(1, 2) == [None, None] and memory.should_reduce_batch_size(MemoryError())
+    with pytest.raises(CompatError, match="compat-name"):
+        memory.find_executable_batch_size(reduce_batch_size_fn=lambda: 1)
+    assert not surroundings.tqdm(range(1), main_process_only=False, disable=True).n
+
+
+def test_the_config_file_is_one_that_we_read(tmp_path: Path) -> None:
+    from paceline.config import files
+
+    path = surroundings.write_basic_config("fp16", str(tmp_path / "default_config.yaml"))
+    assert path == tmp_path / "default_config.yaml"
+    assert surroundings.write_basic_config("no", str(path)) is False, "an existing file is left as it is"
+    content = files.read(str(path))
+    assert not content.problems and {"mixed_precision", "num_processes"} <= {each.name for each in content.given}
+
+
+def test_adamw_of_transformers() -> None:
+    parameters = [nn.Parameter(torch.ones(1))]
+    assert AdamW(parameters).defaults["weight_decay"] == 0.0
+    with pytest.raises(CompatError, match="compat-name"):
+        AdamW(parameters, correct_bias=False)
+
+
+def test_objects_between_processes() -> None:
+    def talk():
+        rank = PartialState(cpu=True).process_index
+        filled = operations.broadcast_object_list([rank, "x"], from_process=1)
+        torch.manual_seed(rank)
+        operations.synchronize_rng_states(["torch"])
+        return json.dumps(
+            [
+                operations.gather_object([rank]),
+                filled,
+                operations.reduce(torch.tensor(rank + 1.0)).item(),
+                torch.rand(1).item(),
+            ]
+        )
+
+    first, second = run_ranks(talk, world=2)
+    assert first == second and json.loads(first)[:3] == [[0, 1], [1, "x"], 1.5]

@@ -1,0 +1,209 @@
+"""accelerate's names are all there; what is not carried says so when it is used, and never before."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import inspect
+import json
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from paceline import CompatError
+from paceline.compat import accelerate as table
+from paceline.compat import install
+from paceline.compat.absent import absent
+from paceline.compat.neighbours import AbsentFinder, Mender
+from paceline.compat.served import Server
+
+REFERENCE = Path(__file__).parent / "reference"
+
+
+@pytest.fixture(autouse=True)
+def served():
+    """accelerate is served for the length of a test."""
+    finders, modules = list(sys.meta_path), set(sys.modules)
+    install(["accelerate"])
+    yield
+    sys.meta_path[:] = finders
+    for name in set(sys.modules) - modules:
+        if name.partition(".")[0] in ("accelerate", "deepspeed"):
+            del sys.modules[name]
+
+
+# -- importing -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("module", sorted(table.modules()))
+def test_every_name_of_the_real_library_can_be_imported(module: str) -> None:
+    served = importlib.import_module(module)
+    for name in table.modules()[module]:
+        assert getattr(served, name) is not None, name
+    assert set(dir(served)) == table.modules()[module]
+
+
+def test_names_that_are_carried_exist_in_the_real_library() -> None:
+    known = {name for names in table.modules().values() for name in names}
+    assert not table.carried().keys() - known
+
+
+def test_a_name_that_never_existed_is_an_import_error_with_the_nearest_one() -> None:
+    with pytest.raises(ImportError, match="Did you mean: 'set_seed'"):
+        from accelerate.utils import set_sed  # noqa: F401
+    with pytest.raises(ImportError, match="cannot import name 'nothing_like_it'"):
+        import accelerate.nothing_like_it
+    import accelerate
+
+    assert not hasattr(accelerate, "nothing_like_it")
+    assert importlib.util.find_spec("accelerate.nothing_like_it") is None
+
+
+def test_one_name_is_one_object_in_every_module() -> None:
+    import accelerate
+    import accelerate.accelerator
+    from accelerate.utils import DistributedType
+    from accelerate.utils.dataclasses import DistributedType as again
+
+    assert accelerate.Accelerator is accelerate.accelerator.Accelerator
+    assert DistributedType is again is accelerate.DistributedType
+    assert DistributedType.MULTI_CPU == "MULTI_CPU"
+    assert accelerate.utils.set_seed is accelerate.utils.random.set_seed
+
+
+def test_the_library_seems_installed() -> None:
+    assert importlib.metadata.version("accelerate") == table.VERSION
+    assert importlib.metadata.packages_distributions()["accelerate"] == ["accelerate"]
+    assert importlib.util.find_spec("accelerate") is not None
+    import accelerate
+
+    assert accelerate.__version__ == table.VERSION
+
+
+def test_installing_twice_changes_nothing() -> None:
+    install(["accelerate"])
+    for kind in (Server, Mender, AbsentFinder):
+        assert sum(isinstance(finder, kind) for finder in sys.meta_path) == 1
+
+
+def test_nothing_heavy_is_loaded_to_serve_names() -> None:
+    program = (
+        "import sys; from paceline.compat import install; install(['accelerate'])\n"
+        "import accelerate.utils; assert 'torch' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
+
+
+# -- signatures ----------------------------------------------------------------------------------------------
+
+
+def test_what_is_carried_takes_the_real_keywords() -> None:
+    import accelerate
+
+    listed = json.loads((REFERENCE / "signatures.json").read_text(encoding="utf-8"))
+    wrong = []
+    for name, wanted in listed.items():
+        owner, _, member = name.rpartition(".")
+        if owner:
+            kind = getattr(accelerate.state, owner, None) or getattr(accelerate, owner)
+            where, member = kind, member
+        else:
+            if name not in table.carried() or name in _OTHER_INSIDE:
+                continue
+            module, _, member = table.carried()[name].partition(":")
+            where = importlib.import_module(module)
+        if not hasattr(where, member):
+            wrong += [] if name in _IN_INSTANCES else [f"{name} is missing"]
+            continue
+        if wanted is None:
+            continue
+        ours = inspect.signature(getattr(where, member)).parameters
+        if not any(each.kind is each.VAR_KEYWORD for each in ours.values()):
+            lacking = [each for each in wanted if each not in ours]
+            wrong += [f"{name} takes no {', '.join(lacking)}"] if lacking else []
+    assert not wrong, "\n".join(wrong)
+
+
+# Classes that scripts get from `prepare` and do not make themselves; a function of the same name in another module.
+_OTHER_INSIDE = {"AcceleratedOptimizer", "AcceleratedScheduler", "DataLoaderDispatcher", "DataLoaderShard",
+                 "MultiProcessAdapter", "prepare_data_loader", "DataLoaderStateMixin"}  # fmt: skip
+# Set by constructors, or raising there too.
+_IN_INSTANCES = {"Accelerator.device", "Accelerator.parallelism_config", "Accelerator.project_dir",
+                 "Accelerator.context_parallel_rank", "Accelerator.pipeline_parallel_rank", "AcceleratorState.is_fsdp2",
+                 "AcceleratorState.mixed_precision", "AcceleratorState.get_deepspeed_plugin",
+                 "AcceleratorState.select_deepspeed_plugin"}  # fmt: skip
+
+
+# -- what is not carried -------------------------------------------------------------------------------------
+
+
+def test_using_a_name_that_is_not_carried_names_the_native_way() -> None:
+    from accelerate import FullyShardedDataParallelPlugin, infer_auto_device_map
+    from accelerate.utils import BnbQuantizationConfig, TERecipeKwargs
+
+    with pytest.raises(CompatError, match=r"(?s)\[compat-name\].*plan=\{'shard'"):
+        FullyShardedDataParallelPlugin(fsdp_version=2)
+    for name in (infer_auto_device_map, BnbQuantizationConfig, TERecipeKwargs):
+        with pytest.raises(CompatError, match="is not carried by Paceline"):
+            name()
+    with pytest.raises(CompatError, match="fsdp_version"):
+        FullyShardedDataParallelPlugin.fsdp_version  # noqa: B018
+
+
+def test_a_stand_in_can_be_inherited_from_and_asked_for() -> None:
+    Stand = absent("accelerate.hooks.ModelHook", "why", "fix")
+
+    class Mine(Stand):
+        def pre_forward(self):
+            return 1
+
+    assert not isinstance(3, Stand) and Mine.pre_forward is not None
+    assert "not carried" in repr(Stand)
+    for use in (Mine, lambda: list(Stand), lambda: len(Stand), lambda: Stand["a"], lambda: 1 in Stand):
+        with pytest.raises(CompatError, match="compat-name"):
+            use()
+
+
+@pytest.mark.skipif(importlib.util.find_spec("deepspeed") is not None, reason="deepspeed is installed")
+def test_an_unused_import_of_deepspeed_does_no_harm() -> None:
+    assert importlib.util.find_spec("deepspeed") is None, "whoever asks whether it is there is told no"
+    import deepspeed
+    import deepspeed.ops.adam
+
+    with pytest.raises(CompatError, match=r"deepspeed.initialize is not carried.*\[compat-name\]"):
+        deepspeed.initialize()
+    assert not hasattr(deepspeed, "__version__")
+
+
+def test_an_unknown_library_and_one_that_is_imported_already(monkeypatch) -> None:
+    with pytest.raises(CompatError, match=r"\[compat-library\]"):
+        install(["lightning"])
+    monkeypatch.setattr(sys, "meta_path", [each for each in sys.meta_path if not isinstance(each, Server)])
+    monkeypatch.setitem(sys.modules, "accelerate", ModuleType("accelerate"))
+    with pytest.raises(CompatError, match=r"\[compat-imported\]"):
+        install(["accelerate"])
+
+
+# -- the command ---------------------------------------------------------------------------------------------
+
+
+def run(*words: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    program = [sys.executable, "-m", "paceline.compat", *words]
+    return subprocess.run(program, cwd=folder, capture_output=True, text=True, timeout=60, check=False)
+
+
+def test_the_command_runs_a_script_or_a_module(tmp_path: Path) -> None:
+    (tmp_path / "beside.py").write_text("NAME = 'beside'\n")
+    text = "import sys, accelerate, beside\nprint(__name__, sys.argv[1:], accelerate.__version__, beside.NAME)\n"
+    (tmp_path / "script.py").write_text(text)
+    for words in (["script.py", "-m", "x"], ["-m", "script", "-m", "x"]):
+        assert run(*words, folder=tmp_path).stdout == f"__main__ ['-m', 'x'] {table.VERSION} beside\n"
+
+
+def test_the_command_without_a_script_says_how_it_is_used(tmp_path: Path) -> None:
+    ended = run(folder=tmp_path)
+    assert ended.returncode == 2 and ended.stderr.startswith("usage: python -m paceline.compat")
+    assert run("--help", folder=tmp_path).returncode == 0

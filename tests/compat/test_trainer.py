@@ -1,0 +1,40 @@
+"""`transformers.Trainer` trains on the names that we serve."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+PROGRAM = Path(__file__).parent / "programs" / "trainer.py"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize(
+    ("size", "options"),
+    [(1, {}), (2, {"gradient_accumulation_steps": 2, "bf16": True})],
+    ids=["one process", "two processes, accumulation, bf16"],
+)
+def test_trainer(tmp_path: Path, size: int, options) -> None:
+    words = [sys.executable, "-m", "paceline", "launch", "--cpu", "-n", str(size), "--compat", "accelerate"]
+    ended = subprocess.run(
+        [*words, str(PROGRAM), str(tmp_path), json.dumps(options)],
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+    )
+    assert ended.returncode == 0, (ended.stdout + ended.stderr)[-6000:]
+    results = [json.loads((tmp_path / f"rank_{rank}.json").read_text(encoding="utf-8")) for rank in range(size)]
+    whole, resumed = results[0]
+    assert whole["processes"] == size
+    assert whole["losses"][-1] < 0.85 * whole["losses"][0] and whole["predictions"] == [11, 8, 17]
+    assert resumed == whole, "a resumed run ends where the whole one did"
+    for other in results[1:]:
+        assert [each["weights"] for each in other] == [each["weights"] for each in results[0]], "the ranks agree"
