@@ -231,7 +231,7 @@ class Accelerator(Participant):
         Ranks: all; communicates at the end of a window.
 
         Raises:
-            PlanError: `backward-pipeline` under `pp > 1`, `unused-parameters`; TrainError: `accumulate-outside`.
+            PlanError, TrainError: `backward-pipeline`, `unused-parameters`, `backward-loss`, `accumulate-outside`.
         """
         if self.plan.layout.pp > 1:
             raise PlanError(
@@ -241,7 +241,7 @@ class Accelerator(Participant):
                 fix="use `accelerator.forward_backward(model, batch, loss_fn)`, which works under every plan",
             )
         gradients = self.gradients
-        loss = gradients.scale(loss, num_items)
+        loss = gradients.scale(gradients.checked(loss, kwargs), num_items)
         if self.settings.debug and gradients.sync:
             self.collectives.check("backward")
         if self.scaler is not None:
@@ -279,12 +279,9 @@ class Accelerator(Participant):
 
     def unscale_gradients(self, optimizer: Any = None) -> None:
         """Makes gradients final: corrected to the window's real size, and unscaled under fp16."""
+        chosen = optimizer if isinstance(optimizer, (list, tuple)) else (optimizer,)
         for each in self._prepared.optimizers:
-            if (
-                optimizer is None
-                or each is optimizer
-                or each in (optimizer if isinstance(optimizer, (list, tuple)) else ())
-            ):
+            if optimizer is None or each in chosen:
                 each.unscale()
 
     def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
@@ -410,12 +407,15 @@ class Accelerator(Participant):
         """
         return self._states.save(None if output_dir is None else str(output_dir), self.plan)
 
-    def load_state(self, input_dir: str | Path | None = None) -> None:
-        """Puts back what `save_state` saved, at any width; None takes the newest automatically named one. Ranks: all."""
-        self._states.load(None if input_dir is None else str(input_dir))
+    def load_state(self, input_dir: str | Path | None = None, *, strict: bool = True) -> None:
+        """Puts back what `save_state` saved, at any width; None takes the newest automatically named one. Ranks: all.
+
+        With `strict=False` what only one side has is left out; shapes must agree always.
+        """
+        self._states.load(None if input_dir is None else str(input_dir), strict)
 
     def skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> Any:
-        """A loader whose first epoch begins after `num_batches` batches."""
+        """A loader without the first `num_batches` batches of each epoch."""
         return skip_first_batches(dataloader, num_batches)
 
     # -- logs --------------------------------------------------------------------------------------------------

@@ -19,6 +19,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from paceline.base.errors import PrepareError
 from paceline.base.log import logger
+from paceline.checkpoint.module_state import clean
 from paceline.data.active import ActiveLoaders
 from paceline.data.loader import PreparedLoader
 from paceline.data.prepare import prepare_loader
@@ -144,6 +145,8 @@ class Preparation:
             known = self.find(model)
             if known is not None:
                 result[at] = known.wrapped
+        for _, model in new:
+            _refuse_meta(model)
         facts = [model_facts(model) for _, model in new]
         plan = resolve(self._draft(), facts, STRATEGIES) if new else self.plan
         # Names are taken before anything is touched: strategies may replace every parameter.
@@ -239,11 +242,12 @@ class Preparation:
     # -- look up ---------------------------------------------------------------------------------------------
 
     def find(self, model: Any, *, wrapped_only: bool = False) -> PreparedModel | None:
-        """The entry of a model, given as it came out of `prepare` or (unless `wrapped_only`) as it went in."""
+        """The entry of a model, given as it came out of `prepare`, compiled since, or (unless `wrapped_only`) as it went in."""
         for each in self.models:
             if each.wrapped is model or (not wrapped_only and each.module is model):
                 return each
-        return None
+        inside = getattr(model, "_modules", {}).get("_orig_mod")
+        return self.find(inside) if inside is not None and not wrapped_only else None
 
     def hold_gradients(self, models: Sequence[nn.Module]) -> AbstractContextManager[Any]:
         """While it is open, backward passes of `models` (all, where none is named) do not communicate."""
@@ -272,8 +276,8 @@ class Preparation:
 
     @staticmethod
     def state_dict(module: nn.Module) -> dict[str, Any]:
-        """The whole state of a module: shards are gathered one by one. Ranks: all; all get it."""
-        return {name: whole(value) for name, value in module.state_dict().items()}
+        """The whole state of a module under the names that the user gave, compiled or not. Ranks: all; all get it."""
+        return {clean(name): whole(value) for name, value in module.state_dict().items()}
 
     def _refuse_unprepared(self, optimizer: Optimizer) -> None:
         own = {id(parameter) for each in self.models for parameter in each.module.parameters()}
@@ -295,3 +299,16 @@ class Preparation:
         self._known = weakref.WeakSet()
         if self.device.type != "cpu":
             torch.accelerator.empty_cache()
+
+
+def _refuse_meta(model: nn.Module) -> None:
+    """Refuses a model that has shapes only."""
+    tensors = dict([*model.named_parameters(), *model.named_buffers()])
+    meta = [name for name, tensor in tensors.items() if tensor.is_meta]
+    if meta:
+        raise PrepareError(
+            "model-meta",
+            f"{type(model).__name__} has no weights yet: {len(meta)} of its {len(tensors)} tensors are on the meta device.",
+            why=f"they have a shape and no values: {', '.join(meta[:3])}{', ...' if len(meta) > 3 else ''}",
+            fix="build it outside of `torch.device('meta')`, or `model.to_empty(device='cpu')` and load its weights first",
+        )

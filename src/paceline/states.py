@@ -117,7 +117,7 @@ class States:
             self.iteration = int(saved.rsplit("_", 1)[1]) + 1
         return saved
 
-    def load(self, path: str | None) -> None:
+    def load(self, path: str | None, strict: bool = True) -> None:
         """Loads from `path`, or the newest automatically named checkpoint that verifies. Ranks: all."""
         source = path or self._checkpointer.latest(self._automatic())
         if source is None:
@@ -131,7 +131,7 @@ class States:
         for hook in list(self._hooks["load"].values()):
             hook(models, source)
         _keep(state, len(models))
-        self._checkpointer.load(source, state)
+        self._checkpointer.load(source, state, strict=strict)
         for optimizer in self._prepared.optimizers:
             optimizer.steps = self.run.step
         if path is None:

@@ -305,6 +305,10 @@ def _check_present(store: Store, home: str) -> None:
     fix = f"load {near[-1]}" if near else "check the path; a finished checkpoint has a manifest.json"
     if not store.exists(home):
         raise CheckpointError("checkpoint-missing", f"there is no checkpoint {home}.", why=listed, fix=fix)
+    if not store.folder(home):
+        raise CheckpointError(
+            "checkpoint-none", f"{home} is not a checkpoint: it is a file, not a folder.", why=listed, fix=fix
+        )
     names = store.list(home)
     inside = f"it holds {', '.join(names[:8])}{' ...' if len(names) > 8 else ''}" if names else "it is empty"
     raise CheckpointError(

@@ -71,9 +71,15 @@ def reading(path: str) -> Iterator[None]:
 def replacing(path: str) -> Iterator[BinaryIO]:
     """A file that takes its place, durable, when the `with` block ends well; until then the old one stays.
 
-    Its `name` is where it lies till then, for libraries that open a file themselves.
+    Its `name` is where it lies till then, for libraries that open a file themselves. A link stays one, and a device or
+    a pipe (/dev/null) is written to rather than replaced.
     """
-    folder, name = os.path.split(os.path.abspath(path))
+    path = os.path.realpath(path)
+    if os.path.exists(path) and not os.path.isfile(path) and not os.path.isdir(path):
+        with open(path, "wb") as file:
+            yield file
+        return
+    folder, name = os.path.split(path)
     partial = os.path.join(folder, f".{name}.partial-{secrets.token_hex(4)}")
     try:
         with open(partial, "wb") as file:

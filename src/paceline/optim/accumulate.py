@@ -13,7 +13,7 @@ estimate is a power of two, so dividing by it rounds nothing: the same numbers c
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Protocol
 
@@ -100,6 +100,26 @@ class Accumulation:
 
     # -- the scale -------------------------------------------------------------------------------------------
 
+    @staticmethod
+    def checked(loss: Any, named: Mapping[str, Any]) -> torch.Tensor:
+        """The loss, if `backward` can begin there; `named` are the keywords of `Tensor.backward`.
+
+        Raises:
+            TrainError: `backward-loss`.
+        """
+        if not isinstance(loss, torch.Tensor):
+            why = f"it is a {type(loss).__name__}, which does not know how it was computed"
+            fix = "pass the tensor that the loss function returned; take `.item()` or `float()` for printing only"
+        elif not loss.requires_grad:
+            why = "no parameter that requires a gradient took part in it, or it was computed under torch.no_grad()"
+            fix = "compute the loss from the prepared model's output, with gradients on; unfreeze what should learn"
+        elif loss.numel() != 1 and named.get("gradient") is None:
+            why = f"it has the shape {tuple(loss.shape)}, and a gradient is that of one number"
+            fix = "take its mean: `accelerator.backward(loss.mean())`"
+        else:
+            return loss
+        raise TrainError("backward-loss", "there is no way back from this loss.", why=why, fix=fix)
+
     def scale(self, loss: torch.Tensor, num_items: int | torch.Tensor | None = None) -> torch.Tensor:
         """The loss as `backward` should see it.
 
@@ -159,6 +179,14 @@ class Accumulation:
             return loss * 0.0
         divisor = window / (own * self.width)  # type: ignore[operator]
         return loss if divisor == 1.0 else loss / divisor
+
+    def over_ranks(self, loss: Any) -> Any:
+        """What a closure computed on this rank as the mean over all ranks, weighed as its gradient is. Ranks: all."""
+        if self.width == 1 or not isinstance(loss, torch.Tensor):
+            return loss
+        info = self._active.top.current if self.weigh and self._active.top is not None else None
+        share = 1 / self.width if info is None else info.weights[info.index] / sum(info.weights)
+        return self._collectives.reduce(loss.detach() * share if share else torch.zeros_like(loss))
 
     def _items_divisor(self, num_items: int) -> float:
         if self._rows or self._items_micro == self._micro:

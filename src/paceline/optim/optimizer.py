@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch.optim import Optimizer
 
+from paceline.base.errors import TrainError
 from paceline.optim.accumulate import Accumulation
 
 
@@ -52,18 +54,49 @@ class PreparedOptimizer(Optimizer):
     def step(self, closure: Any = None) -> Any:  # type: ignore[override]
         """One optimizer step where the window ends; nothing in between.
 
+        Args:
+            closure: computes the loss anew, gradients included, and returns it, as LBFGS needs; each rank then sees the
+                mean over all ranks, so that all search alike.
+
         Raises:
-            TrainError: `fp16-loss` under fp16, where the loss itself is not finite.
+            TrainError: `fp16-loss` under fp16, where the loss itself is not finite; `optimizer-closure`.
         """
+        if closure is not None:
+            return self._search(closure)
         if not self._accumulation.sync:
             return None
         self.settle()
         self._settled = False
         self.steps += 1
         if self._scaler is None:
-            return self.optimizer.step() if closure is None else self.optimizer.step(closure)
+            return self.optimizer.step()
         self.step_was_skipped = self._scaler.step(self.optimizer)
         return None
+
+    def _search(self, closure: Callable[[], Any]) -> Any:
+        why = []
+        if self._scaler is not None:
+            why.append("mixed_precision='fp16': whether a gradient overflowed is known only after the closure has run")
+        if self._accumulation.steps > 1:
+            why.append(f"gradient_accumulation_steps={self._accumulation.steps}: it would see the last micro-batch only")
+        if why:
+            raise TrainError(
+                "optimizer-closure",
+                f"{type(self.optimizer).__name__} cannot step with a closure in this run.",
+                why=why,
+                fix="compute one whole batch a step, in bf16 or float32; or call `step()` without a closure",
+            )
+
+        def evaluate() -> Any:
+            self._settled = False
+            loss = closure()
+            self.settle()
+            return self._accumulation.over_ranks(loss)
+
+        self.steps += 1
+        result = self.optimizer.step(evaluate)
+        self._settled = False
+        return result
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clears gradients where the window ends; nothing in between."""

@@ -112,7 +112,7 @@ class Replicate:
         _STATES[wrapped] = state = _State()
         if hook != "none":
             install(wrapped, hook, options["comm_wrapper"], group, options["comm_state"])
-        elif options["find_unused_parameters"] == "auto" and not options["static_graph"]:
+        elif options["find_unused_parameters"] == "auto" and not options["static_graph"] and not _sparse(model):
             state.looking = True
             wrapped.require_backward_grad_sync = False
         return wrapped
@@ -156,6 +156,11 @@ class Replicate:
                 + str(error).splitlines()[0],
                 fix="set options={'replicate': {'find_unused_parameters': True}}",
             ) from None
+
+
+def _sparse(model: nn.Module) -> bool:
+    """Whether some gradient is sparse: DDP sums those from the first step on, and we could not."""
+    return any(getattr(module, "sparse", False) is True for module in model.modules())
 
 
 @dataclass

@@ -9,6 +9,7 @@ from typing import Any, ParamSpec, TypeVar
 
 import torch
 
+from paceline.base.errors import DataError
 from paceline.world.collectives import Collectives
 from paceline.world.world import World
 
@@ -132,11 +133,14 @@ class Participant:
         """Gives each process its part of `inputs`, as evenly as it goes, the first ones taking one more.
 
         Args:
-            inputs: a list, tuple, tensor (split along dim 0), dict of those of one length, or anything that can be sliced
-                and has a length. It is not changed.
+            inputs: a list, tuple, tensor or array (split along dim 0), dict of those of one length, or anything that can be
+                sliced and has a length. It is not changed. What has no elements (numbers, text) goes to each process whole.
             apply_padding: repeats the last element so that all parts are of one length.
 
         Ranks: each gets its own part; nothing is sent.
+
+        Raises:
+            DataError: `split-lengths`, where the values of a dict are of several lengths.
         """
         yield split_part(inputs, self.world.rank, self.world.size, apply_padding)
 
@@ -144,16 +148,31 @@ class Participant:
 def split_part(inputs: Any, rank: int, size: int, pad: bool = False) -> Any:
     """The part of `inputs` that falls to `rank` of `size`; see `Participant.split_between_processes`."""
     if isinstance(inputs, dict):
+        lengths = {key: len(value) for key, value in inputs.items() if _parts(value)}
+        if len(set(lengths.values())) > 1:
+            raise DataError(
+                "split-lengths",
+                "the values of this dict cannot be split alike.",
+                why=", ".join(f"{key!r} has {length} elements" for key, length in lengths.items()),
+                fix="give them one length, or split them one by one",
+            )
         return {key: split_part(value, rank, size, pad) for key, value in inputs.items()}
-    if size == 1 or not hasattr(inputs, "__len__"):
+    if size == 1 or not _parts(inputs):
         return inputs
     share, extra = divmod(len(inputs), size)
     start = rank * share + min(rank, extra)
-    part = inputs[start : start + share + (rank < extra)]
-    missing = (share + (extra > 0)) - len(part) if pad and len(inputs) else 0
-    if not missing:
-        return part
-    last = inputs[-1:] if len(part) == 0 else part[-1:]
-    if isinstance(inputs, torch.Tensor):
-        return torch.cat([part, last.expand(missing, *last.shape[1:])])
-    return part + type(part)(last) * missing
+    rows = list(range(start, start + share + (rank < extra)))
+    if pad and len(inputs):
+        rows += [rows[-1] if rows else len(inputs) - 1] * (share + (extra > 0) - len(rows))
+    if isinstance(inputs, (list, tuple)):
+        return type(inputs[:0])(inputs[row] for row in rows)
+    if type(inputs).__module__.startswith("datasets."):  # a slice of such a dataset is a dict of columns
+        return inputs.select(rows)
+    if len(rows) == (rank < extra) + share:
+        return inputs[start : start + len(rows)]
+    return inputs[rows] if hasattr(inputs, "shape") else [inputs[row] for row in rows]
+
+
+def _parts(value: Any) -> bool:
+    """Whether a value has elements to share out: text is one thing."""
+    return hasattr(value, "__len__") and not isinstance(value, (str, bytes)) and getattr(value, "ndim", 1) > 0

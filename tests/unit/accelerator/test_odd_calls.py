@@ -1,0 +1,131 @@
+"""Calls that go wrong in scripts, and things of odd kinds, in one process."""
+
+import os
+import threading
+
+import numpy
+import pytest
+import torch
+from torch import nn
+
+from paceline import Accelerator, CheckpointError, DataError, PrepareError, TrainError
+from paceline.world.participant import split_part
+
+
+@pytest.mark.parametrize(
+    ("loss", "why"),
+    [
+        (lambda model: float(model(torch.ones(1, 2)).sum().detach()), "it is a float"),
+        (lambda model: model(torch.ones(1, 2)).detach().sum(), "no parameter that requires a gradient took part"),
+        (lambda model: model(torch.ones(4, 2)), "it has the shape (4, 1)"),
+    ],
+)
+def test_a_loss_without_a_way_back(loss, why):
+    accelerator = Accelerator(cpu=True)
+    model = accelerator.prepare(nn.Linear(2, 1))
+    with pytest.raises(TrainError) as caught:
+        accelerator.backward(loss(model))
+    assert caught.value.code == "backward-loss"
+    assert why in str(caught.value)
+    accelerator.backward(model(torch.ones(4, 2)), gradient=torch.ones(4, 1))
+
+
+@pytest.mark.parametrize("setting", [{"mixed_precision": "fp16"}, {"gradient_accumulation_steps": 2}])
+def test_a_closure_where_it_cannot_work(setting):
+    accelerator = Accelerator(cpu=True, **setting)
+    model = nn.Linear(2, 1)
+    model, optimizer = accelerator.prepare(model, torch.optim.LBFGS(model.parameters()))
+    with pytest.raises(TrainError) as caught:
+        optimizer.step(lambda: pytest.fail("it must not be called"))
+    assert caught.value.code == "optimizer-closure"
+    assert str(next(iter(setting.values()))) in str(caught.value)
+
+
+def test_a_closure_sees_corrected_gradients():
+    accelerator = Accelerator(cpu=True)
+    model = nn.Linear(1, 1, bias=False)
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=1.0))
+    before = model.weight.item()
+
+    def closure():
+        optimizer.zero_grad()
+        loss = model(torch.ones(4, 1)).sum()
+        accelerator.backward(loss, num_items=4)
+        return loss.detach()
+
+    assert optimizer.step(closure).item() == pytest.approx(4 * before)
+    assert model.weight.item() == pytest.approx(before - 1)
+
+
+def test_a_model_without_values():
+    with torch.device("meta"):
+        model = nn.Linear(2, 1)
+    with pytest.raises(PrepareError) as caught:
+        Accelerator(cpu=True).prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    assert caught.value.code == "model-meta"
+    assert "weight, bias" in str(caught.value)
+
+
+def test_compiling_changes_no_names(tmp_path):
+    accelerator = Accelerator(cpu=True)
+    before = accelerator.prepare(torch.compile(nn.Linear(2, 1), backend="eager"))
+    plain = accelerator.prepare(nn.Linear(2, 1))
+    after = torch.compile(plain, backend="eager")
+    for model in (before, after):
+        assert set(accelerator.get_state_dict(model)) == {"weight", "bias"}
+        accelerator.save_model(model, tmp_path)
+    assert accelerator.unwrap_model(after) is plain
+    assert isinstance(accelerator.unwrap_model(before, keep_torch_compile=False), nn.Linear)
+
+
+def test_strict_is_offered_where_an_error_speaks_of_it(tmp_path):
+    first = Accelerator(cpu=True)
+    model = first.prepare(nn.Linear(2, 1))
+    first.save_state(tmp_path / "saved")
+    second = Accelerator(cpu=True)
+    more = nn.ModuleDict({"weight": nn.Linear(2, 1)})
+    more.register_parameter("bias", nn.Parameter(torch.zeros(1)))
+    other = second.prepare(more)
+    with pytest.raises(CheckpointError, match="strict=False"):
+        second.load_state(tmp_path / "saved")
+    second.load_state(tmp_path / "saved", strict=False)
+    assert torch.equal(other.bias, model.bias)
+
+
+def test_a_file_is_no_checkpoint(tmp_path):
+    (tmp_path / "file").write_text("x")
+    with pytest.raises(CheckpointError) as caught:
+        Accelerator(cpu=True).load_state(tmp_path / "file")
+    assert caught.value.code == "checkpoint-none"
+    assert "it is a file" in str(caught.value)
+
+
+def test_saving_keeps_links_and_never_replaces_a_pipe_or_a_device(tmp_path):
+    accelerator = Accelerator(cpu=True)
+    (tmp_path / "real.pt").write_text("old")
+    (tmp_path / "link.pt").symlink_to("real.pt")
+    accelerator.save([1], tmp_path / "link.pt")
+    assert (tmp_path / "link.pt").is_symlink()
+    assert torch.load(tmp_path / "real.pt", weights_only=True) == [1]
+    os.mkfifo(tmp_path / "pipe")
+    received = []
+    reader = threading.Thread(target=lambda: received.append((tmp_path / "pipe").read_bytes()))
+    reader.start()
+    accelerator.save([1], tmp_path / "pipe")
+    reader.join(5)
+    assert received[0] and (tmp_path / "pipe").is_fifo()
+
+
+def test_parts_of_things_of_any_kind():
+    array = numpy.arange(3)
+    assert split_part(array, 1, 2, pad=True).tolist() == [2, 2]
+    assert split_part(range(5), 1, 2, pad=True) == [3, 4, 4]
+    assert split_part(range(5), 0, 2) == range(3)
+    assert split_part(torch.arange(3), 3, 4, pad=True).tolist() == [2]
+    assert split_part((1, 2, 3), 1, 2, pad=True) == (3, 3)
+    assert split_part([], 1, 2, pad=True) == []
+    assert split_part({"a": [1, 2, 3], "name": "abc", "n": 4}, 1, 2) == {"a": [3], "name": "abc", "n": 4}
+    for size in (1, 2):
+        with pytest.raises(DataError) as caught:
+            split_part({"a": [1, 2], "b": [1, 2, 3]}, 0, size)
+        assert caught.value.code == "split-lengths"
