@@ -1,0 +1,192 @@
+"""The examples beside the quickstart: each learns, at one process and at two, and says so once."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+EXAMPLES = ROOT / "examples"
+LAUNCH = {1: [], 2: ["-m", "paceline", "launch", "--procs", "2"]}
+
+
+def run(width: int, script: str, arguments: Sequence[object], folder: Path, fails: bool = False) -> tuple[str, str]:
+    """What a run of an example printed to stdout and stderr."""
+    command = [sys.executable, *LAUNCH[width], str(EXAMPLES / script), *map(str, arguments)]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=folder)
+    assert (done.returncode != 0) == fails, done.stderr
+    return done.stdout, done.stderr
+
+
+def logged(file: Path) -> list[dict]:
+    """The values of each line that a run logged, with its step."""
+    lines = [json.loads(line) for line in file.read_text().splitlines()]
+    return [{"step": line["step"], **line["values"]} for line in lines if line["event"] == "log"]
+
+
+# -- text classification -----------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def sentences(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("sentences")
+    run(1, "text_classification/make_data.py", ["--to", "train.json", "--sentences", 2500], folder)
+    return folder / "train.json"
+
+
+@pytest.mark.timeout(300)
+def test_sentences_are_told_apart_alike_on_one_process_and_two(sentences, tmp_path):
+    arguments = ["--data", sentences, "--epochs", 2, "--eval-step", 60, "--batch-size", 32, "--learning-rate", "2e-3"]
+    losses = {}
+    for width in LAUNCH:
+        said, _ = run(width, "text_classification/train.py", [*arguments, "--out", f"out{width}"], tmp_path)
+        assert said.count("macro avg") == 1 and f"{width} process" in said
+        assert (
+            0.4 < float(re.search(r"accuracy +([\d.]+) +250", said)[1]) < 1.0
+        )  # chance is 0.2, one label in 20 is wrong
+        losses[width] = [float(loss) for loss in re.findall(r"step: \d+/126 loss: ([\d.]+)", said)]
+    assert len(losses[1]) == 7
+    assert losses[2][:4] == pytest.approx(losses[1][:4], abs=1e-3)  # later steps have magnified what rounding did
+
+
+@pytest.mark.parametrize("width", LAUNCH)
+def test_a_malformed_file_of_the_user_is_explained_once(width, tmp_path):
+    (tmp_path / "mine.json").write_text('[["好", 3], ["x", 6], [1, 2], "q"]', encoding="utf-8")
+    _, said = run(width, "text_classification/train.py", ["--data", "mine.json"], tmp_path, fails=True)
+    assert said.count("mine.json: 3 of 4 entries are not like") == 1
+    for line in (
+        "entry 1: the label id is 6; it should be 0 to 5",
+        "entry 2: the text is 1",
+        'entry 3: "q" is not a pair',
+    ):
+        assert line in said
+
+
+def test_labels_are_the_same_where_they_are_made_and_where_they_are_read():
+    files = [
+        (EXAMPLES / "text_classification" / name).read_text(encoding="utf-8") for name in ("make_data.py", "train.py")
+    ]
+    made, read = (re.search(r"^LABELS = .*$", text, re.MULTILINE)[0] for text in files)
+    assert made == read
+
+
+# -- the notebooks -----------------------------------------------------------------------------------------------
+
+
+def test_the_loop_gives_the_same_accuracies_on_one_process_and_two(tmp_path):
+    found = {}
+    for width in LAUNCH:
+        said, bars = run(width, "notebook_loop/loop.py", [], tmp_path)
+        accuracies = re.findall(r"(\d)/5: 100%\|█+\| 100/100 \[[^\]]*((?:train|val)/acc)=([\d.]+)\]", bars)
+        found[width] = list(dict.fromkeys(accuracies))  # a bar is drawn again when it is closed
+        assert len(found[width]) == 10
+        assert float(found[width][-1][2]) > 0.7  # chance is 0.2
+        assert said.count("training finished") == 1
+        trained, again = (
+            re.search(rf"{text}: val/acc ([\d.]+)", said)[1] for text in ("training finished", "read back")
+        )
+        assert trained == again == found[width][-1][2]
+    assert found[1] == found[2]
+
+
+def notebook_outputs(path: Path) -> tuple[str, str]:
+    """What the cells of a notebook print, and the value of the last one."""
+    nbclient, nbformat = pytest.importorskip("nbclient"), pytest.importorskip("nbformat")
+    notebook = nbformat.read(path, as_version=4)
+    nbclient.NotebookClient(notebook, timeout=120, resources={"metadata": {"path": str(path.parent)}}).execute()
+    outputs = [output for cell in notebook.cells for output in cell.get("outputs", [])]
+    said = "".join(output.text for output in outputs if output.output_type == "stream")
+    return said, next(
+        (output.data["text/plain"] for output in outputs[::-1] if output.output_type == "execute_result"), ""
+    )
+
+
+def test_the_loop_as_a_notebook_is_the_script_and_runs(tmp_path):
+    nbformat = pytest.importorskip("nbformat")
+    written = EXAMPLES / "notebook_loop" / "loop.ipynb"
+    for file in (EXAMPLES / "to_notebook.py", written.with_suffix(".py")):
+        shutil.copy(file, tmp_path)
+    subprocess.run([sys.executable, "to_notebook.py", "loop.py"], cwd=tmp_path, check=True, stdout=subprocess.DEVNULL)
+    assert nbformat.read(tmp_path / "loop.ipynb", 4) == nbformat.read(written, 4), "run examples/to_notebook.py"
+    said, _ = notebook_outputs(tmp_path / "loop.ipynb")
+    assert "training finished: val/acc 0.7" in said
+
+
+@pytest.mark.parametrize("width", LAUNCH)
+def test_images_are_classified_from_a_notebook(width, tmp_path):
+    for name in ("quickstart", "image_notebook"):
+        shutil.copytree(EXAMPLES / name, tmp_path / "examples" / name)
+    path = tmp_path / "examples" / "image_notebook" / "digits.ipynb"
+    path.write_text(
+        path.read_text(encoding="utf-8").replace("num_processes=2", f"num_processes={width}"), encoding="utf-8"
+    )
+    said, accuracy = notebook_outputs(path)
+    assert said.count("Launching training on") == 2
+    assert re.findall(r"epoch (\d): [\d.]+$", said, re.MULTILINE) == ["0", "1", "2", "3", "4"]
+    assert float(accuracy) > 0.9  # chance is 0.1
+    assert (tmp_path / "runs" / "image_notebook" / "model" / "model.safetensors").exists()
+
+
+def test_notebooks_are_committed_without_outputs():
+    for path in EXAMPLES.rglob("*.ipynb"):
+        for cell in json.loads(path.read_text(encoding="utf-8"))["cells"]:
+            assert not cell.get("outputs") and cell.get("execution_count") is None, path
+
+
+# -- the language model ------------------------------------------------------------------------------------------
+
+SMALL = ["--modules", 2, "--layers", 1, "--width", 64, "--block", 64, "--vocab-size", 512, "--batch-size", 4,
+         "--log-every", 5, "--save-every", 1000]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def language_model(tmp_path_factory) -> Path:
+    """A folder in which the example was compared on one process and two."""
+    folder = tmp_path_factory.mktemp("language_model")
+    said, _ = run(1, "language_model/compare.py", SMALL, folder)
+    (folder / "said.txt").write_text(said)
+    return folder
+
+
+@pytest.mark.timeout(300)
+def test_losses_are_those_of_one_process(language_model):
+    one, two = (logged(language_model / "runs" / f"language_model_{width}" / "metrics.jsonl") for width in LAUNCH)
+    assert len(one) == len(two) > 15
+    for first, second in zip(one, two, strict=True):
+        assert first["step"] == second["step"]
+        for name in first.keys() - {"tokens_per_s"}:
+            assert second[name] == pytest.approx(first[name], rel=2e-4), name
+    assert one[-2]["loss"] < one[0]["loss"] - 0.5
+    table = (language_model / "said.txt").read_text()
+    assert "difference" in table and "times as many" in table
+
+
+@pytest.mark.timeout(300)
+def test_an_interrupted_run_resumes_at_another_width_with_the_same_losses(language_model):
+    arguments = [*SMALL, "--out", "runs/interrupted"]
+    said, _ = run(2, "language_model/train.py", [*arguments, "--stop-after", 7], language_model)
+    assert said.count("stopped after step 7") == 1
+    said, _ = run(1, "language_model/train.py", [*arguments, "--resume"], language_model)
+    assert "resumed after step 7, in epoch 1" in said and said.count("it writes") == 1
+    whole = logged(language_model / "runs" / "language_model_1" / "metrics.jsonl")
+    parts = logged(language_model / "runs" / "interrupted" / "metrics.jsonl")
+    assert [line["step"] for line in parts] == [line["step"] for line in whole]
+    assert [line.get("loss") for line in parts[:-1]] == pytest.approx([line["loss"] for line in whole[:-1]], rel=2e-4)
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_it_learns_in_half_precision(precision, language_model):
+    arguments = [*SMALL, "--out", f"runs/{precision}", "--mixed-precision", precision, "--stop-after", 8]
+    said, _ = run(2, "language_model/train.py", arguments, language_model)
+    assert f"{precision} mixed precision; 2 processes" in said
+    half = logged(language_model / "runs" / precision / "metrics.jsonl")
+    whole = logged(language_model / "runs" / "language_model_1" / "metrics.jsonl")
+    assert [line["loss"] for line in half] == pytest.approx([line["loss"] for line in whole[:8]], rel=0.02)
