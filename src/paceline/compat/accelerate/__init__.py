@@ -92,7 +92,7 @@ _NATIVE_WAYS = (
 )
 _DEFAULT_WAY = (
     "no script that we know of needs it",
-    "see `docs/how-to/migrate-from-accelerate.md`, or run this script with accelerate itself, without --compat",
+    "see `docs/migrating-from-accelerate.md`, or run this script with accelerate itself, without --compat",
 )
 
 
