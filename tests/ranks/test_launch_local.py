@@ -44,7 +44,9 @@ def script(tmp_path: Path) -> Callable[..., Path]:
 
 
 def clean() -> dict[str, str]:
-    return {**{k: v for k, v in os.environ.items() if not k.startswith(("PACELINE", "SLURM"))}, "OMP_NUM_THREADS": "1"}
+    """The environment without what would reach into a launch; unbuffered output would mix the ranks' lines."""
+    kept = {k: v for k, v in os.environ.items() if not k.startswith(("PACELINE", "SLURM", "PYTHONUNBUFFERED"))}
+    return {**kept, "OMP_NUM_THREADS": "1"}
 
 
 def launch(*words: object, cwd: Path, **env: str) -> subprocess.CompletedProcess[str]:

@@ -139,7 +139,7 @@ class Failure:
         code: its exit code; the negative signal number where a signal ended it.
         at: when (seconds since the epoch).
         report: its traceback, or "" where it left none.
-        later: one line for each other process that failed by itself afterwards.
+        later: what to say of the processes that failed by themselves afterwards, a line each.
     """
 
     rank: int

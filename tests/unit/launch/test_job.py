@@ -138,7 +138,7 @@ def test_output_marks_whole_lines(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_report_names_rank_and_signal() -> None:
     job = Job(Target("script", "x"), procs=4, nodes=2)
-    failure = Failure(3, 1, 1, 77, -9, later=("rank 0: RuntimeError: gone",))
+    failure = Failure(3, 1, 1, 77, -9, later=("failed after it: rank 0: RuntimeError: gone",))
     text = describe(Outcome(137, failure), job)
     assert failure.exit_code == 137
     for part in ("rank 3 was ended by SIGKILL.  [rank-failed]", "node 1", "pid 77", "failed after it: rank 0"):
