@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from paceline.base.errors import CheckpointError
+from paceline.checkpoint import retention
 from paceline.checkpoint.state import RunState, TrainState
 from paceline.plan.plan import Plan
 from paceline.preparation import Preparation
@@ -59,6 +60,7 @@ class States:
         self.iteration = 0
         self._prepared, self._collectives, self._scaler = prepared, collectives, scaler
         self._root = None if project_dir is None else str(Path(project_dir) / "checkpoints")
+        retention.check(total_limit)
         self._total_limit = total_limit
         self._custom: list[Any] = []
         self._hooks: dict[str, dict[int, Callable[..., None]]] = {"save": {}, "load": {}}

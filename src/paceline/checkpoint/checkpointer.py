@@ -69,13 +69,7 @@ class Checkpointer:
     def __init__(
         self, collectives: Peers | None = None, *, store: Store | None = None, keep_last: int | None = None
     ) -> None:
-        if keep_last is not None and keep_last < 1:
-            raise CheckpointError(
-                "checkpoint-keep",
-                f"{keep_last} checkpoints cannot be kept.",
-                why="the one just saved is always kept",
-                fix="keep 1 or more, or None for all",
-            )
+        retention.check(keep_last)
         self._peers = collectives or Alone()
         self._store = store
         self._keep_last = keep_last

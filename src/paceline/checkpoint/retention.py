@@ -5,11 +5,27 @@ from __future__ import annotations
 import logging
 import re
 
+from paceline.base.errors import CheckpointError
 from paceline.checkpoint.manifest import Manifest, verify
 from paceline.checkpoint.store import Store
 
 PATTERN = re.compile(r"checkpoint_(\d+)")
 _log = logging.getLogger("paceline.checkpoint")
+
+
+def check(keep: int | None) -> None:
+    """Refuses a number of checkpoints to keep that cannot be.
+
+    Raises:
+        CheckpointError: `checkpoint-keep`.
+    """
+    if keep is not None and keep < 1:
+        raise CheckpointError(
+            "checkpoint-keep",
+            f"{keep} checkpoints cannot be kept.",
+            why="the one just saved is always kept",
+            fix="keep 1 or more, or None for all",
+        )
 
 
 def number(store: Store, path: str) -> int | None:

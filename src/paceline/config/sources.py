@@ -23,6 +23,7 @@ from paceline.config.settings import LaunchSettings, RunSettings, settings_of
 
 T = TypeVar("T")
 HANDED = "PACELINE_SETTINGS"
+IN_CODE = {"accumulate": "gradient_accumulation_steps"}  # names of the constructor's own
 
 
 @dataclass(frozen=True)
@@ -79,7 +80,9 @@ def resolve_run(code: Mapping[str, Any], env: Mapping[str, str] | None = None) -
     env = environment.snapshot() if env is None else env
     problems: list[Problem] = []
     given = [
-        Given(name, value, "code", f"Accelerator({name}=...)") for name, value in code.items() if value is not None
+        Given(name, value, "code", f"Accelerator({IN_CODE.get(name, name)}=...)")
+        for name, value in code.items()
+        if value is not None
     ]
     problems += [_unknown(each) for each in given if each.name not in settings_of(RunSettings)]
     given += _from_env(env, RunSettings)

@@ -43,6 +43,7 @@ class Accumulation:
         weigh: False gives every micro-batch and rank the same weight, and lets a script hold its windows itself: outside
             of `window`, `sync` stays what it was set to (what accelerate does).
         sync_at_end: whether the end of a loader ends the window.
+        began: whether some backward pass went this way.
     """
 
     def __init__(self, steps: int, width: int, active: Any, collectives: Any) -> None:
@@ -51,6 +52,7 @@ class Accumulation:
         self.sync = True
         self.weigh = True
         self.sync_at_end = True
+        self.began = False
         self._active = active
         self._collectives = collectives
         self._micro = 0  # micro-batches of this window so far, this one included
@@ -132,6 +134,7 @@ class Accumulation:
         Raises:
             TrainError: `accumulate-outside`, `items-mixed`.
         """
+        self.began = True
         if not self._open:
             if not self.weigh:
                 self._micro = 1

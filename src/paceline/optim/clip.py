@@ -41,4 +41,6 @@ def clip_grad_norm(
 
 def clip_grad_value(parameters: torch.Tensor | Iterable[torch.Tensor], clip_value: float) -> None:
     """Clamps each gradient element to [-clip_value, clip_value], in place; needs no communication under any layout."""
-    torch.nn.utils.clip_grad_value_([p for p in _list(parameters) if p.grad is not None], clip_value)
+    found = [p for p in _list(parameters) if p.grad is not None]
+    if found:
+        torch.nn.utils.clip_grad_value_(found, clip_value)

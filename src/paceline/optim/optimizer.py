@@ -59,7 +59,7 @@ class PreparedOptimizer(Optimizer):
                 mean over all ranks, so that all search alike.
 
         Raises:
-            TrainError: `fp16-loss` under fp16, where the loss itself is not finite; `optimizer-closure`.
+            TrainError: `fp16-loss` under fp16, where the loss itself is not finite; `optimizer-closure`; `backward-missing`.
         """
         if closure is not None:
             return self._search(closure)
@@ -78,7 +78,9 @@ class PreparedOptimizer(Optimizer):
         if self._scaler is not None:
             why.append("mixed_precision='fp16': whether a gradient overflowed is known only after the closure has run")
         if self._accumulation.steps > 1:
-            why.append(f"gradient_accumulation_steps={self._accumulation.steps}: it would see the last micro-batch only")
+            why.append(
+                f"gradient_accumulation_steps={self._accumulation.steps}: it would see only the last micro-batch"
+            )
         if why:
             raise TrainError(
                 "optimizer-closure",
@@ -108,12 +110,29 @@ class PreparedOptimizer(Optimizer):
         """Multiplies the gradients by the window's correction, once; see `Accumulation`."""
         if self._settled:
             return
+        if not self._accumulation.began:
+            self._check_backward()
         self._settled = True
         factor = self._accumulation.correction()
         if factor != 1.0:
             gradients = [p.grad for group in self.param_groups for p in group["params"] if p.grad is not None]
             if gradients:
                 torch._foreach_mul_(gradients, factor)
+
+    def _check_backward(self) -> None:
+        """Refuses gradients that other ranks, or the loss scale, know nothing of."""
+        if self._scaler is not None:
+            why = "mixed_precision='fp16': gradients are divided by the loss scale, which the loss was never multiplied by"
+        elif self._accumulation.width > 1 and any(p.grad is not None for g in self.param_groups for p in g["params"]):
+            why = f"{self._accumulation.width} ranks: their gradients were not averaged, so the ranks would drift apart"
+        else:
+            return
+        raise TrainError(
+            "backward-missing",
+            "an optimizer would step, but `accelerator.backward` was never called.",
+            why=why,
+            fix="write `accelerator.backward(loss)` in place of `loss.backward()`",
+        )
 
     def unscale(self) -> None:
         """Corrected and unscaled gradients, as clipping and logging need them; does nothing inside a window."""

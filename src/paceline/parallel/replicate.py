@@ -139,7 +139,8 @@ class Replicate:
         """Checks that all gradients were reduced; the first time averages them itself.
 
         Raises:
-            PlanError: `unused-parameters`, where a later step left out parameters that the first one used.
+            PlanError: `unused-parameters`, where a later step left out parameters that the first one used;
+                `model-bypassed`, where the first loss came from the model inside DDP.
         """
         if not isinstance(model, DistributedDataParallel) or (state := _STATES[model]).held:
             return
@@ -172,11 +173,30 @@ class _State:
 _STATES: weakref.WeakKeyDictionary[DistributedDataParallel, _State] = weakref.WeakKeyDictionary()
 
 
+def _check_called(model: DistributedDataParallel) -> None:
+    """Refuses gradients of a model that was called past DDP, whose later ones nobody would average.
+
+    Until the first window ends, DDP takes this flag down in each forward pass.
+    """
+    own = set(model.module.parameters())
+    others = (other for other in _STATES if other is not model and not other.require_forward_param_sync)
+    if model.require_forward_param_sync and not any(own & set(other.module.parameters()) for other in others):
+        kind = type(model.module).__name__
+        raise PlanError(
+            "model-bypassed",
+            f"{kind} has gradients, but the prepared {kind} was not called.",
+            why="the loss was computed with the model as it was before `prepare`; its gradients are not averaged over the "
+            "ranks, which would drift apart",
+            fix="call what `prepare` returned: `model = accelerator.prepare(model)`",
+        )
+
+
 def _first_window(model: DistributedDataParallel, state: _State) -> None:
     """Averages the gradients of the first window; turns DDP's search on if some rank left a parameter unused."""
     parameters = [p for p in model.module.parameters() if p.requires_grad]
     if all(p.grad is None for p in parameters):
         return  # this backward was not for this model
+    _check_called(model)
     state.looking = False
     model.require_backward_grad_sync = True
     used = torch.tensor([p.grad is not None for p in parameters], dtype=torch.int32, device=parameters[0].device)

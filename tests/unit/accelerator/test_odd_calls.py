@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from paceline import Accelerator, CheckpointError, DataError, PrepareError, TrainError
+from paceline import Accelerator, CheckpointError, ConfigError, DataError, PrepareError, TrainError
 from paceline.world.participant import split_part
 
 
@@ -129,3 +129,39 @@ def test_parts_of_things_of_any_kind():
         with pytest.raises(DataError) as caught:
             split_part({"a": [1, 2], "b": [1, 2, 3]}, 0, size)
         assert caught.value.code == "split-lengths"
+
+
+def test_gradients_from_elsewhere_under_fp16():
+    accelerator = Accelerator("fp16", cpu=True)
+    model = nn.Linear(2, 1)
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    model(torch.ones(1, 2)).sum().backward()
+    with pytest.raises(TrainError) as caught:
+        optimizer.step()
+    assert caught.value.code == "backward-missing"
+
+
+def test_clipping_before_there_is_a_gradient():
+    accelerator = Accelerator(cpu=True)
+    model = nn.Linear(2, 1)
+    model, _ = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    assert accelerator.clip_grad_norm_(model.parameters(), 1.0) == 0
+    accelerator.clip_grad_value_(model.parameters(), 1.0)
+
+
+def test_what_cannot_be_kept_is_told_before_training(tmp_path):
+    with pytest.raises(CheckpointError) as caught:
+        Accelerator(cpu=True, project_dir=tmp_path, total_limit=0)
+    assert caught.value.code == "checkpoint-keep"
+
+
+def test_errors_name_arguments_as_they_are_written():
+    with pytest.raises(ConfigError, match=r"Accelerator\(gradient_accumulation_steps=...\)"):
+        Accelerator(cpu=True, gradient_accumulation_steps=0)
+
+
+def test_values_logged_while_no_tracker_runs(tmp_path, caplog):
+    accelerator = Accelerator(cpu=True, log_with="jsonl", project_dir=tmp_path)
+    accelerator.log({"loss": 1.0})
+    accelerator.log({"loss": 1.0})
+    assert [record.getMessage().count("init_trackers") for record in caplog.records] == [1]

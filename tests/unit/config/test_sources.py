@@ -8,7 +8,7 @@ import pytest
 from paceline.base.errors import ConfigError
 from paceline.config import Given, LaunchSettings, RunSettings, resolve_launch, resolve_run
 from paceline.config.settings import settings_of
-from paceline.config.sources import hand_over
+from paceline.config.sources import IN_CODE, hand_over
 
 SAMPLES = {  # four different values of each kind, one for each source that is not the default
     "mixed_precision": ("fp16", "bf16", "no", "fp16"),
@@ -53,7 +53,7 @@ def test_the_strongest_source_wins_for_every_subset(name, tmp_path):
                 found, decision = getattr(told.launch, name), row(told.decisions, name)
             winner = said[-1] if said else "default"
             where = {"default": "", "file": f"{path}:2", "environment": setting.variable,
-                     "command line": setting.flag, "code": f"Accelerator({name}=...)"}  # fmt: skip
+                     "command line": setting.flag, "code": f"Accelerator({IN_CODE.get(name, name)}=...)"}  # fmt: skip
             assert found == (setting.kind.read(values[winner]) if said else setting.default), said
             assert (decision.source, decision.where) == (winner, where[winner])
             assert decision.value == found

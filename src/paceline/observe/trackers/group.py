@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.base.errors import Problem, TrackerError
+from paceline.base.log import warn_once
 from paceline.observe.trackers.tracker import TRACKERS, BlankTracker, Status, Tracker
 
 Wanted = str | type | Tracker
@@ -73,6 +74,9 @@ class Trackers:
     def log(self, values: Mapping[str, Any], step: int | None = None) -> None:
         """Hands `values` to each tracker; tensors of one element become numbers first (one read of the device each)."""
         if not self.started:
+            if self._wanted and self.is_main:
+                warn_once("observe", f"values were logged while no tracker runs, and are lost (log_with = {self.names}): call "
+                          "`init_trackers` before the first `log`, and `end_training` after the last.")  # fmt: skip
             return
         plain = {str(name): _number_of(value) for name, value in values.items()}
         for tracker in self.started.values():
