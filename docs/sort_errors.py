@@ -1,4 +1,7 @@
-"""Puts the sections of docs/errors.md into alphabetical order: append a section anywhere, then run this."""
+"""Tidies docs/errors.md: append a section anywhere, then run this.
+
+Sections come into alphabetical order, and code blocks without a language become `text`.
+"""
 
 from __future__ import annotations
 
@@ -14,5 +17,12 @@ def sort(text: str) -> str:
     return "\n\n".join(part.strip() for part in [head, *sorted(sections, key=lambda part: part.split("\n")[0])]) + "\n"
 
 
+def name_blocks(text: str) -> str:
+    """The page with a language at each opening fence."""
+    return re.sub(
+        r"^```(\w*)\n(.*?)^```$", lambda m: f"```{m[1] or 'text'}\n{m[2]}```", text, flags=re.MULTILINE | re.DOTALL
+    )
+
+
 if __name__ == "__main__":
-    PAGE.write_text(sort(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
+    PAGE.write_text(name_blocks(sort(PAGE.read_text(encoding="utf-8"))), encoding="utf-8")
