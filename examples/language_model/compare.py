@@ -19,7 +19,9 @@ def run(procs: int, arguments: list[str]) -> list[dict]:
     out = OUT.with_name(f"language_model_{procs}")
     (out / "metrics.jsonl").unlink(missing_ok=True)
     launch = ["-m", "paceline", "launch", "--procs", str(procs), "--threads", "1"]
-    subprocess.run([sys.executable, *launch, TRAIN, "--out", out, *arguments], check=True, stdout=subprocess.DEVNULL)
+    done = subprocess.run([sys.executable, *launch, TRAIN, "--out", out, *arguments], stdout=subprocess.DEVNULL)
+    if done.returncode:
+        raise SystemExit(done.returncode)  # it has said why
     lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     return [line for line in lines if line["event"] == "log"]
 
@@ -34,7 +36,7 @@ def main() -> None:
     ]
     print("step   1 process  2 processes  difference")
     for step, first, second in rows[:: max(1, len(rows) // 10)]:
-        print(f"{step:4}  {first:10.5f}  {second:11.5f}  {abs(first - second):10.5f}")
+        print(f"{step:4}  {first:10.5f}  {second:11.5f}  {abs(first - second):10.1e}")
     perplexity = [run[-1]["values"]["perplexity"] for run in (one, two)]
     rate = [[line for line in run if "loss" in line["values"]][-1]["values"]["tokens_per_s"] for run in (one, two)]
     print(f"perplexity, held out    {perplexity[0]:.3f} and {perplexity[1]:.3f}")

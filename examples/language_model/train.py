@@ -130,6 +130,7 @@ def main(args: argparse.Namespace) -> None:
         model.train()
         began, seen, window = time.perf_counter(), 0, torch.zeros(2, device=acc.device)
         for batch in loader:
+            lr = optimizer.param_groups[0]["lr"]
             with acc.accumulate(model):
                 sums, tokens = losses(model, batch)
                 acc.backward(sums.sum(), num_items=tokens.sum())  # a token weighs the same, whatever batch it is in
@@ -146,7 +147,7 @@ def main(args: argparse.Namespace) -> None:
             seen += count
             step = scheduler.last_epoch  # optimizer steps so far, those of a run that was resumed included
             rate = seen / (time.perf_counter() - began)
-            values = {"loss": total / count, "lr": scheduler.get_last_lr()[0], "norm": norm, "tokens_per_s": rate}
+            values = {"loss": total / count, "lr": lr, "norm": norm, "tokens_per_s": rate}
             acc.log(values, step)
             if step % args.log_every == 0:
                 acc.print(f"step {step:4}/{steps}  loss {total / count:6.3f}  {rate:8,.0f} tokens/s", flush=True)
