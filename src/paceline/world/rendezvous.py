@@ -66,6 +66,9 @@ _joined: _Joined | None = None
 atexit.register(lambda: leave())
 # Rank 0 listens for as long as it lives: a process that leaves and joins again finds its port still its own.
 _stores: dict[tuple[int, str, int], Any] = {}
+# The group left last. A thread of gloo's may still hold it, and aborts the process if it is the last to let go
+# ("Resource deadlock avoided": it would join itself).
+_left: list[Any] = []
 
 
 def join(
@@ -141,6 +144,7 @@ def leave() -> None:
         call(f"has ended: {type(failure).__name__}: {failure}" if failure is not None else "has ended, or left")
     # After an error peers may be gone, and NCCL would wait for them.
     if joined.ours and dist.is_initialized() and (failure is None or dist.get_backend() == "gloo"):
+        _left[:] = [dist.group.WORLD]
         dist.destroy_process_group()
 
 

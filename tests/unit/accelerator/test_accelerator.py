@@ -179,7 +179,7 @@ def test_a_hook_that_pops_a_model_saves_and_loads_it_itself(parts, tmp_path):
 
 def test_models_and_objects_are_written(parts, tmp_path):
     accelerator = Accelerator(cpu=True)
-    model, optimizer, _ = accelerator.prepare(*parts)
+    model, *_ = accelerator.prepare(*parts)
     accelerator.save_model(model, tmp_path / "model")
     accelerator.save({"model": model.state_dict(), "n": 3}, tmp_path / "object.pth")
     assert [path.name for path in (tmp_path / "model").iterdir()] == ["model.safetensors"]

@@ -18,7 +18,8 @@ class Loader:
         self.batches, self.index, self.known, self.at = batches, index, known, 0
 
     def __iter__(self):
-        for self.at, rows in enumerate(self.batches):
+        for at, rows in enumerate(self.batches):
+            self.at = at
             yield rows[self.index]
 
     @property
