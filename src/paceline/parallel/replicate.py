@@ -203,7 +203,7 @@ def _first_window(model: DistributedDataParallel, state: _State) -> None:
     ranks = dist.get_world_size(model.process_group)
     dist.all_reduce(used, group=model.process_group)  # on how many ranks
     counts = used.tolist()
-    for dtype in {p.dtype for p in parameters}:
+    for dtype in sorted({p.dtype for p in parameters}, key=str):  # in one order on all ranks
         here = [p for p, count in zip(parameters, counts, strict=True) if count and p.dtype == dtype]
         for parameter in here:
             if parameter.grad is None:
