@@ -62,6 +62,9 @@ class _Joined:
     on_leave: list[Callable[[str], None]] = field(default_factory=list)
 
 
+_CONNECTED = "connected"  # how many ranks have the group up
+_CONNECT_S = 10.0  # how long rank 0 waits for that as it ends
+
 _joined: _Joined | None = None
 atexit.register(lambda: leave())
 # Rank 0 listens for as long as it lives: a process that leaves and joins again finds its port still its own.
@@ -123,6 +126,7 @@ def join(
         root = store if store is not None else _connect(world, seconds)
         own = _dist.PrefixStore(f"paceline/{_roll_call(root, world, device, chosen, seconds)}", root)
     _initialise(world, device, chosen, own, seconds)
+    own.add(_CONNECTED, 1)
     _joined = _Joined(own, ours=True, pid=os.getpid())
     return world
 
@@ -142,10 +146,23 @@ def leave() -> None:
     failure = sys.exception() or getattr(sys, "last_value", None)
     for call in joined.on_leave:
         call(f"has ended: {type(failure).__name__}: {failure}" if failure is not None else "has ended, or left")
+    if joined.ours and failure is None and dist.is_initialized() and dist.get_rank() == 0:
+        _wait_for_connected(joined.store, dist.get_world_size())
     # After an error peers may be gone, and NCCL would wait for them.
     if joined.ours and dist.is_initialized() and (failure is None or dist.get_backend() == "gloo"):
         _left[:] = [dist.group.WORLD]
         dist.destroy_process_group()
+
+
+def _wait_for_connected(store: Any, size: int) -> None:
+    """Keeps rank 0, with which the store ends, until the others need it no more: a short script may be through before
+    they have even connected."""
+    until = time.monotonic() + _CONNECT_S
+    try:
+        while store.add(_CONNECTED, 0) < size and time.monotonic() < until:
+            time.sleep(0.01)
+    except dist.DistNetworkError:  # a launcher's store that has ended: nobody can be waiting for it
+        return
 
 
 def on_leave(call: Callable[[str], None]) -> None:
