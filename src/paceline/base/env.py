@@ -69,7 +69,9 @@ TABLE: dict[str, Variable] = _table(
     ),
     Variable("PACELINE_DEBUG", parse_bool, False, "Checks every collective across ranks and explains hangs."),
     Variable("PACELINE_TIMEOUT_S", float, None, "Seconds after which a collective that some rank never enters fails."),
-    Variable("PACELINE_LOG_LEVEL", str, None, "Level of the loggers that `get_logger` gives, where the call names none."),
+    Variable(
+        "PACELINE_LOG_LEVEL", str, None, "Level of the loggers that `get_logger` gives, where the call names none."
+    ),
     Variable("PACELINE_COMPAT", str, "", "Libraries whose names are served by Paceline: `accelerate`."),
 )
 
