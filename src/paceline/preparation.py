@@ -81,7 +81,6 @@ class Preparation:
         self.optimizers: list[PreparedOptimizer] = []
         self.schedulers: list[PreparedScheduler] = []
         self.loaders: list[PreparedLoader] = []
-        self.names: dict[int, dict[torch.Tensor, str]] = {}  # id(raw optimizer) -> names of its parameters
         self.device = device
         self._mesh, self._collectives = mesh, collectives
         self._precision, self._accumulation, self._scaler, self._active = precision, accumulation, scaler, active
@@ -173,7 +172,7 @@ class Preparation:
         for known in self.optimizers:
             if known.optimizer is optimizer:
                 return known
-        self.names[id(optimizer)] = rebind(optimizer, before, [each.module for each in self.models])
+        rebind(optimizer, before, [each.module for each in self.models])
         for state in optimizer.state.values():
             for key, value in state.items():
                 if isinstance(value, torch.Tensor) and value.dim() > 0:
@@ -295,7 +294,6 @@ class Preparation:
         """Forgets everything that was prepared, and gives the device's cached memory back."""
         for kept in (self.models, self.optimizers, self.schedulers, self.loaders, self._lengths):
             kept.clear()  # type: ignore[attr-defined]
-        self.names.clear()
         self._known = weakref.WeakSet()
         if self.device.type != "cpu":
             torch.accelerator.empty_cache()
