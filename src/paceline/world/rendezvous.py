@@ -64,14 +64,13 @@ class _Joined:
 
 _CONNECTED = "connected"  # how many ranks have the group up
 _CONNECT_S = 10.0  # how long rank 0 waits for that as it ends
+_LEFT = "left"  # how many ranks are done with it
+_LEAVE_S = 3.0  # how long rank 0 waits for that
 
 _joined: _Joined | None = None
 atexit.register(lambda: leave())
 # Rank 0 listens for as long as it lives: a process that leaves and joins again finds its port still its own.
 _stores: dict[tuple[int, str, int], Any] = {}
-# The group left last. A thread of gloo's may still hold it, and aborts the process if it is the last to let go
-# ("Resource deadlock avoided": it would join itself).
-_left: list[Any] = []
 
 
 def join(
@@ -146,22 +145,31 @@ def leave() -> None:
     failure = sys.exception() or getattr(sys, "last_value", None)
     for call in joined.on_leave:
         call(f"has ended: {type(failure).__name__}: {failure}" if failure is not None else "has ended, or left")
-    if joined.ours and failure is None and dist.is_initialized() and dist.get_rank() == 0:
-        _wait_for_connected(joined.store, dist.get_world_size())
+    if not joined.ours or not dist.is_initialized():
+        return
+    if failure is None:
+        _wait_for_others(joined.store)
     # After an error peers may be gone, and NCCL would wait for them.
-    if joined.ours and dist.is_initialized() and (failure is None or dist.get_backend() == "gloo"):
-        _left[:] = [dist.group.WORLD]
+    if failure is None or dist.get_backend() == "gloo":
+        # A thread of gloo's that waits to let go of a communication hook lets go of the group with it, and the last to
+        # do so joins that thread: not by itself ("Resource deadlock avoided").
+        group = dist.group.WORLD
+        time.sleep(0.01)
         dist.destroy_process_group()
+        del group
 
 
-def _wait_for_connected(store: Any, size: int) -> None:
-    """Keeps rank 0, with which the store ends, until the others need it no more: a short script may be through before
-    they have even connected."""
-    until = time.monotonic() + _CONNECT_S
+def _wait_for_others(store: Any) -> None:
+    """Keeps rank 0, with which the store ends, for a while: a short script may be through before others have connected,
+    or made a group of their own."""
+    size = dist.get_world_size()
     try:
-        while store.add(_CONNECTED, 0) < size and time.monotonic() < until:
-            time.sleep(0.01)
-    except dist.DistNetworkError:  # a launcher's store that has ended: nobody can be waiting for it
+        store.add(_LEFT, 1)
+        for key, seconds in ((_CONNECTED, _CONNECT_S), (_LEFT, _LEAVE_S)) if dist.get_rank() == 0 else ():
+            until = time.monotonic() + seconds
+            while store.add(key, 0) < size and time.monotonic() < until:
+                time.sleep(0.01)
+    except dist.DistNetworkError:  # the store has ended: nobody can be waiting for it
         return
 
 
