@@ -83,7 +83,7 @@ def test_backward_under_a_pipeline_names_what_works(monkeypatch):
 
     accelerator = Accelerator(cpu=True)
     accelerator._prepared.plan = replace(accelerator.plan, layout=Layout(pp=2))
-    with pytest.raises(PlanError, match=r"forward_backward.*|\[backward-pipeline\]"):
+    with pytest.raises(PlanError, match=r"\[backward-pipeline\]"):
         accelerator.backward(torch.zeros(()))
 
 
@@ -115,7 +115,7 @@ def test_a_run_resumes_with_the_next_sample_and_the_same_numbers(parts, tmp_path
     if stop is not None:
         epoch(accelerator, model, optimizer, loader)
     assert saved.endswith("checkpoints/checkpoint_0")
-    assert all(torch.equal(a, b) for a, b in zip(went_on, model.parameters(), strict=True)) or precision == "fp16"
+    assert all(torch.equal(a, b) for a, b in zip(went_on, model.parameters(), strict=True))
     assert epoch(accelerator, model, optimizer, loader) == pytest.approx(more, abs=1e-6)
     assert accelerator.save_state().endswith("checkpoint_1")
 
