@@ -109,9 +109,11 @@ def test_two_processes_and_the_arguments_of_the_script(script: Callable[..., Pat
 def test_world_is_found_under_every_launcher(start: str, script: Callable[..., Path], tmp_path: Path) -> None:
     path = script(
         """
+        import os
         from paceline.world.world import World
-        found = World.detect()
-        print(found.rank, found.size, found.local_rank, found.local_size, found.nodes, found.source, flush=True)
+        w = World.detect()
+        # One write: torchrun starts Python unbuffered, where a print is several, and those of two processes mix.
+        os.write(1, f"{w.rank} {w.size} {w.local_rank} {w.local_size} {w.nodes} {w.source}\\n".encode())
         """
     )
     if start == "paceline":
