@@ -16,7 +16,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from paceline.base.errors import PlanError
 from paceline.base.log import warn_once
 from paceline.checkpoint.files import save_object
 from paceline.checkpoint.model import save_model
@@ -35,6 +34,7 @@ from paceline.precision.policy import TABLE, autocast
 from paceline.precision.scaler import LossScaler
 from paceline.preparation import Preparation
 from paceline.states import Hook, States
+from paceline.steps import Steps
 from paceline.world import rendezvous
 from paceline.world.collectives import Collectives
 from paceline.world.mesh import Mesh
@@ -110,7 +110,8 @@ class Accelerator(Participant):
         self.mesh = Mesh(started.layout, world, device.type)
         self._data = collectives.over(self.mesh.data_group)  # peers along tp, cp and pp read the same samples
         self._precision = TABLE[started.precision]
-        self.scaler = LossScaler(device, collectives, **(scaler or {})) if self._precision.scales else None
+        divided = started.layout.size("shard", "tp", "pp") > 1
+        self.scaler = LossScaler(device, collectives, divided, **(scaler or {})) if self._precision.scales else None
         self._active = ActiveLoaders()
         self.gradients = Accumulation(started.accumulate, started.layout.width, self._active, self._data)
         self._prepared = self._preparation(
@@ -121,6 +122,7 @@ class Accelerator(Participant):
         self.project_dir = None if project_dir is None else str(project_dir)
         self.trackers = Trackers(log_with, self.logging_dir, is_main=world.is_main)
         self._states = States(self._prepared, self.collectives, self.scaler, self.project_dir, total_limit)
+        self._steps = Steps(self._prepared, self.gradients, self.scaler, collectives, settings.debug)
         self._norm, self._trigger = torch.zeros((), device=device), False
 
     # -- what this run is --------------------------------------------------------------------------------------
@@ -177,12 +179,25 @@ class Accelerator(Participant):
         return result[0] if len(result) == 1 else tuple(result)
 
     def prepare_model(
-        self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
+        self,
+        model: nn.Module,
+        device_placement: bool | None = None,
+        evaluation_mode: bool = False,
+        *,
+        plan: Mapping[str, Any] | None = None,
     ) -> nn.Module:
-        """Prepares one model; with `evaluation_mode` it is moved and computes in the run's precision, nothing more."""
+        """Prepares one model. Ranks: all.
+
+        Args:
+            evaluation_mode: it is moved and computes in the run's precision, nothing more.
+            plan: another plan than the run's, for this model (a frozen teacher beside a sharded student); its ranks must
+                read the same samples, so `replicate` x `shard` stays what it is.
+        """
+        place = device_placement is not False
         if evaluation_mode:
-            return self._prepared.evaluation_model(model, place=device_placement is not False)
-        return self.prepare(model, device_placement=[device_placement is not False])
+            return self._prepared.evaluation_model(model, place=place)
+        with self._prepared.under(plan):
+            return self.prepare(model, device_placement=[place])
 
     def prepare_data_loader(self, data_loader: Any, device_placement: bool | None = None) -> PreparedLoader:
         """Prepares one loader. Ranks: all."""
@@ -233,25 +248,7 @@ class Accelerator(Participant):
         Raises:
             PlanError, TrainError: `backward-pipeline`, `unused-parameters`, `backward-loss`, `accumulate-outside`.
         """
-        if self.plan.layout.pp > 1:
-            raise PlanError(
-                "backward-pipeline",
-                "a pipeline runs forward and backward of its stages together, so there is no loss to call backward on.",
-                why=f"pp={self.plan.layout.pp}",
-                fix="use `accelerator.forward_backward(model, batch, loss_fn)`, which works under every plan",
-            )
-        gradients = self.gradients
-        loss = gradients.scale(gradients.checked(loss, kwargs), num_items)
-        if self.settings.debug and gradients.sync:
-            self.collectives.check("backward")
-        if self.scaler is not None:
-            if gradients.first:
-                self.scaler.refresh()
-            loss = self.scaler.scale(loss)
-        loss.backward(**kwargs)
-        if gradients.sync and self.world.size > 1:
-            for each in self._prepared.models:
-                each.chain.settle(each.wrapped)
+        self._steps.backward(loss, num_items, **kwargs)
 
     def forward_backward(
         self, model: nn.Module, batch: Any, loss_fn: Callable[..., torch.Tensor], num_items: int | None = None
@@ -265,13 +262,18 @@ class Accelerator(Participant):
 
         Returns this rank's loss, 0-dim, detached.
         """
-        if isinstance(batch, Mapping):
-            loss = loss_fn(model(**batch), batch)
-        else:
-            *inputs, target = batch
-            loss = loss_fn(model(*inputs), target)
-        self.backward(loss, num_items)
-        return loss.detach()
+        return self._steps.forward_backward(model, batch, loss_fn, num_items)
+
+    def full_parameters(self, model: nn.Module, writeback: bool = False) -> AbstractContextManager[Any]:
+        """While it is open, the model's parameters are whole plain tensors, on every rank that holds a part of them.
+
+        Args:
+            model: a prepared model.
+            writeback: takes changes over into the divided parameters; every rank must make the same ones.
+
+        Ranks: all open it.
+        """
+        return self._prepared.full_parameters(model, writeback)
 
     def autocast(self, enabled: bool = True, cache_enabled: bool | None = None) -> AbstractContextManager[Any]:
         """Computes in the run's precision; for code outside the model's forward, which does so by itself."""
@@ -360,7 +362,7 @@ class Accelerator(Participant):
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
         """The whole state of a model, whatever the plan. Ranks: all; all get it."""
-        return self._prepared.state_dict(self.unwrap_model(model) if unwrap else model)
+        return self._prepared.state_dict(model, self.unwrap_model(model) if unwrap else model)
 
     def save(self, obj: Any, f: str | Path, safe_serialization: bool = False) -> None:
         """Writes an object beside `f` and renames it, on the main process only."""

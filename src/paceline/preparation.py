@@ -7,8 +7,8 @@ facts(model) -> resolve (rules + every strategy.check; ONE error with all proble
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, ExitStack
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,7 +17,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from paceline.base.errors import PrepareError
+from paceline.base.errors import PlanError, PrepareError
 from paceline.base.log import logger
 from paceline.checkpoint.module_state import clean
 from paceline.data.active import ActiveLoaders
@@ -30,9 +30,10 @@ from paceline.optim.schedule import PreparedScheduler, compare_lengths, is_sched
 from paceline.parallel.strategy import STRATEGIES, Chain
 from paceline.plan.facts import ModelFacts, model_facts
 from paceline.plan.plan import Decision, Plan
-from paceline.plan.resolve import resolve
+from paceline.plan.resolve import draft, resolve
 from paceline.precision.policy import Precision, unwrap_forward, wrap_forward
 from paceline.world.collectives import Collectives
+from paceline.world.layout import DATA_AXES
 from paceline.world.mesh import Mesh
 from paceline.world.sharded import whole
 
@@ -144,18 +145,17 @@ class Preparation:
             known = self.find(model)
             if known is not None:
                 result[at] = known.wrapped
-        for _, model in new:
-            _refuse_meta(model)
         facts = [model_facts(model) for _, model in new]
         plan = resolve(self._draft(), facts, STRATEGIES) if new else self.plan
         # Names are taken before anything is touched: strategies may replace every parameter.
         before = parameter_names([each.module for each in self.models] + [model for _, model in new])
         for (at, model), fact in zip(new, facts, strict=True):
-            chain = Chain(plan, self._mesh, self._collectives, self.device)
-            if places[at]:
+            chain = Chain(plan, self._mesh, self._collectives, self.device, fact)
+            if not fact.meta and places[at]:
                 model.to(self.device)
             wrap_forward(model, self._precision, self.device)
             prepared = PreparedModel(chain.apply(model), chain, fact)
+            _refuse_meta(prepared.module)
             self.models.append(prepared)
             result[at] = prepared.wrapped
         if new:
@@ -173,6 +173,10 @@ class Preparation:
             if known.optimizer is optimizer:
                 return known
         rebind(optimizer, before, [each.module for each in self.models])
+        own = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        for each in self.models:
+            if any(id(parameter) in own for parameter in each.module.parameters()):
+                each.chain.bind(optimizer, each.wrapped)
         for state in optimizer.state.values():
             for key, value in state.items():
                 if isinstance(value, torch.Tensor) and value.dim() > 0:
@@ -254,12 +258,7 @@ class Preparation:
         for model in models or [each.wrapped for each in self.models]:
             prepared = self.find(model)
             if prepared is None:
-                raise PrepareError(
-                    "model-unprepared",
-                    f"{type(model).__name__} was not prepared.",
-                    why="gradients are held back by the strategies that `prepare` applied",
-                    fix="pass the model that `prepare` returned",
-                )
+                raise _unprepared(model, "gradients are held back by the strategies that `prepare` applied")
             stack.enter_context(prepared.chain.hold_gradients(prepared.wrapped))
         return stack
 
@@ -273,10 +272,50 @@ class Preparation:
             unwrap_forward(inner)
         return inner
 
-    @staticmethod
-    def state_dict(module: nn.Module) -> dict[str, Any]:
-        """The whole state of a module under the names that the user gave, compiled or not. Ranks: all; all get it."""
-        return {clean(name): whole(value) for name, value in module.state_dict().items()}
+    def state_dict(self, model: nn.Module, module: nn.Module) -> dict[str, Any]:
+        """The whole state of `module` under the names that the user gave, whatever was done to `model`, which holds it.
+
+        Ranks: all; all get it.
+        """
+        state = {clean(name): whole(value) for name, value in module.state_dict().items()}
+        prepared = self.find(model)
+        return state if prepared is None else prepared.chain.gather_state(state, prepared.wrapped)
+
+    def full_parameters(self, model: nn.Module, writeback: bool) -> AbstractContextManager[Any]:
+        """While it is open, parameters are whole plain tensors. Ranks: all."""
+        prepared = self.find(model)
+        if prepared is None:
+            raise _unprepared(model, "only what was prepared is divided")
+        return prepared.chain.full(prepared.wrapped, writeback)
+
+    @contextmanager
+    def under(self, plan: Mapping[str, Any] | None) -> Iterator[None]:
+        """While it is open, models are prepared under `plan` instead of the run's.
+
+        Raises:
+            PlanError: `plan-width`, where other ranks would read the same samples; and those of `draft`.
+        """
+        if plan is None:
+            yield
+            return
+        run, mesh = self.plan, self._mesh
+        told = {"mixed_precision": run.precision, "accumulate": run.accumulate, "recompute": run.recompute, **plan}
+        notes = [Decision(name, value, "code", "prepare_model(plan=...)") for name, value in plan.items()]
+        other = draft(told, notes, self._collectives.world.size, run.options)
+        if [other.layout.size(*axes) for axes in (DATA_AXES, ("pp",), ("tp",), ("cp",))] != [
+            run.layout.size(*axes) for axes in (DATA_AXES, ("pp",), ("tp",), ("cp",))
+        ]:
+            raise PlanError(
+                "plan-width",
+                f"one run cannot hold models under {run.layout} and under {other.layout}.",
+                why="a rank reads one share of each batch, for all models: pp, tp, cp and replicate x shard must agree",
+                fix=f"divide replicate x shard = {run.layout.width} otherwise, and leave the rest as it is",
+            )
+        self.plan, self._mesh = other, Mesh(other.layout, mesh.world, mesh.device_type)
+        try:
+            yield
+        finally:
+            self.plan, self._mesh = run, mesh
 
     def _refuse_unprepared(self, optimizer: Optimizer) -> None:
         own = {id(parameter) for each in self.models for parameter in each.module.parameters()}
@@ -297,6 +336,15 @@ class Preparation:
         self._known = weakref.WeakSet()
         if self.device.type != "cpu":
             torch.accelerator.empty_cache()
+
+
+def _unprepared(model: nn.Module, why: str) -> PrepareError:
+    return PrepareError(
+        "model-unprepared",
+        f"{type(model).__name__} was not prepared.",
+        why=why,
+        fix="pass the model that `prepare` returned",
+    )
 
 
 def _refuse_meta(model: nn.Module) -> None:

@@ -13,14 +13,13 @@ import pytest
 from paceline.base import registry
 
 STRATEGY = """
-class Toy:
-    name, stage, axes = "toy", 5, ()
+from paceline.parallel.strategy import Strategy
+
+class Toy(Strategy):
+    name, stage = "toy", 5
 
     def wanted(self, plan):
         return True
-
-    def check(self, plan, facts):
-        return []
 
 STRATEGY = Toy()
 """

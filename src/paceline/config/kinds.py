@@ -78,6 +78,18 @@ def seconds() -> Kind:
     return Kind("a number of seconds above 0", parse, {"type": "number", "exclusiveMinimum": 0}, "SECONDS")
 
 
+def positive() -> Kind:
+    """A number above zero."""
+
+    def parse(text: str) -> float:
+        number = float(text)
+        if not isfinite(number) or number <= 0:
+            raise ValueError(text)
+        return int(number) if number == int(number) else number
+
+    return Kind("a number above 0", parse, {"type": "number", "exclusiveMinimum": 0}, "NUMBER")
+
+
 def one_of(*words: str) -> Kind:
     """One word of a list; capital letters do not matter."""
 
@@ -102,3 +114,10 @@ def matching(pattern: str, expected: str, metavar: str) -> Kind:
 
 
 YES_NO = Kind("yes or no", parse_bool, {"type": "boolean"})
+
+
+def _yes_no_auto(text: str) -> bool | str:
+    return "auto" if text.lower() == "auto" else parse_bool(text)
+
+
+YES_NO_AUTO = Kind("yes, no or auto", _yes_no_auto, {"anyOf": [{"type": "boolean"}, {"const": "auto"}]}, "yes|no|auto")

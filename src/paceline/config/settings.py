@@ -67,7 +67,7 @@ def settings_of(*classes: type) -> Mapping[str, Setting]:
 
 
 _PROCESSES, _NODES, _SUPERVISION, _LAUNCH = "processes", "several nodes", "logs and restarts", "what to launch"
-_DEVICE, _LAYOUT, _DATA = "precision and devices", "layout", "data"
+_DEVICE, _LAYOUT, _MEMORY, _DATA = "precision and devices", "layout", "memory and speed", "data"
 
 
 @dataclass(frozen=True)
@@ -101,7 +101,9 @@ class RunSettings:
         variables=("PARALLELISM_CONFIG_DP_REPLICATE_SIZE",),
     )  # fmt: skip
     shard: int | str = setting(
-        1, whole(1, auto=True), "Ranks that share one copy's parameters, each fed other samples.", _LAYOUT,
+        "auto", whole(1, auto=True),
+        "Ranks that share one copy of what `zero` names, each fed other samples; auto: 1, or all that the other axes "
+        "leave where zero is given.", _LAYOUT,
         accelerate=("parallelism_config_dp_shard_size",), variables=("PARALLELISM_CONFIG_DP_SHARD_SIZE",),
     )  # fmt: skip
     tp: int | str = setting(
@@ -115,6 +117,22 @@ class RunSettings:
     pp: int | str = setting(
         1, whole(1, auto=True), "Ranks that divide the layers among them (pipeline parallel).", _LAYOUT
     )
+    zero: int | str = setting(
+        "auto", whole(0, auto=True, maximum=3),
+        "What ranks along shard divide: 1 optimizer states, 2 gradients too, 3 parameters too; auto: 3 where shard is "
+        "above 1.", _LAYOUT,
+    )  # fmt: skip
+    recompute: str = setting(
+        "no", matching(r"no|blocks|selective|[1-9]\d*", "no, blocks, selective or a number K", "no|blocks|selective|K"),
+        "Computes activations again in the backward pass: of each repeated block, selected operations, or every K-th "
+        "block.", _MEMORY,
+    )  # fmt: skip
+    offload: str = setting(
+        "no", one_of("no", "optimizer", "all"),
+        "Keeps in the host's memory what is not needed at the moment: optimizer states, or parameters and gradients too.",
+        _MEMORY,
+    )  # fmt: skip
+    compile: bool = setting(False, YES_NO, "Compiles the repeated blocks, one by one.", _MEMORY)
     split_batches: bool = setting(
         False, YES_NO, "A loader's batch size counts for all ranks together and is divided among them.", _DATA
     )

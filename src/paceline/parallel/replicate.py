@@ -11,83 +11,72 @@ Source: Li et al., "PyTorch Distributed: Experiences on Accelerating Data Parall
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from paceline.base.errors import PlanError, Problem
+from paceline.base.errors import PlanError
 from paceline.base.log import logger
+from paceline.config.kinds import YES_NO, YES_NO_AUTO, one_of, positive
 from paceline.parallel.communication_hooks import HOOKS, install
-from paceline.parallel.strategy import Context, Cost
+from paceline.parallel.strategy import Context, Strategy
 from paceline.parallel.sync_batch_norm import replace_on_cpu
+from paceline.plan.cost import Bytes
 from paceline.plan.facts import ModelFacts
+from paceline.plan.options import option
 from paceline.plan.plan import Plan
-
-_OPTIONS = {
-    "bucket_cap_mb": 25,
-    "broadcast_buffers": True,
-    "find_unused_parameters": "auto",
-    "gradient_as_bucket_view": True,
-    "static_graph": False,
-    "comm_hook": "none",
-    "comm_wrapper": "none",
-    "comm_state": {},
-}
+from paceline.world.layout import GRADIENT_AXES
 
 
-class Replicate:
-    """Data parallel over the `replicate` axis."""
+@dataclass(frozen=True)
+class ReplicateOptions:
+    """Options of DistributedDataParallel, under its names."""
+
+    bucket_cap_mb: float = option(25, positive(), "Gradients are averaged in buckets of at most this many MiB.")
+    broadcast_buffers: bool = option(True, YES_NO, "Rank 0's buffers go to all ranks before each forward pass.")
+    find_unused_parameters: bool | str = option(
+        "auto",
+        YES_NO_AUTO,
+        "Searches each step's graph for parameters without gradient; auto: where the first step had some.",
+    )
+    gradient_as_bucket_view: bool = option(True, YES_NO, "Gradients are views of the buckets: no second copy.")
+    static_graph: bool = option(False, YES_NO, "The graph is the same in every step.")
+    comm_hook: str = option("none", one_of("none", *HOOKS), "Compresses gradients on the way.")
+    comm_wrapper: str = option("none", one_of("none", "bf16", "fp16"), "Casts what the hook sends.")
+    comm_state: Mapping[str, Any] = option({}, None, "Keywords of the hook's state (PowerSGD).")
+
+
+class Replicate(Strategy):
+    """Data parallel over the `replicate` axis (and over `cp`, and over `shard` where only optimizer states are divided)."""
 
     name = "replicate"
     stage = 90
     axes = ("replicate",)
 
+    Options = ReplicateOptions
+
     def wanted(self, plan: Plan) -> bool:
-        """Wanted where more than one rank stands along the axis."""
-        return plan.layout.replicate > 1
+        """Wanted where ranks hold whole gradients of the same parameters that nothing else averages."""
+        divided = plan.fully_sharded or (plan.layout.shard > 1 and plan.zero == 2)
+        return not divided and plan.layout.size(*GRADIENT_AXES) > 1
 
-    def check(self, plan: Plan, facts: ModelFacts) -> list[Problem]:
-        """Unknown options and hooks."""
-        options = plan.options.get(self.name, {})
-        problems = [
-            Problem(
-                "replicate-option",
-                f"replicate has no option called {name!r}.",
-                why=f"options: {', '.join(_OPTIONS)}",
-                fix="use one of these",
-            )
-            for name in options
-            if name not in _OPTIONS
-        ]
-        hook = options.get("comm_hook", "none")
-        if hook not in ("none", *HOOKS):
-            problems.append(
-                Problem(
-                    "replicate-hook",
-                    f"there is no communication hook called {hook!r}.",
-                    why=f"replicate.comm_hook={hook!r}; hooks: {', '.join(HOOKS)}",
-                    fix="use one of these, or leave comm_hook out",
-                )
-            )
-        return problems
-
-    def cost(self, plan: Plan, facts: ModelFacts) -> Cost:
+    def cost(self, plan: Plan, facts: ModelFacts, held: Bytes) -> Bytes:
         """Buckets are the gradients themselves; a ring all-reduce sends 2 (n - 1) / n of them."""
-        width = plan.layout.replicate
-        trained = facts.parameter_bytes * facts.trainable // max(1, facts.parameters)
-        return Cost(held_bytes=0, sent_bytes=2 * (width - 1) * trained // width)
+        width = plan.layout.size(*GRADIENT_AXES)
+        return replace(held, sent=held.sent + 2 * (width - 1) * held.gradients // width)
 
     def apply(self, model: nn.Module, context: Context) -> nn.Module:
         """Wraps the model; broadcasts rank 0's parameters and buffers. Every rank calls it.
 
         A model without trainable parameters (a frozen teacher) is broadcast, but not wrapped.
         """
-        group = context.mesh.group("replicate")
+        group = context.mesh.gradient_group
         if context.device.type == "cpu":
             replace_on_cpu(model, group)
         if not any(parameter.requires_grad for parameter in model.parameters()):
@@ -95,24 +84,24 @@ class Replicate:
             for mine, first in zip(own, context.collectives.broadcast(own), strict=True):
                 mine.copy_(first)
             return model
-        options = {**_OPTIONS, **context.options}
-        hook = options["comm_hook"]
+        options = context.options
+        hook = options.comm_hook
         # PowerSGD waits inside its callbacks: with more than one bucket it deadlocks on gloo's two threads.
         one_bucket = hook == "power_sgd" and context.device.type == "cpu"
         wrapped = DistributedDataParallel(
             model,
             device_ids=None if context.device.index is None else [context.device.index],
             process_group=group,
-            bucket_cap_mb=1 << 14 if one_bucket else options["bucket_cap_mb"],
-            find_unused_parameters=options["find_unused_parameters"] is True,
-            gradient_as_bucket_view=options["gradient_as_bucket_view"],
-            static_graph=options["static_graph"],
-            **({} if options["broadcast_buffers"] else {"broadcast_buffers": False}),
+            bucket_cap_mb=1 << 14 if one_bucket else options.bucket_cap_mb,
+            find_unused_parameters=options.find_unused_parameters is True,
+            gradient_as_bucket_view=options.gradient_as_bucket_view,
+            static_graph=options.static_graph,
+            **({} if options.broadcast_buffers else {"broadcast_buffers": False}),
         )
         _STATES[wrapped] = state = _State()
         if hook != "none":
-            install(wrapped, hook, options["comm_wrapper"], group, options["comm_state"])
-        elif options["find_unused_parameters"] == "auto" and not options["static_graph"] and not _sparse(model):
+            install(wrapped, hook, options.comm_wrapper, group, options.comm_state)
+        elif options.find_unused_parameters == "auto" and not options.static_graph and not _sparse(model):
             state.looking = True
             wrapped.require_backward_grad_sync = False
         return wrapped

@@ -1,9 +1,19 @@
-"""The `Strategy` protocol and the chain: a run is an ordered list of small model passes, one file each.
+"""`Strategy` and the chain: a run is an ordered list of small model passes, one file each.
 
-    plan.strategies          ("replicate",)        resolved, checked, frozen
+    stage   pass         serves     what it does
+    10      pipeline     pp         keeps this rank's blocks
+    20      tensor       tp         divides the matrices of layers
+    30      context      cp         divides sequences
+    40      recompute               computes activations again in the backward pass
+    50      compile                 compiles the repeated blocks
+    60      zero, shard  shard      divides optimizer states, gradients, parameters
+    90      replicate    replicate  averages gradients
+
+    plan.strategies          ("tensor", "shard")   resolved, checked, frozen
       -> Chain.apply         for each, by stage:  model = strategy.apply(model, context)
+      -> Chain.bind          optimizers, once they hold the prepared parameters
       -> Chain.hold_gradients(model)               all of them hold back their communication
-      -> Chain.settle(model)                       after a synchronised backward
+      -> Chain.settle(model)                       at the end of a window: its gradients are final on all ranks
       -> Chain.unwrap(model)                       the module that the user wrote
 
 A new strategy is one new file with `STRATEGY = Class()`; the registry finds it.
@@ -11,78 +21,109 @@ A new strategy is one new file with `STRATEGY = Class()`; the registry finds it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
 
 from paceline.base.errors import Problem
 from paceline.base.registry import Registry
+from paceline.plan.cost import Bytes
 from paceline.plan.facts import ModelFacts
-from paceline.plan.plan import Plan
+from paceline.plan.options import NoOptions, read
+from paceline.plan.plan import Decision, Plan
 
 STRATEGIES = Registry("paceline.parallel", "STRATEGY", "paceline.strategies")
 
 
 @dataclass(frozen=True)
-class Cost:
-    """What a strategy adds on one rank: bytes held, and bytes sent in one optimizer step."""
-
-    held_bytes: int = 0
-    sent_bytes: int = 0
-
-
-@dataclass(frozen=True)
 class Context:
-    """What `apply` may use: the plan, the groups and the device. Options are those of the strategy at hand."""
+    """What a strategy may use besides the model.
+
+    Attributes:
+        plan: the resolved plan.
+        mesh: the groups.
+        collectives: of all ranks.
+        device: where the model is.
+        facts: what planning knew of the model.
+        options: those of the strategy at hand, an instance of its `Options`.
+    """
 
     plan: Plan
     mesh: Any
     collectives: Any
     device: torch.device
-    options: Mapping[str, Any]
+    facts: ModelFacts
+    options: Any
 
 
-class Strategy(Protocol):
-    """One axis of parallelism (or one transformation of the model).
+class Strategy:
+    """One axis of parallelism, or one transformation of the model; each method here does nothing.
 
-    `wanted`, `check` and `cost` are pure. `apply` alone touches the model; every rank calls it, and it may communicate.
+    `wanted`, `check`, `decide` and `cost` are pure: no group, no device, no model. The others are called by every rank
+    alike, and may communicate. Parameters of `unwrap(apply(model))` have the names (FQNs) that they had.
+
+    Attributes:
+        name: the file's name, and that of its options.
+        stage: passes are applied in ascending order of stages.
+        axes: the axes of the layout that it serves.
+        Options: a frozen dataclass; see `plan.options`.
     """
 
     name: str
     stage: int
-    axes: tuple[str, ...]
+    axes: tuple[str, ...] = ()
+    Options: ClassVar[type] = NoOptions
 
     def wanted(self, plan: Plan) -> bool:
         """Whether the plan uses this strategy."""
-        ...
+        return any(getattr(plan.layout, axis) > 1 for axis in self.axes)
+
+    def options(self, plan: Plan) -> Any:
+        """What the plan says for this strategy; wrong values, which `resolve` refuses, as their defaults."""
+        return read(self.Options, plan.options.get(self.name, {}), self.name)[0]
 
     def check(self, plan: Plan, facts: ModelFacts) -> list[Problem]:
         """What keeps this strategy from working on the model; empty where nothing does."""
-        ...
+        return []
 
-    def cost(self, plan: Plan, facts: ModelFacts) -> Cost:
-        """Bytes that it holds and sends on one rank."""
-        ...
+    def decide(self, plan: Plan, facts: ModelFacts) -> list[Decision]:
+        """What it chose where the plan left a choice, each with its reason."""
+        return []
+
+    def cost(self, plan: Plan, facts: ModelFacts, held: Bytes) -> Bytes:
+        """Bytes on one rank, given those of the strategies before this one."""
+        return held
 
     def apply(self, model: nn.Module, context: Context) -> nn.Module:
-        """Transforms the model; the names of its parameters (FQNs) within `unwrap(result)` stay as they were."""
-        ...
+        """Transforms the model, in place or by wrapping."""
+        return model
 
     def unwrap(self, model: nn.Module) -> nn.Module:
         """The module inside, where `apply` wrapped it; the module itself otherwise."""
-        ...
+        return model
 
-    def hold_gradients(self, model: nn.Module) -> AbstractContextManager[None]:
+    def bind(self, optimizer: Optimizer, model: nn.Module, context: Context) -> None:
+        """Called once for each optimizer that steps parameters of `model`, which it holds by now."""
+
+    def hold_gradients(self, model: nn.Module) -> AbstractContextManager[Any]:
         """While it is open, backward passes accumulate without communication."""
-        ...
+        return nullcontext()
 
     def settle(self, model: nn.Module) -> None:
-        """Called after each backward pass that communicated, on every rank; checks that it went through."""
-        ...
+        """At the end of a window: reduces gradients that were held until now, and checks that all were reduced."""
+
+    def full(self, model: nn.Module, writeback: bool) -> AbstractContextManager[Any]:
+        """While it is open, parameters are whole plain tensors; `writeback` takes changes over."""
+        return nullcontext()
+
+    def gather_state(self, state: dict[str, Any], model: nn.Module, context: Context) -> dict[str, Any]:
+        """Adds what only other ranks hold to a state of whole tensors."""
+        return state
 
 
 class Chain:
@@ -90,22 +131,50 @@ class Chain:
 
     Args:
         plan: the resolved plan.
-        context: everything but the options, which are taken from the plan by each strategy's name.
+        mesh, collectives, device: where and with whom.
+        facts: of the model that the chain is for.
     """
 
-    def __init__(self, plan: Plan, mesh: Any, collectives: Any, device: torch.device) -> None:
+    def __init__(self, plan: Plan, mesh: Any, collectives: Any, device: torch.device, facts: ModelFacts) -> None:
         self.plan = plan
         self.strategies: list[Strategy] = [STRATEGIES.get(name) for name in plan.strategies]
         self._contexts = [
-            Context(plan, mesh, collectives, device, plan.options.get(strategy.name, {}))
-            for strategy in self.strategies
+            Context(plan, mesh, collectives, device, facts, strategy.options(plan)) for strategy in self.strategies
         ]
+
+    @property
+    def runner(self) -> Any:
+        """The strategy that runs forward and backward itself (a pipeline); None where the loop does."""
+        return next((each for each in self.strategies if hasattr(each, "forward_backward")), None)
 
     def apply(self, model: nn.Module) -> nn.Module:
         """Applies every strategy in turn. Every rank calls it."""
         for strategy, context in zip(self.strategies, self._contexts, strict=True):
             model = strategy.apply(model, context)
         return model
+
+    def bind(self, optimizer: Optimizer, model: nn.Module) -> None:
+        """Lets every strategy see an optimizer that steps parameters of this model."""
+        for strategy, context, inside in self._inwards(model):
+            strategy.bind(optimizer, inside, context)
+
+    def full(self, model: nn.Module, writeback: bool = False) -> AbstractContextManager[Any]:
+        """While it is open, parameters are whole plain tensors. Every rank opens it."""
+        stack = ExitStack()
+        for strategy, _, inside in self._inwards(model):
+            stack.enter_context(strategy.full(inside, writeback))
+        return stack
+
+    def gather_state(self, state: dict[str, Any], model: nn.Module) -> dict[str, Any]:
+        """Adds what only other ranks hold to a state of whole tensors. Every rank calls it, and gets all."""
+        for strategy, context, inside in self._inwards(model):
+            state = strategy.gather_state(state, inside, context)
+        return state
+
+    def _inwards(self, model: nn.Module) -> Iterable[tuple[Strategy, Context, nn.Module]]:
+        for strategy, context in zip(reversed(self.strategies), reversed(self._contexts), strict=True):
+            yield strategy, context, model
+            model = strategy.unwrap(model)
 
     def unwrap(self, model: nn.Module) -> nn.Module:
         """Takes off what `apply` put on, the outermost first."""
@@ -126,7 +195,7 @@ class Chain:
         return stack
 
     def settle(self, model: nn.Module) -> None:
-        """After a synchronised backward pass."""
+        """At the end of a window, after its last backward pass."""
         for strategy in reversed(self.strategies):
             strategy.settle(model)
             model = strategy.unwrap(model)

@@ -6,6 +6,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
+from paceline.plan.blocks import repeated_blocks
+
 
 @dataclass(frozen=True)
 class ModelFacts:
@@ -22,6 +24,9 @@ class ModelFacts:
         buffers: number of buffers.
         batch_norms: names of the modules that keep batch statistics of their own.
         sparse: whether some gradient is sparse.
+        blocks: names of the repeated blocks, in order; see `plan.blocks`.
+        block_parameters: elements in the parameters of each block.
+        meta: whether some tensor has a shape only.
     """
 
     name: str
@@ -34,6 +39,9 @@ class ModelFacts:
     buffers: int = 0
     batch_norms: tuple[str, ...] = ()
     sparse: bool = False
+    blocks: tuple[str, ...] = ()
+    block_parameters: tuple[int, ...] = ()
+    meta: bool = False
 
 
 def model_facts(model: Any) -> ModelFacts:
@@ -45,6 +53,7 @@ def model_facts(model: Any) -> ModelFacts:
         unique[id(parameter)] = parameter
     trainable = [parameter for parameter in unique.values() if parameter.requires_grad]
     modules = list(model.named_modules())
+    blocks = repeated_blocks(model)
     return ModelFacts(
         name=type(model).__name__,
         parameters=sum(parameter.numel() for parameter in unique.values()),
@@ -56,6 +65,9 @@ def model_facts(model: Any) -> ModelFacts:
         buffers=sum(1 for _ in model.buffers()),
         batch_norms=tuple(name for name, module in modules if "BatchNorm" in type(module).__name__),
         sparse=any(getattr(module, "sparse", False) is True for _, module in modules),
+        blocks=blocks,
+        block_parameters=tuple(sum(p.numel() for p in model.get_submodule(name).parameters()) for name in blocks),
+        meta=any(tensor.is_meta for tensor in (*unique.values(), *model.buffers())),
     )
 
 

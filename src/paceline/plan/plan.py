@@ -41,6 +41,11 @@ class Plan:
         layout: ranks along each axis.
         precision: name of a row of the precision table: "no", "bf16", "fp16".
         accumulate: micro-batches in one optimizer step.
+        zero: what ranks along `shard` divide: 1 optimizer states, 2 gradients too, 3 parameters too; 0 where shard is 1.
+        recompute: which activations are computed again in the backward pass: "no", "blocks", "selective", or "K" for
+            every K-th block.
+        compile: whether the repeated blocks are compiled.
+        offload: what waits in the host's memory while it is not needed: "no", "optimizer" or "all".
         strategies: names of the model passes, in the order in which they are applied.
         options: options of each strategy, by its name.
         decisions: where each value came from.
@@ -49,9 +54,19 @@ class Plan:
     layout: Layout = field(default_factory=Layout)
     precision: str = "no"
     accumulate: int = 1
+    zero: int = 0
+    recompute: str = "no"
+    compile: bool = False
+    offload: str = "no"
     strategies: tuple[str, ...] = ()
     options: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     decisions: tuple[Decision, ...] = ()
+
+    @property
+    def fully_sharded(self) -> bool:
+        """Whether the `shard` axis is served by FSDP2: always where parameters are divided, and for a lower stage where
+        tensor or pipeline ranks hold parts of the model too, which our own stages 1 and 2 do not divide again."""
+        return self.layout.shard > 1 and (self.zero == 3 or self.layout.size("tp", "pp") > 1)
 
     def explain(self) -> str:
         """The whole plan as text: a heading and one line for each decision."""

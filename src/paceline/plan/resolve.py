@@ -9,6 +9,7 @@ from typing import Any, Protocol
 
 from paceline.base.errors import PlanError, Problem
 from paceline.plan.facts import ModelFacts
+from paceline.plan.options import read
 from paceline.plan.plan import Decision, Plan
 from paceline.plan.rules import model_problems, origin, run_problems
 from paceline.world.layout import AXES, Layout
@@ -20,10 +21,13 @@ class Pass(Protocol):
     name: str
     stage: int
     axes: tuple[str, ...]
+    Options: type
 
     def wanted(self, plan: Plan) -> bool: ...
 
     def check(self, plan: Plan, facts: ModelFacts) -> list[Problem]: ...
+
+    def decide(self, plan: Plan, facts: ModelFacts) -> list[Decision]: ...
 
 
 def draft(
@@ -43,27 +47,54 @@ def draft(
     Raises:
         PlanError: `plan-size`, `plan-precision`, `plan-accumulate`; all that apply, at once.
     """
-    sizes = {axis: settings.get(axis, "auto") for axis in AXES}
-    fixed = {axis: int(size) for axis, size in sizes.items() if size != "auto"}
     notes = {decision.field: decision for decision in decisions}
-    rest = max(1, world_size // prod(fixed.values())) if prod(fixed.values()) > 0 else 1
-    for axis in AXES:
-        if axis in fixed:
-            continue
-        fixed[axis] = rest if axis == "replicate" else 1
-        reason = f"{world_size} processes" if axis == "replicate" else "not asked for"
-        notes[axis] = Decision(axis, fixed[axis], "derived", reason=reason)
+    fixed, derived = _sizes(settings, world_size)
+    notes |= derived
     plan = Plan(
         layout=Layout(**fixed),
         precision=str(settings.get("mixed_precision", "no")),
         accumulate=settings.get("accumulate", 1),
+        recompute=str(settings.get("recompute", "no")),
+        compile=bool(settings.get("compile", False)),
+        offload=str(settings.get("offload", "no")),
         options=dict(options or {}),
-        decisions=tuple(notes.values()),
     )
+    zero, reason = _stage(settings.get("zero", "auto"), plan.layout)
+    if reason:
+        told = notes.get("zero")
+        notes["zero"] = Decision("zero", zero, "derived", told.where if told else "", reason)
+    plan = replace(plan, zero=zero, decisions=tuple(notes.values()))
     problems = run_problems(plan, world_size)
     if problems:
         raise PlanError.of(problems)
     return plan
+
+
+def _sizes(settings: Mapping[str, Any], world_size: int) -> tuple[dict[str, int], dict[str, Decision]]:
+    """Ranks along each axis; `replicate`, or `shard` where a stage of it is asked for, takes what the others leave."""
+    sizes = {axis: settings.get(axis, "auto") for axis in AXES}
+    fixed = {axis: int(size) for axis, size in sizes.items() if size != "auto"}
+    others = prod(fixed.values())
+    rest = max(1, world_size // others) if others > 0 else 1
+    staged = settings.get("zero", "auto") not in ("auto", 0) or settings.get("offload", "no") == "all"
+    takes = "shard" if "replicate" in fixed or (staged and "shard" not in fixed) else "replicate"
+    notes = {}
+    for axis in AXES:
+        if axis in fixed:
+            continue
+        fixed[axis] = rest if axis == takes else 1
+        reason = f"{world_size} processes" if axis == takes else "not asked for"
+        notes[axis] = Decision(axis, fixed[axis], "derived", reason=reason)
+    return fixed, notes
+
+
+def _stage(asked: Any, layout: Layout) -> tuple[int, str]:
+    """The stage of the `shard` axis, and why, where it was not said."""
+    if layout.shard == 1:
+        return 0, "" if asked in ("auto", 0) else f"zero={asked} divides nothing, since shard is 1"
+    if asked == "auto":
+        return 3, f"shard={layout.shard}: parameters, gradients and optimizer states are divided"
+    return int(asked), ""
 
 
 def resolve(plan: Plan, models: Iterable[ModelFacts], strategies: Iterable[Pass]) -> Plan:
@@ -98,12 +129,16 @@ def resolve(plan: Plan, models: Iterable[ModelFacts], strategies: Iterable[Pass]
                 )
             )
     for strategy in chosen:
+        problems.extend(read(strategy.Options, plan.options.get(strategy.name, {}), strategy.name)[1])
         for one in facts:
             problems.extend(strategy.check(plan, one))
     if problems:
         raise PlanError.of(problems)
+    made = {each: None for strategy in chosen for one in facts for each in strategy.decide(plan, one)}
     names = tuple(strategy.name for strategy in chosen)
     reason = ", ".join(f"{s.name} serves {'/'.join(s.axes)}" for s in chosen) or "one process needs none"
     return replace(
-        plan, strategies=names, decisions=(*plan.decisions, Decision("strategies", names, "derived", reason=reason))
+        plan,
+        strategies=names,
+        decisions=(*plan.decisions, *made, Decision("strategies", names, "derived", reason=reason)),
     )

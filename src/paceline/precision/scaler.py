@@ -20,10 +20,12 @@ class LossScaler:
     Args:
         device: where the model computes.
         collectives: agrees over ranks, at skipped steps only, whether a loss was not finite.
+        agree: whether ranks see different gradients, and so must agree on overflows (parameters are divided).
         options: keywords of `torch.amp.GradScaler` (`init_scale`, `growth_interval`, ...).
     """
 
-    def __init__(self, device: torch.device, collectives: Any, **options: Any) -> None:
+    def __init__(self, device: torch.device, collectives: Any, agree: bool = False, **options: Any) -> None:
+        self.agree = agree
         self.grad_scaler = torch.amp.GradScaler(device.type, **options)
         self._collectives = collectives
         self._loss: torch.Tensor | None = None
@@ -45,11 +47,18 @@ class LossScaler:
         self._loss = loss.detach()
         return self.grad_scaler.scale(loss)
 
+    def watch(self, loss: torch.Tensor) -> None:
+        """Remembers a loss that was scaled elsewhere, for the error that explains why it is not finite."""
+        self._loss = loss
+
     def unscale(self, optimizer: torch.optim.Optimizer) -> None:
         """Divides the optimizer's gradients by the scale, once for each step."""
         if id(optimizer) not in self._unscaled:
             self._unscaled.add(id(optimizer))
             self.grad_scaler.unscale_(optimizer)
+            if self.agree:
+                for flag in self.grad_scaler._found_inf_per_device(optimizer).values():
+                    flag.copy_(self._collectives.reduce(flag.detach()).clamp_(max=1.0))
 
     def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> bool:
         """Steps the optimizer unless a gradient overflowed.

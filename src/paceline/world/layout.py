@@ -13,6 +13,8 @@ from math import prod
 AXES: tuple[str, ...] = ("pp", "replicate", "shard", "cp", "tp")
 DATA_AXES: tuple[str, ...] = ("replicate", "shard")  # ranks along these read different samples
 
+GRADIENT_AXES: tuple[str, ...] = ("replicate", "shard", "cp")  # over these gradients are averaged
+
 
 @dataclass(frozen=True)
 class Layout:

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from paceline.world.layout import AXES, DATA_AXES, Layout
+from paceline.world.layout import AXES, DATA_AXES, GRADIENT_AXES, Layout
 from paceline.world.world import World
 
 Group = Any
@@ -38,6 +38,7 @@ class Mesh:
         self.world = world
         self.device_type = device_type
         self._device_mesh: DeviceMesh | None = None
+        self._flattened: set[tuple[str, ...]] = set()
         self._groups: dict[tuple[str, ...], Group] = {}
 
     def group(self, axis: str) -> Group:
@@ -48,6 +49,29 @@ class Mesh:
     def data_group(self) -> Group:
         """The group of the ranks that read different samples: along replicate and shard together."""
         return self._group(DATA_AXES)
+
+    @property
+    def gradient_group(self) -> Group:
+        """The group over which gradients are averaged: replicate, shard and cp together."""
+        return self._group(GRADIENT_AXES)
+
+    def along(self, *axes: str | tuple[str, ...]) -> DeviceMesh:
+        """A `DeviceMesh` of some axes, in this order; a tuple of axes counts as one.
+
+        `along("tp")` is 1-D, `along("replicate", ("shard", "cp"))` is 2-D. Ranks: all, the first time.
+        """
+        names = tuple(self._flat(axis) if isinstance(axis, tuple) else axis for axis in axes)
+        return self.device_mesh[names]
+
+    def _flat(self, axes: tuple[str, ...]) -> str:
+        """Name of a dimension that stands for several."""
+        used = tuple(axis for axis in axes if self.layout.size(axis) > 1)
+        if len(used) < 2:
+            return used[0] if used else axes[0]
+        if used not in self._flattened:
+            self.device_mesh[used]._flatten("_".join(used))
+            self._flattened.add(used)
+        return "_".join(used)
 
     @property
     def device_mesh(self) -> DeviceMesh:
@@ -67,10 +91,7 @@ class Mesh:
     def _find(self, axes: tuple[str, ...]) -> Group:
         if self.layout.size(*axes) == self.world.size:
             return dist.group.WORLD
-        if len(axes) == 1:
-            return self.device_mesh.get_group(axes[0])
-        flat = self.device_mesh[axes]._flatten("_".join(axes))
-        return flat.get_group()
+        return self.device_mesh.get_group(self._flat(axes))
 
 
 def cpu_group(group: Group) -> Group:

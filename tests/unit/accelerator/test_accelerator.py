@@ -65,15 +65,19 @@ def test_a_plan_of_another_size_fails_before_anything_starts():
 
 @pytest.mark.parametrize(
     ("options", "code"),
-    [({"replicate": {"comm_hook": "bf17"}}, "replicate-hook"), ({"replicate": {"bucket": 3}}, "replicate-option")],
+    [({"replicate": {"comm_hook": "bf17"}}, "strategy-value"), ({"replicate": {"bucket": 3}}, "strategy-option")],
 )
 def test_options_of_replicate_are_checked_before_a_model_is_touched(options, code):
-    from paceline.parallel.replicate import STRATEGY
+    from paceline.parallel.strategy import STRATEGIES
     from paceline.plan.facts import model_facts
     from paceline.plan.plan import Plan
+    from paceline.plan.resolve import resolve
+    from paceline.world.layout import Layout
 
-    (problem,) = STRATEGY.check(Plan(options=options), model_facts(nn.Linear(1, 1)))
-    assert problem.code == code
+    plan = Plan(layout=Layout(replicate=2), options=options)
+    with pytest.raises(PlanError) as caught:
+        resolve(plan, [model_facts(nn.Linear(1, 1))], STRATEGIES)
+    assert caught.value.code == code
 
 
 def test_backward_under_a_pipeline_names_what_works(monkeypatch):

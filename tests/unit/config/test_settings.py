@@ -19,7 +19,7 @@ def parse(*words, classes=()):
 
 def test_defaults_are_one_process_in_float32():
     run, launch = RunSettings(), LaunchSettings()
-    assert (run.mixed_precision, run.accumulate, run.replicate, run.shard) == ("no", 1, "auto", 1)
+    assert (run.mixed_precision, run.accumulate, run.replicate, run.shard) == ("no", 1, "auto", "auto")
     assert (launch.procs, launch.nodes, launch.main_port) == ("auto", 1, 0)
 
 

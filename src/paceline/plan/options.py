@@ -1,0 +1,79 @@
+"""Options of a strategy: fields of a frozen dataclass, each with its kind and one sentence, read and checked here.
+
+A strategy says `Options = ShardOptions`; the docs table, `--option shard.reshard=no` and the errors follow from it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import MISSING, dataclass, field, fields
+from difflib import get_close_matches
+from typing import Any, TypeVar
+
+from paceline.base.errors import Problem
+from paceline.config.kinds import Kind
+
+T = TypeVar("T")
+
+
+def option(default: Any, kind: Kind | None, doc: str) -> Any:
+    """Declares one option.
+
+    Args:
+        default: its value where nobody says otherwise; a mutable one is copied by `dict` or `list`.
+        kind: how a single value is read; None takes any object as it is (mappings, lists, functions).
+        doc: one sentence that says what it does.
+    """
+    metadata = {"kind": kind, "doc": doc}
+    if isinstance(default, (dict, list)):
+        return field(default_factory=lambda: type(default)(default), metadata=metadata)
+    return field(default=default, metadata=metadata)
+
+
+@dataclass(frozen=True)
+class NoOptions:
+    """For strategies that have none."""
+
+
+def read(cls: type[T], given: Mapping[str, Any], strategy: str) -> tuple[T, list[Problem]]:
+    """The options of `strategy`, and everything that is wrong with what was given; wrong ones keep their default."""
+    known = {each.name: each for each in fields(cls)}  # type: ignore[arg-type]
+    values: dict[str, Any] = {}
+    problems = []
+    for name, value in given.items():
+        if name not in known:
+            close = get_close_matches(name, known, 1)
+            problems.append(
+                Problem(
+                    "strategy-option",
+                    f"{strategy} has no option called {name!r}.",
+                    why=f"options: {', '.join(known) or 'none'}",
+                    fix=f"write {close[0]!r}" if close else "use one of these, or leave it out",
+                )
+            )
+            continue
+        kind, default = known[name].metadata["kind"], known[name].default
+        try:
+            unset = value is None and default is None
+            values[name] = value if kind is None or unset else kind.read(value)
+        except ValueError as error:
+            problems.append(
+                Problem(
+                    "strategy-value",
+                    f"{strategy}.{name} cannot be {value!r}.",
+                    why=f"expected: {error}",
+                    fix="give it such a value" + ("" if default is MISSING else f", or leave it out (then {default})"),
+                )
+            )
+    return cls(**values), problems
+
+
+def rows(cls: type) -> list[tuple[str, Any, str, str]]:
+    """Name, default, what is expected and what it does, for each option: for the reference page."""
+    found = []
+    for each in fields(cls):
+        factory = each.default_factory
+        default = each.default if factory is MISSING else factory()
+        kind = each.metadata["kind"]
+        found.append((each.name, default, kind.expected if kind else "any", each.metadata["doc"]))
+    return found

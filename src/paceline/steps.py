@@ -1,0 +1,88 @@
+"""`Steps`: backward passes, under every plan.
+
+backward           scale by the window -> scale by the loss scaler -> autograd -> settle at the end of a window
+forward_backward   the same after the model and the loss; where a pipeline runs, it does all of this itself
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from paceline.base.errors import PlanError
+from paceline.optim.accumulate import Accumulation
+from paceline.preparation import Preparation
+from paceline.world.collectives import Collectives
+
+
+class Steps:
+    """Runs backward passes of what was prepared.
+
+    Args:
+        prepared: the models and their chains.
+        gradients: the owner of gradient scale.
+        scaler: the loss scaler or None.
+        collectives: of all ranks.
+        debug: checks before communication that all ranks came here.
+    """
+
+    def __init__(
+        self, prepared: Preparation, gradients: Accumulation, scaler: Any, collectives: Collectives, debug: bool
+    ) -> None:
+        self._prepared, self._gradients, self._scaler = prepared, gradients, scaler
+        self._collectives, self._debug = collectives, debug
+
+    def backward(self, loss: torch.Tensor, num_items: int | torch.Tensor | None, **named: Any) -> None:
+        """See `Accelerator.backward`."""
+        if self._prepared.plan.layout.pp > 1:
+            raise PlanError(
+                "backward-pipeline",
+                "a pipeline runs forward and backward of its stages together, so there is no loss to call backward on.",
+                why=f"pp={self._prepared.plan.layout.pp}",
+                fix="use `accelerator.forward_backward(model, batch, loss_fn)`, which works under every plan",
+            )
+        loss = self._scaled(self._gradients.checked(loss, named), num_items)
+        loss.backward(**named)
+        self._settle()
+
+    def forward_backward(
+        self, model: nn.Module, batch: Any, loss_fn: Callable[..., torch.Tensor], num_items: int | None
+    ) -> torch.Tensor:
+        """See `Accelerator.forward_backward`."""
+        if isinstance(batch, Mapping):
+            inputs, named, target = (), dict(batch), batch
+        else:
+            *first, target = batch
+            inputs, named = tuple(first), {}
+        prepared = self._prepared.find(model)
+        runner = prepared.chain.runner if prepared is not None else None
+        if prepared is None or runner is None:
+            loss = loss_fn(model(*inputs, **named), target)
+            self.backward(loss, num_items)
+            return loss.detach()
+        # The scale is linear in the loss: what 1 becomes is the factor of each micro-batch's loss.
+        factor = self._scaled(torch.ones((), device=self._prepared.device), num_items)
+        with prepared.chain.hold_gradients(prepared.wrapped):
+            loss = runner.forward_backward(prepared.wrapped, inputs, named, target, loss_fn, factor, num_items is None)
+        if self._scaler is not None:
+            self._scaler.watch(loss)
+        self._settle()
+        return loss
+
+    def _scaled(self, loss: torch.Tensor, num_items: int | torch.Tensor | None) -> torch.Tensor:
+        loss = self._gradients.scale(loss, num_items)
+        if self._debug and self._gradients.sync:
+            self._collectives.check("backward")
+        if self._scaler is not None:
+            if self._gradients.first:
+                self._scaler.refresh()
+            loss = self._scaler.scale(loss)
+        return loss
+
+    def _settle(self) -> None:
+        if self._gradients.sync:
+            for each in self._prepared.models:
+                each.chain.settle(each.wrapped)
