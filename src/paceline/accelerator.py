@@ -123,7 +123,7 @@ class Accelerator(Participant):
         self.trackers = Trackers(log_with, self.logging_dir, is_main=world.is_main)
         self._states = States(self._prepared, self.collectives, self.scaler, self.project_dir, total_limit)
         self._steps = Steps(self._prepared, self.gradients, self.scaler, collectives, settings.debug)
-        self._norm, self._trigger = torch.zeros((), device=device), False
+        self._norm = torch.zeros((), device=device)
 
     # -- what this run is --------------------------------------------------------------------------------------
 
@@ -313,10 +313,6 @@ class Accelerator(Participant):
 
     # -- between ranks -----------------------------------------------------------------------------------------
 
-    def gather(self, tensor: Any) -> Any:
-        """Concatenates tensors of all ranks along dim 0; 0-dim ones become [num_processes]. Padding is kept. Ranks: all."""
-        return self.collectives.gather(tensor)
-
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
         """Gathers what belongs to the current batch over real samples only, in sample order.
 
@@ -328,24 +324,6 @@ class Accelerator(Participant):
         Ranks: all; all get the result, by one collective for the whole structure.
         """
         return gather_for_metrics(self._active, self._data, input_data, use_gather_object)
-
-    def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
-        """Sum or mean over ranks of each tensor of a structure. Ranks: all; all get the result."""
-        return self.collectives.reduce(tensor, reduction, scale)
-
-    def pad_across_processes(self, tensor: Any, dim: int = 0, pad_index: int = 0, pad_first: bool = False) -> Any:
-        """Pads tensors along `dim` to the longest of all ranks. Ranks: all."""
-        return self.collectives.pad_across(tensor, dim, pad_index, pad_first)
-
-    def set_trigger(self) -> None:
-        """Raises a flag on this rank, for `check_trigger` on all."""
-        self._trigger = True
-
-    def check_trigger(self) -> bool:
-        """Whether any rank raised the flag; lowers it if so. Ranks: all."""
-        raised = self.collectives.any(self._trigger)
-        self._trigger = self._trigger and not raised
-        return raised
 
     # -- models and files --------------------------------------------------------------------------------------
 

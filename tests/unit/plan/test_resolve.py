@@ -8,6 +8,7 @@ from torch import nn
 
 from paceline import PlanError
 from paceline.base.errors import Problem
+from paceline.parallel.strategy import Strategy
 from paceline.plan.facts import model_facts
 from paceline.plan.plan import Decision, Plan
 from paceline.plan.resolve import draft, resolve
@@ -16,11 +17,8 @@ from paceline.world.layout import Layout
 CODE = Decision("shard", 3, "file", "run.yaml:12")
 
 
-class Toy:
+class Toy(Strategy):
     name, stage, axes = "toy", 10, ("tp",)
-
-    def wanted(self, plan):
-        return plan.layout.tp > 1
 
     def check(self, plan, facts):
         return [Problem("plan-option", "toy refuses", fix="no toy")] if facts.name == "Linear" else []
@@ -65,6 +63,17 @@ def test_strategies_are_chosen_in_stage_order_and_check_each_model():
     assert chosen.strategies == ("toy",)
     with pytest.raises(PlanError, match="toy refuses"):
         resolve(Plan(layout=Layout(tp=2)), [model_facts(nn.Linear(1, 1))], [Toy()])
+
+
+def test_a_stage_of_the_shard_axis_takes_what_the_others_leave_and_says_why():
+    assert draft({}, [], 4).layout == Layout(replicate=4)
+    plan = draft({"zero": 1}, [Decision("zero", 1, "command line", "--zero")], world_size=4)
+    assert (plan.layout, plan.zero) == (Layout(shard=4), 1)
+    plan = draft({"shard": 2}, [], world_size=4)
+    assert (plan.layout, plan.zero) == (Layout(replicate=2, shard=2), 3)
+    assert "zero = 3  <- derived: shard=2: parameters, gradients and optimizer states are divided" in plan.explain()
+    plan = draft({"zero": 2}, [Decision("zero", 2, "command line", "--zero")], world_size=1)
+    assert "zero = 0  <- derived (--zero): zero=2 divides nothing, since shard is 1" in plan.explain()
 
 
 def test_half_precision_weights_cannot_be_scaled():
