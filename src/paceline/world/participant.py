@@ -145,6 +145,28 @@ class Participant:
         """
         yield split_part(inputs, self.world.rank, self.world.size, apply_padding)
 
+    def gather(self, tensor: Any) -> Any:
+        """Concatenates tensors of all ranks along dim 0; 0-dim ones become [num_processes]. Padding is kept. Ranks: all."""
+        return self.collectives.gather(tensor)
+
+    def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
+        """Sum or mean over ranks of each tensor of a structure. Ranks: all; all get the result."""
+        return self.collectives.reduce(tensor, reduction, scale)
+
+    def pad_across_processes(self, tensor: Any, dim: int = 0, pad_index: int = 0, pad_first: bool = False) -> Any:
+        """Pads tensors along `dim` to the longest of all ranks. Ranks: all."""
+        return self.collectives.pad_across(tensor, dim, pad_index, pad_first)
+
+    def set_trigger(self) -> None:
+        """Raises a flag on this rank, for `check_trigger` on all."""
+        self._trigger = True
+
+    def check_trigger(self) -> bool:
+        """Whether any rank raised the flag; lowers it if so. Ranks: all."""
+        raised = self.collectives.any(self._trigger)
+        self._trigger = self._trigger and not raised
+        return raised
+
 
 def split_part(inputs: Any, rank: int, size: int, pad: bool = False) -> Any:
     """The part of `inputs` that falls to `rank` of `size`; see `Participant.split_between_processes`."""
@@ -172,28 +194,6 @@ def split_part(inputs: Any, rank: int, size: int, pad: bool = False) -> Any:
     if len(rows) == (rank < extra) + share:
         return inputs[start : start + len(rows)]
     return inputs[rows] if hasattr(inputs, "shape") else [inputs[row] for row in rows]
-
-    def gather(self, tensor: Any) -> Any:
-        """Concatenates tensors of all ranks along dim 0; 0-dim ones become [num_processes]. Padding is kept. Ranks: all."""
-        return self.collectives.gather(tensor)
-
-    def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
-        """Sum or mean over ranks of each tensor of a structure. Ranks: all; all get the result."""
-        return self.collectives.reduce(tensor, reduction, scale)
-
-    def pad_across_processes(self, tensor: Any, dim: int = 0, pad_index: int = 0, pad_first: bool = False) -> Any:
-        """Pads tensors along `dim` to the longest of all ranks. Ranks: all."""
-        return self.collectives.pad_across(tensor, dim, pad_index, pad_first)
-
-    def set_trigger(self) -> None:
-        """Raises a flag on this rank, for `check_trigger` on all."""
-        self._trigger = True
-
-    def check_trigger(self) -> bool:
-        """Whether any rank raised the flag; lowers it if so. Ranks: all."""
-        raised = self.collectives.any(self._trigger)
-        self._trigger = self._trigger and not raised
-        return raised
 
 
 def _parts(value: Any) -> bool:
