@@ -1,0 +1,220 @@
+"""The parity suite over plans: every strategy and combination gives the numbers of one plain PyTorch process.
+
+`test_parity.py` holds data-parallel plans to many ways of training; here a transformer, a convolutional net with batch
+norm, and a model with tied and frozen weights run under every kind of plan, on 2, 4 and 8 processes. Losses, the
+gradients' norms and the final weights must agree: float32 within 3e-6 (sums in another order), bf16 within 3e-2.
+"""
+
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.fsdp
+import torch.distributed.pipelining
+import torch.distributed.tensor.parallel
+from parity_models import GPT, ConvNet, loss_of
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from paceline.parallel.strategy import STRATEGIES
+from paceline.testing import run_ranks
+
+Plan = dict[str, Any]
+MODELS = {"gpt": GPT, "tied": lambda: GPT(tied=True, frozen=True), "conv": ConvNet}
+ROWS, BATCH = 24, 8
+
+
+@dataclass(frozen=True)
+class Case:
+    """One way of training a model."""
+
+    model: str = "gpt"
+    accumulate: int = 1
+    clip: float | None = None
+    precision: str = "no"
+    items: bool = False
+    optimizer: str = "AdamW"
+
+    def __str__(self) -> str:
+        said = [self.model, f"accumulate{self.accumulate}" * (self.accumulate > 1), "clip" * (self.clip is not None)]
+        said += [self.precision * (self.precision != "no"), "items" * self.items]
+        return "-".join(each for each in said if each)
+
+
+def data_of(case: Case) -> TensorDataset:
+    generator = torch.Generator().manual_seed(5)
+    if case.model == "conv":
+        images = torch.randn(ROWS, 1, 6, 6, generator=generator)
+        return TensorDataset(images, torch.randint(0, 5, (ROWS,), generator=generator))
+    tokens = torch.randint(0, 24, (ROWS, 9), generator=generator)
+    return TensorDataset(tokens[:, :-1].clone(), tokens[:, 1:].clone())
+
+
+def made(case: Case) -> tuple[nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(7)
+    model = MODELS[case.model]()
+    trained = [p for p in model.parameters() if p.requires_grad]
+    # Adam turns the last bit of a gradient near zero into a whole step: a larger eps compares what training computes.
+    return model, torch.optim.AdamW(trained, lr=0.01, eps=1e-4)
+
+
+def sum_of(output, target):
+    return nn.functional.cross_entropy(output.flatten(0, -2), target.flatten(), reduction="sum")
+
+
+def plain(case: Case) -> dict[str, Any]:
+    """The reference: one process, whole global batches, no Paceline."""
+    model, optimizer = made(case)
+    data = data_of(case)
+    batches = [data[at : at + BATCH] for at in range(0, ROWS, BATCH)]
+    losses, norms = [], []
+    dtype = {"bf16": torch.bfloat16}.get(case.precision)
+    for start in range(0, len(batches), case.accumulate):
+        window = batches[start : start + case.accumulate]
+        for x, y in window:
+            with torch.autocast("cpu", dtype=dtype, enabled=dtype is not None):
+                output = model(x)
+            loss = loss_of(output.float(), y)
+            (loss * len(x) / sum(len(each) for each, _ in window)).backward()
+            losses.append(float(loss.detach()))
+        norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), case.clip or 1e9)))
+        optimizer.step()
+        optimizer.zero_grad()
+    model.eval()
+    with torch.no_grad(), torch.autocast("cpu", dtype=dtype, enabled=dtype is not None):
+        outputs = model(data.tensors[0]).float()
+    return {"losses": losses, "norms": norms, "outputs": outputs, "weights": model.state_dict()}
+
+
+def ours(case: Case, plan: Plan, options: Plan) -> dict[str, Any]:
+    """The same loop through `Accelerator`, under a plan."""
+    from paceline import Accelerator
+
+    model, optimizer = made(case)
+    if case.model == "conv":
+        model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
+    accelerator = Accelerator(case.precision, case.accumulate, plan=plan, options=options, cpu=True)
+    width = accelerator.plan.layout.width
+    loader = DataLoader(data_of(case), BATCH // width)
+    test = DataLoader(data_of(case), BATCH // width)
+    model, optimizer, loader, test = accelerator.prepare(model, optimizer, loader, test)
+    losses, norms, outputs = [], [], []
+    for x, y in loader:
+        with accelerator.accumulate(model):
+            if case.items:
+                loss = accelerator.forward_backward(model, (x, y), sum_of, num_items=y.numel()) / y.numel()
+            elif accelerator.plan.layout.pp > 1 or x.shape[0] % 2:
+                loss = accelerator.forward_backward(model, (x, y), loss_of)
+            else:
+                loss = loss_of(model(x), y)
+                accelerator.backward(loss)
+            if accelerator.sync_gradients:
+                norms.append(float(accelerator.clip_grad_norm_(model.parameters(), case.clip or 1e9)))
+            optimizer.step()
+            optimizer.zero_grad()
+        losses.append(float(accelerator.gather_for_metrics(loss.detach().repeat(len(x))).mean()))
+    model.eval()
+    with torch.no_grad():
+        for x, _ in test:
+            outputs.append(accelerator.gather_for_metrics(model(x)))
+    weights = accelerator.get_state_dict(model)
+    accelerator.end_training()
+    return {"losses": losses, "norms": norms, "outputs": torch.cat(outputs).float(), "weights": weights}
+
+
+@cache
+def reference(case: Case) -> dict[str, Any]:
+    return run_ranks(plain, world=1, args=(case,))[0]
+
+
+def compare(got: dict[str, Any], want: dict[str, Any], tolerance: float) -> None:
+    assert got["losses"] == pytest.approx(want["losses"], abs=tolerance)
+    assert got["norms"] == pytest.approx(want["norms"], abs=tolerance)
+    assert sorted(got["weights"]) == sorted(want["weights"])
+    for name, weight in want["weights"].items():
+        torch.testing.assert_close(
+            got["weights"][name], weight, atol=tolerance, rtol=0, msg=lambda m, n=name: f"{n}: {m}"
+        )
+    torch.testing.assert_close(got["outputs"], want["outputs"], atol=10 * tolerance, rtol=0)
+
+
+def check(case: Case, plan: Plan, options: Plan | None = None) -> None:
+    from paceline.world.layout import AXES
+
+    world = 1
+    for axis in AXES:
+        world *= plan.get(axis, 1)
+    for got in run_ranks(ours, world=world, args=(case, plan, options or {}), timeout_s=120):
+        compare(got, reference(case), {"no": 3e-6, "bf16": 3e-2}[case.precision])
+
+
+def named(plan: Plan) -> str:
+    return "-".join(f"{key}{value}" for key, value in plan.items())
+
+
+ALONE = [
+    {"replicate": 2}, {"shard": 2, "zero": 1}, {"shard": 2, "zero": 2}, {"shard": 2}, {"tp": 2}, {"cp": 2}, {"pp": 2},
+]  # fmt: skip
+FOUR = [
+    {"replicate": 4}, {"shard": 4, "zero": 1}, {"shard": 4, "zero": 2}, {"shard": 4}, {"tp": 4}, {"cp": 4}, {"pp": 4},
+]  # fmt: skip
+PAIRS = [
+    {"replicate": 2, "shard": 2, "zero": 1}, {"replicate": 2, "shard": 2, "zero": 2}, {"replicate": 2, "shard": 2},
+    {"replicate": 2, "tp": 2}, {"replicate": 2, "cp": 2}, {"replicate": 2, "pp": 2},
+    {"shard": 2, "tp": 2}, {"shard": 2, "cp": 2}, {"shard": 2, "pp": 2},
+    {"shard": 2, "zero": 1, "cp": 2}, {"shard": 2, "zero": 2, "cp": 2},
+    {"shard": 2, "zero": 1, "tp": 2}, {"shard": 2, "zero": 2, "tp": 2}, {"shard": 2, "zero": 2, "pp": 2},
+    {"tp": 2, "cp": 2}, {"tp": 2, "pp": 2}, {"cp": 2, "pp": 2},
+]  # fmt: skip
+EIGHT = [
+    {"replicate": 2, "shard": 2, "tp": 2}, {"pp": 2, "shard": 4}, {"pp": 2, "shard": 2, "tp": 2}, {"shard": 8},
+    {"replicate": 2, "shard": 2, "cp": 2}, {"pp": 2, "replicate": 2, "shard": 2},
+]  # fmt: skip
+WAYS = [Case(accumulate=2, clip=0.05), Case("tied", clip=0.5), Case(items=True, accumulate=3), Case(precision="bf16")]
+
+
+@pytest.mark.parametrize("plan", ALONE, ids=named)
+@pytest.mark.parametrize("case", [Case(), *WAYS], ids=str)
+def test_one_axis_on_two(case: Case, plan: Plan) -> None:
+    check(case, plan)
+
+
+@pytest.mark.parametrize("plan", FOUR, ids=named)
+def test_one_axis_on_four(plan: Plan) -> None:
+    check(Case("tied", accumulate=2, clip=0.05), plan)
+
+
+@pytest.mark.parametrize("plan", PAIRS, ids=named)
+def test_two_axes_on_four(plan: Plan) -> None:
+    check(Case("tied", accumulate=2, clip=0.05), plan)
+
+
+@pytest.mark.parametrize("plan", EIGHT, ids=named)
+def test_on_eight(plan: Plan) -> None:
+    check(Case(accumulate=2, clip=0.05), plan)
+
+
+DATA = [plan for plan in [*ALONE, *FOUR, *PAIRS] if not {"tp", "cp", "pp"} & plan.keys()]
+
+
+@pytest.mark.parametrize("plan", DATA, ids=named)
+def test_batch_norm(plan: Plan) -> None:
+    check(Case("conv", clip=0.5), plan)
+
+
+@pytest.mark.parametrize("plan", [{"replicate": 2}, {"shard": 2}, {"tp": 2}, {"cp": 2}, {"pp": 2}], ids=named)
+@pytest.mark.parametrize("recompute", ["blocks", "selective", "2"])
+def test_recomputed(plan: Plan, recompute: str) -> None:
+    check(Case("tied", clip=0.05), {**plan, "recompute": recompute})
+
+
+def test_every_strategy_is_held_to_these_numbers() -> None:
+    from paceline.plan.resolve import draft
+    from paceline.world.layout import AXES
+
+    plans = [*ALONE, *PAIRS, {"recompute": "blocks"}, {"compile": True}, {"offload": "optimizer"}]
+    worlds = [int(torch.tensor([plan.get(axis, 1) for axis in AXES]).prod()) for plan in plans]
+    drafts = [draft(plan, [], world) for plan, world in zip(plans, worlds, strict=True)]
+    assert {s.name for s in STRATEGIES} <= {s.name for s in STRATEGIES for plan in drafts if s.wanted(plan)}
