@@ -189,3 +189,23 @@ def test_it_learns_in_half_precision(precision, language_model):
     half = logged(language_model / "runs" / precision / "metrics.jsonl")
     whole = logged(language_model / "runs" / "language_model_1" / "metrics.jsonl")
     assert [line["loss"] for line in half] == pytest.approx([line["loss"] for line in whole[:8]], rel=0.02)
+
+
+# -- any plan ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.timeout(300)
+def test_one_script_learns_alike_under_every_plan(tmp_path):
+    small = ["--steps", 20, "--width", 32, "--layers", 2, "--batch-size", 16, "--length", 32]
+    plans = {"one": "", "zero": "--procs 2 --zero 2", "both": "--procs 4 --shard 2 --tp 2", "pipe": "--procs 2 --pp 2"}
+    losses = {}
+    for name, flags in plans.items():
+        command = [sys.executable, "-m", "paceline", "launch", "--threads", "1", *flags.split()]
+        command += [str(EXAMPLES / "any_plan/train.py"), "--out", name, *map(str, small)]
+        done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
+        assert done.returncode == 0, done.stderr
+        assert done.stdout.count("held out: ") == 1
+        losses[name] = [line["loss"] for line in logged(tmp_path / name / "metrics.jsonl") if "loss" in line]
+    assert losses["one"][1] < losses["one"][0] < 6.0
+    for name in plans:
+        assert losses[name] == pytest.approx(losses["one"], abs=2e-4), name

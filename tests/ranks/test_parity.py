@@ -1,6 +1,7 @@
 """The parity suite: every data-parallel plan gives the numbers of one plain PyTorch process, in many ways of training.
 
-The reference is a loop without Paceline on the whole global batch. The same loop under each plan, at 2 and 3 processes, must give its losses, gradient norms and final weights: float32 within 2e-6 (sums in another order), fp16
+The reference is a loop without Paceline on the whole global batch. The same loop under each plan, at 2 and 3
+processes, must give its losses, gradient norms and final weights: float32 within 2e-6 (sums in another order), fp16
 within 2e-3 (the forward rounds to 11 bits).
 """
 

@@ -91,7 +91,7 @@ def _sizes(settings: Mapping[str, Any], world_size: int) -> tuple[dict[str, int]
 def _stage(asked: Any, layout: Layout) -> tuple[int, str]:
     """The stage of the `shard` axis, and why, where it was not said."""
     if layout.shard == 1:
-        return 0, "" if asked in ("auto", 0) else f"zero={asked} divides nothing, since shard is 1"
+        return 0, "shard is 1" if asked in ("auto", 0) else f"zero={asked} divides nothing, since shard is 1"
     if asked == "auto":
         return 3, f"shard={layout.shard}: parameters, gradients and optimizer states are divided"
     return int(asked), ""
