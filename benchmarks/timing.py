@@ -21,9 +21,13 @@ class Result:
     def row(self, what: str, peer: str, must: str) -> str:
         """One Markdown row: what, candidate, peer, ratio (quartiles), target."""
         return (
-            f"| {what} | {self.candidate_s * 1e6:.0f} us | {peer} {self.peer_s * 1e6:.0f} us "
+            f"| {what} | {_shown(self.candidate_s)} | {peer} {_shown(self.peer_s)} "
             f"| {self.ratio:.3f} ({self.low:.3f} .. {self.high:.3f}) | {must} |"
         )
+
+
+def _shown(seconds: float) -> str:
+    return f"{seconds * 1e6:.0f} us" if seconds < 0.1 else f"{seconds * 1e3:.0f} ms"
 
 
 def pairs(candidate: Callable[[], float], peer: Callable[[], float], turns: int = 15) -> Result:

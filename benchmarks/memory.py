@@ -1,0 +1,120 @@
+"""Bytes on a rank, measured: at rest after a step (gradients kept) and at the peak of a step, beside the formulas.
+
+    python benchmarks/memory.py                        2 and 4 ranks, a GPT of 24 million parameters
+    python benchmarks/memory.py --size 4M --world 2    a smaller one; --rows 8 --length 64 for more activations
+
+All numbers are bytes a parameter. Formulas (a = number of parameters, n = ranks) are those of float32 training with Adam;
+"mixed" rows compute in bf16. The micro-batch is one short row, so that activations do not hide what the plan divides.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+from parallel.held import can_measure, held, measure
+from parallel.model import gpt
+from parallel.ways import Task, Way, ddp, deepspeed, deepspeed_is_there, fully_sharded, paceline, zero_redundancy
+
+from paceline.testing import run_ranks
+
+
+@dataclass(frozen=True)
+class Row:
+    """One way of training, the formula for its memory at rest, and its own name of a plan to predict."""
+
+    name: str
+    way: Way
+    formula: str
+    at_rest: Callable[[int], float]
+    plan: dict | None = None
+    precision: str = "no"
+
+    @classmethod
+    def of(cls, name: str, formula: str, at_rest: Callable[[int], float], precision: str = "no", **plan) -> Row:
+        """A plan of Paceline; `width` in it stands for the number of ranks."""
+        return cls(name, paceline(precision, **plan), formula, at_rest, plan, precision)
+
+
+def rows(n: int) -> list[Row]:
+    """What is measured at `n` ranks."""
+    stages = {1: lambda n: 8 + 8 / n, 2: lambda n: 4 + 12 / n, 3: lambda n: 16 / n}
+    texts = {1: "8a + 8a/n", 2: "4a + 12a/n", 3: "16a/n"}
+    found = [
+        Row("DDP by hand, separate buckets", ddp(views=False), "20a", lambda n: 20),
+        Row("DDP by hand, bucket views", ddp(), "16a", lambda n: 16),
+        Row.of("replicate", "16a", lambda n: 16, replicate=n),
+        Row.of("replicate, mixed", "18a", lambda n: 18, "bf16", replicate=n),
+        Row("ZeroRedundancyOptimizer by hand", zero_redundancy, texts[1], stages[1]),
+        Row.of("shard, zero 1", texts[1], stages[1], shard=n, zero=1),
+        Row.of("shard, zero 1, mixed", texts[1], stages[1], "bf16", shard=n, zero=1),
+        Row("fully_shard by hand, no reshard", fully_sharded(False), texts[2], stages[2]),
+        Row.of("shard, zero 2", texts[2], stages[2], shard=n, zero=2),
+        Row.of("shard, zero 2, mixed", texts[2], stages[2], "bf16", shard=n, zero=2),
+        Row("fully_shard by hand", fully_sharded(True), texts[3], stages[3]),
+        Row.of("shard, zero 3", texts[3], stages[3], shard=n, zero=3),
+        Row.of("shard, zero 3, mixed", texts[3], stages[3], "bf16", shard=n, zero=3),
+    ]
+    if n == 4:
+        found.append(Row.of("replicate 2 x shard 2", "16a/2", lambda n: 8, replicate=2, shard=2))
+    if deepspeed_is_there():
+        found += [Row(f"DeepSpeed, zero {s}", deepspeed(s), texts[s], stages[s]) for s in (1, 2, 3)]
+    return found
+
+
+def rank(way: Way, task: Task) -> tuple[float, float]:
+    """At rest and at the peak, in bytes a parameter, on this rank."""
+    torch.set_num_threads(1)
+    small = way(replace(task, size="tiny"))
+    small()  # whatever is imported and allocated once and for all is not the model's
+    del small
+    gc.collect()
+    base = held()
+    step = way(task)
+    rest, peak = measure(step, base)
+    count = sum(parameter.numel() for parameter in gpt(task.size).parameters())
+    return rest / count, peak / count
+
+
+def report(task: Task, worlds: list[int]) -> int:
+    """Prints one table for each number of ranks; how many rows of ours are over their formula + 5 %."""
+    over = 0
+    for n in worlds:
+        print(f"\n**{n} ranks** (bytes a parameter; the most of any rank)\n")
+        print("| what | formula | | at rest | peak | at rest / formula |\n| --- | --- | --- | --- | --- | --- |")
+        for row in rows(n):
+            found = run_ranks(rank, world=n, args=(row.way, task), timeout_s=600, output=[])
+            rest, peak = (max(each) for each in zip(*found, strict=True))
+            limit = row.at_rest(n)
+            over += row.plan is not None and rest > 1.05 * limit
+            print(
+                f"| {row.name} | {row.formula} | {limit:.1f} | {rest:.2f} | {peak:.2f} | {rest / limit:.2f} |",
+                flush=True,
+            )
+    return over
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--size", choices=("24M", "4M"), default="24M")
+    parser.add_argument("--world", type=int, nargs="+", default=[2, 4])
+    parser.add_argument("--rows", type=int, default=1)
+    parser.add_argument("--length", type=int, default=32)
+    options = parser.parse_args()
+    if not can_measure():
+        print("not measured: this C library has no mallinfo2", file=sys.stderr)
+        return 1
+    print(
+        f"torch {torch.__version__}, {time.strftime('%Y-%m-%d')}, GPT {options.size}, "
+        f"{options.rows} x {options.length} tokens a rank"
+    )
+    return 1 if report(Task(options.size, options.rows, options.length), options.world) else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
