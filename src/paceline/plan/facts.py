@@ -8,6 +8,27 @@ from typing import Any
 
 from paceline.plan.blocks import repeated_blocks
 
+_NUMBERS = ("head", "dim", "size", "embd", "width", "model")  # in names of attributes that count heads or features
+
+
+@dataclass(frozen=True)
+class Layer:
+    """One module that holds parameters of its own, ends a branch of the tree, or counts heads.
+
+    Attributes:
+        name: its FQN.
+        kind: name of its class.
+        role: "linear", "conv1d" (a linear with its weight turned), "embedding", "norm", "attention" (torch's), or "".
+        shapes: its own parameters and their shapes.
+        numbers: its whole-number attributes that may count heads or features.
+    """
+
+    name: str
+    kind: str
+    role: str = ""
+    shapes: tuple[tuple[str, tuple[int, ...]], ...] = ()
+    numbers: tuple[tuple[str, int], ...] = ()
+
 
 @dataclass(frozen=True)
 class ModelFacts:
@@ -27,6 +48,9 @@ class ModelFacts:
         blocks: names of the repeated blocks, in order; see `plan.blocks`.
         block_parameters: elements in the parameters of each block.
         meta: whether some tensor has a shape only.
+        devices: where its tensors are, those without values left out, as text.
+        layers: its modules, see `Layer`, in order.
+        tensor_plan: the model's own plan for tensor parallelism (transformers' `tp_plan`): pattern -> style.
     """
 
     name: str
@@ -42,6 +66,9 @@ class ModelFacts:
     blocks: tuple[str, ...] = ()
     block_parameters: tuple[int, ...] = ()
     meta: bool = False
+    devices: tuple[str, ...] = ()
+    layers: tuple[Layer, ...] = ()
+    tensor_plan: tuple[tuple[str, str], ...] = ()
 
 
 def model_facts(model: Any) -> ModelFacts:
@@ -54,6 +81,7 @@ def model_facts(model: Any) -> ModelFacts:
     trainable = [parameter for parameter in unique.values() if parameter.requires_grad]
     modules = list(model.named_modules())
     blocks = repeated_blocks(model)
+    tensors = (*unique.values(), *model.buffers())
     return ModelFacts(
         name=type(model).__name__,
         parameters=sum(parameter.numel() for parameter in unique.values()),
@@ -67,8 +95,44 @@ def model_facts(model: Any) -> ModelFacts:
         sparse=any(getattr(module, "sparse", False) is True for _, module in modules),
         blocks=blocks,
         block_parameters=tuple(sum(p.numel() for p in model.get_submodule(name).parameters()) for name in blocks),
-        meta=any(tensor.is_meta for tensor in (*unique.values(), *model.buffers())),
+        meta=any(tensor.is_meta for tensor in tensors),
+        devices=_sorted_text(tensor.device for tensor in tensors if not tensor.is_meta),
+        layers=tuple(layer for name, module in modules for layer in _layer(name, module)),
+        tensor_plan=_tensor_plan(model),
     )
+
+
+def _layer(name: str, module: Any) -> Iterable[Layer]:
+    shapes = tuple((key, tuple(p.shape)) for key, p in module._parameters.items() if p is not None)
+    numbers = tuple(
+        (key, value)
+        for key, value in vars(module).items()
+        if type(value) is int and (key in ("h", "H") or any(word in key.lower() for word in _NUMBERS))
+    )
+    if shapes or numbers or not module._modules:
+        yield Layer(name, type(module).__name__, _role(module), shapes, numbers)
+
+
+def _role(module: Any) -> str:
+    """What a module computes, where its class is known to compute just that."""
+    if type(module).__name__ == "MultiheadAttention":
+        return "attention"
+    forward = getattr(type(module).forward, "__qualname__", "")
+    if forward in ("Linear.forward", "Conv1D.forward"):
+        return "conv1d" if forward[0] == "C" else "linear"
+    if forward == "Embedding.forward":
+        special = module.max_norm is not None or module.scale_grad_by_freq or module.sparse
+        return "" if special else "embedding"
+    flat = module._parameters and all(p is None or p.dim() == 1 for p in module._parameters.values())
+    return "norm" if flat and not module._modules and "norm" in type(module).__name__.lower() else ""
+
+
+def _tensor_plan(model: Any) -> tuple[tuple[str, str], ...]:
+    """What transformers' models say of themselves; a base model's part lacks its prefix in the config."""
+    own = getattr(model, "tp_plan", None) or getattr(model, "_tp_plan", None)
+    if not own:
+        own = getattr(getattr(model, "config", None), "base_model_tp_plan", None)
+    return tuple((str(k), str(v)) for k, v in own.items()) if isinstance(own, dict) else ()
 
 
 def _sorted_text(values: Iterable[Any]) -> tuple[str, ...]:
