@@ -43,7 +43,7 @@ def run(target: Target, report: str, compat: str = "") -> int:
         report: file for the traceback of an uncaught exception, or of a crash.
         compat: library whose names are served to the script; "" for none.
     """
-    return watched(lambda: _become(target, compat), report)
+    return watched(lambda: become(target, compat), report)
 
 
 def call(function: Callable[[], Any], report: str) -> int:
@@ -137,7 +137,8 @@ def whole_lines() -> None:
             stream.reconfigure(line_buffering=True, write_through=False)
 
 
-def _become(target: Target, compat: str) -> None:
+def become(target: Target, compat: str = "") -> None:
+    """Runs a script or module as `__main__` in this process, to its end."""
     sys.argv = [target.name, *target.args]
     if not sys.flags.safe_path:
         sys.path[0] = os.path.dirname(os.path.realpath(target.name)) if target.kind == "script" else os.getcwd()
