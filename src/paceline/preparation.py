@@ -17,7 +17,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from paceline.base.errors import PlanError, PrepareError
+from paceline.base.errors import PlanError, PrepareError, Problem
 from paceline.base.log import logger
 from paceline.checkpoint.module_state import clean
 from paceline.data.active import ActiveLoaders
@@ -25,7 +25,7 @@ from paceline.data.loader import PreparedLoader
 from paceline.data.prepare import prepare_loader
 from paceline.optim.accumulate import Accumulation
 from paceline.optim.optimizer import PreparedOptimizer
-from paceline.optim.rebind import choose_fused, parameter_names, rebind
+from paceline.optim.rebind import choose_fused, parameter_names, rebind, shared_parameters, started_optimizers
 from paceline.optim.schedule import PreparedScheduler, compare_lengths, is_scheduler
 from paceline.parallel.strategy import STRATEGIES, Chain
 from paceline.plan.facts import ModelFacts, model_facts
@@ -107,7 +107,8 @@ class Preparation:
         places = list(placement) if placement is not None else [True] * len(objects)
         result = list(objects)
         models = [(at, each) for at, (each, kind) in enumerate(zip(objects, kinds, strict=True)) if kind == "model"]
-        before = self._prepare_models(models, places, result)
+        optimizers = [each for each, kind in zip(objects, kinds, strict=True) if kind == "optimizer"]
+        before = self._prepare_models(models, places, result, optimizers)
         for at, kind in enumerate(kinds):
             if kind == "loader":
                 result[at] = self.loader(objects[at], place=places[at])
@@ -138,7 +139,7 @@ class Preparation:
         )
 
     def _prepare_models(
-        self, models: list[tuple[int, Any]], places: list[bool], result: list[Any]
+        self, models: list[tuple[int, Any]], places: list[bool], result: list[Any], optimizers: list[Optimizer]
     ) -> dict[int, tuple[int, str]]:
         new = [(at, model) for at, model in models if self.find(model) is None]
         for at, model in models:
@@ -146,9 +147,18 @@ class Preparation:
             if known is not None:
                 result[at] = known.wrapped
         facts = [model_facts(model) for _, model in new]
-        plan = resolve(self._draft(), facts, STRATEGIES) if new else self.plan
         # Names are taken before anything is touched: strategies may replace every parameter.
         before = parameter_names([each.module for each in self.models] + [model for _, model in new])
+        own = [each.optimizer for each in self.optimizers]
+        found = shared_parameters(list(dict.fromkeys([*own, *optimizers])), before)
+        if self.plan.fully_sharded or self.plan.layout.size("tp", "pp") > 1:
+            replaced = {id(parameter) for _, model in new for parameter in model.parameters()}
+            found += started_optimizers([each for each in optimizers if each not in own], replaced)
+        for (at, _), fact in zip(new, facts, strict=True):
+            found += self._misplaced(fact, places[at])
+        if found and not new:
+            raise PlanError.of(found)
+        plan = resolve(self._draft(), facts, STRATEGIES, found) if new else self.plan
         for (at, model), fact in zip(new, facts, strict=True):
             chain = Chain(plan, self._mesh, self._collectives, self.device, fact)
             if not fact.meta and places[at]:
@@ -162,6 +172,26 @@ class Preparation:
             self.plan = plan
             logger("plan").info("%s", plan.explain())
         return before
+
+    def _misplaced(self, facts: ModelFacts, moved: bool) -> list[Problem]:
+        """What is wrong with where a model is, on several ranks, each of which has one device."""
+        here = str(self.device)
+        if self._collectives.size == 1 or not facts.devices or (len(facts.devices) == 1 and moved):
+            return []
+        if len(facts.devices) > 1:
+            what, fix = (
+                f"{facts.name} lies on several devices.",
+                f"move it to one before `prepare`: `model.to({here!r})`",
+            )
+        elif torch.device(facts.devices[0]) != self.device:
+            what, fix = (
+                f"{facts.name} is not on this rank's device.",
+                "leave `device_placement` out, and it is moved there",
+            )
+        else:
+            return []
+        why = f"its tensors are on {', '.join(facts.devices)}; this rank computes on {here}"
+        return [Problem("model-device", what, why=why, fix=fix)]
 
     def _draft(self) -> Plan:
         """The plan without what an earlier `prepare` derived from its models."""
@@ -195,7 +225,7 @@ class Preparation:
 
     def optimizer(self, optimizer: Optimizer) -> PreparedOptimizer:
         """Prepares one optimizer of models that were prepared before."""
-        return self._optimizer(optimizer, parameter_names([each.module for each in self.models]))
+        return self.prepare([optimizer])[0]
 
     def loader(self, loader: Any, *, place: bool = True, **chosen: Any) -> PreparedLoader:
         """Prepares one loader, with its own choices over those that all share. Ranks: all; the first agrees on the seed."""

@@ -6,13 +6,14 @@ parameter (by a shard, say) and no optimizer needs to know.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping, Sequence
+from itertools import combinations
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from paceline.base.errors import PrepareError
+from paceline.base.errors import PrepareError, Problem
 from paceline.plan.plan import Decision
 
 _FUSED = ("Adam", "AdamW", "SGD", "Adagrad")
@@ -25,6 +26,34 @@ def parameter_names(models: Iterable[nn.Module]) -> dict[int, tuple[int, str]]:
         for name, parameter in model.named_parameters():
             names.setdefault(id(parameter), (number, name))
     return names
+
+
+def shared_parameters(optimizers: Sequence[Optimizer], names: Mapping[int, tuple[int, str]]) -> list[Problem]:
+    """A problem for each pair of optimizers that hold the same parameters.
+
+    Args:
+        optimizers: those that are prepared together, and those that were before.
+        names: see `parameter_names`.
+    """
+    held = [{id(parameter) for group in each.param_groups for parameter in group["params"]} for each in optimizers]
+    found = []
+    for (one, first), (other, second) in combinations(zip(optimizers, held, strict=True), 2):
+        both = first & second
+        if both:
+            shown = sorted(names[key][1] for key in both if key in names)
+            listed = ", ".join(shown[:3]) + (", ..." if len(shown) > 3 else "")
+            found.append(
+                Problem(
+                    "optimizer-shared",
+                    f"{type(one).__name__} and {type(other).__name__} hold the same {len(both)} "
+                    f"parameter{'s' if len(both) > 1 else ''}" + (f": {listed}." if listed else "."),
+                    why="each would correct and unscale their gradients for itself, so they would be scaled twice, and a "
+                    "plan that divides states would keep them twice",
+                    fix="give each parameter to one optimizer (one may hold several parameter groups), or end with the "
+                    "first before the second is prepared: `accelerator.clear()`",
+                )
+            )
+    return found
 
 
 def rebind(
@@ -79,12 +108,26 @@ def _check(optimizer: Optimizer, names: Mapping[torch.Tensor, str], replaced: in
             fix="unfreeze the layers that should learn before `prepare`",
         )
     if replaced and optimizer.state:
-        raise PrepareError(
-            "optimizer-started",
-            f"{kind} already holds states, but the plan replaces the parameters that they belong to.",
-            why=f"{replaced} parameters were replaced",
-            fix="build the optimizer anew before `prepare`, or load its states with `load_state` afterwards",
-        )
+        raise PrepareError.of([_started(optimizer, replaced)])
+
+
+def started_optimizers(optimizers: Iterable[Optimizer], replaced: Container[int]) -> list[Problem]:
+    """A problem for each optimizer that holds states of parameters (ids) which the plan will replace."""
+    found = []
+    for optimizer in optimizers:
+        own = sum(id(parameter) in replaced for group in optimizer.param_groups for parameter in group["params"])
+        if own and optimizer.state:
+            found.append(_started(optimizer, own))
+    return found
+
+
+def _started(optimizer: Optimizer, replaced: int) -> Problem:
+    return Problem(
+        "optimizer-started",
+        f"{type(optimizer).__name__} already holds states, but the plan replaces the parameters that they belong to.",
+        why=f"{replaced} parameters are replaced by this rank's part of them",
+        fix="build the optimizer anew before `prepare`, or load its states with `load_state` afterwards",
+    )
 
 
 def choose_fused(optimizer: Optimizer, sparse: bool) -> Decision | None:

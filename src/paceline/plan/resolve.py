@@ -97,8 +97,16 @@ def _stage(asked: Any, layout: Layout) -> tuple[int, str]:
     return int(asked), ""
 
 
-def resolve(plan: Plan, models: Iterable[ModelFacts], strategies: Iterable[Pass]) -> Plan:
+def resolve(
+    plan: Plan, models: Iterable[ModelFacts], strategies: Iterable[Pass], found: Iterable[Problem] = ()
+) -> Plan:
     """Chooses the chain of strategies for these models and checks everything before anything is touched.
+
+    Args:
+        plan: the draft.
+        models: facts of those that are prepared together.
+        strategies: all there are.
+        found: problems that are known already, to be told together with those found here.
 
     Raises:
         PlanError: every problem of the plan with these models, in one error.
@@ -107,7 +115,7 @@ def resolve(plan: Plan, models: Iterable[ModelFacts], strategies: Iterable[Pass]
     known = sorted(strategies, key=lambda strategy: strategy.stage)
     chosen = [strategy for strategy in known if strategy.wanted(plan)]
     served = {axis for strategy in chosen for axis in strategy.axes}
-    problems = model_problems(plan, facts)
+    problems = [*found, *model_problems(plan, facts)]
     for axis in AXES:
         if getattr(plan.layout, axis) > 1 and axis not in served:
             problems.append(
