@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from paceline.checkpoint.codec import Encoder, decode, references
+from paceline.world.sharded import division_of, is_sharded, local
 
 
 @dataclass
@@ -67,13 +68,19 @@ class OptimizerState:
             shapes: shape and dtype of each tensor in the checkpoint.
 
         Returns:
-            A state of its parameter's shape lies where the parameter lies, sharded as it is; others on the CPU.
+            A state of its parameter's shape lies where the parameter lies, sharded as it is, or as the optimizer divides
+            its states; others on the CPU.
         """
         found = {}
         for name, parameter in self.parameters.items():
+            division = division_of(self.optimizer, parameter)
+            if division is not None and not division.keeps(parameter):
+                continue
             for path in references(saved["state"].get(name)):
                 shape, dtype = shapes[path]
-                if shape == parameter.shape:
+                if shape == parameter.shape and division is not None:
+                    found[path] = division.empty(parameter, dtype)
+                elif shape == parameter.shape:
                     found[path] = torch.empty_like(parameter.detach(), dtype=dtype)
                 else:
                     found[path] = torch.empty(shape, dtype=dtype)
@@ -84,9 +91,11 @@ class OptimizerState:
     def put(self, saved: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
         """Gives the states to the optimizer's `load_state_dict`, by its own numbers."""
         numbers = {name: number for number, name in enumerate(self.parameters)}
-        states = {
-            numbers[name]: decode(saved["state"][name], tensors) for name in self.parameters if name in saved["state"]
-        }
+        states = {}
+        for name, parameter in self.parameters.items():
+            division = division_of(self.optimizer, parameter)
+            if name in saved["state"] and (division is None or division.keeps(parameter)):
+                states[numbers[name]] = decode(saved["state"][name], tensors)
         hyper = [decode(group, tensors) for group in saved["groups"]]
         groups: list[dict[str, Any]] = [{**group, "params": []} for group in hyper]
         for name, number in numbers.items():
@@ -101,4 +110,5 @@ class OptimizerState:
             live = self.optimizer.state.get(parameter, {})
             for key, value in states.get(number, {}).items():
                 if isinstance(value, Tensor) and isinstance(live.get(key), Tensor) and live[key].dtype != value.dtype:
+                    value = value if is_sharded(live[key]) else local(value)
                     live[key] = value.to(live[key].device)

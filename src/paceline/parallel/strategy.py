@@ -107,8 +107,13 @@ class Strategy:
         """The module inside, where `apply` wrapped it; the module itself otherwise."""
         return model
 
-    def bind(self, optimizer: Optimizer, model: nn.Module, context: Context) -> None:
-        """Called once for each optimizer that steps parameters of `model`, which it holds by now."""
+    def bind(self, optimizer: Optimizer, model: nn.Module, context: Context) -> list[Decision] | None:
+        """Called once for each optimizer that steps parameters of `model`, which it holds by now.
+
+        Returns:
+            What was chosen for this optimizer, where there was a choice.
+        """
+        return None
 
     def hold_gradients(self, model: nn.Module) -> AbstractContextManager[Any]:
         """While it is open, backward passes accumulate without communication."""
@@ -153,10 +158,12 @@ class Chain:
             model = strategy.apply(model, context)
         return model
 
-    def bind(self, optimizer: Optimizer, model: nn.Module) -> None:
-        """Lets every strategy see an optimizer that steps parameters of this model."""
+    def bind(self, optimizer: Optimizer, model: nn.Module) -> list[Decision]:
+        """Lets every strategy see an optimizer that steps parameters of this model; says what they chose for it."""
+        made: list[Decision] = []
         for strategy, context, inside in self._inwards(model):
-            strategy.bind(optimizer, inside, context)
+            made.extend(strategy.bind(optimizer, inside, context) or ())
+        return made
 
     def full(self, model: nn.Module, writeback: bool = False) -> AbstractContextManager[Any]:
         """While it is open, parameters are whole plain tensors. Every rank opens it."""

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import sys
-from typing import TYPE_CHECKING, Any, TypeGuard
+import weakref
+from typing import TYPE_CHECKING, Any, Protocol, TypeGuard
 
 if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
     from torch.distributed.tensor import DTensor
 
 
@@ -18,3 +21,37 @@ def is_sharded(tensor: Any) -> TypeGuard[DTensor]:
 def whole(tensor: Any) -> Any:
     """The whole of a tensor, gathered where it is divided. Ranks: all that hold a part; all get it."""
     return tensor.full_tensor() if is_sharded(tensor) else tensor
+
+
+def local(tensor: Any) -> Any:
+    """This rank's part of a tensor, which shares its memory: the tensor itself where it is not divided."""
+    return tensor._local_tensor if is_sharded(tensor) else tensor
+
+
+class Division(Protocol):
+    """How ranks share the optimizer states of parameters that each of them holds whole."""
+
+    def covers(self, parameter: Tensor) -> bool:
+        """Whether it is about this parameter at all."""
+        ...
+
+    def keeps(self, parameter: Tensor) -> bool:
+        """Whether this rank keeps states of it, or a part of them."""
+        ...
+
+    def empty(self, parameter: Tensor, dtype: torch.dtype) -> Tensor:
+        """What a saved state of the parameter's shape is read into: divided as this rank keeps it."""
+        ...
+
+
+_DIVISIONS: weakref.WeakKeyDictionary[Any, list[Division]] = weakref.WeakKeyDictionary()
+
+
+def divide(optimizer: Any, division: Division) -> None:
+    """Remembers that states of this optimizer are divided, for those who save and load them."""
+    _DIVISIONS.setdefault(optimizer, []).append(division)
+
+
+def division_of(optimizer: Any, parameter: Tensor) -> Division | None:
+    """How the optimizer's states of this parameter are divided; None where each rank keeps all that it steps."""
+    return next((each for each in _DIVISIONS.get(optimizer, ()) if each.covers(parameter)), None)
