@@ -50,6 +50,7 @@ class ModelFacts:
         meta: whether some tensor has a shape only.
         devices: where its tensors are, those without values left out, as text.
         layers: its modules, see `Layer`, in order.
+        modules: name and class of each module that can be called, in order, the root first.
         tensor_plan: the model's own plan for tensor parallelism (transformers' `tp_plan`): pattern -> style.
     """
 
@@ -68,6 +69,7 @@ class ModelFacts:
     meta: bool = False
     devices: tuple[str, ...] = ()
     layers: tuple[Layer, ...] = ()
+    modules: tuple[tuple[str, str], ...] = ()
     tensor_plan: tuple[tuple[str, str], ...] = ()
 
 
@@ -98,8 +100,14 @@ def model_facts(model: Any) -> ModelFacts:
         meta=any(tensor.is_meta for tensor in tensors),
         devices=_sorted_text(tensor.device for tensor in tensors if not tensor.is_meta),
         layers=tuple(layer for name, module in modules for layer in _layer(name, module)),
+        modules=tuple((name, type(module).__name__) for name, module in modules if _callable(module)),
         tensor_plan=_tensor_plan(model),
     )
+
+
+def _callable(module: Any) -> bool:
+    """Whether a module computes something itself, as a `ModuleList` does not."""
+    return getattr(type(module).forward, "__name__", "") != "_forward_unimplemented"
 
 
 def _layer(name: str, module: Any) -> Iterable[Layer]:
