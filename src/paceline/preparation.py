@@ -206,7 +206,8 @@ class Preparation:
         own = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
         for each in self.models:
             if any(id(parameter) in own for parameter in each.module.parameters()):
-                each.chain.bind(optimizer, each.wrapped)
+                for made in each.chain.bind(optimizer, each.wrapped):
+                    self._note(made)
         for state in optimizer.state.values():
             for key, value in state.items():
                 if isinstance(value, torch.Tensor) and value.dim() > 0:
