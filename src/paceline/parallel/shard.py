@@ -1,0 +1,361 @@
+"""`shard`: ranks divide parameters, gradients and optimizer states, and gather parameters unit by unit (FSDP2).
+
+    apply      rank 0's values to all -> left alone -> each unit -> the root        (parallel.wrapping chooses the units)
+    forward    gather a unit's parameters -> compute -> give them up (`reshard`)
+    backward   gather again -> compute -> reduce-scatter the gradients in float32
+    step       on the shards alone: 16 a / n bytes with Adam, for a parameters over n ranks
+
+The dimension of the shards is shard x cp; with replicate > 1 gradients are averaged over that one too (HSDP).
+
+Sources: Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", SC 2020, stage 3;
+Zhao et al., "PyTorch FSDP: Experiences on Scaling Fully Sharded Data Parallel", VLDB 2023.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from paceline.base.env import parse_bool
+from paceline.base.errors import PlanError, Problem
+from paceline.config.kinds import Kind, one_of, positive, whole
+from paceline.parallel.fsdp import Units, broadcast_values, use_fast_gloo, whole_parameters
+from paceline.parallel.strategy import Context, Strategy
+from paceline.parallel.sync_batch_norm import replace_on_cpu
+from paceline.parallel.wrapping import POLICIES, Wrapping, wrapping
+from paceline.plan.cost import Bytes
+from paceline.plan.facts import ModelFacts
+from paceline.plan.options import option
+from paceline.plan.plan import Decision, Plan
+
+_HALVES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+_DTYPES = {"none": None, "float32": torch.float32, **_HALVES, "bfloat16": torch.bfloat16, "float16": torch.float16}
+_SIZES = {"float16": 2, "bfloat16": 2, "float64": 8}
+
+
+def _reshard(text: str) -> bool | int | str:
+    if text.lower() == "auto":
+        return "auto"
+    return int(text) if text.isdigit() and int(text) > 1 else parse_bool(text)
+
+
+_RESHARD = Kind("yes, no, auto, or a width of at least 2", _reshard, {}, "yes|no|auto|WIDTH")
+_DTYPE = one_of("auto", *_DTYPES)
+
+
+@dataclass(frozen=True)
+class ShardOptions:
+    """Options of FSDP2."""
+
+    wrap: str | Sequence[str] = option(
+        "auto", None, f"Which modules become units: {', '.join(POLICIES)}, or names of classes."
+    )
+    min_params: int = option(100_000_000, positive(), "For wrap=size: a unit has more parameters than this.")
+    reshard: bool | int | str = option(
+        "auto",
+        _RESHARD,
+        "Whether a unit gives its parameters up after the forward pass; a width keeps parts on so many ranks.",
+    )
+    param_dtype: str = option("auto", _DTYPE, "Dtype in which parameters are gathered and used.")
+    reduce_dtype: str = option("auto", _DTYPE, "Dtype in which gradients are reduced.")
+    output_dtype: str = option("auto", _DTYPE, "Dtype to which each unit casts what it returns.")
+    prefetch: int | str = option("auto", whole(1, auto=True), "How many units ahead parameters are gathered.")
+    ignored: str | Sequence[str] = option((), None, "Classes or name patterns of modules that are left alone.")
+
+
+class Shard(Strategy):
+    """Fully sharded data parallel over the `shard` axis (and `cp`), in hybrid form with `replicate`."""
+
+    name = "shard"
+    stage = 60
+    axes = ("replicate", "shard")
+
+    Options = ShardOptions
+
+    def wanted(self, plan: Plan) -> bool:
+        """Where parameters are divided, or a lower stage meets tensor or pipeline parallel."""
+        return plan.fully_sharded
+
+    def wrapping(self, plan: Plan, facts: ModelFacts) -> Wrapping:
+        """The units of a model."""
+        options = self.options(plan)
+        return wrapping(facts, options.wrap, options.min_params, options.ignored)
+
+    def check(self, plan: Plan, facts: ModelFacts) -> list[Problem]:
+        """Names that match nothing, widths that do not divide, dtypes that cannot work."""
+        return [
+            *self.wrapping(plan, facts).problems,
+            *_reshard_problems(plan, self.options(plan)),
+            *_dtype_problems(plan, facts, self.options(plan)),
+        ]
+
+    def decide(self, plan: Plan, facts: ModelFacts) -> list[Decision]:
+        """The units, when they give up parameters, and in which dtypes they are gathered and reduced."""
+        options = self.options(plan)
+        found = self.wrapping(plan, facts)
+        kinds = dict(facts.modules)
+        classes = ", ".join(dict.fromkeys(kinds.get(name, "?") for name in found.units)) or "none"
+        reason = f"{len(found.units)} units ({classes}) and the root, which holds the rest"
+        if found.tied:
+            reason += f"; {', '.join(found.tied[:3])} share parameters with modules outside and stay in the root"
+        wrap = options.wrap if isinstance(options.wrap, str) else ", ".join(options.wrap)
+        made = [Decision(f"shard.wrap({facts.name})", wrap, "derived", reason=reason)]
+        reshard, why = _resolved_reshard(plan, options)
+        if options.reshard == "auto":
+            made.append(Decision("shard.reshard", reshard, "derived", reason=why))
+        param, reduce = _param_dtype(plan, options), _reduce_dtype(plan, options)
+        if param is not None and options.param_dtype == "auto":
+            text = f"mixed_precision={plan.precision}: gathering {param} sends half the bytes"
+            made.append(Decision("shard.param_dtype", str(param).removeprefix("torch."), "derived", reason=text))
+        if reduce is not None and options.reduce_dtype == "auto":
+            made.append(Decision("shard.reduce_dtype", "float32", "derived", reason="sums of gradients lose nothing"))
+        if plan.offload != "no":
+            text = "shards, their gradients and optimizer states wait in the host's memory; on a CPU they do already"
+            made.append(Decision("shard.offload", "all", "derived", reason=text))
+        return made
+
+    def cost(self, plan: Plan, facts: ModelFacts, held: Bytes) -> Bytes:
+        """Everything divided by n; at the peak the two largest units are whole, and the gradients of one."""
+        n = plan.layout.size("shard", "cp")
+        options = self.options(plan)
+        own = max((_SIZES.get(dtype, 4) for dtype in facts.dtypes), default=4)
+        param = _param_dtype(plan, options)
+        gathered = param.itemsize if param is not None else own
+        scale = held.parameters / max(1, facts.parameter_bytes)  # what tensor and pipeline ranks left of the model
+        sizes = sorted(_unit_sizes(self.wrapping(plan, facts), facts), reverse=True)
+        whole_ones = sum(sizes) if _resolved_reshard(plan, options)[0] is False else sum(sizes[:2])
+        buffers = int(scale * (whole_ones * gathered + 2 * (sizes or [0])[0] * 4))
+        once = held.parameters * gathered // own
+        passes = 1 if _resolved_reshard(plan, options)[0] is False else 2
+        sent = (n - 1) * (passes * once + held.gradients) // n
+        return replace(
+            held,
+            parameters=-(-held.parameters // n),
+            gradients=-(-held.gradients // n),
+            optimizer=-(-held.optimizer // n),
+            buffers=held.buffers + buffers,
+            sent=held.sent + sent,
+        )
+
+    def apply(self, model: nn.Module, context: Context) -> nn.Module:
+        """Divides the model in place. Every rank calls it."""
+        from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+        group = context.mesh.gradient_group
+        if context.device.type == "cpu":
+            replace_on_cpu(model, group)
+        broadcast_values(model, group)
+        plan, options = context.plan, context.options
+        found = self.wrapping(plan, context.facts)
+        alone = _left_alone(model, found)
+        _make_contiguous(model)
+        reshard, _ = _resolved_reshard(plan, options)
+        named: dict[str, Any] = {
+            "mesh": _mesh(context),
+            "mp_policy": _precision(plan, options),
+            "ignored_params": alone or None,
+            **_offload(plan, context.device),
+        }
+        present = dict(model.named_modules())
+        norms = _norms_apart(plan, options, context.facts, found)
+        units = [present[name] for name in found.units if name in present and name not in norms]
+        if apart := [present[name] for name in norms if name in present]:
+            fully_shard(apart, reshard_after_forward=False, **{**named, "mp_policy": MixedPrecisionPolicy()})
+        for unit in reversed(units):
+            fully_shard(unit, reshard_after_forward=reshard, **named)
+        fully_shard(model, reshard_after_forward=False if reshard is False else None, **named)
+        if options.prefetch != "auto":
+            _prefetch(units, options.prefetch)
+        use_fast_gloo(model, context.device)
+        _UNITS[model] = Units(model, group, alone, keeps=reshard is False)
+        return model
+
+    def bind(self, optimizer: Optimizer, model: nn.Module, context: Context) -> None:
+        """Whole parameters that an unfinished pass left behind are given up after each step.
+
+        Raises:
+            PlanError: `shard-optimizer`.
+        """
+        _refuse_optimizer(optimizer)
+        optimizer.register_step_post_hook(_UNITS[model].reshard)
+
+    def hold_gradients(self, model: nn.Module) -> AbstractContextManager[Any]:
+        """No communication of gradients while it is open."""
+        return _UNITS[model].hold() if model in _UNITS else nullcontext()
+
+    def settle(self, model: nn.Module) -> None:
+        """Reduces what was held."""
+        if model in _UNITS:
+            _UNITS[model].settle()
+
+    def full(self, model: nn.Module, writeback: bool) -> AbstractContextManager[Any]:
+        """Gathers every parameter."""
+        if model in _UNITS:
+            _UNITS[model].reshard()
+        return whole_parameters(model, writeback)
+
+
+_UNITS: weakref.WeakKeyDictionary[nn.Module, Units] = weakref.WeakKeyDictionary()
+
+
+# -- what the options mean -----------------------------------------------------------------------------------------------
+
+
+def _resolved_reshard(plan: Plan, options: ShardOptions) -> tuple[bool | int, str]:
+    if options.reshard != "auto":
+        return options.reshard, ""  # type: ignore[return-value]
+    if plan.zero < 3:
+        return False, f"zero={plan.zero} divides no parameters, so they stay whole until the backward pass is over"
+    if plan.layout.pp > 1:
+        return False, f"pp={plan.layout.pp}: each micro-batch would gather the stage's parameters anew"
+    return True, "zero=3: parameters are divided, so whole ones are given up as soon as a unit has computed"
+
+
+def _param_dtype(plan: Plan, options: ShardOptions) -> torch.dtype | None:
+    return _HALVES.get(plan.precision) if options.param_dtype == "auto" else _DTYPES[options.param_dtype]
+
+
+def _reduce_dtype(plan: Plan, options: ShardOptions) -> torch.dtype | None:
+    if options.reduce_dtype != "auto":
+        return _DTYPES[options.reduce_dtype]
+    return torch.float32 if _param_dtype(plan, options) in _HALVES.values() else None
+
+
+def _precision(plan: Plan, options: ShardOptions) -> Any:
+    from torch.distributed.fsdp import MixedPrecisionPolicy
+
+    output = None if options.output_dtype == "auto" else _DTYPES[options.output_dtype]
+    return MixedPrecisionPolicy(_param_dtype(plan, options), _reduce_dtype(plan, options), output)
+
+
+def _offload(plan: Plan, device: torch.device) -> dict[str, Any]:
+    from torch.distributed.fsdp import CPUOffloadPolicy
+
+    return {"offload_policy": CPUOffloadPolicy()} if plan.offload != "no" and device.type != "cpu" else {}
+
+
+def _mesh(context: Context) -> Any:
+    inner = ("shard", "cp") if context.plan.layout.cp > 1 else "shard"
+    return context.mesh.along("replicate", inner) if context.plan.layout.replicate > 1 else context.mesh.along(inner)
+
+
+def _left_alone(model: nn.Module, found: Wrapping) -> set[nn.Parameter]:
+    """Parameters of modules left alone, and single numbers, which have no dimension to divide."""
+    alone = {p for p in model.parameters() if p.dim() == 0}
+    for name, module in model.named_modules():
+        if name in found.alone:
+            alone.update(module.parameters())
+    return alone
+
+
+def _norms_apart(plan: Plan, options: ShardOptions, facts: ModelFacts, found: Wrapping) -> list[str]:
+    """Batch norms that need a unit of their own: statistics are float32, and so must their weights be."""
+    if _param_dtype(plan, options) not in _HALVES.values():
+        return []
+    return [name for name in facts.batch_norms if not any(name == o or name.startswith(f"{o}.") for o in found.alone)]
+
+
+def _make_contiguous(model: nn.Module) -> None:
+    """FSDP2 divides rows, and wants them one after the other (channels-last weights are not)."""
+    for parameter in model.parameters():
+        if not parameter.is_contiguous():
+            parameter.data = parameter.data.contiguous()
+
+
+def _prefetch(units: list[Any], depth: int) -> None:
+    for at, unit in enumerate(units):
+        unit.set_modules_to_forward_prefetch(units[at + 1 : at + 1 + depth])
+        unit.set_modules_to_backward_prefetch(units[max(0, at - depth) : at][::-1])
+
+
+def _unit_sizes(found: Wrapping, facts: ModelFacts) -> list[int]:
+    """Elements that each unit, and the root, gathers at once."""
+    sizes = dict.fromkeys(("", *found.units), 0)
+    repeats = {name for names in facts.tied for name in names[1:]}
+    for layer in facts.layers:
+        owner = max((u for u in sizes if u == "" or layer.name == u or layer.name.startswith(f"{u}.")), key=len)
+        for key, shape in layer.shapes:
+            if f"{layer.name}.{key}".lstrip(".") not in repeats:
+                sizes[owner] += torch.Size(shape).numel()
+    return list(sizes.values())
+
+
+# -- what cannot work ----------------------------------------------------------------------------------------------------
+
+_WHOLE_MATRICES = {"LBFGS": "its line search takes inner products over all parameters at once"}
+
+
+def _reshard_problems(plan: Plan, options: ShardOptions) -> list[Problem]:
+    if options.reshard in ("auto", True, False):
+        return []
+    ranks = plan.layout.size("shard", "cp")
+    width = int(options.reshard)
+    if plan.layout.size("tp", "pp") > 1:
+        why = f"shard.reshard={width}, but tp={plan.layout.tp} and pp={plan.layout.pp}: parts of parts have no smaller group"
+    elif ranks % width or width == ranks:
+        why = f"shard.reshard={width}, but parameters are divided over {ranks} ranks"
+    else:
+        return []
+    fits = ", ".join(str(n) for n in range(2, ranks) if ranks % n == 0) if plan.layout.size("tp", "pp") == 1 else ""
+    return [
+        Problem(
+            "shard-reshard",
+            f"parameters cannot be kept on {width} ranks between forward and backward.",
+            why=why,
+            fix="use shard.reshard=yes or no" + (f", or a width of {fits}" if fits else ""),
+        )
+    ]
+
+
+def _dtype_problems(plan: Plan, facts: ModelFacts, options: ShardOptions) -> list[Problem]:
+    problems = []
+    if len(facts.dtypes) > 1:
+        problems.append(
+            Problem(
+                "shard-dtypes",
+                f"{facts.name} has trainable parameters in several dtypes.",
+                why=f"{', '.join(facts.dtypes)}: the gradients of a unit are reduced together, in one dtype",
+                fix="make them one before `prepare`: `model.float()`, and mixed_precision='bf16' for speed",
+            )
+        )
+    param = _param_dtype(plan, options)
+    if param == torch.float16 and plan.precision != "fp16":
+        problems.append(
+            Problem(
+                "shard-float16",
+                "gradients would be computed in float16 without a loss scale.",
+                why=f"shard.param_dtype={options.param_dtype}, mixed_precision={plan.precision}: small gradients become zero",
+                fix="use mixed_precision='fp16', or shard.param_dtype=bf16",
+            )
+        )
+    if facts.sparse:
+        problems.append(
+            Problem(
+                "shard-sparse",
+                f"{facts.name} has an embedding with sparse gradients.",
+                why="sparse=True: a gradient that is a list of rows cannot be divided over ranks",
+                fix="build it with sparse=False",
+            )
+        )
+    return problems
+
+
+def _refuse_optimizer(optimizer: Optimizer) -> None:
+    kind = type(optimizer).__name__
+    if kind in _WHOLE_MATRICES:
+        raise PlanError(
+            "shard-optimizer",
+            f"{kind} cannot step parameters that are divided over ranks.",
+            why=_WHOLE_MATRICES[kind],
+            fix="use AdamW, SGD, or the plan {'replicate': 'auto'}, under which every rank holds whole parameters",
+        )
+
+
+STRATEGY = Shard()

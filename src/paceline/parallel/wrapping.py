@@ -1,0 +1,164 @@
+"""Which modules become units: what is gathered, computed with and given up together. Pure: names and sizes only.
+
+    auto            the repeated blocks
+    size            a module whose parameters that are in no unit yet exceed a number, from the leaves upwards
+    Block, Head     every module of these classes
+    none            the whole model is one unit
+
+What no unit holds (embeddings, the last norm, a head) belongs to the root, which is a unit always. A unit that shares a
+parameter with something outside of it would untie the two, so its parameters stay with the unit around it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Any
+
+from paceline.base.errors import Problem
+from paceline.plan.facts import ModelFacts
+
+POLICIES = ("auto", "size", "none")
+_USED_FROM_OUTSIDE = ("MultiheadAttention",)  # their children's parameters are used without calling the children
+
+
+@dataclass(frozen=True)
+class Wrapping:
+    """The outcome of a policy.
+
+    Attributes:
+        units: names of the modules that become units, outer ones before those inside; the root is not named.
+        tied: names of modules that would have become one, but share a parameter with something outside.
+        alone: names of the modules that are left alone, outermost only.
+        problems: names that match nothing.
+    """
+
+    units: tuple[str, ...] = ()
+    tied: tuple[str, ...] = ()
+    alone: tuple[str, ...] = ()
+    problems: tuple[Problem, ...] = ()
+
+
+def words(value: Any) -> tuple[str, ...]:
+    """A list of names, given as one or as text with commas."""
+    given = value.split(",") if isinstance(value, str) else value
+    return tuple(str(each).strip() for each in given if str(each).strip())
+
+
+def wrapping(facts: ModelFacts, wrap: Any, min_params: int, ignored: Any) -> Wrapping:
+    """Chooses the units of one model.
+
+    Args:
+        facts: of the model.
+        wrap: "auto", "size", "none", or names of classes.
+        min_params: for "size": a unit has more parameters of its own than this.
+        ignored: classes or name patterns of modules that are left alone.
+    """
+    problems: list[Problem] = []
+    alone = _alone(facts, words(ignored), problems)
+    if wrap == "auto":
+        units: Iterable[str] = facts.blocks
+    elif wrap == "size":
+        units = _by_size(facts, min_params, alone)
+    elif wrap == "none":
+        units = ()
+    else:
+        units = _by_class(facts, words(wrap), problems)
+    outside = [name for name in units if name and not any(_within(name, other) for other in alone)]
+    order = {name: place for place, (name, _) in enumerate(facts.modules)}
+    kept = sorted((name for name in outside if not _leaks(name, facts, alone)), key=lambda name: order.get(name, 0))
+    return Wrapping(tuple(kept), tuple(name for name in outside if name not in kept), alone, tuple(problems))
+
+
+def _within(name: str, module: str) -> bool:
+    return module == "" or name == module or name.startswith(f"{module}.")
+
+
+def _leaks(unit: str, facts: ModelFacts, alone: tuple[str, ...]) -> bool:
+    """Whether a unit shares some parameter with a module outside of it."""
+    for names in facts.tied:
+        if any(_within(name, module) for name in names for module in alone):
+            continue
+        inside = [_within(name, unit) for name in names]
+        if any(inside) and not all(inside):
+            return True
+    return False
+
+
+def _alone(facts: ModelFacts, patterns: tuple[str, ...], problems: list[Problem]) -> tuple[str, ...]:
+    found: list[str] = []
+    for pattern in patterns:
+        matches = [name for name, kind in facts.modules if name and (kind == pattern or fnmatchcase(name, pattern))]
+        if not matches:
+            problems.append(
+                Problem(
+                    "shard-ignored",
+                    f"no module of {facts.name} is called {pattern!r}, or is of that class.",
+                    why=f"shard.ignored={pattern!r}; modules are called {_some(name for name, _ in facts.modules if name)}",
+                    fix="write the class of a module, or a pattern of names such as 'encoder.*.adapter'",
+                )
+            )
+        found.extend(matches)
+    return tuple(dict.fromkeys(name for name in found if not any(_within(name, o) for o in found if o != name)))
+
+
+def _by_class(facts: ModelFacts, names: tuple[str, ...], problems: list[Problem]) -> list[str]:
+    found: list[str] = []
+    for wanted in names:
+        matches = [name for name, kind in facts.modules if name and kind == wanted]
+        if not matches:
+            known = dict.fromkeys(kind for _, kind in facts.modules)
+            problems.append(
+                Problem(
+                    "shard-wrap",
+                    f"{facts.name} has no module of a class {wanted!r} inside.",
+                    why=f"shard.wrap={wanted!r}; its classes: {_some(known)}",
+                    fix=f"name one of these classes, or use one of {', '.join(POLICIES)}",
+                )
+            )
+        found.extend(matches)
+    return found
+
+
+def _by_size(facts: ModelFacts, min_params: int, alone: tuple[str, ...]) -> list[str]:
+    """From the leaves upwards: each module counts what no unit inside it has taken."""
+    left: dict[str, int] = {}
+    repeats = {name for names in facts.tied for name in names[1:]}
+    for layer in facts.layers:
+        prefix = f"{layer.name}." if layer.name else ""
+        if not any(_within(layer.name, module) for module in alone):
+            left[layer.name] = sum(_product(shape) for key, shape in layer.shapes if prefix + key not in repeats)
+    closed = [name for name, kind in facts.modules if kind in _USED_FROM_OUTSIDE]
+    callable_ = {name for name, _ in facts.modules}
+    units = []
+    for name in sorted(_with_parents(left), key=lambda name: -name.count(".") if name else 1):
+        own = left.get(name, 0)
+        inside = any(_within(name, module) and name != module for module in closed)
+        if name and own > min_params and name in callable_ and not inside:
+            units.append(name)
+        elif name:
+            parent = name.rpartition(".")[0]
+            left[parent] = left.get(parent, 0) + own
+    return units
+
+
+def _with_parents(names: Iterable[str]) -> set[str]:
+    found = {""}
+    for name in names:
+        while name and name not in found:
+            found.add(name)
+            name = name.rpartition(".")[0]
+    return found
+
+
+def _product(shape: tuple[int, ...]) -> int:
+    total = 1
+    for size in shape:
+        total *= size
+    return total
+
+
+def _some(names: Iterable[str], count: int = 8) -> str:
+    shown = list(names)
+    return ", ".join(shown[:count]) + (", ..." if len(shown) > count else "")
