@@ -36,7 +36,7 @@ def on_gloo(tensor: Tensor, group: Any) -> bool:
     return tensor.device.type == "cpu" and group._get_backend(tensor.device).name() == "gloo"
 
 
-def reduce_scatter(output: Tensor, input: Tensor, group: Any, average: bool = False) -> Handle:
+def reduce_scatter(output: Tensor, input: Tensor, group: Any, average: bool = False, tag: int = 0) -> Handle:
     """Sums `input` over the ranks; rank i keeps the i-th of n equal parts.
 
     Args:
@@ -44,11 +44,12 @@ def reduce_scatter(output: Tensor, input: Tensor, group: Any, average: bool = Fa
         input: read until `wait` has returned.
         group: n ranks; all call it, in the same order as other collectives of this group.
         average: divides the sum by n.
+        tag: ranks may begin reductions of different tags in different orders; on gloo alone.
 
     Shape: input [n * k], output [k], both contiguous.
     """
     if on_gloo(input, group):
-        return _PairwiseSum(output, input.view(dist.get_world_size(group), -1).unbind(), group, average)
+        return _PairwiseSum(output, input.view(dist.get_world_size(group), -1).unbind(), group, average, tag)
     op = dist.ReduceOp.AVG if average else dist.ReduceOp.SUM
     scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor  # its name before torch 2.13
     return _native(scatter(output, input, op, group=group, async_op=True))

@@ -1,0 +1,270 @@
+"""How ranks along `shard` divide the work and the states of an optimizer whose parameters each of them holds whole.
+
+    ByRows          each rank steps some rows of every parameter, as DTensor's `Shard(0)` cuts them: even, and exact
+                    for an optimizer that treats every element by itself
+    ByParameters    each rank steps some parameters: for optimizers that look at whole matrices, such as Muon
+
+Source: Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", SC 2020.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.optim import Optimizer
+
+from paceline.parallel.gloo import all_gather, collect_parts, gather_parts
+from paceline.parallel.stand_ins import stand_in, stand_ins
+from paceline.world.sharded import is_sharded, local
+
+DIRECT = 1 << 18  # bytes from which a tensor travels by itself, without a copy; smaller ones are packed
+
+
+def rows(tensor: Tensor, ranks: int) -> list[Tensor]:
+    """The rows of each rank, as views; those of the last ones may be fewer or none."""
+    length = tensor.shape[0]
+    size = -(-length // ranks)
+    return [tensor[min(rank * size, length) : min((rank + 1) * size, length)] for rank in range(ranks)]
+
+
+def packed_width(tensors: Iterable[Tensor], ranks: int) -> int:
+    """Elements that one rank's rows of all tensors take in a packed buffer."""
+    return sum(-(-t.shape[0] // ranks) * (t.numel() // max(1, t.shape[0])) for t in tensors)
+
+
+def packed_rows(flat: Tensor, tensors: Iterable[Tensor], ranks: int) -> list[list[Tensor]]:
+    """For each tensor the places of its rows, by rank, in a packed buffer.
+
+    Shape: flat [ranks, packed_width].
+    """
+    at, found = 0, []
+    for tensor in tensors:
+        parts = rows(tensor, ranks)
+        found.append([flat[r, at : at + part.numel()].view(part.shape) for r, part in enumerate(parts)])
+        at += parts[0].numel()
+    return found
+
+
+def travels_alone(tensor: Tensor) -> bool:
+    """Whether a tensor is sent from where it is, by itself, rather than packed with others."""
+    return tensor.numel() * tensor.element_size() >= DIRECT and tensor.is_contiguous()
+
+
+def batches(tensors: Iterable[Tensor], limit: int) -> list[list[Tensor]]:
+    """Tensors of one dtype and device together, up to `limit` bytes, in order."""
+    found: list[list[Tensor]] = []
+    open_ones: dict[Any, tuple[list[Tensor], int]] = {}
+    for tensor in tensors:
+        size = tensor.numel() * tensor.element_size()
+        batch, held = open_ones.get((tensor.dtype, tensor.device), ([], limit + 1))
+        if held + size > limit:
+            batch, held = [], 0
+            found.append(batch)
+        batch.append(tensor)
+        open_ones[(tensor.dtype, tensor.device)] = (batch, held + size)
+    return found
+
+
+class _Divided:
+    """What both ways of dividing share.
+
+    Args:
+        mesh: the ranks along `shard`, 1-D.
+        parameters: those of the model that are trained.
+        limit: bytes that are packed together.
+    """
+
+    def __init__(self, mesh: Any, parameters: Iterable[Tensor], limit: int) -> None:
+        self.mesh, self.group = mesh, mesh.get_group()
+        self.rank, self.ranks = dist.get_rank(self.group), dist.get_world_size(self.group)
+        self._parameters = set(parameters)
+        self._limit = limit
+
+    def covers(self, parameter: Tensor) -> bool:
+        """Whether it is about this parameter at all."""
+        return parameter in self._parameters
+
+    def part(self, parameter: Tensor) -> Tensor:
+        """What this rank steps in place of the parameter."""
+        raise NotImplementedError
+
+    def share(self, parameters: Sequence[Tensor]) -> None:
+        """Gives every rank the parameters that were stepped."""
+        raise NotImplementedError
+
+    @contextmanager
+    def stepping(self, optimizer: Optimizer) -> Iterator[None]:
+        """While it is open, the optimizer holds this rank's part; after it, every rank has all new values. Ranks: all."""
+        with stand_ins(optimizer, lambda p: self.part(p) if self.covers(p) else p):
+            yield
+        members = [p for group in optimizer.param_groups for p in group["params"]]
+        with torch.no_grad():
+            self.share([p for p in members if p.grad is not None and p.numel() and self.covers(p)])
+
+
+class ByRows(_Divided):
+    """Rows of every parameter; one without dimensions is stepped by every rank."""
+
+    def keeps(self, parameter: Tensor) -> bool:
+        """Every rank keeps something of each state."""
+        return True
+
+    def part(self, parameter: Tensor) -> Tensor:
+        """The rows of this rank, on the memory of the parameter, with the rows of its gradient."""
+        grad = parameter.grad
+        if parameter.dim() == 0:
+            return stand_in(parameter, parameter.detach(), local(grad)) if is_sharded(grad) else parameter
+        if grad is not None:
+            grad = local(grad) if is_sharded(grad) else self.mine(grad)
+        return stand_in(parameter, self.mine(parameter.detach()), grad)
+
+    def mine(self, tensor: Tensor) -> Tensor:
+        """The rows of this rank, as a view."""
+        size = -(-tensor.shape[0] // self.ranks)
+        return tensor[self.rank * size : (self.rank + 1) * size]
+
+    def share(self, parameters: Sequence[Tensor]) -> None:
+        """Large tensors go from and to where they are; small ones are packed."""
+        tensors = [p.detach() for p in parameters if p.dim()]
+        under_way = [gather_parts(rows(t, self.ranks), self.group) for t in tensors if travels_alone(t)]
+        for batch in batches([t for t in tensors if not travels_alone(t)], self._limit):
+            flat = batch[0].new_empty((self.ranks, packed_width(batch, self.ranks)))
+            places = packed_rows(flat, batch, self.ranks)
+            torch._foreach_copy_([each[self.rank] for each in places], [self.mine(t) for t in batch])
+            all_gather(flat.view(-1), flat[self.rank], self.group).wait()
+            for rank in range(self.ranks):
+                if rank != self.rank:
+                    into = [rows(t, self.ranks)[rank] for t in batch]
+                    torch._foreach_copy_(into, [each[rank] for each in places])
+        for handle in under_way:
+            handle.wait()
+
+    # -- states ----------------------------------------------------------------------------------------------
+
+    def split(self, parameter: Tensor, state: Any) -> Any:
+        """This rank's rows of a state that is whole or a DTensor; any other state as it is."""
+        if is_sharded(state):
+            return local(state)
+        if isinstance(state, Tensor) and parameter.dim() and state.shape == parameter.shape and self.ranks > 1:
+            return self.mine(state).clone(memory_format=torch.contiguous_format)
+        return state
+
+    def join(self, parameter: Tensor, state: Any) -> Any:
+        """A state of this rank's rows as a DTensor of the parameter's shape; any other as it is."""
+        if not isinstance(state, Tensor) or not parameter.dim() or is_sharded(state):
+            return state
+        if state.shape != self.mine(parameter).shape:
+            return state
+        return self._dtensor(parameter, state)
+
+    def empty(self, parameter: Tensor, dtype: torch.dtype) -> Tensor:
+        """A DTensor of the parameter's shape, without values."""
+        if not parameter.dim():
+            return torch.empty_like(parameter.detach(), dtype=dtype)
+        return self._dtensor(parameter, torch.empty_like(self.mine(parameter.detach()), dtype=dtype))
+
+    def _dtensor(self, parameter: Tensor, part: Tensor) -> Tensor:
+        from torch.distributed.tensor import DTensor, Shard
+
+        shape, stride = parameter.shape, torch.empty(parameter.shape, device="meta").stride()
+        return DTensor.from_local(part, self.mesh, [Shard(0)], run_check=False, shape=shape, stride=stride)
+
+
+class ByParameters(_Divided):
+    """Whole parameters, dealt out by size: the largest first, each to the rank that has least so far."""
+
+    def __init__(self, mesh: Any, parameters: Iterable[Tensor], limit: int) -> None:
+        parameters = list(parameters)
+        super().__init__(mesh, parameters, limit)
+        loads = [0] * self.ranks
+        self._owners: dict[Tensor, int] = {}
+        for parameter in sorted(parameters, key=lambda p: -p.numel()):  # stable: alike on all ranks
+            owner = loads.index(min(loads))
+            self._owners[parameter] = owner
+            loads[owner] += parameter.numel()
+
+    def keeps(self, parameter: Tensor) -> bool:
+        """Whether this rank steps the parameter."""
+        return self._owners[parameter] == self.rank
+
+    def part(self, parameter: Tensor) -> Tensor:
+        """The parameter with its whole gradient on its owner, and without one on others, which then leave it alone."""
+        grad = parameter.grad
+        if is_sharded(grad):
+            grad = self._collect(parameter, grad)
+        elif self.keeps(parameter):
+            return parameter
+        return stand_in(parameter, parameter.detach(), grad if self.keeps(parameter) else None)
+
+    def _collect(self, parameter: Tensor, grad: Any) -> Tensor | None:
+        """The whole gradient on the owner, from the rows that each rank has."""
+        part = local(grad)
+        if not parameter.dim() or not parameter.numel():
+            return part
+        whole = torch.empty_like(parameter.detach(), memory_format=torch.contiguous_format)
+        places = rows(whole, self.ranks)
+        places[self.rank].copy_(part)
+        collect_parts(places, self._owners[parameter], self.group).wait()
+        return whole
+
+    def share(self, parameters: Sequence[Tensor]) -> None:
+        """Every owner sends its own: large ones from where they are, small ones packed."""
+        under_way = []
+        for owner in range(self.ranks):
+            owned = [p.detach() for p in parameters if self._owners[p] == owner]
+            alone = [t for t in owned if travels_alone(t)]
+            under_way += [dist.broadcast(t, group=self.group, group_src=owner, async_op=True) for t in alone]
+            for batch in batches([t for t in owned if not travels_alone(t)], self._limit):
+                flat = torch.cat([t.reshape(-1) for t in batch])
+                dist.broadcast(flat, group=self.group, group_src=owner)
+                parts = flat.split([t.numel() for t in batch])
+                torch._foreach_copy_(batch, [part.view(t.shape) for part, t in zip(parts, batch, strict=True)])
+        for work in under_way:
+            work.wait()
+
+    # -- states ----------------------------------------------------------------------------------------------
+
+    def split(self, parameter: Tensor, state: Any) -> Any:
+        """Nothing to cut; which parameters have states here is `keeps`."""
+        return state
+
+    def join(self, parameter: Tensor, state: Any) -> Any:
+        """States are whole."""
+        return state
+
+    def empty(self, parameter: Tensor, dtype: torch.dtype) -> Tensor:
+        """A whole tensor."""
+        return torch.empty_like(parameter.detach(), dtype=dtype)
+
+
+def keep_divided(optimizer: Optimizer, division: ByRows | ByParameters) -> None:
+    """Lets `state_dict` give divided states as DTensors, and `load_state_dict` take those or whole ones."""
+
+    def numbered(groups: list[dict[str, Any]]) -> dict[int, Tensor]:
+        saved = [number for group in groups for number in group["params"]]
+        live = [p for group in optimizer.param_groups for p in group["params"]]
+        return dict(zip(saved, live, strict=False))
+
+    def convert(state_dict: dict[str, Any], keep: bool, change: Any) -> dict[str, Any]:
+        parameters, states = numbered(state_dict["param_groups"]), {}
+        for number, state in state_dict["state"].items():
+            parameter = parameters.get(number)
+            if parameter is None or not division.covers(parameter):
+                states[number] = state
+            elif keep or division.keeps(parameter):
+                states[number] = {key: change(parameter, value) for key, value in state.items()}
+        return {**state_dict, "state": states}
+
+    optimizer.register_state_dict_post_hook(lambda _, state: convert(state, True, division.join))
+    optimizer.register_load_state_dict_pre_hook(lambda _, state: convert(state, False, division.split))
+    for parameter in [p for p in optimizer.state if isinstance(p, Tensor) and division.covers(p)]:
+        if division.keeps(parameter):
+            state = optimizer.state[parameter]
+            state.update({key: division.split(parameter, value) for key, value in state.items()})
+        else:
+            del optimizer.state[parameter]

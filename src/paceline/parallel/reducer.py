@@ -1,0 +1,252 @@
+"""`Reducer`: gradients of whole parameters, reduced to the rows of each rank while the backward pass still runs.
+
+    backward     a parameter's gradient is complete -> its bucket is -> it is reduced, and freed; buckets in one order
+    hold         gradients accumulate whole and in place
+    settle       one small exchange says what any rank used; the other buckets follow, with zeros for what this rank
+                 lacks; then each gradient is a DTensor of the parameter's shape, `Shard(0)`: these rows and no more
+
+A large gradient is a bucket of its own, sent from where it is; small ones are packed. A gradient that comes when its
+bucket has gone (a second use in a reentrant checkpoint) is reduced in a second round.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import count
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from paceline.parallel.division import batches, packed_rows, packed_width, rows, travels_alone
+from paceline.parallel.gloo import Handle, reduce_parts, reduce_scatter
+from paceline.world.mesh import cpu_group
+from paceline.world.sharded import is_sharded
+
+_NUMBERS = count()
+
+
+class _Bucket:
+    """Parameters whose gradients are reduced together.
+
+    Attributes:
+        parameters: one large one, or small ones.
+        missing: how many gradients have not come yet.
+        gone: whether the reduction of this window began.
+        late: whether a gradient came after that.
+    """
+
+    def __init__(self, parameters: list[Tensor]) -> None:
+        self.parameters = parameters
+        self.bytes = sum(p.numel() * p.element_size() for p in parameters)
+        self.alone = len(parameters) == 1 and travels_alone(parameters[0])
+        self.rewind()
+
+    def rewind(self) -> None:
+        """For the next window."""
+        self.here: set[Tensor] = set()
+        self.gone = self.late = False
+        self.handle: Handle | None = None
+        self.output: Tensor | None = None
+        self.parts: list[Tensor] = []
+
+
+class Reducer:
+    """Reduces the gradients of one model.
+
+    Args:
+        model: its parameters and buffers become rank 0's.
+        mesh: of the run.
+        cap_mb: small gradients are packed up to this many MiB, and no more than this is on its way at once.
+        broadcast_buffers: whether rank 0's buffers go to all before each forward pass in training.
+
+    Ranks: all of the gradient group make one for the same model.
+    """
+
+    def __init__(self, model: nn.Module, mesh: Any, cap_mb: float, broadcast_buffers: bool) -> None:
+        self._mesh = mesh.along("shard")
+        self._group, self._all = self._mesh.get_group(), mesh.gradient_group
+        self._rank, self._ranks = dist.get_rank(self._group), dist.get_world_size(self._group)
+        self._width = dist.get_world_size(self._all)
+        self._rest = mesh.along(("replicate", "cp")).get_group() if self._width > self._ranks else None
+        self._votes = cpu_group(self._all)
+        self._cap, self._tag = int(cap_mb * 2**20), next(_NUMBERS)
+        self._held = 0
+        self._next = 0  # the first bucket that has not gone
+        self._flying: deque[_Bucket] = deque()
+        self._reduced: dict[Tensor, Tensor] = {}
+        self._earlier: dict[Tensor, Any] = {}  # reduced before this backward pass, and not cleared since
+        self._landed: list[_Bucket] = []
+        dist._broadcast_coalesced(self._all, _tensors(model), self._cap, 0)
+        self._parameters = [p for p in model.parameters() if p.requires_grad and p.numel()]
+        self._plan_buckets()
+        for parameter in self._parameters:
+            parameter.register_hook(lambda _, parameter=parameter: self._put_aside(parameter))
+            parameter.register_post_accumulate_grad_hook(self._arrived)
+        if broadcast_buffers and any(True for _ in model.buffers()):
+            model.register_forward_pre_hook(self._broadcast_buffers)
+
+    def _plan_buckets(self) -> None:
+        """In the order in which the backward pass completes them: the reverse of the parameters'."""
+        order = [p for p in reversed(self._parameters) if p.dim()]
+        place = {parameter: number for number, parameter in enumerate(order)}
+        alone = [[p] for p in order if travels_alone(p)]
+        groups = alone + batches([p for p in order if not travels_alone(p)], self._cap)
+        groups.sort(key=lambda group: max(place[p] for p in group))
+        self._buckets = [_Bucket(group) for group in groups]
+        self._bucket = {p: bucket for bucket in self._buckets for p in bucket.parameters}
+
+    def _broadcast_buffers(self, model: nn.Module, _: Any) -> None:
+        if model.training and not self._held and torch.is_grad_enabled():
+            buffers = [buffer.detach() for buffer in model.buffers() if buffer.numel()]
+            dist._broadcast_coalesced(self._all, buffers, self._cap, 0)
+
+    # -- backward --------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def holding(self) -> Iterator[None]:
+        """While it is open, nothing is reduced."""
+        self._held += 1
+        try:
+            yield
+        finally:
+            self._held -= 1
+
+    def _put_aside(self, parameter: Tensor) -> None:
+        """Before autograd adds a plain gradient to one that is reduced already, which it could not."""
+        if is_sharded(parameter.grad):
+            self._earlier[parameter] = parameter.grad
+            parameter.grad = None
+
+    def _arrived(self, parameter: Tensor) -> None:
+        bucket = self._bucket.get(parameter)
+        if self._held or bucket is None:
+            return
+        if bucket.gone:
+            bucket.late = True
+            return
+        bucket.here.add(parameter)
+        while self._next < len(self._buckets):
+            bucket = self._buckets[self._next]
+            if len(bucket.here) < len(bucket.parameters):
+                return
+            self._next += 1
+            self._launch(bucket)
+
+    @torch.no_grad()
+    def _launch(self, bucket: _Bucket) -> None:
+        while self._flying and sum(each.bytes for each in self._flying) + bucket.bytes > self._cap:
+            self._land(self._flying.popleft())
+        gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in bucket.parameters]
+        for parameter in bucket.parameters:
+            parameter.grad = None
+        bucket.gone = True
+        if bucket.alone:
+            parts = rows(gradients[0].contiguous(), self._ranks)
+            output = torch.empty_like(parts[self._rank])
+            bucket.parts = [output]
+            bucket.handle = reduce_parts(output, parts, self._group, self._tag)
+        else:
+            flat = gradients[0].new_empty((self._ranks, packed_width(gradients, self._ranks)))
+            places = packed_rows(flat, gradients, self._ranks)
+            for gradient, place in zip(gradients, places, strict=True):
+                torch._foreach_copy_(place, rows(gradient, self._ranks))
+            output = torch.empty_like(flat[0])
+            own = [place[self._rank] for place in places]
+            bucket.parts = [output.as_strided(p.shape, p.stride(), p.storage_offset() % len(output)) for p in own]
+            bucket.handle = reduce_scatter(output, flat.view(-1), self._group, tag=self._tag)
+        bucket.output = output
+        self._flying.append(bucket)
+
+    def _land(self, bucket: _Bucket) -> None:
+        assert bucket.handle is not None and bucket.output is not None
+        bucket.handle.wait()
+        bucket.output.div_(self._width)
+        for parameter, part in zip(bucket.parameters, bucket.parts, strict=True):
+            before = self._reduced.setdefault(parameter, part)
+            if before is not part:
+                before.add_(part)
+        if bucket not in self._landed:
+            self._landed.append(bucket)
+        bucket.handle = None
+
+    # -- the end of a window ---------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def settle(self) -> None:
+        """Reduces what is left; gradients are DTensors after it. Ranks: all of the gradient group."""
+        if self._held:
+            return
+        used, late = self._vote()
+        if not any(used):
+            return
+        names = {p for p, ranks in zip(self._parameters, used, strict=True) if ranks}
+        for bucket in self._buckets:
+            if not bucket.gone and any(p in names for p in bucket.parameters):
+                self._launch(bucket)
+        self._land_all()
+        for bucket, ranks in zip(self._buckets, late, strict=True):
+            if ranks:
+                self._launch(bucket)
+        self._land_all()
+        self._over_replicas(names)
+        for parameter in self._parameters:
+            if parameter in names:
+                self._give(parameter)
+        self._reduced.clear()
+        self._earlier.clear()
+        self._landed.clear()
+        self._next = 0
+        for bucket in self._buckets:
+            bucket.rewind()
+
+    def _vote(self) -> tuple[list[int], list[int]]:
+        """On how many ranks each parameter has a gradient of this window, and each bucket one that came late."""
+        fresh = [p.grad is not None and not is_sharded(p.grad) for p in self._parameters]
+        used = [
+            new or (p.dim() > 0 and p in self._bucket[p].here) for p, new in zip(self._parameters, fresh, strict=True)
+        ]
+        votes = torch.tensor([*used, *(bucket.late for bucket in self._buckets)], dtype=torch.int32)
+        dist.all_reduce(votes, group=self._votes)
+        counts: list[int] = votes.tolist()
+        return counts[: len(used)], counts[len(used) :]
+
+    def _land_all(self) -> None:
+        while self._flying:
+            self._land(self._flying.popleft())
+
+    def _over_replicas(self, names: set[Tensor]) -> None:
+        """Sums rows over the other axes, and parameters without rows over all."""
+        under_way = []
+        for parameter in (p for p in self._parameters if not p.dim() and p in names):
+            whole = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad / 1
+            whole.div_(self._width)
+            self._reduced[parameter] = whole
+            under_way.append(dist.all_reduce(whole, group=self._all, async_op=True))
+        if self._rest is not None:
+            for bucket in self._landed:
+                under_way.append(dist.all_reduce(bucket.output, group=self._rest, async_op=True))
+        for work in under_way:
+            work.wait()
+
+    def _give(self, parameter: Tensor) -> None:
+        part = self._reduced[parameter]
+        earlier = self._earlier.get(parameter)
+        if earlier is not None:
+            part.add_(earlier._local_tensor)
+        parameter.grad = None
+        parameter.grad = self._divided(parameter, part)
+
+    def _divided(self, parameter: Tensor, part: Tensor) -> Any:
+        from torch.distributed.tensor import DTensor, Replicate, Shard
+
+        placement = Shard(0) if parameter.dim() else Replicate()
+        stride = torch.empty(parameter.shape, device="meta").stride()
+        return DTensor.from_local(part, self._mesh, [placement], run_check=False, shape=parameter.shape, stride=stride)
+
+
+def _tensors(model: nn.Module) -> list[Tensor]:
+    return [tensor.detach() for tensor in (*model.parameters(), *model.buffers()) if tensor.numel()]

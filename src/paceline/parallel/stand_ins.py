@@ -1,0 +1,97 @@
+"""What an optimizer steps in place of the parameters: for the time of a step, its groups hold stand-ins.
+
+user's hooks before the step     see parameters and gradients as they are
+stand-ins take their places      and the states of the parameters become theirs
+the optimizer steps
+the parameters are back          then whoever swapped them passes on what changed
+user's hooks after the step
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from types import MethodType
+from typing import Any
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from paceline.base.errors import TrainError
+
+Swap = Callable[[Optimizer], AbstractContextManager[Any]]
+
+
+def stand_in(parameter: Tensor, data: Tensor, grad: Tensor | None) -> nn.Parameter:
+    """A parameter on the memory of `data`, with the attributes that the user gave the real one."""
+    found = nn.Parameter(data, requires_grad=parameter.requires_grad)
+    found.__dict__.update(parameter.__dict__)
+    found.grad = grad
+    return found
+
+
+@contextmanager
+def stand_ins(optimizer: Optimizer, make: Callable[[Tensor], Tensor]) -> Iterator[list[tuple[Tensor, Tensor]]]:
+    """While it is open, the optimizer holds `make(parameter)` in place of each parameter; gives the pairs that differ."""
+    before = [group["params"] for group in optimizer.param_groups]
+    pairs = []
+    for group in optimizer.param_groups:
+        made = [(parameter, make(parameter)) for parameter in group["params"]]
+        group["params"] = [stand for _, stand in made]
+        pairs += [(parameter, stand) for parameter, stand in made if stand is not parameter]
+    try:
+        _rename(optimizer, pairs)
+        yield pairs
+    finally:
+        for group, parameters in zip(optimizer.param_groups, before, strict=True):
+            group["params"] = parameters
+        _rename(optimizer, [(stand, parameter) for parameter, stand in pairs])
+
+
+def _rename(optimizer: Optimizer, pairs: list[tuple[Tensor, Tensor]]) -> None:
+    for old, new in pairs:
+        if old in optimizer.state:
+            optimizer.state[new] = optimizer.state.pop(old)
+
+
+def swap_in_steps(optimizer: Optimizer, swap: Swap) -> None:
+    """Lets the optimizer take each step inside of `swap(optimizer)`, next to the arithmetic: inside of the user's hooks.
+
+    Steps with a closure are refused then: it would compute gradients of parameters that are elsewhere.
+    """
+    plain = optimizer.step
+
+    def step(self: Optimizer, *args: Any, **kwargs: Any) -> Any:
+        if any(callable(each) for each in (*args, *kwargs.values())):
+            raise closure_refused(self)
+        opened = ExitStack()
+        entered = False
+
+        def enter(*_: Any) -> None:
+            nonlocal entered
+            if not entered:  # a step that calls its superclass' step comes here twice
+                entered = True
+                opened.enter_context(swap(self))
+
+        before = self.register_step_pre_hook(enter)  # now: the last one before the step
+        after = self.register_step_post_hook(lambda *_: opened.close())
+        self._optimizer_step_post_hooks.move_to_end(after.id, last=False)
+        try:
+            with opened:
+                return plain(*args, **kwargs)
+        finally:
+            before.remove()
+            after.remove()
+
+    optimizer.step = MethodType(step, optimizer)  # type: ignore[method-assign]
+
+
+def closure_refused(optimizer: Optimizer) -> TrainError:
+    """The error of an optimizer that computes the loss in its step."""
+    return TrainError(
+        "step-closure",
+        f"{type(optimizer).__name__} cannot step with a closure under this plan.",
+        why="its states are divided over ranks (zero=1 or 2) or wait on the host (offload), so that while it steps the "
+        "model's parameters are not the ones it steps, and a closure would compute gradients of those",
+        fix="call `step()` without a closure; for LBFGS, use plan={'zero': 0, 'shard': 1}",
+    )
