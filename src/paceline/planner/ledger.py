@@ -1,0 +1,122 @@
+"""`Ledger`: every byte that comes and goes during a run, in order, so that the peak and what it is made of can be read off.
+
+A tensor's storage is entered when an operation first returns it, and leaves when it is freed or resized. What kind of
+memory it was often shows only later (a gradient is one more tensor of the backward pass, until the optimizer reads
+it), so kinds are put on afterwards, and the peak is found by going through the entries once more.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+KINDS = ("parameters", "optimizer", "gradients", "communication", "batches", "activations", "other")
+
+
+@dataclass(frozen=True)
+class Peak:
+    """Memory over some part of a run.
+
+    Attributes:
+        total: bytes at the peak.
+        at_peak: those bytes by kind.
+        largest: the most that each kind took at any time, which may be another one.
+    """
+
+    total: int
+    at_peak: dict[str, int]
+    largest: dict[str, int]
+
+
+class Ledger:
+    """Entries of storages that came and went.
+
+    Attributes:
+        phase: the kind that new storages are entered under.
+    """
+
+    def __init__(self) -> None:
+        self.phase = "activations"
+        self._entries: list[tuple[int, int]] = []  # (number of the storage, bytes that came or went)
+        self._kinds: list[str] = []  # by number
+        self._sizes: list[int] = []
+        self._numbers: dict[int, int] = {}  # id of a living storage -> its number
+        self._watches: dict[int, Any] = {}
+
+    def enter(self, tensor: torch.Tensor) -> int:
+        """Notes the storage of a tensor, if it is new or has another size; returns its number."""
+        storage = tensor.untyped_storage()
+        key, size = id(storage), storage.nbytes()
+        number = self._numbers.get(key)
+        if number is None:
+            number = len(self._kinds)
+            self._numbers[key] = number
+            self._kinds.append(self.phase)
+            self._sizes.append(0)
+            self._watches[key] = weakref.ref(storage, lambda _: self._leave(key, number))
+        if size != self._sizes[number]:
+            self._entries.append((number, size - self._sizes[number]))
+            self._sizes[number] = size
+        return number
+
+    def resized(self, storage: Any) -> None:
+        """Notes that a storage was resized, as FSDP does with parameters that it gathers."""
+        number = self._numbers.get(id(storage))
+        if number is not None:
+            size = storage.nbytes()
+            self._entries.append((number, size - self._sizes[number]))
+            self._sizes[number] = size
+            self._raise(number, "communication")
+
+    def _leave(self, key: int, number: int) -> None:
+        if self._sizes[number]:
+            self._entries.append((number, -self._sizes[number]))
+            self._sizes[number] = 0
+        self._numbers.pop(key, None)
+        self._watches.pop(key, None)
+
+    def label(self, tensors: Iterable[Any], kind: str) -> None:
+        """Says what kind of memory some tensors are; of two kinds the one that stands first in `KINDS` counts."""
+        for tensor in tensors:
+            for part in parts(tensor):
+                self._raise(self.enter(part), kind)
+
+    def _raise(self, number: int, kind: str) -> None:
+        if KINDS.index(kind) < KINDS.index(self._kinds[number]):
+            self._kinds[number] = kind
+
+    @property
+    def mark(self) -> int:
+        """A place in the entries, for `peak`."""
+        return len(self._entries)
+
+    def peak(self, start: int = 0) -> Peak:
+        """The peak after `start` (a `mark`), and what it was made of."""
+        now = dict.fromkeys(KINDS, 0)
+        for number, change in self._entries[:start]:
+            now[self._kinds[number]] += change
+        total = sum(now.values())
+        most, at_peak, largest = total, dict(now), dict(now)
+        for number, change in self._entries[start:]:
+            kind = self._kinds[number]
+            now[kind] += change
+            total += change
+            if change > 0:
+                largest[kind] = max(largest[kind], now[kind])
+                if total > most:
+                    most, at_peak = total, dict(now)
+        return Peak(most, at_peak, largest)
+
+
+def parts(tensor: Any) -> list[torch.Tensor]:
+    """The plain tensors inside a tensor: itself, or those that a wrapper (a DTensor) holds; none for other objects."""
+    if not isinstance(tensor, torch.Tensor):
+        return []
+    if hasattr(tensor, "__tensor_flatten__"):
+        names, _ = tensor.__tensor_flatten__()
+        return [part for name in names for part in parts(getattr(tensor, name))]
+    return [tensor]
