@@ -13,7 +13,7 @@ _NUMBERS = ("head", "dim", "size", "embd", "width", "model")  # in names of attr
 
 @dataclass(frozen=True)
 class Layer:
-    """One module that holds parameters of its own, ends a branch of the tree, or counts heads.
+    """One module that holds parameters of its own, ends a branch of the tree, is a sequence, or counts heads.
 
     Attributes:
         name: its FQN.
@@ -117,8 +117,9 @@ def _layer(name: str, module: Any) -> Iterable[Layer]:
         for key, value in vars(module).items()
         if type(value) is int and (key in ("h", "H") or any(word in key.lower() for word in _NUMBERS))
     )
-    if shapes or numbers or not module._modules:
-        yield Layer(name, type(module).__name__, _role(module), shapes, numbers)
+    kind = type(module).__name__
+    if shapes or numbers or not module._modules or kind == "Sequential":
+        yield Layer(name, kind, _role(module), shapes, numbers)
 
 
 def _role(module: Any) -> str:

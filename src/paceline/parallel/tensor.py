@@ -1,0 +1,334 @@
+"""`tensor`: matrices of layers are divided over the `tp` ranks, which compute every sample together.
+
+    check, decide, cost    from a `Division` (tensor_plan): which layer is divided how; pure
+    apply                  parameters become DTensors with rank 0's values; counts of heads become this rank's;
+                           forward of the layers computes this rank's share (tensor_styles)
+    first forward          code between divided layers is proven against the whole (tensor_proof)
+
+Every parameter is a DTensor on the mesh of `tp`, also those that each rank holds whole: optimizers, clipping and FSDP
+then see one kind. Gradients of those are the same on all ranks, since all compute the same loss.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.optim import Optimizer
+
+from paceline.base.errors import PlanError, Problem
+from paceline.parallel import tensor_styles as styles
+from paceline.parallel.strategy import Context, Strategy
+from paceline.parallel.tensor_names import HEADS, KV_HEADS, LOCAL_HEADS, Group, shape
+from paceline.parallel.tensor_plan import DIVIDED, Division, TensorOptions, divide, divided_elements
+from paceline.parallel.tensor_proof import Proof, whole_counts, whole_parameters
+from paceline.plan.cost import Bytes
+from paceline.plan.facts import ModelFacts
+from paceline.plan.plan import Decision, Plan
+from paceline.world.sharded import is_sharded
+
+
+class Tensor(Strategy):
+    """Tensor parallel over the `tp` axis."""
+
+    name = "tensor"
+    stage = 20
+    axes = ("tp",)
+
+    Options = TensorOptions
+
+    def _division(self, plan: Plan, facts: ModelFacts) -> Division:
+        return divide(facts, plan.layout.tp, self.options(plan))
+
+    def check(self, plan: Plan, facts: ModelFacts) -> list[Problem]:
+        """Indivisible heads and widths, patterns and styles that do not fit, a model that nothing is known of."""
+        return list(self._division(plan, facts).problems)
+
+    def decide(self, plan: Plan, facts: ModelFacts) -> list[Decision]:
+        """Where the division came from, how many layers are divided how, and what stays whole."""
+        division = self._division(plan, facts)
+        sources = {
+            "table": "options.tensor.plan",
+            "model": f"{facts.name} says how itself",
+            "derived": f"by names and shapes in the {len(facts.blocks)} repeated blocks of {facts.name}",
+        }
+        counts = Counter(style for style in division.styles.values() if style != "replicated")
+        told = ", ".join(f"{count} {style}" for style, count in sorted(counts.items()))
+        made = [Decision("tensor.layers", told or "none", "derived", reason=sources[division.source])]
+        reasons: dict[str, list[str]] = {}
+        for name, reason in division.whole.items():
+            reasons.setdefault(reason, []).append(name)
+        for reason, names in reasons.items():
+            shown = names[0] + (f" and {len(names) - 1} more" if names[1:] else "")
+            inside = any(group.module == names[0] for group in division.groups)
+            field = "tensor.computed_whole" if inside else "tensor.left_whole"
+            made.append(Decision(field, shown, "derived", reason=reason))
+        return made
+
+    def cost(self, plan: Plan, facts: ModelFacts, held: Bytes) -> Bytes:
+        """Of the divided parameters each rank holds one part; what is sent depends on the tokens of a batch."""
+        divided = divided_elements(self._division(plan, facts), facts)
+        every = max(1, facts.parameters)
+        parts = plan.layout.tp
+
+        def left(count: int) -> int:
+            return count - count * divided * (parts - 1) // (every * parts)
+
+        return replace(
+            held, parameters=left(held.parameters), gradients=left(held.gradients), optimizer=left(held.optimizer)
+        )
+
+    def apply(self, model: nn.Module, context: Context) -> nn.Module:
+        """Divides the parameters; rank 0's values go to its tensor-parallel peers. Every rank calls it."""
+        _Divider(model, context).run()
+        return model
+
+    def bind(self, optimizer: Optimizer, model: nn.Module, context: Context) -> None:
+        """Keeps an optimizer that holds plain tensors beside DTensors from stepping them in one call."""
+        for group in optimizer.param_groups:
+            kinds = {parameter.device_mesh if is_sharded(parameter) else None for parameter in group["params"]}
+            if len(kinds) > 1 and "foreach" in group and group["foreach"] is None and not group.get("fused"):
+                group["foreach"] = False
+
+    @contextmanager
+    def full(self, model: nn.Module, writeback: bool) -> Iterator[None]:
+        """While it is open, parameters are whole and modules count all heads."""
+        regions = _REGIONS.get(model, [])
+
+        def wrap(parameter: torch.Tensor, gathered: torch.Tensor) -> nn.Parameter:
+            return nn.Parameter(gathered, requires_grad=parameter.requires_grad)
+
+        with whole_parameters([model], writeback, wrap), whole_counts(regions):
+            yield
+
+
+_REGIONS: weakref.WeakKeyDictionary[nn.Module, list[styles.Region]] = weakref.WeakKeyDictionary()
+
+
+class _Divider:
+    """Divides one model."""
+
+    def __init__(self, model: nn.Module, context: Context) -> None:
+        self.model, self.context = model, context
+        self.options: TensorOptions = context.options
+        self.mesh = context.mesh.along("tp")
+        self.group = self.mesh.get_group()
+        self.width = context.plan.layout.tp
+        self.division = divide(context.facts, self.width, self.options)
+        self.modules = dict(model.named_modules())  # a pipeline stage lacks some
+        self.layers = {layer.name: layer for layer in context.facts.layers if layer.name in self.modules}
+        self.streams = styles.Streams(dist.get_rank(self.group), context.device, styles.draws(model))
+        self.sequence = self.options.sequence or "sequence" in self.division.styles.values()
+        self.regions: list[styles.Region] = []
+
+    def run(self) -> None:
+        self._broadcast()
+        outer = self._regions()
+        self._parameters()
+        self._undivided()
+        for name, group, region in outer:  # after the layers, whose forward it runs
+            self._prove(name, group, region)
+        if self.sequence:
+            self._positions({name for name, _, _ in outer})
+        if self.options.loss and self.division.head in self.modules:
+            _parallel_loss(self.model)
+        _REGIONS[self.model] = self.regions
+
+    def _broadcast(self) -> None:
+        """Buffers, parameters that stay plain, and the random numbers of what all peers compute alike."""
+        first = dist.get_global_rank(self.group, 0)
+        plain = [
+            parameter.detach()
+            for name, module in self.modules.items()
+            if _read_elsewhere(name, module)
+            for parameter in module.parameters(recurse=False)
+        ]
+        for tensor in (*self.model.buffers(), *plain):
+            if not tensor.is_meta:
+                dist.broadcast(tensor, src=first, group=self.group)
+        states = self.streams.states()
+        for state in states:
+            here = state.to(self.context.device)
+            dist.broadcast(here, src=first, group=self.group)
+            state.copy_(here)
+        self.streams.restore(states)
+        for module in self.model.modules():  # its fast path reads parameters of other modules
+            if isinstance(module, nn.TransformerEncoderLayer):
+                module.activation_relu_or_gelu = 0
+            elif isinstance(module, nn.TransformerEncoder):
+                module.use_nested_tensor = False
+
+    def _regions(self) -> list[tuple[str, Group, styles.Region]]:
+        """Forward of each divided layer; returns the modules around them."""
+        outer = []
+        for group in self.division.groups:
+            if group.last not in self.layers:
+                continue
+            inside = any(group.module == b or group.module.startswith(f"{b}.") for b in self.context.facts.blocks)
+            region = styles.Region(self.group, self.streams, group.split, self.sequence and inside)
+            region.numbers = self._numbers(group) if group.split else []
+            region.count(whole=False)
+            self.regions.append(region)
+            for name in group.first:
+                self._forward(name, styles.colwise(region, self._turned(name)))
+            self._forward(group.last, styles.rowwise(region, self._turned(group.last)))
+            outer.append((group.module, group, region))
+        alone = styles.Region(self.group, self.streams, False)
+        grouped = {name for group in self.division.groups for name in (*group.first, group.last)}
+        for name, style in self.division.styles.items():
+            if name not in self.layers or name in grouped:
+                continue
+            if style == "vocabulary":
+                self._forward(name, styles.vocabulary(alone))
+            elif style == "colwise_gather":
+                mesh = self.mesh if self.options.loss and name == self.division.head else None
+                self._forward(name, styles.head(alone, self._turned(name), mesh))
+        return outer
+
+    def _forward(self, name: str, forward: Callable[..., Any]) -> None:
+        styles.override(self.modules[name], forward, "_tensor_layer")
+
+    def _turned(self, name: str) -> bool:
+        return self.layers[name].role == "conv1d"
+
+    def _numbers(self, group: Group) -> list[tuple[nn.Module, str, int, int]]:
+        """The counts of heads, and of features in all of them, that the attention's code may use."""
+        module = self.modules.get(group.attention) if group.attention else None
+        if module is None or not group.heads:
+            return []
+        features = shape(self.layers[group.first[0]])[1]
+        found = []
+        for name, value in dict(self.layers[group.attention].numbers).items() if group.attention in self.layers else ():
+            heads = name in (*HEADS, *KV_HEADS, *LOCAL_HEADS) and value in (group.heads, group.kv_heads)
+            if heads or value == features:
+                found.append((module, name, value, value // self.width))
+        return found
+
+    def _parameters(self) -> None:
+        """Parameters become DTensors, with rank 0's values; those that are shared stay shared."""
+        from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+        made: dict[int, nn.Parameter] = {}
+        places = [
+            (name, module, key)
+            for name, module in self.modules.items()
+            if not _read_elsewhere(name, module)
+            for key in module._parameters
+        ]
+        # A shared parameter is divided as the layer that divides it says.
+        places.sort(key=lambda place: self.division.styles.get(place[0], "") not in DIVIDED)
+        for name, module, key in places:
+            parameter = module._parameters[key]
+            if parameter is None or is_sharded(parameter):
+                continue
+            if id(parameter) not in made:
+                dim = self._dim(name, parameter)
+                placement = Replicate() if dim is None else Shard(dim)
+                source = None if parameter.is_meta else 0
+                divided = distribute_tensor(parameter.detach(), self.mesh, [placement], src_data_rank=source)
+                made[id(parameter)] = nn.Parameter(divided, requires_grad=parameter.requires_grad)
+            module._parameters[key] = made[id(parameter)]
+
+    def _dim(self, name: str, parameter: torch.Tensor) -> int | None:
+        """The dimension along which a parameter is divided."""
+        style = self.division.styles.get(name, "")
+        if style not in DIVIDED:
+            return None
+        if style.startswith("rowwise"):
+            return None if parameter.dim() == 1 else int(not self._turned(name))
+        return int(self._turned(name)) if parameter.dim() == 2 else 0
+
+    def _undivided(self) -> None:
+        """Modules with parameters that every rank holds whole get them as plain tensors."""
+        blocks = self.context.facts.blocks
+        inner = {group.module for group in self.division.groups}
+        for name, module in self.modules.items():
+            if self.division.styles.get(name, "") in DIVIDED or not any(map(is_sharded, module._parameters.values())):
+                continue
+            if isinstance(module, nn.modules.linear.NonDynamicallyQuantizableLinear):
+                continue  # torch's attention reads it
+            partial = self.division.styles.get(name, "") == "partial"
+            if self.sequence and any(name.startswith(f"{block}.") for block in blocks):
+                partial = partial or not any(name.startswith(f"{outer}.") or name == outer for outer in inner)
+            styles.override(module, styles.undivided(partial, self.group), "_tensor_own")
+
+    def _prove(self, name: str, group: Group, region: styles.Region) -> None:
+        if not group.split or self.division.source == "model" or not hasattr(self.modules.get(name), "forward"):
+            return
+        module, last = self.modules[name], self.modules[group.last]
+        key = (type(module).__name__, tuple(each[len(name) :] for each in (*group.first, group.last)))
+        proofs: dict[Any, Proof] = self.__dict__.setdefault("_proofs", {})
+        proof = proofs.setdefault(key, Proof(name, self.regions))
+        proof.regions.append(region)
+
+        def forward(self: nn.Module, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            if not proof.done:
+                proof.run(self, last, region, original, args, kwargs)
+            return original(*args, **kwargs)
+
+        styles.override(module, forward, f"_tensor_proof_{len(proofs)}")
+
+    def _positions(self, inner: set[str]) -> None:
+        """Blocks pass on shares of the positions."""
+        for name in sorted(inner):
+            if any(name.startswith(f"{block}.") for block in self.context.facts.blocks):
+                styles.override(self.modules[name], styles.whole_positions(self.group), "_tensor_inner")
+        stacks: dict[str, list[str]] = {}
+        for block in self.context.facts.blocks:
+            if block in self.modules and self.modules[block] is not None:
+                stacks.setdefault(block.rpartition(".")[0], []).append(block)
+        for blocks in stacks.values():
+            for name in blocks:
+                forward = styles.block_positions(
+                    self.group, self.streams, name == blocks[0], name == blocks[-1], self._check_positions
+                )
+                styles.override(self.modules[name], forward, "_tensor_block")
+
+    def _check_positions(self, positions: int) -> None:
+        if positions % self.width:
+            raise PlanError(
+                "tensor-positions",
+                f"a sequence of {positions} positions cannot be shared by {self.width} tensor-parallel ranks.",
+                why=f"options.tensor.sequence with tp={self.width}",
+                fix=f"pad sequences to {-(-positions // self.width) * self.width} positions, or leave `sequence` out",
+            )
+
+
+def _read_elsewhere(name: str, module: nn.Module) -> bool:
+    """Whether other code than the module's forward reads its parameters, so that they stay plain tensors.
+
+    Parts of computed weights (weight norm, parametrizations), recurrent layers with their flat list, lists of parameters.
+    """
+    computed = "parametrizations" in name or any(key.endswith(("_g", "_v", "_orig")) for key in module._parameters)
+    return computed or isinstance(module, nn.RNNBase) or type(module).forward is nn.Module.forward
+
+
+_losses: list[Any] = []  # open contexts of torch's `loss_parallel`
+
+
+def _parallel_loss(model: nn.Module) -> None:
+    """Lets `cross_entropy` of divided logits work, as long as some model puts them out."""
+    from torch.distributed.tensor.parallel import loss_parallel
+
+    if not _losses:
+        _losses.append(loss_parallel())
+        _losses[0].__enter__()
+    else:
+        _losses.append(None)
+
+    def close() -> None:
+        context = _losses.pop()
+        if context is not None:
+            context.__exit__(None, None, None)
+
+    weakref.finalize(model, close)
+
+
+STRATEGY = Tensor()

@@ -1,0 +1,427 @@
+"""Which layers tensor parallelism divides, and how: pure, from the facts of a model.
+
+    the user's table   options={"tensor": {"plan": {"*.q_proj": "colwise", "*.o_proj": "rowwise"}}}
+    the model's own    what transformers' models say of themselves (`tp_plan`)
+    derived            by names and shapes inside the repeated blocks; see `tensor_names`
+
+Source: Shoeybi et al., "Megatron-LM", 2019 (colwise and rowwise pairs, vocabulary); Korthikanti et al., "Reducing
+Activation Recomputation in Large Transformer Models", 2022 (sequence).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from difflib import get_close_matches
+from fnmatch import fnmatchcase
+from functools import lru_cache
+from math import gcd
+from typing import Any
+
+from paceline.base.errors import Problem
+from paceline.config.kinds import YES_NO
+from paceline.parallel.tensor_names import Group, derive, examined, inside, is_linear, parent, shape
+from paceline.plan.facts import Layer, ModelFacts
+from paceline.plan.options import option
+
+# style -> roles of the layers that it is for
+STYLES = {
+    "colwise": ("linear", "conv1d"),
+    "rowwise": ("linear", "conv1d"),
+    "colwise_gather": ("linear", "conv1d"),
+    "rowwise_split": ("linear", "conv1d"),
+    "vocabulary": ("embedding",),
+    "sequence": ("norm",),
+    "partial": ("norm",),
+    "replicated": ("linear", "conv1d", "embedding", "norm", "attention"),
+}
+DIVIDED = ("colwise", "rowwise", "colwise_gather", "rowwise_split", "vocabulary")
+# what transformers' models call them
+OWN_STYLES = {
+    "colwise": "colwise",
+    "rowwise": "rowwise",
+    "colwise_rep": "colwise_gather",
+    "colwise_gather_output": "colwise_gather",
+    "rowwise_rep": "rowwise_split",
+    "rowwise_split_input": "rowwise_split",
+    "embedding_rowwise": "vocabulary",
+    "replicated_with_grad_allreduce": "partial",
+    "replicate": "replicated",
+    "replicated": "replicated",
+    "sequence_parallel": "replicated",
+}
+_EXAMPLE = 'options={"tensor": {"plan": {"*.fc1": "colwise", "*.fc2": "rowwise"}}}'
+
+
+@dataclass(frozen=True)
+class TensorOptions:
+    """How layers are divided over the `tp` ranks."""
+
+    plan: Mapping[str, str] = option(
+        {},
+        None,
+        "Patterns of layers' names -> colwise, rowwise, colwise_gather, rowwise_split, vocabulary, sequence, partial or "
+        "replicated; the first that matches counts. Empty: the model's own plan, else one derived from names and shapes.",
+    )
+    sequence: bool = option(
+        False, YES_NO, "What lies between attentions and MLPs (norms, dropout) is divided by position."
+    )
+    loss: bool = option(False, YES_NO, "Logits stay divided over the vocabulary (a DTensor), and so does their loss.")
+    vocabulary: bool = option(True, YES_NO, "A derived plan divides the token embedding and the head too.")
+
+
+@dataclass(frozen=True)
+class Division:
+    """What is divided how.
+
+    Attributes:
+        source: "table", "model" or "derived".
+        styles: FQN of a layer -> its style.
+        groups: layers that compute together.
+        whole: FQN -> why it is left whole, or why what lies behind it is computed whole.
+        head: FQN of the layer that puts out logits; "" where it is not divided.
+        problems: what makes it impossible.
+    """
+
+    source: str
+    styles: dict[str, str] = field(default_factory=dict)
+    groups: tuple[Group, ...] = ()
+    whole: dict[str, str] = field(default_factory=dict)
+    head: str = ""
+    problems: tuple[Problem, ...] = ()
+
+
+def divide(facts: ModelFacts, width: int, options: TensorOptions) -> Division:
+    """Decides for each layer of a model. Pure.
+
+    Args:
+        facts: of the model.
+        width: tensor-parallel ranks.
+        options: of the strategy.
+    """
+    if not isinstance(options.plan, Mapping):
+        why = f"options.tensor.plan is a {type(options.plan).__name__}; expected: a mapping of patterns to styles"
+        return Division("table", problems=(Problem("tensor-style", "this is no plan.", why=why, fix=_EXAMPLE),))
+    table = tuple((str(pattern), str(style)) for pattern, style in options.plan.items())
+    return _divide(facts, width, table, options.sequence, options.loss, options.vocabulary)
+
+
+@lru_cache(maxsize=16)
+def _divide(
+    facts: ModelFacts, width: int, table: tuple[tuple[str, str], ...], sequence: bool, loss: bool, vocabulary: bool
+) -> Division:
+    layers = {layer.name: layer for layer in facts.layers}
+    problems: list[Problem] = []
+    if table or facts.tensor_plan:
+        source = "table" if table else "model"
+        rules = table or tuple((pattern, OWN_STYLES.get(style, style)) for pattern, style in facts.tensor_plan)
+        problems += _unknown_styles(rules, source, facts)
+        styles = _matched(rules, facts, source, problems)
+        groups, whole = _grouped(styles, facts, source, problems), {}
+    else:
+        source = "derived"
+        found = derive(facts)
+        groups, whole = found.groups, found.whole
+        styles = {name: style for group in groups for name, style in _styles(group).items()}
+    for group in groups:
+        problems += _indivisible(group, layers, width, table)
+        if group.reason:
+            whole[group.module] = group.reason
+    if source == "derived" and vocabulary:
+        _vocabulary(facts, styles, whole, width)
+    _tie(facts, layers, styles, problems)
+    problems += _indivisible_vocabulary(layers, styles, whole, width, source)
+    heads = [name for name, style in styles.items() if style == "colwise_gather" and not _in_block(name, facts)]
+    division = Division(source, styles, tuple(groups), whole, heads[-1] if heads else "", ())
+    problems += _requests(division, facts, sequence, loss, table)
+    return replace(division, problems=tuple(problems))
+
+
+def _styles(group: Group) -> dict[str, str]:
+    first, last = ("colwise", "rowwise") if group.split else ("colwise_gather", "rowwise_split")
+    return {**dict.fromkeys(group.first, first), group.last: last, **dict.fromkeys(group.partial, "partial")}
+
+
+def _in_block(name: str, facts: ModelFacts) -> bool:
+    return any(inside(name, block) or name == block for block in facts.blocks)
+
+
+# -- a table, the user's or the model's ---------------------------------------------------------------------------
+
+
+def _unknown_styles(rules: Iterable[tuple[str, Any]], source: str, facts: ModelFacts) -> list[Problem]:
+    known = STYLES if source == "table" else OWN_STYLES
+    return [
+        Problem(
+            "tensor-style",
+            f"there is no way of dividing a layer called {style!r}.",
+            why=f"{'options.tensor.plan' if source == 'table' else f'the own plan of {facts.name}'} says so for {pattern!r}; "
+            f"known: {', '.join(known)}",
+            fix="use one of these" if source == "table" else f"write a plan of your own: {_EXAMPLE}",
+        )
+        for pattern, style in rules
+        if style not in STYLES
+    ]
+
+
+def _matched(
+    rules: Iterable[tuple[str, str]], facts: ModelFacts, source: str, problems: list[Problem]
+) -> dict[str, str]:
+    """Style of each layer that a pattern matches; the first pattern counts."""
+    styles: dict[str, str] = {}
+    places = [layer for layer in facts.layers if layer.role]
+    for pattern, style in rules:
+        names = [layer for layer in places if fnmatchcase(layer.name, pattern)]
+        fitting = [layer for layer in names if layer.role in STYLES.get(style, ())]
+        for layer in fitting:
+            styles.setdefault(layer.name, style)
+        if fitting or style not in STYLES or source == "model":
+            continue  # a model's own plan speaks of layers that this size of it may lack
+        near = get_close_matches(pattern, [layer.name for layer in places], 1, 0.3)
+        told = f"{names[0].name} is a {names[0].kind}" if names else f"{len(places)} layers have other names"
+        problems.append(
+            Problem(
+                "tensor-pattern",
+                f"the pattern {pattern!r} matches no layer of {facts.name} that can be {style}.",
+                why=f"options.tensor.plan; {told}" + (f", such as {near[0]}" if near and not names else ""),
+                fix="patterns are full names with * for any text, such as '*.fc1'; see `model.named_modules()`",
+            )
+        )
+    return styles
+
+
+def _grouped(styles: dict[str, str], facts: ModelFacts, source: str, problems: list[Problem]) -> list[Group]:
+    """Puts each rowwise layer together with the colwise layers before it."""
+    layers = {layer.name: layer for layer in facts.layers}
+    order = [
+        name for name in layers if styles.get(name, "") in ("colwise", "rowwise", "rowwise_split", "colwise_gather")
+    ]
+    waiting: list[str] = []
+    groups: list[Group] = []
+    for name in order:
+        if styles[name].startswith("colwise"):
+            if waiting and styles[name] != styles[waiting[-1]]:
+                problems += _unpaired(waiting, styles)
+                waiting = []
+            waiting.append(name)
+            continue
+        fit = waiting and styles[name] == ("rowwise_split" if styles[waiting[-1]] == "colwise_gather" else "rowwise")
+        if fit:
+            groups.append(_group(tuple(waiting), name, layers, styles, facts, source))
+            waiting = []
+        elif styles[name] == "rowwise":
+            problems += _unpaired([name], styles)
+        else:
+            groups.append(Group(parent(name), (), name, False))
+    problems += _unpaired(waiting, styles)
+    return groups
+
+
+def _group(
+    first: tuple[str, ...],
+    last: str,
+    layers: Mapping[str, Layer],
+    styles: Mapping[str, str],
+    facts: ModelFacts,
+    source: str,
+) -> Group:
+    module = parent(last)
+    while not all(inside(name, module) for name in first):
+        module = parent(module)
+    gathered = styles[last] == "rowwise_split"
+    counts = len(first) >= 3 or (len(first) == 1 and first[0].rpartition(".")[2] in ("qkv",))
+    group = Group(module, first, last, not gathered, "the plan says so" if gathered else "")
+    group = replace(group, attention=parent(first[0]) if counts else "")
+    if gathered:
+        return group
+    block = next((block for block in facts.blocks if inside(module, block) or module == block), module)
+    own = [layer for layer in facts.layers if inside(layer.name, block) or layer.name == block]
+    told = examined(group, own, layers, block)
+    return replace(told, split=True, reason="", partial=told.partial if source == "table" else ())
+
+
+def _unpaired(names: Iterable[str], styles: Mapping[str, str]) -> list[Problem]:
+    return [
+        Problem(
+            "tensor-unpaired",
+            f"{name} is {styles[name]}, but there is no {'row' if styles[name] == 'colwise' else 'col'}wise layer to match.",
+            why="a colwise layer hands a share of its features to the rowwise layer that follows it in the same module",
+            fix=f"make it {'colwise_gather' if styles[name] == 'colwise' else 'rowwise_split'}, or give its partner a style",
+        )
+        for name in names
+        if styles[name] in ("colwise", "rowwise")
+    ]
+
+
+# -- what the model cannot do ---------------------------------------------------------------------------------------
+
+
+def _indivisible(group: Group, layers: Mapping[str, Layer], width: int, table: Any) -> list[Problem]:
+    if group.split and group.heads and (group.heads % width or group.kv_heads % width):
+        both = gcd(group.heads, group.kv_heads)
+        kv = f" and {group.kv_heads} key-value heads" if group.kv_heads != group.heads else ""
+        return [
+            Problem(
+                "tensor-heads",
+                f"{group.attention} has {group.heads} heads{kv}, which {width} tensor-parallel ranks cannot share evenly.",
+                why=f"tp={width}; {group.first[0]} puts out {shape(layers[group.first[0]])[1]} features",
+                fix=f"use tp = {_divisors(both)}" + (", or a table that leaves its layers out" if both == 1 else ""),
+            )
+        ]
+    found = []
+    for name in (*group.first, group.last):
+        features = shape(layers[name])[0 if name == group.last else 1]
+        if features % width:
+            side = "takes in" if name == group.last else "puts out"
+            found.append(
+                Problem(
+                    "tensor-width",
+                    f"{name} {side} {features} features, which {width} tensor-parallel ranks cannot share evenly.",
+                    why=f"tp={width}; {layers[name].kind} of {shape(layers[name])[0]} x {shape(layers[name])[1]}",
+                    fix=f"use tp = {_divisors(features)}, or make it {-(-features // width) * width} wide",
+                )
+            )
+    return found[:1]
+
+
+def _divisors(number: int) -> str:
+    found = [str(n) for n in range(2, min(number, 1024) + 1) if number % n == 0]
+    return " or ".join([", ".join(found[:-1][:8]), found[-1]] if found[1:] else found) or "1"
+
+
+def _vocabulary(facts: ModelFacts, styles: dict[str, str], whole: dict[str, str], width: int) -> None:
+    """Divides the embedding of tokens and the head that has a row for each of them."""
+    outside = [layer for layer in facts.layers if not _in_block(layer.name, facts)]
+    embeddings = [layer for layer in outside if layer.role == "embedding"]
+    for head in (layer for layer in outside if is_linear(layer)):
+        mates = [layer for layer in embeddings if shape(layer)[0] == shape(head)[1]]
+        if not mates or not styles:
+            continue
+        rows = shape(head)[1]
+        if rows % width:
+            padded = -(-rows // width) * width
+            whole[head.name] = whole[mates[0].name] = f"{rows} tokens do not divide by {width}; {padded} would"
+            continue
+        styles[head.name] = "colwise_gather"
+        styles[mates[0].name] = "vocabulary"
+
+
+def _tie(facts: ModelFacts, layers: Mapping[str, Layer], styles: dict[str, str], problems: list[Problem]) -> None:
+    """Divides layers that share one weight alike: an embedding by vocabulary, as its head is by columns."""
+    for names in facts.tied:
+        members = [parent(name) for name in names]
+        told = {name: styles[name] for name in members if styles.get(name) in DIVIDED}
+        if not told:
+            continue
+        for name in members:
+            layer = layers.get(name)
+            if layer is not None and layer.role == "embedding":
+                styles.setdefault(name, "vocabulary")
+            elif layer is not None and is_linear(layer):
+                styles.setdefault(name, "colwise_gather")
+        if len({_dim(layers[name], styles.get(name, "")) if name in layers else None for name in members}) > 1:
+            problems.append(
+                Problem(
+                    "tensor-tied",
+                    f"{' and '.join(members)} share one weight, but it would be divided in different ways.",
+                    why=", ".join(f"{name}: {styles.get(name, 'whole')}" for name in members),
+                    fix="make the embedding `vocabulary` and the head `colwise_gather`, or all `replicated`",
+                )
+            )
+
+
+def _dim(layer: Layer, style: str) -> int | None:
+    """The dimension of the weight that is divided."""
+    if style not in DIVIDED:
+        return None
+    return int(style.startswith("rowwise")) ^ int(layer.role == "conv1d")
+
+
+def _indivisible_vocabulary(
+    layers: Mapping[str, Layer], styles: dict[str, str], whole: dict[str, str], width: int, source: str
+) -> list[Problem]:
+    problems = []
+    for name in [name for name, style in styles.items() if style == "vocabulary"]:
+        rows = shape(layers[name])[0]
+        if rows % width == 0:
+            continue
+        padded = -(-rows // width) * width
+        if source == "table":
+            why = f"tp={width}; options.tensor.plan makes it vocabulary"
+            fix = f"make it {padded} rows, or `replicated`"
+            told = f"{name} has {rows} rows, which {width} tensor-parallel ranks cannot share evenly."
+            problems.append(Problem("tensor-width", told, why=why, fix=fix))
+            continue
+        for other in [n for n in styles if n == name or (is_linear(layers[n]) and shape(layers[n])[1] == rows)]:
+            del styles[other]
+            whole[other] = f"{rows} tokens do not divide by {width}; {padded} would"
+    return problems
+
+
+def _requests(division: Division, facts: ModelFacts, sequence: bool, loss: bool, table: Any) -> list[Problem]:
+    """Problems with what was asked for on top."""
+    problems = []
+    if not table and not any(style in DIVIDED for style in division.styles.values()):
+        linears = [layer.name for layer in facts.layers if is_linear(layer)]
+        shown = ", ".join(linears[:3]) + (", ..." if linears[3:] else "")
+        problems.append(
+            Problem(
+                "tensor-nothing",
+                f"it is not known how the layers of {facts.name} could be divided.",
+                why=f"it has no plan of its own, and no attention or MLP is known by its names in its {len(facts.blocks)} "
+                f"repeated blocks; linear layers: {shown or 'none'}",
+                fix=f'say it in a table, such as {_EXAMPLE}, or {{"*": "replicated"}} to leave this model whole',
+            )
+        )
+    if loss and not division.head:
+        problems.append(
+            Problem(
+                "tensor-loss",
+                "options.tensor.loss keeps logits divided, but the layer that computes them is not divided.",
+                why="it is a linear layer behind the blocks with as many outputs as the embedding has rows, or one that "
+                "the table makes colwise_gather",
+                fix="leave `loss` out, or make that layer colwise_gather",
+            )
+        )
+    if sequence or "sequence" in division.styles.values():
+        odd = [layer.name for layer in facts.layers if _needs_positions(layer, division, facts)]
+        if odd or not facts.blocks or not division.groups:
+            told = (
+                f"{odd[0]} is neither a norm nor in an attention or MLP that is divided" if odd else "no blocks repeat"
+            )
+            problems.append(
+                Problem(
+                    "tensor-sequence",
+                    f"{facts.name} cannot be divided by position between its attentions and MLPs.",
+                    why=told + "; it may need all positions at once",
+                    fix="leave `sequence` out",
+                )
+            )
+    return problems
+
+
+def _needs_positions(layer: Layer, division: Division, facts: ModelFacts) -> bool:
+    """Whether a layer in a block may need other positions than this rank's."""
+    block = next((block for block in facts.blocks if inside(layer.name, block) or layer.name == block), None)
+    if block is None or not layer.shapes or layer.role == "norm":
+        return False
+    return not any(
+        group.module != block and (inside(layer.name, group.module) or layer.name == group.module)
+        for group in division.groups
+    )
+
+
+def divided_elements(division: Division, facts: ModelFacts) -> int:
+    """Elements of the parameters that are divided, tied ones once."""
+    again = {name for names in facts.tied for name in names[1:]}
+    total = 0
+    for layer in facts.layers:
+        style = division.styles.get(layer.name, "")
+        for name, size in layer.shapes if style in DIVIDED else ():
+            if f"{layer.name}.{name}" in again or (len(size) == 1 and style.startswith("rowwise")):
+                continue
+            count = 1
+            for length in size:
+                count *= length
+            total += count
+    return total

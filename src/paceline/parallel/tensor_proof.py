@@ -1,0 +1,162 @@
+"""Proves a divided attention or MLP once, with its first input, against the whole one.
+
+What lies between the divided layers is the model's own code, which may count on the whole: `y.view(B, T, C)` with the C of
+its input, a norm over all features, heads counted under an unknown name. So the module runs once with whole parameters and
+once divided, without gradients; what reaches its rowwise layer must be this rank's share of what reaches it there. Where it
+is not, the ranks divide the layers alone, and compute what lies between them whole: the same numbers, at more work.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from paceline.base.log import logger
+from paceline.parallel.tensor_styles import Region, is_divided
+from paceline.world.sharded import is_sharded, whole
+
+_SIMPLE = (Tensor, int, float, bool, str, type(None))
+
+
+@dataclass(eq=False)
+class Proof:
+    """Of all modules with one class and the same layers: one is proven, and its verdict is theirs.
+
+    Attributes:
+        name: FQN of the first.
+        every: all regions of the model.
+        regions: of the modules that the verdict is for.
+        done: whether the verdict is there.
+    """
+
+    name: str
+    every: list[Region]
+    regions: list[Region] = field(default_factory=list)
+    done: bool = False
+
+    def run(
+        self, module: nn.Module, last: nn.Module, region: Region, original: Callable[..., Any], args: Any, kwargs: Any
+    ) -> None:
+        """Compares, and gives up splitting where the two differ. Ranks: all tensor-parallel peers, in a forward pass."""
+        if self.done or torch.compiler.is_compiling() or not is_divided(module):
+            return
+        self.done = True
+        if not _simple((args, kwargs)):
+            return  # a cache, say, which running twice would change
+        reason = self._compare(module, last, region, lambda: original(*args, **kwargs))
+        flag = torch.tensor(int(bool(reason)), device=next(module.parameters()).device)
+        dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=region.group)
+        if flag.item():
+            for each in self.regions:
+                each.split = False
+                each.count(whole=True)
+            logger("parallel").warning(
+                "%s cannot compute a share of its heads or features (%s): its layers are divided, and what lies between "
+                "them is computed whole on each rank. Code that counts with the outputs of its own layers, such as "
+                "`q.view(*q.shape[:2], -1, head_dim)`, can be split.",
+                self.name,
+                reason or "another rank's part differs",
+            )
+
+    def _compare(self, module: nn.Module, last: nn.Module, region: Region, forward: Callable[[], Any]) -> str:
+        """Why this rank's input of the rowwise layer is not its share of the whole one; "" where it is."""
+        seen: list[Tensor] = []
+        with ExitStack() as stack:
+            stack.callback(last.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0])).remove)
+            stack.enter_context(torch.no_grad())
+            stack.enter_context(_evaluating(module))
+            with whole_parameters([module]), whole_counts(self.every):
+                forward()
+            reference = seen.pop()
+            seen.clear()
+            try:
+                forward()
+            except (RuntimeError, ValueError, TypeError, IndexError, AssertionError) as error:
+                region.leave()
+                return str(error).splitlines()[0]
+        here = seen[-1]
+        share = reference.chunk(dist.get_world_size(region.group), -1)[dist.get_rank(region.group)]
+        if share.shape != here.shape:
+            return f"it makes the shape {tuple(here.shape)} of {tuple(share.shape)}"
+        half = share.dtype in (torch.float16, torch.bfloat16) or torch.is_autocast_enabled(share.device.type)
+        off = float((share.float() - here.float()).abs().max()) if share.numel() else 0.0
+        bound = (0.1 if half else 1e-3) * float(reference.float().abs().max())
+        return "" if off <= bound else f"its numbers differ by {off:.2g}"
+
+
+def _simple(value: Any) -> bool:
+    if isinstance(value, (tuple, list)):
+        return all(map(_simple, value))
+    if isinstance(value, dict):
+        return all(map(_simple, value.values()))
+    return isinstance(value, _SIMPLE)
+
+
+@contextmanager
+def whole_counts(regions: list[Region]) -> Iterator[None]:
+    """While it is open, modules count the heads of the whole model."""
+    for region in regions:
+        region.count(whole=True)
+    try:
+        yield
+    finally:
+        for region in regions:
+            region.count(whole=not region.split)
+
+
+@contextmanager
+def _evaluating(module: nn.Module) -> Iterator[None]:
+    modes = [(each, each.training) for each in module.modules()]
+    module.eval()
+    try:
+        yield
+    finally:
+        for each, mode in modes:
+            each.training = mode
+
+
+@contextmanager
+def whole_parameters(modules: list[nn.Module], writeback: bool = False, wrap: Any = lambda p, t: t) -> Iterator[None]:
+    """While it is open, parameters of these modules and those inside are whole plain tensors.
+
+    Args:
+        writeback: takes over changes into the divided ones.
+        wrap: (DTensor, whole tensor) -> what the module shall hold.
+
+    Ranks: all that hold a part.
+    """
+    held = [
+        (each, name, parameter)
+        for module in modules
+        for each in module.modules()
+        for name, parameter in each._parameters.items()
+        if is_sharded(parameter)
+    ]
+    gathered: dict[int, Any] = {}
+    for each, name, parameter in held:
+        if id(parameter) not in gathered:
+            gathered[id(parameter)] = wrap(parameter, whole(parameter.detach()))
+        each._parameters[name] = gathered[id(parameter)]
+    try:
+        yield
+        if writeback:
+            _write_back({id(p): p for _, _, p in held}, gathered)
+    finally:
+        for each, name, parameter in held:
+            each._parameters[name] = parameter
+
+
+def _write_back(divided: dict[int, Any], gathered: dict[int, Any]) -> None:
+    from torch.distributed.tensor import distribute_tensor
+
+    with torch.no_grad():
+        for key, parameter in divided.items():
+            value = gathered[key].detach()
+            parts = distribute_tensor(value, parameter.device_mesh, parameter.placements, src_data_rank=None)
+            parameter.to_local().copy_(parts.to_local())

@@ -1,0 +1,407 @@
+"""What the divided layers compute: this rank's share with plain tensors, and the communication around it.
+
+    colwise     x -> [copy] -> rows of W       -> a share of the features           backward: gradients of x are summed
+    rowwise     a share of the features -> columns of W -> [sum] + b                backward: nothing
+    gather      colwise, then the whole output on each rank; rowwise, of which the input is split again
+    vocabulary  rows of the embedding; tokens of other ranks give 0 -> [sum]
+    sequence    blocks pass on a share of the positions: [gather] before an attention or MLP, [sum and split] after it
+
+A parameter is a DTensor on the mesh of `tp`; `to_local` gives a module its share, as a plain tensor with a way back. So
+optimizers, clipping, checkpoints and FSDP see DTensors, and the model's own code plain tensors.
+
+Source: Shoeybi et al., "Megatron-LM", 2019; Korthikanti et al., "Reducing Activation Recomputation", 2022.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import wraps
+from inspect import Parameter, signature
+from types import MethodType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd import Function
+
+from paceline.parallel.gloo import gather_parts
+from paceline.world.sharded import is_sharded
+
+SEQUENCE = 1  # the dimension of positions: activations are [batch, positions, features]
+
+
+# -- communication with a way back ------------------------------------------------------------------------------
+
+
+class _Copy(Function):
+    """The same on every rank; on the way back gradients are summed, since each rank's is that of its share."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Any) -> Tensor:
+        ctx.group = group
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        summed = gradient.clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(summed, group=ctx.group)
+        return summed, None
+
+
+class _Sum(Function):
+    """The sum over the ranks, in place: of a tensor that nobody else holds."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Any) -> Tensor:
+        ctx.mark_dirty(x)
+        dist.all_reduce(x, group=group)
+        return x
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        return gradient, None
+
+
+class _Gather(Function):
+    """All shares along `dim`; on the way back this rank's, since what follows is computed alike on every rank."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, dim: int, group: Any) -> Tensor:
+        ctx.dim, ctx.group = dim, group
+        return _gathered(x, dim, group)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        return _share(gradient, ctx.dim, ctx.group), None, None
+
+
+class _Split(Function):
+    """This rank's share along `dim` of what is the same on every rank; on the way back all shares."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, dim: int, group: Any) -> Tensor:
+        ctx.dim, ctx.group = dim, group
+        return _share(x, dim, group)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        return _gathered(gradient, ctx.dim, ctx.group), None, None
+
+
+class _SumSplit(Function):
+    """This rank's share along `dim` of the sum over the ranks; on the way back all shares."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, dim: int, group: Any) -> Tensor:
+        ctx.dim, ctx.group = dim, group
+        x = x.contiguous()
+        dist.all_reduce(x, group=group)
+        return _share(x, dim, group)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        return _gathered(gradient, ctx.dim, ctx.group), None, None
+
+
+def _gathered(x: Tensor, dim: int, group: Any) -> Tensor:
+    x = x.contiguous()
+    parts = [torch.empty_like(x) for _ in range(dist.get_world_size(group))]
+    parts[dist.get_rank(group)] = x
+    gather_parts(parts, group).wait()
+    return torch.cat(parts, dim)
+
+
+def _share(x: Tensor, dim: int, group: Any) -> Tensor:
+    return x.chunk(dist.get_world_size(group), dim)[dist.get_rank(group)].contiguous()
+
+
+# -- random numbers ---------------------------------------------------------------------------------------------
+
+
+class Streams:
+    """Random numbers: the same on all peers, except while one is open, when each draws its own.
+
+    What every peer computes alike must drop the same elements, or they drift apart; shares of heads, features or
+    positions must not, or the same mask would repeat. The seeds of the second are drawn from the first.
+
+    Args:
+        rank: of this process in its group.
+        device: where the model computes.
+        wanted: whether the model draws any numbers.
+    """
+
+    def __init__(self, rank: int, device: torch.device, wanted: bool) -> None:
+        self._rank, self._wanted, self._depth = rank, wanted, 0
+        self._device = None if device.type == "cpu" else torch.get_device_module(device)
+        self._saved: list[Tensor] = []
+
+    def open(self) -> None:
+        """From here each peer draws numbers of its own; may be nested."""
+        self._depth += 1
+        if self._wanted and self._depth == 1:
+            seed = int(torch.randint(1 << 62, ()))
+            self._saved = self.states()
+            torch.manual_seed(seed + self._rank + 1)
+
+    def close(self) -> None:
+        """Back to the numbers that all peers share."""
+        self._depth -= 1
+        if self._wanted and self._depth == 0:
+            self.restore(self._saved)
+
+    def states(self) -> list[Tensor]:
+        """State of the CPU's generator, and of the device's."""
+        return [torch.get_rng_state()] + ([] if self._device is None else [self._device.get_rng_state()])
+
+    def restore(self, states: list[Tensor]) -> None:
+        """Puts `states()` back."""
+        torch.set_rng_state(states[0])
+        if self._device is not None:
+            self._device.set_rng_state(states[1])
+
+
+def draws(model: nn.Module) -> bool:
+    """Whether the model drops anything: it has a dropout, or an attribute that speaks of one."""
+    for module in model.modules():
+        if isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0:
+            return True
+        if any("drop" in key and type(value) is float and value > 0 for key, value in vars(module).items()):
+            return True
+    return False
+
+
+# -- layers -----------------------------------------------------------------------------------------------------
+
+
+@dataclass(eq=False)
+class Region:
+    """One attention or MLP at run time.
+
+    Attributes:
+        group: of the tensor-parallel peers.
+        streams: of random numbers.
+        split: whether what lies between is computed on this rank's share.
+        sequence: whether what comes out is divided by position.
+        numbers: module, attribute, value of the whole model, value here: the counts of heads and features.
+    """
+
+    group: Any
+    streams: Streams
+    split: bool = True
+    sequence: bool = False
+    numbers: list[tuple[nn.Module, str, int, int]] = field(default_factory=list)
+    _source: Tensor | None = None
+    _entered: Tensor | None = None
+    _open: bool = False
+
+    def enter(self, x: Tensor, training: bool) -> Tensor:
+        """An input of colwise layers; q, k and v share one sum of its gradients."""
+        if training and self.split and not self._open:
+            self._open = True
+            self.streams.open()
+        if self._source is not x:
+            self._source, self._entered = x, _Copy.apply(x, self.group)
+        assert self._entered is not None
+        return self._entered
+
+    def leave(self) -> None:
+        """The rowwise layer ends it."""
+        self._source = self._entered = None
+        if self._open:
+            self._open = False
+            self.streams.close()
+
+    def count(self, whole: bool) -> None:
+        """Sets the counts of heads to those of the whole model, or of this rank."""
+        for module, name, all_of_them, here in self.numbers:
+            setattr(module, name, all_of_them if whole else here)
+
+
+def override(module: nn.Module, forward: Callable[..., Any], slot: str) -> None:
+    """Puts `forward(module, original, *args, **kwargs)` in the place of the module's own forward, on the instance.
+
+    Args:
+        slot: attribute that keeps the original, so that a deep copy of the module runs its own.
+    """
+    original = module.forward
+
+    @wraps(original)
+    def replaced(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return forward(self, getattr(self, slot), *args, **kwargs)
+
+    told = signature(original)  # a bound method hides its first parameter, so `self` must stand before the others
+    first = Parameter("self", Parameter.POSITIONAL_ONLY)
+    replaced.__signature__ = told.replace(parameters=[first, *told.parameters.values()])  # type: ignore[attr-defined]
+    setattr(module, slot, original)
+    module.forward = MethodType(replaced, module)  # type: ignore[method-assign]
+
+
+def _multiply(x: Tensor, weight: Tensor, turned: bool, bias: Tensor | None = None) -> Tensor:
+    return F.linear(x, weight.t() if turned else weight, bias)
+
+
+def _local(parameter: Any) -> Any:
+    return None if parameter is None else parameter.to_local()
+
+
+def colwise(region: Region, turned: bool) -> Callable[..., Any]:
+    """A linear layer of which this rank has some outputs."""
+
+    def forward(self: nn.Module, original: Callable[..., Any], x: Tensor) -> Tensor:
+        if not is_sharded(self.weight):
+            return original(x)
+        y = _multiply(region.enter(x, self.training), _local(self.weight), turned, _local(self.bias))
+        return y if region.split else _Gather.apply(y, -1, region.group)
+
+    return forward
+
+
+def rowwise(region: Region, turned: bool) -> Callable[..., Any]:
+    """A linear layer of which this rank has some inputs."""
+
+    def forward(self: nn.Module, original: Callable[..., Any], x: Tensor) -> Tensor:
+        if not is_sharded(self.weight):
+            return original(x)
+        if not region.split:
+            x = _Split.apply(x, -1, region.group)
+        y = _multiply(x, _local(self.weight), turned)
+        y = _SumSplit.apply(y, SEQUENCE, region.group) if region.sequence else _Sum.apply(y, region.group)
+        region.leave()
+        bias = _local(self.bias)
+        if bias is None:
+            return y
+        return y + (_Copy.apply(bias, region.group) if region.sequence else bias).to(y.dtype)
+
+    return forward
+
+
+def head(region: Region, turned: bool, mesh: Any) -> Callable[..., Any]:
+    """The linear layer that puts out logits; with a mesh they stay divided, as a DTensor."""
+
+    def forward(self: nn.Module, original: Callable[..., Any], x: Tensor) -> Tensor:
+        if not is_sharded(self.weight):
+            return original(x)
+        y = _multiply(_Copy.apply(x, region.group), _local(self.weight), turned, _local(self.bias))
+        if mesh is None:
+            return _Gather.apply(y, -1, region.group)
+        from torch.distributed.tensor import DTensor, Shard
+
+        return DTensor.from_local(y, mesh, [Shard(y.dim() - 1)], run_check=False)
+
+    return forward
+
+
+def vocabulary(region: Region) -> Callable[..., Any]:
+    """An embedding of which this rank has some rows."""
+
+    def forward(self: nn.Module, original: Callable[..., Any], tokens: Tensor) -> Tensor:
+        if not is_sharded(self.weight):
+            return original(tokens)
+        weight = _local(self.weight)
+        rows, start = weight.shape[0], dist.get_rank(region.group) * weight.shape[0]
+        here = tokens - start
+        elsewhere = (here < 0) | (here >= rows)
+        padding = self.padding_idx - start if self.padding_idx is not None else -1
+        found = F.embedding(here.masked_fill(elsewhere, 0), weight, padding if 0 <= padding < rows else None)
+        return _Sum.apply(found.masked_fill(elsewhere.unsqueeze(-1), 0), region.group)
+
+    return forward
+
+
+def undivided(partial: bool, group: Any) -> Callable[..., Any]:
+    """A module whose parameters every rank holds: inside, they are plain tensors.
+
+    Args:
+        partial: whether it sees this rank's share of heads or positions, so that gradients are summed.
+    """
+
+    def forward(self: nn.Module, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        with plain_parameters(self, group if partial else None):
+            return original(*args, **kwargs)
+
+    return forward
+
+
+@contextmanager
+def plain_parameters(module: nn.Module, summed: Any) -> Iterator[None]:
+    """While it is open, the module's own parameters are plain tensors with a way back to the DTensors."""
+    held = []
+    for each in _readers(module):
+        for name, parameter in each._parameters.items():
+            if is_sharded(parameter):
+                held.append((each, name, parameter))
+    try:
+        for each, name, parameter in held:
+            local = parameter.to_local()
+            each._parameters[name] = local if summed is None else _Copy.apply(local, summed)
+        yield
+    finally:
+        for each, name, parameter in held:
+            each._parameters[name] = parameter
+
+
+def _readers(module: nn.Module) -> list[nn.Module]:
+    """The modules whose parameters this one's forward reads: torch's attention reads its child's."""
+    return [module, module.out_proj] if isinstance(module, nn.MultiheadAttention) else [module]
+
+
+# -- positions --------------------------------------------------------------------------------------------------
+
+
+def whole_positions(group: Any) -> Callable[..., Any]:
+    """An attention or MLP between blocks' shares: gets all positions of its first tensor."""
+
+    def forward(self: nn.Module, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if not is_divided(self):
+            return original(*args, **kwargs)
+        args, kwargs = _first_tensor(args, kwargs, lambda x: _Gather.apply(x, SEQUENCE, group))
+        return original(*args, **kwargs)
+
+    return forward
+
+
+def block_positions(group: Any, streams: Streams, first: bool, last: bool, divided: Callable[[int], None]) -> Any:
+    """A block on this rank's share of the positions; the first one splits, the last one gathers."""
+
+    def forward(self: nn.Module, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if not is_divided(self):
+            return original(*args, **kwargs)
+
+        def split(x: Tensor) -> Tensor:
+            divided(x.shape[SEQUENCE])
+            return _Split.apply(x, SEQUENCE, group)
+
+        if first:
+            args, kwargs = _first_tensor(args, kwargs, split)
+        streams.open()
+        try:
+            output = original(*args, **kwargs)
+        finally:
+            streams.close()
+        if not last:
+            return output
+        if isinstance(output, Tensor):
+            return _Gather.apply(output, SEQUENCE, group)
+        return type(output)((_Gather.apply(output[0], SEQUENCE, group), *output[1:]))
+
+    return forward
+
+
+def is_divided(module: nn.Module) -> bool:
+    """Whether the module's parameters are DTensors now; inside `full` they are not."""
+    return any(is_sharded(parameter) for parameter in module.parameters())
+
+
+def _first_tensor(
+    args: tuple[Any, ...], kwargs: dict[str, Any], change: Callable[[Tensor], Tensor]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Replaces the first tensor among the arguments wherever it stands."""
+    found = next((value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)), None)
+    if found is None:
+        return args, kwargs
+    new = change(found)
+    return tuple(new if v is found else v for v in args), {k: new if v is found else v for k, v in kwargs.items()}

@@ -1,0 +1,337 @@
+"""Tensor parallel on real processes: the numbers of one plain process, for models that are written in several ways."""
+
+import logging
+from contextlib import contextmanager
+from functools import cache
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+
+from paceline.testing import RankFailed, run_ranks
+
+VOCABULARY, POSITIONS, WIDTH, HEADS = 24, 8, 16, 4
+STEPS, BATCH = 3, 4
+
+
+class Attention(nn.Module):
+    """Separate q, k, v; counts its heads by `n_heads`."""
+
+    def __init__(self, drop=0.0):
+        super().__init__()
+        self.n_heads, self.drop = HEADS, drop
+        for name in ("q_proj", "k_proj", "v_proj", "o_proj"):
+            setattr(self, name, nn.Linear(WIDTH, WIDTH))
+
+    def heads(self, y):
+        return y.view(*y.shape[:2], self.n_heads, -1).transpose(1, 2)
+
+    def forward(self, x):
+        q, k, v = (self.heads(layer(x)) for layer in (self.q_proj, self.k_proj, self.v_proj))
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True, dropout_p=self.drop if self.training else 0.0)
+        return self.o_proj(y.transpose(1, 2).flatten(2))
+
+
+class Fused(nn.Module):
+    """q, k and v in one matrix, and the sizes of the input in the code: nothing of it can be split."""
+
+    def __init__(self):
+        super().__init__()
+        self.n_head, self.n_embd = HEADS, WIDTH
+        self.c_attn, self.c_proj = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        b, t, c = x.size()
+        q, k, v = (
+            y.view(b, t, self.n_head, c // self.n_head).transpose(1, 2) for y in self.c_attn(x).split(self.n_embd, dim=2)
+        )
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.c_proj(y.transpose(1, 2).contiguous().view(b, t, c))
+
+
+class Literal(Attention):
+    """Separate q, k, v, but the code takes the width from its input."""
+
+    def forward(self, x):
+        b, t, c = x.size()
+        q, k, v = (
+            layer(x).view(b, t, self.n_heads, c // self.n_heads).transpose(1, 2)
+            for layer in (self.q_proj, self.k_proj, self.v_proj)
+        )
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.o_proj(y.transpose(1, 2).reshape(b, t, c))
+
+
+class MLP(nn.Module):
+    def __init__(self, drop=0.0):
+        super().__init__()
+        self.fc1, self.fc2, self.dropout = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH), nn.Dropout(drop)
+
+    def forward(self, x):
+        return self.fc2(self.dropout(F.gelu(self.fc1(x))))
+
+
+class Hidden(MLP):
+    """Softmax over all features between the layers: a share of them is not enough."""
+
+    def forward(self, x):
+        return self.fc2(torch.softmax(self.fc1(x), -1))
+
+
+class Block(nn.Module):
+    def __init__(self, attention, mlp, drop=0.0):
+        super().__init__()
+        self.ln1, self.ln2 = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
+        self.attn, self.mlp, self.drop = attention, mlp, nn.Dropout(drop)
+
+    def forward(self, x):
+        x = x + self.drop(self.attn(self.ln1(x)))
+        return x + self.drop(self.mlp(self.ln2(x)))
+
+
+class GPT(nn.Module):
+    """Learned positions as a bare parameter; the head may be tied to the embedding."""
+
+    def __init__(self, attention=Attention, mlp=MLP, tied=False, drop=0.0, vocabulary=VOCABULARY):
+        super().__init__()
+        self.tok = nn.Embedding(vocabulary, WIDTH)
+        self.pos = nn.Parameter(torch.randn(POSITIONS, WIDTH) * 0.02)
+        options = {"drop": drop} if drop else {}
+        self.blocks = nn.ModuleList(Block(attention(**options), mlp(**options), drop) for _ in range(2))
+        self.norm = nn.LayerNorm(WIDTH)
+        self.head = nn.Linear(WIDTH, vocabulary, bias=False)
+        if tied:
+            self.head.weight = self.tok.weight
+
+    def forward(self, tokens):
+        x = self.tok(tokens) + self.pos[: tokens.shape[1]]
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(x))
+
+
+class RMSNorm(nn.Module):
+    def __init__(self, features):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(features))
+
+    def forward(self, x):
+        return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6) * self.weight
+
+
+class GroupedAttention(nn.Module):
+    """Fewer key-value heads, rotary positions, a norm of each head; counts by `head_dim`."""
+
+    def __init__(self):
+        super().__init__()
+        self.head_dim, self.n_rep = WIDTH // HEADS, 2
+        self.wq, self.wo = nn.Linear(WIDTH, WIDTH, bias=False), nn.Linear(WIDTH, WIDTH, bias=False)
+        self.wk, self.wv = nn.Linear(WIDTH, WIDTH // 2, bias=False), nn.Linear(WIDTH, WIDTH // 2, bias=False)
+        self.q_norm, self.k_norm = RMSNorm(self.head_dim), RMSNorm(self.head_dim)
+
+    def forward(self, x, turns):
+        q, k, v = (w(x).view(*x.shape[:2], -1, self.head_dim).transpose(1, 2) for w in (self.wq, self.wk, self.wv))
+        q, k = rotate(self.q_norm(q), turns), rotate(self.k_norm(k), turns)
+        k, v = k.repeat_interleave(self.n_rep, 1), v.repeat_interleave(self.n_rep, 1)
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.wo(y.transpose(1, 2).flatten(2))
+
+
+def rotate(x, turns):
+    a, b = x.chunk(2, -1)
+    return torch.cat((a * turns.cos() - b * turns.sin(), a * turns.sin() + b * turns.cos()), -1)
+
+
+class Gated(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.w1, self.w2, self.w3 = (nn.Linear(a, b, bias=False) for a, b in ((WIDTH, 24), (24, WIDTH), (WIDTH, 24)))
+
+    def forward(self, x):
+        return self.w2(F.silu(self.w1(x)) * self.w3(x))
+
+
+class RotaryBlock(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.attention_norm, self.ffn_norm = RMSNorm(WIDTH), RMSNorm(WIDTH)
+        self.attention, self.feed_forward = GroupedAttention(), Gated()
+
+    def forward(self, x, turns):
+        x = x + self.attention(self.attention_norm(x), turns)
+        return x + self.feed_forward(self.ffn_norm(x))
+
+
+class Llama(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.tok_embeddings = nn.Embedding(VOCABULARY, WIDTH)
+        self.layers = nn.ModuleList(RotaryBlock() for _ in range(2))
+        self.norm, self.output = RMSNorm(WIDTH), nn.Linear(WIDTH, VOCABULARY, bias=False)
+        self.register_buffer("turns", torch.outer(torch.arange(POSITIONS) + 1.0, torch.tensor([1.0, 0.3])))
+
+    def forward(self, tokens):
+        x = self.tok_embeddings(tokens)
+        for layer in self.layers:
+            x = layer(x, self.turns[: tokens.shape[1]])
+        return self.output(self.norm(x))
+
+
+class Torch(nn.Module):
+    """torch's own encoder layers: attention with a fused matrix stays whole."""
+
+    def __init__(self):
+        super().__init__()
+        self.tok = nn.Embedding(VOCABULARY, WIDTH)
+        layer = nn.TransformerEncoderLayer(WIDTH, HEADS, 32, dropout=0.0, batch_first=True)
+        self.encoder = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+        self.head = nn.Linear(WIDTH, VOCABULARY)
+
+    def forward(self, tokens):
+        return self.head(self.encoder(self.tok(tokens)))
+
+
+def transformers_model(**options):
+    transformers = pytest.importorskip("transformers")
+    config = transformers.LlamaConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=WIDTH,
+        intermediate_size=24,
+        num_hidden_layers=2,
+        num_attention_heads=HEADS,
+        num_key_value_heads=2,
+        **options,
+    )
+    return transformers.LlamaForCausalLM(config)
+
+
+def transformers_gpt2():
+    transformers = pytest.importorskip("transformers")
+    none = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
+    config = transformers.GPT2Config(
+        vocab_size=VOCABULARY, n_positions=POSITIONS, n_embd=WIDTH, n_layer=2, n_head=HEADS, **none
+    )
+    config.bos_token_id = config.eos_token_id = 0
+    return transformers.GPT2LMHeadModel(config)
+
+
+def batches():
+    generator = torch.Generator().manual_seed(5)
+    for _ in range(2 * STEPS):
+        tokens = torch.randint(0, VOCABULARY, (BATCH, POSITIONS + 1), generator=generator)
+        yield tokens[:, :-1], tokens[:, 1:]
+
+
+def logits_of(output):
+    return output.logits if hasattr(output, "logits") else output
+
+
+@contextmanager
+def warned():
+    """The warnings of `paceline.parallel` while it is open."""
+    told = []
+    handler = logging.Handler()
+    handler.emit = lambda record: told.append(record.getMessage())
+    logging.getLogger("paceline.parallel").addHandler(handler)
+    yield told
+    logging.getLogger("paceline.parallel").removeHandler(handler)
+
+
+@cache
+def plain(make, accumulate=1, clip=0.05):
+    """One process without Paceline."""
+    torch.manual_seed(7)
+    model = make()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, eps=1e-3)  # the bias of k has no gradient but noise
+    losses, norms = [], []
+    for number, (x, y) in enumerate(batches()):
+        loss = F.cross_entropy(logits_of(model(x)).flatten(0, 1), y.flatten())
+        (loss / accumulate).backward()
+        losses.append(float(loss.detach()))
+        if (number + 1) % accumulate == 0:
+            norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), clip)))
+            optimizer.step()
+            optimizer.zero_grad()
+    return losses, norms, {name: value.detach().clone() for name, value in model.state_dict().items()}
+
+
+def ours(make, options=None, accumulate=1, clip=0.05, precision="no", plan=None, seed=7):
+    """The same loop under a plan; also what was decided and warned of."""
+    from paceline import Accelerator
+
+    torch.manual_seed(seed + (dist.get_rank() if seed != 7 else 0))
+    model = make()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, eps=1e-3)  # the bias of k has no gradient but noise
+    told = {"tp": dist.get_world_size()} if plan is None else plan
+    accelerator = Accelerator(precision, accumulate, plan=told, options={"tensor": options or {}}, cpu=True)
+    names = [name for name, _ in model.named_parameters()]
+    model, optimizer = accelerator.prepare(model, optimizer)
+    assert [name for name, _ in accelerator.unwrap_model(model).named_parameters()] == names
+    losses, norms = [], []
+    width, index = accelerator.plan.layout.width, accelerator.plan.layout.data_index(accelerator.process_index)
+    with warned() as warnings:
+        for x, y in batches():
+            x, y = (part.chunk(width)[index] for part in (x, y))
+            with accelerator.accumulate(model):
+                loss = F.cross_entropy(logits_of(model(x)).flatten(0, 1), y.flatten())
+                accelerator.backward(loss)
+                if accelerator.sync_gradients:
+                    norms.append(float(accelerator.clip_grad_norm_(model.parameters(), clip)))
+                optimizer.step()
+                optimizer.zero_grad()
+            losses.append(float(loss.detach()))
+    state = accelerator.get_state_dict(model)
+    return losses, norms, state, [str(each) for each in accelerator.plan.decisions], warnings
+
+
+def same(reference, found, off=2e-6):
+    assert found[0] == pytest.approx(reference[0], abs=off)
+    assert found[1] == pytest.approx(reference[1], abs=off * 10)
+    assert set(found[2]) == set(reference[2])
+    for name, value in reference[2].items():
+        torch.testing.assert_close(found[2][name], value, atol=off, rtol=0, msg=lambda text, name=name: f"{name}: {text}")
+
+
+def tied():
+    return GPT(tied=True)
+
+
+def fused():
+    return GPT(Fused)
+
+
+def literal():
+    return GPT(Literal)
+
+
+def hidden():
+    return GPT(mlp=Hidden)
+
+
+def odd():
+    return GPT(vocabulary=VOCABULARY + 1)
+
+
+def huggingface():
+    return transformers_model()
+
+
+def huggingface_tied():
+    return transformers_model(tie_word_embeddings=True)
+
+
+@pytest.mark.parametrize("make", [GPT, tied, fused, odd, Torch, huggingface, huggingface_tied, transformers_gpt2])
+def test_two_ranks_give_the_numbers_of_one(make):
+    reference = plain(make)
+    for found in run_ranks(ours, 2, args=[make]):
+        same(reference, found)
+        assert not found[4]
+
+
+@pytest.mark.parametrize("make", [Llama])
+def test_grouped_heads_and_norms_inside_an_attention(make):
+    for found in run_ranks(ours, 2, args=[make]):
+        same(plain(make), found)
+        assert any("partial" in line for line in found[3])
