@@ -1,0 +1,151 @@
+"""While a block computes, its calls of `scaled_dot_product_attention` reach the whole sequence.
+
+A `TorchFunctionMode` sees every call of a torch function in this thread, however it was imported, and keeps
+`nn.MultiheadAttention` from its fused path, which makes none.
+"""
+
+from __future__ import annotations
+
+from types import FunctionType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
+
+from paceline.base.errors import TrainError
+from paceline.parallel.ring_attention import ring_attention
+from paceline.parallel.sequence_split import Region
+from paceline.parallel.ulysses import ulysses_attention
+from paceline.world.sharded import is_sharded
+
+
+class AttentionCalls(TorchFunctionMode):
+    """Takes over the attention of what runs inside it.
+
+    Args:
+        region: how the sequence is divided at the moment; counts the calls.
+    """
+
+    def __init__(self, region: Region) -> None:
+        super().__init__()
+        self.region = region
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is functional.scaled_dot_product_attention:
+            self.region.attended += 1
+            return attend(self.region, *args, **kwargs)
+        if func is functional.multi_head_attention_forward:
+            self.region.attended += 1
+            return _multi_head(self.region, *args, **kwargs)
+        return func(*args, **kwargs)
+
+
+def attend(
+    region: Region,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """`scaled_dot_product_attention` of this rank's positions to all positions.
+
+    Args:
+        region: how the sequence is divided.
+        query, key, value: [(B,) H, L, E], L = `region.local`.
+        attn_mask: for the whole sequence, [.., S, S] or [.., 1, S]; or of single keys here, [.., 1, L].
+        dropout_p, is_causal, scale, enable_gqa: as torch has them.
+
+    Ranks: all of the cp group.
+
+    Raises:
+        TrainError: `context-attention`, `context-heads`.
+    """
+    if any(is_sharded(each) for each in (query, key, value)):
+        raise _refused("its inputs are DTensors", "keep the parallel styles' default of local outputs")
+    if query.ndim == 3:
+        inputs = (each.unsqueeze(0) for each in (query, key, value))
+        return attend(region, *inputs, attn_mask, dropout_p, is_causal, scale, enable_gqa).squeeze(0)
+    lengths = [each.shape[-2] for each in (query, key, value)]
+    if query.ndim != 4 or lengths != [region.local] * 3:
+        raise _refused(
+            f"queries {list(query.shape)} meet keys {list(key.shape)}, and {region.local} positions of the sequence are here",
+            "divide models whose blocks attend to their own sequence alone (no cross-attention, no cache of keys)",
+        )
+    mask = _whole_mask(attn_mask, region)
+    if region.method == "ulysses":
+        return ulysses_attention(query, key, value, region, is_causal, mask, scale, dropout_p)
+    if dropout_p > 0:
+        raise _refused(
+            f"it drops weights (dropout_p={dropout_p:g}), which ring attention never holds",
+            "set the dropout of attention to 0, or options={'context': {'method': 'ulysses'}}",
+        )
+    if is_causal and mask is not None:
+        raise _refused("is_causal and attn_mask are both given", "give one of them, as torch asks")
+    if mask is not None and mask.requires_grad:
+        raise _refused("its mask is trained", "set options={'context': {'method': 'ulysses'}}")
+    return ring_attention(query, key, value, region, is_causal, mask, scale)
+
+
+def _refused(why: str, fix: str) -> TrainError:
+    return TrainError("context-attention", "an attention cannot be divided along the sequence.", why=why, fix=fix)
+
+
+def _whole_mask(mask: Tensor | None, region: Region) -> Tensor | None:
+    """A mask of all keys, [B or 1, H or 1, S or 1, S]."""
+    if mask is None:
+        return None
+    while mask.ndim < 4:
+        mask = mask.unsqueeze(0)
+    if mask.stride(1) == 0:  # expanded over heads
+        mask = mask[:, :1]
+    rows, columns = mask.shape[-2:]
+    if (rows, columns) == (1, region.local):  # of single keys, which are divided as they are
+        wide = mask.to(torch.uint8) if mask.dtype == torch.bool else mask
+        return region.gather(wide, -1).to(mask.dtype)
+    if columns == region.length and rows in (1, region.length):
+        return mask
+    raise _refused(
+        f"its mask {list(mask.shape)} is for this rank's {region.local} positions, and not for all {region.length}",
+        "make the mask before the blocks and pass it to them, or use is_causal=True",
+    )
+
+
+def _multi_head(region: Region, *args: Any, **kwargs: Any) -> Any:
+    """`multi_head_attention_forward`, which checks masks against lengths: those of the whole sequence go round it."""
+    if kwargs.get("need_weights", True):
+        raise _refused(
+            "nn.MultiheadAttention is asked for its weights, of which no rank holds a whole row",
+            "call it with need_weights=False",
+        )
+    mask, padding = kwargs.get("attn_mask"), kwargs.get("key_padding_mask")
+    if mask is not None and not (kwargs.get("is_causal") and padding is None):
+        kwargs["attn_mask"] = None
+        kwargs["is_causal"] = False
+    else:
+        mask = None
+
+    def attention(query: Tensor, key: Tensor, value: Tensor, keys: Any, dropout_p: float, is_causal: bool) -> Tensor:
+        whole = _joined(mask, _whole_mask(keys, region), query)
+        return attend(region, query, key, value, whole, dropout_p, is_causal)
+
+    original = functional.multi_head_attention_forward
+    own = {**original.__globals__, "scaled_dot_product_attention": attention, "has_torch_function": lambda _: False}
+    run = FunctionType(original.__code__, own, original.__name__, original.__defaults__, original.__closure__)
+    return run(*args, **kwargs)
+
+
+def _joined(mask: Tensor | None, keys: Tensor | None, query: Tensor) -> Tensor | None:
+    """Both masks as one that is added, in the form of `_whole_mask`."""
+    if mask is None:
+        return keys
+    if mask.dtype == torch.bool:  # here True hides
+        mask = torch.zeros_like(mask, dtype=query.dtype).masked_fill_(mask, float("-inf"))
+    mask = mask.unflatten(0, (query.shape[0], -1)) if mask.ndim == 3 else mask[None, None]
+    return mask if keys is None else mask + keys

@@ -1,0 +1,88 @@
+"""`compile`: the repeated blocks are compiled one by one, in place.
+
+Blocks are alike, so one compilation serves them all, and it takes a fraction of what the whole model would; names of
+parameters stay (`nn.Module.compile`). Recompute lies inside the compiled region, shard and replicate outside of it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from paceline.base.errors import Problem
+from paceline.base.log import logger
+from paceline.config.kinds import YES_NO, YES_NO_AUTO, Kind, one_of
+from paceline.parallel.strategy import Context, Strategy
+from paceline.plan.facts import ModelFacts
+from paceline.plan.options import option
+from paceline.plan.plan import Decision, Plan
+from paceline.plan.rules import origin
+
+
+@dataclass(frozen=True)
+class CompileOptions:
+    """Options of `torch.compile`, under its names."""
+
+    backend: str = option("inductor", Kind("a name", str, {"type": "string"}, "NAME"), "What makes code of the graphs.")
+    mode: str = option(
+        "default",
+        one_of("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"),
+        "How hard inductor tries.",
+    )
+    fullgraph: bool = option(False, YES_NO, "A block that is not one graph is an error.")
+    dynamic: bool | str = option("auto", YES_NO_AUTO, "Sizes may change from call to call; auto: once one has changed.")
+
+
+class Compile(Strategy):
+    """`torch.compile` of each repeated block, or of the whole model where nothing repeats."""
+
+    name = "compile"
+    stage = 50
+
+    Options = CompileOptions
+
+    def wanted(self, plan: Plan) -> bool:
+        """Where the plan says so."""
+        return plan.compile
+
+    def check(self, plan: Plan, facts: ModelFacts) -> list[Problem]:
+        """Tensor parallel blocks fail in the backward pass of what torch makes of them."""
+        backend = self.options(plan).backend
+        if plan.layout.tp == 1 or backend == "eager":
+            return []
+        return [
+            Problem(
+                "compile-tensor",
+                "blocks whose matrices are divided cannot be compiled one by one.",
+                why=f"{origin(plan, 'compile')}, {origin(plan, 'tp')}: torch loses the divided gradients of a compiled block",
+                fix="leave compile at no",
+            )
+        ]
+
+    def decide(self, plan: Plan, facts: ModelFacts) -> list[Decision]:
+        """What becomes a region."""
+        regions = max(1, len(facts.blocks))
+        what = f"{regions} blocks, one by one" if facts.blocks else "the whole model: nothing in it repeats"
+        return [Decision("compile.regions", regions, "derived", reason=f"{what}; on a CPU seldom faster than eager")]
+
+    def apply(self, model: nn.Module, context: Context) -> nn.Module:
+        """Compiles at the first call, not now."""
+        options = context.options
+        how: dict[str, Any] = {"backend": options.backend, "fullgraph": options.fullgraph}
+        how["dynamic"] = None if options.dynamic == "auto" else options.dynamic
+        if options.backend == "inductor":
+            how["mode"] = options.mode
+        modules = dict(model.named_modules())
+        for name in context.facts.blocks or ("",):
+            if name in modules:
+                modules[name].compile(**how)
+        if context.device.type == "cpu":
+            logger("parallel").info(
+                "compile: on a CPU the first steps take many seconds, and later ones are seldom faster"
+            )
+        return model
+
+
+STRATEGY = Compile()

@@ -1,0 +1,337 @@
+"""`context`: each rank of the `cp` axis computes the repeated blocks for its part of every sequence.
+
+    before the blocks     every rank has the whole sequence (embeddings)
+    first block           hidden states and all that runs along the sequence with them are divided   `sequence_split`
+    each block            its attention reaches the other ranks' positions                           `attention_calls`
+    last block            hidden states are whole again: head and loss see the whole sequence
+
+    pre-hook -> [recompute] -> our forward -> the user's forward         the region travels in the call's keywords, so that
+                                                                         a block computed again finds its own
+
+Each block is tried once on a short piece of the first sequence, divided and whole: whatever else mixes positions (a
+convolution, attention by hand, positions that a block counts itself) would be wrong without a word, and is an error.
+"""
+
+from __future__ import annotations
+
+from copy import copy, deepcopy
+from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from paceline.base.errors import PlanError, Problem, TrainError
+from paceline.config.kinds import YES_NO, Kind, one_of, whole
+from paceline.parallel.block_calls import REGION, compare, hidden_states, map_arguments, override_forward
+from paceline.parallel.sequence_split import Division, Region, Sizes, sequence_dim
+from paceline.parallel.strategy import Context, Strategy
+from paceline.parallel.ulysses import fitting
+from paceline.plan.cost import Bytes
+from paceline.plan.facts import ModelFacts
+from paceline.plan.options import option
+from paceline.plan.plan import Decision, Plan
+from paceline.plan.rules import origin
+from paceline.world.tree import map_tensors
+
+_HEADS = ("num_heads", "n_head", "n_heads", "num_attention_heads", "nhead", "heads")
+
+
+@dataclass(frozen=True)
+class ContextOptions:
+    """How sequences are divided."""
+
+    method: str = option(
+        "auto",
+        one_of("auto", "ring", "ulysses"),
+        "ring passes keys and values round; ulysses exchanges positions for heads, of which cp must be a divisor.",
+    )
+    dim: int = option(1, whole(0, maximum=1), "Dimension of hidden states that is the sequence: 1 is [B, S, D].")
+    blocks: str = option(
+        "auto", Kind("a pattern of names", str, {"type": "string"}, "PATTERN"), "Names of the blocks, such as layers.*"
+    )
+    trial: bool = option(True, YES_NO, "Tries each block once on a short sequence, divided and whole.")
+
+
+class ContextParallel(Strategy):
+    """Divides sequences over the `cp` axis, inside the repeated blocks."""
+
+    name = "context"
+    stage = 30
+    axes = ("cp",)
+
+    Options = ContextOptions
+
+    def check(self, plan: Plan, facts: ModelFacts) -> list[Problem]:
+        """There are blocks, and their heads divide where they must."""
+        options, cp = self.options(plan), plan.layout.cp
+        problems = []
+        if options.blocks == "auto" and not facts.blocks:
+            problems.append(
+                Problem(
+                    "context-blocks",
+                    f"{facts.name} has no repeated blocks, between which sequences could be divided.",
+                    why=f"{origin(plan, 'cp')}; no ModuleList or Sequential of it holds several modules of one class",
+                    fix="name the blocks with options={'context': {'blocks': 'layers.*'}}, or set cp to 1",
+                )
+            )
+        for heads in sorted(_heads(facts)) if options.method == "ulysses" else ():
+            if heads % (cp * plan.layout.tp):
+                by = f"cp={cp}" + (f" x tp={plan.layout.tp}" if plan.layout.tp > 1 else "")
+                problems.append(
+                    Problem(
+                        "context-heads",
+                        f"{heads} attention heads of {facts.name} cannot be divided by {by}.",
+                        why=f"method=ulysses gives each rank whole heads; {fitting(heads)} divide {heads}",
+                        fix="set options={'context': {'method': 'ring'}}, which divides any number of heads",
+                    )
+                )
+        if plan.compile:
+            problems.append(
+                Problem(
+                    "context-compile",
+                    "blocks that talk to other ranks about their sequence are not compiled.",
+                    why=f"{origin(plan, 'cp')}, {origin(plan, 'compile')}",
+                    fix="leave compile at no",
+                )
+            )
+        return problems
+
+    def decide(self, plan: Plan, facts: ModelFacts) -> list[Decision]:
+        """The method, where it was left open."""
+        if self.options(plan).method != "auto":
+            return []
+        return [Decision("context.method", *_method(plan, facts))]
+
+    def cost(self, plan: Plan, facts: ModelFacts, held: Bytes) -> Bytes:
+        """Activations are divided; keys and values are about 4 of the 34 bytes a block keeps for each channel and position
+        (Korthikanti et al., 2022). Round a ring go they, they again, and their gradients; by all-to-all goes each of the
+        four matrices of attention twice."""
+        cp = plan.layout.cp
+        kept = held.activations // cp
+        pair = kept * 4 // 34
+        ring = (
+            _method(plan, facts)[0] == "ring"
+            if self.options(plan).method == "auto"
+            else self.options(plan).method == "ring"
+        )
+        sent = 3 * (cp - 1) * pair if ring else 4 * (cp - 1) * pair // cp
+        return replace(held, activations=kept, sent=held.sent + sent)
+
+    def apply(self, model: nn.Module, context: Context) -> nn.Module:
+        """Hooks the blocks; the model stays the object that it was.
+
+        Raises:
+            PlanError: `context-blocks`, where the pattern names none.
+        """
+        options = context.options
+        method = _method(context.plan, context.facts)[0] if options.method == "auto" else options.method
+        spans = _spans(model, options.blocks, context.facts.blocks)
+        if not spans and context.plan.layout.pp == 1:
+            raise PlanError(
+                "context-blocks",
+                f"no module of {type(model).__name__} is called {options.blocks!r}.",
+                why="options={'context': {'blocks': ...}} is a pattern of the names that `model.named_modules()` gives",
+                fix=f"write {_example(context.facts)!r}",
+            )
+        for blocks in spans:
+            _Span(blocks, context.mesh.group("cp"), context.plan.layout.cp, replace(options, method=method)).hook()
+        for module in model.modules():
+            if isinstance(module, nn.TransformerEncoder):
+                module.use_nested_tensor = False  # what it makes of padded batches has no sequence dimension
+        return model
+
+
+def _method(plan: Plan, facts: ModelFacts) -> tuple[str, str, str, str]:
+    """Value, source, place and reason of the method that `auto` stands for."""
+    cp, heads = plan.layout.cp * plan.layout.tp, _heads(facts)
+    if heads and all(number % cp == 0 for number in heads):
+        known = ", ".join(str(number) for number in sorted(heads))
+        return "ulysses", "derived", "", f"{known} heads are divided by {cp}: one exchange before and after attention"
+    reason = (
+        f"of {', '.join(map(str, sorted(heads)))} heads {cp} is no divisor"
+        if heads
+        else "works for any number of heads"
+    )
+    return "ring", "derived", "", reason
+
+
+def _heads(facts: ModelFacts) -> set[int]:
+    """Numbers of attention heads that modules inside the blocks tell."""
+    inside = tuple(f"{name}." for name in facts.blocks)
+    return {
+        number
+        for layer in facts.layers
+        if layer.name.startswith(inside) or layer.name in facts.blocks
+        for key, number in layer.numbers
+        if key in _HEADS
+    }
+
+
+def _example(facts: ModelFacts) -> str:
+    return facts.blocks[0].rpartition(".")[0] + ".*" if facts.blocks else "layers.*"
+
+
+def _spans(model: nn.Module, pattern: str, known: tuple[str, ...]) -> list[list[nn.Module]]:
+    """Runs of blocks of one container that follow each other, each divided on its own."""
+    modules = dict(model.named_modules())
+    if pattern != "auto":
+        known = tuple(name for name in modules if fnmatchcase(name, pattern) and name.count(".") == pattern.count("."))
+    spans: dict[tuple[str, int], list[nn.Module]] = {}
+    gaps = 0
+    for name in known:
+        if name in modules:
+            spans.setdefault((name.rpartition(".")[0], gaps), []).append(modules[name])
+        else:
+            gaps += 1  # a pipeline left this one to another rank
+    return list(spans.values())
+
+
+class _Span:
+    """Blocks that follow each other: hidden states are divided before the first and whole after the last.
+
+    Args:
+        blocks: in the order of their calls.
+        group, ranks: of the cp axis.
+        options: those of the strategy, its method decided.
+    """
+
+    def __init__(self, blocks: list[nn.Module], group: Any, ranks: int, options: ContextOptions) -> None:
+        self.blocks = blocks
+        self.group, self.ranks, self.options = group, ranks, options
+        self.region: Region | None = None
+        self.sizes = Sizes(0, 0, 0, 0)
+        self.sample: Tensor | None = None  # the first block's input, for the trials
+        self.untried = set(range(len(blocks))) if options.trial else set()
+        self.draws = any(_draws(module) for block in blocks for module in block.modules())
+        self.outside: RandomState | None = None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Span:
+        """For a copy of the model: its own blocks, and the same group, which cannot be copied."""
+        copied = copy(self)
+        memo[id(self)] = copied
+        copied.blocks = deepcopy(self.blocks, memo)
+        copied.untried, copied.region, copied.sample = set(self.untried), None, None
+        return copied
+
+    def hook(self) -> None:
+        """Puts the hooks on."""
+        for number, block in enumerate(self.blocks):
+            block._context_place = number  # type: ignore[assignment]
+            override_forward(block)
+            block.register_forward_pre_hook(self.enter, with_kwargs=True)
+        self.blocks[-1].register_forward_hook(self.leave)
+
+    def enter(self, block: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        """Before a block: divides what it is given. Ranks: all of the group, at a block's first call."""
+        number: Any = block._context_place
+        if getattr(block, "gradient_checkpointing", False) and block.training:
+            raise TrainError(
+                "context-recompute",
+                "blocks that compute themselves again in the backward pass cannot tell divided from whole sequences.",
+                why=f"{type(block).__name__}.gradient_checkpointing is set, and cp divides sequences",
+                fix="call model.gradient_checkpointing_disable(), and use plan={'recompute': 'blocks'}",
+            )
+        if number == 0:
+            self.open(block, args, kwargs)
+        elif self.region is None:
+            raise TrainError(
+                "context-order",
+                f"{type(block).__name__} number {number} was called without the first one.",
+                why="sequences are divided before the first block and whole after the last; torch.utils.checkpoint, too, "
+                "calls blocks out of order",
+                fix="call all blocks in order, and let plan={'recompute': 'blocks'} do activation checkpointing",
+            )
+        region, sizes = self.region, self.sizes
+        assert region is not None
+        if number in self.untried and self.sample is not None:
+            self.untried.discard(number)
+            compare(block, self.sample, args, kwargs, region, sizes, number)
+
+        def part(tensor: Tensor, name: str, hidden: bool) -> Tensor:
+            if hidden:
+                return region.split(tensor, sizes.dim) if number == 0 else tensor
+            dim = sequence_dim(tensor, name, sizes)
+            return tensor if dim is None else region.split(tensor, dim)
+
+        args, kwargs = map_arguments(part, block, args, kwargs)
+        return args, {**kwargs, REGION: region}
+
+    def open(self, block: nn.Module, args: Any, kwargs: Any) -> None:
+        """Looks at the whole sequence and decides where its parts go."""
+        hidden = hidden_states(block, args, kwargs)
+        dim = self.options.dim
+        if hidden.ndim < 2 or hidden.shape[dim] < 2 * self.ranks:
+            length = f"dimension {dim} of {list(hidden.shape)} is the sequence (option `dim`)"
+            raise TrainError(
+                "context-length",
+                f"a sequence must have at least {2 * self.ranks} positions to be divided.",
+                why=f"cp={self.ranks}: two parts for each rank; {length}",
+                fix=f"use sequences of at least {2 * self.ranks} positions, or a smaller cp",
+            )
+        self.sizes = Sizes.of(hidden, dim)
+        division = Division(self.sizes.length, self.ranks, balanced=self.options.method == "ring")
+        rank = dist.get_rank(self.group)
+        self.region = Region(division, self.group, rank, self.options.method, hidden.device)
+        if self.untried and not hidden.is_meta:
+            self.sample = hidden.detach()
+        if self.draws and block.training:
+            seed = int(torch.randint(2**62, ()))
+            self.outside = RandomState.now(hidden.device)
+            torch.manual_seed(seed + rank)
+
+    def leave(self, block: nn.Module, args: Any, output: Any) -> Any:
+        """After the last block: puts the parts together. Ranks: all of the group."""
+        region = self.region
+        assert region is not None
+        if not region.attended:
+            raise TrainError(
+                "context-attention",
+                f"no block ({type(block).__name__}) called scaled_dot_product_attention.",
+                why="that call is where blocks reach the positions of other ranks; attention by hand sees its own alone",
+                fix="compute attention with torch.nn.functional.scaled_dot_product_attention (transformers: "
+                "attn_implementation='sdpa'), or name the blocks that do with options={'context': {'blocks': ...}}",
+            )
+        self.region = self.sample = None
+        if self.outside is not None:
+            self.outside.restore()
+            self.outside = None
+        dim = self.sizes.dim
+        fits = lambda t: t.ndim > max(1, dim) and t.shape[dim] == region.local  # noqa: E731
+        return map_tensors(lambda t: region.gather(t, dim) if fits(t) else t, output)
+
+
+def _draws(module: nn.Module) -> bool:
+    """Whether a module drops something at random."""
+    if isinstance(module, nn.modules.dropout._DropoutNd):
+        return module.p > 0
+    return any("dropout" in name and isinstance(p, float) and p > 0 for name, p in vars(module).items())
+
+
+@dataclass(frozen=True)
+class RandomState:
+    """The states of the generators of the CPU and of one device.
+
+    Between the blocks each rank draws its own numbers, for its own positions; outside all draw the same.
+    """
+
+    host: Tensor
+    device: torch.device
+    there: Tensor | None
+
+    @classmethod
+    def now(cls, device: torch.device) -> RandomState:
+        """Reads them."""
+        there = None if device.type == "cpu" else torch.get_device_module(device).get_rng_state(device)
+        return cls(torch.get_rng_state(), device, there)
+
+    def restore(self) -> None:
+        """Puts them back."""
+        torch.set_rng_state(self.host)
+        if self.there is not None:
+            torch.get_device_module(self.device).set_rng_state(self.there, self.device)
+
+
+STRATEGY = ContextParallel()

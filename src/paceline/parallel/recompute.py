@@ -1,0 +1,156 @@
+"""`recompute`: activations of blocks are dropped after the forward pass and computed again in the backward pass.
+
+    blocks       every repeated block keeps its inputs alone
+    K            the first block of each K does, the others keep everything
+    selective    blocks keep what is dear to compute again (products of matrices, attention), and drop the rest
+
+`block.forward` is replaced on the instance, so names of parameters stay, and what is applied later (compile, shard)
+stands outside of it; what was applied before (tensor, context) runs again inside it, its communication included. Random
+draws, autocast and gradients' hooks are those of the first time.
+
+Sources: Chen et al., "Training Deep Nets with Sublinear Memory Cost", 2016; Korthikanti et al., "Reducing Activation
+Recomputation in Large Transformer Models", 2022 (selective).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from functools import partial, wraps
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+
+from paceline.base.errors import Problem
+from paceline.parallel.strategy import Context, Strategy
+from paceline.plan.cost import Bytes
+from paceline.plan.facts import ModelFacts
+from paceline.plan.options import option
+from paceline.plan.plan import Decision, Plan
+from paceline.plan.rules import origin
+
+KEPT = (
+    "mm", "addmm", "bmm", "baddbmm", "_scaled_mm", "convolution",
+    "_scaled_dot_product_flash_attention", "_scaled_dot_product_flash_attention_for_cpu",
+    "_scaled_dot_product_efficient_attention", "_scaled_dot_product_cudnn_attention",
+)  # fmt: skip
+CACHES = ("past_key_value", "past_key_values", "layer_past")  # transformers' names for kept keys and values
+
+# Bytes that a block keeps for each channel and position, of 34 in all (Korthikanti et al., 2022, table 2).
+_ALL, _INPUT, _PRODUCTS = 34, 2, 22
+
+
+@dataclass(frozen=True)
+class RecomputeOptions:
+    """What is kept."""
+
+    save: str | tuple[str, ...] = option(
+        KEPT,
+        None,
+        "With recompute=selective: names of the operations whose results are kept, as torch.ops.aten has them.",
+    )
+
+
+class Recompute(Strategy):
+    """Activation checkpointing of the repeated blocks."""
+
+    name = "recompute"
+    stage = 40
+
+    Options = RecomputeOptions
+
+    def wanted(self, plan: Plan) -> bool:
+        """Where the plan says which blocks."""
+        return plan.recompute != "no"
+
+    def check(self, plan: Plan, facts: ModelFacts) -> list[Problem]:
+        """There are blocks, and operations of these names."""
+        problems = []
+        if not facts.blocks:
+            problems.append(
+                Problem(
+                    "recompute-blocks",
+                    f"{facts.name} has no repeated blocks to compute again.",
+                    why=f"{origin(plan, 'recompute')}; no ModuleList or Sequential of it holds several modules of one class",
+                    fix="set recompute to no, or keep the model's layers in a torch.nn.ModuleList",
+                )
+            )
+        unknown = [name for name in _names(self.options(plan).save) if not _overloads(name)]
+        if unknown:
+            problems.append(
+                Problem(
+                    "recompute-operation",
+                    f"torch.ops.aten has no {', '.join(unknown)}.",
+                    why="options={'recompute': {'save': ...}} names operations whose results are kept",
+                    fix="use names such as mm, addmm, bmm, or leave the option out",
+                )
+            )
+        return problems
+
+    def decide(self, plan: Plan, facts: ModelFacts) -> list[Decision]:
+        """How many blocks keep what."""
+        total = len(facts.blocks)
+        again = len(chosen(plan.recompute, facts.blocks))
+        if plan.recompute == "selective":
+            reason = f"{total} blocks keep the results of {', '.join(_names(self.options(plan).save))}"
+        else:
+            reason = f"{again} of {total} blocks keep their inputs alone" + f", {total - again} keep all" * (
+                again < total
+            )
+        return [Decision("recompute.blocks", again, "derived", reason=reason)]
+
+    def cost(self, plan: Plan, facts: ModelFacts, held: Bytes) -> Bytes:
+        """Blocks keep their inputs (or products) alone; one at a time has all its activations again."""
+        total = max(1, len(facts.blocks))
+        share = len(chosen(plan.recompute, facts.blocks)) / total
+        kept = (_PRODUCTS if plan.recompute == "selective" else _INPUT) / _ALL
+        fraction = min(1.0, 1 - share + share * kept + (1 - kept) / total)
+        return replace(held, activations=int(held.activations * fraction))
+
+    def apply(self, model: nn.Module, context: Context) -> nn.Module:
+        """Replaces `forward` of the blocks that this rank holds."""
+        modules = dict(model.named_modules())
+        how: dict[str, Any] = {"use_reentrant": False}
+        if context.plan.recompute == "selective":
+            kept = [overload for name in _names(context.options.save) for overload in _overloads(name)]
+            how["context_fn"] = partial(create_selective_checkpoint_contexts, kept)
+        for name in chosen(context.plan.recompute, context.facts.blocks):
+            if name in modules:
+                _override(modules[name], how)
+        return model
+
+
+def chosen(recompute: str, blocks: tuple[str, ...]) -> tuple[str, ...]:
+    """The blocks that are computed again."""
+    return blocks[:: int(recompute)] if recompute.isdecimal() else blocks
+
+
+def _override(block: nn.Module, how: dict[str, Any]) -> None:
+    original = block.forward
+
+    @wraps(original)
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return self._recomputed_forward(*args, **kwargs)  # type: ignore[operator]
+        # A cache of keys and values would be filled twice.
+        kwargs = {name: None if name in CACHES else value for name, value in kwargs.items()}
+        return checkpoint(self._recomputed_forward, *args, **how, **kwargs)
+
+    block._recomputed_forward = original  # type: ignore[assignment]
+    block.forward = MethodType(forward, block)  # type: ignore[method-assign]
+
+
+def _names(save: str | Iterable[str]) -> list[str]:
+    """The option as a list; on the command line it is text with commas."""
+    return [name.strip() for name in save.split(",")] if isinstance(save, str) else list(save)
+
+
+def _overloads(name: str) -> list[Any]:
+    packet = getattr(torch.ops.aten, name.removeprefix("aten."), None)
+    return [getattr(packet, overload) for overload in packet.overloads()] if packet is not None else []
+
+
+STRATEGY = Recompute()

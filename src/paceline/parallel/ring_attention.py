@@ -1,0 +1,275 @@
+"""Ring attention: queries stay, keys and values go round the ranks; each rank merges what it sees of them.
+
+    step 0      own keys and values                    while they are used, the previous rank's arrive
+    step s      those of rank i - s                    out, lse = merge((out, lse), (out_s, lse_s))
+    backward    keys and values go round again, and their gradients one step behind them, home in the end
+
+`lse` is the logarithm of a row's sum of exponentials: with it, attention over parts of the keys merges exactly, and with
+the merged one, each part's backward is that of the whole (Liu, Zaharia, Abbeel, "Ring Attention with Blockwise
+Transformers", 2023; Dao et al., "FlashAttention", 2022). Under a causal mask and balanced chunks (`sequence_split`),
+rank i computes its own square causally, all queries against the first chunk of an earlier rank, and its second chunk
+against all of a later one: equal work for all.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from paceline.parallel.sequence_split import Region
+
+_ALL = slice(None)
+
+
+def ring_attention(
+    query: Tensor, key: Tensor, value: Tensor, region: Region, causal: bool, mask: Tensor | None, scale: float | None
+) -> Tensor:
+    """Attention of this rank's queries to the whole sequence.
+
+    Args:
+        query, key, value: of this rank's positions; groups of query heads may share a key head.
+        region: where the other positions are; balanced.
+        causal: queries see no later positions.
+        mask: added to the scores (boolean: True is seen), for the whole sequence.
+        scale: of the scores; None is 1 / sqrt(E).
+
+    Shape: query [B, H, L, E], key [B, G, L, E], value [B, G, L, V], mask [B or 1, H or 1, S or 1, S]; gives [B, H, L, V].
+        L is `region.local`, S `region.length`.
+
+    Ranks: all of the group, in the forward and in the backward pass.
+    """
+    scale = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
+    return _Ring.apply(query, key, value, region, causal, mask, scale)
+
+
+class _Ring(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, region: Region, causal: bool, mask: Any, scale: Any
+    ):
+        out = query.new_zeros(*query.shape[:-1], value.shape[-1], dtype=_wide(query))
+        lse = torch.full(query.shape[:-1], -math.inf, dtype=out.dtype, device=query.device)
+        for source, k, v in _around(region, key, value):
+            rows, columns, own = _piece(region, source, causal)
+            if k[:, :, columns].shape[2]:
+                part = _mask_part(mask, region, source, columns)
+                merge_into(
+                    out[:, :, rows],
+                    lse[:, :, rows],
+                    *attend_piece(query[:, :, rows], k[:, :, columns], v[:, :, columns], own, part, scale),
+                )
+        out = out.to(query.dtype)
+        ctx.save_for_backward(query, key, value, out, lse, mask)
+        ctx.region, ctx.causal, ctx.scale = region, causal, scale
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
+        query, key, value, out, lse, mask = ctx.saved_tensors
+        region, wide = ctx.region, _wide(query)
+        d_query = torch.zeros_like(query, dtype=wide)
+        arriving, d_key, d_value = None, key, value
+        for source, k, v in _around(region, key, value):
+            d_key, d_value = torch.zeros_like(key, dtype=wide), torch.zeros_like(value, dtype=wide)
+            rows, columns, own = _piece(region, source, ctx.causal)
+            if k[:, :, columns].shape[2]:
+                parts = piece_backward(
+                    *(each[:, :, rows] for each in (gradient, query)),
+                    *(each[:, :, columns] for each in (k, v)),
+                    *(each[:, :, rows] for each in (out, lse)),
+                    own,
+                    _mask_part(mask, region, source, columns),
+                    ctx.scale,
+                )
+                for total, part, where in zip((d_query, d_key, d_value), parts, (rows, columns, columns), strict=True):
+                    total[:, :, where] += part
+            if arriving is not None:
+                for total, part in zip((d_key, d_value), arriving.wait(), strict=True):
+                    total += part
+            arriving = _Flight(region, (d_key, d_value), tag=1)
+        d_key, d_value = arriving.wait()
+        return d_query.to(query.dtype), d_key.to(key.dtype), d_value.to(value.dtype), None, None, None, None
+
+
+def _wide(tensor: Tensor) -> torch.dtype:
+    """The dtype in which parts are summed: float32 for halves."""
+    return torch.promote_types(tensor.dtype, torch.float32)
+
+
+def _piece(region: Region, source: int, causal: bool) -> tuple[slice, slice, bool]:
+    """Which of this rank's queries see which keys of rank `source`, and whether that is a causal square."""
+    if not causal:
+        return _ALL, slice(region.division.real(source)), False
+    if source == region.rank:
+        return _ALL, _ALL, True
+    chunk = region.division.chunk
+    return (_ALL, slice(chunk), False) if source < region.rank else (slice(chunk, None), _ALL, False)
+
+
+def _mask_part(mask: Tensor | None, region: Region, source: int, columns: slice) -> Tensor | None:
+    """The scores' mask for this rank's queries and the keys of rank `source`."""
+    if mask is None:
+        return None
+    rows = mask if mask.shape[-2] == 1 else mask.index_select(-2, region.own)
+    return rows.index_select(-1, region.positions(source)[columns])
+
+
+# -- around the ring -------------------------------------------------------------------------------------------------
+
+
+class _Flight:
+    """Tensors on the way to the next rank, and those of the previous one on the way here."""
+
+    def __init__(self, region: Region, tensors: tuple[Tensor, ...], tag: int) -> None:
+        self._sent = torch.cat([tensor.reshape(-1) for tensor in tensors])
+        self._received, self._like = torch.empty_like(self._sent), tensors
+        ranks = region.division.ranks
+        after, before = (dist.get_global_rank(region.group, (region.rank + by) % ranks) for by in (1, -1))
+        self._works = dist.batch_isend_irecv(
+            [
+                dist.P2POp(dist.isend, self._sent, after, region.group, tag),
+                dist.P2POp(dist.irecv, self._received, before, region.group, tag),
+            ]
+        )
+
+    def wait(self) -> tuple[Tensor, ...]:
+        """What the previous rank sent, shaped as what was sent from here."""
+        for work in self._works:
+            work.wait()
+        parts = self._received.split([tensor.numel() for tensor in self._like])
+        return tuple(part.view(like.shape) for part, like in zip(parts, self._like, strict=True))
+
+
+def _around(region: Region, key: Tensor, value: Tensor) -> Iterator[tuple[int, Tensor, Tensor]]:
+    """Keys and values of each rank, this one's first; the next ones travel while these are used."""
+    ranks = region.division.ranks
+    for step in range(ranks):
+        flight = _Flight(region, (key, value), tag=0) if step + 1 < ranks else None
+        yield (region.rank - step) % ranks, key, value
+        if flight is not None:
+            key, value = flight.wait()
+
+
+# -- attention to some of the keys -----------------------------------------------------------------------------------
+
+
+def merge_into(out: Tensor, lse: Tensor, more: Tensor, more_lse: Tensor) -> None:
+    """Merges attention to further keys into `out` and `lse`, in place. Shape: out [B, H, L, V], lse [B, H, L]."""
+    both = torch.logaddexp(lse, more_lse)
+    seen = both.isfinite()  # a row that no key was open to has no attention yet
+    ours, theirs = (torch.where(seen, (each - both).exp(), 0.0).unsqueeze(-1) for each in (lse, more_lse))
+    out.mul_(ours).addcmul_(more.to(out.dtype), theirs.to(out.dtype))
+    lse.copy_(both)
+
+
+def attend_piece(
+    query: Tensor, key: Tensor, value: Tensor, causal: bool, mask: Tensor | None, scale: float
+) -> tuple[Tensor, Tensor]:
+    """Attention to these keys alone, and the log of each row's sum of exponentials (float32, or the dtype if wider)."""
+    key, value = (_spread(each, query.shape[1]) for each in (key, value))
+    kernel = _kernel(query, value, mask)
+    if kernel == "cpu":
+        out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+            query, key, value, 0.0, causal, scale=scale
+        )
+        return out, lse
+    if kernel == "flash":
+        out, lse, *_ = torch.ops.aten._scaled_dot_product_flash_attention(query, key, value, 0.0, causal, scale=scale)
+        return out, lse
+    scores = _scores(query, key, causal, mask, scale)
+    lse = scores.logsumexp(-1)
+    return _weights(scores, lse) @ value.to(scores.dtype), lse
+
+
+def piece_backward(
+    gradient: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    causal: bool,
+    mask: Tensor | None,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """What these keys add to the gradients of queries, keys and values; `out` and `lse` are those of all keys."""
+    groups = key.shape[1]
+    key, value = (_spread(each, query.shape[1]) for each in (key, value))
+    kernel = _kernel(query, value, mask)
+    if kernel == "cpu":
+        parts = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            gradient, query, key, value, out, lse, 0.0, causal, scale=scale
+        )
+    elif kernel == "flash":
+        seed = torch.zeros(2, dtype=torch.uint64, device=query.device)  # without dropout nothing is drawn
+        parts = torch.ops.aten._scaled_dot_product_flash_attention_backward(
+            gradient, query, key, value, out, lse.contiguous(), None, None, query.shape[2], key.shape[2], 0.0, causal,
+            seed, seed.new_zeros(()), scale=scale,
+        )  # fmt: skip
+    else:
+        parts = _math_backward(gradient, query, key, value, out, lse, causal, mask, scale)
+    d_query, d_key, d_value = parts
+    return d_query, _collect(d_key, groups), _collect(d_value, groups)
+
+
+def _kernel(query: Tensor, value: Tensor, mask: Tensor | None) -> str:
+    """Which kernel computes a piece: it must tell a row's `lse`; with masks, rows without keys must come out right."""
+    if mask is not None or query.shape[-1] != value.shape[-1]:
+        return "math"
+    if query.device.type == "cpu":
+        return "cpu"
+    halves = query.dtype in (torch.float16, torch.bfloat16)
+    cuda = query.device.type == "cuda" and halves and query.shape[-1] % 8 == 0 and query.shape[-1] <= 256
+    return "flash" if cuda else "math"
+
+
+def _spread(tensor: Tensor, heads: int) -> Tensor:
+    """One key head for each query head. Shape: [B, G, L, E] -> [B, heads, L, E]."""
+    return tensor if tensor.shape[1] == heads else tensor.repeat_interleave(heads // tensor.shape[1], 1)
+
+
+def _collect(gradient: Tensor, groups: int) -> Tensor:
+    """The gradient of what `_spread` spread."""
+    if gradient.shape[1] == groups:
+        return gradient
+    return gradient.unflatten(1, (groups, -1)).sum(2, dtype=_wide(gradient))
+
+
+def _scores(query: Tensor, key: Tensor, causal: bool, mask: Tensor | None, scale: float) -> Tensor:
+    wide = _wide(query)
+    scores = query.to(wide) @ key.to(wide).transpose(-1, -2) * scale
+    if causal:
+        scores = scores.masked_fill(torch.ones_like(scores[0, 0], dtype=torch.bool).triu(1), -math.inf)
+    if mask is None:
+        return scores
+    return scores.masked_fill(~mask, -math.inf) if mask.dtype == torch.bool else scores + mask
+
+
+def _weights(scores: Tensor, lse: Tensor) -> Tensor:
+    """exp(scores - lse), and 0 in rows that see no key."""
+    return (scores - lse.masked_fill(lse == -math.inf, 0.0).unsqueeze(-1)).exp()
+
+
+def _math_backward(
+    gradient: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    causal: bool,
+    mask: Tensor | None,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    weights = _weights(_scores(query, key, causal, mask, scale), lse)
+    gradient, query, key, value, out = (each.to(weights.dtype) for each in (gradient, query, key, value, out))
+    d_value = weights.transpose(-1, -2) @ gradient
+    d_scores = weights * (gradient @ value.transpose(-1, -2) - (gradient * out).sum(-1, keepdim=True)) * scale
+    return d_scores @ key, d_scores.transpose(-1, -2) @ query, d_value

@@ -1,0 +1,104 @@
+"""Ulysses attention: an all-to-all turns "my positions, all heads" into "all positions, my heads", and back.
+
+    [B, H, S/n, E]  -> exchange ->  [B, H/n, S, E]  -> any attention ->  [B, H/n, S, V]  -> exchange ->  [B, H, S/n, V]
+
+Queries, keys and values travel in one message. Source: Jacobs et al., "DeepSpeed Ulysses", 2023.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.nn import functional
+
+from paceline.base.errors import TrainError
+from paceline.parallel.sequence_split import Region
+
+
+def ulysses_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    region: Region,
+    causal: bool,
+    mask: Tensor | None,
+    scale: float | None,
+    dropout: float = 0.0,
+) -> Tensor:
+    """Attention of this rank's queries to the whole sequence.
+
+    Args:
+        query, key, value: of this rank's positions; groups of query heads may share a key head.
+        region: where the other positions are; not balanced.
+        causal: queries see no later positions.
+        mask: added to the scores (boolean: True is seen), for the whole sequence.
+        scale: of the scores; None is 1 / sqrt(E).
+        dropout: probability that a weight is dropped.
+
+    Shape: query [B, H, L, E], key [B, G, L, E], value [B, G, L, V], mask [B or 1, H or 1, S or 1, S]; gives [B, H, L, V].
+
+    Ranks: all of the group, in the forward and in the backward pass.
+
+    Raises:
+        TrainError: `context-heads`.
+    """
+    ranks, heads = region.division.ranks, query.shape[1]
+    if heads % ranks:
+        raise TrainError(
+            "context-heads",
+            f"{heads} attention heads cannot be divided by cp={ranks}.",
+            why="method=ulysses gives each rank of the cp axis whole heads (with tp, of those that a tp rank holds)",
+            fix="set options={'context': {'method': 'ring'}}, or cp to one of " + fitting(heads),
+        )
+    if key.shape[1] % ranks:  # fewer key heads than ranks: each query head gets its own
+        key, value = (each.repeat_interleave(heads // each.shape[1], 1) for each in (key, value))
+    whole = [each[:, :, : region.length] for each in _to_heads([query, key, value], region)]
+    if mask is not None and mask.shape[1] == heads:
+        mask = mask.chunk(ranks, 1)[region.rank]
+    grouped = whole[0].shape[1] != whole[1].shape[1]
+    out = functional.scaled_dot_product_attention(
+        *whole, attn_mask=mask, dropout_p=dropout, is_causal=causal, scale=scale, enable_gqa=grouped
+    )
+    return _to_positions(functional.pad(out, (0, 0, 0, ranks * region.local - region.length)), region)
+
+
+def fitting(heads: int) -> str:
+    """The widths that divide `heads`, as text."""
+    return ", ".join(str(width) for width in range(1, heads + 1) if heads % width == 0)
+
+
+class _Exchange(torch.autograd.Function):
+    """Row i goes to rank i, and rank i's comes as row i: its own inverse, and its own backward. Shape: [n, k]."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, group: Any) -> Tensor:
+        ctx.group = group
+        received = torch.empty_like(rows)
+        dist.all_to_all_single(received, rows.contiguous(), group=group)
+        return received
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
+        return _Exchange.apply(gradient.contiguous(), ctx.group), None
+
+
+def _to_heads(tensors: list[Tensor], region: Region) -> list[Tensor]:
+    """[B, h, L, e] each, for my positions -> [B, h / n, n L, e], for my heads."""
+    ranks = region.division.ranks
+    parts = [each.unflatten(1, (ranks, -1)).movedim(1, 0) for each in tensors]  # [n, B, h / n, L, e]
+    received = _Exchange.apply(torch.cat([each.flatten(1) for each in parts], 1), region.group)
+    rows = received.split([each[0].numel() for each in parts], 1)
+    shaped = [row.view(part.shape) for row, part in zip(rows, parts, strict=True)]
+    return [each.permute(1, 2, 0, 3, 4).flatten(2, 3) for each in shaped]
+
+
+def _to_positions(out: Tensor, region: Region) -> Tensor:
+    """[B, h / n, n L, e], for my heads -> [B, h, L, e], for my positions."""
+    parts = out.unflatten(2, (region.division.ranks, -1)).movedim(2, 0)  # [n, B, h / n, L, e]
+    received = _Exchange.apply(parts.flatten(1), region.group).view(parts.shape)
+    return received.movedim(0, 1).flatten(1, 2)
