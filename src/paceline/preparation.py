@@ -24,6 +24,7 @@ from paceline.data.active import ActiveLoaders
 from paceline.data.loader import PreparedLoader
 from paceline.data.prepare import prepare_loader
 from paceline.optim.accumulate import Accumulation
+from paceline.optim.clip import Across
 from paceline.optim.optimizer import PreparedOptimizer
 from paceline.optim.rebind import choose_fused, parameter_names, rebind, shared_parameters, started_optimizers
 from paceline.optim.schedule import PreparedScheduler, compare_lengths, is_scheduler
@@ -202,7 +203,8 @@ class Preparation:
         for known in self.optimizers:
             if known.optimizer is optimizer:
                 return known
-        rebind(optimizer, before, [each.module for each in self.models])
+        tied = [each.facts.tied for each in self.models] if self.plan.layout.pp > 1 else None
+        rebind(optimizer, before, [each.module for each in self.models], tied)
         own = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
         for each in self.models:
             if any(id(parameter) in own for parameter in each.module.parameters()):
@@ -292,6 +294,12 @@ class Preparation:
                 raise _unprepared(model, "gradients are held back by the strategies that `prepare` applied")
             stack.enter_context(prepared.chain.hold_gradients(prepared.wrapped))
         return stack
+
+    def across(self) -> Across | None:
+        """The ranks that hold the other stages of the models, for norms of all their gradients; None without any."""
+        copies = [each.chain.runner.copies(each.wrapped) for each in self.models if each.chain.runner is not None]
+        elsewhere = {key for each in copies for key in each.counted_elsewhere()}
+        return Across(copies[0].collectives, elsewhere) if copies else None
 
     def unwrap(self, model: nn.Module, keep_precision: bool = True, keep_compile: bool = True) -> nn.Module:
         """The module that the user wrote, with or without its mixed-precision forward and `torch.compile`."""

@@ -2,11 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from paceline.world.sharded import is_sharded, whole
+
+
+@dataclass(frozen=True)
+class Across:
+    """Ranks that hold other parameters of the same models: the stages of a pipeline.
+
+    Attributes:
+        collectives: of these ranks.
+        elsewhere: the `id` of each parameter here whose gradient another of them counts.
+    """
+
+    collectives: Any
+    elsewhere: Container[int]
 
 
 def _list(parameters: torch.Tensor | Iterable[torch.Tensor]) -> list[torch.Tensor]:
@@ -14,25 +29,35 @@ def _list(parameters: torch.Tensor | Iterable[torch.Tensor]) -> list[torch.Tenso
 
 
 def clip_grad_norm(
-    parameters: torch.Tensor | Iterable[torch.Tensor], max_norm: float, norm_type: float = 2.0
+    parameters: torch.Tensor | Iterable[torch.Tensor],
+    max_norm: float,
+    norm_type: float = 2.0,
+    across: Across | None = None,
 ) -> torch.Tensor:
     """Scales gradients so that their total norm is at most `max_norm`, in place.
 
     Parameters that live on different meshes get one norm a mesh, which are then combined: torch's own function
-    refuses the mixture.
+    refuses the mixture. So are the norms of ranks that hold different parameters.
 
-    Ranks: all that hold shards of the parameters; each gets the same norm, a 0-dim tensor.
+    Args:
+        across: those ranks, where there are any.
+
+    Ranks: all that hold shards of the parameters, and those of `across`; each gets the same norm, a 0-dim tensor.
     """
     found = [p for p in _list(parameters) if p.grad is not None]
     meshes: dict[object, list[torch.Tensor]] = {}
     for parameter in found:
         meshes.setdefault(parameter.device_mesh if is_sharded(parameter) else None, []).append(parameter)
-    if set(meshes) <= {None}:
+    if set(meshes) <= {None} and across is None:
         return torch.nn.utils.clip_grad_norm_(found, max_norm, norm_type)
     norms = []
     for group in meshes.values():
-        norm = torch.nn.utils.get_total_norm([p.grad for p in group if p.grad is not None], norm_type)
-        norms.append(whole(norm))
+        counted = [p.grad for p in group if p.grad is not None and not (across and id(p) in across.elsewhere)]
+        norms.append(whole(torch.nn.utils.get_total_norm(counted, norm_type)))
+    if across is not None:
+        device = across.collectives.device
+        here = torch.stack([norm.to(device) for norm in norms]) if norms else torch.zeros(1, device=device)
+        norms = list(across.collectives.gather(torch.linalg.vector_norm(here, norm_type).float()))
     total = torch.linalg.vector_norm(torch.stack(norms), norm_type)
     for group in meshes.values():
         torch.nn.utils.clip_grads_with_norm_(group, max_norm, total)

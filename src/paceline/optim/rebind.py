@@ -57,7 +57,10 @@ def shared_parameters(optimizers: Sequence[Optimizer], names: Mapping[int, tuple
 
 
 def rebind(
-    optimizer: Optimizer, before: Mapping[int, tuple[int, str]], after: list[nn.Module]
+    optimizer: Optimizer,
+    before: Mapping[int, tuple[int, str]],
+    after: list[nn.Module],
+    tied: Sequence[Sequence[Sequence[str]]] | None = None,
 ) -> dict[torch.Tensor, str]:
     """Puts the prepared parameters in the place of those that the optimizer was built with.
 
@@ -65,6 +68,8 @@ def rebind(
         optimizer: changed in place.
         before: names from before the chain, see `parameter_names`.
         after: the same models, unwrapped, in the same order, after the chain.
+        tied: where this rank holds a part of the models (a stage of a pipeline): for each model its groups of tied names.
+            Parameters that are not here leave the optimizer.
 
     Returns:
         The name of each of its parameters: "number.name" where there are several models, else the name.
@@ -76,6 +81,8 @@ def rebind(
     current = [dict(model.named_parameters()) for model in after]
     names: dict[torch.Tensor, str] = {}
     replaced = foreign = 0
+    if tied is not None:
+        before = _held(optimizer, before, current, tied)
     for group in optimizer.param_groups:
         for place, old in enumerate(group["params"]):
             key = before.get(id(old))
@@ -87,8 +94,27 @@ def rebind(
             if new is not old:
                 replaced += 1
                 group["params"][place] = new
-    _check(optimizer, names, replaced, foreign)
+    if names or tied is None:
+        _check(optimizer, names, replaced, foreign)
     return names
+
+
+def _held(
+    optimizer: Optimizer,
+    before: Mapping[int, tuple[int, str]],
+    current: Sequence[Mapping[str, torch.Tensor]],
+    tied: Sequence[Sequence[Sequence[str]]],
+) -> dict[int, tuple[int, str]]:
+    """Takes parameters that this rank does not hold out of the optimizer; a tied one goes by a name that is here."""
+    found = {}
+    for key, (number, name) in before.items():
+        names = next((group for group in tied[number] if name in group), [name])
+        here = next((each for each in names if each in current[number]), None)
+        if here is not None:
+            found[key] = (number, here)
+    for group in optimizer.param_groups:
+        group["params"] = [old for old in group["params"] if id(old) in found or id(old) not in before]
+    return found
 
 
 def _check(optimizer: Optimizer, names: Mapping[torch.Tensor, str], replaced: int, foreign: int) -> None:

@@ -1,0 +1,95 @@
+"""Parameters that several stages of a pipeline hold: tied weights (an embedding and the head), and those on the root.
+
+Each holder's gradient is a part of the whole one. At the end of a window the holders add them up, in the order of
+their ranks, so that all have the same bits and their optimizers take the same steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from paceline.world.sharded import is_sharded
+
+Holders = dict[int, str]  # rank along pp -> the name under which it holds the parameter
+
+
+class Copies:
+    """The shared parameters of one model.
+
+    Args:
+        model: of which this rank holds its stages.
+        groups: for each shared parameter, who holds it and under which name; the same on all ranks.
+        collectives: of the ranks along `pp`.
+
+    Attributes:
+        collectives: as given.
+        groups: those that several ranks hold.
+    """
+
+    def __init__(self, model: nn.Module, groups: Sequence[Holders], collectives: Any) -> None:
+        self._model, self.collectives = model, collectives
+        self.groups = [group for group in groups if len(group) > 1]
+        self._before: dict[str, Tensor] = {}  # gradients that were summed already, while new ones accumulate
+        self._open = False  # gradients wait to be summed
+
+    def _own(self) -> list[nn.Parameter | None]:
+        """This rank's parameter of each group, as it is now."""
+        found = dict(self._model.named_parameters(remove_duplicate=False))
+        return [found.get(group.get(self.collectives.rank, "")) for group in self.groups]
+
+    def counted_elsewhere(self) -> set[int]:
+        """The `id` of each parameter that a lower rank holds too, and counts in norms."""
+        rank = self.collectives.rank
+        own = zip(self.groups, self._own(), strict=True)
+        return {id(parameter) for group, parameter in own if parameter is not None and min(group) != rank}
+
+    def begin(self) -> None:
+        """Before gradients accumulate: puts aside what was summed before, in a window that is over."""
+        if self._open or not self.groups:
+            return
+        self._open = True
+        for group, parameter in zip(self.groups, self._own(), strict=True):
+            if parameter is not None and parameter.grad is not None:
+                self._before[group[self.collectives.rank]] = parameter.grad
+                parameter.grad = None
+
+    def sum(self) -> None:
+        """Adds up the gradients of all holders. Ranks: all along `pp`."""
+        if not self._open:
+            return
+        self._open = False
+        own = self._own()
+        used = self.collectives.sum_ints([int(p is not None and p.grad is not None) for p in own])
+        for group, parameter, count in zip(self.groups, own, used, strict=True):
+            if parameter is None or not (parameter.requires_grad and count):
+                continue
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            self._exchange(parameter.grad, sorted(group))
+        for group, parameter in zip(self.groups, own, strict=True):
+            before = self._before.pop(group.get(self.collectives.rank, ""), None)
+            if parameter is not None and before is not None:
+                parameter.grad = before if parameter.grad is None else parameter.grad + before
+
+    def _exchange(self, gradient: Tensor, holders: list[int]) -> None:
+        """Sums a gradient (or the shard of it that lies here) over its holders, in place."""
+        local = gradient.to_local() if is_sharded(gradient) else gradient
+        mine, rank, group = local.contiguous(), self.collectives.rank, self.collectives.group
+        parts = {holder: mine if holder == rank else torch.empty_like(mine) for holder in holders}
+        operations = []
+        for holder in holders:
+            if holder != rank:
+                peer = dist.get_global_rank(group, holder)
+                operations.append(dist.P2POp(dist.isend, mine, peer, group))
+                operations.append(dist.P2POp(dist.irecv, parts[holder], peer, group))
+        for work in dist.batch_isend_irecv(operations):
+            work.wait()
+        total = parts[holders[0]].clone()
+        for holder in holders[1:]:
+            total += parts[holder]
+        local.copy_(total)

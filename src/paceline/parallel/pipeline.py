@@ -1,0 +1,413 @@
+"""`pipeline`: ranks along `pp` hold one after the other of a model's blocks, and micro-batches flow through them.
+
+    apply              rank 0's values to all -> blocks of other ranks become stubs -> a `Pipe` behind `model.forward`
+    forward_backward   torch's schedule of micro-batches, while no strategy communicates gradients
+    settle             gradients of parameters that several stages hold are summed
+
+Everything after `apply` works on the pruned model, whose names are the user's. Stages, shapes and the division on
+paper: `stages`, `pipe`, `paceline.plan.pipeline`.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from paceline.base.errors import Problem
+from paceline.config.kinds import one_of, whole
+from paceline.parallel.copies import Copies
+from paceline.parallel.pipe import Meter, Pipe
+from paceline.parallel.stages import Stages
+from paceline.parallel.strategy import Context, Strategy
+from paceline.plan.cost import Bytes
+from paceline.plan.facts import ModelFacts
+from paceline.plan.options import option
+from paceline.plan.pipeline import SCHEDULES, balanced, chain, even, loads, matching, rank_of
+from paceline.plan.plan import Decision, Plan
+
+_SPLITS = ("uniform", "parameters", "time")
+
+
+@dataclass(frozen=True)
+class PipelineOptions:
+    """How a model is divided into stages, and in which order they work."""
+
+    schedule: str = option("1f1b", one_of(*SCHEDULES), "The order of forward and backward passes of micro-batches.")
+    microbatches: int | str = option(
+        "auto", whole(1, auto=True), "Equal parts of each batch, at most; as many as divide its rows. auto: 4 x pp."
+    )
+    stages_per_rank: int | str = option(
+        "auto", whole(1, auto=True), "Stages on each rank; auto: what the schedule needs at least, 2 for interleaved."
+    )
+    split: Any = option(
+        "uniform",
+        None,
+        "Where stages begin: uniform (as many blocks each), parameters, time (by `weights`), or the names of the blocks "
+        "with which the second and later stages begin.",
+    )
+    blocks: Any = option("", None, "Names of the blocks, in order, with * for any part: layers.*; empty: found.")
+    weights: Any = option([], None, "For split=time: how long each block takes, as `measure_blocks` tells.")
+    keep: Any = option([], None, "Names of modules that all stages hold, since they run in several.")
+
+
+class Pipeline(Strategy):
+    """Pipeline parallel over the `pp` axis."""
+
+    name = "pipeline"
+    stage = 10
+    axes = ("pp",)
+
+    Options = PipelineOptions
+
+    # -- on paper ----------------------------------------------------------------------------------------------
+
+    def check(self, plan: Plan, facts: ModelFacts) -> list[Problem]:
+        """The schedule, the blocks and the split fit each other."""
+        options = self.options(plan)
+        problems = _schedule_problems(options, plan.layout.pp)
+        if problems:
+            return problems
+        count = plan.layout.pp * per_rank(options)
+        blocks = chain(facts, names(options.blocks), count)
+        problems = _block_problems(options, facts, blocks, count)
+        return problems or _split_problems(options, facts, blocks, count)
+
+    def decide(self, plan: Plan, facts: ModelFacts) -> list[Decision]:
+        """The schedule and its bubble, and what each stage holds."""
+        options, ranks = self.options(plan), plan.layout.pp
+        schedule, each = SCHEDULES[options.schedule], per_rank(options)
+        blocks, begins = divide(options, facts, ranks * each)
+        ends = (*begins[1:], len(blocks))
+        parts = [
+            f"{blocks[a]} .. {blocks[b - 1]}" if b - a > 1 else blocks[a] for a, b in zip(begins, ends, strict=True)
+        ]
+        most = microbatches(options, ranks)
+        bubble = schedule.bubble(most, ranks, each)
+        found = [
+            Decision(
+                "pipeline.schedule", schedule.name, "derived", "options" if "schedule" in _given(plan) else "",
+                f"with {most} micro-batches a batch ranks wait {bubble:.0%} of the time, where stages take equally long",
+            ),
+            Decision(
+                "pipeline.split", " | ".join(parts), "derived", "options" if "split" in _given(plan) else "",
+                f"{len(blocks)} blocks on {ranks * each} stages by {options.split}, "
+                f"{', '.join(str(b - a) for a, b in zip(begins, ends, strict=True))} each",
+            ),
+        ]  # fmt: skip
+        if facts.batch_norms:
+            found.append(
+                Decision(
+                    "pipeline.batch_norm",
+                    "each micro-batch",
+                    "derived",
+                    "",
+                    f"{len(facts.batch_norms)} modules ({facts.batch_norms[0]}, ...) take statistics over a micro-batch: "
+                    "other numbers than one process has over the whole batch",
+                )  # fmt: skip
+            )
+        return found
+
+    def cost(self, plan: Plan, facts: ModelFacts, held: Bytes) -> Bytes:
+        """The fullest rank's share; of activations, those of the micro-batches that wait for their backward pass."""
+        options, ranks = self.options(plan), plan.layout.pp
+        each = per_rank(options)
+        blocks, begins = divide(options, facts, ranks * each)
+        own, ends = loads(facts, blocks), (*begins[1:], len(blocks))
+        of_rank, of_blocks = [0] * ranks, [0] * ranks
+        for stage, (a, b) in enumerate(zip(begins, ends, strict=True)):
+            rank = rank_of(stage, ranks, SCHEDULES[options.schedule].placement)
+            of_rank[rank] += sum(own[a:b])
+            of_blocks[rank] += b - a
+        share = max(of_rank) / max(1, sum(own))
+        count = microbatches(options, ranks)
+        waiting = count if options.schedule in ("gpipe", "breadth-first") else min(count, ranks * each)
+        activations = held.activations * max(of_blocks) / len(blocks) * waiting / count
+        return replace(
+            held,
+            parameters=int(held.parameters * share),
+            gradients=int(held.gradients * share),
+            optimizer=int(held.optimizer * share),
+            activations=int(activations),
+        )
+
+    # -- on a model --------------------------------------------------------------------------------------------
+
+    def apply(self, model: nn.Module, context: Context) -> nn.Module:
+        """Prunes the model to this rank's stages. Every rank calls it; rank 0's values and split count.
+
+        Args:
+            model: whole, on every rank.
+        """
+        options, mesh = context.options, context.mesh
+        group = context.collectives.over(mesh.group("pp"))
+        ranks, rank = context.plan.layout.pp, group.rank
+        peers = context.collectives.over(mesh.group("shard")) if context.plan.fully_sharded else None
+        state = [*model.parameters(), *model.buffers()]
+        if not context.facts.meta:
+            for tensor in state:
+                tensor.data.copy_(group.broadcast(tensor.detach()))
+        blocks, begins = context.collectives.broadcast_object(divide(options, context.facts, ranks * per_rank(options)))
+        placement = SCHEDULES[options.schedule].placement
+        stages_of = [[s for s in range(len(begins)) if rank_of(s, ranks, placement) == r] for r in range(ranks)]
+        whole_names = list(model.state_dict())
+        trained = [name for name, _ in model.named_parameters()]
+        stages = Stages(model, blocks, begins, stages_of[rank], names(options.keep), context.device)
+        groups = []
+        tied = {group[0]: group for group in context.facts.tied}
+        for name in trained:
+            held = [
+                next((own for own in tied.get(name, (name,)) if stages.holds(own, each)), None) for each in stages_of
+            ]
+            groups.append({r: own for r, own in enumerate(held) if own is not None})
+        copies = Copies(model, groups, group)
+        pipe = Pipe(model, stages, copies, options.schedule, microbatches(options, ranks), group, peers, context.device)
+        _PIPES[model] = _Piped(pipe, whole_names, context.facts.tied)
+        return model
+
+    def forward_backward(
+        self,
+        model: nn.Module,
+        inputs: tuple[Any, ...],
+        named: dict[str, Any],
+        target: Any,
+        loss_fn: Any,
+        factor: Tensor,
+        mean: bool,
+    ) -> Tensor:
+        """One batch through the pipeline, forward and backward; gradients stay on their ranks.
+
+        Args:
+            model: prepared.
+            inputs, named: positional and keyword arguments of the model for the whole batch; tensors whose dim 0 is the
+                number of its rows are divided into micro-batches, all else goes to each.
+            target: second argument of `loss_fn`, divided alike.
+            loss_fn: called with a micro-batch's output and target on the last stage's rank.
+            factor: what the whole batch's loss is multiplied by before the backward pass.
+            mean: whether `loss_fn` gives the mean over rows rather than a sum.
+
+        Returns:
+            The batch's loss, 0-dim, detached.
+
+        Ranks: all along `pp`, with the same batch; all get the loss.
+
+        Raises:
+            PlanError: `pipeline-rows`, `pipeline-order`, `pipeline-hidden`, `pipeline-skip`.
+        """
+        return _piped(model).pipe.forward_backward(inputs, named, target, loss_fn, factor, mean)
+
+    def copies(self, model: nn.Module) -> Copies:
+        """The parameters of a prepared model that several stages hold."""
+        return _piped(model).pipe.copies
+
+    def settle(self, model: nn.Module) -> None:
+        """Sums the gradients of parameters that several stages hold, after other strategies have averaged them."""
+        _piped(model).pipe.copies.sum()
+
+    def gather_state(self, state: dict[str, Any], model: nn.Module, context: Context) -> dict[str, Any]:
+        """The whole model's state: each rank's part, under the user's names, in the user's order."""
+        piped = _piped(model)
+        group = context.collectives.over(context.mesh.group("pp"))
+        held = group.gather_object({k: _like(v) if isinstance(v, Tensor) else v for k, v in state.items()})
+        found: dict[str, Any] = {}
+        for rank, part in enumerate(held):
+            new = {name: value for name, value in part.items() if name not in found}
+            own = [state[name] if group.rank == rank else _empty(like, context.device)
+                   for name, like in new.items() if isinstance(like, _Like)]  # fmt: skip
+            arrived = iter(group.broadcast(own, src=rank))
+            found |= {name: next(arrived) if isinstance(v, _Like) else v for name, v in new.items()}
+        for names_of_one in piped.tied:
+            present = [name for name in names_of_one if name in found]
+            found |= {name: found[present[0]] for name in present}
+        return {name: found[name] for name in (*piped.names, *found) if name in found}
+
+
+# -- what options say ------------------------------------------------------------------------------------------
+
+
+def names(given: Any) -> tuple[str, ...]:
+    """Names from an option: a list of them, or text with commas."""
+    parts = given.split(",") if isinstance(given, str) else given
+    return tuple(part.strip() for part in parts if part.strip())
+
+
+def per_rank(options: PipelineOptions) -> int:
+    """Stages on each rank."""
+    told = options.stages_per_rank
+    return SCHEDULES[options.schedule].stages_per_rank if told == "auto" else int(told)
+
+
+def microbatches(options: PipelineOptions, ranks: int) -> int:
+    """Micro-batches in a batch, at most."""
+    return 4 * ranks if options.microbatches == "auto" else int(options.microbatches)
+
+
+def divide(options: PipelineOptions, facts: ModelFacts, stages: int) -> tuple[tuple[str, ...], tuple[int, ...]]:
+    """Names of the blocks, and the numbers of those with which stages begin."""
+    blocks = chain(facts, names(options.blocks), stages)
+    if options.split == "uniform":
+        return blocks, even(len(blocks), stages)
+    if options.split == "parameters":
+        return blocks, balanced(loads(facts, blocks), stages)
+    if options.split == "time":
+        return blocks, balanced([float(weight) for weight in options.weights], stages)
+    return blocks, (0, *(blocks.index(matching(name, blocks)[0]) for name in names(options.split)))
+
+
+def _given(plan: Plan) -> Any:
+    return plan.options.get("pipeline", {})
+
+
+def _schedule_problems(options: PipelineOptions, ranks: int) -> list[Problem]:
+    schedule, each = SCHEDULES[options.schedule], per_rank(options)
+    found = []
+    if not schedule.least <= each <= schedule.most:
+        needs = str(schedule.least) if schedule.least == schedule.most else f"at least {schedule.least}"
+        found.append(
+            Problem(
+                "pipeline-stages",
+                f"the schedule {schedule.name} cannot run {each} stages on each rank.",
+                why=f"pipeline.stages_per_rank={each}; {schedule.name} needs {needs}",
+                fix="leave stages_per_rank out, or use schedule='interleaved', which takes 2 and more",
+            )
+        )
+    count = microbatches(options, ranks)
+    if not schedule.takes(count, ranks):
+        fits = next(n for n in range(count + 1, 100 * (count + ranks)) if schedule.takes(n, ranks))
+        found.append(
+            Problem(
+                "pipeline-microbatches",
+                f"the schedule {schedule.name} cannot run {count} micro-batches on {ranks} ranks.",
+                why=f"pipeline.microbatches={count}; "
+                + ("it needs one for each stage" if schedule.least * ranks > count else "rounds of one for each rank"),
+                fix=f"set microbatches to {fits}, or use schedule={schedule.otherwise!r}",
+            )
+        )
+    return found
+
+
+def _block_problems(options: PipelineOptions, facts: ModelFacts, blocks: Sequence[str], stages: int) -> list[Problem]:
+    for pattern in (*names(options.blocks), *names(options.keep)):
+        if not matching(pattern, [name for name, _ in (*facts.modules, *((layer.name, "") for layer in facts.layers))]):
+            return [
+                Problem(
+                    "pipeline-pattern",
+                    f"no module of {facts.name} is called {pattern!r}.",
+                    why=f"pipeline.blocks or pipeline.keep; modules: {_some([name for name, _ in facts.modules if name])}",
+                    fix="use names as `model.named_modules()` gives them; * stands for one part between dots",
+                )
+            ]
+    inside = [name for name in blocks if any(name.startswith(f"{outer}.") for outer in blocks)]
+    if inside:
+        return [
+            Problem(
+                "pipeline-pattern",
+                f"{inside[0]} lies inside another block of the pipeline.",
+                why=f"pipeline.blocks={options.blocks!r} matches both",
+                fix="name only the blocks that run one after the other, such as layers.*",
+            )
+        ]
+    if len(blocks) < stages:
+        return [
+            Problem(
+                "pipeline-blocks",
+                f"{facts.name} has {len(blocks)} blocks, but the pipeline has {stages} stages: some would be empty.",
+                why=f"blocks: {_some(blocks)}",
+                fix="use fewer ranks along pp, or name the blocks: options={'pipeline': {'blocks': 'layers.*'}}",
+            )
+        ]
+    return []
+
+
+def _split_problems(options: PipelineOptions, facts: ModelFacts, blocks: Sequence[str], stages: int) -> list[Problem]:
+    if options.split == "time" and len(options.weights) != len(blocks):
+        return [
+            Problem(
+                "pipeline-weights",
+                f"split='time' needs the time of each of {len(blocks)} blocks, but {len(options.weights)} are given.",
+                why=f"pipeline.weights; blocks: {_some(blocks)}",
+                fix="measure: weights = paceline.parallel.stages.measure_blocks(model, blocks, *inputs)",
+            )
+        ]
+    if options.split in _SPLITS:
+        return []
+    given = names(options.split)
+    wrong = [name for name in given if len(matching(name, blocks)) != 1]
+    if wrong:
+        return [
+            Problem(
+                "pipeline-split",
+                f"the pipeline cannot be split at {wrong[0]!r}: {len(matching(wrong[0], blocks))} blocks are called so.",
+                why=f"pipeline.split={options.split!r}; blocks: {_some(blocks)}",
+                fix="name one block for each stage but the first, or use split='uniform'",
+            )
+        ]
+    begins = [blocks.index(matching(name, blocks)[0]) for name in given]
+    if len(begins) != stages - 1 or sorted(set(begins)) != begins or begins[:1] == [0]:
+        return [
+            Problem(
+                "pipeline-split",
+                f"{len(begins)} names do not divide the blocks into {stages} stages with blocks in each.",
+                why=f"pipeline.split={options.split!r}: the second and later stages begin there, in this order",
+                fix=f"give {stages - 1} names in ascending order, none of them {blocks[0]}; or use split='uniform'",
+            )
+        ]
+    return []
+
+
+def _some(given: Sequence[str]) -> str:
+    return ", ".join(given[:4]) + (f", ... {given[-1]}" if len(given) > 4 else "") or "none"
+
+
+# -- what a pipeline remembers ---------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Piped:
+    pipe: Pipe
+    names: list[str]  # of the whole model's state, in its order
+    tied: tuple[tuple[str, ...], ...]
+
+
+_PIPES: weakref.WeakKeyDictionary[nn.Module, _Piped] = weakref.WeakKeyDictionary()
+
+
+def _piped(model: nn.Module) -> _Piped:
+    return next(_PIPES[module] for module in model.modules() if module in _PIPES)
+
+
+@dataclass(frozen=True)
+class _Like:
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    on_cpu: bool
+
+
+def _like(tensor: Tensor) -> _Like:
+    return _Like(tuple(tensor.shape), tensor.dtype, tensor.device.type == "cpu")
+
+
+def _empty(like: _Like, device: torch.device) -> Tensor:
+    return torch.empty(like.shape, dtype=like.dtype, device="cpu" if like.on_cpu else device)
+
+
+@contextmanager
+def measure(model: nn.Module) -> Iterator[Meter]:
+    """While it is open, batches of a prepared model are timed; `bubble` of what it gives is the share spent waiting.
+
+    Ranks: each measures itself. On an accelerator it waits for each piece, which costs a little.
+    """
+    pipe = _piped(model).pipe
+    pipe.meter = meter = Meter()
+    try:
+        yield meter
+    finally:
+        pipe.meter = None
+
+
+STRATEGY = Pipeline()

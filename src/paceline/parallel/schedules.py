@@ -1,0 +1,95 @@
+"""Names of schedules -> `torch.distributed.pipelining`: what runs, in which order, and a drawing of it.
+
+torch is imported when something is asked for: `paceline plan --draw` needs it only where a pipeline is drawn.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+from paceline.plan.pipeline import SCHEDULES, Action, Timeline, rank_of, simulate
+
+_CLASSES = {
+    "gpipe": "ScheduleGPipe",
+    "1f1b": "Schedule1F1B",
+    "breadth-first": "ScheduleLoopedBFS",
+    "interleaved": "ScheduleInterleaved1F1B",
+    "zero-bubble": "ScheduleInterleavedZeroBubble",
+    "zbv": "ScheduleZBVZeroBubble",
+    "dualpipev": "ScheduleDualPipeV",
+}
+_COMPUTE = ("F", "B", "I", "W")  # torch's letters for what computes; the others communicate
+
+
+def build(name: str, stages: list[Any], microbatches: int, loss_fn: Callable[..., Any]) -> Any:
+    """torch's schedule object for the stages of this rank, each a `PipelineStage`."""
+    from torch.distributed.pipelining import schedules
+
+    if name == "breadth-first" and len(stages) == 1:
+        name = "gpipe"  # the same order
+    kind = getattr(schedules, _CLASSES[name])
+    single = issubclass(kind, schedules.PipelineScheduleSingle)
+    return kind(stages[0] if single else stages, microbatches, loss_fn=loss_fn, scale_grads=False)
+
+
+def order(name: str, ranks: int, stages_per_rank: int, microbatches: int) -> dict[int, list[Action]]:
+    """The actions of each rank that compute, in the order in which torch runs them."""
+    if name in ("gpipe", "1f1b"):  # torch's tables of these two are not what it runs: 1F1B's last rank starts at F1
+        return {
+            rank: _single(rank, microbatches if name == "gpipe" else ranks - rank, microbatches)
+            for rank in range(ranks)
+        }
+    placement, count = SCHEDULES[name].placement, ranks * stages_per_rank
+    own = [
+        SimpleNamespace(
+            stage_index=stage, num_stages=count, group_size=ranks, group_rank=0, is_last=stage == count - 1,
+            submod=SimpleNamespace(modules=list), is_first=stage == 0,
+        )
+        for stage in range(count)
+        if rank_of(stage, ranks, placement) == 0
+    ]  # fmt: skip
+    table = build(name, own, microbatches, lambda output, target: output).pipeline_order
+    found: dict[int, list[Action]] = {}
+    for rank, actions in table.items():
+        flat = [each for action in actions if action is not None for each in (action.sub_actions or (action,))]
+        found[rank] = [
+            (each.computation_type.value, each.stage_index, each.microbatch_index)
+            for each in flat
+            if each.computation_type.value in _COMPUTE
+        ]
+    return found
+
+
+def _single(rank: int, ahead: int, microbatches: int) -> list[Action]:
+    """One stage a rank: at most `ahead` forward passes before their backward pass."""
+    found: list[Action] = [("F", rank, number) for number in range(min(ahead, microbatches))]
+    for number in range(microbatches):
+        found.append(("B", rank, number))
+        if ahead + number < microbatches:
+            found.append(("F", rank, ahead + number))
+    return found
+
+
+def timeline(name: str, stages: int, microbatches: int, stages_per_rank: int | None = None) -> Timeline:
+    """When each rank does what under a schedule; `stages` counts those of all ranks."""
+    each = stages_per_rank or SCHEDULES[name].stages_per_rank
+    return simulate(order(name, stages // each, each, microbatches))
+
+
+def draw(name: str, stages: int, microbatches: int, stages_per_rank: int | None = None) -> str:
+    """The schedule as text: one row a rank, time from left to right; see `Timeline.text`.
+
+    Args:
+        name: of the schedule, such as "1f1b".
+        stages: of all ranks together.
+        microbatches: in one batch.
+        stages_per_rank: None takes the schedule's own number.
+
+    Example:
+        >>> print(draw("1f1b", 2, 3))
+        rank 0  F0 F1 .  B0--- F2 B1--- .  B2---
+        rank 1  .  F0 B0--- F1 B1--- F2 B2--- .  .
+    """
+    return timeline(name, stages, microbatches, stages_per_rank).text()

@@ -1,0 +1,413 @@
+"""`Stages`: a model cut into stages, each of which runs the user's own `forward` on the part that it holds.
+
+Nothing is traced. A model is a chain of *blocks* and, around them, *units*: the outermost modules with parameters
+(embeddings, the last norm, the head). Each belongs to one stage; where it does not, a stub takes its place, so that
+all names stay. A later stage gets the batch too, and runs `forward` from its start:
+
+    unit of an earlier stage   its stub gives a placeholder of the right shape (NaN: whatever leaks is seen)
+    code without parameters    runs everywhere: masks, positions and rotary tables are computed anew
+    first block of the stage   its first argument is replaced by what the stage before sent
+    first block of the next    its stub ends the pass, carrying its first argument, which is sent on
+
+Parameters that lie on the root, or on a module that holds blocks, are held by all ranks; their gradients are summed.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from paceline.base.errors import PlanError
+from paceline.plan.pipeline import matching
+from paceline.world.tree import map_leaves, map_tensors, tensors
+
+
+class Leave(BaseException):
+    """Ends a stage's pass through `forward` with the hidden state; no `except Exception` of a model stops it."""
+
+    def __init__(self, hidden: Any) -> None:
+        self.hidden = hidden
+
+
+class Spec:
+    """Shape and dtype of a tensor; a leaf of nested structures, which a dataclass would not be."""
+
+    def __init__(self, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+        self.shape, self.dtype = shape, dtype
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Spec) and (self.shape, self.dtype) == (other.shape, other.dtype)
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> Spec:
+        """That of `tensor`."""
+        return cls(tuple(tensor.shape), tensor.dtype)
+
+    def empty(self, device: torch.device | str, requires_grad: bool = False) -> Tensor:
+        """A tensor of this kind."""
+        return torch.empty(self.shape, dtype=self.dtype, device=device, requires_grad=requires_grad)
+
+
+def specs(tree: Any) -> Any:
+    """A nested structure with a `Spec` for each tensor; objects other than plain values become None."""
+
+    def of(leaf: Any) -> Any:
+        if isinstance(leaf, Tensor):
+            return Spec.of(leaf)
+        return leaf if leaf is None or isinstance(leaf, (bool, int, float, str)) else None
+
+    return map_leaves(of, tree)
+
+
+def _placeholder(tree: Any, device: torch.device) -> Any:
+    def of(leaf: Any) -> Any:
+        if not isinstance(leaf, Spec):
+            return leaf
+        return torch.full(
+            leaf.shape, float("nan") if leaf.dtype.is_floating_point else 0, dtype=leaf.dtype, device=device
+        )
+
+    return map_leaves(of, tree)
+
+
+@dataclass
+class Visit:
+    """One pass of one stage through `forward`.
+
+    Attributes:
+        stage: its number.
+        received: what the stage before sent; None in the first stage.
+        recorded: what each of the stage's units gave, call by call; None where nobody asks.
+        entered: whether the pass has come to the stage's first block.
+        calls: of each stub so far.
+    """
+
+    stage: int
+    received: Tensor | None
+    recorded: dict[str, list[Any]] | None = None
+    entered: bool = False
+    calls: dict[str, int] = field(default_factory=dict)
+
+
+class Stub(nn.Module):
+    """Stands where a module is that another stage holds; keeps its plain attributes (a layer's type or number)."""
+
+    def __init__(
+        self, name: str, stands_for: nn.Module, call: Callable[..., Any], held: nn.Module | None = None
+    ) -> None:
+        super().__init__()
+        for key, value in vars(stands_for).items():
+            if not (key.startswith("_") or callable(value) or isinstance(value, Tensor)):
+                self.__dict__[key] = value
+        self.__dict__["_site"] = (name, call)
+        if held is not None:
+            self._modules["held"] = held  # of another stage of this rank: to be found, not to be called
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """What the module would have given, or the end of the pass."""
+        name, call = self.__dict__["_site"]
+        return call(name, args, kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError as error:
+            site = self.__dict__.get("_site", ("?",))[0]
+            raise AttributeError(
+                f"{site}.{name} is held by another stage of the pipeline; to hold {site} in all of them, set "
+                f"options={{'pipeline': {{'keep': ['{site}']}}}}"
+            ) from error
+
+    def extra_repr(self) -> str:
+        return "in another stage"
+
+
+class Shell(nn.Module):
+    """Stands around a module of the stage at hand while a pass runs: replaces its input, notes its output."""
+
+    def __init__(self, name: str, held: nn.Module, call: Callable[..., Any]) -> None:
+        super().__init__()
+        self.held = held
+        self.__dict__["_site"] = (name, call)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The module's own."""
+        name, call = self.__dict__["_site"]
+        return call(name, self.held, args, kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(super().__getattr__("held"), name)
+
+
+@dataclass
+class Unit:
+    """A module that one stage holds.
+
+    Attributes:
+        name: its FQN.
+        stage: the stage that holds it.
+        slots: the `_modules` of its parent, and its key there.
+        module: what stands there between passes: the module, or a stub where another rank holds it.
+    """
+
+    name: str
+    stage: int
+    slots: dict[str, nn.Module | None]
+    key: str
+    module: nn.Module
+
+
+class Stages:
+    """The stages of one model that this rank holds.
+
+    Args:
+        model: changed in place: units of other ranks become stubs.
+        blocks: names of the blocks, in order.
+        begins: numbers of the blocks with which stages begin.
+        own: numbers of the stages of this rank, ascending.
+        keep: patterns of modules that every stage holds.
+        device: where placeholders are made.
+
+    Attributes:
+        units: of all stages, in order of definition.
+        visit: the pass that runs, if one does.
+        outputs: what units give, as structures of `Spec`, as the last recorded pass told; set before a pass.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        blocks: Sequence[str],
+        begins: Sequence[int],
+        own: Sequence[int],
+        keep: Sequence[str],
+        device: torch.device,
+    ) -> None:
+        self.count = len(begins)
+        self.own = tuple(own)
+        self.first = [blocks[begin] for begin in begins]
+        self.visit: Visit | None = None
+        self.outputs: dict[str, list[Any]] = {}
+        self._device = device
+        ends = (*begins[1:], len(blocks))
+        owner = {blocks[i]: stage for stage in range(self.count) for i in range(begins[stage], ends[stage])}
+        names = [name for name, _ in model.named_modules(remove_duplicate=False)]
+        kept = {name for pattern in keep for name in matching(pattern, names)}
+        self.units: list[Unit] = []
+        _find(model, "", owner, kept, 0, self.units)
+        self._stage_of = {unit.name: unit.stage for unit in self.units}
+        self._real = {unit.name: unit.module for unit in self.units if unit.stage in self.own}
+        for unit in self.units:
+            if unit.stage not in self.own:
+                unit.module = unit.slots[unit.key] = self._stub(unit)
+        self._swaps: dict[tuple[int, bool], list[tuple[dict[str, nn.Module | None], str, nn.Module, nn.Module]]] = {}
+
+    def _stub(self, unit: Unit, held: nn.Module | None = None) -> Stub:
+        return Stub(unit.name, unit.module, self._at_stub, held)
+
+    def holds(self, name: str, stages: Sequence[int]) -> bool:
+        """Whether a parameter or buffer, by its name, is held by some of `stages`: those outside of units are by all."""
+        for unit in self.units:
+            if name.startswith(f"{unit.name}."):
+                return unit.stage in stages
+        return True
+
+    def modules(self, stage: int) -> list[nn.Module]:
+        """The units of one of this rank's stages."""
+        return [self._real[unit.name] for unit in self.units if unit.stage == stage]
+
+    # -- a pass ------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def entering(self, visit: Visit) -> Iterator[Visit]:
+        """While it is open, the model is the stage `visit.stage`."""
+        swaps = self._swaps_of(visit.stage, visit.recorded is not None)
+        for slots, key, there, _ in swaps:
+            slots[key] = there
+        self.visit = visit
+        try:
+            yield visit
+        finally:
+            self.visit = None
+            for slots, key, _, back in swaps:
+                slots[key] = back
+
+    def _swaps_of(self, stage: int, record: bool) -> list[Any]:
+        """What stands where while a stage runs. Made at the first pass: strategies may have changed modules until then."""
+        if (stage, record) not in self._swaps:
+            found = []
+            for unit in self.units:
+                there: nn.Module
+                if unit.stage != stage:
+                    there = self._stub(unit, self._real.get(unit.name))
+                elif record or (stage > 0 and unit.name == self.first[stage]):
+                    there = Shell(unit.name, unit.module, self._at_unit)
+                else:
+                    continue
+                there.train(unit.module.training)
+                found.append((unit.slots, unit.key, there, unit.module))
+            self._swaps[stage, record] = found
+        return self._swaps[stage, record]
+
+    def _at_stub(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        visit, owner = self.visit, self._stage_of[name]
+        if visit is None:
+            raise PlanError(
+                "pipeline-elsewhere",
+                f"{name} was called by itself, but this rank holds stage {', '.join(map(str, self.own))} of the pipeline.",
+                why=f"{name} is in stage {owner}",
+                fix="call the prepared model as a whole; every rank gets its output",
+            )
+        if owner == visit.stage + 1 and name == self.first[owner] and (visit.entered or visit.stage == 0):
+            raise Leave(args[0] if args else next(iter(kwargs.values()), None))
+        if owner > visit.stage or visit.entered:
+            raise PlanError(
+                "pipeline-order",
+                f"{name} runs while stage {visit.stage} of the pipeline does, but stage {owner} holds it.",
+                why=f"modules belong to the stage of the last block defined before them, and stage {visit.stage} begins "
+                f"with {self.first[visit.stage]}",
+                fix=f"define it in the model where it runs, or set options={{'pipeline': {{'keep': ['{name}']}}}}",
+            )
+        number = visit.calls[name] = visit.calls.get(name, 0) + 1
+        given = self.outputs[name][number - 1]
+        if args and isinstance(given, Spec) and isinstance(args[0], Tensor) and Spec.of(args[0]) == given:
+            return args[0]  # is a placeholder already
+        return _placeholder(given, self._device)
+
+    def _at_unit(self, name: str, held: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        visit = self.visit
+        assert visit is not None
+        if name == self.first[visit.stage] and not visit.entered:
+            visit.entered = True
+            if visit.received is not None and args:
+                args = (visit.received, *args[1:])
+            elif visit.received is not None:
+                kwargs = {**kwargs, next(iter(kwargs)): visit.received}
+        output = held(*args, **kwargs)
+        if visit.recorded is not None:
+            visit.recorded.setdefault(name, []).append(specs(output))
+        return output
+
+    def hidden(self, stage: int, output: Any) -> Tensor:
+        """The tensor that a stage sends on.
+
+        Raises:
+            PlanError: `pipeline-hidden`.
+        """
+        if not isinstance(output, Tensor):
+            raise PlanError(
+                "pipeline-hidden",
+                f"stage {stage} of the pipeline ends with a {type(output).__name__}, not with a tensor.",
+                why=f"the first argument of {self.first[min(stage + 1, self.count - 1)]} is what is sent to the next stage; "
+                "its forward must come there, and call it with the hidden state first",
+                fix="name the blocks that run one after the other: options={'pipeline': {'blocks': 'layers.*'}}",
+            )
+        return output.contiguous()
+
+    def check(self, stage: int, output: Any, received: Tensor | None) -> None:
+        """Refuses a stage that computed with what only earlier stages have: placeholders are NaN, so its output is too.
+
+        Raises:
+            PlanError: `pipeline-skip`.
+        """
+        if received is None or not _finite(received) or _finite(output):
+            return
+        earlier = [unit.name for unit in self.units if unit.stage < stage and unit.name in self.outputs]
+        shown = ", ".join(earlier[:3]) + (", ..." if len(earlier) > 3 else "")
+        raise PlanError(
+            "pipeline-skip",
+            f"stage {stage} of the pipeline uses what an earlier stage computed besides the hidden state.",
+            why=f"only the hidden state travels from stage to stage, and the result depends on the output of one of {shown}",
+            fix="let the blocks take everything they need from their first argument or from the batch; or hold small "
+            "modules in all stages: options={'pipeline': {'keep': ['embedding']}}",
+        )
+
+
+def _finite(tree: Any) -> bool:
+    return all(bool(t.isfinite().all()) for t in tensors(tree) if t.is_floating_point())
+
+
+def _find(module: nn.Module, prefix: str, owner: dict[str, int], kept: set[str], stage: int, found: list[Unit]) -> int:
+    """Collects units in order of definition; returns the stage of the last block so far."""
+    for key, child in module._modules.items():
+        name = f"{prefix}{key}"
+        if child is None or name in kept:
+            continue
+        if name in owner:
+            stage = owner[name]
+        elif any(block.startswith(f"{name}.") for block in owner) or isinstance(child, (nn.ModuleList, nn.ModuleDict)):
+            stage = _find(child, f"{name}.", owner, kept, stage, found)
+            continue
+        elif not any(True for _ in child.parameters()):
+            continue
+        found.append(Unit(name, stage, module._modules, key, child))
+    return stage
+
+
+class Stage(nn.Module):
+    """One stage as torch's `PipelineStage` sees it: `run(received, micro-batch)`, and the parameters of the stage."""
+
+    def __init__(self, run: Callable[[Tensor | None, int], Tensor], modules: Sequence[nn.Module], shared: Any) -> None:
+        super().__init__()
+        self._run = run
+        self.units = nn.ModuleList(modules)
+        self._shared = shared
+
+    def forward(self, *received: Tensor, micro: Tensor) -> Tensor:
+        """One micro-batch, by its number."""
+        return self._run(received[0] if received else None, int(micro))
+
+    def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
+        """Those of its units, and those that all stages hold."""
+        yield from self.units.parameters()
+        yield from self._shared()
+
+
+def measure_blocks(model: nn.Module, blocks: Sequence[str], *inputs: Any, turns: int = 3, **named: Any) -> list[float]:
+    """Seconds that each block takes forward and backward, for `split="time"`.
+
+    Args:
+        model: not prepared yet; runs on `inputs` and `named` as they are.
+        blocks: names of the blocks, such as `paceline.plan.blocks.repeated_blocks(model)`.
+        turns: the least of so many runs counts.
+
+    Ranks: no communication; rank 0's numbers count where ranks differ.
+    """
+    best = [float("inf")] * len(blocks)
+    for _ in range(turns):
+        taken = [0.0] * len(blocks)
+        calls: list[tuple[int, Any, Any]] = []
+        handles = [
+            model.get_submodule(name).register_forward_hook(
+                lambda _, args, kwargs, output, at=at: calls.append((at, args, kwargs)), with_kwargs=True
+            )
+            for at, name in enumerate(blocks)
+        ]
+        with torch.no_grad():
+            model(*inputs, **named)
+        for handle in handles:
+            handle.remove()
+        for at, args, kwargs in calls:
+            args, kwargs = map_tensors(lambda t: t.detach().requires_grad_(t.is_floating_point()), (args, kwargs))
+            begin = _clock()
+            outputs = [t for t in tensors(model.get_submodule(blocks[at])(*args, **kwargs)) if t.requires_grad]
+            torch.autograd.grad([t.sum() for t in outputs], [p for p in model.get_submodule(blocks[at]).parameters()
+                                                            if p.requires_grad], allow_unused=True)  # fmt: skip
+            taken[at] += _clock() - begin
+        best = [min(pair) for pair in zip(best, taken, strict=True)]
+    return best
+
+
+def _clock() -> float:
+    if torch.accelerator.is_available():
+        torch.accelerator.synchronize()
+    return time.perf_counter()

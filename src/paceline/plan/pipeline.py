@@ -1,0 +1,281 @@
+"""A pipeline on paper: which blocks each stage runs, which ranks run it, and how long ranks wait. Pure arithmetic.
+
+    blocks    0 1 2 3 | 4 5 6 7              `split`: contiguous, as even as the weights allow
+    ranks     loop: 0 1 .. p-1 0 1 ..        stage s runs on rank s % p
+              v:    0 1 .. p-1 p-1 .. 1 0    for schedules in which the last stage shares rank 0 with the first
+    time      `simulate` plays an order of actions with unit costs: F = 1, B = 2 = I + W
+
+Sources: Huang et al., "GPipe", 2019; Narayanan et al., "Efficient Large-Scale Language Model Training on GPU Clusters"
+(1F1B and interleaved), 2021; Qi et al., "Zero Bubble Pipeline Parallelism", 2023.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from math import prod
+
+from paceline.plan.facts import ModelFacts
+
+Action = tuple[str, int, int]  # F, B, I or W; stage; micro-batch
+LENGTHS = {"F": 1, "B": 2, "I": 1, "W": 1}
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """One way of ordering the forward and backward passes of micro-batches.
+
+    Attributes:
+        name: as it is written in options.
+        stages_per_rank: where nobody says otherwise.
+        most: stages that one rank can hold, at most.
+        least: stages that one rank can hold, at least.
+        placement: "loop" or "v".
+        otherwise: the schedule that takes any number of micro-batches, where this one does not take those of a batch.
+    """
+
+    name: str
+    stages_per_rank: int
+    least: int
+    most: int
+    placement: str = "loop"
+    otherwise: str = ""
+
+    def takes(self, microbatches: int, ranks: int) -> bool:
+        """Whether so many micro-batches can run on so many ranks."""
+        if self.name in ("1f1b", "dualpipev"):
+            return microbatches >= ranks * self.least
+        if self.name in ("interleaved", "zero-bubble"):
+            return microbatches % max(1, microbatches // ranks) == 0
+        return True
+
+    def bubble(self, microbatches: int, ranks: int, per_rank: int) -> float:
+        """The share of time in which a rank waits, where all stages take equally long and micro-batches suffice:
+        (p - 1) / (v m + p - 1), and (p - 1) / (3 v m + p - 1) where gradients of weights fill what can be filled."""
+        filled = 3 if self.name in ("zero-bubble", "zbv", "dualpipev") else 1
+        return (ranks - 1) / (filled * per_rank * microbatches + ranks - 1)
+
+
+SCHEDULES = {
+    each.name: each
+    for each in (
+        Schedule("gpipe", 1, 1, 1),
+        Schedule("1f1b", 1, 1, 1, otherwise="gpipe"),
+        Schedule("breadth-first", 2, 1, 64),
+        Schedule("interleaved", 2, 2, 64, otherwise="breadth-first"),
+        Schedule("zero-bubble", 1, 1, 64, otherwise="breadth-first"),
+        Schedule("zbv", 2, 2, 2, "v"),
+        Schedule("dualpipev", 2, 2, 2, "v", otherwise="zbv"),
+    )
+}
+
+
+def rank_of(stage: int, ranks: int, placement: str) -> int:
+    """The rank along `pp` that runs a stage."""
+    lap, place = divmod(stage, ranks)
+    return ranks - 1 - place if placement == "v" and lap % 2 else place
+
+
+def choose(schedule: str, wanted: int, rows: int, ranks: int) -> tuple[str, int]:
+    """Micro-batches for a batch of `rows`: as many equal ones as divide it and the schedule takes, at most `wanted`.
+
+    Where the schedule takes no such number, the one named in its `otherwise` runs in its place.
+    """
+    numbers = [number for number in range(min(wanted, rows), 0, -1) if rows % number == 0]
+    for number in numbers:
+        if SCHEDULES[schedule].takes(number, ranks):
+            return schedule, number
+    return SCHEDULES[schedule].otherwise, numbers[0]
+
+
+def matching(pattern: str, names: Iterable[str]) -> tuple[str, ...]:
+    """The names that a pattern with `*` and `?` matches, part by part: `*` does not cross a dot."""
+    parts = pattern.split(".")
+    return tuple(
+        name for name in names if len(own := name.split(".")) == len(parts) and all(map(fnmatchcase, own, parts))
+    )
+
+
+def balanced(weights: Sequence[float], stages: int) -> tuple[int, ...]:
+    """Numbers of the blocks with which stages begin, so that the heaviest stage is as light as can be.
+
+    Args:
+        weights: cost of each block, in order; at least as many as stages.
+        stages: how many.
+    """
+    count = len(weights)
+    ends = [0.0]
+    for weight in weights:
+        ends.append(ends[-1] + weight)
+    best: list[float] = ends[:]  # of the first stages: cost of the heaviest when they hold the first i blocks
+    cuts: list[list[int]] = []
+    for stage in range(1, stages):
+        found, places = [float("inf")] * (count + 1), [0] * (count + 1)
+        for end in range(stage + 1, count + 1):
+            for cut in range(stage, end):
+                heaviest = max(best[cut], ends[end] - ends[cut])
+                if heaviest < found[end]:
+                    found[end], places[end] = heaviest, cut
+        best = found
+        cuts.append(places)
+    begins, end = [], count
+    for places in reversed(cuts):
+        end = places[end]
+        begins.append(end)
+    return (0, *reversed(begins))
+
+
+def even(count: int, stages: int) -> tuple[int, ...]:
+    """Numbers of the blocks with which stages begin, where all blocks count the same; earlier stages take the rest."""
+    size, rest = divmod(count, stages)
+    return tuple(stage * size + min(stage, rest) for stage in range(stages))
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One action in time: `op` of `stage` on a micro-batch, from `start`, for `length` units."""
+
+    op: str
+    stage: int
+    microbatch: int
+    start: int
+    length: int
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """When each rank does what, in units of one forward pass.
+
+    Attributes:
+        ranks: the cells of each rank.
+        length: when the last one ends.
+    """
+
+    ranks: tuple[tuple[Cell, ...], ...]
+    length: int
+
+    @property
+    def bubble(self) -> float:
+        """The share of time in which ranks wait."""
+        busy = sum(cell.length for cells in self.ranks for cell in cells)
+        return 1 - busy / (self.length * len(self.ranks))
+
+    def text(self) -> str:
+        """One row a rank: F forward, B backward, I and W its halves (inputs, weights), with the micro-batch's number;
+        small letters for the rank's later stages, dots while it waits."""
+        widest = max(len(str(cell.microbatch)) for cells in self.ranks for cell in cells)
+        unit = widest + 2
+        rows = []
+        for rank, cells in enumerate(self.ranks):
+            row, now = "", 0
+            first = min(cell.stage for cell in cells)
+            for cell in cells:
+                row += ".".ljust(unit) * (cell.start - now)
+                letter = cell.op if cell.stage == first else cell.op.lower()
+                row += f"{letter}{cell.microbatch}".ljust(cell.length * unit - 1, "-") + " "
+                now = cell.start + cell.length
+            rows.append(f"rank {rank}  " + (row + ".".ljust(unit) * (self.length - now)).rstrip())
+        return "\n".join(rows)
+
+    def svg(self, unit: int = 22, height: int = 24) -> str:
+        """The same as an SVG image for a page."""
+        colours = {"F": "#7aa6d8", "B": "#8cc28c", "I": "#8cc28c", "W": "#e0b36a"}
+        left, wide, high = 52, 52 + self.length * unit, len(self.ranks) * (height + 4)
+        parts = [
+            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {wide} {high}" width="{wide}" height="{high}" '
+            'font-family="monospace" font-size="11">'
+        ]
+        for rank, cells in enumerate(self.ranks):
+            top = rank * (height + 4)
+            parts.append(f'<text x="0" y="{top + 16}">rank {rank}</text>')
+            first = min(cell.stage for cell in cells)
+            for cell in cells:
+                shade = 1.0 if cell.stage == first else 0.6
+                x = left + cell.start * unit
+                parts.append(
+                    f'<rect x="{x}" y="{top}" width="{cell.length * unit - 1}" height="{height}" '
+                    f'fill="{colours[cell.op]}" fill-opacity="{shade}"><title>{cell.op} stage {cell.stage} micro-batch '
+                    f'{cell.microbatch}</title></rect><text x="{x + 3}" y="{top + 16}">{cell.microbatch}</text>'
+                )
+        return "\n".join([*parts, "</svg>"])
+
+
+def simulate(order: Mapping[int, Sequence[Action]]) -> Timeline:
+    """Plays the orders of all ranks, each action as early as what it needs is there.
+
+    Args:
+        order: for each rank, its actions in order.
+    """
+    last = max(stage for actions in order.values() for _, stage, _ in actions)
+    done: dict[tuple[str, int, int], int] = {}  # F, or backward up to the input -> when it ended
+    free = dict.fromkeys(order, 0)
+    left = {rank: list(actions) for rank, actions in order.items()}
+    cells: dict[int, list[Cell]] = {rank: [] for rank in order}
+
+    def ready(op: str, stage: int, microbatch: int) -> int | None:
+        needs = []
+        if op == "F" and stage > 0:
+            needs.append(("F", stage - 1, microbatch))
+        elif op in "BI":
+            needs.append(("F", stage, microbatch))
+            if stage < last:
+                needs.append(("B", stage + 1, microbatch))
+        elif op == "W":
+            needs.append(("B", stage, microbatch))
+        return max((done[need] for need in needs), default=0) if all(need in done for need in needs) else None
+
+    while any(left.values()):
+        moved = False
+        for rank, actions in left.items():
+            while actions and (earliest := ready(*actions[0])) is not None:
+                op, stage, microbatch = actions.pop(0)
+                start = max(free[rank], earliest)
+                free[rank] = start + LENGTHS[op]
+                cells[rank].append(Cell(op, stage, microbatch, start, LENGTHS[op]))
+                if op != "W":
+                    done["F" if op == "F" else "B", stage, microbatch] = free[rank]
+                moved = True
+        assert moved, "an order in which every rank waits for another"
+    return Timeline(tuple(tuple(cells[rank]) for rank in sorted(cells)), max(free.values()))
+
+
+# -- of a model ------------------------------------------------------------------------------------------------
+
+
+def chain(facts: ModelFacts, patterns: Sequence[str], stages: int) -> tuple[str, ...]:
+    """Names of the blocks that run one after the other, in order.
+
+    Those that `patterns` match; else the repeated blocks; else, or where those are too few, the children of an
+    `nn.Sequential`.
+    """
+    names = [name for name, _ in facts.modules]
+    if patterns:
+        chosen = {name for pattern in patterns for name in matching(pattern, names)}
+        return tuple(name for name in names if name in chosen)
+    if facts.modules[:1] == (("", "Sequential"),) and len(facts.blocks) < stages:
+        return tuple(name for name in names if name and "." not in name)
+    return facts.blocks
+
+
+def elements(facts: ModelFacts, name: str) -> int:
+    """Elements in the parameters of a module and all inside it."""
+    return sum(
+        prod(shape)
+        for layer in facts.layers
+        if layer.name == name or layer.name.startswith(f"{name}.")
+        for _, shape in layer.shapes
+    )
+
+
+def loads(facts: ModelFacts, blocks: Sequence[str]) -> list[int]:
+    """Elements that come with each block: its own, and those of the modules defined after it, up to the next block;
+    what is defined before the first block comes with that."""
+    found = [0] * len(blocks)
+    at = 0
+    numbers = {name: number for number, name in enumerate(blocks)}
+    for layer in facts.layers:
+        parts = layer.name.split(".")
+        at = next((numbers[own] for n in range(1, len(parts) + 1) if (own := ".".join(parts[:n])) in numbers), at)
+        found[at] += sum(prod(shape) for _, shape in layer.shapes)
+    return found
