@@ -12,6 +12,25 @@ from typing import Any
 import torch
 
 from paceline.base.errors import TrainError
+from paceline.world.sharded import local
+
+
+class _PartScaler(torch.amp.GradScaler):
+    """Unscales this rank's parts of divided gradients: torch's own refuses them beside plain ones, or of two meshes."""
+
+    def _unscale_grads_(self, optimizer: Any, inv_scale: Any, found_inf: Any, allow_fp16: bool) -> Any:
+        parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+        parts = type("Parts", (), {"param_groups": [{"params": [_part(p) for p in parameters]}]})
+        return super()._unscale_grads_(parts, inv_scale, found_inf, allow_fp16)  # type: ignore[arg-type]
+
+
+def _part(parameter: torch.Tensor) -> torch.Tensor:
+    """A tensor whose gradient is this rank's part of the parameter's; the parameter itself where it is not divided."""
+    if local(parameter) is parameter:
+        return parameter
+    part = local(parameter).detach()
+    part.grad = local(parameter.grad)
+    return part
 
 
 class LossScaler:
@@ -26,7 +45,7 @@ class LossScaler:
 
     def __init__(self, device: torch.device, collectives: Any, agree: bool = False, **options: Any) -> None:
         self.agree = agree
-        self.grad_scaler = torch.amp.GradScaler(device.type, **options)
+        self.grad_scaler = _PartScaler(device.type, **options)
         self._collectives = collectives
         self._loss: torch.Tensor | None = None
         self._unscaled: set[int] = set()
