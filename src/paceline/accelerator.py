@@ -52,7 +52,7 @@ class Accelerator(Participant):
         mixed_precision: "no", "bf16" or "fp16".
         gradient_accumulation_steps: micro-batches in one optimizer step.
         cpu: True computes on the CPU although there is an accelerator.
-        plan: sizes of axes and options of strategies, such as `{"replicate": 2}`.
+        plan: settings of the plan, such as `{"shard": 2, "zero": 1}`; or the name of a config file.
         options: options of strategies, such as `{"replicate": {"comm_hook": "bf16"}}`.
         split_batches: a loader's batch size is that of all ranks together (False: of one rank).
         dispatch_batches: rank 0 reads and sends each rank its part.
@@ -78,7 +78,7 @@ class Accelerator(Participant):
         gradient_accumulation_steps: int | None = None,
         cpu: bool | None = None,
         *,
-        plan: Mapping[str, Any] | None = None,
+        plan: Mapping[str, Any] | str | Path | None = None,
         options: Mapping[str, Mapping[str, Any]] | None = None,
         split_batches: bool | None = None,
         dispatch_batches: bool | None = None,
@@ -93,14 +93,14 @@ class Accelerator(Participant):
         timeout_s: float | None = None,
     ) -> None:
         resolved = resolve_run(dict(
-            plan or {}, mixed_precision=mixed_precision, accumulate=gradient_accumulation_steps, cpu=cpu, debug=debug,
+            mixed_precision=mixed_precision, accumulate=gradient_accumulation_steps, cpu=cpu, debug=debug,
             timeout_s=timeout_s, split_batches=split_batches, dispatch_batches=dispatch_batches,
             even_batches=even_batches, data_seed=data_seed, non_blocking=non_blocking,
-        ))  # fmt: skip
+        ), plan=plan, options=options)  # fmt: skip
         self.settings = settings = resolved.settings
         decisions = [Decision(**vars(choice)) for choice in resolved.decisions]
         found = World.detect()
-        started = draft(vars(settings), decisions, found.size, options)
+        started = draft(vars(settings), decisions, found.size, settings.options)
         for notice in resolved.notices:
             warn_once("config", notice)
         world = rendezvous.join(found, cpu=settings.cpu, timeout_s=settings.timeout_s)
@@ -293,7 +293,7 @@ class Accelerator(Participant):
         """
         if self.gradients.sync:
             self.unscale_gradients()
-            self._norm = clip_grad_norm(parameters, max_norm, norm_type)
+            self._norm = clip_grad_norm(parameters, max_norm, norm_type, self._prepared.across())
         return self._norm
 
     def clip_grad_value_(self, parameters: Any, clip_value: float) -> None:

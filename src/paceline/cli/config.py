@@ -36,7 +36,12 @@ def run(args: argparse.Namespace) -> int:
     """Asks, then writes; prints the file's name to stdout."""
     told = resolve_launch(schema.given(args), {}, search=False)
     holds = settings_of()
-    values = {row.field: row.value for row in told.decisions if row.source != "default" and holds[row.field].in_file}
+    said = (
+        row for row in told.decisions if row.source != "default" and row.field in holds and holds[row.field].in_file
+    )
+    values: dict[str, Any] = {row.field: row.value for row in said} | (
+        {"options": told.run.options} if told.run.options else {}
+    )
     path = Path(args.output).expanduser() if args.output else own_default(environment.snapshot())
     if not args.default:
         _need_terminal()

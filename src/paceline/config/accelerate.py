@@ -14,6 +14,7 @@ from types import MappingProxyType
 
 from paceline.base import env as environment
 from paceline.base.errors import ConfigError, Problem
+from paceline.config.engine_fields import FIELDS
 from paceline.config.given import Choice, Given
 from paceline.config.settings import settings_of
 
@@ -53,13 +54,6 @@ _ROWS = (
     Foreign("quiet", "there is nothing to silence: a failing rank is reported once", takes=False),
     Foreign("enable_cpu_affinity", "processes are not bound to cores; use numactl for that", takes=False, tell=True),
     Foreign("use_parallelism_config", "the sizes of the axes say it", takes=False),
-    Foreign(
-        "parallelism_config_cp_backend parallelism_config_cp_comm_strategy parallelism_config_sp_backend "
-        "parallelism_config_sp_seq_length parallelism_config_sp_seq_length_is_variable "
-        "parallelism_config_sp_attn_implementation",
-        "it counts only together with a size above 1",
-    ),
-    Foreign("parallelism_config_sp_size", "it divides sequences", ("1", *_OFF), "set it to 1, and `cp` instead", True),
     Foreign("compute_environment", "it says where the run takes place", ("local_machine",), _HERE),
     Foreign(
         "distributed_type",
@@ -67,22 +61,14 @@ _ROWS = (
         ("no", "multi_gpu", "multi_cpu", "multi_xpu", "multi_npu", "multi_mlu", "multi_musa", "multi_hpu"),
         "set distributed_type to MULTI_GPU (MULTI_CPU without one)",
     ),
-    Foreign("use_fsdp", "it asks for accelerate's FSDP", _OFF, _SHARDING, False),
     Foreign("use_deepspeed", "it asks for DeepSpeed's engine", _OFF, _SHARDING, False),
     Foreign("use_megatron_lm", "it asks for Megatron-LM's engine", _OFF, _SHARDING, False),
     Foreign("gradient_clipping", "it is DeepSpeed's", _OFF, "call `accelerator.clip_grad_norm_` in the script", True),
     Foreign(
-        "fsdp_config deepspeed_config megatron_lm_config fp8_config",
+        "deepspeed_config megatron_lm_config fp8_config",
         "it counts only where distributed_type or mixed_precision asks for it",
     ),
     Foreign("mpirun_hostfile", "it starts processes through mpirun", _OFF, "run `mpirun -n N python script.py`", True),
-    Foreign("dynamo_backend", "it compiles the model", _OFF, "call `torch.compile(model)` before `prepare`", True),
-    Foreign("dynamo_mode", "it counts only together with dynamo_backend", takes=True),
-    Foreign(
-        "dynamo_use_fullgraph dynamo_use_dynamic dynamo_use_regional_compilation",
-        "it counts only together with dynamo_backend",
-        takes=False,
-    ),
     Foreign("tpu", "it asks for TPUs", _OFF, "use the CPU, or an accelerator that `torch.accelerator` knows", False),
     Foreign("downcast_bf16 tpu_use_cluster tpu_use_sudo", "it concerns TPUs alone", takes=False),
     Foreign("tpu_name tpu_zone", "it concerns TPUs alone", takes=True),
@@ -92,13 +78,17 @@ FOREIGN: Mapping[str, Foreign] = MappingProxyType({name: row for row in _ROWS fo
 
 # Those that may stand on a command line, and whether a value follows.
 FLAGS: Mapping[str, bool] = MappingProxyType(
-    {TOTAL: True, **{name: row.takes for name, row in FOREIGN.items() if row.takes is not None}}
+    {
+        TOTAL: True,
+        **{name: row.takes for name, row in FOREIGN.items() if row.takes is not None},
+        **{name: row.takes for name, row in FIELDS.items() if row.takes is not None},
+    }
 )
 
 # Families of flags and keys that belong to one engine, by how their names begin.
 _FAMILIES: Mapping[str, tuple[str, str]] = MappingProxyType(
     {
-        "fsdp_": ("it configures accelerate's FSDP", _SHARDING),
+        "fsdp_": ("accelerate 1.15 has no such field of FSDP", "leave it out"),
         "deepspeed_": ("it configures DeepSpeed", _SHARDING),
         "zero_": ("it configures DeepSpeed", _SHARDING),
         "zero3_": ("it configures DeepSpeed", _SHARDING),
@@ -106,8 +96,8 @@ _FAMILIES: Mapping[str, tuple[str, str]] = MappingProxyType(
         "megatron_lm_": ("it configures Megatron-LM", _SHARDING),
         "fp8_": ("it configures float8 arithmetic", "use mixed_precision bf16"),
         "parallelism_config_": (
-            "this part of it has no counterpart yet",
-            "leave it out; the sizes of dp_replicate, dp_shard, tp and cp are read",
+            "accelerate 1.15 has no such field",
+            "leave it out; the sizes of dp_replicate, dp_shard, tp, cp and sp are read",
         ),
         "aws_": ("it concerns SageMaker", _HERE),
         "tpu_": ("it concerns TPUs", "leave it out"),
@@ -129,7 +119,7 @@ def own_name(name: str) -> str:
 def names() -> list[str]:
     """All of accelerate's names that are understood."""
     aliases = [alias for each in settings_of().values() for alias in each.accelerate]
-    return [TOTAL, *aliases, *FOREIGN]
+    return [TOTAL, *aliases, *FOREIGN, *(name for name, row in FIELDS.items() if row.takes is not None)]
 
 
 def judge(given: Given) -> Choice | Problem | None:

@@ -12,12 +12,17 @@ from pathlib import Path
 import yaml
 
 from paceline.base.errors import ConfigError, Problem
-from paceline.config import accelerate
+from paceline.config import accelerate, engines, options
 from paceline.config.given import Choice, Given, nearest
 from paceline.config.settings import settings_of
 
 # Blocks of accelerate's files whose keys are read one by one, and what those keys begin with.
-_BLOCKS = {"parallelism_config": "parallelism_config_", "dynamo_config": "dynamo_", "mpirun_config": "mpirun_"}
+_BLOCKS = {
+    "parallelism_config": "parallelism_config_",
+    "dynamo_config": "dynamo_",
+    "fsdp_config": "fsdp_",
+    "mpirun_config": "mpirun_",
+}
 
 
 @dataclass
@@ -90,16 +95,27 @@ def _read_block(path: str, block: yaml.MappingNode, prefix: str, content: Conten
         first[same] = where
         if name in _BLOCKS and isinstance(node, yaml.MappingNode):
             _read_block(path, node, _BLOCKS[name], content)
-        elif name in _BLOCKS and _is_null(node):
+        elif name in _BLOCKS and options.is_null(node):
             continue
         else:
-            _read_key(name, node, where, content)
+            _read_key(path, name, node, where, content)
 
 
-def _read_key(name: str, node: yaml.Node, where: str, content: Content) -> None:
+def _read_key(path: str, name: str, node: yaml.Node, where: str, content: Content) -> None:
     own = settings_of().get(accelerate.own_name(name))
+    if name == options.NAME:
+        for each in options.read_node(node, "file", path):
+            if isinstance(each, Problem):
+                content.problems.append(each)
+            else:
+                content.given.append(each)
+        return
     if own is not None and own.in_file:
         _read_setting(name, node, where, content)
+        return
+    told = Given(name, None if options.is_null(node) else options.value_of(node), "file", where)
+    if engines.knows(told):
+        content.given += [told] if told.value is not None else []
         return
     text = node.value if isinstance(node, yaml.ScalarNode) else f"a {_kind(node)}"
     verdict = accelerate.judge(Given(name, text, "file", where))
@@ -112,7 +128,9 @@ def _read_key(name: str, node: yaml.Node, where: str, content: Content) -> None:
 
 
 def _read_setting(name: str, node: yaml.Node, where: str, content: Content) -> None:
-    if _is_null(node) or (name == accelerate.TOTAL and node.value == "-1"):  # -1: accelerate's "say it on the flag"
+    if options.is_null(node) or (
+        name == accelerate.TOTAL and node.value == "-1"
+    ):  # -1: accelerate's "say it on the flag"
         return
     if isinstance(node, yaml.ScalarNode):
         content.given.append(Given(name, node.value, "file", where))
@@ -132,10 +150,6 @@ def _unknown(name: str, where: str, *, on_command_line: bool) -> Problem:
     close = nearest(name, own) or nearest(name, accelerate.names())
     fix = f"write {close!r}" if close else "`paceline explain` lists all settings"
     return Problem("config-key", f"{where}: there is no setting {name!r}.", "", fix)
-
-
-def _is_null(node: yaml.Node) -> bool:
-    return isinstance(node, yaml.ScalarNode) and node.tag == "tag:yaml.org,2002:null"
 
 
 def _kind(node: yaml.Node) -> str:

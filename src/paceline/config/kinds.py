@@ -121,3 +121,16 @@ def _yes_no_auto(text: str) -> bool | str:
 
 
 YES_NO_AUTO = Kind("yes, no or auto", _yes_no_auto, {"anyOf": [{"type": "boolean"}, {"const": "auto"}]}, "yes|no|auto")
+
+
+def _no_text(text: str) -> Any:
+    raise ValueError(text)
+
+
+# Read by `config.options`, option by option: which values an option takes is known to its strategy alone.
+OPTIONS = Kind(
+    "a block of strategies, each with a block of its options",
+    _no_text,
+    {"type": "object", "additionalProperties": {"type": "object"}},
+    "STRATEGY.OPTION=VALUE",
+)

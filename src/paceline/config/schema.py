@@ -58,7 +58,7 @@ def add_options(parser: argparse.ArgumentParser, *classes: type, accelerate: boo
 def _add_option(group: argparse._ArgumentGroup, each: Setting) -> None:
     shown = [*([each.short] if each.short else []), each.flag]
     other = [flag for name in (each.name, *each.accelerate) for flag in _spellings(name) if flag not in shown]
-    default = "not set" if each.default in (None, "") else shown_value(each.default)
+    default = "not set" if each.default in (None, "", {}) else shown_value(each.default)
     text = f"{each.doc} [{default}]".replace("%", "%%")
     options: dict[str, Any] = {"action": _Note, "name": each.name}
     options |= {"nargs": 0, "const": "true"} if each.kind is YES_NO else {"metavar": each.kind.metavar}
@@ -128,7 +128,7 @@ def table(*classes: type) -> str:
             lines += ["", f"### {group[0].upper()}{group[1:]}", ""]
             lines += ["| setting | default | values | what it does | also |", "|---|---|---|---|---|"]
         also = [f"`--{name}`" for name in each.accelerate] + [f"`{name}`" for name in each.variables]
-        cells = [f"`{each.name}`", f"`{shown_value(each.default)}`" if each.default not in (None, "") else "not set",
+        cells = [f"`{each.name}`", f"`{shown_value(each.default)}`" if each.default not in (None, "", {}) else "not set",
                  each.kind.expected, each.doc, ", ".join([f"`{each.short}`"] * bool(each.short) + also)]  # fmt: skip
         lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
     return "\n".join(lines[1:]) + "\n"

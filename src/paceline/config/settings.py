@@ -7,11 +7,11 @@ and `main_port` in a file. `config/schema.py` derives the options, the JSON sche
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import MISSING, dataclass, field, fields
 from functools import cache
 from typing import Any
 
-from paceline.config.kinds import YES_NO, Kind, matching, one_of, seconds, whole
+from paceline.config.kinds import OPTIONS, YES_NO, Kind, matching, one_of, seconds, whole
 
 
 @dataclass(frozen=True)
@@ -28,6 +28,7 @@ class Setting:
         accelerate: accelerate's names for it, as flag and as file key.
         variables: accelerate's environment variables for it; `PACELINE_<NAME>` comes before them.
         in_file: whether a config file may hold it.
+        spelling: how the flag is called where not as the setting.
     """
 
     name: str
@@ -39,11 +40,12 @@ class Setting:
     accelerate: tuple[str, ...] = ()
     variables: tuple[str, ...] = ()
     in_file: bool = True
+    spelling: str = ""
 
     @property
     def flag(self) -> str:
         """Its spelling on the command line."""
-        return "--" + self.name.replace("_", "-")
+        return "--" + (self.spelling or self.name).replace("_", "-")
 
     @property
     def variable(self) -> str:
@@ -53,7 +55,10 @@ class Setting:
 
 def setting(default: Any, kind: Kind, doc: str, group: str, **names: Any) -> Any:
     """Declares a field of a settings class; `names` are the remaining attributes of `Setting`."""
-    return field(default=default, metadata={"kind": kind, "doc": doc, "group": group, **names})
+    metadata = {"kind": kind, "doc": doc, "group": group, **names}
+    if isinstance(default, dict):
+        return field(default_factory=lambda: dict(default), metadata=metadata)
+    return field(default=default, metadata=metadata)
 
 
 @cache
@@ -62,7 +67,8 @@ def settings_of(*classes: type) -> Mapping[str, Setting]:
     found = {}
     for cls in classes or (LaunchSettings, RunSettings):
         for each in fields(cls):
-            found[each.name] = Setting(each.name, each.default, **each.metadata)
+            default = each.default if each.default_factory is MISSING else each.default_factory()
+            found[each.name] = Setting(each.name, default, **each.metadata)
     return found
 
 
@@ -97,22 +103,18 @@ class RunSettings:
     )  # fmt: skip
     replicate: int | str = setting(
         "auto", whole(1, auto=True), "Copies of the model, each fed other samples; auto: what the other axes leave.",
-        _LAYOUT, accelerate=("parallelism_config_dp_replicate_size",),
-        variables=("PARALLELISM_CONFIG_DP_REPLICATE_SIZE",),
+        _LAYOUT,
     )  # fmt: skip
     shard: int | str = setting(
         "auto", whole(1, auto=True),
         "Ranks that share one copy of what `zero` names, each fed other samples; auto: 1, or all that the other axes "
         "leave where zero is given.", _LAYOUT,
-        accelerate=("parallelism_config_dp_shard_size",), variables=("PARALLELISM_CONFIG_DP_SHARD_SIZE",),
     )  # fmt: skip
     tp: int | str = setting(
         1, whole(1, auto=True), "Ranks that divide each layer's matrices (tensor parallel).", _LAYOUT,
-        accelerate=("parallelism_config_tp_size",), variables=("PARALLELISM_CONFIG_TP_SIZE",),
     )  # fmt: skip
     cp: int | str = setting(
         1, whole(1, auto=True), "Ranks that divide each sequence (context parallel).", _LAYOUT,
-        accelerate=("parallelism_config_cp_size",), variables=("PARALLELISM_CONFIG_CP_SIZE",),
     )  # fmt: skip
     pp: int | str = setting(
         1, whole(1, auto=True), "Ranks that divide the layers among them (pipeline parallel).", _LAYOUT
@@ -133,6 +135,10 @@ class RunSettings:
         _MEMORY,
     )  # fmt: skip
     compile: bool = setting(False, YES_NO, "Compiles the repeated blocks, one by one.", _MEMORY)
+    options: Mapping[str, Mapping[str, Any]] = setting(
+        {}, OPTIONS, "Options of the strategies that serve the axes, such as shard.reshard=no; may be given repeatedly.",
+        _LAYOUT, spelling="option",
+    )  # fmt: skip
     split_batches: bool = setting(
         False, YES_NO, "A loader's batch size counts for all ranks together and is divided among them.", _DATA
     )

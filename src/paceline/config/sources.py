@@ -13,11 +13,13 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 from paceline.base import env as environment
 from paceline.base.errors import ConfigError, Problem
-from paceline.config import accelerate
+from paceline.config import accelerate, engines
+from paceline.config import options as strategy_options
 from paceline.config.given import SOURCES, Choice, Given, nearest
 from paceline.config.settings import LaunchSettings, RunSettings, settings_of
 
@@ -65,7 +67,13 @@ class Launch:
         return {HANDED: hand_over(self.decisions)}
 
 
-def resolve_run(code: Mapping[str, Any], env: Mapping[str, str] | None = None) -> Resolved[RunSettings]:
+def resolve_run(
+    code: Mapping[str, Any],
+    env: Mapping[str, str] | None = None,
+    *,
+    plan: Mapping[str, Any] | Sequence[Given] | str | Path | None = None,
+    options: Mapping[str, Mapping[str, Any]] | None = None,
+) -> Resolved[RunSettings]:
     """Settings of this run: what the script says over what the launcher handed on, the environment and a file.
 
     Under a launcher other than ours the file is the one that PACELINE_CONFIG names, if any.
@@ -73,30 +81,90 @@ def resolve_run(code: Mapping[str, Any], env: Mapping[str, str] | None = None) -
     Args:
         code: what the script said, by setting; None means that it said nothing.
         env: the environment; this process's where it is None.
+        plan: what else it said, by setting; or the name of a config file, over which flags and variables win; or values
+            of another library's that were read by `compat`.
+        options: options of strategies.
 
     Raises:
         ConfigError: `config-value`, `config-key`, `settings-handed`, and those of `files.read`; all problems at once.
     """
     env = environment.snapshot() if env is None else env
     problems: list[Problem] = []
-    given = [
-        Given(name, value, "code", f"Accelerator({IN_CODE.get(name, name)}=...)")
-        for name, value in code.items()
-        if value is not None
-    ]
-    problems += [_unknown(each) for each in given if each.name not in settings_of(RunSettings)]
+    given = _from_code(code, plan, options, problems)
     given += _from_env(env, RunSettings)
     if HANDED in env:
         given += _handed(env[HANDED])
     elif env.get("PACELINE_CONFIG"):
-        from paceline.config import files
-
-        content = files.read(env["PACELINE_CONFIG"])
-        given += content.given
-        problems += content.problems
+        _read_file(env["PACELINE_CONFIG"], given, problems)
+    if isinstance(plan, str | Path):
+        _read_file(str(plan), given, problems)
+    given, unused = _translate(given, _nodes(env), problems)
     values, decisions = _merge(RunSettings, given, problems)
     _raise(problems)
-    return Resolved(RunSettings(**values), decisions, _unknown_variables(env))
+    notices = (*engines.notices(unused), *_unknown_variables(env))
+    return Resolved(RunSettings(**values), decisions, notices)
+
+
+def _from_code(code: Mapping[str, Any], plan: Any, options: Any, problems: list[Problem]) -> list[Given]:
+    """What the script said, the weakest first: values within one source are taken in order."""
+    given: list[Given] = []
+    if isinstance(plan, Mapping):
+        given += [
+            Given(name, value, "code", f"Accelerator(plan={{{name!r}: ...}})")
+            for name, value in plan.items()
+            if value is not None
+        ]
+    elif plan is not None and not isinstance(plan, str | Path):
+        given += plan
+    if options is not None:
+        given.append(Given(strategy_options.NAME, options, "code", "Accelerator(options=...)"))
+    given += [
+        Given(name, value, "code", f"Accelerator({IN_CODE.get(name, name)}=...)")
+        for name, value in code.items()
+        if value is not None
+    ]
+    known = settings_of(RunSettings)
+    problems += [_unknown(each) for each in given if each.name not in known and not engines.knows(each)]
+    return given
+
+
+def _read_file(path: str, given: list[Given], problems: list[Problem]) -> None:
+    from paceline.config import files
+
+    content = files.read(path)
+    given += content.given
+    problems += content.problems
+
+
+def _translate(given: list[Given], nodes: int, problems: list[Problem]) -> tuple[list[Given], list[Choice]]:
+    """Turns what only some libraries say into settings of ours, and blocks of options into single ones."""
+    found = engines.translate(given, nodes)
+    problems += found.problems
+    single: list[Given] = []
+    for each in found.given:
+        if each.name != strategy_options.NAME:
+            single.append(each)
+            continue
+        for option in strategy_options.read(each):
+            if isinstance(option, Problem):
+                problems.append(option)
+            else:
+                single.append(option)
+    return single, found.unused
+
+
+def _nodes(env: Mapping[str, str]) -> int:
+    """Hosts that take part, as torchelastic or another launcher tells its processes; 1 where nobody does."""
+
+    def number(name: str) -> int:
+        text = env.get(name, "")
+        return int(text) if text.isdigit() and int(text) > 0 else 1
+
+    return (
+        number("GROUP_WORLD_SIZE")
+        if "GROUP_WORLD_SIZE" in env
+        else -(-number("WORLD_SIZE") // number("LOCAL_WORLD_SIZE"))
+    )
 
 
 def resolve_launch(flags: Sequence[Given] = (), env: Mapping[str, str] | None = None, *, search: bool = True) -> Launch:
@@ -115,7 +183,7 @@ def resolve_launch(flags: Sequence[Given] = (), env: Mapping[str, str] | None = 
     unused: list[Choice] = []
     given: list[Given] = []
     for each in flags:
-        if accelerate.own_name(each.name):
+        if accelerate.own_name(each.name) or engines.knows(each):
             given.append(each)
         else:
             _sort(accelerate.judge(each) or _unknown(each), unused, problems)
@@ -129,23 +197,27 @@ def resolve_launch(flags: Sequence[Given] = (), env: Mapping[str, str] | None = 
         unused += content.unused
         problems += content.problems
     values, decisions = _merge(LaunchSettings, given, problems)
+    given, idle = _translate(given, values["nodes"], problems)
     run_values, run_decisions = _merge(RunSettings, given, problems)
     decisions = _per_node(values, decisions, problems)
     _raise(problems)
-    notices = (*filter(None, map(accelerate.notice, unused)), *_unknown_variables(env))
+    notices = (*filter(None, map(accelerate.notice, unused)), *engines.notices(idle), *_unknown_variables(env))
     rows = decisions + run_decisions
-    return Launch(LaunchSettings(**values), RunSettings(**run_values), rows, tuple(unused), notices, path)
+    return Launch(LaunchSettings(**values), RunSettings(**run_values), rows, (*unused, *idle), notices, path)
 
 
 def hand_over(decisions: Iterable[Choice]) -> str:
     """JSON of what the command line and the file said about the run: {setting: [value, source, where]}."""
-    names = settings_of(RunSettings)
     rows = {
         row.field: [row.value, row.source, row.where]
         for row in decisions
-        if row.field in names and row.source in ("command line", "file")
+        if _of_run(row.field) and row.source in ("command line", "file")
     }
-    return json.dumps(rows)
+    return json.dumps(rows, default=str)  # YAML has dates, which no option takes
+
+
+def _of_run(name: str) -> bool:
+    return name in settings_of(RunSettings) or name.startswith(f"{strategy_options.NAME}.")
 
 
 def _handed(text: str) -> list[Given]:
@@ -154,7 +226,7 @@ def _handed(text: str) -> list[Given]:
         return [
             Given(name, value, source, where)
             for name, (value, source, where) in rows.items()
-            if name in settings_of(RunSettings) and source in SOURCES and value is not None
+            if _of_run(name) and source in SOURCES and value is not None
         ]
     except (ValueError, TypeError, AttributeError):
         raise ConfigError(
@@ -167,7 +239,8 @@ def _handed(text: str) -> list[Given]:
 
 def _from_env(env: Mapping[str, str], *classes: type) -> list[Given]:
     """Variables that are set and not empty; ours last, so that it wins over accelerate's."""
-    return [
+    foreign = engines.from_env(env) if RunSettings in classes else []
+    return foreign + [
         Given(each.name, env[variable], "environment", variable)
         for each in settings_of(*classes).values()
         for variable in (*reversed(each.variables), each.variable)
@@ -175,9 +248,10 @@ def _from_env(env: Mapping[str, str], *classes: type) -> list[Given]:
     ]
 
 
-def _merge(cls: type, given: Iterable[Given], problems: list[Problem]) -> tuple[dict[str, Any], tuple[Choice, ...]]:
+def _merge(cls: type, given: Sequence[Given], problems: list[Problem]) -> tuple[dict[str, Any], tuple[Choice, ...]]:
     """Reads every value, and takes for each setting the one of the strongest source (the last one within a source)."""
-    settings = settings_of(cls)
+    settings = dict(settings_of(cls))
+    merged = strategy_options.merge(given) if settings.pop(strategy_options.NAME, None) else None
     said: dict[str, list[Given]] = {}
     for each in given:
         if (name := accelerate.own_name(each.name)) in settings:
@@ -200,6 +274,9 @@ def _merge(cls: type, given: Iterable[Given], problems: list[Problem]) -> tuple[
                 values.pop(accelerate.TOTAL, None)
         values[name] = choice.value
         choices.append(choice)
+    if merged is not None:
+        values[strategy_options.NAME] = merged[0]
+        choices.extend(merged[1])
     return values, tuple(choices)
 
 

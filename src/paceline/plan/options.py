@@ -35,19 +35,30 @@ class NoOptions:
     """For strategies that have none."""
 
 
-def read(cls: type[T], given: Mapping[str, Any], strategy: str) -> tuple[T, list[Problem]]:
-    """The options of `strategy`, and everything that is wrong with what was given; wrong ones keep their default."""
+def read(
+    cls: type[T], given: Mapping[str, Any], strategy: str, places: Mapping[str, str] | None = None
+) -> tuple[T, list[Problem]]:
+    """The options of `strategy`, and everything that is wrong with what was given; wrong ones keep their default.
+
+    Args:
+        cls: the dataclass of its options.
+        given: values by name.
+        strategy: its name.
+        places: where each was said, by `options.strategy.name`.
+    """
     known = {each.name: each for each in fields(cls)}  # type: ignore[arg-type]
     values: dict[str, Any] = {}
     problems = []
     for name, value in given.items():
+        place = (places or {}).get(f"options.{strategy}.{name}", "")
+        said = f"it comes from {place}; " if place else ""
         if name not in known:
             close = get_close_matches(name, known, 1)
             problems.append(
                 Problem(
                     "strategy-option",
                     f"{strategy} has no option called {name!r}.",
-                    why=f"options: {', '.join(known) or 'none'}",
+                    why=f"{said}options: {', '.join(known) or 'none'}",
                     fix=f"write {close[0]!r}" if close else "use one of these, or leave it out",
                 )
             )
@@ -61,7 +72,7 @@ def read(cls: type[T], given: Mapping[str, Any], strategy: str) -> tuple[T, list
                 Problem(
                     "strategy-value",
                     f"{strategy}.{name} cannot be {value!r}.",
-                    why=f"expected: {error}",
+                    why=f"{said}expected: {error}",
                     fix="give it such a value" + ("" if default is MISSING else f", or leave it out (then {default})"),
                 )
             )

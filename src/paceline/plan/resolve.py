@@ -136,8 +136,9 @@ def resolve(
                     fix="use one of these names",
                 )
             )
+    places = {each.field: each.where or each.source for each in plan.decisions}
     for strategy in chosen:
-        problems.extend(read(strategy.Options, plan.options.get(strategy.name, {}), strategy.name)[1])
+        problems.extend(read(strategy.Options, plan.options.get(strategy.name, {}), strategy.name, places)[1])
         for one in facts:
             problems.extend(strategy.check(plan, one))
     if problems:

@@ -66,7 +66,7 @@ def test_version(capsys):
         (["lanch"], "write `paceline launch`" if "launch" in COMMANDS else "there is no command 'lanch'"),
         (["explain", "--prcs", "2"], "write --procs"),
         (["explain", "--procs"], "expected one argument"),
-        (["explain", "--fsdp_sharding_strategy", "1"], "[accelerate-feature]"),
+        (["explain", "--use_deepspeed"], "[accelerate-feature]"),
         (["explain", "stray"], "does not take 'stray'.  [command-line]"),
         (["explain", "--procs", "0"], "procs cannot be '0'"),
     ],

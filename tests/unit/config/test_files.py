@@ -89,7 +89,7 @@ def test_a_wish_that_is_not_met_is_noticed(told):
     assert "enable_cpu_affinity" in notice and "run.yaml:1" in notice and "numactl" in notice
 
 
-@pytest.mark.parametrize("kind", ["FSDP", "DEEPSPEED", "MEGATRON_LM", "XLA", "TPU"])
+@pytest.mark.parametrize("kind", ["DEEPSPEED", "MEGATRON_LM", "XLA", "TPU"])
 def test_engines_are_refused(problems, kind):
     [problem] = problems(f"compute_environment: LOCAL_MACHINE\ndistributed_type: {kind}\n")
     assert problem.code == "accelerate-feature"
@@ -98,8 +98,8 @@ def test_engines_are_refused(problems, kind):
 
 @pytest.mark.parametrize(
     "text",
-    ["compute_environment: AMAZON_SAGEMAKER", "dynamo_config:\n  dynamo_backend: INDUCTOR", "use_fsdp: true",
-     "mpirun_config:\n  mpirun_hostfile: hosts", "parallelism_config:\n  sp_size: 2"],
+    ["compute_environment: AMAZON_SAGEMAKER", "mpirun_config:\n  mpirun_hostfile: hosts",
+     "fsdp_config:\n  fsdp_no_such: 1", "dynamo_config:\n  dynamo_options: {a: 1}\n  dynamo_backend: inductor"],
 )  # fmt: skip
 def test_other_features_are_refused(problems, text):
     [problem] = problems(text + "\n")

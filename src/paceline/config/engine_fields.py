@@ -1,0 +1,320 @@
+"""Every field of accelerate's engines and what becomes of it: one table, from which mapping, docs and tests follow.
+
+    means   {"zero": 2}            our settings and options that say the same
+    why     "..."                  it has no effect here, and why
+    fix     "..."                  it is refused; what to do instead
+
+A field is met as a key of `fsdp_config:`, `parallelism_config:` and `dynamo_config:`, as a flag of `accelerate launch`,
+as an environment variable, and as an attribute of a plugin or a keyword of torch's `FSDP(...)`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any
+
+
+class _Stands:
+    """Stands for a number or a text that is known later."""
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+
+    def __repr__(self) -> str:
+        return self.text
+
+
+VALUE, NODES = _Stands("the same"), _Stands("number of hosts")
+
+
+@dataclass(frozen=True)
+class Case:
+    """What one value of a field comes to.
+
+    Attributes:
+        value: words with | between (capitals do not matter; yes, on and 1 are true); "*" is any value.
+        means: setting, or "options.strategy.option" -> value.
+        why: why it has no effect, or why it is refused.
+        fix: what to do instead; a case with one is refused.
+        unless: it says nothing where one of these fields is given.
+    """
+
+    value: str
+    means: Mapping[str, Any] = field(default_factory=dict)
+    why: str = ""
+    fix: str = ""
+    unless: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Field:
+    """One field.
+
+    Attributes:
+        name: as flag and as key in a file.
+        cases: the first one that fits counts.
+        owner: the class that has it.
+        attribute: its name there; that of the field without its prefix where it is "".
+        variable: its environment variable; "" where there is none.
+        default: accelerate's own values, with | between, about which nobody needs to be told.
+        needs: fields without which it does not count, such as "use_fsdp=true".
+        takes: whether it is a flag, with a value (True), without one (False); None for no flag.
+    """
+
+    name: str
+    cases: tuple[Case, ...]
+    owner: str
+    attribute: str = ""
+    variable: str = ""
+    default: str = ""
+    needs: tuple[str, ...] = ()
+    takes: bool | None = True
+
+
+PLUGIN, AXES, TENSOR, DYNAMO, TORCH = (
+    "FullyShardedDataParallelPlugin",
+    "ParallelismConfig",
+    "TorchTensorParallelPlugin",
+    "TorchDynamoPlugin",
+    "torch.distributed.fsdp.FullyShardedDataParallel",
+)
+TENSOR_HANDLER, CONTEXT_HANDLER, SEQUENCE_HANDLER = (
+    "TorchTensorParallelConfig",
+    "TorchContextParallelConfig",
+    "DeepSpeedSequenceParallelConfig",
+)
+MIXED = "torch.distributed.fsdp.MixedPrecision"
+
+
+def _true(**means: Any) -> Case:
+    return Case("true", {name.replace("__", "."): value for name, value in means.items()})
+
+
+def _asks_nothing(value: str = "false") -> Case:
+    return Case(value, why="it asks for nothing")
+
+
+def _idle(why: str, value: str = "*") -> Case:
+    return Case(value, why=why)
+
+
+_SHARDINGS: Mapping[str, Mapping[str, Any]] = {
+    "FULL_SHARD|1": {"zero": 3},
+    "SHARD_GRAD_OP|2": {"zero": 2},
+    "NO_SHARD|3": {"zero": 0},
+    "HYBRID_SHARD|4": {"zero": 3, "replicate": NODES},
+    "HYBRID_SHARD_ZERO2|_HYBRID_SHARD_ZERO2|5": {"zero": 2, "replicate": NODES},
+}
+_STRATEGIES = tuple(Case(value, means) for value, means in _SHARDINGS.items())
+_RESHARD = "options.shard.reshard"
+_DTYPES = tuple(f"options.shard.{name}_dtype" for name in ("param", "reduce", "output"))
+_WAITS = "units are gathered one ahead in the backward pass, whatever is said"
+_NAMES = "parameters keep their names and stay the ones that you made"
+_SYNC = "rank 0's values go to all ranks when a model is prepared"
+_STATES = "`get_state_dict` and `save_model` give whole tensors under every plan, and checkpoints load at any width"
+_GROUPS = "groups follow from the sizes of the axes"
+_LIMIT = "at most two units are whole at a time"
+_LOADING = "every rank builds the model; one that is built on the meta device takes no memory until it is prepared"
+
+
+def _fsdp(name: str, *cases: Case, default: str = "", needs: tuple[str, ...] = (), **more: Any) -> Field:
+    variable = more.pop("variable", f"FSDP_{name.upper()}")
+    return Field(f"fsdp_{name}", cases, PLUGIN, more.pop("attribute", name), variable, default,
+                 ("use_fsdp=true", *needs), **more)  # fmt: skip
+
+
+_FSDP = (
+    Field(
+        "use_fsdp",
+        (Case("true", {"zero": 3}, unless=("fsdp_sharding_strategy", "fsdp_reshard_after_forward")), _asks_nothing()),
+        PLUGIN,
+        "",
+        "ACCELERATE_USE_FSDP",
+        "false",
+        takes=False,
+    ),
+    _fsdp("version", _idle("FSDP2 serves both"), attribute="fsdp_version", default="1|2"),
+    _fsdp(
+        "reshard_after_forward",
+        Case("true", {"zero": 3, _RESHARD: "yes"}),
+        Case("false", {"zero": 3, _RESHARD: "no"}),
+        *(Case(value, means, unless=("fsdp_sharding_strategy",)) for value, means in _SHARDINGS.items()),
+    ),
+    _fsdp("sharding_strategy", *_STRATEGIES),
+    _fsdp(
+        "auto_wrap_policy",
+        Case("TRANSFORMER_BASED_WRAP", {"options.shard.wrap": "auto"}, unless=("fsdp_transformer_layer_cls_to_wrap",)),
+        Case("SIZE_BASED_WRAP", {"options.shard.wrap": "size"}),
+        Case("NO_WRAP", {"options.shard.wrap": "none"}),
+    ),
+    _fsdp(
+        "transformer_layer_cls_to_wrap",
+        Case("*", {"options.shard.wrap": VALUE}),
+        attribute="transformer_cls_names_to_wrap",
+        variable="FSDP_TRANSFORMER_CLS_TO_WRAP",
+        needs=("fsdp_auto_wrap_policy=TRANSFORMER_BASED_WRAP",),
+    ),
+    _fsdp(
+        "min_num_params",
+        Case("0", {"options.shard.wrap": "none"}),
+        Case("*", {"options.shard.min_params": VALUE}),
+        needs=("fsdp_auto_wrap_policy=SIZE_BASED_WRAP",),
+        default="100000000",
+    ),
+    _fsdp("offload_params", _true(offload="all"), _asks_nothing(), attribute="cpu_offload"),
+    _fsdp("activation_checkpointing", _true(recompute="blocks"), _asks_nothing()),
+    _fsdp(
+        "activation_checkpointing_offload",
+        Case("true", why="inputs of blocks stay where they are", fix="leave it out: fsdp_activation_checkpointing alone"),
+        _asks_nothing(),
+    ),
+    _fsdp("backward_prefetch", _idle(_WAITS), default="BACKWARD_PRE"),
+    _fsdp("forward_prefetch", _true(options__shard__prefetch=1), _asks_nothing()),
+    _fsdp("ignored_modules", Case("*", {"options.shard.ignored": VALUE}), takes=None),
+    _fsdp(
+        "mixed_precision_policy", Case("*", dict.fromkeys(_DTYPES, VALUE)), variable="", takes=None
+    ),
+    _fsdp(
+        "state_dict_type",
+        Case("LOCAL_STATE_DICT|2", why="no rank has a state of its own", fix="use SHARDED_STATE_DICT"),
+        _idle(_STATES),
+        default="FULL_STATE_DICT|SHARDED_STATE_DICT|1|3",
+    ),
+    _fsdp("state_dict_config", _idle(_STATES), variable="", takes=None),
+    _fsdp("optim_state_dict_config", _idle(_STATES), variable="", takes=None),
+    _fsdp("limit_all_gathers", _idle(_LIMIT), variable="", default="true", takes=None),
+    _fsdp("use_orig_params", _idle(_NAMES), default="true|false"),
+    _fsdp("param_init_fn", _idle("a model on the meta device is given values by its own `reset_parameters`"),
+          variable="", takes=None),
+    _fsdp("sync_module_states", _idle(_SYNC), default="true|false"),
+    _fsdp("cpu_ram_efficient_loading", _idle(_LOADING), default="false"),
+)  # fmt: skip
+
+
+def _axis(name: str, *cases: Case, owner: str = AXES, default: str = "", needs: tuple[str, ...] = ()) -> Field:
+    attribute = name if owner == AXES else name.removeprefix("tp_") if owner == TENSOR_HANDLER else name
+    variable = f"PARALLELISM_CONFIG_{name.upper()}"
+    return Field(f"parallelism_config_{name}", cases, owner, attribute, variable, default, needs)
+
+
+def _size(name: str, **means: Any) -> Field:
+    named = {key.replace("__", "."): value for key, value in means.items()}
+    return _axis(name, _asks_nothing("1|none"), Case("*", named), default="1|none")
+
+
+_PARALLELISM = (
+    _size("dp_replicate_size", replicate=VALUE),
+    _size("dp_shard_size", shard=VALUE),
+    _size("tp_size", tp=VALUE),
+    _size("cp_size", cp=VALUE),
+    _axis("cp_backend", _idle("the plan's own context parallel serves it"), default="torch"),
+    _axis(
+        "cp_comm_strategy",
+        _idle("how parts travel round the ring follows from the backend"),
+        owner=CONTEXT_HANDLER,
+        default="allgather",
+    ),
+    _size("sp_size", cp=VALUE, options__context__method="ulysses"),
+    _axis("sp_backend", _idle("the plan's own all-to-all serves it"), default="deepspeed"),
+    _axis("sp_seq_length", _idle("sequences may have any length"), owner=SEQUENCE_HANDLER),
+    _axis("sp_seq_length_is_variable", _idle("sequences may have any length"), owner=SEQUENCE_HANDLER, default="true|false"),
+    _axis(
+        "sp_attn_implementation",
+        _asks_nothing("sdpa"),
+        Case("*", why="attention is divided where the model calls torch's", fix="use attn_implementation='sdpa'"),
+        owner=SEQUENCE_HANDLER,
+        default="sdpa",
+    ),
+    Field("parallelism_config_enable_async_tp", (_idle("torch overlaps what it can by itself"),), TENSOR_HANDLER,
+          "enable_async_tp", default="false", takes=None),
+    *(
+        Field(f"parallelism_config_{name}_handler", (_idle("its own fields are read, in the rows below"),), AXES,
+              f"{name}_handler", default="none", takes=None)
+        for name in ("tp", "cp", "sp")
+    ),
+    Field("torch_tp_size", (_asks_nothing("1|none"), Case("*", {"tp": VALUE})), TENSOR, "tp_size", default="1", takes=None),
+    Field(
+        "torch_tp_device_mesh",
+        (_asks_nothing("none"), Case("*", why=_GROUPS, fix="leave it out: tp_size says it")),
+        TENSOR,
+        "torch_device_mesh",
+        default="none",
+        takes=None,
+    ),
+)  # fmt: skip
+
+_COMPILES = ("dynamo_backend=inductor|eager|aot_eager|cudagraphs|onnxrt|tensorrt|tvm|openxla",)
+
+
+def _dynamo(
+    name: str, *cases: Case, flag: str = "", needs: bool = True, default: str = "", takes: bool | None = False
+) -> Field:
+    flag = flag or f"use_{name}"
+    variable = f"ACCELERATE_DYNAMO_{flag.upper()}" if takes is not None else ""
+    return Field(f"dynamo_{flag}", cases, DYNAMO, name, variable, default, _COMPILES if needs else (), takes)
+
+
+_COMPILE = (
+    _dynamo("backend", _asks_nothing("no|none|false"), Case("inductor", {"compile": True}),
+            Case("*", {"compile": True, "options.compile.backend": VALUE}), flag="backend", needs=False, takes=True),
+    _dynamo("mode", _asks_nothing("default|none"), Case("*", {"options.compile.mode": VALUE}), flag="mode", takes=True,
+            default="default|none"),
+    _dynamo("fullgraph", _true(options__compile__fullgraph="yes"), _asks_nothing(), default="false|none"),
+    _dynamo("dynamic", _true(options__compile__dynamic="yes"), _asks_nothing("false|none"), default="false|none"),
+    _dynamo("use_regional_compilation", _idle("the repeated blocks are compiled one by one, always"),
+            flag="use_regional_compilation", default="true|false|none"),
+    _dynamo("options", _asks_nothing("none"),
+            Case("*", why="they are the backend's own", fix="call `torch.compile(model, options=...)` before `prepare`"),
+            flag="options", takes=None),
+    _dynamo("disable", Case("true", {"compile": False}), _asks_nothing(), flag="disable", takes=None),
+)  # fmt: skip
+
+
+def _keyword(name: str, *cases: Case, owner: str = TORCH, default: str = "none") -> Field:
+    return Field(f"{owner.rpartition('.')[2]}.{name}", cases, owner, name, "", default, (), None)
+
+
+def _mixed(name: str, *cases: Case, default: str = "none") -> Field:
+    return _keyword(name, *cases, owner=MIXED, default=default)
+
+
+_SAID = _asks_nothing("none")
+# torch's own keywords; what a policy holds is read on its own, see `paceline.compat.fsdp`.
+_KEYWORDS = (
+    _keyword("sharding_strategy", _SAID, *_STRATEGIES),
+    _keyword("reshard_after_forward", _SAID, Case("*", {_RESHARD: VALUE})),
+    _keyword("cpu_offload", _true(offload="all"), _asks_nothing("false|none"), default="false|none"),
+    _keyword("auto_wrap_policy", _SAID, Case("size", {"options.shard.wrap": "size"}), Case("*", {"options.shard.wrap": VALUE})),
+    _keyword("min_num_params", Case("*", {"options.shard.min_params": VALUE})),
+    _keyword("backward_prefetch", _idle(_WAITS), default="BACKWARD_PRE|none"),
+    _keyword("forward_prefetch", _true(options__shard__prefetch=1), _asks_nothing(), default="false"),
+    _keyword("limit_all_gathers", _idle(_LIMIT), default="true"),
+    _keyword("use_orig_params", _idle(_NAMES), default="true|false"),
+    _keyword("ignored_modules", _SAID, Case("*", {"options.shard.ignored": VALUE})),
+    _keyword("ignored_states", _SAID, Case("*", {"options.shard.ignored": VALUE})),
+    _keyword("param_init_fn", _SAID, _idle("a model on the meta device is given values by its own `reset_parameters`")),
+    _keyword("sync_module_states", _idle(_SYNC), default="true|false"),
+    _keyword("device_id", _SAID, _idle("the device follows from the rank on its host")),
+    _keyword("process_group", _SAID, Case("*", why=_GROUPS, fix="leave it out; sizes: `Accelerator(plan={'shard': 4})`")),
+    _keyword("device_mesh", _SAID, Case("*", why=_GROUPS, fix="leave it out; sizes: `Accelerator(plan={'shard': 4})`")),
+    _keyword("mixed_precision", _SAID, _idle("its own fields are read, in the rows below")),
+    _mixed("param_dtype", _SAID, Case("*", {"mixed_precision": VALUE})),
+    _mixed("reduce_dtype", _SAID, Case("*", {"options.shard.reduce_dtype": VALUE})),
+    _mixed("output_dtype", _SAID, Case("*", {"options.shard.output_dtype": VALUE})),
+    _mixed("buffer_dtype", _SAID, _idle("buffers keep their dtype, and autocast casts what needs it")),
+    _mixed("backward_dtype", _SAID, _idle("torch has no such field: backward computes in forward's dtype")),
+    _mixed("keep_low_precision_grads", _idle("gradients have the dtype of their parameters"), default="false"),
+    _mixed("cast_forward_inputs", _idle("autocast casts inputs, once"), default="true|false"),
+    _mixed("cast_root_forward_inputs", _idle("autocast casts inputs, once"), default="true|false"),
+    _mixed("_module_classes_to_ignore", _idle("autocast keeps float32 where an operation needs it"), default="*"),
+)  # fmt: skip
+
+_ROWS = (*_FSDP, *_PARALLELISM, *_COMPILE, *_KEYWORDS)
+_OLDER = {  # names that earlier releases of accelerate wrote into files
+    "fsdp_backward_prefetch_policy": "fsdp_backward_prefetch",
+    "fsdp_transformer_cls_to_wrap": "fsdp_transformer_layer_cls_to_wrap",
+}
+_BY_NAME = {row.name: row for row in _ROWS}
+FIELDS: Mapping[str, Field] = MappingProxyType(_BY_NAME | {old: _BY_NAME[new] for old, new in _OLDER.items()})
