@@ -316,7 +316,13 @@ class Preparation:
 
         Ranks: all; all get it.
         """
-        state = {clean(name): whole(value) for name, value in module.state_dict().items()}
+        first: dict[int, str] = {}
+        tied = {name: first.setdefault(id(p), name) for name, p in module.named_parameters(remove_duplicate=False)}
+        gathered: dict[str, Any] = {}  # a tied weight once, as in the module
+        for name, value in module.state_dict().items():
+            alias = tied.get(name, name)
+            gathered[name] = gathered[alias] if alias in gathered else whole(value)
+        state = {clean(name): value for name, value in gathered.items()}
         prepared = self.find(model)
         return state if prepared is None else prepared.chain.gather_state(state, prepared.wrapped)
 
