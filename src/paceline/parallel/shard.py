@@ -34,6 +34,7 @@ from paceline.plan.cost import Bytes
 from paceline.plan.facts import ModelFacts
 from paceline.plan.options import option
 from paceline.plan.plan import Decision, Plan
+from paceline.world.tree import map_tensors
 
 _HALVES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 _DTYPES = {"none": None, "float32": torch.float32, **_HALVES, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -160,7 +161,7 @@ class Shard(Strategy):
         named: dict[str, Any] = {
             "mesh": _mesh(context),
             "mp_policy": _precision(plan, options),
-            "ignored_params": alone or None,
+            "ignored_params": set(alone) or None,
             **_offload(plan, context.device),
         }
         present = dict(model.named_modules())
@@ -168,6 +169,8 @@ class Shard(Strategy):
         units = [present[name] for name in found.units if name in present and name not in norms]
         if apart := [present[name] for name in norms if name in present]:
             fully_shard(apart, reshard_after_forward=False, **{**named, "mp_policy": MixedPrecisionPolicy()})
+        for unit in (*units, model):
+            unit.register_forward_hook(_own_memory)
         for unit in reversed(units):
             fully_shard(unit, reshard_after_forward=reshard, **named)
         fully_shard(model, reshard_after_forward=False if reshard is False else None, **named)
@@ -246,13 +249,13 @@ def _mesh(context: Context) -> Any:
     return context.mesh.along("replicate", inner) if context.plan.layout.replicate > 1 else context.mesh.along(inner)
 
 
-def _left_alone(model: nn.Module, found: Wrapping) -> set[nn.Parameter]:
-    """Parameters of modules left alone, and single numbers, which have no dimension to divide."""
-    alone = {p for p in model.parameters() if p.dim() == 0}
-    for name, module in model.named_modules():
-        if name in found.alone:
-            alone.update(module.parameters())
-    return alone
+def _left_alone(model: nn.Module, found: Wrapping) -> list[nn.Parameter]:
+    """Parameters of modules left alone, and single numbers, which have no rows to divide; in one order on all ranks."""
+    return [
+        parameter
+        for name, parameter in model.named_parameters()
+        if parameter.dim() == 0 or any(name.startswith(f"{module}.") for module in found.alone)
+    ]
 
 
 def _norms_apart(plan: Plan, options: ShardOptions, facts: ModelFacts, found: Wrapping) -> list[str]:
@@ -260,6 +263,13 @@ def _norms_apart(plan: Plan, options: ShardOptions, facts: ModelFacts, found: Wr
     if _param_dtype(plan, options) not in _HALVES.values():
         return []
     return [name for name in facts.batch_norms if not any(name == o or name.startswith(f"{o}.") for o in found.alone)]
+
+
+def _own_memory(module: nn.Module, args: Any, output: Any) -> Any:
+    """Copies outputs that are views: an operation in place on one would drop FSDP2's hook on it without a word."""
+    if not torch.is_grad_enabled():
+        return output
+    return map_tensors(lambda t: t.clone() if t.requires_grad and t._base is not None else t, output)
 
 
 def _make_contiguous(model: nn.Module) -> None:
@@ -289,7 +299,11 @@ def _unit_sizes(found: Wrapping, facts: ModelFacts) -> list[int]:
 
 # -- what cannot work ----------------------------------------------------------------------------------------------------
 
-_WHOLE_MATRICES = {"LBFGS": "its line search takes inner products over all parameters at once"}
+_WHOLE_MATRICES = {
+    "LBFGS": "its line search takes inner products over all parameters at once, of which each rank has a part",
+    "Adafactor": "its factors are sums over the columns of a whole matrix, of which each rank has some rows",
+    "SparseAdam": "it steps gradients that are lists of rows, which cannot be divided",
+}
 
 
 def _reshard_problems(plan: Plan, options: ShardOptions) -> list[Problem]:
