@@ -38,7 +38,7 @@ class Row:
 
 BY_HAND = "DDP by hand"
 ZERO_1, ZERO_2, ZERO_3 = (paceline(shard=RANKS, zero=stage) for stage in (1, 2, 3))
-NO_RESHARD = paceline(shard=RANKS, options={"shard": {"reshard_after_forward": False}})
+NO_RESHARD = paceline(shard=RANKS, options={"shard": {"reshard": False}})
 
 ROWS = [
     Row("replicate", paceline(replicate=RANKS), BY_HAND, ddp(), 1.01),

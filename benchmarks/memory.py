@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 
 import torch
 from parallel.held import can_measure, held, measure
-from parallel.model import gpt
+from parallel.model import gpt, loss_of
 from parallel.ways import Task, Way, ddp, deepspeed, deepspeed_is_there, fully_sharded, paceline, zero_redundancy
 
 from paceline.testing import run_ranks
@@ -67,14 +67,22 @@ def rows(n: int) -> list[Row]:
     return found
 
 
-def rank(way: Way, task: Task) -> tuple[float, float]:
+def settled(way: Way, task: Task, precision: str) -> int:
+    """Bytes held once everything is imported, and libraries have the work space that a model of this size needs."""
+    way(replace(task, size="tiny"))()
+    model, (inputs, targets) = task.model(), task.batch()
+    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=precision == "bf16"):
+        loss = loss_of(model(inputs).float(), targets)
+    loss.backward()
+    del model, loss
+    gc.collect()
+    return held()
+
+
+def rank(way: Way, task: Task, precision: str) -> tuple[float, float]:
     """At rest and at the peak, in bytes a parameter, on this rank."""
     torch.set_num_threads(1)
-    small = way(replace(task, size="tiny"))
-    small()  # whatever is imported and allocated once and for all is not the model's
-    del small
-    gc.collect()
-    base = held()
+    base = settled(way, task, precision)
     step = way(task)
     rest, peak = measure(step, base)
     count = sum(parameter.numel() for parameter in gpt(task.size).parameters())
@@ -88,7 +96,7 @@ def report(task: Task, worlds: list[int]) -> int:
         print(f"\n**{n} ranks** (bytes a parameter; the most of any rank)\n")
         print("| what | formula | | at rest | peak | at rest / formula |\n| --- | --- | --- | --- | --- | --- |")
         for row in rows(n):
-            found = run_ranks(rank, world=n, args=(row.way, task), timeout_s=600, output=[])
+            found = run_ranks(rank, world=n, args=(row.way, task, row.precision), timeout_s=600, output=[])
             rest, peak = (max(each) for each in zip(*found, strict=True))
             limit = row.at_rest(n)
             over += row.plan is not None and rest > 1.05 * limit
