@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from math import prod
 from typing import Any
 
 import torch
@@ -68,6 +69,18 @@ def batches(tensors: Iterable[Tensor], limit: int) -> list[list[Tensor]]:
         batch.append(tensor)
         open_ones[(tensor.dtype, tensor.device)] = (batch, held + size)
     return found
+
+
+def dtensor(part: Tensor, mesh: Any, shape: torch.Size) -> Tensor:
+    """This rank's rows, wherever they lie, as a DTensor of the whole `shape`; the whole of one without dimensions."""
+    from torch.distributed.tensor import DTensor, Replicate, Shard
+    from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+
+    strides = tuple(prod(shape[dim + 1 :]) for dim in range(len(shape)))
+    placement = Shard(0) if shape else Replicate()
+    spec = DTensorSpec(mesh, (placement,), tensor_meta=TensorMeta(shape, strides, part.dtype))
+    # `from_local` would move a part that was offloaded to the device, and takes ten times as long.
+    return DTensor(part, spec, requires_grad=False)
 
 
 class _Divided:
@@ -160,19 +173,13 @@ class ByRows(_Divided):
             return state
         if state.shape != self.mine(parameter).shape:
             return state
-        return self._dtensor(parameter, state)
+        return dtensor(state, self.mesh, parameter.shape)
 
     def empty(self, parameter: Tensor, dtype: torch.dtype) -> Tensor:
         """A DTensor of the parameter's shape, without values."""
         if not parameter.dim():
             return torch.empty_like(parameter.detach(), dtype=dtype)
-        return self._dtensor(parameter, torch.empty_like(self.mine(parameter.detach()), dtype=dtype))
-
-    def _dtensor(self, parameter: Tensor, part: Tensor) -> Tensor:
-        from torch.distributed.tensor import DTensor, Shard
-
-        shape, stride = parameter.shape, torch.empty(parameter.shape, device="meta").stride()
-        return DTensor.from_local(part, self.mesh, [Shard(0)], run_check=False, shape=shape, stride=stride)
+        return dtensor(torch.empty_like(self.mine(parameter.detach()), dtype=dtype), self.mesh, parameter.shape)
 
 
 class ByParameters(_Divided):

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from paceline.parallel.division import batches, packed_rows, packed_width, rows, travels_alone
+from paceline.parallel.division import batches, dtensor, packed_rows, packed_width, rows, travels_alone
 from paceline.parallel.gloo import Handle, reduce_parts, reduce_scatter
 from paceline.world.mesh import cpu_group
 from paceline.world.sharded import is_sharded
@@ -238,14 +238,7 @@ class Reducer:
         if earlier is not None:
             part.add_(earlier._local_tensor)
         parameter.grad = None
-        parameter.grad = self._divided(parameter, part)
-
-    def _divided(self, parameter: Tensor, part: Tensor) -> Any:
-        from torch.distributed.tensor import DTensor, Replicate, Shard
-
-        placement = Shard(0) if parameter.dim() else Replicate()
-        stride = torch.empty(parameter.shape, device="meta").stride()
-        return DTensor.from_local(part, self._mesh, [placement], run_check=False, shape=parameter.shape, stride=stride)
+        parameter.grad = dtensor(part, self._mesh, parameter.shape)
 
 
 def _tensors(model: nn.Module) -> list[Tensor]:

@@ -26,8 +26,14 @@ def stand_in(parameter: Tensor, data: Tensor, grad: Tensor | None) -> nn.Paramet
     """A parameter on the memory of `data`, with the attributes that the user gave the real one."""
     found = nn.Parameter(data, requires_grad=parameter.requires_grad)
     found.__dict__.update(parameter.__dict__)
+    found._stands_for = original(parameter)  # type: ignore[attr-defined]
     found.grad = grad
     return found
+
+
+def original(parameter: Tensor) -> Tensor:
+    """The model's parameter that this one stands for; itself where it is the model's."""
+    return getattr(parameter, "_stands_for", parameter)
 
 
 @contextmanager

@@ -1,0 +1,129 @@
+"""`offload`: the optimizer's states, and the arithmetic on them, stay in the host's memory.
+
+    step    user's hooks -> parameters and gradients (this rank's rows of them, under `zero`) are copied to the host
+            -> the optimizer steps there -> parameters are copied back -> user's hooks
+
+Where the device is the host already, nothing is moved. Parameters that FSDP2 divides (`shard`) are offloaded by it.
+
+Source: Ren et al., "ZeRO-Offload: Democratizing Billion-Scale Model Training", USENIX ATC 2021.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from paceline.config.kinds import YES_NO
+from paceline.parallel.stand_ins import closure_refused, original, stand_in, stand_ins, swap_in_steps
+from paceline.parallel.strategy import Context, Strategy
+from paceline.plan.cost import Bytes
+from paceline.plan.facts import ModelFacts
+from paceline.plan.options import option
+from paceline.plan.plan import Decision, Plan
+from paceline.world.sharded import local
+
+_HOST = torch.device("cpu")
+
+
+@dataclass(frozen=True)
+class OffloadOptions:
+    """Options of the offload of optimizer states."""
+
+    pin_memory: bool = option(
+        True, YES_NO, "Copies go through page-locked memory, which is faster and cannot be swapped."
+    )
+    always: bool = option(False, YES_NO, "Copies even where the device is the host, which only takes time: for tests.")
+
+
+class Offload(Strategy):
+    """Optimizer states on the host."""
+
+    name = "offload"
+    stage = 70  # bound before `zero`, so that inside of its rows
+
+    Options = OffloadOptions
+
+    def wanted(self, plan: Plan) -> bool:
+        """Wanted wherever FSDP2 does not do it."""
+        return plan.offload != "no" and not plan.fully_sharded
+
+    def decide(self, plan: Plan, facts: ModelFacts) -> list[Decision]:
+        """Parameters that no axis divides are used by every layer at once, and stay."""
+        if plan.offload != "all":
+            return []
+        reason = "parameters and gradients are whole on the device; only FSDP2 (zero=3, shard > 1) takes them off it"
+        return [Decision("offload.moves", "optimizer states", "derived", reason=reason)]
+
+    def cost(self, plan: Plan, facts: ModelFacts, held: Bytes) -> Bytes:
+        """States cost the device nothing; a plan with them on the host counts what the device holds."""
+        return replace(held, optimizer=0)
+
+    def bind(self, optimizer: Optimizer, model: nn.Module, context: Context) -> list[Decision]:
+        """Lets the optimizer step on the host.
+
+        Raises:
+            TrainError: `step-closure` for LBFGS, which steps with a closure.
+        """
+        field = f"optimizer.{type(optimizer).__name__}.offloaded"
+        if context.device.type == "cpu" and not context.options.always:
+            return [Decision(field, "no", "derived", reason="nothing was moved: the device is the host")]
+        if isinstance(optimizer, torch.optim.LBFGS):
+            raise closure_refused(optimizer)
+        for group in optimizer.param_groups:
+            # On the host torch's own choice is a slow loop. Capturable steps are for the device alone.
+            if group.get("fused", False) is None and group.get("foreach") is None and not group.get("differentiable"):
+                group["fused"] = True
+        host = _OnHost(model, context.options.pin_memory and context.device.type != "cpu")
+        swap_in_steps(optimizer, host.stepping)
+        return [Decision(field, "yes", "derived", reason="its states live in the host's memory, and it steps there")]
+
+
+class _OnHost:
+    """Copies on the host of what one optimizer steps.
+
+    Args:
+        model: whose parameters they are.
+        pinned: whether they lie in page-locked memory.
+    """
+
+    def __init__(self, model: nn.Module, pinned: bool) -> None:
+        self._pinned = pinned
+        self._own = set(model.parameters())
+        self._copies: dict[tuple[int, str], Tensor] = {}
+
+    @contextmanager
+    def stepping(self, optimizer: Optimizer) -> Iterator[None]:
+        """While it is open, the optimizer holds copies on the host; after it, parameters have their new values."""
+        number = iter(range(sum(len(group["params"]) for group in optimizer.param_groups)))
+
+        def copy(parameter: Tensor) -> Tensor:
+            place = next(number)
+            if parameter.grad is None or original(parameter) not in self._own:
+                return parameter
+            data = self._copy(place, "data", parameter.detach())
+            return stand_in(parameter, data, self._copy(place, "grad", local(parameter.grad)))
+
+        with stand_ins(optimizer, copy) as pairs:
+            for _, stand in pairs:
+                state = optimizer.state.get(stand, {})
+                state.update({k: v.to(_HOST) for k, v in state.items() if isinstance(v, Tensor) and v.dim()})
+            if pairs and pairs[0][0].device.type != "cpu":
+                torch.accelerator.synchronize(pairs[0][0].device)
+            yield
+        for parameter, stand in pairs:
+            parameter.detach().copy_(stand.detach(), non_blocking=True)
+
+    def _copy(self, place: int, what: str, tensor: Tensor) -> Tensor:
+        kept = self._copies.get((place, what))
+        if kept is None or kept.shape != tensor.shape or kept.dtype != tensor.dtype:
+            kept = torch.empty_like(tensor, device=_HOST, pin_memory=self._pinned)
+            self._copies[(place, what)] = kept
+        return kept.copy_(tensor, non_blocking=True)
+
+
+STRATEGY = Offload()
