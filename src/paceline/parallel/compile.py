@@ -76,7 +76,7 @@ class Compile(Strategy):
             how["mode"] = options.mode
         modules = dict(model.named_modules())
         for name in context.facts.blocks or ("",):
-            if name in modules:
+            if any(True for _ in modules[name].parameters()):  # else another rank of a pipeline holds it
                 modules[name].compile(**how)
         if context.device.type == "cpu":
             logger("parallel").info(

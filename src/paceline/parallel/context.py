@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from paceline.base.errors import PlanError, Problem, TrainError
 from paceline.config.kinds import YES_NO, Kind, one_of, whole
 from paceline.parallel.block_calls import REGION, compare, hidden_states, map_arguments, override_forward
+from paceline.parallel.pipeline import STRATEGY as PIPELINE
 from paceline.parallel.sequence_split import Division, Region, Sizes, sequence_dim
 from paceline.parallel.strategy import Context, Strategy
 from paceline.parallel.ulysses import fitting
@@ -128,8 +129,11 @@ class ContextParallel(Strategy):
         """
         options = context.options
         method = _method(context.plan, context.facts)[0] if options.method == "auto" else options.method
-        spans = _spans(model, options.blocks, context.facts.blocks)
-        if not spans and context.plan.layout.pp == 1:
+        begins: set[str] = set()
+        if context.plan.layout.pp > 1:
+            begins = {*PIPELINE.stages(model).first}
+        spans = _spans(model, options.blocks, context.facts.blocks, begins)
+        if not spans and not begins:
             raise PlanError(
                 "context-blocks",
                 f"no module of {type(model).__name__} is called {options.blocks!r}.",
@@ -174,18 +178,26 @@ def _example(facts: ModelFacts) -> str:
     return facts.blocks[0].rpartition(".")[0] + ".*" if facts.blocks else "layers.*"
 
 
-def _spans(model: nn.Module, pattern: str, known: tuple[str, ...]) -> list[list[nn.Module]]:
-    """Runs of blocks of one container that follow each other, each divided on its own."""
+def _spans(model: nn.Module, pattern: str, known: tuple[str, ...], begins: set[str]) -> list[list[nn.Module]]:
+    """Runs of blocks of one container that follow each other, each divided on its own.
+
+    Args:
+        model: with the blocks of this rank; where others hold them, modules without parameters stand.
+        pattern: of the blocks' names, or "auto".
+        known: names of the repeated blocks.
+        begins: names of blocks that get hidden states from another rank.
+    """
     modules = dict(model.named_modules())
     if pattern != "auto":
-        known = tuple(name for name in modules if fnmatchcase(name, pattern) and name.count(".") == pattern.count("."))
+        depth = pattern.count(".")
+        known = tuple(name for name in modules if name.count(".") == depth and fnmatchcase(name, pattern))
     spans: dict[tuple[str, int], list[nn.Module]] = {}
-    gaps = 0
+    run = 0
     for name in known:
-        if name in modules:
-            spans.setdefault((name.rpartition(".")[0], gaps), []).append(modules[name])
-        else:
-            gaps += 1  # a pipeline left this one to another rank
+        here = name in modules and any(True for _ in modules[name].parameters())
+        run += name in begins or not here
+        if here:
+            spans.setdefault((name.rpartition(".")[0], run), []).append(modules[name])
     return list(spans.values())
 
 

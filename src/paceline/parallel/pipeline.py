@@ -201,6 +201,10 @@ class Pipeline(Strategy):
         """
         return _piped(model).pipe.forward_backward(inputs, named, target, loss_fn, factor, mean)
 
+    def stages(self, model: nn.Module) -> Stages:
+        """The stages of a model that this rank holds."""
+        return _piped(model).pipe.stages
+
     def copies(self, model: nn.Module) -> Copies:
         """The parameters of a prepared model that several stages hold."""
         return _piped(model).pipe.copies

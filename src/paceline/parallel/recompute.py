@@ -118,7 +118,7 @@ class Recompute(Strategy):
             kept = [overload for name in _names(context.options.save) for overload in _overloads(name)]
             how["context_fn"] = partial(create_selective_checkpoint_contexts, kept)
         for name in chosen(context.plan.recompute, context.facts.blocks):
-            if name in modules:
+            if any(True for _ in modules[name].parameters()):  # else another rank of a pipeline holds it
                 _override(modules[name], how)
         return model
 
@@ -137,9 +137,12 @@ def _override(block: nn.Module, how: dict[str, Any]) -> None:
             return self._recomputed_forward(*args, **kwargs)  # type: ignore[operator]
         # A cache of keys and values would be filled twice.
         kwargs = {name: None if name in CACHES else value for name, value in kwargs.items()}
-        return checkpoint(self._recomputed_forward, *args, **how, **kwargs)
+        # What modules do once, at their first call, would be among the operations that are kept, and not come again.
+        now, self._recomputed_before = how if self._recomputed_before else {"use_reentrant": False}, True
+        return checkpoint(self._recomputed_forward, *args, **now, **kwargs)
 
     block._recomputed_forward = original  # type: ignore[assignment]
+    block._recomputed_before = "context_fn" not in how
     block.forward = MethodType(forward, block)  # type: ignore[method-assign]
 
 

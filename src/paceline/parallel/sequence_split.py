@@ -129,7 +129,7 @@ def _whole(part: Tensor, region: Region, dim: int) -> Tensor:
     parts = mine.new_empty(ranks * mine.shape[0], *mine.shape[1:])
     if not part.is_meta:
         all_gather(parts.view(-1), mine.view(-1), region.group).wait()
-    return parts.index_select(0, region.order.to(part.device)).movedim(0, dim)
+    return parts.movedim(0, dim).index_select(dim, region.order.to(part.device))
 
 
 def _part(whole: Tensor, region: Region, dim: int) -> Tensor:
