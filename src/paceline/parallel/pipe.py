@@ -119,7 +119,8 @@ class Pipe:
         if name != self._schedule:
             warn_once(
                 "parallel",
-                f"pipeline: {count} micro-batches of {rows} rows are too few for {self._schedule}; {name} runs them",
+                f"pipeline: a batch of {rows} rows makes {count} equal micro-batches at most, which {self._schedule} does "
+                f"not take; {name} runs it. Use batches of a multiple of {self._microbatches} rows.",
             )
         size = rows // count
         self._batch = [
@@ -182,7 +183,7 @@ class Pipe:
                     input_args=given,
                     output_args=gives.empty("meta", any(trains[: stage + 1])),
                     group=self._collectives.group,
-                )  # fmt: skip
+                )
             )
         self._built[key] = build(name, made, count, lambda loss, number: loss)
         if len(self._built) > _KEPT:

@@ -45,15 +45,15 @@ class PipelineOptions:
     stages_per_rank: int | str = option(
         "auto", whole(1, auto=True), "Stages on each rank; auto: what the schedule needs at least, 2 for interleaved."
     )
-    split: Any = option(
+    split: Any = option(  # noqa: RUF009
         "uniform",
         None,
         "Where stages begin: uniform (as many blocks each), parameters, time (by `weights`), or the names of the blocks "
         "with which the second and later stages begin.",
     )
-    blocks: Any = option("", None, "Names of the blocks, in order, with * for any part: layers.*; empty: found.")
-    weights: Any = option([], None, "For split=time: how long each block takes, as `measure_blocks` tells.")
-    keep: Any = option([], None, "Names of modules that all stages hold, since they run in several.")
+    blocks: Any = option("", None, "Names of the blocks, in order, with * for any part: layers.*; empty: found.")  # noqa: RUF009
+    weights: Any = option([], None, "For split=time: how long each block takes, as `measure_blocks` tells.")  # noqa: RUF009
+    keep: Any = option([], None, "Names of modules that all stages hold, since they run in several.")  # noqa: RUF009
 
 
 class Pipeline(Strategy):
@@ -109,7 +109,7 @@ class Pipeline(Strategy):
                     "",
                     f"{len(facts.batch_norms)} modules ({facts.batch_norms[0]}, ...) take statistics over a micro-batch: "
                     "other numbers than one process has over the whole batch",
-                )  # fmt: skip
+                )
             )
         return found
 
@@ -203,6 +203,10 @@ class Pipeline(Strategy):
 
     def stages(self, model: nn.Module) -> Stages:
         """The stages of a model that this rank holds."""
+        return _piped(model).pipe.stages
+
+    def stages(self, model: nn.Module) -> Stages:
+        """This rank's stages of a prepared model."""
         return _piped(model).pipe.stages
 
     def copies(self, model: nn.Module) -> Copies:

@@ -388,7 +388,7 @@ def measure_blocks(model: nn.Module, blocks: Sequence[str], *inputs: Any, turns:
         calls: list[tuple[int, Any, Any]] = []
         handles = [
             model.get_submodule(name).register_forward_hook(
-                lambda _, args, kwargs, output, at=at: calls.append((at, args, kwargs)), with_kwargs=True
+                lambda _, args, kwargs, output, at=at, calls=calls: calls.append((at, args, kwargs)), with_kwargs=True
             )
             for at, name in enumerate(blocks)
         ]
