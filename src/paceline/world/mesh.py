@@ -38,7 +38,7 @@ class Mesh:
         self.world = world
         self.device_type = device_type
         self._device_mesh: DeviceMesh | None = None
-        self._flattened: set[tuple[str, ...]] = set()
+        self._flattened: dict[tuple[str, ...], DeviceMesh] = {}
         self._groups: dict[tuple[str, ...], Group] = {}
 
     def group(self, axis: str) -> Group:
@@ -60,18 +60,17 @@ class Mesh:
 
         `along("tp")` is 1-D, `along("replicate", ("shard", "cp"))` is 2-D. Ranks: all, the first time.
         """
-        names = tuple(self._flat(axis) if isinstance(axis, tuple) else axis for axis in axes)
-        return self.device_mesh[names]
+        parts = [self._flat(axis if isinstance(axis, tuple) else (axis,)) for axis in axes]
+        return parts[0] if len(parts) == 1 else DeviceMesh._concatenate(parts)
 
-    def _flat(self, axes: tuple[str, ...]) -> str:
-        """Name of a dimension that stands for several."""
-        used = tuple(axis for axis in axes if self.layout.size(axis) > 1)
-        if len(used) < 2:
-            return used[0] if used else axes[0]
+    def _flat(self, axes: tuple[str, ...]) -> DeviceMesh:
+        """The 1-D mesh of axes that count as one; axes of one rank are left out of its name."""
+        used = tuple(axis for axis in axes if self.layout.size(axis) > 1) or axes[:1]
+        if len(used) == 1:
+            return self.device_mesh[used[0]]
         if used not in self._flattened:
-            self.device_mesh[used]._flatten("_".join(used))
-            self._flattened.add(used)
-        return "_".join(used)
+            self._flattened[used] = self.device_mesh[used]._flatten("_".join(used))
+        return self._flattened[used]
 
     @property
     def device_mesh(self) -> DeviceMesh:
@@ -91,7 +90,7 @@ class Mesh:
     def _find(self, axes: tuple[str, ...]) -> Group:
         if self.layout.size(*axes) == self.world.size:
             return dist.group.WORLD
-        return self.device_mesh.get_group(self._flat(axes))
+        return self._flat(axes).get_group()
 
 
 def cpu_group(group: Group) -> Group:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import wraps
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, Literal, ParamSpec, TypeVar
 
 import torch
 
@@ -149,7 +149,7 @@ class Participant:
         """Concatenates tensors of all ranks along dim 0; 0-dim ones become [num_processes]. Padding is kept. Ranks: all."""
         return self.collectives.gather(tensor)
 
-    def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
+    def reduce(self, tensor: Any, reduction: Literal["sum", "mean", "none"] = "sum", scale: float = 1.0) -> Any:
         """Sum or mean over ranks of each tensor of a structure. Ranks: all; all get the result."""
         return self.collectives.reduce(tensor, reduction, scale)
 
