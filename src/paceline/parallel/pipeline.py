@@ -205,10 +205,6 @@ class Pipeline(Strategy):
         """The stages of a model that this rank holds."""
         return _piped(model).pipe.stages
 
-    def stages(self, model: nn.Module) -> Stages:
-        """This rank's stages of a prepared model."""
-        return _piped(model).pipe.stages
-
     def copies(self, model: nn.Module) -> Copies:
         """The parameters of a prepared model that several stages hold."""
         return _piped(model).pipe.copies

@@ -79,10 +79,10 @@ def wrap_forward(model: nn.Module, precision: Precision, device: torch.device) -
 
 
 def unwrap_forward(model: nn.Module) -> None:
-    """Puts back the forward that `wrap_forward` replaced."""
-    original = model.__dict__.pop("_paceline_forward", None)
-    if original is None:
+    """Puts back the forward that `wrap_forward` replaced; one that something was put around since stays."""
+    original = model.__dict__.get("_paceline_forward")
+    if original is None or getattr(model.forward, "__wrapped__", None) != original:
         return
-    del model.forward
+    del model._paceline_forward, model.forward
     if original != model.forward:  # the user had replaced it before
         model.forward = original
