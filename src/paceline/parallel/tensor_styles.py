@@ -27,6 +27,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd import Function
+from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from paceline.parallel.gloo import gather_parts
 from paceline.world.sharded import is_sharded
@@ -57,9 +58,11 @@ class _Sum(Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Any) -> Tensor:
-        ctx.mark_dirty(x)
-        dist.all_reduce(x, group=group)
-        return x
+        summed = _free(x)
+        if summed is x:
+            ctx.mark_dirty(x)
+        dist.all_reduce(summed, group=group)
+        return summed
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
@@ -98,13 +101,18 @@ class _SumSplit(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, dim: int, group: Any) -> Tensor:
         ctx.dim, ctx.group = dim, group
-        x = x.contiguous()
+        x = _free(x).contiguous()
         dist.all_reduce(x, group=group)
         return _share(x, dim, group)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
         return _gathered(gradient, ctx.dim, ctx.group), None, None
+
+
+def _free(x: Tensor) -> Tensor:
+    """`x`, if it may be overwritten; selective recompute keeps products of matrices, and hands them out once more."""
+    return x if _get_current_dispatch_mode() is None else x.clone()
 
 
 def _gathered(x: Tensor, dim: int, group: Any) -> Tensor:
