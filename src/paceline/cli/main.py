@@ -34,9 +34,15 @@ class Parser(argparse.ArgumentParser):
 
     def parse(self, words: Sequence[str]) -> argparse.Namespace:
         """Parses the words after the command's name; an unknown option is an error that names the closest one."""
-        args, unknown = self.parse_known_args(list(words))
+        own, after = list(words), []
+        if self.get_default("after_dashes") is not None and "--" in own:  # the words after it are the script's
+            cut = own.index("--")
+            own, after = own[:cut], own[cut + 1 :]
+        args, unknown = self.parse_known_args(own)
         if unknown:
             raise self._unknown(unknown)
+        if after:
+            args.after_dashes = after
         return args
 
     def _unknown(self, words: Sequence[str]) -> ConfigError:

@@ -4,8 +4,8 @@
     world       rank 0 of as many as asked for; torch's "fake" process group, `Echo` for our own collectives
     stage       constructors and functions at the seams of the house are replaced by those of a rehearsal
     script      modules are built as fake tensors; `prepare` applies the real chain to them; batches are real
-    step 1      warms up: optimizer states come to be, torch works out shapes
-    step 2      is what is reported; then the script is stopped
+    step 1      warms up: optimizer states come to be, torch works out shapes (with DDP step 2 too)
+    next step   is what is reported; then the script is stopped
 
 Nothing of this is known to the code that is rehearsed.
 """
@@ -26,6 +26,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils._pytree import tree_leaves
 
@@ -69,7 +70,6 @@ class Troupe:
         world_size: ranks in all.
         local_size: ranks on one node.
         settings: environment variables that carry settings, as a launcher hands them to its workers.
-        options: options of strategies over those of the script.
         accelerated: whether the ranks have accelerators, whose optimizers compute otherwise than the CPU's.
         compat: library whose names are served to the script; "" for none.
     """
@@ -77,7 +77,6 @@ class Troupe:
     world_size: int
     local_size: int
     settings: Mapping[str, str] = field(default_factory=dict)
-    options: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     accelerated: bool = False
     compat: str = ""
 
@@ -154,9 +153,11 @@ def _perform(work: Callable[[], object], troupe: Troupe) -> Rehearsal:
 
     began = time.monotonic()
     warnings.simplefilter("ignore")  # of fake tensors and fake groups; nobody could act on them
-    ranks = {"RANK": 0, "WORLD_SIZE": troupe.world_size, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": troupe.local_size}
-    nodes = {"GROUP_RANK": "0", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}
-    environment.export({name: str(value) for name, value in ranks.items()} | nodes | dict(troupe.settings))
+    nodes = troupe.world_size // troupe.local_size
+    numbers = {"RANK": 0, "WORLD_SIZE": troupe.world_size, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": troupe.local_size}
+    numbers |= {"GROUP_RANK": 0, "GROUP_WORLD_SIZE": nodes, "MASTER_PORT": 1}
+    texts = {name: str(number) for name, number in numbers.items()}
+    environment.export({**texts, "MASTER_ADDR": "localhost", **troupe.settings})
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=troupe.world_size)
     stage = Stage(Witness(Ledger(), FakeTensorMode(allow_non_fake_inputs=True), troupe.local_size), troupe)
     stage.set()
@@ -191,6 +192,7 @@ class Stage:
         self.models: dict[int, ModelFacts] = {}
         self._modules: list[torch.nn.Module] = []
         self._steps: dict[int, int] = {}  # id of an optimizer -> its steps
+        self._warm_up = 1
         self._start = 0
 
     @property
@@ -212,8 +214,6 @@ class Stage:
         _wrap("paceline.data.loader.on_device", self._batches)
         _wrap("paceline.preparation.Preparation._prepare_models", self._preparing)
         _wrap("paceline.preparation.choose_fused", self._choosing)
-        _wrap("paceline.preparation.draft", self._drafting)
-        _wrap("paceline.accelerator.draft", self._drafting)
         _replace("paceline.parallel.replicate._first_window", _skip_first_window)
         _wrap("torch.UntypedStorage.resize_", self._resizing)
         _wrap("torch.utils.swap_tensors", self._swapping)
@@ -225,15 +225,6 @@ class Stage:
         register_optimizer_step_post_hook(self._after_step)
 
     # -- the seams -------------------------------------------------------------------------------------------
-
-    def _drafting(self, draft: Any) -> Any:
-        def drafted(settings: Any, decisions: Any, world_size: int, options: Any = None) -> Plan:
-            given = dict(options or {})
-            for name, values in self.troupe.options.items():
-                given[name] = {**given.get(name, {}), **values}
-            return draft(settings, decisions, world_size, given)  # type: ignore[no-any-return]
-
-        return drafted
 
     def _preparing(self, prepare_models: Any) -> Any:
         def prepared(preparation: Any, models: Any, *rest: Any) -> Any:
@@ -247,7 +238,9 @@ class Stage:
             for each in preparation.models:
                 self.models[id(each)] = each.facts
                 self._modules.append(each.module)
-                _reduce_by_hand(each.wrapped)
+                if isinstance(each.wrapped, DistributedDataParallel):
+                    _reduce_by_hand(each.wrapped)
+                    self._warm_up = 2  # its first step with communication makes its buckets anew
                 self.ledger.label([*each.module.parameters(), *each.module.buffers()], "parameters")
             return before
 
@@ -311,12 +304,11 @@ class Stage:
     def _after_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         self.ledger.phase = "activations"
         self.ledger.label(_states(optimizer), "optimizer")
-        first = not self._steps
-        self._steps[id(optimizer)] = self._steps.get(id(optimizer), 0) + 1
-        if self._steps[id(optimizer)] == 3:
-            self._start, self.witness.traffic = self.ledger.mark, Traffic()
-        elif self._steps[id(optimizer)] == 4:
+        steps = self._steps[id(optimizer)] = self._steps.get(id(optimizer), 0) + 1
+        if steps > self._warm_up:
             raise _Finished
+        if steps == self._warm_up and sum(self._steps.values()) == steps:
+            self._start, self.witness.traffic = self.ledger.mark, Traffic()
 
     def result(self, problem: str, seconds: float) -> Rehearsal:
         """What was seen."""
@@ -366,7 +358,6 @@ def _skip_first_window(model: Any, state: Any) -> None:
 
 def _reduce_by_hand(model: Any) -> None:
     """DDP waits for what a fake group never answers; a hook answers for it."""
-    from torch.nn.parallel import DistributedDataParallel
 
     def hook(group, bucket):  # type: ignore[no-untyped-def]  # DDP looks at annotations, and knows only its own
         dist.all_reduce(bucket.buffer(), group=group)
@@ -374,7 +365,7 @@ def _reduce_by_hand(model: Any) -> None:
         done.set_result(bucket.buffer())
         return done
 
-    if isinstance(model, DistributedDataParallel) and not model._comm_hooks:
+    if not model._comm_hooks:
         model.register_comm_hook(model.process_group, hook)
 
 
@@ -391,4 +382,4 @@ def _optimizers_as_on_accelerators() -> None:
     devices = [*_foreach_utils._get_foreach_kernels_supported_devices(), "cpu"]
     for module in ("torch.utils._foreach_utils", "torch.optim.optimizer"):
         _replace(f"{module}._get_foreach_kernels_supported_devices", lambda: devices)
-    torch.optim.optimizer._foreach_supported_types.append(FakeTensor)
+    importlib.import_module("torch.optim.optimizer")._foreach_supported_types.append(FakeTensor)

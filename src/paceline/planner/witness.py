@@ -87,13 +87,17 @@ class Witness(TorchDispatchMode):
         if any(isinstance(each, FakeTensor) for each in given):
             if func is _aten._local_scalar_dense.default:
                 return False if given[0].dtype == torch.bool else 0.0 if given[0].dtype.is_floating_point else 0
+            if func is _aten.index.Tensor:
+                args = (args[0], _positions(args[1]))
             if func.name().startswith("aten::_fused_") and func.name().endswith("_"):
                 return None  # an optimizer's kernel that works in place; not all of them know fake tensors
             return func(*args, **kwargs)
         if given or kwargs.get("device") == torch.device("meta") or not (self.live or _in_module_init()):
             return func(*args, **kwargs)
+        if kwargs.get("generator") is not None:  # somebody wants these very numbers
+            return func(*args, **kwargs)
         with self.fakes:
-            tried = func(*args, **{name: value for name, value in kwargs.items() if name != "generator"})
+            tried = func(*args, **kwargs)
         large = isinstance(tried, torch.Tensor) and tried.numel() >= LARGE
         return tried if large else func(*args, **kwargs)
 
@@ -150,6 +154,15 @@ class Witness(TorchDispatchMode):
         """While it is open, nothing is seen and nothing becomes fake."""
         with torch.utils._python_dispatch._disable_current_modes():
             yield
+
+
+def _positions(indices: Any) -> list[Any]:
+    """Indices in which masks whose values are known have become positions: how many there are is then known too."""
+    found: list[Any] = []
+    for each in indices:
+        known = isinstance(each, torch.Tensor) and each.dtype == torch.bool and not isinstance(each, FakeTensor)
+        found += each.nonzero().unbind(1) if known else [each]
+    return found
 
 
 def _in_module_init() -> bool:

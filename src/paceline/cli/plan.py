@@ -1,0 +1,115 @@
+"""Says what a run will take, without a device: its plan, and bytes on each rank.
+
+paceline plan [options] script.py -- [arguments of the script]
+
+The script itself is rehearsed, up to and through one optimizer step, as one of the processes asked for, on tensors that
+have a shape and no values. Settings that are `auto` are chosen: the cheapest whose bytes fit on `--device`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from paceline.base.errors import ConfigError
+from paceline.config import schema
+from paceline.config.given import Given
+from paceline.config.sources import Launch, resolve_launch
+
+if TYPE_CHECKING:
+    from paceline.planner.report import Report
+
+_SEARCHED = ("replicate", "shard", "zero", "tp", "pp", "recompute")
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Takes all settings of `launch`, and what the run is for."""
+    parser.usage = "paceline plan [options] script.py -- [arguments of the script]"
+    own = parser.add_argument_group("planning")
+    own.add_argument("--device", metavar="NAME", help="what it will run on, such as h200-141GB or mine-24GB")
+    own.add_argument("--auto", action="store_true", help="choose every axis that nobody gave")
+    own.add_argument("--draw", action="store_true", help="draw the schedule of the pipeline")
+    own.add_argument("--json", action="store_true", help="print JSON")
+    schema.add_options(parser)
+    parser.add_argument("script", nargs="?", help="Python file; with -m a module")
+    parser.set_defaults(after_dashes=())
+
+
+def run(args: argparse.Namespace) -> int:
+    """Prints the report; 1 where the plan does not fit."""
+    given, asked = _split(schema.given(args))
+    launch = resolve_launch(given)
+    if args.script is None:
+        raise ConfigError("command-line", "paceline plan: which script?", fix="paceline plan --procs 8 train.py")
+    opened = _opened(launch, asked, args.auto)
+    if opened and args.device is None:
+        raise ConfigError(
+            "plan-device",
+            f"{', '.join(opened)} cannot be chosen for an unknown device.",
+            why="auto takes the cheapest plan that fits, and nobody said how much memory there is",
+            fix="say what it will run on, such as `--device h200-141GB`",
+        )
+    report = _predict(args, launch, opened)
+    if args.json:
+        print(json.dumps(report.json(), indent=2, default=str))
+    else:
+        print(report.text())
+    if args.draw:
+        print("\n" + _drawing(report))
+    return 0 if report.fits else 1
+
+
+def _split(given: Sequence[Given]) -> tuple[list[Given], list[str]]:
+    """What was given, and the settings that were given as `auto`, which some of them do not know."""
+    asked = [each.name for each in given if each.name in _SEARCHED and str(each.value).lower() == "auto"]
+    return [each for each in given if each.name not in asked], asked
+
+
+def _opened(launch: Launch, asked: Sequence[str], everything: bool) -> tuple[str, ...]:
+    """The settings that are to be chosen."""
+    left = {each.field for each in launch.decisions if each.source == "default"}
+    chosen = set(asked)
+    if everything:
+        chosen |= left
+    elif chosen:
+        chosen |= left & {"replicate", "shard", "zero"}  # they are auto by themselves, and divide the same ranks
+    return tuple(name for name in _SEARCHED if name in chosen)
+
+
+def _predict(args: argparse.Namespace, launch: Launch, opened: tuple[str, ...]) -> Report:
+    from functools import partial
+
+    from paceline.launch.launcher import Target
+    from paceline.launch.worker import become
+    from paceline.planner.device import device_of
+    from paceline.planner.predict import predict
+    from paceline.planner.rehearsal import Troupe
+
+    settings = launch.launch
+    device = device_of(args.device) if args.device else None
+    local = 1 if settings.procs == "auto" else int(settings.procs)
+    troupe = Troupe(
+        world_size=local * settings.nodes,
+        local_size=local,
+        accelerated=device is not None and not device.name.startswith("cpu"),
+        compat=settings.compat or "",
+    )
+    target = Target("module" if settings.module else "script", args.script, tuple(args.after_dashes))
+    return predict(
+        partial(become, target, settings.compat or ""),
+        troupe,
+        device=device,
+        decisions=launch.decisions,
+        opened=opened,
+    )
+
+
+def _drawing(report: Report) -> str:
+    plan: Any = report.plan
+    if plan.layout.pp == 1:
+        return "no pipeline to draw: pp is 1"
+    from paceline.parallel.strategy import STRATEGIES
+
+    return str(STRATEGIES.get("pipeline").draw(plan, report.rehearsal.models[0]))

@@ -1,0 +1,89 @@
+"""`Device`: what is known of a kind of accelerator, and how long a step takes on it at best.
+
+Numbers are the makers' datasheets: memory in GiB as software sees it, dense matrix arithmetic in FLOP/s, one direction of
+the links in bytes/s. They are upper bounds, and what follows from them is an estimate.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, replace
+
+from paceline.base.errors import ConfigError
+
+GIB = 2**30
+RESERVE = 0.05  # of the memory, for the driver, the libraries and what lies between tensors
+
+
+@dataclass(frozen=True)
+class Device:
+    """One kind of device.
+
+    Attributes:
+        name: as it is given to `--device`.
+        memory: bytes.
+        half, single: FLOP/s of bf16 or fp16, and of float32 matrices.
+        link: bytes/s from one device to the others on its node.
+        network: bytes/s from one device to other nodes.
+    """
+
+    name: str
+    memory: int
+    half: float
+    single: float
+    link: float
+    network: float
+
+    @property
+    def usable(self) -> int:
+        """Bytes that a run may take."""
+        return int(self.memory * (1 - RESERVE))
+
+    def seconds(self, flops: float, near: int, far: int, precision: str) -> tuple[float, float, float]:
+        """Least time of a step for arithmetic, for what is sent within nodes and for what is sent between them."""
+        rate = self.single if precision == "no" else self.half
+        return flops / rate, near / self.link, far / self.network
+
+
+def _row(name: str, gib: int, half: float, single: float, link: float, network: float = 50e9) -> Device:
+    return Device(name, gib * GIB, half, single, link, network)
+
+
+TABLE = {
+    row.name: row
+    for row in (
+        _row("a100-40GB", 40, 312e12, 19.5e12, 300e9, 25e9),
+        _row("a100-80GB", 80, 312e12, 19.5e12, 300e9, 25e9),
+        _row("h100-80GB", 80, 989e12, 67e12, 450e9),
+        _row("h200-141GB", 141, 989e12, 67e12, 450e9),
+        _row("b200-180GB", 180, 2250e12, 80e12, 900e9),
+        _row("l40s-48GB", 48, 362e12, 91e12, 32e9, 25e9),
+        _row("mi250x-64GB", 64, 191e12, 48e12, 100e9, 25e9),
+        _row("mi300x-192GB", 192, 1307e12, 163e12, 448e9),
+        _row("gaudi2-96GB", 96, 432e12, 54e12, 262e9, 37e9),
+        _row("gaudi3-128GB", 128, 1835e12, 115e12, 525e9, 75e9),
+        _row("cpu-64GB", 64, 2e12, 1e12, 10e9, 3e9),
+    )
+}
+
+
+def device_of(text: str) -> Device:
+    """The device that a name means: one of `TABLE`, its beginning, or any NAME-<n>GB with that much memory.
+
+    Raises:
+        ConfigError: `plan-device`.
+    """
+    word = text.strip().lower()
+    for name, row in TABLE.items():
+        if word in (name.lower(), name.lower().partition("-")[0]):
+            return row
+    sized = re.fullmatch(r"([a-z][\w-]*?)-(\d+)gi?b", word)
+    if sized is None:
+        raise ConfigError(
+            "plan-device",
+            f"there is no device called {text!r}.",
+            why=f"known: {', '.join(TABLE)}",
+            fix="use one of these, or name yours with its memory, such as mine-24GB",
+        )
+    like = next((row for name, row in TABLE.items() if name.partition("-")[0] == sized[1]), TABLE["a100-40GB"])
+    return replace(like, name=word, memory=int(sized[2]) * GIB)

@@ -1,0 +1,155 @@
+"""What `paceline plan` says: the plan, bytes on a rank, traffic and a step's least time, as text and as JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from paceline.plan.cost import Bytes
+from paceline.plan.plan import Plan
+from paceline.planner.device import Device
+from paceline.planner.estimate import Chosen, Rejected, gib, shown
+from paceline.planner.ledger import KINDS
+from paceline.planner.rehearsal import Rehearsal
+
+_WORDS = {
+    "communication": "communication (and gathered parts)",
+    "other": "other (the optimizer's temporaries)",
+    "buffers": "communication (and gathered parts)",
+}
+
+
+@dataclass(frozen=True)
+class Report:
+    """All that is known of a run before it.
+
+    Attributes:
+        plan: resolved.
+        world_size: ranks.
+        rehearsal: what a rehearsal saw; its `memory` is None where it did not come to a step.
+        estimate: bytes by arithmetic alone, where the rehearsal did not.
+        device: what the run is for; None where nobody said.
+        chosen: what a search chose; None where nothing was left open.
+        rejected: plans that the search left aside, in its order.
+        instead: the cheapest plan that would fit, where this one does not.
+    """
+
+    plan: Plan
+    world_size: int
+    rehearsal: Rehearsal
+    estimate: Bytes | None = None
+    device: Device | None = None
+    chosen: Chosen | None = None
+    rejected: tuple[Rejected, ...] = ()
+    instead: Chosen | None = None
+
+    @property
+    def peak(self) -> int:
+        """Bytes on rank 0 at the peak of a step."""
+        memory = self.rehearsal.memory
+        if memory is not None:
+            return memory.total
+        return self.estimate.held if self.estimate is not None else 0
+
+    @property
+    def fits(self) -> bool:
+        """Whether the peak is within what the device has to give."""
+        return self.device is None or self.peak <= self.device.usable
+
+    def text(self) -> str:
+        """For people."""
+        return "\n".join([self.plan.explain(), "", *self._search(), *self._bytes(), "", *self._step()]).rstrip()
+
+    def _search(self) -> Iterator[str]:
+        if self.chosen is None:
+            return
+        yield "search, cheapest first"
+        for each in self.rejected:
+            yield f"  no   {each}"
+        if self.chosen.settings is None:
+            yield "  nothing fits: use more ranks, a smaller batch, or a larger device"
+        else:
+            yield f"  yes  {shown(self.chosen.settings)}"
+        yield ""
+
+    def _bytes(self) -> Iterator[str]:
+        memory = self.rehearsal.memory
+        yield f"memory of rank 0 of {self.world_size}" + ("" if memory is not None else ", by formulas alone")
+        if memory is not None:
+            yield f"  {'':36}{'at the peak':>12}{'at most':>12}"
+            for kind in KINDS:
+                if memory.largest[kind]:
+                    yield self._line(kind, memory.at_peak[kind], memory.largest[kind])
+        elif self.estimate is not None:
+            yield f"  the script could not be rehearsed up to a step: {self.rehearsal.problem}"
+            yield "  so its activations are not known"
+            for kind, count in vars(self.estimate).items():
+                if count and kind != "sent":
+                    yield self._line(kind, count)
+        yield f"  {'peak':36}{gib(self.peak):>12}" + self._verdict()
+        if not self.fits and self.instead is not None:
+            settings = self.instead.settings
+            yield f"  {'fits instead: ' + shown(settings) if settings is not None else 'no plan fits on these ranks'}"
+
+    def _line(self, kind: str, *counts: int) -> str:
+        return f"  {_WORDS.get(kind, kind):36}" + "".join(f"{gib(count):>12}" for count in counts)
+
+    def _verdict(self) -> str:
+        if self.device is None:
+            return ""
+        there = f"{gib(self.device.memory)} of {self.device.name}, {gib(self.device.usable)} of them usable"
+        return f"  {'fits in' if self.fits else 'DOES NOT FIT in'} the {there}"
+
+    def _step(self) -> Iterator[str]:
+        traffic = self.rehearsal.traffic
+        if self.rehearsal.memory is None:
+            return
+        yield f"one step of rank 0: {traffic.flops / 1e12:.3g} TFLOP, {gib(traffic.total())} sent"
+        for (operation, ranks, wide), count in sorted(traffic.sent.items(), key=lambda item: -item[1]):
+            place = "across nodes" if wide else "on one node"
+            yield f"  {operation:22} {ranks:5} ranks {place:14} {gib(count):>12}"
+        if self.device is not None:
+            compute, near, far = self.seconds()
+            yield (
+                f"  estimate for {self.device.name}: {compute:.3g} s of arithmetic and {near + far:.3g} s of communication "
+                f"at the datasheet's rates, so at least {max(compute, near, far):.3g} s a step"
+            )
+
+    def seconds(self) -> tuple[float, float, float]:
+        """Least time of one step: arithmetic, sending within nodes, sending between them."""
+        assert self.device is not None
+        traffic = self.rehearsal.traffic
+        return self.device.seconds(traffic.flops, traffic.total(False), traffic.total(True), self.plan.precision)
+
+    def json(self) -> dict[str, Any]:
+        """For tools."""
+        memory, traffic = self.rehearsal.memory, self.rehearsal.traffic
+        found: dict[str, Any] = {
+            "layout": asdict(self.plan.layout),
+            "strategies": list(self.plan.strategies),
+            "precision": self.plan.precision,
+            "decisions": [asdict(each) for each in self.plan.decisions],
+            "world_size": self.world_size,
+            "rehearsed": memory is not None,
+            "problem": self.rehearsal.problem,
+            "peak": self.peak,
+            "at_peak": memory.at_peak if memory is not None else None,
+            "largest": memory.largest if memory is not None else None,
+            "estimate": vars(self.estimate) if self.estimate is not None else None,
+            "flops": traffic.flops,
+            "sent": [
+                {"operation": operation, "ranks": ranks, "across_nodes": wide, "bytes": count}
+                for (operation, ranks, wide), count in traffic.sent.items()
+            ],
+            "fits": self.fits,
+        }
+        if self.device is not None:
+            found["device"] = asdict(self.device)
+            found["least_seconds"] = self.seconds()
+        if self.chosen is not None:
+            found["chosen"] = self.chosen.settings
+            found["rejected"] = [{"settings": dict(each.settings), "reason": each.reason} for each in self.rejected]
+        if self.instead is not None:
+            found["instead"] = self.instead.settings
+        return found
