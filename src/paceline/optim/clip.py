@@ -36,7 +36,7 @@ def clip_grad_norm(
 ) -> torch.Tensor:
     """Scales gradients so that their total norm is at most `max_norm`, in place.
 
-    Parameters that live on different meshes get one norm a mesh, which are then combined: torch's own function
+    Gradients that live on different meshes get one norm a mesh, which are then combined: torch's own function
     refuses the mixture. So are the norms of ranks that hold different parameters.
 
     Args:
@@ -47,7 +47,8 @@ def clip_grad_norm(
     found = [p for p in _list(parameters) if p.grad is not None]
     meshes: dict[object, list[torch.Tensor]] = {}
     for parameter in found:
-        meshes.setdefault(parameter.device_mesh if is_sharded(parameter) else None, []).append(parameter)
+        # The gradient's mesh: that of a whole parameter may be divided all the same (`zero`, stage 2).
+        meshes.setdefault(parameter.grad.device_mesh if is_sharded(parameter.grad) else None, []).append(parameter)
     if set(meshes) <= {None} and across is None:
         return torch.nn.utils.clip_grad_norm_(found, max_norm, norm_type)
     norms = []

@@ -10,6 +10,7 @@ from torch.optim import Optimizer
 
 from paceline.base.errors import TrainError
 from paceline.optim.accumulate import Accumulation
+from paceline.world.sharded import local
 
 
 class PreparedOptimizer(Optimizer):
@@ -115,7 +116,7 @@ class PreparedOptimizer(Optimizer):
         self._settled = True
         factor = self._accumulation.correction()
         if factor != 1.0:
-            gradients = [p.grad for group in self.param_groups for p in group["params"] if p.grad is not None]
+            gradients = [local(p.grad) for group in self.param_groups for p in group["params"] if p.grad is not None]
             if gradients:
                 torch._foreach_mul_(gradients, factor)
 
