@@ -28,6 +28,7 @@ from paceline.optim.clip import Across
 from paceline.optim.optimizer import PreparedOptimizer
 from paceline.optim.rebind import choose_fused, parameter_names, rebind, shared_parameters, started_optimizers
 from paceline.optim.schedule import PreparedScheduler, compare_lengths, is_scheduler
+from paceline.parallel.materialise import Recipe
 from paceline.parallel.strategy import STRATEGIES, Chain
 from paceline.plan.facts import ModelFacts, model_facts
 from paceline.plan.plan import Decision, Plan
@@ -155,24 +156,37 @@ class Preparation:
         if self.plan.fully_sharded or self.plan.layout.size("tp", "pp") > 1:
             replaced = {id(parameter) for _, model in new for parameter in model.parameters()}
             found += started_optimizers([each for each in optimizers if each not in own], replaced)
-        for (at, _), fact in zip(new, facts, strict=True):
+        recipes = [Recipe(model) if fact.meta else None for (_, model), fact in zip(new, facts, strict=True)]
+        for (at, _), fact, recipe in zip(new, facts, recipes, strict=True):
             found += self._misplaced(fact, places[at])
+            found += recipe.missing(fact.name) if recipe is not None else []
         if found and not new:
             raise PlanError.of(found)
         plan = resolve(self._draft(), facts, STRATEGIES, found) if new else self.plan
-        for (at, model), fact in zip(new, facts, strict=True):
+        divided = plan.fully_sharded or plan.layout.size("tp", "pp") > 1
+        for (at, model), fact, recipe in zip(new, facts, recipes, strict=True):
             chain = Chain(plan, self._mesh, self._collectives, self.device, fact)
-            if not fact.meta and places[at]:
-                model.to(self.device)
+            if places[at]:
+                move = lambda tensor: tensor if tensor.is_meta else tensor.to(self.device)  # noqa: E731
+                model._apply(move) if fact.meta else model.to(self.device)
+            if recipe is not None and not divided:
+                self._materialise(recipe, model, plan)
             wrap_forward(model, self._precision, self.device)
             prepared = PreparedModel(chain.apply(model), chain, fact)
-            _refuse_meta(prepared.module)
+            if recipe is not None and divided:
+                self._materialise(recipe, prepared.module, plan)
             self.models.append(prepared)
             result[at] = prepared.wrapped
         if new:
             self.plan = plan
             logger("plan").info("%s", plan.explain())
         return before
+
+    def _materialise(self, recipe: Recipe, model: nn.Module, plan: Plan) -> None:
+        """Gives a model from the meta device its values: rank 0's seed, so the same on all ranks and under every plan."""
+        waits = plan.offload != "no" and plan.fully_sharded  # on the host, until it is needed
+        seed = int(self._collectives.broadcast_object(torch.initial_seed()))
+        recipe.run(model, torch.device("cpu") if waits else self.device, seed)
 
     def _misplaced(self, facts: ModelFacts, moved: bool) -> list[Problem]:
         """What is wrong with where a model is, on several ranks, each of which has one device."""
@@ -390,16 +404,3 @@ def _unprepared(model: nn.Module, why: str) -> PrepareError:
         why=why,
         fix="pass the model that `prepare` returned",
     )
-
-
-def _refuse_meta(model: nn.Module) -> None:
-    """Refuses a model that has shapes only."""
-    tensors = dict([*model.named_parameters(), *model.named_buffers()])
-    meta = [name for name, tensor in tensors.items() if tensor.is_meta]
-    if meta:
-        raise PrepareError(
-            "model-meta",
-            f"{type(model).__name__} has no weights yet: {len(meta)} of its {len(tensors)} tensors are on the meta device.",
-            why=f"they have a shape and no values: {', '.join(meta[:3])}{', ...' if len(meta) > 3 else ''}",
-            fix="build it outside of `torch.device('meta')`, or `model.to_empty(device='cpu')` and load its weights first",
-        )

@@ -113,6 +113,14 @@ def _units(model: nn.Module) -> Iterable[Any]:
     return (module for module in model.modules() if isinstance(module, FSDPModule))
 
 
+def refresh(model: nn.Module) -> None:
+    """Lets every unit take up parameters that were put in the place of its own."""
+    for unit in _units(model):
+        for group in unit._get_fsdp_state()._fsdp_param_groups:
+            for parameter in group.fsdp_params:
+                parameter.reset_sharded_param()
+
+
 def _outstanding(group: Any) -> bool:
     """Whether a parameter group holds gradients that no communication has seen."""
     return any(

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from paceline import Accelerator, CheckpointError, ConfigError, DataError, PrepareError, TrainError
+from paceline import Accelerator, CheckpointError, ConfigError, DataError, PlanError, TrainError
 from paceline.world.participant import split_part
 
 
@@ -57,13 +57,14 @@ def test_a_closure_sees_corrected_gradients():
     assert model.weight.item() == pytest.approx(before - 1)
 
 
-def test_a_model_without_values():
+def test_a_model_that_nothing_initialises():
     with torch.device("meta"):
-        model = nn.Linear(2, 1)
-    with pytest.raises(PrepareError) as caught:
+        model = nn.PReLU()
+        model.extra, model.inside = nn.Parameter(torch.zeros(2)), nn.Linear(2, 2)
+    with pytest.raises(PlanError) as caught:
         Accelerator(cpu=True).prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
     assert caught.value.code == "model-meta"
-    assert "weight, bias" in str(caught.value)
+    assert "initialises extra" in str(caught.value)
 
 
 def test_compiling_changes_no_names(tmp_path):
