@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import wraps
 from types import MethodType
 from typing import Any
 
@@ -67,6 +68,7 @@ def swap_in_steps(optimizer: Optimizer, swap: Swap) -> None:
     """
     plain = optimizer.step
 
+    @wraps(plain)  # and so with the mark by which a scheduler knows that it counts these steps
     def step(self: Optimizer, *args: Any, **kwargs: Any) -> Any:
         if any(callable(each) for each in (*args, *kwargs.values())):
             raise closure_refused(self)

@@ -1,0 +1,201 @@
+"""ZeRO stages 1 and 2, and offload, without processes: choices, costs, and what stands in for parameters."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+
+from paceline.base.errors import PlanError, TrainError
+from paceline.parallel import division
+from paceline.parallel.division import ByParameters, ByRows, batches, packed_rows, packed_width, rows
+from paceline.parallel.offload import STRATEGY as OFFLOAD
+from paceline.parallel.stand_ins import stand_in, stand_ins, swap_in_steps
+from paceline.parallel.strategy import STRATEGIES
+from paceline.parallel.zero import STRATEGY as ZERO
+from paceline.plan.cost import Bytes
+from paceline.plan.facts import model_facts
+from paceline.plan.plan import Plan
+from paceline.plan.resolve import resolve
+from paceline.world.layout import Layout
+
+
+def plan(zero: int = 1, **axes: int) -> Plan:
+    return Plan(layout=Layout(**axes), zero=zero)
+
+
+@pytest.mark.parametrize(
+    ("case", "wanted"),
+    [
+        (plan(1, shard=2), True),
+        (plan(2, shard=2, replicate=2), True),
+        (plan(2, shard=2, cp=2), True),
+        (plan(3, shard=2), False),
+        (plan(1, shard=2, tp=2), False),
+        (plan(0, replicate=2), False),
+    ],
+)
+def test_where_it_is_wanted(case, wanted) -> None:
+    assert ZERO.wanted(case) is wanted
+
+
+def test_sparse_gradients_are_refused_at_stage_2_alone() -> None:
+    facts = model_facts(nn.Embedding(4, 2, sparse=True))
+    assert ZERO.check(plan(1, shard=2), facts) == []
+    with pytest.raises(PlanError) as caught:
+        resolve(plan(2, shard=2), [facts], STRATEGIES)
+    assert "zero-sparse" in str(caught.value)
+
+
+def test_the_chain_and_what_it_says() -> None:
+    facts = model_facts(nn.Linear(4, 4))
+    one, two = (resolve(plan(zero, shard=2), [facts], STRATEGIES) for zero in (1, 2))
+    assert one.strategies == ("zero", "replicate") and two.strategies == ("zero",)
+    said = {zero: {d.field: d for d in p.decisions}["zero.divides"] for zero, p in ((1, one), (2, two))}
+    assert "gradients" not in said[1].value and "gradients" in said[2].value and "shard=2" in said[2].reason
+
+
+@pytest.mark.parametrize("width", [2, 4])
+def test_costs_are_the_formulas(width) -> None:
+    a = 1 << 20
+    held = Bytes(parameters=4 * a, gradients=4 * a, optimizer=8 * a)
+    facts = model_facts(nn.Linear(2, 2))
+    one, two = (ZERO.cost(plan(zero, shard=width), facts, held) for zero in (1, 2))
+    assert one.parameters + one.gradients + one.optimizer == 8 * a + 8 * a // width
+    assert two.parameters + two.gradients + two.optimizer == 4 * a + 12 * a // width
+    share = 4 * a * (width - 1) // width
+    assert one.sent == share and two.sent == 2 * share
+    both = ZERO.cost(plan(2, shard=width, replicate=2), facts, held)
+    assert both.sent == 2 * share + 4 * a // width
+
+
+def test_offload_says_that_nothing_was_moved_on_the_host() -> None:
+    case = Plan(offload="all")
+    assert OFFLOAD.wanted(case) and not OFFLOAD.wanted(Plan(offload="all", layout=Layout(shard=2), zero=3))
+    assert (
+        OFFLOAD.decide(case, None)[0].value == "optimizer states"
+        and OFFLOAD.decide(Plan(offload="optimizer"), None) == []
+    )
+    net = nn.Linear(2, 2)
+    optimizer = torch.optim.AdamW(net.parameters())
+    context = SimpleNamespace(device=torch.device("cpu"), options=OFFLOAD.options(case))
+    (said,) = OFFLOAD.bind(optimizer, net, context)
+    assert said.value == "no" and "nothing was moved" in said.reason
+    assert "step" not in vars(optimizer) and OFFLOAD.cost(case, None, Bytes(optimizer=8)).optimizer == 0
+
+
+def nets() -> list[tuple[nn.Module, torch.optim.Optimizer]]:
+    found = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
+        net.unused = nn.Parameter(torch.ones(2))
+        found.append((net, torch.optim.AdamW(net.parameters(), lr=0.1)))
+    return found
+
+
+def test_offloaded_steps_are_the_same_steps() -> None:
+    (net, optimizer), (plain_net, plain) = nets()
+    case = Plan(offload="optimizer", options={"offload": {"always": True}})
+    context = SimpleNamespace(device=torch.device("cpu"), options=OFFLOAD.options(case))
+    OFFLOAD.bind(optimizer, net, context)
+    parameters = list(net.parameters())
+    for step in range(3):
+        for each, steps in ((net, optimizer), (plain_net, plain)):
+            each(torch.full((2, 3), float(step))).square().sum().backward()
+            steps.step()
+            steps.zero_grad()
+    for mine, theirs in zip(net.parameters(), plain_net.parameters(), strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=0, atol=1e-6)
+    assert all(a is b for a, b in zip(optimizer.param_groups[0]["params"], parameters, strict=True))
+    assert set(optimizer.state) == set(parameters[:4])
+
+
+def test_stand_ins_leave_again_and_hooks_of_others_do_not_see_them() -> None:
+    (net, optimizer), _ = nets()
+    parameters, seen = list(net.parameters()), []
+
+    def look(*_) -> None:
+        seen.append(all(a is b for a, b in zip(optimizer.param_groups[0]["params"], parameters, strict=True)))
+
+    optimizer.register_step_post_hook(look)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    swap_in_steps(optimizer, lambda o: stand_ins(o, lambda p: stand_in(p, p.detach(), p.grad)))
+    optimizer.register_step_pre_hook(look)
+    optimizer.register_step_post_hook(look)
+    net(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    scheduler.step()  # does not warn that no step was taken
+    assert seen == [True, True, True] and set(optimizer.state) == set(parameters[:4])
+
+    def broken() -> None:
+        raise ValueError("half way")
+
+    optimizer._optimizer_step_code = broken
+    with pytest.raises(ValueError, match="half way"):
+        optimizer.step()
+    look()
+    assert seen[-1] and set(optimizer.state) == set(parameters[:4])
+    with pytest.raises(TrainError) as caught:
+        optimizer.step(closure=lambda: None)
+    assert caught.value.code == "step-closure"
+
+
+@pytest.mark.parametrize("length", [0, 1, 2, 5, 6, 7, 12])
+@pytest.mark.parametrize("ranks", [1, 2, 3, 5])
+def test_rows_are_cut_as_dtensor_cuts_them(length, ranks) -> None:
+    from torch.distributed.tensor import Shard
+
+    tensor = torch.arange(length * 2).view(length, 2)
+    parts = rows(tensor, ranks)
+    theirs = Shard(0)._split_tensor(tensor, ranks, with_padding=False)[0]
+    assert [p.tolist() for p in parts] == [p.tolist() for p in theirs] and len(parts) == ranks
+
+
+def test_packing_leaves_no_element_out() -> None:
+    tensors = [torch.randn(5, 3), torch.randn(1), torch.randn(4)]
+    flat = torch.full((2, packed_width(tensors, 2)), -1.0)
+    for tensor, places in zip(tensors, packed_rows(flat, tensors, 2), strict=True):
+        for place, part in zip(places, rows(tensor, 2), strict=True):
+            place.copy_(part)
+    back = [torch.cat([p.reshape(-1) for p in places]) for places in packed_rows(flat, tensors, 2)]
+    assert all(torch.equal(b, t.flatten()) for b, t in zip(back, tensors, strict=True))
+    kinds = [torch.zeros(4), torch.zeros(4, dtype=torch.bfloat16), torch.zeros(4), torch.zeros(9)]
+    assert [[t.numel() for t in batch] for batch in batches(kinds, 32)] == [[4, 4], [4], [9]]
+
+
+class _Group:
+    """Stands for ranks that are not there."""
+
+
+@pytest.fixture
+def mesh(monkeypatch):
+    monkeypatch.setattr(division.dist, "get_rank", lambda group: 1)
+    monkeypatch.setattr(division.dist, "get_world_size", lambda group: 2)
+    return SimpleNamespace(get_group=_Group)
+
+
+def test_whole_parameters_are_dealt_out_by_size(mesh) -> None:
+    parameters = [nn.Parameter(torch.zeros(size)) for size in (3, 10, 4, 3)]
+    dealt = ByParameters(mesh, parameters, 1 << 20)
+    assert [dealt.keeps(p) for p in parameters] == [True, False, True, True]
+    for parameter in parameters:
+        parameter.grad = torch.ones_like(parameter)
+    assert dealt.part(parameters[0]) is parameters[0]
+    foreign = dealt.part(parameters[1])
+    assert foreign.grad is None and foreign.data_ptr() == parameters[1].data_ptr()
+
+
+def test_a_part_is_this_ranks_rows_in_place(mesh) -> None:
+    parameter, scalar = nn.Parameter(torch.arange(10.0).view(5, 2)), nn.Parameter(torch.tensor(1.0))
+    parameter.grad, scalar.grad, parameter.mark = torch.ones(5, 2), torch.tensor(1.0), "mine"
+    by_rows = ByRows(mesh, [parameter, scalar], 1 << 20)
+    part = by_rows.part(parameter)
+    assert part.tolist() == [[6.0, 7.0], [8.0, 9.0]] and part.grad.shape == (2, 2) and part.mark == "mine"
+    with torch.no_grad():
+        part.zero_()
+    assert parameter[3:].sum() == 0 and parameter.grad.shape == (5, 2)
+    assert by_rows.part(scalar) is scalar
+    assert by_rows.split(parameter, torch.ones(5, 2)).shape == (2, 2)
+    step = torch.tensor(3.0)
+    assert by_rows.split(parameter, step) is step and by_rows.join(parameter, step) is step
