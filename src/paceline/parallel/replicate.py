@@ -5,6 +5,9 @@
                      here, and only a model with unused parameters pays for DDP's search for them in each later step
     settle           a backward pass that left a bucket unreduced is an error on the spot, not at the next forward
 
+DDP refuses models of which tensor parallel ranks hold parts, and hangs in a pipeline. There FSDP2's replicate form
+averages gradients, unit by unit (`_compose`), and what a pipeline held is averaged at the end of the window.
+
 Source: Li et al., "PyTorch Distributed: Experiences on Accelerating Data Parallel Training", VLDB 2020.
 """
 
@@ -12,7 +15,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -20,17 +23,20 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
 
-from paceline.base.errors import PlanError
+from paceline.base.errors import PlanError, Problem
 from paceline.base.log import logger
 from paceline.config.kinds import YES_NO, YES_NO_AUTO, one_of, positive
 from paceline.parallel.communication_hooks import HOOKS, install
+from paceline.parallel.fsdp import Units, broadcast_values, whole_parameters
 from paceline.parallel.strategy import Context, Strategy
 from paceline.parallel.sync_batch_norm import replace_on_cpu
+from paceline.parallel.wrapping import wrapping
 from paceline.plan.cost import Bytes
 from paceline.plan.facts import ModelFacts
 from paceline.plan.options import option
-from paceline.plan.plan import Plan
+from paceline.plan.plan import Decision, Plan
 from paceline.world.layout import GRADIENT_AXES
 
 
@@ -66,10 +72,36 @@ class Replicate(Strategy):
         divided = plan.fully_sharded or (plan.layout.shard > 1 and plan.zero == 2)
         return not divided and plan.layout.size(*GRADIENT_AXES) > 1
 
+    def check(self, plan: Plan, facts: ModelFacts) -> list[Problem]:
+        """Beside tensor or pipeline parallel there are no communication hooks."""
+        hook = self.options(plan).comm_hook
+        if not _composed(plan) or hook == "none":
+            return []
+        return [
+            Problem(
+                "replicate-hook",
+                f"gradients cannot be compressed by {hook!r} under this plan.",
+                why=f"replicate.comm_hook={hook}; tp={plan.layout.tp}, pp={plan.layout.pp}: DDP, which has hooks, fails there",
+                fix="leave replicate.comm_hook out",
+            )
+        ]
+
+    def decide(self, plan: Plan, facts: ModelFacts) -> list[Decision]:
+        """Which form averages the gradients."""
+        if not _composed(plan):
+            return []
+        reason = f"tp={plan.layout.tp}, pp={plan.layout.pp}: DDP does not compose with these"
+        return [Decision("replicate.form", "fsdp2", "derived", reason=reason)]
+
     def cost(self, plan: Plan, facts: ModelFacts, held: Bytes) -> Bytes:
-        """Buckets are the gradients themselves; a ring all-reduce sends 2 (n - 1) / n of them."""
+        """Buckets are the gradients themselves; a ring all-reduce sends 2 (n - 1) / n of them.
+
+        FSDP2's form computes with a copy of the parameters.
+        """
         width = plan.layout.size(*GRADIENT_AXES)
-        return replace(held, sent=held.sent + 2 * (width - 1) * held.gradients // width)
+        copies = held.parameters if _composed(plan) else 0
+        sent = held.sent + 2 * (width - 1) * held.gradients // width
+        return replace(held, sent=sent, buffers=held.buffers + copies)
 
     def apply(self, model: nn.Module, context: Context) -> nn.Module:
         """Wraps the model; broadcasts rank 0's parameters and buffers. Every rank calls it.
@@ -84,6 +116,8 @@ class Replicate(Strategy):
             for mine, first in zip(own, context.collectives.broadcast(own), strict=True):
                 mine.copy_(first)
             return model
+        if _composed(context.plan):
+            return _compose(model, context, group)
         options = context.options
         hook = options.comm_hook
         # PowerSGD waits inside its callbacks: with more than one bucket it deadlocks on gloo's two threads.
@@ -110,9 +144,25 @@ class Replicate(Strategy):
         """The module inside DDP."""
         return model.module if isinstance(model, DistributedDataParallel) else model
 
+    def bind(self, optimizer: Optimizer, model: nn.Module, context: Context) -> None:
+        """Copies of parameters that an unfinished pass left behind are given up after each step."""
+        if model in _UNITS:
+            optimizer.register_step_post_hook(_UNITS[model].reshard)
+
+    def full(self, model: nn.Module, writeback: bool) -> AbstractContextManager[Any]:
+        """Plain parameters in the place of FSDP2's."""
+        if model not in _UNITS:
+            return nullcontext()
+        _UNITS[model].reshard()
+        return whole_parameters(model, writeback)
+
     @contextmanager
     def hold_gradients(self, model: nn.Module) -> Iterator[None]:
-        """DDP's `no_sync`."""
+        """DDP's `no_sync`, or the same in FSDP2's form."""
+        if model in _UNITS:
+            with _UNITS[model].hold():
+                yield
+            return
         if not isinstance(model, DistributedDataParallel):
             yield
             return
@@ -131,6 +181,8 @@ class Replicate(Strategy):
             PlanError: `unused-parameters`, where a later step left out parameters that the first one used;
                 `model-bypassed`, where the first loss came from the model inside DDP.
         """
+        if model in _UNITS:
+            _UNITS[model].settle()
         if not isinstance(model, DistributedDataParallel) or (state := _STATES[model]).held:
             return
         if state.looking:
@@ -146,6 +198,31 @@ class Replicate(Strategy):
                 + str(error).splitlines()[0],
                 fix="set options={'replicate': {'find_unused_parameters': True}}",
             ) from None
+
+
+def _composed(plan: Plan) -> bool:
+    """Whether gradients are averaged by FSDP2's replicate form."""
+    return plan.layout.size("tp", "pp") > 1
+
+
+def _compose(model: nn.Module, context: Context, group: Any) -> nn.Module:
+    """FSDP2 states on the repeated blocks and the root, that reduce gradients and divide nothing."""
+    from torch.distributed._composable.replicate_with_fsdp import replicate
+
+    broadcast_values(model, group)
+    mesh = context.mesh.along(GRADIENT_AXES)
+    alone = [parameter for parameter in model.parameters() if parameter.dim() == 0]
+    found = wrapping(context.facts, "auto", 0, ())
+    present = dict(model.named_modules())
+    for name in reversed(found.units):
+        if name in present:
+            replicate(present[name], mesh=mesh, ignored_params=set(alone) or None)
+    replicate(model, mesh=mesh, ignored_params=set(alone) or None)
+    _UNITS[model] = Units(model, group, alone)
+    return model
+
+
+_UNITS: weakref.WeakKeyDictionary[nn.Module, Units] = weakref.WeakKeyDictionary()
 
 
 def _sparse(model: nn.Module) -> bool:
