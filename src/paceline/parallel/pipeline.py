@@ -277,18 +277,22 @@ def _schedule_problems(options: PipelineOptions, ranks: int) -> list[Problem]:
                 "pipeline-stages",
                 f"the schedule {schedule.name} cannot run {each} stages on each rank.",
                 why=f"pipeline.stages_per_rank={each}; {schedule.name} needs {needs}",
-                fix="leave stages_per_rank out, or use schedule='interleaved', which takes 2 and more",
+                fix="leave stages_per_rank out: the schedule's own number is taken",
             )
         )
     count = microbatches(options, ranks)
     if not schedule.takes(count, ranks):
+        needs = (
+            f"at least {ranks * schedule.least}, one for each stage"
+            if schedule.name in ("1f1b", "dualpipev")
+            else f"rounds of equal size, and {count} are {count // ranks} rounds of {ranks} and a rest"
+        )
         fits = next(n for n in range(count + 1, 100 * (count + ranks)) if schedule.takes(n, ranks))
         found.append(
             Problem(
                 "pipeline-microbatches",
                 f"the schedule {schedule.name} cannot run {count} micro-batches on {ranks} ranks.",
-                why=f"pipeline.microbatches={count}; "
-                + ("it needs one for each stage" if schedule.least * ranks > count else "rounds of one for each rank"),
+                why=f"pipeline.microbatches={count}; {schedule.name} needs {needs}",
                 fix=f"set microbatches to {fits}, or use schedule={schedule.otherwise!r}",
             )
         )
