@@ -527,3 +527,51 @@ def test_a_checkpoint_resumes(tmp_path):
     straight = run_ranks(compute, 2, args=[path, False])[0]
     assert run_ranks(compute, 2, args=[path, True])[0] == pytest.approx(straight[3:], abs=1e-6)
     assert run_ranks(compute, 1, args=[path, True])[0] == pytest.approx(straight[3:], abs=1e-5)
+
+
+def test_four_sums_a_layer(monkeypatch):
+    def compute():
+        from paceline import Accelerator
+
+        prepared = Accelerator(plan={"tp": 2}, cpu=True).prepare(GPT())
+        x, y = next(batches())
+        prepared(x)  # proves the division
+        sums, all_reduce = [], dist.all_reduce
+        monkeypatch.setattr(
+            dist, "all_reduce", lambda tensor, *a, **k: (sums.append(1), all_reduce(tensor, *a, **k))[1]
+        )
+        F.cross_entropy(prepared(x).flatten(0, 1), y.flatten()).backward()
+        return len(sums)
+
+    layers, embedding_and_head = 2, 2
+    assert run_ranks(compute, 2) == [4 * layers + embedding_and_head] * 2
+
+
+def test_together_with_shards_of_the_divided_parameters():
+    reference = plain(GPT, 2)
+    for found in run_ranks(ours, 4, args=[GPT, {"sequence": True}, 2, 0.05, "no", {"tp": 2, "shard": 2}]):
+        same((found[0], *reference[1:]), found)  # a rank's loss is that of its samples
+
+
+def test_parts_of_a_model_without_weights_yet():
+    def compute():
+        from paceline.parallel.strategy import Context
+        from paceline.parallel.tensor import STRATEGY
+        from paceline.plan.facts import model_facts
+        from paceline.plan.plan import Plan
+        from paceline.world.layout import Layout
+        from paceline.world.mesh import Mesh
+        from paceline.world.world import World
+
+        with torch.device("meta"):
+            model = GPT(tied=True)
+        layout = Layout(tp=2)
+        plan, mesh = Plan(layout), Mesh(layout, World.detect(), "cpu")
+        STRATEGY.apply(
+            model, Context(plan, mesh, None, torch.device("cpu"), model_facts(model), STRATEGY.options(plan))
+        )
+        assert all(parameter.is_meta for parameter in model.parameters())
+        assert model.head.weight is model.tok.weight
+        return tuple(model.blocks[0].mlp.fc1.weight.to_local().shape)
+
+    assert run_ranks(compute, 2) == [(2 * WIDTH, WIDTH)] * 2
