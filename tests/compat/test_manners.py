@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from paceline import CheckpointError, CompatError
 from paceline.base import env
 from paceline.base.log import forget_warnings
-from paceline.compat.accelerate import arguments, memory, modeling, operations, surroundings
+from paceline.compat.accelerate import memory, modeling, operations, surroundings
 from paceline.compat.accelerate.accelerator import Accelerator
 from paceline.compat.accelerate.arguments import (
     DataLoaderConfiguration,
@@ -25,12 +25,12 @@ from paceline.compat.accelerate.arguments import (
     GradientAccumulationPlugin,
     GradScalerKwargs,
     InitProcessGroupKwargs,
-    ParallelismConfig,
     ProfileKwargs,
     ProjectConfiguration,
 )
 from paceline.compat.accelerate.kinds import DDPCommunicationHookType, DistributedType, DynamoBackend, PrecisionType
 from paceline.compat.accelerate.loaders import prepare_data_loader, skip_first_batches
+from paceline.compat.accelerate.plugins import TorchDynamoPlugin
 from paceline.compat.accelerate.state import AcceleratorState, GradientState, PartialState
 from paceline.compat.accelerate.tracking import GeneralTracker, filter_trackers
 from paceline.compat.adamw import AdamW
@@ -57,14 +57,14 @@ def test_arguments_that_are_not_carried_are_refused_all_at_once() -> None:
     with pytest.raises(CompatError) as caught:
         Accelerator(
             mixed_precision="fp8",
-            fsdp_plugin=object(),
-            dynamo_backend="inductor",
+            deepspeed_plugin=object(),
+            megatron_lm_plugin=object(),
             gradient_accumulation_steps=2,
             gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=2),
             kwargs_handlers=[GradScalerKwargs(), GradScalerKwargs(), object()],
         )
     assert [problem.code for problem in caught.value.problems] == ["compat-argument"] * 6
-    assert "plan={'shard'" in str(caught.value) and "torch.compile" in str(caught.value)
+    assert "plan={'shard'" in str(caught.value) and "'pp': 2" in str(caught.value)
 
 
 def test_a_code_argument_beats_the_environment() -> None:
@@ -89,8 +89,7 @@ def test_keyword_bundles_reach_what_they_are_for() -> None:
     assert accelerator.plan.options["replicate"] == ddp.options()
     assert accelerator.scaler.state_dict()["scale"] == 8.0
     assert accelerator.settings.timeout_s == 7.0
-    assert ParallelismConfig(dp_shard_size=4, tp_size=2).plan() == {"shard": 4, "tp": 2}
-    assert not arguments.TorchDynamoPlugin(backend="no") and arguments.TorchDynamoPlugin(backend="inductor")
+    assert not TorchDynamoPlugin(backend="no") and TorchDynamoPlugin(backend="inductor")
     assert ProfileKwargs(with_flops=True).to_kwargs() == {"with_flops": True}
 
 

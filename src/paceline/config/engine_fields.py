@@ -109,7 +109,6 @@ _SHARDINGS: Mapping[str, Mapping[str, Any]] = {
 }
 _STRATEGIES = tuple(Case(value, means) for value, means in _SHARDINGS.items())
 _RESHARD = "options.shard.reshard"
-_DTYPES = tuple(f"options.shard.{name}_dtype" for name in ("param", "reduce", "output"))
 _WAITS = "units are gathered one ahead in the backward pass, whatever is said"
 _NAMES = "parameters keep their names and stay the ones that you made"
 _SYNC = "rank 0's values go to all ranks when a model is prepared"
@@ -128,7 +127,10 @@ def _fsdp(name: str, *cases: Case, default: str = "", needs: tuple[str, ...] = (
 _FSDP = (
     Field(
         "use_fsdp",
-        (Case("true", {"zero": 3}, unless=("fsdp_sharding_strategy", "fsdp_reshard_after_forward")), _asks_nothing()),
+        (
+            Case("true", {"zero": 3}, unless=("fsdp_sharding_strategy", "fsdp_reshard_after_forward")),
+            _asks_nothing(),
+        ),
         PLUGIN,
         "",
         "ACCELERATE_USE_FSDP",
@@ -173,9 +175,7 @@ _FSDP = (
     _fsdp("backward_prefetch", _idle(_WAITS), default="BACKWARD_PRE"),
     _fsdp("forward_prefetch", _true(options__shard__prefetch=1), _asks_nothing()),
     _fsdp("ignored_modules", Case("*", {"options.shard.ignored": VALUE}), takes=None),
-    _fsdp(
-        "mixed_precision_policy", Case("*", dict.fromkeys(_DTYPES, VALUE)), variable="", takes=None
-    ),
+    _fsdp("mixed_precision_policy", _idle("its own fields are read, in the rows below"), variable="", takes=None),
     _fsdp(
         "state_dict_type",
         Case("LOCAL_STATE_DICT|2", why="no rank has a state of its own", fix="use SHARDED_STATE_DICT"),
@@ -281,6 +281,11 @@ def _mixed(name: str, *cases: Case, default: str = "none") -> Field:
 
 
 _SAID = _asks_nothing("none")
+_POLICY = tuple(
+    Field(f"fsdp_mixed_precision_policy.{name}", (Case("*", {f"options.shard.{name}": VALUE}),),
+          f"{PLUGIN}.mixed_precision_policy", name, "", "", ("use_fsdp=true",), None)
+    for name in ("param_dtype", "reduce_dtype", "output_dtype")
+)  # fmt: skip
 # torch's own keywords; what a policy holds is read on its own, see `paceline.compat.fsdp`.
 _KEYWORDS = (
     _keyword("sharding_strategy", _SAID, *_STRATEGIES),
@@ -311,10 +316,10 @@ _KEYWORDS = (
     _mixed("_module_classes_to_ignore", _idle("autocast keeps float32 where an operation needs it"), default="*"),
 )  # fmt: skip
 
-_ROWS = (*_FSDP, *_PARALLELISM, *_COMPILE, *_KEYWORDS)
+ROWS = (*_FSDP, *_POLICY, *_PARALLELISM, *_COMPILE, *_KEYWORDS)
 _OLDER = {  # names that earlier releases of accelerate wrote into files
     "fsdp_backward_prefetch_policy": "fsdp_backward_prefetch",
     "fsdp_transformer_cls_to_wrap": "fsdp_transformer_layer_cls_to_wrap",
 }
-_BY_NAME = {row.name: row for row in _ROWS}
+_BY_NAME = {row.name: row for row in ROWS}
 FIELDS: Mapping[str, Field] = MappingProxyType(_BY_NAME | {old: _BY_NAME[new] for old, new in _OLDER.items()})

@@ -14,7 +14,7 @@ from typing import Any
 
 from paceline.base.env import parse_bool
 from paceline.base.errors import Problem
-from paceline.config.engine_fields import FIELDS, NODES, VALUE, Case, Field
+from paceline.config.engine_fields import FIELDS, NODES, ROWS, VALUE, Case, Field
 from paceline.config.given import SOURCES, Choice, Given
 
 
@@ -52,9 +52,9 @@ def from_env(env: Mapping[str, str]) -> list[Given]:
         () if word(env.get("ACCELERATE_USE_FSDP", "")) in ("true", "1", "yes") else ("FSDP_", "ACCELERATE_USE_FSDP")
     )
     return [
-        Given(name, env[each.variable], "environment", each.variable)
-        for name, each in FIELDS.items()
-        if each.name == name and each.variable and env.get(each.variable) and not each.variable.startswith(skipped)
+        Given(each.name, env[each.variable], "environment", each.variable)
+        for each in ROWS
+        if each.variable and env.get(each.variable) and not each.variable.startswith(skipped)
     ]
 
 
@@ -75,8 +75,9 @@ def translate(given: Iterable[Given], nodes: int) -> Translation:
             said[row.name] = Given(
                 row.name, "true" if each.name == "distributed_type" else each.value, each.source, each.where
             )
-    for name, each in said.items():
-        _translate(FIELDS[name], each, said, nodes, found)
+    for row in ROWS:
+        if row.name in said:
+            _translate(row, said[row.name], said, nodes, found)
     both = [said[name] for name in ("parallelism_config_cp_size", "parallelism_config_sp_size") if name in said]
     if len([each for each in both if word(each.value) not in ("1", "none")]) > 1:
         what, fix = "cp_size and sp_size both divide sequences.", "set one of them to 1"

@@ -98,7 +98,7 @@ def resolve_run(
         _read_file(env["PACELINE_CONFIG"], given, problems)
     if isinstance(plan, str | Path):
         _read_file(str(plan), given, problems)
-    given, unused = _translate(given, _nodes(env), problems)
+    given, unused = _translate(given, nodes_of(env), problems)
     values, decisions = _merge(RunSettings, given, problems)
     _raise(problems)
     notices = (*engines.notices(unused), *_unknown_variables(env))
@@ -153,7 +153,7 @@ def _translate(given: list[Given], nodes: int, problems: list[Problem]) -> tuple
     return single, found.unused
 
 
-def _nodes(env: Mapping[str, str]) -> int:
+def nodes_of(env: Mapping[str, str]) -> int:
     """Hosts that take part, as torchelastic or another launcher tells its processes; 1 where nobody does."""
 
     def number(name: str) -> int:

@@ -59,7 +59,7 @@ def draft(
         offload=str(settings.get("offload", "no")),
         options=dict(options or {}),
     )
-    zero, reason = _stage(settings.get("zero", "auto"), plan.layout)
+    zero, reason = _stage(settings, plan.layout)
     if reason:
         told = notes.get("zero")
         notes["zero"] = Decision("zero", zero, "derived", told.where if told else "", reason)
@@ -88,10 +88,13 @@ def _sizes(settings: Mapping[str, Any], world_size: int) -> tuple[dict[str, int]
     return fixed, notes
 
 
-def _stage(asked: Any, layout: Layout) -> tuple[int, str]:
+def _stage(settings: Mapping[str, Any], layout: Layout) -> tuple[int, str]:
     """The stage of the `shard` axis, and why, where it was not said."""
-    if layout.shard == 1:
-        return 0, "shard is 1" if asked in ("auto", 0) else f"zero={asked} divides nothing, since shard is 1"
+    asked = settings.get("zero", "auto")
+    if layout.shard == 1 and asked in ("auto", 0):
+        return 0, "shard is 1"
+    if layout.shard == 1 and (layout.size() == 1 or settings.get("shard", "auto") == "auto"):
+        return 0, f"zero={asked} divides nothing, since shard is 1"
     if asked == "auto":
         return 3, f"shard={layout.shard}: parameters, gradients and optimizer states are divided"
     return int(asked), ""
@@ -149,5 +152,13 @@ def resolve(
     return replace(
         plan,
         strategies=names,
-        decisions=(*plan.decisions, *made, Decision("strategies", names, "derived", reason=reason)),
+        decisions=(*_told(plan, names), *made, Decision("strategies", names, "derived", reason=reason)),
     )
+
+
+def _told(plan: Plan, names: tuple[str, ...]) -> Iterable[Decision]:
+    """The decisions so far; options of a strategy that this plan does not use say that they have no effect."""
+    for each in plan.decisions:
+        parts = each.field.split(".", 2)
+        idle = parts[0] == "options" and parts[1] not in names
+        yield replace(each, reason=f"no effect: this plan does not use {parts[1]}") if idle else each

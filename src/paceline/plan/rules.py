@@ -64,6 +64,20 @@ def accumulate_positive(plan: Plan, world_size: int) -> list[Problem]:
     ]
 
 
+def stage_divides(plan: Plan, world_size: int) -> list[Problem]:
+    """A stage divides something over ranks along `shard`, and ranks along `shard` divide something."""
+    if (plan.zero == 0) == (plan.layout.shard == 1):
+        return []
+    why = f"{origin(plan, 'zero')}, {origin(plan, 'shard')}"
+    if plan.zero == 0:
+        what = f"{plan.layout.shard} ranks share one copy of the model, but divide nothing."
+        fix = "set zero to 1, 2 or 3, or leave it out; or use `replicate` instead of `shard`"
+    else:
+        what = "there is nobody to divide with."
+        fix = "leave `shard` out, and it takes all ranks that the other axes leave; or leave `zero` out"
+    return [Problem("plan-zero", what, why=why, fix=fix)]
+
+
 def no_half_parameters(plan: Plan, facts: ModelFacts) -> list[Problem]:
     """fp16 scaling needs float32 weights: gradients held in float16 cannot be unscaled safely."""
     if plan.precision != "fp16" or not facts.half_names:
@@ -79,7 +93,12 @@ def no_half_parameters(plan: Plan, facts: ModelFacts) -> list[Problem]:
     ]
 
 
-RUN_RULES: tuple[Callable[[Plan, int], list[Problem]], ...] = (size_matches, precision_known, accumulate_positive)
+RUN_RULES: tuple[Callable[[Plan, int], list[Problem]], ...] = (
+    size_matches,
+    precision_known,
+    accumulate_positive,
+    stage_divides,
+)
 MODEL_RULES: tuple[Callable[[Plan, ModelFacts], list[Problem]], ...] = (no_half_parameters,)
 
 

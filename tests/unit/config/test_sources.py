@@ -64,7 +64,9 @@ def test_the_strongest_source_wins_for_every_subset(name, tmp_path):
 
 def test_every_setting_has_a_decision_in_order():
     single = [name for name in settings_of(LaunchSettings, RunSettings) if name != "options"]
-    assert [each.field for each in resolve_run({}, {}).decisions] == [n for n in single if n in settings_of(RunSettings)]
+    assert [each.field for each in resolve_run({}, {}).decisions] == [
+        n for n in single if n in settings_of(RunSettings)
+    ]
     told = resolve_launch((), {}, search=False)
     assert [each.field for each in told.decisions] == single
     assert (told.launch, told.run) == (LaunchSettings(), RunSettings())
@@ -185,7 +187,8 @@ def test_procs_over_a_total_from_a_weaker_source(tmp_path):
 
 @pytest.mark.parametrize(
     ("name", "text"),
-    [("use_deepspeed", "true"), ("tpu", "true"), ("use_megatron_lm", "true"), ("mpirun_hostfile", "hosts"), ("gradient_clipping", "1.0")],
+    [("use_deepspeed", "true"), ("tpu", "true"), ("use_megatron_lm", "true"), ("mpirun_hostfile", "hosts"),
+     ("gradient_clipping", "1.0")],
 )  # fmt: skip
 def test_flags_of_engines_are_refused_with_what_to_do(name, text):
     with pytest.raises(ConfigError) as caught:

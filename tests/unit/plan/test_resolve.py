@@ -102,3 +102,38 @@ def test_a_plan_prints_and_becomes_json():
     plan = draft({"accumulate": 4}, [Decision("accumulate", 4, "code", "Accelerator(...)")], world_size=2)
     assert "accumulate = 4  <- code (Accelerator(...))" in plan.explain()
     assert json.loads(plan.to_json())["layout"]["replicate"] == 2
+
+
+# -- stages and options ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("settings", "world", "places"),
+    [
+        ({"zero": 0, "shard": 2}, 2, ("zero=0 (run.yaml:3)", "shard=2 (--shard)")),
+        ({"zero": 2, "shard": 1, "replicate": 2}, 2, ("zero=2 (run.yaml:3)", "shard=1 (--shard)")),
+    ],
+)
+def test_a_stage_and_an_axis_that_contradict_are_refused(settings, world, places):
+    decisions = [
+        Decision("zero", settings["zero"], "file", "run.yaml:3"),
+        Decision("shard", settings["shard"], "command line", "--shard"),
+    ]
+    with pytest.raises(PlanError) as caught:
+        draft(settings, decisions, world)
+    assert [problem.code for problem in caught.value.problems] == ["plan-zero"]
+    assert all(place in str(caught.value) for place in places) and caught.value.problems[0].fix
+
+
+def test_a_stage_for_many_processes_works_on_one():
+    for settings in ({"zero": 3}, {"zero": 2, "shard": 1}, {"zero": 1, "replicate": 1}):
+        plan = draft(settings, [], 1)
+        assert plan.zero == 0 and any("divides nothing" in each.reason for each in plan.decisions)
+    plan = draft({"zero": 3, "tp": 2}, [], 2)
+    assert plan.zero == 0 and plan.layout.shard == 1  # nothing is left for `shard`, which nobody asked for
+
+
+def test_everything_wrong_with_stage_and_size_is_told_at_once():
+    with pytest.raises(PlanError) as caught:
+        draft({"zero": 0, "shard": 4, "replicate": 2}, [], 2)
+    assert {problem.code for problem in caught.value.problems} == {"plan-size", "plan-zero"}

@@ -20,8 +20,11 @@ _HERE = "paceline.compat.accelerate"
 _CARRIED = {
     f"{_HERE}.accelerator": "Accelerator",
     f"{_HERE}.arguments": """AutocastKwargs DataLoaderConfiguration DistributedDataParallelKwargs GradScalerKwargs
-        GradientAccumulationPlugin InitProcessGroupKwargs KwargsHandler ParallelismConfig ProfileKwargs
-        ProjectConfiguration TorchDynamoPlugin""",
+        GradientAccumulationPlugin InitProcessGroupKwargs KwargsHandler ProfileKwargs ProjectConfiguration""",
+    f"{_HERE}.plugins": """DeepSpeedSequenceParallelConfig FullyShardedDataParallelPlugin ParallelismConfig
+        TorchContextParallelConfig TorchDynamoPlugin TorchTensorParallelConfig TorchTensorParallelPlugin""",
+    f"{_HERE}.sharded": """disable_fsdp_ram_efficient_loading enable_fsdp_ram_efficient_loading fsdp2_canonicalize_names
+        load_fsdp_model merge_fsdp_weights model_has_dtensor save_fsdp_model""",
     f"{_HERE}.kinds": """BaseEnum ComputeEnvironment CustomDtype DDPCommunicationHookType DistributedType
         DynamoBackend FP8BackendType LoggerType PrecisionType RNGType SageMakerDistributedType""",
     f"{_HERE}.state": "AcceleratorState GradientState PartialState is_initialized",
@@ -54,8 +57,8 @@ _CARRIED = {
 # First match counts: pattern of a name, why it is not carried, what to do.
 _NATIVE_WAYS = (
     (
-        r"fsdp|FSDP|FullySharded|DeepSpeed|deepspeed|Dummy|DDP2",
-        "parameters are divided by a plan here, not by a plugin",
+        r"fsdp|FSDP|DeepSpeed|deepspeed|Dummy|DDP2",
+        "parameters are divided when a model is prepared, by the plan",
         "native: `paceline.Accelerator(plan={'shard': 4})`",
     ),
     (
@@ -70,8 +73,8 @@ _NATIVE_WAYS = (
     ),
     (
         r"Dynamo|compile",
-        "models are compiled by torch itself",
-        "call `model = torch.compile(model)` before `prepare`",
+        "the repeated blocks are compiled when a model is prepared",
+        "native: `paceline.Accelerator(plan={'compile': True})`, or call `torch.compile(model)` before `prepare`",
     ),
     (
         r"offload|Offload|dispatch|device_map|Hook|hook|balanced_memory|layer|PrefixedDataset|[Aa]lign",

@@ -28,15 +28,17 @@ from paceline.compat.accelerate.arguments import (
     GradientAccumulationPlugin,
     GradScalerKwargs,
     InitProcessGroupKwargs,
-    ParallelismConfig,
     ProfileKwargs,
     ProjectConfiguration,
 )
 from paceline.compat.accelerate.checkpoint import Folder
 from paceline.compat.accelerate.loaders import skip_first_batches
+from paceline.compat.accelerate.plugins import ParallelismConfig
 from paceline.compat.accelerate.preparation import AcceleratePreparation
 from paceline.compat.accelerate.state import AcceleratorState, GradientState
 from paceline.compat.accelerate.tracking import TrackerList
+from paceline.compat.fsdp import said_by
+from paceline.config.given import Given
 from paceline.world.tree import map_tensors, tensors
 
 _HANDLERS = {
@@ -56,7 +58,7 @@ class Accelerator(NativeAccelerator):
         device_placement: whether `prepare` moves models and batches to the device.
         split_batches: taken for old scripts; `dataloader_config` says it now.
         gradient_accumulation_steps: the default of 1 leaves the choice to the environment; another value beats it.
-        others: as accelerate names them; plugins are refused, each with the native way.
+        others: as accelerate names them; those of DeepSpeed and Megatron-LM are refused, each with the native way.
 
     Ranks: all construct it.
 
@@ -91,10 +93,9 @@ class Accelerator(NativeAccelerator):
         parallelism_config: ParallelismConfig | None = None,
     ) -> None:
         plugins = {
-            "deepspeed_plugin": deepspeed_plugin or deepspeed_plugins, "fsdp_plugin": fsdp_plugin,
-            "torch_tp_plugin": torch_tp_plugin, "megatron_lm_plugin": megatron_lm_plugin,
-            "dynamo_backend": dynamo_plugin or (None if str(dynamo_backend).lower() == "no" else dynamo_backend),
-        }  # fmt: skip
+            "deepspeed_plugin": deepspeed_plugin or deepspeed_plugins,
+            "megatron_lm_plugin": megatron_lm_plugin,
+        }
         _check(plugins, mixed_precision, gradient_accumulation_steps, gradient_accumulation_plugin, kwargs_handlers)
         for name, kind in _HANDLERS.items():
             setattr(self, name, next((each for each in kwargs_handlers or () if isinstance(each, kind)), None))
@@ -111,7 +112,7 @@ class Accelerator(NativeAccelerator):
             None if mixed_precision is None else str(getattr(mixed_precision, "value", mixed_precision)),
             window.num_steps if (window.num_steps or 1) != 1 else None,
             cpu or None,
-            plan=parallelism_config.plan() if parallelism_config else None,
+            plan=_said(fsdp_plugin, parallelism_config, torch_tp_plugin, dynamo_plugin, dynamo_backend),
             options={"replicate": self.ddp_handler.options()} if self.ddp_handler else None,
             split_batches=loading.split_batches,
             dispatch_batches=loading.dispatch_batches,
@@ -125,6 +126,7 @@ class Accelerator(NativeAccelerator):
             else None,
         )
         self._adopt_manners(window, log_with)
+        self.state.adopt(self, fsdp_plugin, torch_tp_plugin, dynamo_plugin)
 
     def _adopt_manners(self, window: GradientAccumulationPlugin, log_with: Any) -> None:
         """What differs from the native accelerator, once it stands."""
@@ -145,7 +147,8 @@ class Accelerator(NativeAccelerator):
     # -- what this run is --------------------------------------------------------------------------------------
 
     deepspeed_plugin = deepspeed_engine_wrapped = torch_device_mesh = fp8_backend = None
-    is_fsdp2 = is_composable_parallelism_enabled = has_lomo_optimizer = False
+    is_composable_parallelism_enabled = has_lomo_optimizer = False
+    is_fsdp2 = property(lambda self: self.state.is_fsdp2)
     should_save_model = True
     distributed_type = property(lambda self: self.state.distributed_type)
     multi_device = property(lambda self: self.num_processes > 1 and self.device.type != "cpu")
@@ -348,13 +351,23 @@ def _check(plugins: dict[str, Any], precision: Any, steps: int, window: Any, han
         raise CompatError.of(problems)
 
 
+def _said(fsdp: Any, axes: Any, tensor: Any, dynamo: Any, backend: Any) -> list[Given] | None:
+    """What the plugins say, in accelerate's words; `config.engines` says it in ours."""
+    found = [given for plugin in (fsdp, axes, tensor, dynamo) if plugin is not None for given in said_by(plugin)]
+    if fsdp is not None:
+        found.append(Given("use_fsdp", "true", "code", "Accelerator(fsdp_plugin=...)"))
+    for name in ("tp", "cp", "sp"):
+        handler = getattr(axes, f"{name}_handler", None)
+        found += said_by(handler) if handler is not None else []
+    if backend is not None and dynamo is None:
+        found.append(Given("dynamo_backend", str(backend), "code", "Accelerator(dynamo_backend=...)"))
+    return found or None
+
+
 _SHARD = "native: `paceline.Accelerator(plan={'shard': 4})` divides parameters, gradients and optimizer states"
 _WAYS = {
     "deepspeed_plugin": _SHARD,
-    "fsdp_plugin": _SHARD,
-    "torch_tp_plugin": "native: `paceline.Accelerator(plan={'tp': 2})`",
     "megatron_lm_plugin": "native: `paceline.Accelerator(plan={'tp': 2, 'pp': 2})`",
-    "dynamo_backend": "call `model = torch.compile(model)` before `prepare`",
 }
 
 

@@ -8,7 +8,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from paceline.compat.accelerate.kinds import DDPCommunicationHookType, DynamoBackend
+from paceline.compat.accelerate.kinds import DDPCommunicationHookType
 
 
 class KwargsHandler:
@@ -138,51 +138,3 @@ class ProfileKwargs(KwargsHandler):
     with_flops: bool = False
     with_modules: bool = False
     output_trace_dir: str | None = None
-
-
-@dataclass
-class TorchDynamoPlugin(KwargsHandler):
-    """Options of `torch.compile`; a backend other than "no" is refused, because models are compiled by torch itself."""
-
-    backend: Any = DynamoBackend.NO
-    mode: str | None = None
-    fullgraph: bool = False
-    dynamic: bool | None = None
-    options: Any = None
-    disable: bool = False
-    use_regional_compilation: bool = False
-
-    def __bool__(self) -> bool:
-        return not self.disable and str(self.backend).lower() not in ("no", "none")
-
-
-@dataclass
-class ParallelismConfig:
-    """Sizes of the axes; what a plan of ours is."""
-
-    dp_replicate_size: int | None = None
-    dp_shard_size: int | None = None
-    tp_size: int | None = None
-    cp_size: int | None = None
-    cp_backend: str = "torch"
-    sp_size: int | None = None
-    sp_backend: str = "deepspeed"
-    tp_handler: Any = None
-    cp_handler: Any = None
-    sp_handler: Any = None
-
-    def plan(self) -> dict[str, int]:
-        """Sizes by the axes' names here."""
-        names = {
-            "replicate": self.dp_replicate_size,
-            "shard": self.dp_shard_size,
-            "tp": self.tp_size,
-            "cp": self.cp_size,
-        }
-        return {axis: size for axis, size in names.items() if size not in (None, 1)}
-
-    dp_replicate_enabled = property(lambda self: (self.dp_replicate_size or 1) > 1)
-    dp_shard_enabled = property(lambda self: (self.dp_shard_size or 1) > 1)
-    tp_enabled = property(lambda self: (self.tp_size or 1) > 1)
-    cp_enabled = property(lambda self: (self.cp_size or 1) > 1)
-    sp_enabled = property(lambda self: (self.sp_size or 1) > 1)

@@ -8,7 +8,8 @@
 
 Scripts of accelerate's early days read `pytorch_model.bin`, later ones `model.safetensors`: a script that does not say
 which it wants gets both. `safe_serialization=True` or `False` writes one. All files are written beside and moved into
-place together; rank 0 writes, because it can be told of by one error that all ranks raise.
+place together; rank 0 writes, because it can be told of by one error that all ranks raise. Under a plan that divides
+models the folder is one of the native `save_state`, which any number of processes can load.
 """
 
 from __future__ import annotations
@@ -61,6 +62,10 @@ class Folder:
             CheckpointError: on every rank; what was saved before is untouched.
         """
         target, partial = self._agree(lambda: self._places(output_dir))
+        if self._of.plan.layout.size("shard", "tp", "pp") > 1:  # no rank has all that the files below hold
+            self._of._states.save(target, self._of.plan)
+            self._next(target)
+            return Path(target)
         self._agree(lambda: self._make(partial))
         models = [each.module for each in self._of._prepared.models]
         weights = [self._of.get_state_dict(model, unwrap=False) for model in models]
@@ -68,9 +73,12 @@ class Folder:
             hook(models, weights, partial)
         streams = self._of.collectives.gather_object(self._streams())
         self._agree(lambda: self._write(Path(partial), Path(target), weights, streams, safe))
-        if self._automatic:
-            self._of.project_configuration.iteration = _number(target) + 1
+        self._next(target)
         return Path(target)
+
+    def _next(self, folder: str | Path) -> None:
+        if self._automatic:
+            self._of.project_configuration.iteration = _number(folder) + 1
 
     @property
     def _automatic(self) -> bool:
@@ -183,8 +191,8 @@ class Folder:
         for number, thing in enumerate(self._of._custom_objects):
             thing.load_state_dict(load_object(folder / f"custom_checkpoint_{number}.pkl"))
         self._load_streams(folder)
-        if input_dir is None and self._automatic:
-            self._of.project_configuration.iteration = _number(folder) + 1
+        if input_dir is None:
+            self._next(folder)
 
     def _newest(self) -> Path:
         found = _numbered(self._root)

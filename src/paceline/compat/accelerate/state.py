@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from paceline.compat.accelerate.kinds import DistributedType
+from paceline.compat.accelerate.plugins import FullyShardedDataParallelPlugin
 from paceline.config import resolve_run
 from paceline.world import rendezvous
 from paceline.world.collectives import Collectives
@@ -128,6 +129,26 @@ class AcceleratorState(PartialState):
             shared.clear()
             shared.update(values)
         return state
+
+    def adopt(self, accelerator: Any, fsdp: Any, tensor: Any, dynamo: Any) -> None:
+        """Plugins of the accelerator, and the word for what its plan does: FSDP where parameters may be divided."""
+        told = {"fsdp_plugin": fsdp, "torch_tp_plugin": tensor, "dynamo_plugin": dynamo}
+        if accelerator.plan.layout.shard > 1:
+            told |= {"fsdp_plugin": fsdp or FullyShardedDataParallelPlugin(), "_distributed_type": DistributedType.FSDP}
+        told = {name: value for name, value in told.items() if value is not None}
+        self.__dict__.update(told)
+        self._shared_state.update(told)
+
+    @property
+    def distributed_type(self) -> Any:
+        """accelerate's word for this setup."""
+        return self.__dict__.get("_distributed_type") or super().distributed_type
+
+    @property
+    def is_fsdp2(self) -> bool:
+        """Whether a script asked for version 2 of FSDP, and gets it."""
+        version = getattr(self.fsdp_plugin, "fsdp_version", 1)
+        return bool(self.distributed_type == DistributedType.FSDP and version == 2)
 
     @classmethod
     def _reset_state(cls, reset_partial_state: bool = False) -> None:

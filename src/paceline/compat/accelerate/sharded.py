@@ -1,0 +1,104 @@
+"""accelerate's functions for models that FSDP divides: here they hold whole tensors, whatever the plan."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from paceline.base.errors import CheckpointError
+from paceline.checkpoint.files import load_object, save_object
+from paceline.world.sharded import is_sharded
+
+
+def _file(folder: str | Path, number: int) -> Path:
+    return Path(folder) / ("pytorch_model_fsdp.bin" if number == 0 else f"pytorch_model_fsdp_{number}.bin")
+
+
+def save_fsdp_model(
+    fsdp_plugin: Any,
+    accelerator: Any,
+    model: nn.Module,
+    output_dir: str | Path,
+    model_index: int = 0,
+    adapter_only: bool = False,
+    use_dcp: bool = True,
+) -> None:
+    """Writes a model's whole state, as accelerate does for FULL_STATE_DICT. Ranks: all; rank 0 writes."""
+    state = accelerator.get_state_dict(model)
+    Path(output_dir).mkdir(parents=True, exist_ok=True)
+    accelerator._folder._agree(lambda: save_object(state, _file(output_dir, model_index)))
+
+
+def load_fsdp_model(
+    fsdp_plugin: Any,
+    accelerator: Any,
+    model: nn.Module,
+    input_dir: str | Path,
+    model_index: int = 0,
+    adapter_only: bool = False,
+    use_dcp: bool = True,
+) -> Any:
+    """Puts back what `save_fsdp_model` (accelerate's with FULL_STATE_DICT, or this one) wrote. Ranks: all."""
+    state = load_object(_file(input_dir, model_index))
+    with accelerator.full_parameters(model, writeback=True):
+        return accelerator.unwrap_model(model).load_state_dict(state)
+
+
+def merge_fsdp_weights(
+    checkpoint_dir: str | Path,
+    output_path: str | Path,
+    safe_serialization: bool = True,
+    remove_checkpoint_dir: bool = False,
+) -> None:
+    """Makes one file of the divided weights that accelerate's FSDP saved. Call it on one rank.
+
+    Args:
+        checkpoint_dir: accelerate's `pytorch_model_fsdp_0` folder.
+        output_path: folder of `model.safetensors` (or `pytorch_model.bin`).
+        safe_serialization: which of the two.
+        remove_checkpoint_dir: whether the folder is removed afterwards.
+
+    Raises:
+        CheckpointError: `checkpoint-missing`.
+    """
+    from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+
+    folder = Path(checkpoint_dir)
+    if not (folder / ".metadata").is_file():
+        raise CheckpointError(
+            "checkpoint-missing",
+            f"{folder} holds no divided weights.",
+            why="there is no .metadata in it",
+            fix=f"name the folder that accelerate wrote them to, such as {folder / 'pytorch_model_fsdp_0'}",
+        )
+    Path(output_path).mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=output_path) as beside:
+        dcp_to_torch_save(folder, Path(beside) / "all.bin")
+        state = load_object(Path(beside) / "all.bin")
+    state = state.get("model", state)
+    name = "model.safetensors" if safe_serialization else "pytorch_model.bin"
+    save_object(state, Path(output_path) / name, safe_serialization)
+    if remove_checkpoint_dir:
+        shutil.rmtree(folder)
+
+
+def model_has_dtensor(model: nn.Module) -> bool:
+    """Whether some parameter is divided over ranks."""
+    return any(is_sharded(parameter) for parameter in model.parameters())
+
+
+def fsdp2_canonicalize_names(named_params: dict[str, Any]) -> dict[str, Any]:
+    """The names as they are: nothing here changes them."""
+    return dict(named_params)
+
+
+def enable_fsdp_ram_efficient_loading() -> None:
+    """Nothing: every rank builds the model; one built on the meta device takes no memory until it is prepared."""
+
+
+def disable_fsdp_ram_efficient_loading() -> None:
+    """Nothing, as above."""

@@ -1,0 +1,201 @@
+"""torch's `FSDP(model, ...)`, read as a plan.
+
+    FSDP(model, sharding_strategy=ShardingStrategy.SHARD_GRAD_OP, auto_wrap_policy=partial(size_based_..., ...))
+    plan_from(sharding_strategy=..., auto_wrap_policy=...)
+        -> {"plan": {"zero": 2}, "options": {"shard": {"wrap": "size", ...}}, "notes": [...]}
+    Accelerator(plan=..., options=...)
+
+What each keyword comes to stands in `paceline.config.engine_fields`.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable, Mapping
+from dataclasses import fields, is_dataclass
+from enum import Enum
+from typing import Any
+
+from paceline.base import env as environment
+from paceline.base.errors import CompatError, ConfigError, Problem
+from paceline.config import engines, options
+from paceline.config.engine_fields import FIELDS, MIXED, ROWS, TORCH
+from paceline.config.given import Given, nearest
+from paceline.config.sources import nodes_of
+
+_DTYPES = {"float32": "float32", "fp32": "float32", "bfloat16": "bf16", "float16": "fp16", "half": "fp16"}
+_PRECISIONS = {"float32": "no"}  # names of precisions where they differ from those of dtypes
+_NAMES = {  # keywords of `fully_shard`
+    "mp_policy": "mixed_precision",
+    "offload_policy": "cpu_offload",
+    "mesh": "device_mesh",
+    "ignored_params": "ignored_states",
+}
+
+
+def plan_from(**keywords: Any) -> dict[str, Any]:
+    """The arguments of `Accelerator` that say what `FSDP(model, ...)` or `fully_shard(model, ...)` said.
+
+    Args:
+        keywords: those of torch's `FullyShardedDataParallel` or `fully_shard`.
+
+    Returns `plan` and `options` for `Accelerator`, and `notes`: what has no effect here, and why.
+
+    Raises:
+        ConfigError: `config-key`, `accelerate-feature`, `config-value`, `fsdp-object`: all that apply, at once.
+
+    Example:
+        found = plan_from(sharding_strategy=ShardingStrategy.SHARD_GRAD_OP)
+        accelerator = Accelerator(plan=found["plan"], options=found["options"])
+    """
+    problems: list[Problem] = []
+    said = [Given("use_fsdp", "true", "code", "FSDP(...)")] if not keywords.get("sharding_strategy") else []
+    for name, value in keywords.items():
+        said += _read(_NAMES.get(name, name), value, f"FSDP({name}=...)", problems)
+    found = engines.translate(said, nodes_of(environment.snapshot()))
+    problems += found.problems
+    if problems:
+        raise ConfigError.of(problems)
+    plan = {each.name: each.value for each in found.given if not each.name.startswith(f"{options.NAME}.")}
+    if "mixed_precision" in plan:
+        plan["mixed_precision"] = _PRECISIONS.get(plan["mixed_precision"], plan["mixed_precision"])
+    return {"plan": plan, "options": options.merge(found.given)[0], "notes": list(engines.notices(found.unused))}
+
+
+def said_by(plugin: Any, place: str = "") -> list[Given]:
+    """What an argument object of accelerate's says, by the names of its fields in the table.
+
+    Args:
+        plugin: an instance of one of accelerate's classes that the table has as an owner.
+        place: how it was reached; its class where that is "".
+
+    Raises:
+        CompatError: `fsdp-object`, all at once.
+    """
+    owner, given, problems = type(plugin).__name__, list[Given](), list[Problem]()
+    for row in ROWS:
+        value = getattr(plugin, row.attribute, None) if row.owner == owner and row.attribute else None
+        if value is None or value == "":
+            continue
+        if row.attribute in getattr(plugin, "from_environment", ()):
+            given.append(Given(row.name, value, "environment", row.variable))
+            continue
+        where = f"{place or owner}({row.attribute}=...)"
+        if row.attribute == "mixed_precision_policy":
+            given += _policy(value, where, "fsdp_mixed_precision_policy")
+        elif row.attribute == "ignored_modules" or (row.attribute == "auto_wrap_policy" and not isinstance(value, str)):
+            name = {"size": "SIZE_BASED_WRAP", "wrap": "TRANSFORMER_BASED_WRAP"}
+            for each in _read(row.attribute, value, where, problems):
+                short = each.name.rpartition(".")[2]
+                given += _as_plugin(short, each, name)
+        else:
+            given.append(Given(row.name, plain(value), "code", where))
+    if problems:
+        raise CompatError.of(problems)
+    return given
+
+
+def _as_plugin(name: str, given: Given, words: Mapping[str, str]) -> list[Given]:
+    """A keyword of torch's under the names of the plugin's fields."""
+    if name == "auto_wrap_policy" and given.value == "size":
+        return [Given("fsdp_auto_wrap_policy", words["size"], given.source, given.where)]
+    if name == "auto_wrap_policy":
+        return [
+            Given("fsdp_auto_wrap_policy", words["wrap"], given.source, given.where),
+            Given("fsdp_transformer_layer_cls_to_wrap", given.value, given.source, given.where),
+        ]
+    return [Given(f"fsdp_{name}", given.value, given.source, given.where)]
+
+
+def plain(value: Any) -> Any:
+    """Words and numbers in place of torch's objects, where there are any that say the same."""
+    if isinstance(value, Enum):
+        return value.name if not isinstance(value, str) else value.value
+    kind = type(value).__name__
+    if kind == "CPUOffload":
+        return bool(value.offload_params)
+    if kind in ("CPUOffloadPolicy", "OffloadPolicy"):
+        return kind == "CPUOffloadPolicy"
+    text = str(value).removeprefix("torch.")
+    return _DTYPES.get(text, value) if kind in ("dtype", "str") else value
+
+
+def _read(name: str, value: Any, where: str, problems: list[Problem]) -> list[Given]:
+    """One keyword of torch's as rows of the table have it."""
+    row = f"{TORCH.rpartition('.')[2]}.{name}"
+    if row not in FIELDS:
+        known = [each.attribute for each in FIELDS.values() if each.owner == TORCH]
+        near = nearest(name, known)
+        fix = f"write {near!r}" if near else "leave it out"
+        problems.append(Problem("config-key", f"FSDP has no keyword {name!r}.", f"it stands in {where}", fix))
+        return []
+    if value is None:
+        return []
+    if name == "mixed_precision":
+        return _policy(value, where, MIXED.rpartition(".")[2])
+    if name == "auto_wrap_policy" and not isinstance(value, str):
+        return _wrapping(value, where, problems)
+    if name in ("ignored_modules", "ignored_states"):
+        return _ignored(row, value, where, problems)
+    return [Given(row, plain(value), "code", where)]
+
+
+def _policy(value: Any, where: str, owner: str) -> list[Given]:
+    """The fields of a `MixedPrecision`, a `MixedPrecisionPolicy`, a mapping of such, or one dtype for all."""
+    if isinstance(value, Mapping):
+        held = dict(value)
+    elif is_dataclass(value):
+        held = {each.name: getattr(value, each.name) for each in fields(value)}
+    else:
+        held = dict.fromkeys(("param_dtype", "reduce_dtype", "output_dtype"), value)
+    given = []
+    for name, one in held.items():
+        row = f"{owner}.{name}" if f"{owner}.{name}" in FIELDS else f"{MIXED.rpartition('.')[2]}.{name}"
+        if one is not None:
+            given.append(Given(row, plain(one), "code", where))
+    return given
+
+
+def _wrapping(policy: Any, where: str, problems: list[Problem]) -> list[Given]:
+    """What torch's wrapping policies say; functions of a script's own cannot be read."""
+    held = dict(policy.keywords) if isinstance(policy, functools.partial) else {}
+    function = policy.func if isinstance(policy, functools.partial) else policy
+    name, torchs = getattr(function, "__name__", type(function).__name__), TORCH.rpartition(".")[2]
+    classes = held.pop("transformer_layer_cls", None) or held.pop("module_classes", None)
+    classes = classes or getattr(policy, "_module_classes", None)
+    if name == "size_based_auto_wrap_policy" and not held.keys() - {"min_num_params"}:
+        least = held.get("min_num_params")
+        size = [Given(f"{torchs}.min_num_params", int(least), "code", where)] if least is not None else []
+        return [Given(f"{torchs}.auto_wrap_policy", "size", "code", where), *size]
+    if classes and not held:
+        names = sorted(each.__name__ for each in classes)
+        return [Given(f"{torchs}.auto_wrap_policy", names, "code", where)]
+    if name == "transformer_auto_wrap_policy" and not held:
+        return [Given(f"{torchs}.auto_wrap_policy", "auto", "code", where)]
+    problems.append(
+        Problem(
+            "fsdp-object",
+            f"{name} cannot be read.",
+            f"it stands in {where}; size_based_auto_wrap_policy, transformer_auto_wrap_policy and ModuleWrapPolicy can",
+            "name the classes: options={'shard': {'wrap': ['Block']}}",
+        )
+    )
+    return []
+
+
+def _ignored(row: str, value: Any, where: str, problems: list[Problem]) -> list[Given]:
+    """Names or patterns; modules and parameters of a model that nobody has seen yet have no names."""
+    held = [value] if isinstance(value, str) else list(value) if isinstance(value, Iterable) else [value]
+    if all(isinstance(each, str) for each in held):
+        patterns = [each.replace(r"\.", ".").replace(".*", "*") for each in held]
+        return [Given(row, patterns, "code", where)] if patterns else []
+    kinds = sorted({type(each).__name__ for each in held})
+    problems.append(
+        Problem(
+            "fsdp-object",
+            f"objects of {', '.join(kinds)} cannot be left out by themselves.",
+            f"they stand in {where}; plans name modules by class, or by a pattern of names",
+            f"write options={{'shard': {{'ignored': {kinds}}}}}",
+        )
+    )
+    return []

@@ -1,0 +1,267 @@
+"""accelerate's FSDP, axes and dynamo: every field has its row, and every row says what it says."""
+
+from __future__ import annotations
+
+import functools
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.fsdp import BackwardPrefetch, CPUOffload, CPUOffloadPolicy, MixedPrecision, ShardingStrategy
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy, size_based_auto_wrap_policy, transformer_auto_wrap_policy
+
+from paceline.base import env
+from paceline.base.errors import CompatError, ConfigError
+from paceline.compat.accelerate.accelerator import Accelerator
+from paceline.compat.accelerate.plugins import (
+    DeepSpeedSequenceParallelConfig,
+    FullyShardedDataParallelPlugin,
+    ParallelismConfig,
+    TorchContextParallelConfig,
+    TorchDynamoPlugin,
+    TorchTensorParallelConfig,
+    TorchTensorParallelPlugin,
+)
+from paceline.compat.fsdp import plan_from, said_by
+from paceline.config import engines, resolve_run
+from paceline.config.engine_fields import FIELDS, PLUGIN
+from paceline.plan.options import read
+
+KNOWN = json.loads((Path(__file__).parent / "reference" / "engines.json").read_text(encoding="utf-8"))
+SWITCH = {"use_fsdp"}
+
+
+# -- the table -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("owner", sorted(KNOWN["fields"]))
+def test_every_field_has_a_row(owner: str) -> None:
+    rows = {row.attribute for row in FIELDS.values() if row.owner.rpartition(".")[2] == owner}
+    if owner == "MixedPrecisionPolicy":
+        rows |= {row.attribute for row in FIELDS.values() if row.owner.endswith("MixedPrecision")}
+    assert not set(KNOWN["fields"][owner]) - rows
+
+
+def test_every_flag_and_variable_has_a_row() -> None:
+    assert not set(KNOWN["flags"]) - {name for name, row in FIELDS.items() if row.takes is not None}
+    assert not set(KNOWN["variables"]) - {row.variable for row in FIELDS.values()}
+
+
+def test_every_row_says_something() -> None:
+    from paceline.config import RunSettings
+    from paceline.config.settings import settings_of
+    from paceline.parallel.strategy import STRATEGIES
+
+    strategies = {each.name: each for each in STRATEGIES}
+    for row in FIELDS.values():
+        assert row.cases and (row.attribute or row.name in SWITCH)
+        for case in row.cases:
+            assert case.means or case.why, f"{row.name} {case.value}"
+            for name, value in case.means.items():
+                if not name.startswith("options."):
+                    assert name in settings_of(RunSettings)
+                    continue
+                _, strategy, option = name.split(".")
+                if strategy in strategies:  # and the value is one that it takes
+                    given = {option: value if isinstance(value, str | int) else "2"}
+                    codes = [problem.code for problem in read(strategies[strategy].Options, given, strategy)[1]]
+                    assert "strategy-option" not in codes, name
+                    assert not codes or not isinstance(value, str | int), name
+
+
+@pytest.mark.parametrize(
+    ("plugin", "owner"),
+    [(FullyShardedDataParallelPlugin, ""), (ParallelismConfig, ""), (TorchTensorParallelPlugin, ""),
+     (TorchTensorParallelConfig, ""), (TorchContextParallelConfig, ""), (DeepSpeedSequenceParallelConfig, ""),
+     (TorchDynamoPlugin, "")],
+)  # fmt: skip
+def test_the_classes_have_accelerates_fields(plugin: type, owner: str) -> None:
+    assert list(plugin.__dataclass_fields__) == KNOWN["fields"][plugin.__name__]
+
+
+# -- plugins -------------------------------------------------------------------------------------------------
+
+
+def settings(*plugins, **variables):
+    given = [each for plugin in plugins for each in said_by(plugin)]
+    if any(type(plugin).__name__ == PLUGIN for plugin in plugins):
+        from paceline.config import Given
+
+        given.append(Given("use_fsdp", "true", "code", "Accelerator(fsdp_plugin=...)"))
+    return resolve_run({}, variables, plan=given)
+
+
+@pytest.mark.parametrize(
+    ("said", "zero", "options"),
+    [
+        ({}, 3, {}),
+        ({"sharding_strategy": "FULL_SHARD"}, 3, {}),
+        ({"sharding_strategy": ShardingStrategy.SHARD_GRAD_OP}, 2, {}),
+        ({"sharding_strategy": 3}, 0, {}),
+        ({"reshard_after_forward": False, "fsdp_version": 2}, 3, {"reshard": "no"}),
+        ({"reshard_after_forward": "SHARD_GRAD_OP"}, 2, {}),
+        ({"auto_wrap_policy": "transformer_based_wrap"}, 3, {"wrap": "auto"}),
+        ({"auto_wrap_policy": "transformer_based_wrap", "transformer_cls_names_to_wrap": ["A", "B"]}, 3,
+         {"wrap": ["A", "B"]}),
+        ({"auto_wrap_policy": "size_based_wrap", "min_num_params": 7}, 3, {"wrap": "size", "min_params": 7}),
+        ({"auto_wrap_policy": functools.partial(size_based_auto_wrap_policy, min_num_params=5)}, 3,
+         {"wrap": "size", "min_params": 5}),
+        ({"auto_wrap_policy": ModuleWrapPolicy({nn.Linear})}, 3, {"wrap": ["Linear"]}),
+        ({"auto_wrap_policy": "no_wrap"}, 3, {"wrap": "none"}),
+        ({"ignored_modules": r"encoder\..*"}, 3, {"ignored": ["encoder.*"]}),
+        ({"forward_prefetch": True}, 3, {"prefetch": 1}),
+        ({"mixed_precision_policy": "bf16"}, 3, dict.fromkeys(("param_dtype", "reduce_dtype", "output_dtype"), "bf16")),
+        ({"mixed_precision_policy": MixedPrecision(torch.bfloat16, torch.float32)}, 3,
+         {"param_dtype": "bf16", "reduce_dtype": "float32"}),
+    ],
+)  # fmt: skip
+def test_the_plugin_becomes_a_plan(said, zero, options) -> None:
+    found = settings(FullyShardedDataParallelPlugin(**said)).settings
+    assert found.zero == zero
+    assert dict(found.options.get("shard", {})) == options
+
+
+def test_the_plugin_asks_for_offload_and_recomputation() -> None:
+    for offload in (True, CPUOffload(offload_params=True), CPUOffloadPolicy()):
+        found = settings(FullyShardedDataParallelPlugin(cpu_offload=offload, activation_checkpointing=True)).settings
+        assert (found.offload, found.recompute) == ("all", "blocks")
+    assert settings(FullyShardedDataParallelPlugin(cpu_offload=False)).settings.offload == "no"
+
+
+def test_each_value_names_the_field_that_said_it() -> None:
+    found = settings(FullyShardedDataParallelPlugin(sharding_strategy="SHARD_GRAD_OP", min_num_params=3,
+                                                    auto_wrap_policy="SIZE_BASED_WRAP"))  # fmt: skip
+    rows = {row.field: row.where for row in found.decisions}
+    assert rows["zero"] == "FullyShardedDataParallelPlugin(sharding_strategy=...)"
+    assert rows["options.shard.min_params"] == "FullyShardedDataParallelPlugin(min_num_params=...)"
+
+
+def test_hybrid_sharding_has_one_copy_on_each_host() -> None:
+    plugin = FullyShardedDataParallelPlugin(sharding_strategy="HYBRID_SHARD")
+    found = settings(plugin, WORLD_SIZE="8", LOCAL_WORLD_SIZE="4").settings
+    assert (found.zero, found.replicate, found.shard) == (3, 2, "auto")
+    assert settings(plugin, GROUP_WORLD_SIZE="4").settings.replicate == 4
+    assert settings(plugin).settings.replicate == 1
+
+
+def test_what_has_no_effect_is_told_once_with_the_reason() -> None:
+    found = settings(FullyShardedDataParallelPlugin(backward_prefetch=BackwardPrefetch.BACKWARD_POST,
+                                                    cpu_ram_efficient_loading=True, use_orig_params=True))  # fmt: skip
+    [notice] = found.notices
+    assert "backward_prefetch" in notice and "meta device" in notice and "use_orig_params" not in notice
+
+
+def test_what_cannot_be_is_refused_all_at_once() -> None:
+    with pytest.raises(ConfigError) as caught:
+        settings(FullyShardedDataParallelPlugin(activation_checkpointing_offload=True,
+                                                state_dict_type="LOCAL_STATE_DICT", sharding_strategy="HALF"))  # fmt: skip
+    codes = [problem.code for problem in caught.value.problems]
+    assert sorted(codes) == ["accelerate-feature", "accelerate-feature", "config-value"]
+    assert all(problem.fix for problem in caught.value.problems)
+
+
+def test_objects_that_cannot_be_read_are_refused() -> None:
+    with pytest.raises(CompatError) as caught:
+        said_by(FullyShardedDataParallelPlugin(auto_wrap_policy=lambda *_: True, ignored_modules=[nn.Linear(1, 1)]))
+    assert [problem.code for problem in caught.value.problems] == ["fsdp-object"] * 2
+    assert "'Linear'" in str(caught.value)
+
+
+def test_fields_left_open_are_taken_from_variables() -> None:
+    with env.patched({"FSDP_SHARDING_STRATEGY": "SHARD_GRAD_OP", "FSDP_VERSION": "2"}):
+        plugin = FullyShardedDataParallelPlugin()
+    assert (plugin.fsdp_version, plugin.sharding_strategy) == (2, "SHARD_GRAD_OP")
+    rows = {row.field: row for row in settings(plugin).decisions}
+    assert (rows["zero"].value, rows["zero"].source, rows["zero"].where) == (2, "environment", "FSDP_SHARDING_STRATEGY")
+
+
+def test_variables_alone_ask_for_fsdp_too() -> None:
+    told = {"ACCELERATE_USE_FSDP": "true", "FSDP_SHARDING_STRATEGY": "2", "FSDP_OFFLOAD_PARAMS": "true"}
+    found = resolve_run({}, told).settings
+    assert (found.zero, found.offload) == (2, "all")
+    assert resolve_run({}, {**told, "ACCELERATE_USE_FSDP": "false"}).settings.zero == "auto"
+
+
+def test_sizes_of_axes() -> None:
+    axes = ParallelismConfig(dp_replicate_size=2, dp_shard_size=4, tp_size=2, cp_size=1)
+    found = settings(axes).settings
+    assert (found.replicate, found.shard, found.tp, found.cp) == (2, 4, 2, 1)
+    assert axes.total_size == 16
+    ulysses = settings(ParallelismConfig(sp_size=2)).settings
+    assert (ulysses.cp, ulysses.options) == (2, {"context": {"method": "ulysses"}})
+    assert settings(TorchTensorParallelPlugin(tp_size=4)).settings.tp == 4
+    with pytest.raises(ConfigError, match="cp_size and sp_size"):
+        settings(ParallelismConfig(sp_size=2, cp_size=2))
+    with pytest.raises(ConfigError, match="groups follow"):
+        settings(TorchTensorParallelPlugin(tp_size=2, torch_device_mesh=object()))
+
+
+def test_dynamo() -> None:
+    found = settings(TorchDynamoPlugin(backend="INDUCTOR", mode="max-autotune", fullgraph=True)).settings
+    assert found.compile and found.options == {"compile": {"mode": "max-autotune", "fullgraph": "yes"}}
+    assert not settings(TorchDynamoPlugin(backend="no", mode="max-autotune")).settings.compile
+    assert not settings(TorchDynamoPlugin(backend="inductor", disable=True)).settings.compile
+    assert resolve_run({}, {"ACCELERATE_DYNAMO_BACKEND": "EAGER"}).settings.options == {"compile": {"backend": "EAGER"}}
+
+
+def test_the_accelerator_takes_plugins() -> None:
+    made = Accelerator(
+        cpu=True, fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=2, activation_checkpointing=True)
+    )
+    assert (made.plan.recompute, made.plan.layout.size()) == ("blocks", 1)
+    assert made.state.fsdp_plugin.fsdp_version == 2 and not made.is_fsdp2  # one process divides nothing
+
+
+# -- torch's own keywords ------------------------------------------------------------------------------------
+
+
+def test_the_keywords_of_fsdp_become_a_plan() -> None:
+    found = plan_from(
+        auto_wrap_policy=functools.partial(size_based_auto_wrap_policy, min_num_params=20000),
+        cpu_offload=CPUOffload(offload_params=True),
+        mixed_precision=MixedPrecision(
+            param_dtype=torch.bfloat16, buffer_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16,
+            keep_low_precision_grads=True,
+        ),
+        sharding_strategy=ShardingStrategy.FULL_SHARD,
+        device_id=0,
+        param_init_fn=lambda module: module.to_empty(device="cpu", recurse=False),
+        sync_module_states=True,
+    )  # fmt: skip
+    assert found["plan"] == {"zero": 3, "offload": "all", "mixed_precision": "bf16"}
+    assert found["options"] == {"shard": {"wrap": "size", "min_params": 20000, "reduce_dtype": "bf16"}}
+    [note] = found["notes"]
+    assert all(name in note for name in ("device_id", "param_init_fn", "buffer_dtype", "keep_low_precision_grads"))
+    assert "sync_module_states" not in note
+
+
+def test_no_keyword_at_all_divides_everything() -> None:
+    assert plan_from() == {"plan": {"zero": 3}, "options": {}, "notes": []}
+
+
+def test_keywords_of_fully_shard_are_read_too() -> None:
+    from torch.distributed.fsdp import MixedPrecisionPolicy
+
+    found = plan_from(reshard_after_forward=2, mp_policy=MixedPrecisionPolicy(torch.float32), offload_policy=None)
+    assert found["plan"] == {"zero": 3, "mixed_precision": "no"}
+    assert found["options"] == {"shard": {"reshard": 2}}
+
+
+def test_classes_of_layers() -> None:
+    policy = functools.partial(transformer_auto_wrap_policy, transformer_layer_cls={nn.TransformerEncoderLayer})
+    assert plan_from(auto_wrap_policy=policy)["options"] == {"shard": {"wrap": ["TransformerEncoderLayer"]}}
+
+
+def test_wrong_keywords_are_refused_all_at_once() -> None:
+    with pytest.raises(ConfigError) as caught:
+        plan_from(process_group=object(), auto_wrap_policy=lambda *_: True, shardin_strategy="FULL_SHARD")
+    assert {problem.code for problem in caught.value.problems} == {"accelerate-feature", "fsdp-object", "config-key"}
+    assert "sharding_strategy" in str(caught.value)
+
+
+def test_words_are_read_as_people_write_them() -> None:
+    row = FIELDS["fsdp_offload_params"]
+    assert all(engines.fits(row.cases[0], value) for value in ("true", "Yes", "1", True, "on"))
+    assert not engines.fits(row.cases[0], "false")
