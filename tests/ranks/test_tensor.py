@@ -313,6 +313,17 @@ def hidden():
     return GPT(mlp=Hidden)
 
 
+class Listed(GPT):
+    """A list of parameters, which the model's forward reads: they stay plain tensors."""
+
+    def __init__(self):
+        super().__init__()
+        self.scales = nn.ParameterList([nn.Parameter(torch.ones(WIDTH))])
+
+    def forward(self, tokens):
+        return super().forward(tokens) * self.scales[0].sum() / WIDTH
+
+
 def odd():
     return GPT(vocabulary=VOCABULARY + 1)
 
@@ -487,6 +498,12 @@ def test_dropout_between_divided_positions_differs_by_rank():
     one, other = run_ranks(compute, 2)
     assert one[1].shape == (BATCH, POSITIONS // 2, WIDTH) and not one[1].equal(other[1])
     assert one[0].equal(other[0])
+
+
+def test_parameters_that_others_read_stay_plain():
+    for found in run_ranks(ours, 2, args=[Listed]):
+        same(plain(Listed), found)
+        assert any("AdamW.foreach = False" in line for line in found[3])
 
 
 def test_a_sequence_that_cannot_be_shared_is_refused():

@@ -90,12 +90,16 @@ class Tensor(Strategy):
         _Divider(model, context).run()
         return model
 
-    def bind(self, optimizer: Optimizer, model: nn.Module, context: Context) -> None:
+    def bind(self, optimizer: Optimizer, model: nn.Module, context: Context) -> list[Decision]:
         """Keeps an optimizer that holds plain tensors beside DTensors from stepping them in one call."""
+        made = []
         for group in optimizer.param_groups:
             kinds = {parameter.device_mesh if is_sharded(parameter) else None for parameter in group["params"]}
             if len(kinds) > 1 and "foreach" in group and group["foreach"] is None and not group.get("fused"):
                 group["foreach"] = False
+                field = f"optimizer.{type(optimizer).__name__}.foreach"
+                made.append(Decision(field, False, "derived", reason="some of its parameters are no DTensors"))
+        return made
 
     @contextmanager
     def full(self, model: nn.Module, writeback: bool) -> Iterator[None]:
