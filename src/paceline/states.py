@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from paceline.base.errors import CheckpointError
 from paceline.checkpoint import retention
 from paceline.checkpoint.state import RunState, TrainState
+from paceline.plan.facts import ModelFacts
 from paceline.plan.plan import Plan
 from paceline.preparation import Preparation
 from paceline.world.collectives import Collectives
@@ -161,7 +162,13 @@ class States:
             scaler=self._scaler,
             run=self.run,
             device=prepared.device,
+            tied=_numbered("model", [_other_names(each.facts) for each in prepared.models]),
         )
+
+
+def _other_names(facts: ModelFacts) -> dict[str, str]:
+    """The other names of tied parameters -> the first."""
+    return {other: names[0] for names in facts.tied for other in names[1:]}
 
 
 def _numbered(kind: str, items: list[Any]) -> dict[str, Any]:

@@ -172,7 +172,7 @@ def test_a_model_that_stays_on_another_device():
 def test_problems_of_objects_and_of_the_plan_come_together():
     def work():
         model = on_several_devices()
-        options = {"replicate": {"bucket_cap_mb": -1, "no_such": 1}, "nobody": {}}
+        options = {"replicate": {"bucket_cap_mb": -1, "no_such": 1}, "nobody": {"x": 1}}
         Accelerator(cpu=True, options=options).prepare(model, sgd(model), sgd(model))
 
     codes, text = raised(work)
@@ -208,7 +208,7 @@ def test_what_is_wrong_is_printed_once_and_not_by_every_rank(tmp_path):
         from torch import nn
         from paceline import Accelerator
 
-        accelerator = Accelerator(options={"nobody": {}})
+        accelerator = Accelerator(options={"nobody": {"x": 1}})
         model = nn.Linear(4, 1)
         one, other = (torch.optim.SGD(model.parameters(), lr=0.1) for _ in range(2))
         accelerator.prepare(model, one, other)

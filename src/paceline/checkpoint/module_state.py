@@ -73,20 +73,27 @@ class ModuleState:
         unwrap(module).load_state_dict({raw: entries[name] for name, raw in self.raw.items()})
 
 
-def parameter_names(models: Mapping[str, nn.Module], wanted: Iterable[Tensor]) -> dict[Tensor, str]:
+def parameter_names(
+    models: Mapping[str, nn.Module], wanted: Iterable[Tensor], tied: Mapping[str, Mapping[str, str]] | None = None
+) -> dict[Tensor, str]:
     """Names of an optimizer's parameters: as in their model, with the model's name in front where two would be equal.
 
     Args:
         models: by name.
         wanted: the optimizer's parameters.
+        tied: of each model, the other names of tied parameters -> the first; a stage of a pipeline that holds a copy
+            under another name alone calls it by the first, as one process does.
 
     Returns:
         A name for each of `wanted` that belongs to a model.
     """
     places: dict[Tensor, tuple[str, str]] = {}
     for model, module in models.items():
-        for name, parameter in unwrap(module).named_parameters():
-            places.setdefault(parameter, (model, clean(name)))
+        own = {clean(name): parameter for name, parameter in unwrap(module).named_parameters()}
+        others = (tied or {}).get(model, {})
+        for name, parameter in own.items():
+            first = others.get(name, name)
+            places.setdefault(parameter, (model, name if first in own else first))
     found = {parameter: places[parameter] for parameter in wanted if parameter in places}
     short = [name for _, name in found.values()]
     unique = len(set(short)) == len(short)

@@ -111,6 +111,7 @@ class TrainState:
         run: counters.
         device: whose random stream belongs to the run.
         names: name of each parameter where `models` do not say it: parameters that only the optimizer holds.
+        tied: of each model, the other names of tied parameters -> the first.
         replicas_equal: whether ranks without sharding hold equal parameters, so that they can share the writing;
             where they do not (local SGD between two averages), rank 0's are saved.
 
@@ -130,6 +131,7 @@ class TrainState:
         run: RunState | None = None,
         device: torch.device | str = "cpu",
         names: Mapping[Tensor, str] | None = None,
+        tied: Mapping[str, Mapping[str, str]] | None = None,
         replicas_equal: bool = True,
     ) -> None:
         self.models = dict(models or {})
@@ -140,7 +142,7 @@ class TrainState:
         self.scaler = scaler
         self.run = run or RunState()
         self.device = torch.device(device)
-        self._names = dict(names or {})
+        self._names, self._tied = dict(names or {}), dict(tied or {})
         self._replicas_equal = replicas_equal
         problems = [check_stateful(item, f"{kind}/{name}") for kind, name, item in self._plain_items()]
         if any(problems):
@@ -153,7 +155,7 @@ class TrainState:
         found = {}
         for name, optimizer in self.optimizers.items():
             parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-            names = {**parameter_names(self.models, parameters), **self._names}
+            names = {**parameter_names(self.models, parameters, self._tied), **self._names}
             found[name] = OptimizerState.of(optimizer, names)
         return found
 
