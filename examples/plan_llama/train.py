@@ -78,6 +78,10 @@ class Llama(nn.Module):
         return self.head(self.norm(x))
 
 
+def loss_of(logits: Tensor, targets: Tensor) -> Tensor:
+    return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
 class Counting(Dataset[Tensor]):
     """Sequences of tokens that count upwards, as a stand-in for text."""
 
@@ -108,9 +112,7 @@ def main() -> None:
     for step, tokens in enumerate(loader):
         if step == args.steps:
             break
-        logits = model(tokens[:, :-1])
-        loss = F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
-        accelerator.backward(loss)
+        loss = accelerator.forward_backward(model, (tokens[:, :-1], tokens[:, 1:]), loss_of)
         accelerator.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()

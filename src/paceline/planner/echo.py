@@ -22,6 +22,7 @@ class Echo(Collectives):
         self.size = 1 if self.group is None else dist.get_world_size(self.group)
         self.rank = 0
         self._exchange = None
+        self._said: Any = None
 
     def over(self, group: Any) -> Collectives:
         """The same among the ranks of `group`."""
@@ -60,7 +61,10 @@ class Echo(Collectives):
         return [obj] * self.size
 
     def broadcast_object(self, obj: Any, src: int = 0) -> Any:
-        """The object."""
+        """The object; where this rank only listens, what it said last (to a pipeline: its own stage, as every stage)."""
+        if obj is None and src != self.rank:
+            return self._said
+        self._said = obj
         return obj
 
     def barrier(self) -> None:

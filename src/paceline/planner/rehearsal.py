@@ -232,6 +232,9 @@ class Stage:
                 self.witness.fake_module(model)
             with self.witness.away():
                 preparation._mesh.device_mesh  # noqa: B018  (its arithmetic needs real numbers)
+            if preparation.plan.layout.pp > 1:
+                _replace("torch.distributed.pipelining.stage.PipelineStage._send_meta", lambda *_: None)
+                _replace("torch.distributed.pipelining.stage.PipelineStage._recv_meta", _gradients_like_outputs)
             self.witness.live = True
             before = prepare_models(preparation, models, *rest)
             self.plan = preparation.plan
@@ -367,6 +370,13 @@ def _reduce_by_hand(model: Any) -> None:
 
     if not model._comm_hooks:
         model.register_comm_hook(model.process_group, hook)
+
+
+def _gradients_like_outputs(stage: Any, source: int) -> Any:
+    """What the next stage of a pipeline would tell of the gradients that it sends back: they have the outputs' form."""
+    from torch.distributed.pipelining.stage import _StageBackwardMeta
+
+    return _StageBackwardMeta(backward_metas=stage._stage_meta.outputs)
 
 
 def _numpy(tensor: torch.Tensor, **_: Any) -> Any:

@@ -85,7 +85,7 @@ class Witness(TorchDispatchMode):
         if self.fakes is None:
             return func(*args, **kwargs)
         if any(isinstance(each, FakeTensor) for each in given):
-            if func is _aten._local_scalar_dense.default:
+            if func in _LOOKS:
                 return False if given[0].dtype == torch.bool else 0.0 if given[0].dtype.is_floating_point else 0
             if func is _aten.index.Tensor:
                 args = (args[0], _positions(args[1]))
@@ -154,6 +154,10 @@ class Witness(TorchDispatchMode):
         """While it is open, nothing is seen and nothing becomes fake."""
         with torch.utils._python_dispatch._disable_current_modes():
             yield
+
+
+# Operations that look at a value; torch takes the latter two apart itself, but not in inference mode.
+_LOOKS = (_aten._local_scalar_dense.default, _aten.item.default, _aten.is_nonzero.default)
 
 
 def _positions(indices: Any) -> list[Any]:
