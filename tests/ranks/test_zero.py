@@ -272,24 +272,27 @@ def test_parameters_that_some_ranks_leave_out() -> None:
     run_ranks(body, 2)
 
 
-def test_a_parameter_that_a_checkpoint_uses_twice() -> None:
+@pytest.mark.parametrize("plan", [{"shard": 2, "zero": 2}, {"shard": 2, "replicate": 2, "zero": 2}])
+def test_a_parameter_that_a_checkpoint_uses_twice(plan) -> None:
     """A reentrant checkpoint runs a backward pass of its own: a gradient that comes twice counts twice."""
 
     def body() -> float:
-        accelerator = Accelerator(plan={"shard": 2, "zero": 2}, cpu=True)
+        accelerator = Accelerator(plan=plan, cpu=True)
         torch.manual_seed(0)
         layer = accelerator.prepare(nn.Linear(300, 300))
         inner = accelerator.unwrap_model(layer)
-        x = torch.ones(1, 300, requires_grad=True)
+        rank = dist.get_rank() + 1.0
+        x = torch.full((1, 300), rank, requires_grad=True)
         for _ in range(2):
             x = torch.utils.checkpoint.checkpoint(inner, x, use_reentrant=True)
         accelerator.backward(x.sum())
         reduced = inner.weight.grad.full_tensor()
         again = deepcopy(inner)
-        again(again(torch.ones(1, 300))).sum().backward()
+        for number in range(dist.get_world_size()):
+            (again(again(torch.full((1, 300), number + 1.0))).sum() / dist.get_world_size()).backward()
         return float((reduced - again.weight.grad).abs().max() / reduced.abs().max())
 
-    assert max(run_ranks(body, 2)) < 1e-6
+    assert max(run_ranks(body, 2 * plan.get("replicate", 1))) < 1e-6
 
 
 def test_hooks_and_schedulers_see_whole_parameters() -> None:
@@ -369,17 +372,22 @@ def test_an_overflow_on_one_rank_is_seen_by_all() -> None:
     run_ranks(body, 2)
 
 
-def test_buffers_and_batch_statistics() -> None:
+@pytest.mark.parametrize("norm", [nn.SyncBatchNorm, nn.BatchNorm2d])
+def test_buffers_and_batch_statistics(norm) -> None:
     def body() -> torch.Tensor:
         accelerator = Accelerator(plan={"shard": 2, "zero": 2}, cpu=True)
         torch.manual_seed(dist.get_rank())
-        net = nn.Sequential(nn.Conv2d(2, 4, 3), nn.SyncBatchNorm(4), nn.Flatten(), nn.Linear(64, 2))
+        net = nn.Sequential(nn.Conv2d(2, 4, 3), norm(4), nn.Flatten(), nn.Linear(64, 2))
         model, optimizer = accelerator.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1))
         for step in range(2):
             x = torch.randn(4, 2, 6, 6, generator=torch.Generator().manual_seed(10 * step + dist.get_rank()))
             accelerator.backward(model(x).square().mean())
             optimizer.step()
             optimizer.zero_grad()
+        if norm is nn.BatchNorm2d:  # each rank's own, so that rank 0's count
+            model(torch.ones(4, 2, 6, 6))
+            if dist.get_rank() == 0:
+                deepcopy(model)(torch.randn(4, 2, 6, 6))  # a copy does not communicate
         return torch.cat([t.detach().float().flatten() for t in net.state_dict().values()])
 
     one, two = run_ranks(body, 2)

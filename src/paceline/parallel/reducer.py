@@ -11,6 +11,7 @@ bucket has gone (a second use in a reentrant checkpoint) is reduced in a second 
 
 from __future__ import annotations
 
+import weakref
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -34,9 +35,8 @@ class _Bucket:
 
     Attributes:
         parameters: one large one, or small ones.
-        missing: how many gradients have not come yet.
+        here: parameters whose gradient came.
         gone: whether the reduction of this window began.
-        late: whether a gradient came after that.
     """
 
     def __init__(self, parameters: list[Tensor]) -> None:
@@ -48,7 +48,7 @@ class _Bucket:
     def rewind(self) -> None:
         """For the next window."""
         self.here: set[Tensor] = set()
-        self.gone = self.late = False
+        self.gone = False
         self.handle: Handle | None = None
         self.output: Tensor | None = None
         self.parts: list[Tensor] = []
@@ -79,7 +79,7 @@ class Reducer:
         self._flying: deque[_Bucket] = deque()
         self._reduced: dict[Tensor, Tensor] = {}
         self._earlier: dict[Tensor, Any] = {}  # reduced before this backward pass, and not cleared since
-        self._landed: list[_Bucket] = []
+        self._outputs: list[Tensor] = []  # of the first round, in the order of buckets
         dist._broadcast_coalesced(self._all, _tensors(model), self._cap, 0)
         self._parameters = [p for p in model.parameters() if p.requires_grad and p.numel()]
         self._plan_buckets()
@@ -87,7 +87,7 @@ class Reducer:
             parameter.register_hook(lambda _, parameter=parameter: self._put_aside(parameter))
             parameter.register_post_accumulate_grad_hook(self._arrived)
         if broadcast_buffers and any(True for _ in model.buffers()):
-            model.register_forward_pre_hook(self._broadcast_buffers)
+            self._follow_buffers(model)
 
     def _plan_buckets(self) -> None:
         """In the order in which the backward pass completes them: the reverse of the parameters'."""
@@ -99,10 +99,16 @@ class Reducer:
         self._buckets = [_Bucket(group) for group in groups]
         self._bucket = {p: bucket for bucket in self._buckets for p in bucket.parameters}
 
-    def _broadcast_buffers(self, model: nn.Module, _: Any) -> None:
-        if model.training and not self._held and torch.is_grad_enabled():
-            buffers = [buffer.detach() for buffer in model.buffers() if buffer.numel()]
-            dist._broadcast_coalesced(self._all, buffers, self._cap, 0)
+    def _follow_buffers(self, model: nn.Module) -> None:
+        """Lets buffers become rank 0's before each forward pass in training."""
+        owner = weakref.ref(model)
+
+        def broadcast(module: nn.Module, _: Any) -> None:  # no method: a copy of the model copies its hooks
+            if module is owner() and module.training and not self._held and torch.is_grad_enabled():
+                buffers = [buffer.detach() for buffer in module.buffers() if buffer.numel()]
+                dist._broadcast_coalesced(self._all, buffers, self._cap, 0)
+
+        model.register_forward_pre_hook(broadcast)
 
     # -- backward --------------------------------------------------------------------------------------------
 
@@ -126,7 +132,6 @@ class Reducer:
         if self._held or bucket is None:
             return
         if bucket.gone:
-            bucket.late = True
             return
         bucket.here.add(parameter)
         while self._next < len(self._buckets):
@@ -155,8 +160,8 @@ class Reducer:
             for gradient, place in zip(gradients, places, strict=True):
                 torch._foreach_copy_(place, rows(gradient, self._ranks))
             output = torch.empty_like(flat[0])
-            own = [place[self._rank] for place in places]
-            bucket.parts = [output.as_strided(p.shape, p.stride(), p.storage_offset() % len(output)) for p in own]
+            own = packed_rows(output.expand(self._ranks, -1), gradients, self._ranks)
+            bucket.parts = [place[self._rank] for place in own]
             bucket.handle = reduce_scatter(output, flat.view(-1), self._group, tag=self._tag)
         bucket.output = output
         self._flying.append(bucket)
@@ -165,13 +170,14 @@ class Reducer:
         assert bucket.handle is not None and bucket.output is not None
         bucket.handle.wait()
         bucket.output.div_(self._width)
-        for parameter, part in zip(bucket.parameters, bucket.parts, strict=True):
-            before = self._reduced.setdefault(parameter, part)
-            if before is not part:
-                before.add_(part)
-        if bucket not in self._landed:
-            self._landed.append(bucket)
-        bucket.handle = None
+        if bucket.parameters[0] in self._reduced:  # the second round
+            for parameter, part in zip(bucket.parameters, bucket.parts, strict=True):
+                self._reduced[parameter].add_(part)
+        else:
+            self._reduced.update(zip(bucket.parameters, bucket.parts, strict=True))
+            self._outputs.append(bucket.output)
+        bucket.handle = bucket.output = None
+        bucket.parts = []
 
     # -- the end of a window ---------------------------------------------------------------------------------
 
@@ -198,18 +204,17 @@ class Reducer:
                 self._give(parameter)
         self._reduced.clear()
         self._earlier.clear()
-        self._landed.clear()
+        self._outputs.clear()
         self._next = 0
         for bucket in self._buckets:
             bucket.rewind()
 
     def _vote(self) -> tuple[list[int], list[int]]:
         """On how many ranks each parameter has a gradient of this window, and each bucket one that came late."""
-        fresh = [p.grad is not None and not is_sharded(p.grad) for p in self._parameters]
-        used = [
-            new or (p.dim() > 0 and p in self._bucket[p].here) for p, new in zip(self._parameters, fresh, strict=True)
-        ]
-        votes = torch.tensor([*used, *(bucket.late for bucket in self._buckets)], dtype=torch.int32)
+        fresh = {p for p in self._parameters if p.grad is not None and not is_sharded(p.grad)}
+        used = [p in fresh or (p.dim() > 0 and p in self._bucket[p].here) for p in self._parameters]
+        late = [bucket.gone and not fresh.isdisjoint(bucket.parameters) for bucket in self._buckets]
+        votes = torch.tensor([*used, *late], dtype=torch.int32)
         dist.all_reduce(votes, group=self._votes)
         counts: list[int] = votes.tolist()
         return counts[: len(used)], counts[len(used) :]
@@ -227,8 +232,7 @@ class Reducer:
             self._reduced[parameter] = whole
             under_way.append(dist.all_reduce(whole, group=self._all, async_op=True))
         if self._rest is not None:
-            for bucket in self._landed:
-                under_way.append(dist.all_reduce(bucket.output, group=self._rest, async_op=True))
+            under_way += [dist.all_reduce(output, group=self._rest, async_op=True) for output in self._outputs]
         for work in under_way:
             work.wait()
 
