@@ -78,6 +78,9 @@ def attend(
             f"queries {list(query.shape)} meet keys {list(key.shape)}, and {region.local} positions of the sequence are here",
             "divide models whose blocks attend to their own sequence alone (no cross-attention, no cache of keys)",
         )
+    device = query.device.type
+    if torch.is_autocast_enabled(device):  # as torch does for this call
+        query, key, value = (each.to(torch.get_autocast_dtype(device)) for each in (query, key, value))
     mask = _whole_mask(attn_mask, region)
     if region.method == "ulysses":
         return ulysses_attention(query, key, value, region, is_causal, mask, scale, dropout_p)

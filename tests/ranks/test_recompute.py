@@ -1,0 +1,112 @@
+"""Recompute and compile: the numbers stay what they were, to the last bit, and activations shrink."""
+
+from typing import Any
+
+import pytest
+import torch
+from parity_models import GPT, loss_of
+from torch import nn
+
+from paceline import Accelerator
+from paceline.testing import run_ranks
+
+
+class Dropped(nn.Module):
+    """Around a block: what it gives is dropped in part."""
+
+    def __init__(self, block: nn.Module) -> None:
+        super().__init__()
+        self.block, self.drop = block, nn.Dropout(0.3)
+
+    def forward(self, x):
+        return self.drop(self.block(x))
+
+
+def run(plan: dict[str, Any], options: dict[str, Any], precision: str = "no") -> tuple[list[Any], int]:
+    """Losses and gradients of three steps with dropout, and the bytes kept between forward and backward."""
+    torch.manual_seed(1)
+    model = GPT(layers=6)
+    model.blocks = nn.ModuleList(Dropped(block) for block in model.blocks)
+    names = [name for name, _ in model.named_parameters()]
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    accelerator = Accelerator(precision, plan=plan, options=options, cpu=True)
+    model, optimizer = accelerator.prepare(model, optimizer)
+    assert [name for name, _ in accelerator.unwrap_model(model).named_parameters()] == names
+    kept: dict[int, int] = {}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    numbers: list[Any] = []
+    for step in range(3):
+        tokens = torch.arange(8 * (12 + step)).view(8, -1) % 24
+        kept.clear()
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            loss = loss_of(model(tokens), tokens.roll(1))
+        accelerator.backward(loss)
+        numbers += [float(loss.detach()), *(p.grad.clone() for p in model.parameters())]
+        optimizer.step()
+        optimizer.zero_grad()
+    model.eval()
+    with torch.no_grad():
+        numbers.append(model(tokens))
+    return numbers, sum(kept.values())
+
+
+def runs(cases: list[tuple[Any, ...]]) -> list[Any]:
+    return [run(*case) for case in cases]
+
+
+def test_recomputed_numbers_are_equal_to_the_last_bit_and_activations_shrink() -> None:
+    plans = ["no", "blocks", "selective", "2"]
+    kept = {}
+    for precision in ("no", "bf16"):
+        (found,) = run_ranks(runs, world=1, args=([({"recompute": plan}, {}, precision) for plan in plans],))
+        for plan, (numbers, size) in zip(plans, found, strict=True):
+            kept[plan] = size
+            for got, want in zip(numbers, found[0][0], strict=True):
+                assert torch.equal(torch.as_tensor(got), torch.as_tensor(want)), f"{plan}, {precision}"
+        assert kept["blocks"] < 0.45 * kept["no"]
+        assert kept["blocks"] < kept["2"] < 0.8 * kept["no"]
+
+
+def test_less_is_kept_of_fewer_operations() -> None:
+    cases = [
+        ({"recompute": "selective"}, {}),
+        ({"recompute": "selective"}, {"recompute": {"save": ["bmm"]}}),
+        ({"recompute": "selective"}, {"recompute": {"save": "addmm,mm"}}),
+    ]
+    (found,) = run_ranks(runs, world=1, args=(cases,))
+    for numbers, _ in found[1:]:
+        assert all(
+            torch.equal(torch.as_tensor(a), torch.as_tensor(b)) for a, b in zip(numbers, found[0][0], strict=True)
+        )
+
+
+def called(plan: dict[str, Any]) -> tuple[int, int]:
+    accelerator = Accelerator(plan=plan, options={"compile": {"backend": "eager"}}, cpu=True)
+    torch.manual_seed(0)
+    model = accelerator.prepare(GPT(layers=4))
+    blocks = accelerator.unwrap_model(model).blocks
+    compiled = sum(block._compiled_call_impl is not None for block in blocks)
+    calls = []
+    blocks[0].attention.register_forward_hook(lambda *_: calls.append(1))
+    tokens = torch.arange(16).view(2, 8)
+    accelerator.backward(loss_of(model(tokens), tokens))
+    return compiled, len(calls)
+
+
+def test_blocks_run_twice_where_they_are_recomputed() -> None:
+    assert run_ranks(called, world=1, args=({},))[0] == (0, 1)
+    assert run_ranks(called, world=1, args=({"recompute": "blocks"},))[0] == (0, 2)
+
+
+@pytest.mark.parametrize("recompute", ["no", "blocks"])
+def test_compiled_blocks_give_the_same_numbers(recompute: str) -> None:
+    compiled = {"compile": True, "recompute": recompute}
+    cases = [({}, {}), (compiled, {"compile": {"backend": "eager", "dynamic": True}})]
+    (found,) = run_ranks(runs, world=1, args=(cases,), timeout_s=100)
+    for got, want in zip(found[1][0], found[0][0], strict=True):
+        torch.testing.assert_close(torch.as_tensor(got), torch.as_tensor(want), atol=1e-6, rtol=1e-5)
+    assert run_ranks(called, world=1, args=(compiled,), timeout_s=100)[0][0] == 4
