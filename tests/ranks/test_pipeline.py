@@ -227,6 +227,28 @@ def test_a_model_of_many_shapes(options):
     check("wide", {"pp": 2}, {**options, "blocks": "low.*, high.*"}, accumulate=2, rows=(ROWS,) * 4)
 
 
+def test_parameters_that_are_given_up_between_passes():
+    """Halves of a backward pass find the parameters of the forward pass."""
+
+    def run(schedule):
+        options = {"pipeline": {"schedule": schedule}, "shard": {"reshard": "yes"}}
+        model = made("gpt")
+        accelerator = Accelerator(plan={"pp": 2, "shard": 2}, options=options, cpu=True)
+        model, optimizer = accelerator.prepare(model, adam(model))
+        norms = []
+        for step in range(2):
+            accelerator.forward_backward(model, batch("gpt", step), mean_of)
+            norms.append(float(accelerator.clip_grad_norm_(model.parameters(), 0.5)))
+            optimizer.step()
+            optimizer.zero_grad()
+        return norms
+
+    want = plain("gpt", 1, 0.5, (ROWS,) * STEPS)["norms"][:2]
+    for schedule in ("1f1b", "zero-bubble"):
+        for got in run_ranks(run, world=4, args=(schedule,)):
+            assert got == pytest.approx(want, abs=2e-6)
+
+
 def test_a_sequence():
     check("sequence", {"pp": 2}, {"split": "parameters", "schedule": "interleaved"})
 

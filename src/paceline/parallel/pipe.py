@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 import pickle
+import sys
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
@@ -143,7 +144,7 @@ class Pipe:
         self.copies.begin()
         numbers = torch.arange(count)
         try:
-            with self._whole():
+            with self._metered(), _gathered(self.model, name):
                 schedule.step(micro=numbers, target=numbers, return_outputs=False)
         except RuntimeError as error:
             if isinstance(error.__cause__, PacelineError):
@@ -318,7 +319,7 @@ class Pipe:
         """Around each piece of a stage's computation: takes its time while somebody measures."""
         return nullcontext() if self.meter is None else self._timed("busy_s")
 
-    def _whole(self) -> Any:
+    def _metered(self) -> Any:
         return nullcontext() if self.meter is None else self._timed("total_s")
 
     @contextmanager
@@ -328,6 +329,28 @@ class Pipe:
         yield
         _wait(self._device)
         setattr(self.meter, name, getattr(self.meter, name) + time.perf_counter() - begin)
+
+
+@contextmanager
+def _gathered(model: nn.Module, schedule: str) -> Iterator[None]:
+    """Keeps FSDP2's parameters whole while a schedule takes backward passes in halves: the half for weights looks for
+    the very parameters that the forward pass used."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    units = [m for m in model.modules() if fsdp is not None and isinstance(m, fsdp.FSDPModule)]
+    if not (units and SCHEDULES[schedule].halves):
+        yield
+        return
+    groups = [group for unit in units for group in unit._get_fsdp_state()._fsdp_param_groups]
+    before = [(group, group.post_forward_mesh_info, group.reshard_after_backward) for group in groups]
+    for group in groups:
+        group.post_forward_mesh_info, group.reshard_after_backward = None, False
+    for unit in units:
+        unit.unshard()
+    try:
+        yield
+    finally:
+        for group, forward, backward in before:
+            group.post_forward_mesh_info, group.reshard_after_backward = forward, backward
 
 
 def _wait(device: torch.device) -> None:

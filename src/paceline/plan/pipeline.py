@@ -42,6 +42,11 @@ class Schedule:
     placement: str = "loop"
     otherwise: str = ""
 
+    @property
+    def halves(self) -> bool:
+        """Whether backward passes are taken in halves: gradients of inputs, and those of weights when there is time."""
+        return self.name in ("zero-bubble", "zbv", "dualpipev")
+
     def takes(self, microbatches: int, ranks: int) -> bool:
         """Whether so many micro-batches can run on so many ranks."""
         if self.name in ("1f1b", "dualpipev"):
@@ -53,7 +58,7 @@ class Schedule:
     def bubble(self, microbatches: int, ranks: int, per_rank: int) -> float:
         """The share of time in which a rank waits, where all stages take equally long and micro-batches suffice:
         (p - 1) / (v m + p - 1), and (p - 1) / (3 v m + p - 1) where gradients of weights fill what can be filled."""
-        filled = 3 if self.name in ("zero-bubble", "zbv", "dualpipev") else 1
+        filled = 3 if self.halves else 1
         return (ranks - 1) / (filled * per_rank * microbatches + ranks - 1)
 
 
