@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Container, Iterable, Mapping, Sequence
 from itertools import combinations
+from typing import Any
 
 import torch
 from torch import nn
@@ -15,8 +16,10 @@ from torch.optim import Optimizer
 
 from paceline.base.errors import PrepareError, Problem
 from paceline.plan.plan import Decision
+from paceline.world.sharded import is_sharded
 
 _FUSED = ("Adam", "AdamW", "SGD", "Adagrad")
+_FUSED_DIVIDED = ("Adam", "AdamW")  # whose kernels take DTensors
 
 
 def parameter_names(models: Iterable[nn.Module]) -> dict[int, tuple[int, str]]:
@@ -94,6 +97,7 @@ def rebind(
             if new is not old:
                 replaced += 1
                 group["params"][place] = new
+                _carry(optimizer, group, old, new)
     if names or tied is None:
         _check(optimizer, names, replaced, foreign)
     return names
@@ -133,7 +137,7 @@ def _check(optimizer: Optimizer, names: Mapping[torch.Tensor, str], replaced: in
             why="requires_grad is False for each of them",
             fix="unfreeze the layers that should learn before `prepare`",
         )
-    if replaced and optimizer.state:
+    if replaced and not _untouched(optimizer):
         raise PrepareError.of([_started(optimizer, replaced)])
 
 
@@ -142,9 +146,22 @@ def started_optimizers(optimizers: Iterable[Optimizer], replaced: Container[int]
     found = []
     for optimizer in optimizers:
         own = sum(id(parameter) in replaced for group in optimizer.param_groups for parameter in group["params"])
-        if own and optimizer.state:
+        if own and not _untouched(optimizer):
             found.append(_started(optimizer, own))
     return found
+
+
+def _untouched(optimizer: Optimizer) -> bool:
+    """Whether it has not stepped yet; Adagrad makes its states when it is built."""
+    made = type(optimizer) is torch.optim.Adagrad
+    return all(made and float(state["step"]) == 0 for state in optimizer.state.values())
+
+
+def _carry(optimizer: Optimizer, group: Mapping[str, Any], old: torch.Tensor, new: torch.Tensor) -> None:
+    """Makes Adagrad's first state anew for the parameter that took the place of `old`."""
+    if old in optimizer.state and _untouched(optimizer):
+        first = torch.full_like(new.detach(), group["initial_accumulator_value"])
+        optimizer.state[new] = {**optimizer.state.pop(old), "sum": first}
 
 
 def _started(optimizer: Optimizer, replaced: int) -> Problem:
@@ -159,24 +176,33 @@ def _started(optimizer: Optimizer, replaced: int) -> Problem:
 def choose_fused(optimizer: Optimizer, sparse: bool) -> Decision | None:
     """Lets Adam, AdamW, SGD and Adagrad step in one fused kernel on the CPU, where torch's own choice is a slow loop.
 
-    Only where the user left the choice open. On accelerators torch chooses well by itself.
+    Only where the user left the choice open. On accelerators torch chooses well by itself, unless some parameters are
+    divided otherwise than others: no kernel takes such a mixture, so each parameter is stepped by itself.
     """
     if type(optimizer).__module__.split(".")[0] != "torch" or type(optimizer).__name__ not in _FUSED or sparse:
         return None
-    for group in optimizer.param_groups:
-        untouched = (
-            group.get("fused", False) is None and group.get("foreach") is None and not group.get("differentiable")
-        )
-        plain = all(
-            type(p) is nn.Parameter and p.device.type == "cpu" and p.is_floating_point() for p in group["params"]
-        )
-        if not (untouched and plain) or isinstance(group["lr"], torch.Tensor) or optimizer.state:
-            return None
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    meshes = {parameter.device_mesh if is_sharded(parameter) else None for parameter in parameters}
+    on_cpu = all(parameter.device.type == "cpu" for parameter in parameters)
+    plain = all(p.is_floating_point() and (type(p) is nn.Parameter or is_sharded(p)) for p in parameters)
+    open_ = all(
+        group.get("fused", False) is None and group.get("foreach") is None and not group.get("differentiable")
+        for group in optimizer.param_groups
+    )
+    if not (open_ and plain) or optimizer.state or on_cpu is (len(meshes) > 1):
+        return None
+    name = type(optimizer).__name__
+    if not on_cpu:
+        for group in optimizer.param_groups:
+            group["foreach"] = False
+        reason = f"its parameters are divided in {len(meshes)} ways, and no kernel takes a mixture"
+        return Decision(f"optimizer.{name}.foreach", False, "derived", reason=reason)
+    if any(isinstance(group["lr"], torch.Tensor) for group in optimizer.param_groups):
+        return None
+    if meshes != {None} and name not in _FUSED_DIVIDED:
+        return None
     for group in optimizer.param_groups:
         group["fused"] = True
     return Decision(
-        f"optimizer.{type(optimizer).__name__}.fused",
-        True,
-        "derived",
-        reason="on the CPU one kernel is faster than torch's loop",
+        f"optimizer.{name}.fused", True, "derived", reason="on the CPU one kernel is faster than torch's loop"
     )
