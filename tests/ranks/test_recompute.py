@@ -102,6 +102,7 @@ def test_blocks_run_twice_where_they_are_recomputed() -> None:
     assert run_ranks(called, world=1, args=({"recompute": "blocks"},))[0] == (0, 2)
 
 
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # torch's own look at what it compiles
 @pytest.mark.parametrize("recompute", ["no", "blocks"])
 def test_compiled_blocks_give_the_same_numbers(recompute: str) -> None:
     compiled = {"compile": True, "recompute": recompute}
