@@ -228,7 +228,7 @@ class Accelerator(Participant):
         Args:
             models: those that the micro-batch trains; none means all prepared ones.
         """
-        with self.gradients.window(lambda: self._prepared.hold_gradients(models)):
+        with self._prepared.exhausted("forward"), self.gradients.window(lambda: self._prepared.hold_gradients(models)):
             yield
 
     def no_sync(self, *models: nn.Module) -> AbstractContextManager[Any]:

@@ -33,6 +33,7 @@ from paceline.parallel.strategy import STRATEGIES, Chain
 from paceline.plan.facts import ModelFacts, model_facts
 from paceline.plan.plan import Decision, Plan
 from paceline.plan.resolve import draft, resolve
+from paceline.planner.exhausted import told, watch
 from paceline.precision.policy import Precision, unwrap_forward, wrap_forward
 from paceline.world.collectives import Collectives
 from paceline.world.layout import DATA_AXES
@@ -175,6 +176,8 @@ class Preparation:
             prepared = PreparedModel(chain.apply(model), chain, fact)
             if recipe is not None and divided:
                 self._materialise(recipe, prepared.module, plan)
+            if prepared.wrapped is not prepared.module or "forward" in vars(prepared.module):
+                watch(prepared.wrapped, self._situation)
             self.models.append(prepared)
             result[at] = prepared.wrapped
         if new:
@@ -231,7 +234,7 @@ class Preparation:
         decision = choose_fused(optimizer, any(each.facts.sparse for each in self.models))
         if decision is not None:
             self._note(decision)
-        prepared = PreparedOptimizer(optimizer, self._accumulation, self._scaler)
+        prepared = PreparedOptimizer(optimizer, self._accumulation, self._scaler, lambda: self.exhausted("step"))
         self.optimizers.append(prepared)
         self._known.add(optimizer)
         return prepared
@@ -288,6 +291,14 @@ class Preparation:
             model.to(self.device)
         wrap_forward(model, self._precision, self.device)
         return model
+
+    def exhausted(self, where: str) -> AbstractContextManager[None]:
+        """While it is open, memory that does not suffice is told with what the plan needs."""
+        return told(self._situation, where)
+
+    def _situation(self) -> tuple[Plan, tuple[ModelFacts, ...], int, int]:
+        world = self._collectives.world
+        return self.plan, tuple(each.facts for each in self.models), world.size, world.local_size
 
     # -- look up ---------------------------------------------------------------------------------------------
 

@@ -45,8 +45,9 @@ class Steps:
                 fix="use `accelerator.forward_backward(model, batch, loss_fn)`, which works under every plan",
             )
         loss = self._scaled(self._gradients.checked(loss, named), num_items)
-        loss.backward(**named)
-        self._settle()
+        with self._prepared.exhausted("backward"):
+            loss.backward(**named)
+            self._settle()
 
     def forward_backward(
         self, model: nn.Module, batch: Any, loss_fn: Callable[..., torch.Tensor], num_items: int | None
@@ -60,12 +61,13 @@ class Steps:
         prepared = self._prepared.find(model)
         runner = prepared.chain.runner if prepared is not None else None
         if prepared is None or runner is None:
-            loss = loss_fn(model(*inputs, **named), target)
+            with self._prepared.exhausted("forward"):
+                loss = loss_fn(model(*inputs, **named), target)
             self.backward(loss, num_items)
             return loss.detach()
         # The scale is linear in the loss: what 1 becomes is the factor of each micro-batch's loss.
         factor = self._scaled(torch.ones((), device=self._prepared.device), num_items)
-        with prepared.chain.hold_gradients(prepared.wrapped):
+        with self._prepared.exhausted("forward"), prepared.chain.hold_gradients(prepared.wrapped):
             loss = runner.forward_backward(prepared.wrapped, inputs, named, target, loss_fn, factor, num_items is None)
         if self._scaler is not None:
             self._scaler.watch(loss)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ class PreparedOptimizer(Optimizer):
         optimizer: the user's, bound to the prepared parameters.
         accumulation: knows whether a window ends and what its gradients are corrected by.
         scaler: the loss scaler, or None.
+        guard: what each step runs inside of.
 
     Attributes:
         optimizer: the wrapped one.
@@ -30,12 +32,19 @@ class PreparedOptimizer(Optimizer):
         steps: optimizer steps so far, skipped ones included.
     """
 
-    def __init__(self, optimizer: Optimizer, accumulation: Accumulation, scaler: Any = None) -> None:
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        accumulation: Accumulation,
+        scaler: Any = None,
+        guard: Callable[[], Any] = nullcontext,
+    ) -> None:
         self.optimizer = optimizer
         self.step_was_skipped = False
         self.steps = 0
         self._accumulation = accumulation
         self._scaler = scaler
+        self._guard = guard
         self._settled = False
 
     # The wrapped optimizer owns these; schedulers and users read and replace them here.
@@ -69,9 +78,10 @@ class PreparedOptimizer(Optimizer):
         self.settle()
         self._settled = False
         self.steps += 1
-        if self._scaler is None:
-            return self.optimizer.step()
-        self.step_was_skipped = self._scaler.step(self.optimizer)
+        with self._guard():
+            if self._scaler is None:
+                return self.optimizer.step()
+            self.step_was_skipped = self._scaler.step(self.optimizer)
         return None
 
     def _search(self, closure: Callable[[], Any]) -> Any:
@@ -168,7 +178,7 @@ class PreparedOptimizer(Optimizer):
         return f"PreparedOptimizer({self.optimizer!r})"
 
     def __getstate__(self) -> dict[str, Any]:
-        return dict(self.__dict__)
+        return {**self.__dict__, "_guard": nullcontext}  # the run's own, which a copy leaves behind
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)

@@ -1,0 +1,88 @@
+"""Out of memory during a run: what the plan needs, by formulas, and the cheapest plan that needs less.
+
+The error is still torch's `OutOfMemoryError`, with torch's own words in it, so that whoever tries smaller batches upon it
+goes on to do so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import nn
+
+from paceline.base.errors import TrainError
+from paceline.optim.batch_size import is_out_of_memory
+from paceline.plan.facts import ModelFacts
+from paceline.plan.plan import Plan
+from paceline.planner.estimate import Need, choose, estimate, gib, shown
+
+Situation = Callable[[], tuple[Plan, tuple[ModelFacts, ...], int, int]]
+
+
+class OutOfMemory(TrainError, torch.OutOfMemoryError):
+    """Memory did not suffice; `code` is `out-of-memory`."""
+
+
+@contextmanager
+def told(situation: Situation, where: str) -> Iterator[None]:
+    """Turns what an allocator raises inside into an error that says what the plan needs.
+
+    Args:
+        situation: the plan, the models, ranks in all and ranks on this node; asked for when it happens.
+        where: "forward", "backward" or "step".
+
+    Raises:
+        OutOfMemory: `out-of-memory`.
+    """
+    try:
+        yield
+    except (RuntimeError, MemoryError) as error:
+        if isinstance(error, OutOfMemory) or not is_out_of_memory(error):
+            raise
+        raise explain(error, where, *situation()) from error
+
+
+def watch(model: nn.Module, situation: Situation) -> None:
+    """Lets `model(...)` tell of memory that did not suffice; the module stays the same object."""
+
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        with told(situation, "forward"):
+            return self._paceline_watched(*args, **kwargs)  # type: ignore[operator]
+
+    model._paceline_watched = model.forward  # type: ignore[assignment]
+    model.forward = MethodType(forward, model)  # type: ignore[method-assign]
+
+
+def explain(
+    error: BaseException, where: str, plan: Plan, models: tuple[ModelFacts, ...], world_size: int, local_size: int
+) -> OutOfMemory:
+    """The error, from what is known of the run."""
+    need = Need(models)
+    held = estimate(plan, need)
+    rows = ", ".join(f"{name} {gib(count)}" for name, count in vars(held).items() if count and name != "sent")
+    said = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+    return OutOfMemory(
+        "out-of-memory",
+        f"memory did not suffice in the {where} pass." if where != "step" else "memory did not suffice in a step.",
+        why=[said, f"under {plan.layout} a rank needs {gib(held.held)} before activations: {rows}"],
+        fix=_next(plan, need, held.held, world_size, local_size),
+    )
+
+
+def _next(plan: Plan, need: Need, now: int, world_size: int, local_size: int) -> str:
+    """What to do: divide more on these ranks, keep fewer activations, or take more ranks."""
+    fixed = {axis: getattr(plan.layout, axis) for axis in ("tp", "cp", "pp")}
+    fixed |= {"mixed_precision": plan.precision, "accumulate": plan.accumulate, "recompute": plan.recompute}
+    for times in (1, 2, 4, 8):
+        size, near = world_size * times, max(local_size, min(8, local_size * times))
+        found = choose(need, size, near, now - 1, fixed, ("replicate", "shard", "zero"))
+        if found.settings is not None and found.estimate is not None:
+            flags = shown(found.settings) if times == 1 else f"--procs {size} {shown(found.settings)}"
+            return f"launch with `{flags}`, which needs {gib(found.estimate.held)} a rank before activations"
+        if plan.recompute == "no" and any(facts.blocks for facts in need.models):
+            return "launch with `--recompute blocks`, which keeps fewer activations"
+    return "use a smaller batch with more accumulation, or shorter samples"
