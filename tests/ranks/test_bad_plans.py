@@ -7,6 +7,7 @@ from textwrap import dedent
 
 import pytest
 import torch
+from parity_models import GPT
 from torch import nn
 from torch._subclasses import FakeTensorMode
 
@@ -84,6 +85,71 @@ def test_every_problem_of_the_draft_is_told_at_once():
         lambda: Accelerator(cpu=True, plan={"shard": 3}, gradient_accumulation_steps=1, mixed_precision="bf16")
     )
     assert codes == ["plan-size"]
+
+
+class Stack(nn.Module):
+    def __init__(self, blocks=4):
+        super().__init__()
+        self.into, self.out = nn.Linear(4, 4), nn.Linear(4, 1)
+        self.blocks = nn.ModuleList(Block() for _ in range(blocks))
+
+    def forward(self, x):
+        x = self.into(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.out(x)
+
+
+STAGES = {
+    "a split that matches nothing": ({"split": "layers.2"}, 4, "pipeline-split"),
+    "blocks that match nothing": ({"blocks": "layers.*"}, 4, "pipeline-pattern"),
+    "a first stage without blocks": ({"split": "blocks.0"}, 4, "pipeline-split"),
+    "more stages than blocks": ({}, 1, "pipeline-blocks"),
+}
+
+
+@pytest.mark.parametrize("case", STAGES)
+def test_stages_that_would_be_empty(case):
+    options, blocks, code = STAGES[case]
+    made = {}
+
+    def work():
+        made["model"] = Stack(blocks)
+        Accelerator(cpu=True, plan={"pp": 2}, options={"pipeline": options}).prepare(made["model"])
+
+    codes, text = raised(work, untouched=lambda: made["model"])
+    assert codes == [code]
+    assert "blocks" in text
+
+
+# -- what cannot go together ------------------------------------------------------------------------------------------
+
+COMBINATIONS = {
+    "zero without shards": ({"zero": 2, "shard": 1}, ["plan-zero"], "leave `shard` out"),
+    "divided matrices and compiled blocks": (
+        {"tp": 2, "compile": True},
+        ["tensor-heads", "tensor-width"] * 2 + ["compile-tensor"],
+        "leave compile at no",
+    ),
+    "divided sequences and compiled blocks": ({"cp": 2, "compile": True}, ["context-compile"], "leave compile at no"),
+    "heads and widths that two ranks cannot share": ({"tp": 2}, ["tensor-heads", "tensor-width"] * 2, "use tp = "),
+}
+
+
+@pytest.mark.parametrize("case", COMBINATIONS)
+def test_combinations_that_cannot_work_name_one_that_does(case):
+    plan, expected, fix = COMBINATIONS[case]
+    made = {}
+
+    def work():
+        made["model"] = model = GPT(layers=2, width=15, heads=3)
+        for block in model.blocks:
+            block.up_proj, block.down_proj = nn.Linear(15, 21), nn.Linear(21, 15)
+        Accelerator(cpu=True, plan=plan).prepare(model)
+
+    codes, text = raised(work, untouched=lambda: made.get("model", nn.Linear(1, 1)))
+    assert codes == expected
+    assert fix in text
 
 
 # -- optimizers -----------------------------------------------------------------------------------------------------
