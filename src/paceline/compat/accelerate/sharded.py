@@ -7,10 +7,13 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 
 from paceline.base.errors import CheckpointError
 from paceline.checkpoint.files import load_object, save_object
+from paceline.checkpoint.match import Mismatch
+from paceline.checkpoint.module_state import ModuleState
 from paceline.world.sharded import is_sharded
 
 
@@ -41,11 +44,24 @@ def load_fsdp_model(
     model_index: int = 0,
     adapter_only: bool = False,
     use_dcp: bool = True,
-) -> Any:
-    """Puts back what `save_fsdp_model` (accelerate's with FULL_STATE_DICT, or this one) wrote. Ranks: all."""
-    state = load_object(_file(input_dir, model_index))
-    with accelerator.full_parameters(model, writeback=True):
-        return accelerator.unwrap_model(model).load_state_dict(state)
+) -> None:
+    """Puts back what `save_fsdp_model` (accelerate's with FULL_STATE_DICT, or this one) wrote. Ranks: all.
+
+    Raises:
+        CheckpointError: `checkpoint-other-model`, and those of reading the file.
+    """
+    path = _file(input_dir, model_index)
+    state = load_object(path)
+    with accelerator.full_parameters(model, writeback=True), torch.no_grad():
+        own = ModuleState.of(accelerator.unwrap_model(model))
+        mismatch = Mismatch(
+            missing={name: tuple(own.tensors[name].shape) for name in own.tensors.keys() - state.keys()},
+            unexpected={name: tuple(state[name].shape) for name in state.keys() - own.raw.keys()},
+        )
+        if mismatch:
+            raise CheckpointError.of([mismatch.problem("this one", str(path))])
+        for name, tensor in own.tensors.items():
+            tensor.copy_(state[name])
 
 
 def merge_fsdp_weights(
