@@ -48,8 +48,18 @@ class Compile(Strategy):
         return plan.compile
 
     def check(self, plan: Plan, facts: ModelFacts) -> list[Problem]:
-        """Tensor parallel blocks fail in the backward pass of what torch makes of them."""
+        """Tensor parallel blocks fail in the backward pass of what torch makes of them; backend "eager" forgets draws."""
         backend = self.options(plan).backend
+        if backend == "eager" and plan.recompute != "no":
+            return [
+                Problem(
+                    "compile-recompute",
+                    "compile's backend 'eager' drops other elements when a block is computed again.",
+                    why=f"{origin(plan, 'recompute')}, options={{'compile': {{'backend': 'eager'}}}}: torch's own, which does not "
+                    "keep the state of random numbers",
+                    fix="use the backend 'aot_eager' or 'inductor'",
+                )
+            ]
         if plan.layout.tp == 1 or backend == "eager":
             return []
         return [

@@ -95,6 +95,12 @@ def test_tensor_parallel_blocks_are_not_compiled():
     assert not COMPILE.wanted(plan(1))
 
 
+def test_the_eager_backend_does_not_recompute() -> None:
+    eager = {"compile": {"backend": "eager"}}
+    assert codes(COMPILE, plan(1, compile=True, recompute="blocks", options=eager), encoder()) == ["compile-recompute"]
+    assert codes(COMPILE, plan(1, compile=True, recompute="blocks"), encoder()) == []
+
+
 def test_compile_tells_its_regions():
     (decision,) = COMPILE.decide(plan(1, compile=True), encoder())
     assert decision.value == 4
