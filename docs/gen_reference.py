@@ -3,6 +3,8 @@
 reference/api.md            docstrings and signatures of the public names
 reference/command-line.md   `paceline COMMAND --help` of every command
 reference/settings.md       paceline.config.schema
+reference/strategies.md     options of each file of paceline.parallel
+reference/accelerate.md     paceline.config.engine_fields
 reference/environment.md    paceline.base.env.TABLE
 """
 
@@ -202,10 +204,94 @@ def environment() -> str:
     return "\n".join(lines) + "\n"
 
 
+def strategies() -> str:
+    """The options of every strategy."""
+    from paceline.parallel.strategy import STRATEGIES
+    from paceline.plan.options import rows
+
+    head = """# Strategies and their options
+
+A strategy serves an axis of the [plan](../concepts/plan.md), or transforms the model in another way; they are applied in this
+order. An option such as `reshard` of `shard` is said as
+
+| in | |
+|---|---|
+| code | `Accelerator(options={"shard": {"reshard": False}})` |
+| a command | `paceline launch --option shard.reshard=no train.py`; lists as `--option 'shard.wrap=[Block, Head]'` |
+| the environment | `PACELINE_OPTIONS='{shard: {reshard: no}}'` |
+| a file | a block `options:`, in it a block `shard:`, in it `reshard: no` |
+
+Each option is merged on its own, in the order of all [settings](settings.md): code, command line, environment, file, default.
+"""
+    lines = [head]
+    for each in sorted(STRATEGIES, key=lambda one: (one.stage, one.name)):
+        axes = "Axis: " + ", ".join(f"`{axis}`" for axis in each.axes) + ". " if each.axes else ""
+        doc = (each.__doc__ or "").strip().split("\n\n")[0].replace("\n", " ")
+        lines += [f"## {each.name}", "", f"{axes}{' '.join(doc.split())}", ""]
+        options = rows(each.Options)
+        if options:
+            lines += ["| option | default | values | what it does |", "|---|---|---|---|"]
+        for name, default, expected, text in options:
+            lines.append(
+                "| "
+                + " | ".join(cell.replace("|", "\\|") for cell in (f"`{name}`", _default(default), expected, text))
+                + " |"
+            )
+        lines.append("")
+    return "\n".join(lines)
+
+
+def _default(value: Any) -> str:
+    from paceline.config.schema import shown_value
+
+    shown = ", ".join(map(str, value)) if isinstance(value, (tuple, list, frozenset, dict)) else shown_value(value)
+    return (
+        (f"`{shown}`" if len(shown) < 60 else "see the [how-to](../how-to/recompute-and-compile.md)")
+        if shown
+        else "empty"
+    )
+
+
+def accelerate() -> str:
+    """What becomes of every field of accelerate's engines."""
+    from paceline.config.engine_fields import ROWS
+
+    head = """# Fields of accelerate's engines
+
+Every field of accelerate 1.15's plugins for FSDP, parallelism and dynamo, its flags, keys and variables, and every keyword of
+torch's `FullyShardedDataParallel`: what it means here. *The same* stands for the value that was given. What has no effect is
+told of once, with the reason; `paceline explain` lists it all.
+"""
+    lines, owner = [head], ""
+    for row in ROWS:
+        if row.owner != owner:
+            owner = row.owner
+            lines += ["", f"## {owner.removeprefix('torch.distributed.fsdp.')}", ""]
+            lines += ["| field | flag or key, variable | value | here |", "|---|---|---|---|"]
+        said = ([f"`{row.name}`"] if row.takes is not None or row.variable else []) + [f"`{row.variable}`"] * bool(
+            row.variable
+        )
+        for number, case in enumerate(row.cases):
+            value = "any" if case.value == "*" else ", ".join(f"`{word}`" for word in case.value.split("|"))
+            first = (f"`{row.attribute or row.name}`", ", ".join(said)) if number == 0 else ("", "")
+            lines.append("| " + " | ".join((*first, value, _meaning(case))) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def _meaning(case: Any) -> str:
+    if case.fix:
+        return f"**refused**: {case.why}; {case.fix}"
+    if not case.means:
+        return "nothing" if case.why == "it asks for nothing" else f"no effect: {case.why}"
+    return ", ".join(f"`{name}: {value}`" for name, value in case.means.items())
+
+
 PAGES: dict[str, Callable[[], str]] = {
     "reference/api.md": api,
     "reference/command-line.md": command_line,
     "reference/settings.md": settings,
+    "reference/strategies.md": strategies,
+    "reference/accelerate.md": accelerate,
     "reference/environment.md": environment,
 }
 

@@ -47,6 +47,24 @@ def test_every_setting_is_described(reference: ModuleType) -> None:
     assert all(f"| `{name}` |" in page for name in settings_of())
 
 
+def test_every_option_is_described(reference: ModuleType) -> None:
+    from paceline.parallel.strategy import STRATEGIES
+    from paceline.plan.options import rows
+
+    page = reference.strategies()
+    for strategy in STRATEGIES:
+        section = page.partition(f"\n## {strategy.name}\n")[2].partition("\n## ")[0]
+        assert section and all(f"| `{name}` |" in section for name, *_ in rows(strategy.Options))
+
+
+def test_every_field_of_accelerates_is_described(reference: ModuleType) -> None:
+    from paceline.config.engine_fields import ROWS
+
+    page = reference.accelerate()
+    assert all(f"| `{row.attribute or row.name}` |" in page for row in ROWS)
+    assert "FULL_SHARD" in page and "`zero: 2`" in page and "**refused**" in page
+
+
 def test_every_variable_is_described(reference: ModuleType) -> None:
     from paceline.base.env import TABLE
 
