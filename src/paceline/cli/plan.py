@@ -11,7 +11,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from paceline.base.errors import ConfigError
 from paceline.config import schema
@@ -107,9 +107,13 @@ def _predict(args: argparse.Namespace, launch: Launch, opened: tuple[str, ...]) 
 
 
 def _drawing(report: Report) -> str:
-    plan: Any = report.plan
+    """The schedule of the pipeline, as many micro-batches as a batch has at most."""
+    plan = report.plan
     if plan.layout.pp == 1:
         return "no pipeline to draw: pp is 1"
-    from paceline.parallel.strategy import STRATEGIES
+    from paceline.parallel.pipeline import STRATEGY, microbatches, per_rank
+    from paceline.parallel.schedules import draw
 
-    return str(STRATEGIES.get("pipeline").draw(plan, report.rehearsal.models[0]))
+    options, ranks = STRATEGY.options(plan), plan.layout.pp
+    each = per_rank(options)
+    return draw(options.schedule, ranks * each, microbatches(options, ranks), each)

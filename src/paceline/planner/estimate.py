@@ -127,7 +127,8 @@ def candidates(
             if world_size % inner:
                 continue
             for recompute in ("no", "blocks") if "recompute" in opened else (fixed.get("recompute", "no"),):
-                for data in _data(world_size // inner, max(1, local_size // (tp * axes["cp"]))):
+                near = max(1, local_size // (tp * axes["cp"]))
+                for data in _data(world_size // inner, near, fixed.get("shard", "auto")):
                     full = {**data, "tp": tp, "pp": pp, "recompute": recompute}
                     if any(str(fixed.get(name, "auto")) not in ("auto", str(full[name])) for name in full):
                         continue
@@ -143,8 +144,12 @@ def _sizes(axis: str, most: int, axes: Mapping[str, int], opened: Sequence[str])
     return [size for size in range(1, most + 1) if most % size == 0]
 
 
-def _data(width: int, near: int) -> Iterator[dict[str, Any]]:
+def _data(width: int, near: int, shard: Any) -> Iterator[dict[str, Any]]:
     """Ways of using `width` ranks that read different samples, of which `near` stand on one node."""
+    if shard != "auto" and int(shard) > 1:
+        for zero in (1, 2, 3) if width % int(shard) == 0 else ():
+            yield {"replicate": width // int(shard), "shard": int(shard), "zero": zero}
+        return
     yield {"replicate": width, "shard": 1, "zero": 0}
     if width > 1:
         yield {"replicate": 1, "shard": width, "zero": 1}
@@ -156,8 +161,9 @@ def _data(width: int, near: int) -> Iterator[dict[str, Any]]:
 
 def shown(settings: Mapping[str, Any]) -> str:
     """Settings as flags, those that say nothing left out."""
-    words = [f"--{name} {value}" for name, value in settings.items() if value not in (1, 0, "no", "auto")]
-    return " ".join(words) or "one copy, as it is"
+    plain = {"zero": (0, 3), "recompute": ("no",)}
+    words = [f"--{name} {value}" for name, value in settings.items() if value not in plain.get(name, (1,))]
+    return " ".join(words) or "one process, as it is"
 
 
 def gib(count: float) -> str:

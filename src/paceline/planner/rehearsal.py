@@ -215,6 +215,7 @@ class Stage:
         _wrap("paceline.preparation.Preparation._prepare_models", self._preparing)
         _wrap("paceline.preparation.choose_fused", self._choosing)
         _replace("paceline.parallel.replicate._first_window", _skip_first_window)
+        _replace("torch.nn.parallel.distributed._verify_param_shape_across_processes", nothing)
         _wrap("torch.UntypedStorage.resize_", self._resizing)
         _wrap("torch.utils.swap_tensors", self._swapping)
         _replace("torch._subclasses.fake_tensor.FakeTensor.__format__", lambda tensor, spec: format(0.0, spec))

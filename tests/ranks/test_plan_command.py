@@ -1,0 +1,146 @@
+"""`paceline plan` as people type it: real scripts, rehearsed; and memory that really does not suffice."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+SCRIPT = """
+import sys
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+from paceline import Accelerator
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(256), nn.Linear(256, 1024), nn.Linear(1024, 256)
+
+    def forward(self, x):
+        return x + self.down(torch.relu(self.up(self.norm(x))))
+
+accelerator = Accelerator(log_with="jsonl", project_dir="logs")
+accelerator.init_trackers("run")
+model = nn.Sequential(*[Block() for _ in range(4)], nn.Linear(256, 10))
+optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
+data = TensorDataset(torch.randn(64, 256), torch.randint(10, (64,)))
+loader = DataLoader(data, batch_size=int(sys.argv[1]) if sys.argv[1:] else 4, shuffle=True)
+model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+accelerator.save_state("first")
+for x, y in loader:
+    loss = nn.functional.cross_entropy(model(x), y)
+    accelerator.backward(loss)
+    accelerator.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step()
+    optimizer.zero_grad()
+    print(f"loss {loss:.3f}", loss.item(), float(loss), loss.detach().numpy())
+    accelerator.log({"loss": loss.item()})
+    if accelerator.gather_for_metrics(loss.detach()).mean().item() > 5:
+        raise RuntimeError("a loss that nobody computed")
+print("a rehearsal must never come here", len(loader) / 0)
+"""
+PARAMETERS = 4 * (256 * 2 + 256 * 1024 + 1024 + 1024 * 256 + 256) + 256 * 10 + 10
+
+
+@pytest.fixture
+def folder(tmp_path):
+    (tmp_path / "train.py").write_text(SCRIPT)
+    return tmp_path
+
+
+def plan(folder, *words, code=0):
+    done = subprocess.run(
+        [sys.executable, "-m", "paceline", "plan", *words], capture_output=True, text=True, timeout=120, cwd=folder
+    )
+    assert done.returncode == code, done.stdout + done.stderr
+    return done.stdout if code != 2 else done.stderr
+
+
+def test_the_report_of_a_sharded_run_and_nothing_is_written(folder):
+    text = plan(folder, "train.py", "--procs", "4", "--nodes", "2", "--shard", "8", "--device", "h200-141GB", "--", "8")
+    assert text.startswith("plan: shard 8, precision no")
+    assert "shard = 8  <- command line (--shard)" in text
+    assert "memory of rank 0 of 8" in text and "fits in the 141.0 GiB" in text
+    assert "allgather_base" in text and "across nodes" in text
+    assert [path.name for path in folder.iterdir()] == ["train.py"]
+
+
+def test_bytes_are_those_of_the_textbook(folder):
+    found = json.loads(plan(folder, "train.py", "--procs", "4", "--shard", "4", "--zero", "1", "--json"))
+    largest = found["largest"]
+    assert found["rehearsed"] and found["layout"]["shard"] == 4 and "zero" in found["strategies"]
+    assert largest["parameters"] == pytest.approx(4 * PARAMETERS, rel=0.01)
+    assert largest["optimizer"] == pytest.approx(8 * PARAMETERS / 4, rel=0.05)
+    assert largest["gradients"] == pytest.approx(4 * PARAMETERS, rel=0.01)
+    assert found["flops"] == pytest.approx(6 * 4 * PARAMETERS, rel=0.1)  # four rows of a batch
+
+
+def test_auto_takes_the_cheapest_plan_that_fits_and_says_why_not_another(folder):
+    everything = json.loads(plan(folder, "train.py", "--procs", "4", "--json"))["peak"]
+    assert 16 * PARAMETERS < everything < 18 * PARAMETERS
+    # A GiB is the unit of devices, so the model is scaled by its processes: 2 of 1 MiB blocks would all fit.
+    found = json.loads(plan(folder, "train.py", "--procs", "4", "--shard", "auto", "--device", "tiny-1GB", "--json"))
+    assert found["chosen"] == {"replicate": 4, "shard": 1, "zero": 0} and found["fits"]
+
+
+def test_a_plan_that_does_not_fit_fails_with_one_that_does(folder):
+    big = SCRIPT.replace("1024", "65536").replace("range(4)", "range(8)")
+    (folder / "big.py").write_text(big)
+    text = plan(folder, "big.py", "--procs", "8", "--device", "mine-4GB", code=1)
+    assert "DOES NOT FIT" in text and "fits instead: --shard 8" in text
+    text = plan(folder, "big.py", "--procs", "8", "--device", "mine-4GB", "--shard", "auto")
+    assert "no   --replicate 8: needs 4." in text and "yes  --shard 8 --zero 1" in text
+
+
+def test_what_cannot_be_planned_is_said(folder):
+    assert "[plan-device]" in plan(folder, "train.py", "--procs", "2", "--shard", "auto", code=2)
+    assert "which script?" in plan(folder, "--procs", "2", code=2)
+    (folder / "empty.py").write_text("import nothing_of_this_name\n")
+    done = subprocess.run(
+        [sys.executable, "-m", "paceline", "plan", "empty.py"], capture_output=True, text=True, timeout=60, cwd=folder
+    )
+    assert done.returncode == 1 and "[plan-rehearsal]" in done.stderr and "nothing_of_this_name" in done.stderr
+    done = subprocess.run(
+        [sys.executable, "-m", "paceline", "plan", "train.py", "--procs", "2", "--shard", "3"],
+        capture_output=True, text=True, timeout=60, cwd=folder,
+    )  # fmt: skip
+    assert done.returncode == 1 and "[plan-size]" in done.stderr
+
+
+def test_a_script_that_stops_short_is_planned_by_formulas(folder):
+    (folder / "short.py").write_text(SCRIPT.split("for x, y")[0] + "raise ValueError('no data today')\n")
+    text = plan(folder, "short.py", "--procs", "2", "--shard", "2")
+    assert "by formulas alone" in text and "ValueError: no data today" in text and "short.py:" in text
+
+
+def test_a_pipeline_is_rehearsed_and_drawn(folder):
+    loop = "    accelerator.forward_backward(model, (x, y), nn.functional.cross_entropy)\n    optimizer.step()\n"
+    (folder / "pipe.py").write_text(SCRIPT.split("    loss = ")[0] + loop)
+    text = plan(folder, "pipe.py", "--procs", "2", "--pp", "2", "--draw")
+    assert "at the peak" in text and "rank 0  F0 F1" in text
+
+
+def test_memory_that_really_does_not_suffice(tmp_path):
+    (tmp_path / "oom.py").write_text("""
+import resource
+import torch
+from torch import nn
+from paceline import Accelerator
+
+accelerator = Accelerator(cpu=True)
+model = nn.Sequential(*[nn.Linear(2048, 2048) for _ in range(4)])
+model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
+used = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
+resource.setrlimit(resource.RLIMIT_AS, (used + 130 * 2**20,) * 2)
+for _ in range(2):
+    accelerator.backward(model(torch.randn(4, 2048)).sum())
+    optimizer.step()
+    optimizer.zero_grad()
+""")
+    done = subprocess.run([sys.executable, "oom.py"], capture_output=True, text=True, timeout=60, cwd=tmp_path)
+    assert done.returncode == 1
+    assert "[out-of-memory]" in done.stderr and "DefaultCPUAllocator: can't allocate memory" in done.stderr
+    assert "parameters 64.0 MiB, gradients 64.0 MiB, optimizer 128.1 MiB" in done.stderr
+    assert "launch with `--procs 2 --shard 2" in done.stderr
