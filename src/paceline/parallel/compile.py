@@ -55,8 +55,8 @@ class Compile(Strategy):
                 Problem(
                     "compile-recompute",
                     "compile's backend 'eager' drops other elements when a block is computed again.",
-                    why=f"{origin(plan, 'recompute')}, options={{'compile': {{'backend': 'eager'}}}}: torch's own, which does not "
-                    "keep the state of random numbers",
+                    why=f"{origin(plan, 'recompute')}, options={{'compile': {{'backend': 'eager'}}}}: it keeps no state "
+                    "of random numbers",
                     fix="use the backend 'aot_eager' or 'inductor'",
                 )
             ]
