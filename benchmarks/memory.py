@@ -26,7 +26,7 @@ from paceline.testing import run_ranks
 
 @dataclass(frozen=True)
 class Row:
-    """One way of training, the formula for its memory at rest, and its own name of a plan to predict."""
+    """One way of training, and the formula for its memory at rest; `plan` marks those of Paceline, which can be predicted."""
 
     name: str
     way: Way
@@ -89,21 +89,37 @@ def rank(way: Way, task: Task, precision: str) -> tuple[float, float]:
     return rest / count, peak / count
 
 
+def predicted(way: Way, task: Task, n: int) -> float:
+    """The peak that the planner says beforehand, in bytes a parameter, as rank 0 of `n`."""
+    from paceline.planner.rehearsal import Troupe, rehearse
+
+    def train() -> None:
+        step = way(task)
+        for _ in range(5):
+            step()
+
+    seen = rehearse(train, Troupe(n, n))
+    if seen.memory is None:
+        raise RuntimeError(f"the rehearsal failed: {seen.problem}")
+    return seen.memory.total / sum(parameter.numel() for parameter in gpt(task.size).parameters())
+
+
 def report(task: Task, worlds: list[int]) -> int:
     """Prints one table for each number of ranks; how many rows of ours are over their formula + 5 %."""
     over = 0
     for n in worlds:
         print(f"\n**{n} ranks** (bytes a parameter; the most of any rank)\n")
-        print("| what | formula | | at rest | peak | at rest / formula |\n| --- | --- | --- | --- | --- | --- |")
+        print("| what | formula | | at rest | peak | predicted peak | at rest / formula |")
+        print("| --- | --- | --- | --- | --- | --- | --- |")
         for row in rows(n):
-            found = run_ranks(rank, world=n, args=(row.way, task, row.precision), timeout_s=600, output=[])
+            args = (row.way, task, row.precision)
+            found = run_ranks(rank, world=n, args=args, timeout_s=600, output=[])
             rest, peak = (max(each) for each in zip(*found, strict=True))
             limit = row.at_rest(n)
             over += row.plan is not None and rest > 1.05 * limit
-            print(
-                f"| {row.name} | {row.formula} | {limit:.1f} | {rest:.2f} | {peak:.2f} | {rest / limit:.2f} |",
-                flush=True,
-            )
+            said = "" if row.plan is None else f"{predicted(row.way, task, n):.2f}"
+            cells = (row.name, row.formula, f"{limit:.1f}", f"{rest:.2f}", f"{peak:.2f}", said, f"{rest / limit:.2f}")
+            print(f"| {' | '.join(cells)} |", flush=True)
     return over
 
 

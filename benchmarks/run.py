@@ -1,6 +1,9 @@
 """Runs the benchmarks and writes one dated report: command, versions, machine, and every row with its peer.
 
-python benchmarks/run.py [NAME ...] [--turns 15] [--report FILE]        NAME: step, launch, import, collectives, loader
+python benchmarks/run.py [NAME ...] [--turns 15] [--quick] [--report FILE]
+
+NAME: step, launch, import, collectives, loader, parallel, memory; all of them where none is named. `--quick` takes fewer
+turns and a smaller model, to see that everything runs: its numbers are none to compare.
 """
 
 from __future__ import annotations
@@ -15,7 +18,8 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 HERE = Path(__file__).parent
-WITH_TURNS = {"step": ["--peers"], "launch": [], "import": []}
+WITH_TURNS = {"step": ["--peers"], "launch": [], "import": [], "parallel": []}
+QUICK = {"parallel": ["--size", "4M"], "memory": ["--size", "4M", "--world", "2"]}
 
 
 def machine() -> str:
@@ -28,7 +32,7 @@ def machine() -> str:
 def versions() -> str:
     """Versions of what is measured."""
     found = []
-    for name in ("paceline", "torch", "accelerate", "lightning-fabric"):
+    for name in ("paceline", "torch", "accelerate", "lightning-fabric", "deepspeed"):
         try:
             found.append(f"{name} {version(name)}")
         except PackageNotFoundError:
@@ -41,17 +45,21 @@ def main() -> int:
     parser.add_argument("names", nargs="*", metavar="NAME")
     parser.add_argument("--turns", type=int, default=15)
     parser.add_argument("--report", type=Path, default=HERE / "reports" / f"{time.strftime('%Y-%m-%d')}.md")
+    parser.add_argument("--quick", action="store_true")
     options = parser.parse_args()
+    turns = 3 if options.quick else options.turns
     names = options.names or [path.stem.removeprefix("bench_") for path in sorted(HERE.glob("bench_*.py"))]
+    names += [] if options.names else ["memory"]
     text = [
         f"# Benchmarks of {time.strftime('%Y-%m-%d')}\n",
         f"{versions()}. {machine()}. Command: `python benchmarks/run.py {' '.join(sys.argv[1:])}`.\n",
     ]
     failed = 0
     for name in names:
-        command = [sys.executable, str(HERE / f"bench_{name}.py")]
+        command = [sys.executable, str(HERE / ("memory.py" if name == "memory" else f"bench_{name}.py"))]
         if name in WITH_TURNS:
-            command += ["--turns", str(options.turns), *WITH_TURNS[name]]
+            command += ["--turns", str(turns), *WITH_TURNS[name]]
+        command += QUICK.get(name, []) if options.quick else []
         print(f"{name} ...", file=sys.stderr, flush=True)
         done = subprocess.run(command, stdout=subprocess.PIPE, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
         failed += done.returncode != 0

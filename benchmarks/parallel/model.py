@@ -46,6 +46,7 @@ class GPT(nn.Module):
 
 SIZES = {
     "24M": {},
+    "350M": {"layers": 24, "width": 1024, "heads": 16, "vocabulary": 32768, "length": 1024},
     "4M": {"layers": 4, "width": 256, "vocabulary": 1024},
     "tiny": {"layers": 2, "width": 32, "vocabulary": 1024},
 }
