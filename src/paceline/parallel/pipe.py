@@ -169,7 +169,8 @@ class Pipe:
             return self._built[key]
         made = []
         for stage in self.stages.own:
-            trains = [trained for _, trained in hidden]
+            # Halves of a backward pass begin at the stage's input, so that must have a gradient though nothing before trains.
+            trains = [trained or SCHEDULES[name].halves for _, trained in hidden]
             given = () if stage == 0 else hidden[stage - 1][0].empty("meta", any(trains[:stage]))
             last = stage == self.stages.count - 1
             gives = Spec((), torch.float32) if last else hidden[stage][0]
