@@ -29,6 +29,7 @@ from paceline.parallel.block_calls import REGION, compare, hidden_states, map_ar
 from paceline.parallel.pipeline import STRATEGY as PIPELINE
 from paceline.parallel.sequence_split import Division, Region, Sizes, sequence_dim
 from paceline.parallel.strategy import Context, Strategy
+from paceline.parallel.tensor import STRATEGY as TENSOR
 from paceline.parallel.ulysses import fitting
 from paceline.plan.cost import Bytes
 from paceline.plan.facts import ModelFacts
@@ -89,6 +90,15 @@ class ContextParallel(Strategy):
                         fix="set options={'context': {'method': 'ring'}}, which divides any number of heads",
                     )
                 )
+        if plan.layout.tp > 1 and TENSOR.options(plan).sequence:
+            problems.append(
+                Problem(
+                    "context-sequence",
+                    "two strategies would divide the same positions.",
+                    why=f"{origin(plan, 'cp')}, {origin(plan, 'tp')} with options={{'tensor': {{'sequence': True}}}}",
+                    fix="leave the option `sequence` out: cp divides activations already",
+                )
+            )
         if plan.compile:
             problems.append(
                 Problem(

@@ -44,6 +44,12 @@ def test_ulysses_needs_heads_that_divide():
     assert "1, 2, 3, 6 divide 6" in str(problem)
 
 
+def test_positions_are_divided_once():
+    twice = {"tensor": {"sequence": True}}
+    assert codes(CONTEXT, plan(tp=2, options=twice), encoder()) == ["context-sequence"]
+    assert codes(CONTEXT, plan(tp=2), encoder()) == []
+
+
 def test_context_is_not_compiled():
     assert codes(CONTEXT, plan(compile=True), encoder()) == ["context-compile"]
 
