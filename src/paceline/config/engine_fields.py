@@ -281,6 +281,7 @@ def _mixed(name: str, *cases: Case, default: str = "none") -> Field:
 
 
 _SAID = _asks_nothing("none")
+_NORMS = "(<class 'torch.nn.modules.batchnorm._BatchNorm'>,)"  # torch's own default
 _POLICY = tuple(
     Field(f"fsdp_mixed_precision_policy.{name}", (Case("*", {f"options.shard.{name}": VALUE}),),
           f"{PLUGIN}.mixed_precision_policy", name, "", "", ("use_fsdp=true",), None)
@@ -313,7 +314,7 @@ _KEYWORDS = (
     _mixed("keep_low_precision_grads", _idle("gradients have the dtype of their parameters"), default="false"),
     _mixed("cast_forward_inputs", _idle("autocast casts inputs, once"), default="true|false"),
     _mixed("cast_root_forward_inputs", _idle("autocast casts inputs, once"), default="true|false"),
-    _mixed("_module_classes_to_ignore", _idle("autocast keeps float32 where an operation needs it"), default="*"),
+    _mixed("_module_classes_to_ignore", _idle("autocast keeps float32 where an operation needs it"), default=_NORMS),
 )  # fmt: skip
 
 ROWS = (*_FSDP, *_POLICY, *_PARALLELISM, *_COMPILE, *_KEYWORDS)
