@@ -25,6 +25,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from paceline.base.errors import Problem
+from paceline.parallel.block_calls import CACHES
 from paceline.parallel.strategy import Context, Strategy
 from paceline.plan.cost import Bytes
 from paceline.plan.facts import ModelFacts
@@ -37,8 +38,6 @@ KEPT = (
     "_scaled_dot_product_flash_attention", "_scaled_dot_product_flash_attention_for_cpu",
     "_scaled_dot_product_efficient_attention", "_scaled_dot_product_cudnn_attention",
 )  # fmt: skip
-CACHES = ("past_key_value", "past_key_values", "layer_past")  # transformers' names for kept keys and values
-
 # Bytes that a block keeps for each channel and position, of 34 in all (Korthikanti et al., 2022, table 2).
 _ALL, _INPUT, _PRODUCTS = 34, 2, 22
 
