@@ -107,18 +107,14 @@ class Accelerator(Participant):
         device = torch.device(world.device)
         collectives = Collectives(world, device=device, debug=settings.debug, timeout_s=settings.timeout_s)
         super().__init__(world, device, collectives)
-        self.mesh = Mesh(started.layout, world, device.type)
-        self._data = collectives.over(self.mesh.data_group)  # peers along tp, cp and pp read the same samples
         self._precision = TABLE[started.precision]
-        divided = started.layout.size("shard", "tp", "pp") > 1
-        self.scaler = LossScaler(device, collectives, divided, **(scaler or {})) if self._precision.scales else None
+        self.scaler = LossScaler(device, collectives, **(scaler or {})) if self._precision.scales else None
         self._active = ActiveLoaders()
-        self.gradients = Accumulation(started.accumulate, started.layout.width, self._active, self._data)
+        self.gradients = Accumulation(started.accumulate, started.layout.width, self._active, collectives)
         self._prepared = self._preparation(
-            started, self.mesh, collectives, device, self._precision, self.gradients, self.scaler, self._active,
+            started, collectives, device, self._precision, self.gradients, self.scaler, self._active,
             dict(seed=settings.data_seed, split_batches=settings.split_batches, dispatch=settings.dispatch_batches,
-                 tail="pad" if settings.even_batches else "divide", non_blocking=settings.non_blocking,
-                 collectives=self._data))  # fmt: skip
+                 tail="pad" if settings.even_batches else "divide", non_blocking=settings.non_blocking))  # fmt: skip
         self.project_dir = None if project_dir is None else str(project_dir)
         self.trackers = Trackers(log_with, self.logging_dir, is_main=world.is_main)
         self._states = States(self._prepared, self.collectives, self.scaler, self.project_dir, total_limit)
@@ -131,6 +127,11 @@ class Accelerator(Participant):
     def plan(self) -> Plan:
         """The plan of the models prepared last; before that its draft."""
         return self._prepared.plan
+
+    @property
+    def mesh(self) -> Mesh:
+        """The groups of the plan."""
+        return self._prepared.mesh
 
     @property
     def mixed_precision(self) -> str:
@@ -323,7 +324,7 @@ class Accelerator(Participant):
 
         Ranks: all; all get the result, by one collective for the whole structure.
         """
-        return gather_for_metrics(self._active, self._data, input_data, use_gather_object)
+        return gather_for_metrics(self._active, self._prepared.data, input_data, use_gather_object)
 
     # -- models and files --------------------------------------------------------------------------------------
 

@@ -33,6 +33,7 @@ from paceline.parallel.strategy import STRATEGIES, Chain
 from paceline.plan.facts import ModelFacts, model_facts
 from paceline.plan.plan import Decision, Plan
 from paceline.plan.resolve import draft, resolve
+from paceline.planner import fit
 from paceline.planner.exhausted import told, watch
 from paceline.precision.policy import Precision, unwrap_forward, wrap_forward
 from paceline.world.collectives import Collectives
@@ -60,7 +61,7 @@ class Preparation:
 
     Args:
         plan: the draft; `plan` becomes the resolved one.
-        mesh, collectives, device: where and with whom.
+        collectives, device: with whom and where.
         precision: row of the precision table.
         accumulation: the owner of gradient scale.
         scaler: the loss scaler or None.
@@ -71,7 +72,6 @@ class Preparation:
     def __init__(
         self,
         plan: Plan,
-        mesh: Mesh,
         collectives: Collectives,
         device: torch.device,
         precision: Precision,
@@ -86,7 +86,7 @@ class Preparation:
         self.schedulers: list[PreparedScheduler] = []
         self.loaders: list[PreparedLoader] = []
         self.device = device
-        self._mesh, self._collectives = mesh, collectives
+        self._collectives = collectives
         self._precision, self._accumulation, self._scaler, self._active = precision, accumulation, scaler, active
         self._loader_options = loader_options
         self._seed: int | None = None
@@ -99,6 +99,7 @@ class Preparation:
             if preparation is not None and optimizer not in preparation._known:
                 preparation._refuse_unprepared(optimizer)
 
+        self.lay_out()
         self._guard = register_optimizer_step_pre_hook(before_step)
         weakref.finalize(self, self._guard.remove)
 
@@ -163,10 +164,12 @@ class Preparation:
             found += recipe.missing(fact.name) if recipe is not None else []
         if found and not new:
             raise PlanError.of(found)
+        if new and self.plan.open:
+            self._choose(facts)
         plan = resolve(self._draft(), facts, STRATEGIES, found) if new else self.plan
         divided = plan.fully_sharded or plan.layout.size("tp", "pp") > 1
         for (at, model), fact, recipe in zip(new, facts, recipes, strict=True):
-            chain = Chain(plan, self._mesh, self._collectives, self.device, fact)
+            chain = Chain(plan, self.mesh, self._collectives, self.device, fact)
             if places[at]:
                 move = lambda tensor: tensor if tensor.is_meta else tensor.to(self.device)  # noqa: E731
                 model._apply(move) if fact.meta else model.to(self.device)
@@ -211,6 +214,23 @@ class Preparation:
         why = f"its tensors are on {', '.join(facts.devices)}; this rank computes on {here}"
         return [Problem("model-device", what, why=why, fix=fix)]
 
+    def _choose(self, facts: Sequence[ModelFacts]) -> None:
+        """Says what the plan left open, and lays the ranks out anew. Ranks: all."""
+        world = self._collectives.world
+        memory = self._collectives.broadcast_object(fit.memory_of(self.device, world.local_size))
+        self.plan = fit.fit(self.plan, facts, world, memory)
+        self.lay_out()
+
+    def lay_out(self) -> None:
+        """Makes the groups of the plan; peers along tp, cp and pp read the same samples. Ranks: all."""
+        world = self._collectives.world
+        self.mesh = Mesh(self.plan.layout, world, self.device.type)
+        self.data = self._collectives.over(self.mesh.data_group)
+        self._accumulation.over(self.plan.layout.width, self.data)
+        self._loader_options["collectives"] = self.data
+        if self._scaler is not None:
+            self._scaler.agree = self.plan.layout.size("shard", "tp", "pp") > 1
+
     def _draft(self) -> Plan:
         """The plan without what an earlier `prepare` derived from its models."""
         kept = tuple(decision for decision in self.plan.decisions if decision.field != "strategies")
@@ -254,6 +274,13 @@ class Preparation:
         for known in self.loaders:
             if getattr(known, "original", None) is loader:
                 return known
+        if self.plan.open:
+            raise PlanError(
+                "plan-open",
+                "a loader was prepared before the model whose size decides how many ranks share its samples.",
+                why=f"{', '.join(self.plan.open)} stand on auto",
+                fix="prepare them together: `model, optimizer, loader = accelerator.prepare(model, optimizer, loader)`",
+            )
         if self._seed is None:
             told = self._loader_options.get("seed")
             seed = torch.initial_seed() if told is None else told
@@ -368,7 +395,7 @@ class Preparation:
         if plan is None:
             yield
             return
-        run, mesh = self.plan, self._mesh
+        run, mesh = self.plan, self.mesh
         told = {"mixed_precision": run.precision, "accumulate": run.accumulate, "recompute": run.recompute, **plan}
         notes = [Decision(name, value, "code", "prepare_model(plan=...)") for name, value in plan.items()]
         other = draft(told, notes, self._collectives.world.size, run.options)
@@ -381,11 +408,11 @@ class Preparation:
                 why="a rank reads one share of each batch, for all models: pp, tp, cp and replicate x shard must agree",
                 fix=f"divide replicate x shard = {run.layout.width} otherwise, and leave the rest as it is",
             )
-        self.plan, self._mesh = other, Mesh(other.layout, mesh.world, mesh.device_type)
+        self.plan, self.mesh = other, Mesh(other.layout, mesh.world, mesh.device_type)
         try:
             yield
         finally:
-            self.plan, self._mesh = run, mesh
+            self.plan, self.mesh = run, mesh
 
     def _refuse_unprepared(self, optimizer: Optimizer) -> None:
         own = {id(parameter) for each in self.models for parameter in each.module.parameters()}

@@ -66,6 +66,10 @@ class Accumulation:
         self._divisor: float | None = None  # power of two that item losses are divided by
         self._factor: float | None = None  # correction of the window's gradients, once it is known
 
+    def over(self, width: int, collectives: Any) -> None:
+        """Ranks whose gradients are averaged, where they were not known before."""
+        self.width, self._collectives = width, collectives
+
     # -- the window ------------------------------------------------------------------------------------------
 
     @contextmanager

@@ -46,6 +46,7 @@ class Plan:
             every K-th block.
         compile: whether the repeated blocks are compiled.
         offload: what waits in the host's memory while it is not needed: "no", "optimizer" or "all".
+        open: settings that were asked to be chosen when the models are known; () once they are.
         strategies: names of the model passes, in the order in which they are applied.
         options: options of each strategy, by its name.
         decisions: where each value came from.
@@ -58,6 +59,7 @@ class Plan:
     recompute: str = "no"
     compile: bool = False
     offload: str = "no"
+    open: tuple[str, ...] = ()
     strategies: tuple[str, ...] = ()
     options: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     decisions: tuple[Decision, ...] = ()

@@ -47,6 +47,7 @@ def draft(
     Raises:
         PlanError: `plan-size`, `plan-precision`, `plan-accumulate`; all that apply, at once.
     """
+    decisions = list(decisions)
     notes = {decision.field: decision for decision in decisions}
     fixed, derived = _sizes(settings, world_size)
     notes |= derived
@@ -63,7 +64,7 @@ def draft(
     if reason:
         told = notes.get("zero")
         notes["zero"] = Decision("zero", zero, "derived", told.where if told else "", reason)
-    plan = replace(plan, zero=zero, decisions=tuple(notes.values()))
+    plan = replace(plan, zero=zero, open=_open(settings, decisions), decisions=tuple(notes.values()))
     problems = run_problems(plan, world_size)
     if problems:
         raise PlanError.of(problems)
@@ -86,6 +87,17 @@ def _sizes(settings: Mapping[str, Any], world_size: int) -> tuple[dict[str, int]
         reason = f"{world_size} processes" if axis == takes else "not asked for"
         notes[axis] = Decision(axis, fixed[axis], "derived", reason=reason)
     return fixed, notes
+
+
+def _open(settings: Mapping[str, Any], decisions: Iterable[Decision]) -> tuple[str, ...]:
+    """What somebody left to be chosen: "auto" that was said, and what follows from it where nothing else was."""
+    said = {each.field for each in decisions if each.value == "auto" and each.source != "default"}
+    found: set[str] = said & {"shard", "zero", "tp", "pp"}
+    if found & {"shard", "zero"}:
+        found |= {name for name in ("shard", "zero") if settings.get(name, "auto") == "auto"}
+    if found and settings.get("replicate", "auto") == "auto":
+        found.add("replicate")
+    return tuple(sorted(found))
 
 
 def _stage(settings: Mapping[str, Any], layout: Layout) -> tuple[int, str]:

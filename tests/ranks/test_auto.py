@@ -1,0 +1,69 @@
+"""What a plan leaves to `auto` is chosen for the model and the memory, and gives the numbers of one process."""
+
+import pytest
+import torch
+from parity_models import GPT, loss_of
+from torch.utils.data import DataLoader, TensorDataset
+
+from paceline import Accelerator, PlanError
+from paceline.planner import fit
+from paceline.testing import run_ranks
+
+
+def data() -> TensorDataset:
+    tokens = torch.randint(0, 24, (8, 9), generator=torch.Generator().manual_seed(5))
+    return TensorDataset(tokens[:, :-1].clone(), tokens[:, 1:].clone())
+
+
+def trained(plan, memory):
+    torch.manual_seed(3)
+    fit.memory_of = lambda device, local_size: memory
+    accelerator = Accelerator(plan=plan, cpu=True, split_batches=True)
+    model = GPT()
+    model, optimizer, loader = accelerator.prepare(
+        model, torch.optim.AdamW(model.parameters(), lr=0.01, eps=1e-4), DataLoader(data(), 4)
+    )
+    losses = []
+    for batch in loader:
+        losses.append(float(accelerator.reduce(accelerator.forward_backward(model, batch, loss_of), "mean")))
+        optimizer.step()
+        optimizer.zero_grad()
+    return accelerator.plan, losses
+
+
+def test_the_cheapest_plan_that_fits_is_chosen_and_explained() -> None:
+    ((_, want),) = run_ranks(trained, world=1, args=({}, 1 << 40))
+    bytes_of = 4 * sum(p.numel() for p in GPT().parameters())
+    found = {}
+    for name, memory in {
+        "much": 1 << 40,
+        "less": int(4.2 * bytes_of / 0.7),
+        "little": int(3.3 * bytes_of / 0.7),
+    }.items():
+        plan, losses = run_ranks(trained, world=2, args=({"shard": "auto"}, memory))[0]
+        assert losses == pytest.approx(want, abs=3e-6)
+        found[name] = (plan.layout.shard, plan.zero, plan.open)
+        assert "fits: " in plan.explain()
+    assert found["much"] == (1, 0, ())
+    assert found["little"] == (2, 3, ())
+
+
+def too_little():
+    fit.memory_of = lambda device, local_size: 1000
+    accelerator = Accelerator(plan={"shard": "auto"}, cpu=True)
+    with pytest.raises(PlanError) as caught:
+        accelerator.prepare(GPT())
+    return str(caught.value)
+
+
+def loader_first():
+    accelerator = Accelerator(plan={"shard": "auto"}, cpu=True)
+    with pytest.raises(PlanError) as caught:
+        accelerator.prepare_data_loader(DataLoader(data(), 4))
+    return caught.value.code
+
+
+def test_what_cannot_be_chosen_is_an_error_on_every_rank() -> None:
+    for text in run_ranks(too_little, world=2):
+        assert "[plan-none-fits]" in text and "needs" in text
+    assert run_ranks(loader_first, world=2) == ["plan-open", "plan-open"]
