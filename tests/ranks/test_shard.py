@@ -164,8 +164,7 @@ def check(case: Case, options: dict[str, Any] | None = None, plan: dict[str, Any
             )
 
 
-@pytest.mark.parametrize("model", MODELS)
-@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize(("model", "accumulate"), [("tied", 2), ("odd", 1), ("odd", 2), ("twins", 2)])
 def test_models(model: str, accumulate: int) -> None:
     check(Case(model, accumulate=accumulate, clip=0.3))
 
@@ -201,8 +200,11 @@ def test_optimizers(optimizer: str) -> None:
     check(Case("gpt", optimizer))
 
 
-@pytest.mark.parametrize("precision", ["bf16", "fp16"])
-@pytest.mark.parametrize("options", [{}, {"param_dtype": "none"}, {"ignored": "head"}], ids=str)
+@pytest.mark.parametrize(
+    ("precision", "options"),
+    [("bf16", {}), ("bf16", {"param_dtype": "none"}), ("fp16", {}), ("fp16", {"ignored": "head"})],
+    ids=str,
+)
 def test_half_precision(precision: str, options: dict[str, Any]) -> None:
     check(Case("tied" if not options else "gpt", "SGD" if options else "AdamW", 2, 0.3, precision), options)
 
@@ -312,29 +314,29 @@ def refused(options: dict[str, Any], plan: dict[str, Any], kind: str) -> str:
     from paceline import Accelerator
 
     model: nn.Module = GPT()
-    if kind == "sparse":
+    if kind == "shard-sparse":
         model.embed = nn.Embedding(24, 16, sparse=True)
-    if kind == "dtypes":
+    if kind == "shard-dtypes":
         model.head.to(torch.bfloat16)
     accelerator = Accelerator(plan=plan, options={"shard": options}, cpu=True)
     with pytest.raises(PlanError) as caught:
-        accelerator.prepare(model, torch.optim.LBFGS(model.parameters()) if kind == "optimizer" else None)
-    assert all(type(p) is nn.Parameter for p in model.parameters()) or kind == "optimizer"  # nothing was touched
+        accelerator.prepare(model, torch.optim.LBFGS(model.parameters()) if kind == "shard-optimizer" else None)
+    assert all(type(p) is nn.Parameter for p in model.parameters()) or kind == "shard-optimizer"  # nothing was touched
     return str(caught.value)
 
 
 @pytest.mark.parametrize(
     ("code", "options"),
     [
-        ("wrap", {"wrap": "Layer"}),
-        ("ignored", {"ignored": ["adapter.*"]}),
-        ("reshard", {"reshard": 2}),
-        ("float16", {"param_dtype": "fp16"}),
-        ("dtypes", {}),
-        ("sparse", {}),
-        ("optimizer", {}),
+        ("shard-wrap", {"wrap": "Layer"}),
+        ("shard-ignored", {"ignored": ["adapter.*"]}),
+        ("shard-reshard", {"reshard": 2}),
+        ("shard-float16", {"param_dtype": "fp16"}),
+        ("shard-dtypes", {}),
+        ("shard-sparse", {}),
+        ("shard-optimizer", {}),
     ],
 )
 def test_refused(code: str, options: dict[str, Any]) -> None:
     for text in run_ranks(refused, world=2, args=(options, {"shard": 2}, code)):
-        assert f"[shard-{code}]" in text
+        assert f"[{code}]" in text

@@ -82,6 +82,17 @@ def test_problems_are_told_before_anything_is_touched(options, code):
     assert [each.code for each in STRATEGY.check(plan(options=options), model_facts(GPT()))] == [code]
 
 
+def test_replicate_beside_tensor_parallel_has_no_hooks():
+    from paceline.parallel.replicate import STRATEGY as REPLICATE
+
+    def checked(hook):
+        of = draft({"replicate": 2, "tp": 2}, [], 4, {"replicate": {"comm_hook": hook}})
+        assert REPLICATE.decide(of, model_facts(GPT()))[0].value == "fsdp2"
+        return [each.code for each in REPLICATE.check(of, model_facts(GPT()))]
+
+    assert checked("none") == [] and checked("bf16") == ["replicate-hook"]
+
+
 def test_widths_that_work():
     assert STRATEGY.check(plan(options={"reshard": 2}), model_facts(GPT())) == []
     with_tp = draft({"shard": 4, "tp": 2}, [], 8, {"shard": {"reshard": 2}})
