@@ -10,6 +10,7 @@ For each row the median ratio of step times, in turns with the plan named beside
 from __future__ import annotations
 
 import argparse
+import gc
 import sys
 import time
 from collections.abc import Callable
@@ -74,6 +75,7 @@ def timed(step: Callable[[], None], device: torch.device) -> Callable[[], float]
 
 def peak(plan: dict[str, Any], task: Task) -> float:
     """MiB at the peak of a step."""
+    gc.collect()
     base = held(task.device)
     return measure(paceline(**plan)(task), base, task.device)[1] / 2**20
 
