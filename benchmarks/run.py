@@ -2,7 +2,8 @@
 
 python benchmarks/run.py [NAME ...] [--turns 15] [--quick] [--report FILE]
 
-NAME: step, launch, import, collectives, loader, parallel, pipeline, memory; all of them where none is named. `--quick` takes fewer
+NAME: step, launch, import, collectives, loader, parallel, pipeline, memory; all of them where none is named. `--quick`
+takes fewer
 turns and a smaller model, to see that everything runs: its numbers are none to compare.
 """
 
