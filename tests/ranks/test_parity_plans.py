@@ -210,6 +210,39 @@ def test_recomputed(plan: Plan, recompute: str) -> None:
     check(Case("tied", clip=0.05), {**plan, "recompute": recompute})
 
 
+def overflowing(plan: Plan) -> list[Any]:
+    from paceline import Accelerator
+
+    torch.manual_seed(7)
+    model = GPT()
+    head = [*model.norm.parameters(), *model.head.parameters()]  # one stage of a pipeline has none of these
+    rest = [p for p in model.parameters() if all(p is not other for other in head)]
+    accelerator = Accelerator("fp16", plan=plan, cpu=True, scaler={"init_scale": 1024.0})
+    model, *optimizers = accelerator.prepare(model, torch.optim.SGD(rest, 0.1), torch.optim.SGD(head, 0.1))
+    seen: list[Any] = []
+    for number in range(3):
+        tokens = torch.randint(0, 24, (4, 8), generator=torch.Generator().manual_seed(number))
+        factor = 1e37 if number == 1 and accelerator.is_last_process else 1.0
+        loss = (
+            accelerator.forward_backward(model, (tokens, tokens), lambda *each, by=factor: loss_of(*each) * by) / factor
+        )
+        accelerator.clip_grad_norm_(model.parameters(), 1.0)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        seen.append((optimizers[0].step_was_skipped, accelerator.scaler.grad_scaler.get_scale(), float(loss)))
+    return seen
+
+
+@pytest.mark.parametrize("plan", ALONE, ids=named)
+def test_an_overflow_on_one_rank_is_one_on_all(plan: Plan) -> None:
+    ranks = run_ranks(overflowing, world=2, args=(plan,))
+    (want,) = run_ranks(overflowing, world=1, args=({},))
+    for got in ranks:
+        assert [each[:2] for each in got] == [(False, 1024.0), (True, 1024.0), (False, 512.0)]
+        assert got[2][2] == pytest.approx(want[2][2], abs=1e-3)
+
+
 def test_every_strategy_is_held_to_these_numbers() -> None:
     from paceline.plan.resolve import draft
     from paceline.world.layout import AXES

@@ -45,6 +45,7 @@ class LossScaler:
 
     def __init__(self, device: torch.device, collectives: Any, agree: bool = False, **options: Any) -> None:
         self.agree = agree
+        self._device = device
         self.grad_scaler = _PartScaler(device.type, **options)
         self._collectives = collectives
         self._loss: torch.Tensor | None = None
@@ -76,8 +77,18 @@ class LossScaler:
             self._unscaled.add(id(optimizer))
             self.grad_scaler.unscale_(optimizer)
             if self.agree:
-                for flag in self.grad_scaler._found_inf_per_device(optimizer).values():
-                    flag.copy_(self._collectives.reduce(flag.detach()).clamp_(max=1.0))
+                self._agree(optimizer)
+
+    def _agree(self, optimizer: torch.optim.Optimizer) -> None:
+        """What overflowed on one rank did so on all; a rank that holds none of the optimizer's parameters counts too."""
+        found = self.grad_scaler._found_inf_per_device(optimizer)
+        flags = [flag.detach().reshape(()) for flag in found.values()]
+        worst = torch.stack(flags).max() if flags else torch.zeros((), device=self._device)
+        worst = self._collectives.reduce(worst).clamp_(max=1.0)
+        for flag in found.values():
+            flag.copy_(worst.view_as(flag))
+        if not found:
+            self.grad_scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"] = {self._device: worst}
 
     def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> bool:
         """Steps the optimizer unless a gradient overflowed.
