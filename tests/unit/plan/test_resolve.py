@@ -8,7 +8,7 @@ from torch import nn
 
 from paceline import PlanError
 from paceline.base.errors import Problem
-from paceline.parallel.strategy import Strategy
+from paceline.parallel.strategy import STRATEGIES, Strategy
 from paceline.plan.facts import model_facts
 from paceline.plan.plan import Decision, Plan
 from paceline.plan.resolve import draft, resolve
@@ -137,3 +137,23 @@ def test_everything_wrong_with_stage_and_size_is_told_at_once():
     with pytest.raises(PlanError) as caught:
         draft({"zero": 0, "shard": 4, "replicate": 2}, [], 2)
     assert {problem.code for problem in caught.value.problems} == {"plan-size", "plan-zero"}
+
+
+def test_options_name_where_they_were_said():
+    told = [Decision("options.replicate.comm_hok", "bf16", "file", "run.yaml:7"),
+            Decision("options.replicate.static_graph", "maybe", "command line", "--option")]  # fmt: skip
+    options = {"replicate": {"comm_hok": "bf16", "static_graph": "maybe"}}
+    with pytest.raises(PlanError) as caught:
+        resolve(draft({}, told, 2, options), [model_facts(nn.Linear(2, 2))], [STRATEGIES.get("replicate")])
+    assert [problem.code for problem in caught.value.problems] == ["strategy-option", "strategy-value"]
+    assert "it comes from run.yaml:7" in str(caught.value) and "it comes from --option" in str(caught.value)
+
+
+def test_options_that_no_strategy_of_the_plan_reads_say_so():
+    told = [Decision("options.shard.reshard", "no", "command line", "--option")]
+    plan = draft({}, told, 2, {"shard": {"reshard": "no"}})
+    plan = resolve(plan, [model_facts(nn.Linear(2, 2))], [STRATEGIES.get("replicate"), STRATEGIES.get("shard")])
+    assert (
+        "options.shard.reshard = no  <- command line (--option): no effect: this plan does not use shard"
+        in plan.explain()
+    )
