@@ -95,6 +95,7 @@ def _predict(args: argparse.Namespace, launch: Launch, opened: tuple[str, ...]) 
         local_size=local,
         accelerated=device is not None and not device.name.startswith("cpu"),
         compat=settings.compat or "",
+        memory=device.usable if device is not None else 0,
     )
     target = Target("module" if settings.module else "script", args.script, tuple(args.after_dashes))
     return predict(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from math import prod
 from typing import Any
 
 from paceline.config.given import Choice
@@ -39,10 +40,9 @@ def predict(
     if not opened or device is None:
         seen = rehearse(work, told(troupe, decisions, {}))
         return _report(seen, troupe, device, None, ())
-    everything = {"replicate": "auto", "shard": 1, "zero": "auto", "tp": 1, "pp": 1, "recompute": "no"}
-    first = rehearse(work, told(troupe, decisions, {name: everything[name] for name in opened}))
+    fixed = {each.field: each.value for each in decisions if each.field not in opened and each.value != "auto"}
+    first = rehearse(work, told(troupe, decisions, _undivided(troupe.world_size, fixed, opened)))
     need = _need(first)
-    fixed = {each.field: each.value for each in decisions if each.field in everything and each.value != "auto"}
     skip: list[Mapping[str, Any]] = []
     rejected: list[Rejected] = []
     for _ in range(_TRIES):
@@ -57,6 +57,14 @@ def predict(
         needed, there = gib(seen.memory.total), gib(device.usable)
         rejected.append(Rejected(chosen.settings, f"needs {needed} a rank when rehearsed, {there} can be used"))
     return _report(seen, troupe, device, Chosen(None, None, chosen.rejected), tuple(rejected))
+
+
+def _undivided(world_size: int, fixed: Mapping[str, Any], opened: Sequence[str]) -> dict[str, Any]:
+    """Settings of what is open that divide as little as can be: under these the models' needs are seen."""
+    width = world_size // prod(int(fixed.get(axis, 1)) for axis in ("tp", "cp", "pp"))
+    shard = int(fixed.get("shard", 1 if "replicate" in opened else width // int(fixed.get("replicate", 1))))
+    plain = {"replicate": width // shard, "shard": shard, "zero": 3 if shard > 1 else 0}
+    return {name: {**plain, "tp": 1, "pp": 1, "recompute": "no"}[name] for name in opened}
 
 
 def told(troupe: Troupe, decisions: Sequence[Choice], settings: Mapping[str, Any]) -> Troupe:

@@ -72,6 +72,7 @@ class Troupe:
         settings: environment variables that carry settings, as a launcher hands them to its workers.
         accelerated: whether the ranks have accelerators, whose optimizers compute otherwise than the CPU's.
         compat: library whose names are served to the script; "" for none.
+        memory: bytes of one rank, for scripts that leave their plan to `auto`; 0 takes this host's.
     """
 
     world_size: int
@@ -79,6 +80,7 @@ class Troupe:
     settings: Mapping[str, str] = field(default_factory=dict)
     accelerated: bool = False
     compat: str = ""
+    memory: int = 0
 
 
 class _Finished(BaseException):
@@ -193,6 +195,7 @@ class Stage:
         self._modules: list[torch.nn.Module] = []
         self._steps: dict[int, int] = {}  # id of an optimizer -> its steps
         self._warm_up = 1
+        self._warm: Traffic | None = None  # of the steps that warm up, until the one that counts is over
         self._start = 0
 
     @property
@@ -214,12 +217,15 @@ class Stage:
         _wrap("paceline.data.loader.on_device", self._batches)
         _wrap("paceline.preparation.Preparation._prepare_models", self._preparing)
         _wrap("paceline.preparation.choose_fused", self._choosing)
+        _wrap("paceline.world.mesh.init_device_mesh", self._unseen)
         _replace("paceline.parallel.replicate._first_window", _skip_first_window)
         _replace("torch.nn.parallel.distributed._verify_param_shape_across_processes", nothing)
         _wrap("torch.UntypedStorage.resize_", self._resizing)
         _wrap("torch.utils.swap_tensors", self._swapping)
         _replace("torch._subclasses.fake_tensor.FakeTensor.__format__", lambda tensor, spec: format(0.0, spec))
         _replace("torch._subclasses.fake_tensor.FakeTensor.numpy", _numpy)
+        if self.troupe.memory:
+            _replace("paceline.planner.fit.memory_of", lambda *_: self.troupe.memory)
         if self.troupe.accelerated:
             _optimizers_as_on_accelerators()
         register_optimizer_step_pre_hook(self._before_step)
@@ -231,9 +237,7 @@ class Stage:
         def prepared(preparation: Any, models: Any, *rest: Any) -> Any:
             for _, model in models:
                 self.witness.fake_module(model)
-            with self.witness.away():
-                preparation._mesh.device_mesh  # noqa: B018  (its arithmetic needs real numbers)
-            if preparation.plan.layout.pp > 1:
+            if preparation.plan.layout.pp > 1 or "pp" in preparation.plan.open:
                 _replace("torch.distributed.pipelining.stage.PipelineStage._send_meta", lambda *_: None)
                 _replace("torch.distributed.pipelining.stage.PipelineStage._recv_meta", _gradients_like_outputs)
             self.witness.live = True
@@ -281,6 +285,15 @@ class Stage:
 
         return batches
 
+    def _unseen(self, make: Any) -> Any:
+        """For what computes with numbers of its own, such as the ranks of a large mesh."""
+
+        def made(*args: Any, **kwargs: Any) -> Any:
+            with self.witness.away():
+                return make(*args, **kwargs)
+
+        return made
+
     def _resizing(self, resize: Any) -> Any:
         def resized(storage: Any, size: int) -> Any:
             result = resize(storage, size)
@@ -310,9 +323,10 @@ class Stage:
         self.ledger.label(_states(optimizer), "optimizer")
         steps = self._steps[id(optimizer)] = self._steps.get(id(optimizer), 0) + 1
         if steps > self._warm_up:
+            self._warm = None
             raise _Finished
         if steps == self._warm_up and sum(self._steps.values()) == steps:
-            self._start, self.witness.traffic = self.ledger.mark, Traffic()
+            self._start, self._warm, self.witness.traffic = self.ledger.mark, self.witness.traffic, Traffic()
 
     def result(self, problem: str, seconds: float) -> Rehearsal:
         """What was seen."""
@@ -320,10 +334,13 @@ class Stage:
             raise RuntimeError("it ended without a call of `prepare` with a model")
         if not self._steps and not problem:
             problem = "it ended before an optimizer step"
-        memory = self.ledger.peak(self._start) if self._steps else None
+        start, traffic = self._start, self.witness.traffic
+        if self._warm is not None:  # it never came to a whole second step: the first is all there is to tell
+            start, traffic = 0, self._warm
+        memory = self.ledger.peak(start) if self._steps else None
         held = memory.largest["optimizer"] if memory else 0
         facts = tuple(self.models.values())
-        return Rehearsal(self.plan, facts, memory, self.witness.traffic, held, "" if memory else problem, seconds)
+        return Rehearsal(self.plan, facts, memory, traffic, held, "" if memory else problem, seconds)
 
 
 def _wrap(path: str, wrapper: Callable[[Any], Any]) -> None:

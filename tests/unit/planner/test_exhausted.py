@@ -37,7 +37,7 @@ def test_one_process_is_told_to_become_more():
 
 
 def test_other_errors_pass_and_one_error_is_told_once():
-    with pytest.raises(RuntimeError, match="^shapes$"), told(situation(), "forward"):
+    with pytest.raises(RuntimeError, match=r"^shapes$"), told(situation(), "forward"):
         raise RuntimeError("shapes")
     with pytest.raises(OutOfMemory, match="forward pass"), told(situation(), "step"), told(situation(), "forward"):
         raise MemoryError
