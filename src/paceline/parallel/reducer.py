@@ -50,6 +50,7 @@ class _Bucket:
         self.here: set[Tensor] = set()
         self.gone = False
         self.handle: Handle | None = None
+        self.sent: Tensor | None = None  # kept until the reduction has read it
         self.output: Tensor | None = None
         self.parts: list[Tensor] = []
 
@@ -150,12 +151,13 @@ class Reducer:
             parameter.grad = None
         bucket.gone = True
         if bucket.alone:
-            parts = rows(gradients[0].contiguous(), self._ranks)
+            bucket.sent = gradients[0].contiguous()
+            parts = rows(bucket.sent, self._ranks)
             output = torch.empty_like(parts[self._rank])
             bucket.parts = [output]
             bucket.handle = reduce_parts(output, parts, self._group, self._tag)
         else:
-            flat = gradients[0].new_empty((self._ranks, packed_width(gradients, self._ranks)))
+            flat = bucket.sent = gradients[0].new_empty((self._ranks, packed_width(gradients, self._ranks)))
             places = packed_rows(flat, gradients, self._ranks)
             for gradient, place in zip(gradients, places, strict=True):
                 torch._foreach_copy_(place, rows(gradient, self._ranks))
@@ -176,7 +178,7 @@ class Reducer:
         else:
             self._reduced.update(zip(bucket.parameters, bucket.parts, strict=True))
             self._outputs.append(bucket.output)
-        bucket.handle = bucket.output = None
+        bucket.handle = bucket.output = bucket.sent = None
         bucket.parts = []
 
     # -- the end of a window ---------------------------------------------------------------------------------
