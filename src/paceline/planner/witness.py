@@ -20,7 +20,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, in_kernel_invocation_manager
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass_type
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
@@ -74,9 +74,9 @@ class Witness(TorchDispatchMode):
             return NotImplemented  # a DTensor: its parts come by again
         if torch._C._get_dispatch_mode(_FAKE) is not None:
             return func(*args, **kwargs)  # torch works out some shape for itself
-        given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        given = [*_tensors(args), *_tensors(kwargs.values())]
         result = self._run(func, given, args, kwargs)
-        made = [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
+        made = _tensors((result,))
         if self.fakes is None or any(isinstance(each, FakeTensor) for each in (*given, *made)):
             self._note(func, args, kwargs, result, given, made)
         return result
@@ -87,6 +87,12 @@ class Witness(TorchDispatchMode):
         if any(isinstance(each, FakeTensor) for each in given):
             if func in _LOOKS:
                 return False if given[0].dtype == torch.bool else 0.0 if given[0].dtype.is_floating_point else 0
+            if func in _VIEWS and isinstance(given[0], FakeTensor) and len(given) == 1:
+                with in_kernel_invocation_manager(self.fakes):  # as torch does it, without looking for a cached answer
+                    seen = func(*args, **kwargs)
+                return FakeTensor(self.fakes, seen, given[0].device)
+            if func in _FILLS and isinstance(args[0], FakeTensor):
+                return args[0]
             if func is _aten.index.Tensor:
                 args = (args[0], _positions(args[1]))
             if func.name().startswith("aten::_fused_") and func.name().endswith("_"):
@@ -158,6 +164,25 @@ class Witness(TorchDispatchMode):
 
 # Operations that look at a value; torch takes the latter two apart itself, but not in inference mode.
 _LOOKS = (_aten._local_scalar_dense.default, _aten.item.default, _aten.is_nonzero.default)
+
+
+# Strategies that divide every parameter over many ranks make millions of these: they take a short way.
+_VIEWS = {
+    _aten.slice.Tensor, _aten.select.int, _aten.view.default, _aten._unsafe_view.default, _aten.detach.default,
+    _aten.t.default, _aten.transpose.int, _aten.unsqueeze.default, _aten.squeeze.dim, _aten.as_strided.default,
+}  # fmt: skip
+_FILLS = {_aten.copy_.default, _aten.zero_.default, _aten.fill_.Scalar}
+
+
+def _tensors(values: Any) -> list[torch.Tensor]:
+    """The tensors among the arguments of an operation, those in lists too."""
+    found: list[torch.Tensor] = []
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            found.append(value)
+        elif isinstance(value, (list, tuple)) and value:
+            found += _tensors(value)
+    return found
 
 
 def _positions(indices: Any) -> list[Any]:
