@@ -290,9 +290,9 @@ class Pipe:
         try:
             with self.stages.entering(Visit(stage, hidden, recorded)):
                 output = call(*args, **kwargs)
-            last = stage == self.stages.count - 1
-            output = output if last else self.stages.hidden(stage, output)
-            self.stages.check(stage, output, hidden)
+                last = stage == self.stages.count - 1
+                output = output if last else self.stages.hidden(stage, output)
+                self.stages.check(stage, output, hidden)
         except Exception as error:  # it is raised again, on every rank
             try:
                 pickle.loads(pickle.dumps(error))

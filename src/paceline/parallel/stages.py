@@ -86,6 +86,7 @@ class Visit:
         recorded: what each of the stage's units gave, call by call; None where nobody asks.
         entered: whether the pass has come to the stage's first block.
         calls: of each stub so far.
+        borrowed: names of parameters of other stages that were read.
     """
 
     stage: int
@@ -93,6 +94,7 @@ class Visit:
     recorded: dict[str, list[Any]] | None = None
     entered: bool = False
     calls: dict[str, int] = field(default_factory=dict)
+    borrowed: list[str] = field(default_factory=list)
 
 
 class Stub(nn.Module):
@@ -106,6 +108,10 @@ class Stub(nn.Module):
             if not (key.startswith("_") or callable(value) or isinstance(value, Tensor)):
                 self.__dict__[key] = value
         self.__dict__["_site"] = (name, call)
+        own = {key: Spec.of(parameter) for key, parameter in stands_for.named_parameters(recurse=False)}
+        self.__dict__["_tables"] = own or stands_for.__dict__.get(
+            "_tables", {}
+        )  # code around may read `pos.weight[:9]`
         if held is not None:
             self._modules["held"] = held  # of another stage of this rank: to be found, not to be called
 
@@ -118,7 +124,11 @@ class Stub(nn.Module):
         try:
             return super().__getattr__(name)
         except AttributeError as error:
-            site = self.__dict__.get("_site", ("?",))[0]
+            site, call = self.__dict__.get("_site", ("?", None))
+            spec = self.__dict__.get("_tables", {}).get(name)
+            stages = getattr(call, "__self__", None)
+            if spec is not None and spec.dtype.is_floating_point and isinstance(stages, Stages) and stages.visit:
+                return stages.borrow(f"{site}.{name}", spec)
             raise AttributeError(
                 f"{site}.{name} is held by another stage of the pipeline; to hold {site} in all of them, set "
                 f"options={{'pipeline': {{'keep': ['{site}']}}}}"
@@ -283,6 +293,13 @@ class Stages:
             return args[0]  # is a placeholder already
         return _placeholder(given, self._device)
 
+    def borrow(self, name: str, spec: Spec) -> Tensor:
+        """A placeholder of a parameter that another stage holds; harmless where only that stage's result hangs on it."""
+        assert self.visit is not None
+        self.visit.borrowed.append(name)
+        placeholder: Tensor = _placeholder(spec, self._device)
+        return placeholder
+
     def _at_unit(self, name: str, held: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         visit = self.visit
         assert visit is not None
@@ -319,10 +336,19 @@ class Stages:
         Raises:
             PlanError: `pipeline-skip`.
         """
-        if received is None or not _finite(received) or _finite(output):
+        finite = received is None or _finite(received)
+        borrowed = sorted(set(self.visit.borrowed)) if self.visit else []
+        if not finite or _finite(output) or (received is None and not borrowed):
             return
         earlier = [unit.name for unit in self.units if unit.stage < stage and unit.name in self.outputs]
         shown = ", ".join(earlier[:3]) + (", ..." if len(earlier) > 3 else "")
+        if borrowed:
+            raise PlanError(
+                "pipeline-skip",
+                f"stage {stage} of the pipeline computes with {borrowed[0]}, which another stage holds.",
+                why=f"the result depends on {', '.join(borrowed)}, read without calling the module",
+                fix=f"hold it in all stages: options={{'pipeline': {{'keep': ['{borrowed[0].rpartition('.')[0]}']}}}}",
+            )
         raise PlanError(
             "pipeline-skip",
             f"stage {stage} of the pipeline uses what an earlier stage computed besides the hidden state.",
