@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from paceline.base.errors import TrainError
+from paceline.base.errors import Problem, TrainError
 from paceline.optim.batch_size import is_out_of_memory
 from paceline.plan.facts import ModelFacts
 from paceline.plan.plan import Plan
@@ -68,12 +68,15 @@ def explain(
     held = estimate(plan, need)
     rows = ", ".join(f"{name} {gib(count)}" for name, count in vars(held).items() if count and name != "sent")
     said = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-    return OutOfMemory(
+    problem = Problem(
         "out-of-memory",
         f"memory did not suffice in the {where} pass." if where != "step" else "memory did not suffice in a step.",
         why=[said, f"under {plan.layout} a rank needs {gib(held.held)} before activations: {rows}"],
         fix=_next(plan, need, held.held, world_size, local_size),
     )
+    made = OutOfMemory.of([problem])
+    assert isinstance(made, OutOfMemory)
+    return made
 
 
 def _next(plan: Plan, need: Need, now: int, world_size: int, local_size: int) -> str:

@@ -219,6 +219,8 @@ class Stage:
         _wrap("paceline.preparation.choose_fused", self._choosing)
         _wrap("paceline.world.mesh.init_device_mesh", self._unseen)
         _replace("paceline.parallel.replicate._first_window", _skip_first_window)
+        _replace("paceline.parallel.agreement.Statement._exchange", lambda *_: [])
+        _replace("paceline.parallel.agreement.Statement.heard", lambda said: list(said._own))
         _replace("torch.nn.parallel.distributed._verify_param_shape_across_processes", nothing)
         _wrap("torch.UntypedStorage.resize_", self._resizing)
         _wrap("torch.utils.swap_tensors", self._swapping)
