@@ -10,6 +10,7 @@ import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ from paceline.checkpoint.module_state import clean
 from paceline.data.active import ActiveLoaders
 from paceline.data.loader import PreparedLoader
 from paceline.data.prepare import prepare_loader
+from paceline.data.seed import follow
 from paceline.optim.accumulate import Accumulation
 from paceline.optim.clip import Across
 from paceline.optim.optimizer import PreparedOptimizer
@@ -92,16 +94,9 @@ class Preparation:
         self._seed: int | None = None
         self._lengths: list[tuple[int, int]] = []  # batches in an epoch before and after
         self._known: weakref.WeakSet[Optimizer] = weakref.WeakSet()
-        me = weakref.ref(self)
-
-        def before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-            preparation = me()
-            if preparation is not None and optimizer not in preparation._known:
-                preparation._refuse_unprepared(optimizer)
-
         self.lay_out()
-        self._guard = register_optimizer_step_pre_hook(before_step)
-        weakref.finalize(self, self._guard.remove)
+        _guard()
+        _alive.add(self)
 
     # -- prepare ---------------------------------------------------------------------------------------------
 
@@ -225,6 +220,7 @@ class Preparation:
         """Makes the groups of the plan; peers along tp, cp and pp read the same samples. Ranks: all."""
         world = self._collectives.world
         self.mesh = Mesh(self.plan.layout, world, self.device.type)
+        follow(self.plan.layout)
         self.data = self._collectives.over(self.mesh.data_group)
         self._accumulation.over(self.plan.layout.width, self.data)
         self._loader_options["collectives"] = self.data
@@ -433,6 +429,21 @@ class Preparation:
         self._known = weakref.WeakSet()
         if self.device.type != "cpu":
             torch.accelerator.empty_cache()
+
+
+_alive: weakref.WeakSet[Preparation] = weakref.WeakSet()
+
+
+@cache
+def _guard() -> None:
+    """One hook for good: taking hooks away when a run is collected would change torch's list while a step reads it."""
+
+    def before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        for each in _alive:
+            if optimizer not in each._known:
+                each._refuse_unprepared(optimizer)
+
+    register_optimizer_step_pre_hook(before_step)
 
 
 def _unprepared(model: nn.Module, why: str) -> PrepareError:

@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn import functional
 from torch.nn.functional import scaled_dot_product_attention as imported_early
 
-from paceline import Accelerator, PlanError, TrainError
+from paceline import Accelerator, PlanError, TrainError, set_seed
 from paceline.testing import run_ranks
 
 WIDTH, VOCABULARY = 24, 17
@@ -322,6 +322,53 @@ class TwoSizes(Decoder):
         return self.layers[0](self.embed(tokens), torch.ones(tokens.shape[1]), torch.ones(tokens.shape[1]))
 
 
+class Keeps(Rotary):
+    """Appends its inputs to those of earlier calls, in a cache of the caller's."""
+
+    def forward(self, x, cos, sin, mask=None, past_key_values=None):
+        if past_key_values is None:
+            return super().forward(x, cos, sin, mask)
+        past_key_values.append(x)
+        return super().forward(torch.cat(past_key_values, 1), cos, sin, mask)[:, -x.shape[1] :]
+
+
+class Decodes(Decoder):
+    """A decoder that can go on where it was."""
+
+    def forward(self, tokens, kept=None):
+        start = kept[0][0].shape[1] + sum(x.shape[1] for x in kept[0][1:]) if kept and kept[0] else 0
+        x, length = self.embed(tokens), start + tokens.shape[1]
+        angles = torch.arange(length)[:, None] * torch.tensor([1.0, 0.3, 0.1])
+        for block, past in zip(self.layers, kept or [None] * len(self.layers), strict=True):
+            x = block(x, angles.cos(), angles.sin(), past_key_values=past)
+        return self.head(self.norm(x))
+
+
+def decode(world: int) -> tuple[list[Any], list[Any]]:
+    accelerator = Accelerator(plan={"cp": world}, cpu=True)
+    torch.manual_seed(0)
+    model = Decodes(block=Keeps)
+    reference = [p.detach().clone() for p in model.parameters()]
+    model = accelerator.prepare(model)
+    plain = Decodes(block=Keeps)
+    for mine, given in zip(plain.parameters(), reference, strict=True):
+        mine.data.copy_(given)
+    prompt, found = torch.tensor([[1, 2, 3, 4, 5]]), []
+    with torch.no_grad():
+        for each in (model, plain):
+            growing = [each(prompt[:, :length]) for length in range(1, 6)]
+            kept: Any = [[], []]
+            kept_ones = [each(prompt[:, :3], kept), each(prompt[:, 3:4], kept), each(prompt[:, 4:], kept)]
+            found.append(growing + kept_ones)
+    return found[0], found[1]
+
+
+def test_without_gradients_short_sequences_and_caches_are_computed_whole() -> None:
+    for found, want in run_ranks(decode, world=2, args=(2,)):
+        for mine, reference in zip(found, want, strict=True):
+            torch.testing.assert_close(mine, reference, atol=2e-6, rtol=0)
+
+
 REFUSED = [
     ("by hand", lambda: Decoder(block=ByHand), {"trial": False}, (2, 8), "context-attention"),
     ("by hand, tried", lambda: Decoder(block=ByHand), {}, (2, 8), "context-differs"),
@@ -366,3 +413,25 @@ def test_what_cannot_be_divided_is_refused_on_every_rank(world: int) -> None:
     want = [(name, code) for name, _, given, _, code in REFUSED if given.get("cp", 2) == world]
     for found in run_ranks(refuse, world=world, args=(world,)):
         assert found == want
+
+
+def drift(plan: dict[str, int]) -> tuple[int, list[torch.Tensor]]:
+    torch.manual_seed(dist.get_rank() if dist.is_initialized() else 0)
+    accelerator = Accelerator(plan=plan, cpu=True)
+    model = Decoder(block=lambda: Rotary(0.2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer = accelerator.prepare(model, optimizer)
+    own = set_seed(5, device_specific=True)
+    for _ in range(2):
+        accelerator.backward(model(torch.arange(16).view(2, 8) % VOCABULARY).square().mean())
+        optimizer.step()
+        optimizer.zero_grad()
+    whole = [p.full_tensor() if hasattr(p, "full_tensor") else p for p in model.parameters()]
+    return own, [p.detach().clone() for p in whole] + [torch.get_rng_state()]
+
+
+@pytest.mark.parametrize("plan", [{"cp": 2}, {"tp": 2}])
+def test_peers_with_seeds_of_their_own_drop_alike_and_stay_alike(plan: dict[str, int]) -> None:
+    (first, a), (second, b) = run_ranks(drift, world=2, args=(plan,))
+    assert first == second == 5
+    assert all(x.equal(y) for x, y in zip(a, b, strict=True))

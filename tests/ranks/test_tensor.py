@@ -592,3 +592,44 @@ def test_parts_of_a_model_without_weights_yet():
         return tuple(model.blocks[0].mlp.fc1.weight.to_local().shape)
 
     assert run_ranks(compute, 2) == [(2 * WIDTH, WIDTH)] * 2
+
+
+class ReadsTables(GPT):
+    """Takes rows of its positions, without calling the module."""
+
+    def __init__(self):
+        super().__init__()
+        self.table = nn.Embedding(POSITIONS, WIDTH)
+
+    def forward(self, tokens):
+        x = self.tok(tokens) + self.table.weight[: tokens.shape[1]] + self.pos[: tokens.shape[1]]
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(x))
+
+
+class ReadsDivided(GPT):
+    """Computes logits with the embedding, which its head has the rows of."""
+
+    def forward(self, tokens):
+        return super().forward(tokens) + self.tok(tokens) @ self.tok.weight.T
+
+
+def test_undivided_parameters_may_be_read_by_the_code_around():
+    reference = plain(ReadsTables)
+    for found in run_ranks(ours, 2, args=[ReadsTables]):
+        same(reference, found)
+
+
+def test_divided_parameters_may_not():
+    def read():
+        from paceline import Accelerator, TrainError
+
+        model = Accelerator(plan={"tp": 2}, cpu=True).prepare(ReadsDivided())
+        with pytest.raises(TrainError, match="forward computes with a divided parameter") as caught:
+            model(torch.zeros(1, 4, dtype=torch.long))
+        options = {"tensor": {"vocabulary": False}}
+        whole = Accelerator(plan={"tp": 2}, options=options, cpu=True).prepare(ReadsDivided())
+        return caught.value.code, tuple(whole(torch.zeros(1, 4, dtype=torch.long)).shape)
+
+    assert run_ranks(read, 2) == [("tensor-mixed", (1, 4, VOCABULARY))] * 2

@@ -9,9 +9,17 @@ import torch
 import torch.distributed as dist
 
 from paceline.base.errors import ConfigError
+from paceline.world.layout import Layout
 from paceline.world.world import World
 
 _NUMPY_LIMIT = 2**32
+_layout: Layout | None = None
+
+
+def follow(layout: Layout) -> None:
+    """Says which ranks read the same samples, and so draw alike in `set_seed(..., device_specific=True)`."""
+    global _layout
+    _layout = layout
 
 
 def set_seed(seed: int, device_specific: bool = False, deterministic: bool = False) -> int:
@@ -21,8 +29,9 @@ def set_seed(seed: int, device_specific: bool = False, deterministic: bool = Fal
 
     Args:
         seed: 0 or more.
-        device_specific: add the rank, so that each process draws other numbers (dropout, augmentation). Leave it off
-            while a model is made, so that all ranks begin alike.
+        device_specific: add the number of the share of samples that this process reads, so that each share gets other
+            numbers (dropout, augmentation). That is the rank, but processes along tp, cp and pp compute one share
+            together and draw alike. Leave it off while a model is made, so that all ranks begin alike.
         deterministic: let torch use deterministic algorithms alone: slower, and an operation that has none raises.
 
     Returns:
@@ -42,7 +51,8 @@ def set_seed(seed: int, device_specific: bool = False, deterministic: bool = Fal
         )
     if device_specific:
         grouped = dist.is_available() and dist.is_initialized()
-        seed += dist.get_rank() if grouped else World.detect().rank
+        rank = dist.get_rank() if grouped else World.detect().rank
+        seed += rank if _layout is None or not grouped else _layout.data_index(rank)
     random.seed(seed)
     np.random.seed(seed % _NUMPY_LIMIT)
     torch.manual_seed(seed)  # every accelerator that torch knows, too

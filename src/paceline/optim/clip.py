@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from paceline.world.sharded import is_sharded, whole
+from paceline.world.sharded import is_sharded, quietly, whole
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,8 @@ def clip_grad_norm(
     norms = []
     for group in meshes.values():
         counted = [p.grad for p in group if p.grad is not None and not (across and id(p) in across.elsewhere)]
-        norms.append(whole(torch.nn.utils.get_total_norm(counted, norm_type)))
+        with quietly():
+            norms.append(whole(torch.nn.utils.get_total_norm(counted, norm_type)))
     if across is not None:
         device = across.collectives.device
         here = torch.stack([norm.to(device) for norm in norms]) if norms else torch.zeros(1, device=device)

@@ -33,7 +33,9 @@ def override_forward(block: nn.Module) -> None:
     original = block.forward
 
     @wraps(original)
-    def forward(self: nn.Module, *args: Any, paceline_region: Region, **kwargs: Any) -> Any:
+    def forward(self: nn.Module, *args: Any, paceline_region: Region | None, **kwargs: Any) -> Any:
+        if paceline_region is None:
+            return self._context_forward(*args, **kwargs)  # type: ignore[operator]
         return _divided(self, paceline_region, args, kwargs)
 
     block._context_forward = original  # type: ignore[assignment]
@@ -132,7 +134,7 @@ def compare(
         return tensor if dim is None else short.split(tensor, dim)
 
     with torch.no_grad(), _evaluating(block), torch.autocast(sample.device.type, enabled=False):
-        args, kwargs = map_arguments(beginning, block, args, {**kwargs, **_without_caches(kwargs)})
+        args, kwargs = map_arguments(beginning, block, *_without_caches(block, args, kwargs))
         whole = tensors(block._context_forward(*args, **kwargs))[0]  # type: ignore[operator]
         args, kwargs = map_arguments(part, block, args, kwargs)
         divided = tensors(_divided(block, short, args, kwargs))[0]
@@ -154,8 +156,22 @@ def compare(
         )
 
 
-def _without_caches(kwargs: dict[str, Any]) -> dict[str, Any]:
-    return {name: None for name in kwargs if name in CACHES}
+def keeps(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether a block is given a cache of keys and values."""
+    given = [value for cache, value in zip(_cache_places(block), args, strict=False) if cache]
+    return any(value is not None for value in (*given, *(kwargs.get(name) for name in CACHES)))
+
+
+def _without_caches(
+    block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    places = _cache_places(block) + [False] * len(args)
+    kept = tuple(None if cache else value for cache, value in zip(places, args, strict=False))
+    return kept, {name: None if name in CACHES else value for name, value in kwargs.items()}
+
+
+def _cache_places(block: nn.Module) -> list[bool]:
+    return [name in CACHES for name in inspect.signature(block._context_forward).parameters]  # type: ignore[arg-type]
 
 
 @contextmanager

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from paceline.base.errors import PlanError, Problem, TrainError
 from paceline.config.kinds import YES_NO, Kind, one_of, whole
-from paceline.parallel.block_calls import REGION, compare, hidden_states, map_arguments, override_forward
+from paceline.parallel.block_calls import REGION, compare, hidden_states, keeps, map_arguments, override_forward
 from paceline.parallel.pipeline import STRATEGY as PIPELINE
 from paceline.parallel.sequence_split import Division, Region, Sizes, sequence_dim
 from paceline.parallel.strategy import Context, Strategy
@@ -138,6 +138,7 @@ class ContextParallel(Strategy):
             PlanError: `context-blocks`, where the pattern names none.
         """
         options = context.options
+        RandomState.now(context.device).shared(context.mesh.group("cp"), context.device)
         method = _method(context.plan, context.facts)[0] if options.method == "auto" else options.method
         begins: set[str] = set()
         if context.plan.layout.pp > 1:
@@ -224,6 +225,7 @@ class _Span:
         self.blocks = blocks
         self.group, self.ranks, self.options = group, ranks, options
         self.region: Region | None = None
+        self.whole = False  # whether this call's sequence is not divided
         self.sizes = Sizes(0, 0, 0, 0)
         self.sample: Tensor | None = None  # the first block's input, for the trials
         self.untried = set(range(len(blocks))) if options.trial else set()
@@ -257,8 +259,10 @@ class _Span:
                 fix="call model.gradient_checkpointing_disable(), and use plan={'recompute': 'blocks'}",
             )
         if number == 0:
-            self.open(block, args, kwargs)
-        elif self.region is None:
+            self.whole = not self.open(block, args, kwargs)
+        if self.whole:
+            return args, {**kwargs, REGION: None}
+        if number and self.region is None:
             raise TrainError(
                 "context-order",
                 f"{type(block).__name__} number {number} was called without the first one.",
@@ -281,17 +285,21 @@ class _Span:
         args, kwargs = map_arguments(part, block, args, kwargs)
         return args, {**kwargs, REGION: region}
 
-    def open(self, block: nn.Module, args: Any, kwargs: Any) -> None:
-        """Looks at the whole sequence and decides where its parts go."""
+    def open(self, block: nn.Module, args: Any, kwargs: Any) -> bool:
+        """Looks at the whole sequence and decides where its parts go; False where each rank computes it whole."""
         hidden = hidden_states(block, args, kwargs)
         dim = self.options.dim
+        short = hidden.ndim > dim and hidden.shape[dim] < 2 * self.ranks
+        if not torch.is_grad_enabled() and (short or keeps(block, args, kwargs)):
+            return False  # decoding: token by token, with a cache that other calls shall find whole
         if hidden.ndim < 2 or hidden.shape[dim] < 2 * self.ranks:
             length = f"dimension {dim} of {list(hidden.shape)} is the sequence (option `dim`)"
             raise TrainError(
                 "context-length",
                 f"a sequence must have at least {2 * self.ranks} positions to be divided.",
                 why=f"cp={self.ranks}: two parts for each rank; {length}",
-                fix=f"use sequences of at least {2 * self.ranks} positions, or a smaller cp",
+                fix=f"use sequences of at least {2 * self.ranks} positions, or a smaller cp; inside `torch.no_grad()` "
+                "shorter ones are computed whole",
             )
         self.sizes = Sizes.of(hidden, dim)
         division = Division(self.sizes.length, self.ranks, balanced=self.options.method == "ring")
@@ -303,9 +311,13 @@ class _Span:
             seed = int(torch.randint(2**62, ()))
             self.outside = RandomState.now(hidden.device)
             torch.manual_seed(seed + rank)
+        return True
 
     def leave(self, block: nn.Module, args: Any, output: Any) -> Any:
         """After the last block: puts the parts together. Ranks: all of the group."""
+        if self.whole:
+            self.whole = False
+            return output
         region = self.region
         assert region is not None
         if not region.attended:
@@ -348,6 +360,14 @@ class RandomState:
         """Reads them."""
         there = None if device.type == "cpu" else torch.get_device_module(device).get_rng_state(device)
         return cls(torch.get_rng_state(), device, there)
+
+    def shared(self, group: Any, device: torch.device) -> None:
+        """Takes those of the group's first rank. Ranks: all of the group."""
+        for state in (self.host,) if self.there is None else (self.host, self.there):
+            here = state.to(device)
+            dist.broadcast(here, src=dist.get_global_rank(group, 0), group=group)
+            state.copy_(here)
+        self.restore()
 
     def restore(self) -> None:
         """Puts them back."""

@@ -250,18 +250,22 @@ class _Divider:
         return int(self._turned(name)) if parameter.dim() == 2 else 0
 
     def _undivided(self) -> None:
-        """Modules with parameters that every rank holds whole get them as plain tensors."""
+        """Modules with parameters that every rank holds whole get them as plain tensors, and so do those around them."""
         blocks = self.context.facts.blocks
         inner = {group.module for group in self.division.groups}
         for name, module in self.modules.items():
             if self.division.styles.get(name, "") in DIVIDED or not any(map(is_sharded, module._parameters.values())):
                 continue
-            if isinstance(module, nn.modules.linear.NonDynamicallyQuantizableLinear):
-                continue  # torch's attention reads it
             partial = self.division.styles.get(name, "") == "partial"
             if self.sequence and any(name.startswith(f"{block}.") for block in blocks):
                 partial = partial or not any(name.startswith(f"{outer}.") or name == outer for outer in inner)
-            styles.override(module, styles.undivided(partial, self.group), "_tensor_own")
+            styles.mark(module, partial)
+        for module in self.modules.values():
+            reads = module is self.model or any(map(styles.marked, (module, *module._modules.values())))
+            if isinstance(module, nn.modules.linear.NonDynamicallyQuantizableLinear):
+                continue  # torch's attention reads it
+            if reads and type(module).forward is not nn.Module.forward:
+                styles.override(module, styles.undivided(self.group), "_tensor_own")
 
     def _prove(self, name: str, group: Group, region: styles.Region) -> None:
         if not group.split or self.division.source == "model" or not hasattr(self.modules.get(name), "forward"):

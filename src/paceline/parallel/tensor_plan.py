@@ -16,6 +16,7 @@ from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from functools import lru_cache
 from math import gcd
+from re import sub
 from typing import Any
 
 from paceline.base.errors import Problem
@@ -123,13 +124,16 @@ def _divide(
         found = derive(facts)
         groups, whole = found.groups, found.whole
         styles = {name: style for group in groups for name, style in _styles(group).items()}
-    for group in groups:
-        problems += _indivisible(group, layers, width, table)
-        if group.reason:
-            whole[group.module] = group.reason
+    problems += _alike([each for group in groups for each in _indivisible(group, layers, width, table)])
+    whole |= {group.module: group.reason for group in groups if group.reason}
     if source == "derived" and vocabulary:
         _vocabulary(facts, styles, whole, width)
+    count = len(problems)
     _tie(facts, layers, styles, problems)
+    if source == "derived" and vocabulary and problems[count:]:
+        alone = _divide(facts, width, table, sequence, loss, False)
+        reason = "the head shares a parameter with a module that is whole"
+        return replace(alone, whole={**alone.whole, "embedding and head": reason})
     problems += _indivisible_vocabulary(layers, styles, whole, width, source)
     heads = [name for name, style in styles.items() if style == "colwise_gather" and not _in_block(name, facts)]
     division = Division(source, styles, tuple(groups), whole, heads[-1] if heads else "", ())
@@ -282,6 +286,17 @@ def _indivisible(group: Group, layers: Mapping[str, Layer], width: int, table: A
                 )
             )
     return found[:1]
+
+
+def _alike(problems: list[Problem]) -> list[Problem]:
+    """The first of those that differ by the number of the block alone, with how many there are."""
+    kinds: dict[str, list[Problem]] = {}
+    for each in problems:
+        kinds.setdefault(sub(r"\d+", "*", each.what.split(" ")[0]) + each.what.partition(" ")[2], []).append(each)
+    return [
+        replace(first, why=f"{first.why}; so in {len(rest)} more block{'s' * (len(rest) > 1)}" if rest else first.why)
+        for first, *rest in kinds.values()
+    ]
 
 
 def _divisors(number: int) -> str:

@@ -29,7 +29,9 @@ from torch import Tensor, nn
 from torch.autograd import Function
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
+from paceline.base.errors import TrainError
 from paceline.parallel.gloo import gather_parts
+from paceline.parallel.stages import Shell
 from paceline.world.sharded import is_sharded
 
 SEQUENCE = 1  # the dimension of positions: activations are [batch, positions, features]
@@ -320,41 +322,63 @@ def vocabulary(region: Region) -> Callable[..., Any]:
     return forward
 
 
-def undivided(partial: bool, group: Any) -> Callable[..., Any]:
-    """A module whose parameters every rank holds: inside, they are plain tensors.
-
-    Args:
-        partial: whether it sees this rank's share of heads or positions, so that gradients are summed.
-    """
+def undivided(group: Any) -> Callable[..., Any]:
+    """A module around or with parameters that every rank holds (`marked`): inside, they are plain tensors."""
 
     def forward(self: nn.Module, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        with plain_parameters(self, group if partial else None):
-            return original(*args, **kwargs)
+        with plain_parameters(self, group):
+            try:
+                return original(*args, **kwargs)
+            except RuntimeError as error:
+                if "got mixed torch.Tensor and DTensor" not in str(error):
+                    raise
+                raise TrainError(
+                    "tensor-mixed",
+                    f"{type(self).__name__}.forward computes with a divided parameter itself.",
+                    why="tp divides this parameter, and only the module that owns it computes with its part; torch says: "
+                    + str(error).splitlines()[0],
+                    fix="call the module instead of reading its weight; for an embedding or a head, "
+                    "options={'tensor': {'vocabulary': False}} leaves it whole",
+                ) from error
 
     return forward
 
 
+def mark(module: nn.Module, partial: bool) -> None:
+    """Says that every rank holds this module's parameters.
+
+    Args:
+        partial: whether it sees this rank's share of heads or positions, so that gradients are summed.
+    """
+    module._tensor_partial = partial  # type: ignore[assignment]
+
+
+def marked(module: Any) -> bool:
+    """Whether `mark` was called on it."""
+    return module is not None and "_tensor_partial" in vars(module)
+
+
 @contextmanager
-def plain_parameters(module: nn.Module, summed: Any) -> Iterator[None]:
-    """While it is open, the module's own parameters are plain tensors with a way back to the DTensors."""
+def plain_parameters(module: nn.Module, group: Any) -> Iterator[None]:
+    """While it is open, undivided parameters that the module's forward may read are plain tensors with a way back to the
+    DTensors: its own, and its children's (`self.positions.weight[:length]`)."""
     held = []
-    for each in _readers(module):
+    for child in (module, *module._modules.values()):
+        each: Any = child.held if isinstance(child, Shell) else child
+        if not marked(each):
+            continue
         for name, parameter in each._parameters.items():
-            if is_sharded(parameter):
-                held.append((each, name, parameter))
+            if is_sharded(parameter) and parameter.device_mesh.ndim == 1:  # FSDP has gathered it
+                local = parameter.to_local()
+                held.append((each, name, parameter, _Copy.apply(local, group) if each._tensor_partial else local))
+    for each, name, _, local in held:
+        each._parameters[name] = local
     try:
-        for each, name, parameter in held:
-            local = parameter.to_local()
-            each._parameters[name] = local if summed is None else _Copy.apply(local, summed)
         yield
     finally:
-        for each, name, parameter in held:
-            each._parameters[name] = parameter
-
-
-def _readers(module: nn.Module) -> list[nn.Module]:
-    """The modules whose parameters this one's forward reads: torch's attention reads its child's."""
-    return [module, module.out_proj] if isinstance(module, nn.MultiheadAttention) else [module]
+        for each, name, parameter, local in held:
+            if each._parameters[name] is local:  # FSDP puts divided ones back behind a child's forward
+                each._parameters[name] = parameter
 
 
 # -- positions --------------------------------------------------------------------------------------------------

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Protocol, TypeGuard
 
 if TYPE_CHECKING:
@@ -20,7 +23,25 @@ def is_sharded(tensor: Any) -> TypeGuard[DTensor]:
 
 def whole(tensor: Any) -> Any:
     """The whole of a tensor, gathered where it is divided. Ranks: all that hold a part; all get it."""
-    return tensor.full_tensor() if is_sharded(tensor) else tensor
+    if not is_sharded(tensor):
+        return tensor
+    with quietly():
+        return tensor.full_tensor()
+
+
+@contextmanager
+def quietly() -> Iterator[None]:
+    """While it is open, DTensor gathers over several axes without advising on each rank how meshes should be made."""
+    log = logging.getLogger("torch.distributed.tensor._redistribute")
+    log.addFilter(_not_slow)
+    try:
+        yield
+    finally:
+        log.removeFilter(_not_slow)
+
+
+def _not_slow(record: logging.LogRecord) -> bool:
+    return "suboptimal" not in record.getMessage()
 
 
 def local(tensor: Any) -> Any:

@@ -198,7 +198,8 @@ def test_heads_that_cannot_be_shared():
     problem = problems(Model(lambda: Attention(num_heads=4, kv=8)), 4)[0]
     assert problem.code == "tensor-heads" and "blocks.0.attn has 4 heads and 2 key-value heads" in problem.what
     assert problem.fix == "use tp = 2"
-    assert codes(Model(lambda: Attention(head_dim=8)), 4) == ["tensor-heads"] * 2
+    assert "so in 1 more block" in problem.why
+    assert codes(Model(lambda: Attention(head_dim=8)), 4) == ["tensor-heads"]
 
 
 def test_widths_that_cannot_be_shared():
@@ -247,3 +248,17 @@ def test_the_divided_part_of_the_bytes_is_shared():
     cost = STRATEGY.cost(Plan(Layout(tp=2)), facts, Bytes.alone(facts))
     assert cost.parameters == 4 * (facts.parameters - divided // 2)
     assert cost.optimizer == 2 * cost.gradients == 2 * cost.parameters
+
+
+def test_a_head_that_shares_its_bias_with_a_whole_module_stays_whole():
+    class Head(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.decoder, self.bias = nn.Linear(16, 32), nn.Parameter(torch.zeros(32))
+            self.decoder.bias = self.bias
+
+    model = Model()
+    model.tok, model.head = nn.Embedding(32, 16), Head()
+    found = divide(model_facts(model), 2, TensorOptions())
+    assert not found.problems and "head.decoder" not in found.styles
+    assert "shares a parameter" in found.whole["embedding and head"]
