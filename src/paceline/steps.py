@@ -46,7 +46,12 @@ class Steps:
             )
         loss = self._scaled(self._gradients.checked(loss, named), num_items)
         with self._prepared.exhausted("backward"):
-            loss.backward(**named)
+            try:
+                loss.backward(**named)
+            except BaseException:
+                for each in self._prepared.models:
+                    each.chain.failed(each.wrapped)
+                raise
             self._settle()
 
     def forward_backward(

@@ -3,6 +3,7 @@
 The lead suite (`test_parity_plans.py`) crosses plans; here one loop goes through the options of `shard` itself.
 """
 
+from copy import deepcopy
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -14,7 +15,7 @@ import torch.distributed.tensor
 from parity_models import GPT, loss_of
 from torch import nn
 
-from paceline.base.errors import PlanError
+from paceline.base.errors import PlanError, TrainError
 from paceline.testing import run_ranks
 
 ROWS, STEPS = 8, 3
@@ -340,3 +341,243 @@ def refused(options: dict[str, Any], plan: dict[str, Any], kind: str) -> str:
 def test_refused(code: str, options: dict[str, Any]) -> None:
     for text in run_ranks(refused, world=2, args=(options, {"shard": 2}, code)):
         assert f"[{code}]" in text
+
+
+class Routed(nn.Module):
+    """Blocks of one shape, of which each call uses some, in an order of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(5, 5), nn.Tanh()) for _ in range(3))
+        self.aside = nn.Linear(5, 5)
+        self.nothing = nn.Parameter(torch.empty(0, 5))
+
+    def forward(self, x: torch.Tensor, *route: int) -> torch.Tensor:
+        for number in route:
+            x = x + (self.aside if number == 3 else self.blocks[number])(x)
+        return x
+
+
+def steps(model: nn.Module, optimizer: Any, losses: Any, backward: Any, count: int = 3) -> None:
+    for step in range(count):
+        for loss in losses(model, step):
+            backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def routed(routes: Any, options: dict[str, Any] | None, world: int = 2) -> list[torch.Tensor]:
+    """Trains on `routes(rank, step)`; without options on one process, all ranks' parts there."""
+    from paceline import Accelerator
+
+    torch.manual_seed(0)
+    model = Routed()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, eps=1e-3)
+    ranks = list(range(world))
+    backward = lambda loss: (loss / world).backward()  # noqa: E731
+    if options is not None:
+        accelerator = Accelerator(plan={"shard": world}, options={"shard": options}, cpu=True)
+        model, optimizer = accelerator.prepare(model, optimizer)
+        ranks, backward = [accelerator.process_index], accelerator.backward
+    x = torch.ones(2, 5)
+    steps(
+        model,
+        optimizer,
+        lambda net, step: [net(x * (rank + 1), *routes(rank, step)).square().mean() for rank in ranks],
+        backward,
+    )
+    state = model.state_dict() if options is None else accelerator.get_state_dict(model)
+    return [value.detach() for value in state.values()]
+
+
+@pytest.mark.parametrize(
+    ("routes", "options"),
+    [
+        (lambda rank, step: (0, 1, 2, 3) if (rank + step) % 2 else (0, 1, 2), {}),  # of the root, on some ranks only
+        (lambda rank, step: (step, 3), {}),  # some blocks on no rank
+        (lambda rank, step: ((rank + step) % 3,), {"wrap": "none"}),
+        (lambda rank, step: (0, 1, 2, 3)[:: 1 - 2 * rank], {"wrap": "none"}),
+    ],
+    ids=["root", "none", "one-unit", "order"],
+)
+def test_parameters_that_some_ranks_leave_out(routes: Any, options: dict[str, Any]) -> None:
+    want = routed(routes, None)
+    for got in run_ranks(routed, world=2, args=(routes, options)):
+        for mine, theirs in zip(got, want, strict=True):
+            torch.testing.assert_close(mine, theirs, atol=2e-6, rtol=0)
+
+
+@pytest.mark.parametrize(
+    ("routes", "world"),
+    [
+        (lambda rank, step: (rank,), 2),  # FSDP2 would compute with the other block's weights
+        (lambda rank, step: (0, 1) if step < 2 or rank else (1, 0), 2),
+        (lambda rank, step: (0, 1, 2) if rank else (0,), 3),  # one ends before the others
+    ],
+    ids=["other", "order", "more"],
+)
+def test_ranks_that_compute_different_units_are_told(routes: Any, world: int) -> None:
+    def body() -> str:
+        with pytest.raises(PlanError) as caught:
+            routed(routes, {}, world)
+        return caught.value.code
+
+    assert run_ranks(body, world=world, timeout_s=30) == ["shard-diverged"] * world
+
+
+class Breaks(torch.autograd.Function):
+    """An error in the backward pass."""
+
+    @staticmethod
+    def forward(context: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(context: Any, gradient: torch.Tensor) -> torch.Tensor:
+        raise ArithmeticError("midway")
+
+
+@pytest.mark.parametrize(
+    "plan", [{"shard": 2}, {"shard": 2, "zero": 2}, {"shard": 2, "zero": 1}, {"replicate": 2}], ids=str
+)
+def test_a_backward_pass_that_fails_leaves_nothing(plan: dict[str, Any]) -> None:
+    def train(failing: bool) -> list[torch.Tensor]:
+        from paceline import Accelerator
+
+        torch.manual_seed(0)
+        model = Routed()
+        accelerator = Accelerator(plan=plan, options={"zero": {"bucket_cap_mb": 1e-4}}, cpu=True)
+        model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
+        inner = accelerator.unwrap_model(model)
+        x = torch.full((2, 5), accelerator.process_index + 1.0)
+        for _ in range(2):
+            if failing:
+                handle = inner.blocks[1].register_forward_hook(lambda *each: Breaks.apply(each[-1]))
+                with pytest.raises(ArithmeticError):
+                    accelerator.backward(model(x, 0, 1, 2, 3).square().mean())
+                handle.remove()
+                optimizer.zero_grad()
+            steps(model, optimizer, lambda net, step: [net(x, 0, 1, 2, 3).square().mean()], accelerator.backward, 2)
+        return [value.detach() for value in accelerator.get_state_dict(model).values()]
+
+    def body() -> None:
+        for mine, theirs in zip(train(True), train(False), strict=True):
+            torch.testing.assert_close(mine, theirs, atol=1e-7, rtol=0)
+
+    run_ranks(body, world=2, timeout_s=30)
+
+
+@pytest.mark.parametrize(
+    "plan", [{"shard": 2}, {"shard": 2, "zero": 2}, {"shard": 2, "zero": 1}, {"replicate": 2}], ids=str
+)
+def test_several_losses_of_a_step(plan: dict[str, Any]) -> None:
+    """A graph that is used twice, two forward passes before the backward passes, and parameters that thaw."""
+
+    def train(plan: dict[str, Any] | None) -> list[torch.Tensor]:
+        from paceline import Accelerator
+
+        torch.manual_seed(0)
+        model = inner = Routed()
+        model.aside.requires_grad_(False)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        ranks = [0, 1]
+        backward = lambda loss, **named: (loss / 2).backward(**named)  # noqa: E731
+        if plan is not None:
+            accelerator = Accelerator(plan=plan, cpu=True)
+            model, optimizer = accelerator.prepare(model, optimizer)
+            inner, backward = accelerator.unwrap_model(model), accelerator.backward
+            ranks = [accelerator.process_index]
+        for step in range(4):
+            if step == 2:
+                inner.aside.requires_grad_(True)
+            for rank in ranks:
+                one, two = (model(torch.full((2, 5), rank + x), 0, 1, 2, 3) for x in (0.5, 1.0))
+                backward(one.square().mean(), retain_graph=True)
+                backward(one.abs().mean())
+                backward(two.square().mean())
+            optimizer.step()
+            optimizer.zero_grad()
+        state = model.state_dict() if plan is None else accelerator.get_state_dict(model)
+        return [value.detach() for value in state.values()]
+
+    want = train(None)
+    for got in run_ranks(train, world=2, args=(plan,)):
+        for mine, theirs in zip(got, want, strict=True):
+            torch.testing.assert_close(mine, theirs, atol=2e-6, rtol=0)
+
+
+@pytest.mark.parametrize("plan", [{"shard": 2}, {"shard": 2, "zero": 2}, {"shard": 2, "zero": 1}], ids=str)
+def test_gradients_that_nobody_shared_are_not_stepped(plan: dict[str, Any]) -> None:
+    def body() -> None:
+        from paceline import Accelerator, LocalSGD
+
+        torch.manual_seed(0)
+        accelerator = Accelerator(plan=plan, cpu=True)
+        model = nn.Linear(5, 5)
+        model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        x = torch.ones(2, 5)
+        for _ in range(2):
+            with accelerator.no_sync(model):
+                accelerator.backward(model(x).mean())
+            with pytest.raises(TrainError, match="step-held"):
+                optimizer.step()
+            optimizer.zero_grad()
+            accelerator.backward(model(x).mean())
+            optimizer.step()
+            optimizer.zero_grad()
+        with pytest.raises(PlanError, match="local-sgd-plan"):
+            LocalSGD(accelerator, model, 2)
+
+    run_ranks(body, world=2)
+
+
+def test_hooks_and_second_derivatives_are_refused() -> None:
+    def body() -> None:
+        from paceline import Accelerator
+
+        accelerator = Accelerator(plan={"shard": 2}, cpu=True)
+        hooked = Routed()
+        hooked.blocks[0][0].weight.register_hook(lambda gradient: gradient * 2)
+        with pytest.raises(PlanError, match=r"shard-hooks.*\n.*blocks\.0\.0\.weight"):
+            accelerator.prepare(hooked)
+        model = accelerator.prepare(Routed())
+        x = torch.ones(2, 5, requires_grad=True)
+        with pytest.raises(PlanError, match="shard-double-backward"):
+            torch.autograd.grad(model(x, 0, 1).sum(), x, create_graph=True)
+        seen = []
+        model.aside.weight.register_post_accumulate_grad_hook(lambda p: seen.append(p.grad.shape))
+        accelerator.backward(model(x, 0, 3).sum())
+        assert seen == [(5, 5)]
+        model.aside.weight.register_hook(lambda gradient: gradient * 2)
+        with pytest.raises(PlanError, match="shard-hooks"):
+            accelerator.backward(model(x, 0, 3).sum())
+
+    run_ranks(body, world=2)
+
+
+def test_whole_states_are_loaded() -> None:
+    """A model's and an optimizer's state dict of one plain process, by their own `load_state_dict`."""
+
+    def body() -> None:
+        from paceline import Accelerator
+
+        torch.manual_seed(1)
+        plain_model = Routed()
+        plain_optimizer = torch.optim.AdamW(plain_model.parameters())
+        x = torch.ones(2, 5)
+        plain_model(x, 0, 1, 2, 3).mean().backward()
+        plain_optimizer.step()
+        model = Routed()
+        accelerator = Accelerator(plan={"shard": 2}, cpu=True)
+        model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
+        model.load_state_dict(plain_model.state_dict())
+        optimizer.load_state_dict(deepcopy(plain_optimizer.state_dict()))
+        plain_optimizer.zero_grad()
+        plain_model(x, 0, 1, 2, 3).mean().backward()
+        accelerator.backward(model(x, 0, 1, 2, 3).mean())
+        plain_optimizer.step()
+        optimizer.step()
+        for name, value in accelerator.get_state_dict(model).items():
+            torch.testing.assert_close(value, plain_model.state_dict()[name], atol=1e-6, rtol=0)
+
+    run_ranks(body, world=2)

@@ -392,3 +392,29 @@ def test_buffers_and_batch_statistics(norm) -> None:
 
     one, two = run_ranks(body, 2)
     assert torch.equal(one, two)
+
+
+def test_cleared_gradients_may_stay_zeros() -> None:
+    """`zero_grad(set_to_none=False)` leaves DTensors of zeros, also where no rank uses the parameter next."""
+
+    def body() -> None:
+        found = []
+        for plan in ({"replicate": 2}, {"shard": 2, "zero": 2}):
+            accelerator = Accelerator(
+                plan=plan,
+                options={"replicate": {"find_unused_parameters": True}} if "replicate" in plan else {},
+                cpu=True,
+            )
+            torch.manual_seed(0)
+            net = nn.ModuleList([nn.Linear(2, 3), nn.Linear(2, 3)])
+            net.forward = lambda x, used, net=net: net[used](x)
+            model, optimizer = accelerator.prepare(net, torch.optim.Adam(net.parameters(), lr=0.1))
+            for used in (0, 1, 0):
+                accelerator.backward(model(torch.ones(1, 2), used).square().sum())
+                optimizer.step()
+                optimizer.zero_grad(set_to_none=False)
+            found.append([p.detach().clone() for p in net.parameters()])
+        for one, other in zip(*found, strict=True):
+            torch.testing.assert_close(one, other, rtol=0, atol=1e-6)
+
+    run_ranks(body, 2)

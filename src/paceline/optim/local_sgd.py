@@ -61,6 +61,14 @@ class LocalSGD:
                 why=f"{len(divided)} parameters are divided over ranks, the first being {divided[0]}",
                 fix="use a plan of `replicate` alone, or LocalSGD(..., enabled=False)",
             )
+        layout = getattr(getattr(accelerator, "plan", None), "layout", None)
+        if enabled and layout is not None and layout.shard > 1:
+            raise PlanError(
+                "local-sgd-plan",
+                "LocalSGD works where every rank steps the whole model.",
+                why=f"shard={layout.shard}: each rank steps a part of the parameters, so none takes steps of its own",
+                fix="use a plan of `replicate` alone, or LocalSGD(..., enabled=False)",
+            )
         self.accelerator = accelerator
         self.model = model
         self.local_sgd_steps = local_sgd_steps

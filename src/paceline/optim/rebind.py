@@ -203,6 +203,17 @@ def choose_fused(optimizer: Optimizer, sparse: bool) -> Decision | None:
         return None
     for group in optimizer.param_groups:
         group["fused"] = True
+    if name == "SGD":
+        optimizer.register_step_pre_hook(_plain_where_one_begins_late)
     return Decision(
         f"optimizer.{name}.fused", True, "derived", reason="on the CPU one kernel is faster than torch's loop"
     )
+
+
+def _plain_where_one_begins_late(optimizer: Optimizer, *_: Any) -> None:
+    """torch's fused SGD refuses a parameter without momentum beside others with one: its first gradient came later."""
+    for group in optimizer.param_groups:
+        if group["fused"] and group["momentum"]:
+            states = [optimizer.state.get(p, {}) for p in group["params"] if p.grad is not None]
+            if len({state.get("momentum_buffer") is None for state in states}) > 1:
+                group["fused"] = False

@@ -3,6 +3,7 @@
 broadcast_values     before: every rank starts with the first rank's values
 Units.hold           backward passes keep whole gradients and send nothing
 Units.settle         at a window's end: what was held is reduced; gradients of modules left alone are averaged
+Units.forget         gradients that were cleared before they were reduced: after an error midway, say
 Units.reshard        only the shards are left: after evaluation, and after an optimizer step
 whole_parameters     for a while, parameters are whole plain tensors
 """
@@ -12,6 +13,8 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from functools import wraps
+from types import MethodType
 from typing import Any
 
 import torch
@@ -19,11 +22,13 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from paceline.parallel import gloo
+from paceline.base.errors import PlanError
+from paceline.parallel import agreement, gloo
+from paceline.parallel.averages import CHUNK, average_gradients
+from paceline.parallel.stand_ins import step_held
 from paceline.parallel.sync_batch_norm import SyncBatchNorm
 from paceline.world.sharded import is_sharded, whole
-
-_CHUNK = 32 << 20  # bytes that are flattened at once
+from paceline.world.tree import map_tensors
 
 
 class Units:
@@ -40,6 +45,7 @@ class Units:
         self._model = weakref.ref(model)
         self._group, self._alone, self._keeps = group, list(alone), keeps
         self._held = 0
+        self._number: int | None = None
         self._statistics = [
             buffer
             for module in model.modules()
@@ -48,6 +54,7 @@ class Units:
         ]
         model.register_forward_pre_hook(self._before_forward, prepend=True)
         model.register_forward_hook(self._after_forward)
+        forget_with(model, self.forget)
 
     @property
     def model(self) -> Any:
@@ -63,6 +70,8 @@ class Units:
     def _after_forward(self, model: Any, args: Any, output: Any) -> None:
         if not torch.is_grad_enabled():
             self.reshard()  # no backward pass will
+            return
+        map_tensors(lambda t: t.register_hook(_refuse_double_backward) if t.requires_grad else None, output)
 
     def reshard(self, *_: Any) -> None:
         """Gives up whole parameters that some unit still holds: they would be stale once the shards change."""
@@ -93,9 +102,13 @@ class Units:
         """
         if self._held:
             return
+        _refuse_hooks(self.model)
         state = self.model._get_fsdp_state()
-        groups = [group for one in state._state_ctx.all_states for group in one._fsdp_param_groups]
-        if any(_outstanding(group) for group in groups):
+        groups = _groups(self.model)
+        outstanding = any(_outstanding(group) for group in groups)
+        if self._number is not None:
+            (outstanding,) = agreement.Statement(self._group, agreement.END, self._number, [outstanding]).heard()
+        if outstanding:
             self.model.set_is_last_backward(True)
             self._sync(True)
             for group in reversed(groups):  # in one order on all ranks
@@ -106,11 +119,55 @@ class Units:
         if self._statistics and self.model.training:
             broadcast_tensors(self._statistics, self._group)
 
+    def refuse_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        """Before each step.
+
+        Raises:
+            TrainError: `step-held`.
+        """
+        if any(_outstanding(group) for group in _groups(self.model)):
+            raise step_held(optimizer)
+
+    def forget(self, parameters: Iterable[torch.Tensor] | None = None) -> None:
+        """Clears whole gradients that no communication has seen, of some parameters or of all."""
+        chosen = None if parameters is None else {id(parameter) for parameter in parameters}
+        for group in _groups(self.model):
+            for each in group.fsdp_params:
+                if chosen is None or id(each.sharded_param) in chosen:
+                    each.unsharded_accumulated_grad = None
+                    if hasattr(each, "_unsharded_param"):
+                        each._unsharded_param.grad = None
+
+    def agree(self) -> None:
+        """From now on every rank is told what the others are about to gather and reduce. Ranks: all of the group."""
+        kind = type(self.model).__name__.removeprefix("FSDP")
+        self._number = agreement.number(kind)
+        names = {module: name for name, module in self.model.named_modules()}
+        for group in _groups(self.model):
+            name = ", ".join(names[module] for module in group.modules)
+            _agree(group, self._group, agreement.number(f"{kind}.{name}" if name else kind))
+
+
+def forget_with(owner: Any, forget: Any) -> None:
+    """Lets `owner.zero_grad` clear what no communication has seen, too."""
+
+    @wraps(type(owner).zero_grad)
+    def zero_grad(self: Any, *args: Any, **named: Any) -> None:
+        type(self).zero_grad(self, *args, **named)
+        forget()
+
+    owner.zero_grad = MethodType(zero_grad, owner)
+
 
 def _units(model: nn.Module) -> Iterable[Any]:
     from torch.distributed.fsdp import FSDPModule
 
     return (module for module in model.modules() if isinstance(module, FSDPModule))
+
+
+def _groups(model: nn.Module) -> list[Any]:
+    """What is gathered and reduced together, in the order of modules."""
+    return list(dict.fromkeys(g for unit in _units(model) for g in unit._get_fsdp_state()._fsdp_param_groups))
 
 
 def refresh(model: nn.Module) -> None:
@@ -123,11 +180,39 @@ def refresh(model: nn.Module) -> None:
 
 def _outstanding(group: Any) -> bool:
     """Whether a parameter group holds gradients that no communication has seen."""
-    return any(
-        parameter.unsharded_accumulated_grad is not None
-        or (hasattr(parameter, "_unsharded_param") and parameter._unsharded_param.grad is not None)
-        for parameter in group.fsdp_params
+    return any(_has_gradient(parameter) for parameter in group.fsdp_params)
+
+
+def _has_gradient(parameter: Any) -> bool:
+    return parameter.unsharded_accumulated_grad is not None or (
+        hasattr(parameter, "_unsharded_param") and parameter._unsharded_param.grad is not None
     )
+
+
+# -- what cannot work ----------------------------------------------------------------------------------------------------
+
+
+def _refuse_double_backward(gradient: torch.Tensor) -> None:
+    if torch.is_grad_enabled():
+        raise PlanError(
+            "shard-double-backward",
+            "gradients of gradients cannot be computed where parameters are divided over ranks.",
+            why="a backward pass with create_graph=True went through the model; FSDP2 gives parameters up in it, of which "
+            "the second one would need the values",
+            fix="use plan={'shard': n, 'zero': 2}, under which every rank holds whole parameters",
+        )
+
+
+def _refuse_hooks(model: nn.Module) -> None:
+    for name, parameter in model.named_parameters():
+        if parameter._backward_hooks and is_sharded(parameter):
+            raise PlanError(
+                "shard-hooks",
+                f"a hook on the gradient of {name} was never called.",
+                why="`register_hook` on a parameter that is divided over ranks: autograd computes with a whole copy of it",
+                fix="change `p.grad` after `accelerator.backward(loss)`, or use `register_post_accumulate_grad_hook` after "
+                "`prepare`",
+            )
 
 
 # -- values and gradients ------------------------------------------------------------------------------------------------
@@ -146,47 +231,7 @@ def broadcast_tensors(tensors: list[torch.Tensor], group: Any) -> None:
     """The first rank's tensors for all, in place. Ranks: all of the group."""
     if tensors:
         with torch.no_grad():
-            dist._broadcast_coalesced(group, tensors, _CHUNK, 0)
-
-
-def average_gradients(parameters: list[nn.Parameter], group: Any) -> None:
-    """Averages gradients that nothing else does; a parameter that some rank did not use counts as zero there.
-
-    Averaging what is equal on all ranks changes nothing, so it does no harm to come here twice.
-    Ranks: all of the group.
-    """
-    trained = [parameter for parameter in parameters if parameter.requires_grad]
-    if not trained:
-        return
-    device = trained[0].device
-    used = torch.tensor([parameter.grad is not None for parameter in trained], dtype=torch.int32, device=device)
-    dist.all_reduce(used, group=group)
-    here = [parameter for parameter, count in zip(trained, used.tolist(), strict=True) if count]
-    ranks = dist.get_world_size(group)
-    gradients = []
-    for parameter in here:
-        if parameter.grad is None:
-            parameter.grad = torch.zeros_like(parameter)
-        gradients.append(parameter.grad.to_local() if is_sharded(parameter.grad) else parameter.grad)
-    for chunk in _chunks(gradients):
-        flat = torch.cat([gradient.reshape(-1) for gradient in chunk]).div_(ranks)
-        dist.all_reduce(flat, group=group)
-        for gradient, mean in zip(chunk, flat.split([g.numel() for g in chunk]), strict=True):
-            gradient.copy_(mean.view_as(gradient))
-
-
-def _chunks(tensors: list[torch.Tensor]) -> Iterable[list[torch.Tensor]]:
-    """Tensors of one dtype, of about `_CHUNK` bytes together, in one order on all ranks."""
-    chunk: list[torch.Tensor] = []
-    size = 0
-    for tensor in sorted(tensors, key=lambda tensor: str(tensor.dtype)):
-        if chunk and (size + tensor.nbytes > _CHUNK or chunk[0].dtype != tensor.dtype):
-            yield chunk
-            chunk, size = [], 0
-        chunk.append(tensor)
-        size += tensor.nbytes
-    if chunk:
-        yield chunk
+            dist._broadcast_coalesced(group, tensors, CHUNK, 0)
 
 
 # -- whole parameters ----------------------------------------------------------------------------------------------------
@@ -231,13 +276,55 @@ def whole_parameters(model: nn.Module, writeback: bool) -> Iterator[None]:
                 parameter.detach().to_local().copy_(part_of(own.detach(), parameter))
 
 
+def take_whole_values(model: nn.Module) -> None:
+    """Lets `load_state_dict` of the model and its modules take whole tensors for divided parameters."""
+
+    def convert(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+        for name, parameter in module._parameters.items():
+            value = state.get(prefix + name)
+            if is_sharded(parameter) and isinstance(value, torch.Tensor):
+                state[prefix + name] = divided(value, parameter)
+
+    for module in model.modules():
+        if any(is_sharded(parameter) for parameter in module._parameters.values()):
+            module.register_load_state_dict_pre_hook(convert)
+
+
+def take_whole_states(optimizer: torch.optim.Optimizer) -> None:
+    """Lets `load_state_dict` of the optimizer take whole states for divided parameters."""
+
+    def convert(_: Any, saved: dict[str, Any]) -> dict[str, Any]:
+        numbers = [number for group in saved["param_groups"] for number in group["params"]]
+        live = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        parameters = dict(zip(numbers, live, strict=False))
+        states = {}
+        for number, state in saved["state"].items():
+            like = parameters.get(number)
+            if is_sharded(like):
+                state = {key: divided(value, like) if torch.is_tensor(value) else value for key, value in state.items()}
+            states[number] = state
+        return {**saved, "state": states}
+
+    optimizer.register_load_state_dict_pre_hook(convert)
+
+
+def divided(tensor: torch.Tensor, like: Any) -> torch.Tensor:
+    """A whole tensor as a DTensor that is divided as `like` is; any other shape, and what is divided, as it is."""
+    if is_sharded(tensor) or tensor.shape != like.shape or not tensor.dim():
+        return tensor
+    from torch.distributed.tensor import DTensor
+
+    local = part_of(tensor.to(like.device), like).clone()
+    return DTensor.from_local(
+        local, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
+    )
+
+
 # -- gloo ----------------------------------------------------------------------------------------------------------------
 
 
-def use_fast_gloo(model: nn.Module, device: torch.device) -> None:
-    """Lets every unit gather and reduce through `parallel.gloo`, where the backend is gloo: 2 to 3 times as fast."""
-    if device.type != "cpu":
-        return
+def _agree(group: Any, ranks: Any, number: int) -> None:
+    """Lets a parameter group gather and reduce through `parallel.gloo`, 2 to 3 times as fast, and tell other ranks so."""
     from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
 
     class Gather(AllGather):
@@ -245,14 +332,28 @@ def use_fast_gloo(model: nn.Module, device: torch.device) -> None:
             return torch.empty(*size, dtype=dtype, device=device)
 
         def __call__(self, output_tensor: Any, input_tensor: Any, group: Any, async_op: bool = False) -> None:
-            gloo.all_gather(output_tensor, input_tensor, group).wait()
+            said = agreement.Statement(ranks, agreement.GATHER, number)
+            under_way = gloo.all_gather(output_tensor, input_tensor, group, tag=number)
+            said.heard()
+            under_way.wait()
 
     class Scatter(ReduceScatter):
         allocate = Gather.allocate  # type: ignore[assignment]
 
         def __call__(self, output_tensor: Any, input_tensor: Any, group: Any, op: Any, async_op: bool = False) -> None:
-            gloo.reduce_scatter(output_tensor, input_tensor, group, average=op == dist.ReduceOp.AVG).wait()
+            average = op == dist.ReduceOp.AVG
+            gloo.reduce_scatter(output_tensor, input_tensor, group, average=average, tag=number).wait()
 
-    for unit in _units(model):
-        unit.set_custom_all_gather(Gather())
-        unit.set_custom_reduce_scatter(Scatter())
+    plain = group.post_backward
+
+    def post_backward(*unused: Any) -> None:
+        """With zeros for what only other ranks have gradients of."""
+        if group.reduce_grads:
+            have = [_has_gradient(parameter) for parameter in group.fsdp_params]
+            used = agreement.Statement(ranks, agreement.REDUCE, number, have).heard()
+            for parameter, mine, any_rank in zip(group.fsdp_params, have, used, strict=True):
+                if any_rank and not mine:
+                    parameter._unsharded_param.grad = torch.zeros_like(parameter._unsharded_param)
+        plain(*unused)
+
+    group._all_gather_comm, group._reduce_scatter_comm, group.post_backward = Gather(), Scatter(), post_backward

@@ -55,13 +55,14 @@ def reduce_scatter(output: Tensor, input: Tensor, group: Any, average: bool = Fa
     return _native(scatter(output, input, op, group=group, async_op=True))
 
 
-def all_gather(output: Tensor, input: Tensor, group: Any) -> Handle:
+def all_gather(output: Tensor, input: Tensor, group: Any, tag: int = 0) -> Handle:
     """Puts the `input` of every rank into `output`, in the order of ranks.
 
     Args:
         output: written until `wait` has returned.
         input: this rank's part; may be its own place in `output`.
         group: n ranks; all call it, in the same order as other collectives of this group.
+        tag: apart from that of other gathers, so that none takes up what was meant for another; on gloo alone.
 
     Shape: input [k], output [n * k], both contiguous.
     """
@@ -70,7 +71,7 @@ def all_gather(output: Tensor, input: Tensor, group: Any) -> Handle:
         own = places[dist.get_rank(group)]
         if own.data_ptr() != input.data_ptr():
             own.copy_(input.view(-1))
-        return _PairwiseCopy(places, group)
+        return _PairwiseCopy(places, group, tag)
     gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
     return _native(gather(output, input, group=group, async_op=True))
 
@@ -178,8 +179,8 @@ class _PairwiseSum(_Pairwise):
 
 
 class _PairwiseCopy(_Pairwise):
-    def __init__(self, places: Sequence[Tensor], group: Any) -> None:
-        super().__init__(group)
+    def __init__(self, places: Sequence[Tensor], group: Any, tag: int = 0) -> None:
+        super().__init__(group, tag)
         for peer in self.peers:
             self.receive(places[peer], peer)
         for peer in self.peers:

@@ -22,7 +22,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from paceline.parallel.division import batches, dtensor, packed_rows, packed_width, rows, travels_alone
+from paceline.parallel.averages import average_gradients
+from paceline.parallel.division import batches, dtensor, even, pack, packed_parts, packed_width, rows, travels_alone
 from paceline.parallel.gloo import Handle, reduce_parts, reduce_scatter
 from paceline.world.mesh import cpu_group
 from paceline.world.sharded import is_sharded
@@ -76,6 +77,7 @@ class Reducer:
         self._votes = cpu_group(self._all)
         self._cap, self._tag = int(cap_mb * 2**20), next(_NUMBERS)
         self._held = 0
+        self._failed = False
         self._next = 0  # the first bucket that has not gone
         self._flying: deque[_Bucket] = deque()
         self._reduced: dict[Tensor, Tensor] = {}
@@ -83,6 +85,7 @@ class Reducer:
         self._outputs: list[Tensor] = []  # of the first round, in the order of buckets
         dist._broadcast_coalesced(self._all, _tensors(model), self._cap, 0)
         self._parameters = [p for p in model.parameters() if p.requires_grad and p.numel()]
+        self._frozen = [p for p in model.parameters() if not p.requires_grad]
         self._plan_buckets()
         for parameter in self._parameters:
             parameter.register_hook(lambda _, parameter=parameter: self._put_aside(parameter))
@@ -129,6 +132,10 @@ class Reducer:
             parameter.grad = None
 
     def _arrived(self, parameter: Tensor) -> None:
+        if self._failed:
+            self._failed = False
+            self._land_all()
+            self._rewind()
         bucket = self._bucket.get(parameter)
         if self._held or bucket is None:
             return
@@ -146,24 +153,25 @@ class Reducer:
     def _launch(self, bucket: _Bucket) -> None:
         while self._flying and sum(each.bytes for each in self._flying) + bucket.bytes > self._cap:
             self._land(self._flying.popleft())
+        for parameter in bucket.parameters:
+            self._put_aside(parameter)
         gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in bucket.parameters]
         for parameter in bucket.parameters:
             parameter.grad = None
         bucket.gone = True
         if bucket.alone:
-            bucket.sent = gradients[0].contiguous()
-            parts = rows(bucket.sent, self._ranks)
-            output = torch.empty_like(parts[self._rank])
+            gradient = bucket.sent = gradients[0].contiguous()
+            output = torch.empty_like(rows(gradient, self._ranks)[self._rank])
             bucket.parts = [output]
-            bucket.handle = reduce_parts(output, parts, self._group, self._tag)
+            if even(gradient, self._ranks):
+                bucket.handle = reduce_scatter(output.view(-1), gradient.view(-1), self._group, tag=self._tag)
+            else:
+                bucket.handle = reduce_parts(output, rows(gradient, self._ranks), self._group, self._tag)
         else:
             flat = bucket.sent = gradients[0].new_empty((self._ranks, packed_width(gradients, self._ranks)))
-            places = packed_rows(flat, gradients, self._ranks)
-            for gradient, place in zip(gradients, places, strict=True):
-                torch._foreach_copy_(place, rows(gradient, self._ranks))
+            pack(flat, gradients)
             output = torch.empty_like(flat[0])
-            own = packed_rows(output.expand(self._ranks, -1), gradients, self._ranks)
-            bucket.parts = [place[self._rank] for place in own]
+            bucket.parts = packed_parts(output, gradients, self._rank, self._ranks)
             bucket.handle = reduce_scatter(output, flat.view(-1), self._group, tag=self._tag)
         bucket.output = output
         self._flying.append(bucket)
@@ -188,6 +196,9 @@ class Reducer:
         """Reduces what is left; gradients are DTensors after it. Ranks: all of the gradient group."""
         if self._held:
             return
+        thawed = [p for p in self._frozen if p.requires_grad]
+        if thawed:
+            average_gradients(thawed, self._all)
         used, late = self._vote()
         if not any(used):
             return
@@ -204,12 +215,28 @@ class Reducer:
         for parameter in self._parameters:
             if parameter in names:
                 self._give(parameter)
+            elif parameter in self._earlier:
+                parameter.grad = self._earlier[parameter]
+        self._rewind()
+
+    def _rewind(self) -> None:
         self._reduced.clear()
         self._earlier.clear()
         self._outputs.clear()
         self._next = 0
         for bucket in self._buckets:
             bucket.rewind()
+
+    @property
+    def unfinished(self) -> bool:
+        """Whether gradients came that were not reduced, or not completely."""
+        return any(bucket.here for bucket in self._buckets) or any(
+            p.grad is not None and not is_sharded(p.grad) for p in self._parameters
+        )
+
+    def failed(self) -> None:
+        """A backward pass ended with an error: what it reduced is dropped as soon as the next one begins."""
+        self._failed = True
 
     def _vote(self) -> tuple[list[int], list[int]]:
         """On how many ranks each parameter has a gradient of this window, and each bucket one that came late."""

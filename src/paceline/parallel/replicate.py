@@ -17,6 +17,7 @@ import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -28,8 +29,10 @@ from torch.optim import Optimizer
 from paceline.base.errors import PlanError, Problem
 from paceline.base.log import logger
 from paceline.config.kinds import YES_NO, YES_NO_AUTO, one_of, positive
+from paceline.parallel.averages import average_gradients
 from paceline.parallel.communication_hooks import HOOKS, install
 from paceline.parallel.fsdp import Units, broadcast_values, whole_parameters
+from paceline.parallel.stand_ins import step_held
 from paceline.parallel.strategy import Context, Strategy
 from paceline.parallel.sync_batch_norm import replace_on_cpu
 from paceline.parallel.wrapping import wrapping
@@ -132,7 +135,8 @@ class Replicate(Strategy):
             static_graph=options.static_graph,
             **({} if options.broadcast_buffers else {"broadcast_buffers": False}),
         )
-        _STATES[wrapped] = state = _State()
+        _STATES[wrapped] = state = _State([p for p in model.parameters() if not p.requires_grad])
+        _watch(wrapped, state)
         if hook != "none":
             install(wrapped, hook, options.comm_wrapper, group, options.comm_state)
         elif options.find_unused_parameters == "auto" and not options.static_graph and not _sparse(model):
@@ -145,9 +149,14 @@ class Replicate(Strategy):
         return model.module if isinstance(model, DistributedDataParallel) else model
 
     def bind(self, optimizer: Optimizer, model: nn.Module, context: Context) -> None:
-        """Copies of parameters that an unfinished pass left behind are given up after each step."""
+        """Copies of parameters that an unfinished pass left behind are given up after each step.
+
+        Where optimizer states are divided, steps on gradients that were never averaged are refused: `step-held`.
+        """
         if model in _UNITS:
             optimizer.register_step_post_hook(_UNITS[model].reshard)
+        if model in _STATES and context.plan.layout.shard > 1:
+            optimizer.register_step_pre_hook(partial(_refuse_held, _STATES[model]))
 
     def full(self, model: nn.Module, writeback: bool) -> AbstractContextManager[Any]:
         """Plain parameters in the place of FSDP2's."""
@@ -175,7 +184,9 @@ class Replicate(Strategy):
             state.held -= 1
 
     def settle(self, model: nn.Module) -> None:
-        """Checks that all gradients were reduced; the first time averages them itself.
+        """Checks that all gradients were reduced; averages those that DDP does not, and the first ones.
+
+        DDP averages in the first backward pass after a forward pass. Others follow where a step has several losses.
 
         Raises:
             PlanError: `unused-parameters`, where a later step left out parameters that the first one used;
@@ -183,11 +194,23 @@ class Replicate(Strategy):
         """
         if model in _UNITS:
             _UNITS[model].settle()
-        if not isinstance(model, DistributedDataParallel) or (state := _STATES[model]).held:
+        if not isinstance(model, DistributedDataParallel):
+            return
+        state = _STATES[model]
+        if state.held:
+            if state.touched and state.armed:
+                state.armed = False  # a forward pass outside of the block: DDP has averaged its gradients
             return
         if state.looking:
             _first_window(model, state)
             return
+        thawed = [parameter for parameter in state.frozen if parameter.requires_grad]
+        if state.touched and not state.armed:  # what is averaged already, averaged again, stays as it is
+            average_gradients([p for p in model.module.parameters() if p.requires_grad], model.process_group)
+        elif thawed:
+            average_gradients(thawed, model.process_group)
+        if state.touched:
+            state.touched = state.armed = False
         try:
             model._check_reducer_finalized()
         except RuntimeError as error:
@@ -198,6 +221,11 @@ class Replicate(Strategy):
                 + str(error).splitlines()[0],
                 fix="set options={'replicate': {'find_unused_parameters': True}}",
             ) from None
+
+    def failed(self, model: nn.Module) -> None:
+        """DDP waits for the rest of a backward pass for ever after: it begins anew with the next forward pass."""
+        if model in _STATES:
+            _STATES[model].failed = True
 
 
 def _composed(plan: Plan) -> bool:
@@ -230,10 +258,46 @@ def _sparse(model: nn.Module) -> bool:
     return any(getattr(module, "sparse", False) is True for module in model.modules())
 
 
+def _refuse_held(state: _State, optimizer: Optimizer, *_: Any) -> None:
+    if state.touched and not state.armed:
+        raise step_held(optimizer)
+
+
 @dataclass
 class _State:
+    frozen: list[nn.Parameter]  # unknown to DDP; those that are trained later are averaged here
     looking: bool = False  # the first window has not ended yet
     held: int = 0  # open `hold_gradients`
+    armed: bool = False  # after a forward pass: DDP averages in the next backward pass
+    touched: bool = False  # gradients came since the last `settle`
+    failed: bool = False  # by an error in a backward pass
+
+
+def _watch(model: DistributedDataParallel, state: _State) -> None:
+    """Notes forward passes, and gradients that come."""
+    owner = weakref.ref(model)
+
+    def before(module: nn.Module, _: Any) -> None:  # no method: a copy of the model copies its hooks
+        if module is not owner():
+            return
+        if state.failed:
+            state.failed = state.armed = False
+            _begin_anew(module)
+        state.armed |= module.require_backward_grad_sync and torch.is_grad_enabled()
+
+    def came(_: Any) -> None:
+        state.touched = True
+
+    model.register_forward_pre_hook(before)
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter.register_post_accumulate_grad_hook(came)
+
+
+def _begin_anew(model: Any) -> None:
+    """A new reducer in the place of DDP's."""
+    built, expect_sparse = model._build_params_for_reducer()
+    model._ddp_init_helper(built, expect_sparse, model._build_debug_param_to_name_mapping(built), model.static_graph)
 
 
 _STATES: weakref.WeakKeyDictionary[DistributedDataParallel, _State] = weakref.WeakKeyDictionary()
@@ -263,7 +327,7 @@ def _first_window(model: DistributedDataParallel, state: _State) -> None:
     if all(p.grad is None for p in parameters):
         return  # this backward was not for this model
     _check_called(model)
-    state.looking = False
+    state.looking = state.touched = False
     model.require_backward_grad_sync = True
     used = torch.tensor([p.grad is not None for p in parameters], dtype=torch.int32, device=parameters[0].device)
     ranks = dist.get_world_size(model.process_group)
@@ -286,10 +350,7 @@ def _first_window(model: DistributedDataParallel, state: _State) -> None:
         shown = ", ".join(unused[:3]) + (", ..." if len(unused) > 3 else "")
         logger("parallel").info("DDP searches for unused parameters: the loss did not reach %s", shown)
         model.find_unused_parameters = True
-        built, expect_sparse = model._build_params_for_reducer()
-        model._ddp_init_helper(
-            built, expect_sparse, model._build_debug_param_to_name_mapping(built), model.static_graph
-        )
+        _begin_anew(model)
 
 
 STRATEGY = Replicate()

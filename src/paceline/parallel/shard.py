@@ -26,7 +26,14 @@ from torch.optim import Optimizer
 from paceline.base.env import parse_bool
 from paceline.base.errors import PlanError, Problem
 from paceline.config.kinds import Kind, one_of, positive, whole
-from paceline.parallel.fsdp import Units, broadcast_values, use_fast_gloo, whole_parameters
+from paceline.parallel.fsdp import (
+    Units,
+    broadcast_values,
+    forget_with,
+    take_whole_states,
+    take_whole_values,
+    whole_parameters,
+)
 from paceline.parallel.strategy import Context, Strategy
 from paceline.parallel.sync_batch_norm import replace_on_cpu
 from paceline.parallel.wrapping import POLICIES, Wrapping, wrapping
@@ -95,6 +102,7 @@ class Shard(Strategy):
             *self.wrapping(plan, facts).problems,
             *_reshard_problems(plan, self.options(plan)),
             *_dtype_problems(plan, facts, self.options(plan)),
+            *_hook_problems(facts),
         ]
 
     def decide(self, plan: Plan, facts: ModelFacts) -> list[Decision]:
@@ -176,18 +184,24 @@ class Shard(Strategy):
         fully_shard(model, reshard_after_forward=False if reshard is False else None, **named)
         if options.prefetch != "auto":
             _prefetch(units, options.prefetch)
-        use_fast_gloo(model, context.device)
-        _UNITS[model] = Units(model, group, alone, keeps=reshard is False)
+        _UNITS[model] = made = Units(model, group, alone, keeps=reshard is False)
+        if context.device.type == "cpu":
+            made.agree()
+        take_whole_values(model)
         return model
 
     def bind(self, optimizer: Optimizer, model: nn.Module, context: Context) -> None:
         """Whole parameters that an unfinished pass left behind are given up after each step.
 
         Raises:
-            PlanError: `shard-optimizer`.
+            PlanError: `shard-optimizer`; each step: TrainError `step-held`.
         """
         _refuse_optimizer(optimizer)
-        optimizer.register_step_post_hook(_UNITS[model].reshard)
+        units = _UNITS[model]
+        optimizer.register_step_pre_hook(units.refuse_step)
+        optimizer.register_step_post_hook(units.reshard)
+        take_whole_states(optimizer)
+        forget_with(optimizer, lambda: units.forget(p for group in optimizer.param_groups for p in group["params"]))
 
     def hold_gradients(self, model: nn.Module) -> AbstractContextManager[Any]:
         """No communication of gradients while it is open."""
@@ -250,11 +264,11 @@ def _mesh(context: Context) -> Any:
 
 
 def _left_alone(model: nn.Module, found: Wrapping) -> list[nn.Parameter]:
-    """Parameters of modules left alone, and single numbers, which have no rows to divide; in one order on all ranks."""
+    """Parameters of modules left alone, and those without rows to divide; in one order on all ranks."""
     return [
         parameter
         for name, parameter in model.named_parameters()
-        if parameter.dim() == 0 or any(name.startswith(f"{module}.") for module in found.alone)
+        if parameter.dim() == 0 or not parameter.numel() or any(name.startswith(f"{module}.") for module in found.alone)
     ]
 
 
@@ -359,6 +373,21 @@ def _dtype_problems(plan: Plan, facts: ModelFacts, options: ShardOptions) -> lis
             )
         )
     return problems
+
+
+def _hook_problems(facts: ModelFacts) -> list[Problem]:
+    if not facts.hooked:
+        return []
+    return [
+        Problem(
+            "shard-hooks",
+            f"{facts.name} has hooks on gradients of parameters that will be divided over ranks.",
+            why=f"`register_hook` or `register_post_accumulate_grad_hook` on {', '.join(facts.hooked[:3])}; other tensors take "
+            "the place of these parameters, and the hooks would never be called",
+            fix="change `p.grad` after `accelerator.backward(loss)`, or use `register_post_accumulate_grad_hook` after "
+            "`prepare`",
+        )
+    ]
 
 
 def _refuse_optimizer(optimizer: Optimizer) -> None:

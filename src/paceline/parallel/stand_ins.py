@@ -103,3 +103,15 @@ def closure_refused(optimizer: Optimizer) -> TrainError:
         "model's parameters are not the ones it steps, and a closure would compute gradients of those",
         fix="call `step()` without a closure; for LBFGS, use plan={'zero': 0, 'shard': 1}",
     )
+
+
+def step_held(optimizer: Optimizer) -> TrainError:
+    """The error of an optimizer whose gradients have not been reduced."""
+    return TrainError(
+        "step-held",
+        f"{type(optimizer).__name__} would step gradients that ranks have not shared.",
+        why="the last backward pass ran inside of `no_sync` (or LocalSGD), was not `accelerator.backward`, or failed; under "
+        "this plan each rank steps a part of the parameters, and would step it by its own samples alone",
+        fix="end each step's gradients with an `accelerator.backward(loss)` outside of `no_sync`, or clear them: "
+        "`optimizer.zero_grad()`",
+    )

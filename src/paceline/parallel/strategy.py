@@ -122,6 +122,9 @@ class Strategy:
     def settle(self, model: nn.Module) -> None:
         """At the end of a window: reduces gradients that were held until now, and checks that all were reduced."""
 
+    def failed(self, model: nn.Module) -> None:
+        """A backward pass of some model ended with an error; the next one must not meet what it left. Must not wait."""
+
     def full(self, model: nn.Module, writeback: bool) -> AbstractContextManager[Any]:
         """While it is open, parameters are whole plain tensors; `writeback` takes changes over."""
         return nullcontext()
@@ -205,4 +208,10 @@ class Chain:
         """At the end of a window, after its last backward pass."""
         for strategy in reversed(self.strategies):
             strategy.settle(model)
+            model = strategy.unwrap(model)
+
+    def failed(self, model: nn.Module) -> None:
+        """Where a backward pass ended with an error."""
+        for strategy in reversed(self.strategies):
+            strategy.failed(model)
             model = strategy.unwrap(model)

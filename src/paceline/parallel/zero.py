@@ -14,8 +14,10 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
@@ -26,7 +28,7 @@ from paceline.base.log import logger
 from paceline.config.kinds import YES_NO, one_of, positive
 from paceline.parallel.division import ByParameters, ByRows, keep_divided
 from paceline.parallel.reducer import Reducer
-from paceline.parallel.stand_ins import closure_refused, swap_in_steps
+from paceline.parallel.stand_ins import closure_refused, step_held, swap_in_steps
 from paceline.parallel.strategy import Context, Strategy
 from paceline.parallel.sync_batch_norm import replace_on_cpu
 from paceline.plan.cost import Bytes
@@ -123,7 +125,7 @@ class Zero(Strategy):
         """Divides the optimizer's states, those that it has already included.
 
         Raises:
-            TrainError: `step-closure` for LBFGS, which steps with a closure.
+            TrainError: `step-closure` for LBFGS, which steps with a closure; each step: `step-held`.
         """
         if isinstance(optimizer, torch.optim.LBFGS):
             raise closure_refused(optimizer)
@@ -144,6 +146,7 @@ class Zero(Strategy):
         division = (ByRows if how == "rows" else ByParameters)(
             mesh, [p for p in model.parameters() if p.requires_grad], limit
         )
+        optimizer.register_step_pre_hook(partial(_refuse_held, weakref.ref(model)))
         keep_divided(optimizer, division)
         divide(optimizer, division)
         swap_in_steps(optimizer, division.stepping)
@@ -154,10 +157,7 @@ class Zero(Strategy):
     def hold_gradients(self, model: nn.Module) -> Iterator[None]:
         """Stage 2: gradients stay whole and where they are."""
         reducer = _REDUCERS.get(model)
-        if reducer is None:
-            yield
-            return
-        with reducer.holding():
+        with nullcontext() if reducer is None else reducer.holding():
             yield
 
     def settle(self, model: nn.Module) -> None:
@@ -165,6 +165,17 @@ class Zero(Strategy):
         reducer = _REDUCERS.get(model)
         if reducer is not None:
             reducer.settle()
+
+    def failed(self, model: nn.Module) -> None:
+        """Stage 2: the next backward pass begins anew."""
+        if model in _REDUCERS:
+            _REDUCERS[model].failed()
+
+
+def _refuse_held(model: Any, optimizer: Optimizer, *_: Any) -> None:
+    reducer = _REDUCERS.get(model())
+    if reducer is not None and reducer.unfinished:
+        raise step_held(optimizer)
 
 
 _REDUCERS: weakref.WeakKeyDictionary[nn.Module, Reducer] = weakref.WeakKeyDictionary()

@@ -51,6 +51,7 @@ class ModelFacts:
         devices: where its tensors are, those without values left out, as text.
         layers: its modules, see `Layer`, in order.
         modules: name and class of each module that can be called, in order, the root first.
+        hooked: trainable parameters with hooks of the user's on their gradients.
         tensor_plan: the model's own plan for tensor parallelism (transformers' `tp_plan`): pattern -> style.
     """
 
@@ -71,6 +72,7 @@ class ModelFacts:
     layers: tuple[Layer, ...] = ()
     modules: tuple[tuple[str, str], ...] = ()
     tensor_plan: tuple[tuple[str, str], ...] = ()
+    hooked: tuple[str, ...] = ()
 
 
 def model_facts(model: Any) -> ModelFacts:
@@ -102,7 +104,14 @@ def model_facts(model: Any) -> ModelFacts:
         layers=tuple(layer for name, module in modules for layer in _layer(name, module)),
         modules=tuple((name, type(module).__name__) for name, module in modules if _callable(module)),
         tensor_plan=_tensor_plan(model),
+        hooked=tuple(names[id(p)][0] for p in trainable if _hooked(p)),
     )
+
+
+def _hooked(parameter: Any) -> bool:
+    """Whether a hook on its gradient is anybody's but ours."""
+    hooks = (*(parameter._backward_hooks or {}).values(), *(parameter._post_accumulate_grad_hooks or {}).values())
+    return any(not str(getattr(hook, "__module__", "")).startswith("paceline.") for hook in hooks)
 
 
 def _callable(module: Any) -> bool:

@@ -139,3 +139,20 @@ def test_clipping_equals_torch():
     norm = clip_grad_norm(ours.parameters(), 1.0)
     assert norm == torch.nn.utils.clip_grad_norm_(theirs.parameters(), 1.0)
     assert torch.equal(ours.weight.grad, theirs.weight.grad)
+
+
+def test_a_parameter_whose_first_gradient_comes_late_is_stepped():
+    """torch's fused SGD would stop at the momentum that it lacks."""
+    found = []
+    for fuse in (False, True):
+        torch.manual_seed(0)
+        net = torch.nn.ModuleList([torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)])
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+        assert not fuse or choose_fused(optimizer, False).value is True
+        for used in (1, 2, 2):
+            sum(layer(torch.ones(1, 2)).sum() for layer in net[:used]).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        found.append([p.detach() for p in net.parameters()])
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=1e-7)

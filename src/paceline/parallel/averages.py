@@ -1,0 +1,54 @@
+"""Gradients that no strategy reduces in the backward pass, averaged at the end of a window."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from paceline.world.sharded import is_sharded
+
+CHUNK = 32 << 20  # bytes that are flattened at once
+
+
+def average_gradients(parameters: list[nn.Parameter], group: Any) -> None:
+    """Averages gradients that nothing else does; a parameter that some rank did not use counts as zero there.
+
+    Averaging what is equal on all ranks changes nothing, so it does no harm to come here twice.
+    Ranks: all of the group.
+    """
+    trained = [parameter for parameter in parameters if parameter.requires_grad]
+    if not trained:
+        return
+    device = trained[0].device
+    used = torch.tensor([parameter.grad is not None for parameter in trained], dtype=torch.int32, device=device)
+    dist.all_reduce(used, group=group)
+    here = [parameter for parameter, count in zip(trained, used.tolist(), strict=True) if count]
+    ranks = dist.get_world_size(group)
+    gradients = []
+    for parameter in here:
+        if parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+        gradients.append(parameter.grad.to_local() if is_sharded(parameter.grad) else parameter.grad)
+    for chunk in _chunks(gradients):
+        flat = torch.cat([gradient.reshape(-1) for gradient in chunk]).div_(ranks)
+        dist.all_reduce(flat, group=group)
+        for gradient, mean in zip(chunk, flat.split([g.numel() for g in chunk]), strict=True):
+            gradient.copy_(mean.view_as(gradient))
+
+
+def _chunks(tensors: list[torch.Tensor]) -> Iterable[list[torch.Tensor]]:
+    """Tensors of one dtype, of about `CHUNK` bytes together, in one order on all ranks."""
+    chunk: list[torch.Tensor] = []
+    size = 0
+    for tensor in sorted(tensors, key=lambda tensor: str(tensor.dtype)):
+        if chunk and (size + tensor.nbytes > CHUNK or chunk[0].dtype != tensor.dtype):
+            yield chunk
+            chunk, size = [], 0
+        chunk.append(tensor)
+        size += tensor.nbytes
+    if chunk:
+        yield chunk
