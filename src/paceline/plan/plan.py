@@ -71,12 +71,14 @@ class Plan:
         return self.layout.shard > 1 and (self.zero == 3 or self.layout.size("tp", "pp") > 1)
 
     def explain(self) -> str:
-        """The whole plan as text: a heading and one line for each decision."""
-        lines = [
+        """The whole plan as text: a heading, one line for each decision, and one for all that nobody chose."""
+        heading = (
             f"plan: {self.layout}, precision {self.precision}, accumulate {self.accumulate}, "
             f"strategies {' -> '.join(self.strategies) or 'none'}"
-        ]
-        return "\n".join(lines + [f"  {decision}" for decision in self.decisions])
+        )
+        chosen = [f"  {each}" for each in self.decisions if each.source != "default" and each.field != "strategies"]
+        rest = [f"{each.field} = {each.value}" for each in self.decisions if each.source == "default"]
+        return "\n".join([heading, *chosen, *([f"  by default: {', '.join(rest)}"] if rest else [])])
 
     def to_json(self) -> str:
         """The plan as JSON text; values that JSON lacks are written as their `str`."""

@@ -84,7 +84,9 @@ def _sizes(settings: Mapping[str, Any], world_size: int) -> tuple[dict[str, int]
         if axis in fixed:
             continue
         fixed[axis] = rest if axis == takes else 1
-        reason = f"{world_size} processes" if axis == takes else "not asked for"
+        reason = "not asked for"
+        if axis == takes:
+            reason = f"{world_size} processes" + (f", {others} along the other axes" if others > 1 else "")
         notes[axis] = Decision(axis, fixed[axis], "derived", reason=reason)
     return fixed, notes
 
