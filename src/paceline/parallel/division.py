@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
-from paceline.parallel.gloo import all_gather, collect_parts, gather_parts
+from paceline.parallel.gloo import Handle, all_gather, collect_parts, gather_parts
 from paceline.parallel.stand_ins import stand_in, stand_ins
 from paceline.world.sharded import is_sharded, local
 
@@ -38,17 +38,54 @@ def packed_width(tensors: Iterable[Tensor], ranks: int) -> int:
     return sum(-(-t.shape[0] // ranks) * (t.numel() // max(1, t.shape[0])) for t in tensors)
 
 
-def packed_rows(flat: Tensor, tensors: Iterable[Tensor], ranks: int) -> list[list[Tensor]]:
-    """For each tensor the places of its rows, by rank, in a packed buffer.
+def even(tensor: Tensor, ranks: int) -> bool:
+    """Whether all ranks have equally many rows, one after the other in memory: then no view of each is needed."""
+    return tensor.shape[0] % ranks == 0 and tensor.is_contiguous()
+
+
+def pack(flat: Tensor, tensors: Iterable[Tensor], rank: int | None = None) -> None:
+    """Copies rows of each tensor (of one rank alone, where it is named) to their places in a packed buffer.
 
     Shape: flat [ranks, packed_width].
     """
+    for tensor, place in _places(flat, tensors):
+        if rank is None and even(tensor, len(flat)):
+            place.copy_(tensor.view(len(flat), -1))
+            continue
+        for number, part in enumerate(rows(tensor, len(flat))):
+            if rank in (None, number):
+                place[number, : part.numel()].view(part.shape).copy_(part)
+
+
+def unpack(flat: Tensor, tensors: Iterable[Tensor]) -> None:
+    """Copies rows from a packed buffer to the tensors."""
+    for tensor, place in _places(flat, tensors):
+        if even(tensor, len(flat)):
+            tensor.view(len(flat), -1).copy_(place)
+            continue
+        for number, part in enumerate(rows(tensor, len(flat))):
+            part.copy_(place[number, : part.numel()].view(part.shape))
+
+
+def packed_parts(output: Tensor, tensors: Iterable[Tensor], rank: int, ranks: int) -> list[Tensor]:
+    """The rows of one rank of each tensor, as views of that rank's row of a packed buffer. Shape: output [packed_width]."""
     at, found = 0, []
     for tensor in tensors:
-        parts = rows(tensor, ranks)
-        found.append([flat[r, at : at + part.numel()].view(part.shape) for r, part in enumerate(parts)])
-        at += parts[0].numel()
+        size = -(-tensor.shape[0] // ranks)
+        held = max(0, min(size, tensor.shape[0] - rank * size))
+        inner = tensor[:1].numel()
+        found.append(output[at : at + held * inner].view(held, *tensor.shape[1:]))
+        at += size * inner
     return found
+
+
+def _places(flat: Tensor, tensors: Iterable[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
+    """Each tensor with the columns of a packed buffer that are its own; those of a rank with fewer rows end earlier."""
+    at = 0
+    for tensor in tensors:
+        width = packed_width([tensor], len(flat))
+        yield tensor, flat[:, at : at + width]
+        at += width
 
 
 def travels_alone(tensor: Tensor) -> bool:
@@ -144,18 +181,19 @@ class ByRows(_Divided):
     def share(self, parameters: Sequence[Tensor]) -> None:
         """Large tensors go from and to where they are; small ones are packed."""
         tensors = [p.detach() for p in parameters if p.dim()]
-        under_way = [gather_parts(rows(t, self.ranks), self.group) for t in tensors if travels_alone(t)]
+        under_way = [self._gather(t) for t in tensors if travels_alone(t)]
         for batch in batches([t for t in tensors if not travels_alone(t)], self._limit):
             flat = batch[0].new_empty((self.ranks, packed_width(batch, self.ranks)))
-            places = packed_rows(flat, batch, self.ranks)
-            torch._foreach_copy_([each[self.rank] for each in places], [self.mine(t) for t in batch])
+            pack(flat, batch, self.rank)
             all_gather(flat.view(-1), flat[self.rank], self.group).wait()
-            for rank in range(self.ranks):
-                if rank != self.rank:
-                    into = [rows(t, self.ranks)[rank] for t in batch]
-                    torch._foreach_copy_(into, [each[rank] for each in places])
+            unpack(flat, batch)
         for handle in under_way:
             handle.wait()
+
+    def _gather(self, tensor: Tensor) -> Handle:
+        if even(tensor, self.ranks):
+            return all_gather(tensor.view(-1), self.mine(tensor).view(-1), self.group)
+        return gather_parts(rows(tensor, self.ranks), self.group)
 
     # -- states ----------------------------------------------------------------------------------------------
 

@@ -8,7 +8,7 @@ from torch import nn
 
 from paceline.base.errors import PlanError, TrainError
 from paceline.parallel import division
-from paceline.parallel.division import ByParameters, ByRows, batches, packed_rows, packed_width, rows
+from paceline.parallel.division import ByParameters, ByRows, batches, pack, packed_parts, packed_width, rows, unpack
 from paceline.parallel.offload import STRATEGY as OFFLOAD
 from paceline.parallel.stand_ins import stand_in, stand_ins, swap_in_steps
 from paceline.parallel.strategy import STRATEGIES
@@ -152,14 +152,23 @@ def test_rows_are_cut_as_dtensor_cuts_them(length, ranks) -> None:
     assert [p.tolist() for p in parts] == [p.tolist() for p in theirs] and len(parts) == ranks
 
 
-def test_packing_leaves_no_element_out() -> None:
-    tensors = [torch.randn(5, 3), torch.randn(1), torch.randn(4)]
-    flat = torch.full((2, packed_width(tensors, 2)), -1.0)
-    for tensor, places in zip(tensors, packed_rows(flat, tensors, 2), strict=True):
-        for place, part in zip(places, rows(tensor, 2), strict=True):
-            place.copy_(part)
-    back = [torch.cat([p.reshape(-1) for p in places]) for places in packed_rows(flat, tensors, 2)]
-    assert all(torch.equal(b, t.flatten()) for b, t in zip(back, tensors, strict=True))
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_packing_leaves_no_element_out(ranks) -> None:
+    tensors = [torch.randn(5, 3), torch.randn(1), torch.randn(6), torch.randn(6, 2).t(), torch.randn(2, 6).t()]
+    flat = torch.full((ranks, packed_width(tensors, ranks)), -1.0)
+    pack(flat, tensors)
+    back = [torch.zeros_like(t) for t in tensors]
+    unpack(flat, back)
+    assert all(torch.equal(b, t) for b, t in zip(back, tensors, strict=True))
+    for rank in range(ranks):
+        own = torch.full_like(flat, -1.0)
+        pack(own, tensors, rank)
+        parts = packed_parts(own[rank], tensors, rank, ranks)
+        assert all(torch.equal(part, rows(t, ranks)[rank]) for part, t in zip(parts, tensors, strict=True))
+        assert (own[[other for other in range(ranks) if other != rank]] == -1).all()
+
+
+def test_batches_hold_one_dtype_and_no_more_than_their_limit() -> None:
     kinds = [torch.zeros(4), torch.zeros(4, dtype=torch.bfloat16), torch.zeros(4), torch.zeros(9)]
     assert [[t.numel() for t in batch] for batch in batches(kinds, 32)] == [[4, 4], [4], [9]]
 
