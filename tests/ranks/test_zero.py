@@ -418,3 +418,25 @@ def test_cleared_gradients_may_stay_zeros() -> None:
             torch.testing.assert_close(one, other, rtol=0, atol=1e-6)
 
     run_ranks(body, 2)
+
+
+def test_ranks_that_leave_out_parameters_do_not_wait_for_each_other() -> None:
+    """More gradients than may be on their way at once: rank 1 waits for the bucket that rank 0 has nothing for."""
+
+    def body() -> None:
+        accelerator = Accelerator(plan={"shard": 2, "zero": 2}, options={"zero": {"bucket_cap_mb": 1e-4}}, cpu=True)
+        net = nn.ModuleList([nn.Linear(6, 6) for _ in range(6)])
+        net.forward = lambda x, used: sum(net[number](x).sum() for number in used)
+        model = accelerator.prepare(net)
+        rank = dist.get_rank()
+        accelerator.backward(model(torch.ones(1, 6), range(6) if rank else (0, 1, 3)))
+        assert [float(m.bias.grad.full_tensor()[0]) for m in net] == [
+            1,
+            1,
+            0.5,
+            1,
+            0.5,
+            None,
+        ]
+
+    run_ranks(body, 2, timeout_s=30)

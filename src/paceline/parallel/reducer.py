@@ -243,6 +243,11 @@ class Reducer:
         fresh = {p for p in self._parameters if p.grad is not None and not is_sharded(p.grad)}
         used = [p in fresh or (p.dim() > 0 and p in self._bucket[p].here) for p in self._parameters]
         late = [bucket.gone and not fresh.isdisjoint(bucket.parameters) for bucket in self._buckets]
+        if any(used) and sum(bucket.bytes for bucket in self._buckets) > self._cap:
+            # A rank with more gradients than this one may wait for their reduction before it comes here.
+            for bucket in self._buckets:
+                if not bucket.gone:
+                    self._launch(bucket)
         votes = torch.tensor([*used, *late], dtype=torch.int32)
         dist.all_reduce(votes, group=self._votes)
         counts: list[int] = votes.tolist()
