@@ -143,7 +143,7 @@ def storages(tensors) -> int:
 @pytest.mark.parametrize("world", [2, 4])
 def test_memory_at_rest_is_the_formula(world) -> None:
     def body() -> None:
-        inherited = {id(each) for each in gc.get_objects() if type(each) in (torch.Tensor, nn.Parameter)}
+        inherited = {id(each): each for each in gc.get_objects() if type(each) in (torch.Tensor, nn.Parameter)}
         for zero in (1, 2):
             accelerator = Accelerator(plan={"shard": world, "zero": zero}, cpu=True)
             net = nn.Sequential(nn.Linear(256, 256), nn.Linear(256, 256), nn.Linear(256, 1024))
