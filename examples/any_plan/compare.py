@@ -28,13 +28,12 @@ PLANS = {
 def run(name: str, flags: str, arguments: list[str]) -> list[dict]:
     """What a run logged; each process has one thread, as each would have one GPU."""
     out = Path("runs/any_plan") / name.replace(" ", "_").replace(",", "")
-    log = out / "any_plan" / "metrics.jsonl"  # a folder for each project name
-    log.unlink(missing_ok=True)
+    (out / "metrics.jsonl").unlink(missing_ok=True)
     launch = [sys.executable, "-m", "paceline", "launch", "--threads", "1", *flags.split()]
     done = subprocess.run([*launch, TRAIN, "--out", out, *arguments], stdout=subprocess.DEVNULL)
     if done.returncode:
         raise SystemExit(done.returncode)  # it has said why
-    lines = [json.loads(line) for line in log.read_text().splitlines()]
+    lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     return [line for line in lines if line["event"] == "log"]
 
 

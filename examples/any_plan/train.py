@@ -68,8 +68,8 @@ def main() -> None:
     args = parser.parse_args()
 
     set_seed(0)
-    accelerator = Accelerator(split_batches=True, data_seed=0, log_with="jsonl", project_dir=args.out)
-    accelerator.init_trackers("any_plan", vars(args))
+    accelerator = Accelerator(split_batches=True, data_seed=0, log_with="jsonl", project_dir=Path(args.out).parent)
+    accelerator.init_trackers(Path(args.out).name, vars(args))  # writes metrics.jsonl into `--out`
     train = DataLoader(bytes_of(MODULES.split(), args.length), args.batch_size, shuffle=True, drop_last=True)
     test = DataLoader(bytes_of(HELD_OUT, args.length), args.batch_size)
     model = Decoder(256, args.length, args.width, args.layers, args.heads)
