@@ -74,7 +74,7 @@ def a_loss_that_is_not_a_number():
         optimizer.step()
 
 
-def an_axis_that_nobody_serves():
+def a_model_without_layers_to_divide():
     accelerator = Accelerator(cpu=True, plan={"tp": 2})
     accelerator.prepare(nn.Linear(4, 1))
 
@@ -92,7 +92,7 @@ MISUSES = {
     torchs_own_backward: "backward-missing",
     the_model_from_before_prepare: "model-bypassed",
     a_loss_that_is_not_a_number: "fp16-loss",
-    an_axis_that_nobody_serves: "plan-axis",
+    a_model_without_layers_to_divide: "tensor-nothing",
     a_dataset_without_samples: "data-empty",
 }
 

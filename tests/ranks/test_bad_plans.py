@@ -128,11 +128,11 @@ COMBINATIONS = {
     "zero without shards": ({"zero": 2, "shard": 1}, ["plan-zero"], "leave `shard` out"),
     "divided matrices and compiled blocks": (
         {"tp": 2, "compile": True},
-        ["tensor-heads", "tensor-width"] * 2 + ["compile-tensor"],
+        ["tensor-heads", "tensor-width", "compile-tensor"],
         "leave compile at no",
     ),
     "divided sequences and compiled blocks": ({"cp": 2, "compile": True}, ["context-compile"], "leave compile at no"),
-    "heads and widths that two ranks cannot share": ({"tp": 2}, ["tensor-heads", "tensor-width"] * 2, "use tp = "),
+    "heads and widths that two ranks cannot share": ({"tp": 2}, ["tensor-heads", "tensor-width"], "use tp = "),
 }
 
 

@@ -377,6 +377,7 @@ def _states(optimizer: Any) -> list[torch.Tensor]:
 def _skip_first_window(model: Any, state: Any) -> None:
     """In place of DDP's first window, which looks at values: every parameter was used."""
     state.looking, model.require_backward_grad_sync = False, True
+    state.touched = state.armed = False
 
 
 def _reduce_by_hand(model: Any) -> None:
