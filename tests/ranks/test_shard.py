@@ -1,6 +1,6 @@
 """`shard` in every form gives one plain process's losses, norms and weights; and what happens at its edges.
 
-The lead suite (`test_parity_plans.py`) crosses plans; here one loop goes through the options of `shard` itself.
+The suite over plans (`test_parity_plans.py`) crosses plans; here one loop goes through the options of `shard` itself.
 """
 
 from copy import deepcopy
