@@ -176,6 +176,11 @@ class Replicate(Strategy):
             yield
             return
         state = _STATES[model]
+        if model.static_graph and not state.begun:
+            # DDP learns the graph in its first pass, which must communicate; averaged again later, it stays as it is.
+            state.begun = True
+            yield
+            return
         state.held += 1
         try:
             with model.no_sync():
@@ -268,6 +273,7 @@ class _State:
     frozen: list[nn.Parameter]  # unknown to DDP; those that are trained later are averaged here
     looking: bool = False  # the first window has not ended yet
     held: int = 0  # open `hold_gradients`
+    begun: bool = False  # a pass of a static graph has communicated
     armed: bool = False  # after a forward pass: DDP averages in the next backward pass
     touched: bool = False  # gradients came since the last `settle`
     failed: bool = False  # by an error in a backward pass

@@ -8,7 +8,6 @@ times; where blocks lie inside blocks, the outer ones count.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
 from typing import Any
 
 _CONTAINERS = ("ModuleList", "Sequential", "ModuleDict")
@@ -18,16 +17,6 @@ def repeated_blocks(model: Any) -> tuple[str, ...]:
     """Names (FQNs) of the repeated blocks, in order of definition; empty where nothing repeats."""
     found: list[str] = []
     _search(model, "", found)
-    return tuple(found)
-
-
-def blocks_of_class(model: Any, names: Iterable[str]) -> tuple[str, ...]:
-    """Names (FQNs) of the modules whose class is called one of `names`, outermost only."""
-    wanted = set(names)
-    found: list[str] = []
-    for name, module in model.named_modules():
-        if name and type(module).__name__ in wanted and not any(name.startswith(f"{outer}.") for outer in found):
-            found.append(name)
     return tuple(found)
 
 

@@ -46,7 +46,6 @@ class ModelFacts:
         batch_norms: names of the modules that keep batch statistics of their own.
         sparse: whether some gradient is sparse.
         blocks: names of the repeated blocks, in order; see `plan.blocks`.
-        block_parameters: elements in the parameters of each block.
         meta: whether some tensor has a shape only.
         devices: where its tensors are, those without values left out, as text.
         layers: its modules, see `Layer`, in order.
@@ -66,7 +65,6 @@ class ModelFacts:
     batch_norms: tuple[str, ...] = ()
     sparse: bool = False
     blocks: tuple[str, ...] = ()
-    block_parameters: tuple[int, ...] = ()
     meta: bool = False
     devices: tuple[str, ...] = ()
     layers: tuple[Layer, ...] = ()
@@ -98,7 +96,6 @@ def model_facts(model: Any) -> ModelFacts:
         batch_norms=tuple(name for name, module in modules if "BatchNorm" in type(module).__name__),
         sparse=any(getattr(module, "sparse", False) is True for _, module in modules),
         blocks=blocks,
-        block_parameters=tuple(sum(p.numel() for p in model.get_submodule(name).parameters()) for name in blocks),
         meta=any(tensor.is_meta for tensor in tensors),
         devices=_sorted_text(tensor.device for tensor in tensors if not tensor.is_meta),
         layers=tuple(layer for name, module in modules for layer in _layer(name, module)),
