@@ -13,6 +13,7 @@ __version__ = "0.1.0"
 
 _WHERE = {
     "Accelerator": "paceline.accelerator",
+    "Keep": "paceline.checkpoint.retention",
     "LocalSGD": "paceline.optim.local_sgd",
     "Plan": "paceline.plan.plan",
     "World": "paceline.world.world",

@@ -3,7 +3,7 @@
 Accelerator(...)   World.detect -> settings merged -> draft plan -> process group up
 prepare(...)       facts -> plan -> chain -> optimizers -> loaders        (preparation.py)
 the loop           accumulate, backward, clip, step, gather_for_metrics   (optim/, world/collectives.py)
-save_state         one TrainState                                         (checkpoint/)
+save_state         one TrainState                                         (keeping.py, checkpoint/)
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ import torch
 from torch import nn
 
 from paceline.base.log import warn_once
-from paceline.checkpoint.files import save_object
-from paceline.checkpoint.model import save_model
+from paceline.checkpoint.retention import Keep
 from paceline.config import resolve_run
 from paceline.data.active import ActiveLoaders
 from paceline.data.loader import PreparedLoader
 from paceline.data.metrics import gather_for_metrics
 from paceline.data.skip import skip_first_batches
+from paceline.keeping import Keeping
 from paceline.observe.profile import profile as observe_profile
 from paceline.observe.trackers.group import Trackers
 from paceline.optim.accumulate import Accumulation
@@ -33,16 +33,15 @@ from paceline.plan.resolve import draft
 from paceline.precision.policy import TABLE, autocast
 from paceline.precision.scaler import LossScaler
 from paceline.preparation import Preparation
-from paceline.states import Hook, States
+from paceline.states import States
 from paceline.steps import Steps
 from paceline.world import rendezvous
 from paceline.world.collectives import Collectives
 from paceline.world.mesh import Mesh
-from paceline.world.participant import Participant
 from paceline.world.world import World
 
 
-class Accelerator(Participant):
+class Accelerator(Keeping):
     """Runs an ordinary PyTorch loop on any number of processes, with the same numbers.
 
     Any argument left None is taken from the command line of `paceline launch`, else the environment, else a config
@@ -62,6 +61,7 @@ class Accelerator(Participant):
         log_with: trackers, such as "jsonl" or ["tensorboard", MyTracker].
         project_dir: where checkpoints with automatic names and trackers write.
         total_limit: how many automatically named checkpoints are kept; None keeps all.
+        keep: a rule for that, in place of a number: `Keep(last=3, every=1000, best="loss")`.
         scaler: options of the loss scaler (`init_scale`, `growth_interval`, ...).
         debug: checks every collective across ranks and explains hangs.
         timeout_s: seconds after which a collective that some rank never enters fails.
@@ -88,6 +88,7 @@ class Accelerator(Participant):
         log_with: Any = None,
         project_dir: str | Path | None = None,
         total_limit: int | None = None,
+        keep: Keep | None = None,
         scaler: Mapping[str, Any] | None = None,
         debug: bool | None = None,
         timeout_s: float | None = None,
@@ -117,7 +118,9 @@ class Accelerator(Participant):
                  tail="pad" if settings.even_batches else "divide", non_blocking=settings.non_blocking))  # fmt: skip
         self.project_dir = None if project_dir is None else str(project_dir)
         self.trackers = Trackers(log_with, self.logging_dir, is_main=world.is_main)
-        self._states = States(self._prepared, self.collectives, self.scaler, self.project_dir, total_limit)
+        self._states = States(
+            self._prepared, self.collectives, self.scaler, self.project_dir, Keep.of(total_limit, keep)
+        )
         self._steps = Steps(self._prepared, self.gradients, self.scaler, collectives, settings.debug)
         self._norm = torch.zeros((), device=device)
 
@@ -338,62 +341,6 @@ class Accelerator(Participant):
             keep_torch_compile: False also takes the module out of `torch.compile`.
         """
         return self._prepared.unwrap(model, keep_fp32_wrapper, keep_torch_compile)
-
-    def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
-        """The whole state of a model, whatever the plan. Ranks: all; all get it."""
-        return self._prepared.state_dict(model, self.unwrap_model(model) if unwrap else model)
-
-    def save(self, obj: Any, f: str | Path, safe_serialization: bool = False) -> None:
-        """Writes an object beside `f` and renames it, on the main process only."""
-        if self.is_main_process:
-            save_object(obj, str(f), safe_serialization)
-
-    def save_model(
-        self,
-        model: nn.Module,
-        save_directory: str | Path,
-        max_shard_size: str | int = "10GB",
-        safe_serialization: bool = True,
-    ) -> None:
-        """Writes a model under Hugging Face's file names, in files of at most `max_shard_size`. Ranks: all."""
-        state = self.get_state_dict(model)
-        self._states.on_main(
-            lambda: save_model(self.unwrap_model(model), str(save_directory), max_shard_size, safe_serialization, state)
-        )
-
-    def register_for_checkpointing(self, *objects: Any) -> None:
-        """Adds objects with `state_dict` and `load_state_dict` to what `save_state` saves."""
-        self._states.register(*objects)
-
-    def register_save_state_pre_hook(self, hook: Callable[..., None]) -> Hook:
-        """Calls `hook(models, weights, output_dir)` before each save; the handle has `remove()`."""
-        return self._states.add_hook("save", hook)
-
-    def register_load_state_pre_hook(self, hook: Callable[..., None]) -> Hook:
-        """Calls `hook(models, input_dir)` before each load; returns a handle with `remove()`."""
-        return self._states.add_hook("load", hook)
-
-    def save_state(self, output_dir: str | Path | None = None) -> str:
-        """Saves everything that a resume needs: models, optimizers, schedulers, loaders, scaler, RNG, counters, objects.
-
-        Args:
-            output_dir: a folder; None names it `<project_dir>/checkpoints/checkpoint_<n>`.
-
-        Returns the folder.
-
-        Ranks: all. The folder is written beside and renamed: a crash leaves the old one or none.
-
-        Raises:
-            CheckpointError: nothing that was saved before is lost.
-        """
-        return self._states.save(None if output_dir is None else str(output_dir), self.plan)
-
-    def load_state(self, input_dir: str | Path | None = None, *, strict: bool = True) -> None:
-        """Puts back what `save_state` saved, at any width; None takes the newest automatically named one. Ranks: all.
-
-        With `strict=False` what only one side has is left out; shapes must agree always.
-        """
-        self._states.load(None if input_dir is None else str(input_dir), strict)
 
     def skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> Any:
         """A loader without the first `num_batches` batches of each epoch."""

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from paceline.base.errors import CheckpointError
-from paceline.checkpoint import retention
+from paceline.checkpoint.retention import Keep
 from paceline.checkpoint.state import RunState, TrainState
 from paceline.plan.facts import ModelFacts
 from paceline.plan.plan import Plan
@@ -20,6 +21,21 @@ if TYPE_CHECKING:
     from paceline.checkpoint.checkpointer import Checkpointer
 
 _numbers = count()
+
+
+@dataclass(frozen=True)
+class Start:
+    """Where a run goes on.
+
+    Attributes:
+        epoch: of the loader that trains: the first that is not done; its loader gives what is left of it.
+        step: optimizer steps done.
+        path: the checkpoint that was loaded; None for a run that begins.
+    """
+
+    epoch: int = 0
+    step: int = 0
+    path: str | None = None
 
 
 class Hook:
@@ -42,7 +58,7 @@ class States:
         collectives: the ranks that save together.
         scaler: the loss scaler or None.
         project_dir: where automatic names go, in `checkpoints/`.
-        total_limit: how many automatically named checkpoints are kept.
+        keep: which automatically named checkpoints are kept.
 
     Attributes:
         run: the run's counters.
@@ -55,14 +71,13 @@ class States:
         collectives: Collectives,
         scaler: Any,
         project_dir: str | None,
-        total_limit: int | None,
+        keep: Keep,
     ) -> None:
         self.run = RunState()
         self.iteration = 0
         self._prepared, self._collectives, self._scaler = prepared, collectives, scaler
         self._root = None if project_dir is None else str(Path(project_dir) / "checkpoints")
-        retention.check(total_limit)
-        self._total_limit = total_limit
+        self._keep = keep
         self._custom: list[Any] = []
         self._hooks: dict[str, dict[int, Callable[..., None]]] = {"save": {}, "load": {}}
 
@@ -70,7 +85,7 @@ class States:
     def _checkpointer(self) -> Checkpointer:
         from paceline.checkpoint.checkpointer import Checkpointer  # takes over a second: not before it is needed
 
-        return Checkpointer(self._collectives, keep_last=self._total_limit)
+        return Checkpointer(self._collectives, keep_last=self._keep.last)
 
     def register(self, *objects: Any) -> None:
         """Adds objects to what is saved.
@@ -101,7 +116,15 @@ class States:
         if error is not None:
             raise error
 
-    def save(self, path: str | None, plan: Plan) -> str:
+    def save(
+        self,
+        path: str | None,
+        plan: Plan,
+        *,
+        background: bool = False,
+        busy: str = "wait",
+        metrics: Mapping[str, float] | None = None,
+    ) -> str | None:
         """Saves at `path`, or under the next automatic name. Ranks: all."""
         target = path or self._checkpointer.next_path(self._automatic(), self.iteration)
         state, hooks = self._state(), list(self._hooks["save"].values())
@@ -119,6 +142,13 @@ class States:
         if path is None:
             self.iteration = int(saved.rsplit("_", 1)[1]) + 1
         return saved
+
+    def wait(self) -> None:
+        """Returns once no save is under way. Ranks: all."""
+
+    def resume(self) -> Start:
+        """Loads what the setting `resume` says. Ranks: all."""
+        raise NotImplementedError
 
     def load(self, path: str | None, strict: bool = True) -> None:
         """Loads from `path`, or the newest automatically named checkpoint that verifies. Ranks: all."""

@@ -69,7 +69,7 @@ class Checkpointer:
     def __init__(
         self, collectives: Peers | None = None, *, store: Store | None = None, keep_last: int | None = None
     ) -> None:
-        retention.check(keep_last)
+        retention.Keep(keep_last)
         self._peers = collectives or Alone()
         self._store = store
         self._keep_last = keep_last

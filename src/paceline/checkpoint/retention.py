@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
+from dataclasses import dataclass
 
 from paceline.base.errors import CheckpointError
 from paceline.checkpoint.manifest import Manifest, verify
@@ -13,19 +14,48 @@ PATTERN = re.compile(r"checkpoint_(\d+)")
 _log = logging.getLogger("paceline.checkpoint")
 
 
-def check(keep: int | None) -> None:
-    """Refuses a number of checkpoints to keep that cannot be.
+@dataclass(frozen=True)
+class Keep:
+    """Which automatically named checkpoints stay; one that any rule names does, and the newest always.
+
+    Attributes:
+        last: the newest so many; None keeps all.
+        every: those whose step is a multiple of this.
+        best: name of a metric given to `save_state(metrics=...)`: the checkpoint with the best value stays.
+        mode: whether the best value is the "min" or the "max".
 
     Raises:
         CheckpointError: `checkpoint-keep`.
     """
-    if keep is not None and keep < 1:
-        raise CheckpointError(
-            "checkpoint-keep",
-            f"{keep} checkpoints cannot be kept.",
-            why="the one just saved is always kept",
-            fix="keep 1 or more, or None for all",
-        )
+
+    last: int | None = None
+    every: int | None = None
+    best: str | None = None
+    mode: str = "min"
+
+    def __post_init__(self) -> None:
+        wrong = [number for number in (self.last, self.every) if number is not None and number < 1]
+        if wrong:
+            raise CheckpointError(
+                "checkpoint-keep",
+                f"{wrong[0]} checkpoints cannot be kept.",
+                why="the one just saved is always kept",
+                fix="keep 1 or more, or None for all",
+            )
+
+    @classmethod
+    def of(cls, total_limit: int | None, keep: Keep | None) -> Keep:
+        """The rule that a number or a rule means."""
+        if keep is None:
+            return cls(last=total_limit)
+        if total_limit is not None:
+            raise CheckpointError(
+                "checkpoint-keep",
+                "it was said twice how many checkpoints are kept.",
+                why=f"total_limit={total_limit} and keep={keep}",
+                fix=f"say keep=Keep(last={total_limit}, ...) alone",
+            )
+        return keep
 
 
 def number(store: Store, path: str) -> int | None:

@@ -11,7 +11,7 @@ from dataclasses import MISSING, dataclass, field, fields
 from functools import cache
 from typing import Any
 
-from paceline.config.kinds import OPTIONS, YES_NO, Kind, matching, one_of, seconds, whole
+from paceline.config.kinds import OPTIONS, YES_NO, Kind, matching, one_of, seconds, whole, whole_or_range
 
 
 @dataclass(frozen=True)
@@ -154,6 +154,11 @@ class RunSettings:
     non_blocking: bool = setting(
         False, YES_NO, "Copies batches to the device without waiting for the copy to end.", _DATA
     )
+    resume: str = setting(
+        "auto", matching(r".+", "no, auto, or a checkpoint", "no|auto|FOLDER"),
+        "What `accelerator.resume()` loads: nothing, the newest checkpoint that verifies (if there is one), or this one.",
+        _SUPERVISION,
+    )  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -172,8 +177,10 @@ class LaunchSettings:
         None, whole(1), "CPU threads of each process; not set: OMP_NUM_THREADS, else the node's cores shared equally.",
         _PROCESSES, accelerate=("num_cpu_threads_per_process",),
     )  # fmt: skip
-    nodes: int = setting(
-        1, whole(1), "How many nodes (hosts) take part; start the command on each.", _NODES,
+    nodes: int | str = setting(
+        1, whole_or_range(1),
+        "How many nodes (hosts) take part; start the command on each. 1:3: goes on while at least 1 is there, takes in "
+        "up to 3.", _NODES,
         accelerate=("num_machines",),
     )  # fmt: skip
     node_rank: int = setting(0, whole(0), "Number of this node, from 0.", _NODES, accelerate=("machine_rank",))
@@ -196,6 +203,9 @@ class LaunchSettings:
     )  # fmt: skip
     max_restarts: int = setting(
         0, whole(0), "How often all processes are started again after one has failed.", _SUPERVISION
+    )
+    grace_s: float = setting(
+        30.0, seconds(), "Seconds that processes have to save and end after SIGTERM.", _SUPERVISION
     )
     monitor_interval_s: float = setting(
         0.1, seconds(), "Seconds between two looks at the processes.", _SUPERVISION, accelerate=("monitor_interval",)

@@ -21,24 +21,21 @@ def in_fresh_python(words):
             main({words!r})
         except SystemExit:
             pass
-        import json, time
-        print(json.dumps([sorted(sys.modules), time.process_time()]), file=sys.stderr)
+        import json
+        print(json.dumps(sorted(sys.modules)), file=sys.stderr)
     """
     done = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, check=True, timeout=60
     )
-    modules, seconds = json.loads(done.stderr.splitlines()[-1])
-    return set(modules), seconds, done.stdout
+    return set(json.loads(done.stderr.splitlines()[-1])), done.stdout
 
 
 @pytest.mark.parametrize("words", [["--help"], *([name, "--help"] for name in COMMANDS)])
-def test_help_is_fast_and_loads_no_heavy_module(words):
-    modules, seconds, text = in_fresh_python(words)
+def test_help_loads_little(words):
+    modules, text = in_fresh_python(words)
     assert text.startswith("usage: paceline")
     assert not modules & {"torch", "numpy", "yaml", "rich", "importlib.metadata"}
-    if seconds > 0.15:  # a busy machine slows a process down, and never speeds it up
-        seconds = min(in_fresh_python(words)[1] for _ in range(4))
-    assert seconds <= 0.15
+    assert len(modules) < 200  # what makes it fast: a clock would measure this machine
 
 
 def test_commands_are_files(tmp_path, monkeypatch, capsys):

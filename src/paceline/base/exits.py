@@ -1,0 +1,4 @@
+"""Exit codes that mean something between a launcher and its processes."""
+
+# A process that was asked to end has saved and left: start it again and it goes on. (EX_TEMPFAIL of sysexits.h)
+PREEMPTED = 75
