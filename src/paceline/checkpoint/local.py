@@ -16,8 +16,10 @@ import os
 import secrets
 import shutil
 import sys
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from typing import BinaryIO, cast
+
+from paceline.checkpoint.lock import hold_local
 
 _PARTIAL = ".partial-"
 _ASIDE = ".aside-"
@@ -127,6 +129,10 @@ class LocalStore:
             if files is not None and os.path.isdir(home):
                 _adopt(left, home, frozenset(files))
             shutil.rmtree(left)
+
+    def hold(self, folder: str, who: Mapping[str, str]) -> Callable[[], None]:
+        """A record lock on `.NAME.lock` beside the folder; see `lock`."""
+        return hold_local(folder, who)
 
 
 class _Durable:

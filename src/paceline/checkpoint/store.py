@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from typing import BinaryIO, Protocol
 
 from paceline.base.errors import CheckpointError
@@ -78,6 +78,21 @@ class Store(Protocol):
             mine: whether a final name belongs to the caller.
             owned: files that the manifest of a folder lists; None without a manifest.
             clean: whether to delete as well; a reader, beside whom someone may be saving, must not.
+        """
+
+    def hold(self, folder: str, who: Mapping[str, str]) -> Callable[[], None]:
+        """Keeps other runs from saving into a folder until the process ends, or what this returns is called.
+
+        Args:
+            folder: a checkpoint, or the folder of automatic names; it need not be there yet.
+            who: this run, for the error that another one gets (`lock.this_run()`).
+
+        A process that holds the folder already holds it twice; the last release frees it.
+
+        Ranks: the one that publishes. Forked children do not hold it.
+
+        Raises:
+            CheckpointError: `checkpoint-locked`, naming the run that holds it.
         """
 
 

@@ -1,0 +1,141 @@
+"""Who writes a folder: one run at a time, named by host, process, time and command.
+
+The lock of FOLDER lies beside it, as `.NAME.lock`, and not within: `publish` lets whole folders change places, and a lock
+that moved with the old one would guard nothing for a moment. It is a POSIX record lock (`fcntl.lockf`): the kernel
+releases it when the process ends in any way, forked children (loader workers) do not inherit it, and shared file systems
+carry it to other hosts. Such a lock is also lost when the process closes the file a second time, so that this module
+alone opens it, once a process.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import logging
+import os
+import shlex
+import socket
+import sys
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from datetime import UTC, datetime
+
+from paceline.base.errors import CheckpointError
+
+_log = logging.getLogger("paceline.checkpoint")
+_HELD_BY_ANOTHER = (errno.EACCES, errno.EAGAIN)
+_NO_LOCKS_HERE = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
+
+
+def this_run() -> dict[str, str]:
+    """Who this process is, for the lock and for the error that another run gets to see."""
+    return {
+        "host": socket.gethostname(),
+        "pid": str(os.getpid()),
+        "since": datetime.now(UTC).isoformat(" ", "seconds"),
+        "command": shlex.join(sys.argv)[:300],
+    }
+
+
+def locked(folder: str, other: Mapping[str, str]) -> CheckpointError:
+    """The error for a folder that another run holds."""
+    named = [f"{key} {other[key]}" for key in ("host", "pid", "since") if other.get(key)]
+    return CheckpointError(
+        "checkpoint-locked",
+        f"another run saves into {folder}.",
+        why=[
+            ", ".join(named) or "it has not said which",
+            *([f"its command: {other['command']}"] if other.get("command") else []),
+        ],
+        fix="end that run or wait for its end, or give this run a `project_dir` of its own",
+    )
+
+
+@dataclass
+class _Held:
+    """A lock of this process: the open file, and how often it was asked for."""
+
+    file: int
+    pid: int
+    times: int = 1
+
+
+_held: dict[str, _Held] = {}
+_guard = threading.Lock()
+
+
+def hold_local(folder: str, who: Mapping[str, str]) -> Callable[[], None]:
+    """Takes the lock of a local or shared folder; see `Store.hold`."""
+    parent, name = os.path.split(os.path.realpath(folder))
+    path = os.path.join(parent, f".{name}.lock")
+    with _guard:
+        held = _held.get(path)
+        if held is not None and held.pid == os.getpid():  # a forked child has the table, not the lock
+            held.times += 1
+        else:
+            os.makedirs(parent, exist_ok=True)
+            _held[path] = _Held(_take(path, folder, who), os.getpid())
+    open_ = [True]
+
+    def release() -> None:
+        with _guard:
+            held = _held.get(path)
+            if not open_ or held is None or held.pid != os.getpid():
+                return
+            open_.clear()
+            held.times -= 1
+            if not held.times:
+                del _held[path]
+                os.unlink(path)  # while it is held: whoever waits for this file sees that it lost its name
+                os.close(held.file)
+
+    return release
+
+
+def _take(path: str, folder: str, who: Mapping[str, str]) -> int:
+    """Opens and locks the file; the one that has the name, not one that its holder is taking away."""
+    while True:
+        file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        try:
+            _lock(file, path, folder)
+            if _has_name(file, path):
+                os.ftruncate(file, 0)
+                os.pwrite(file, json.dumps(dict(who)).encode(), 0)
+                return file
+        except BaseException:
+            os.close(file)
+            raise
+        os.close(file)
+
+
+def _lock(file: int, path: str, folder: str) -> None:
+    try:
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno in _HELD_BY_ANOTHER:
+            raise locked(folder, _read(file)) from None
+        if error.errno not in _NO_LOCKS_HERE:
+            raise
+        _log.warning(
+            "the file system of %s has no locks (%s): nothing keeps a second run from saving there too",
+            path,
+            error.strerror,
+        )
+
+
+def _has_name(file: int, path: str) -> bool:
+    try:
+        return os.path.samestat(os.fstat(file), os.stat(path))
+    except FileNotFoundError:
+        return False
+
+
+def _read(file: int) -> dict[str, str]:
+    """What the holder wrote; nothing where it is about to."""
+    try:
+        read = json.loads(os.pread(file, 1 << 16, 0))
+    except ValueError:
+        return {}
+    return {str(key): str(value) for key, value in read.items()} if isinstance(read, dict) else {}
