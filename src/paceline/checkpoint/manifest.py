@@ -18,8 +18,6 @@ from dataclasses import asdict, dataclass, field
 from importlib import metadata
 from typing import Any, BinaryIO
 
-import torch
-
 from paceline.base.errors import CheckpointError, Problem
 from paceline.checkpoint.store import Store
 
@@ -102,7 +100,7 @@ class Manifest:
     plan: dict[str, Any] = field(default_factory=dict)
     created: float = field(default_factory=time.time)
     paceline: str = field(default_factory=lambda: metadata.version("paceline"))
-    torch: str = field(default_factory=lambda: str(torch.__version__))
+    torch: str = field(default_factory=lambda: metadata.version("torch"))  # torch itself is not needed to look at one
     version: int = VERSION
 
     def write(self, store: Store, folder: str) -> None:

@@ -1,7 +1,8 @@
 """The `paceline` command: finds the sub-command's file, imports that one alone, and prints an error once.
 
 A command is one file of this folder. Its docstring's first line is its help; `configure(parser)` adds its options and
-`run(args) -> int` does the work and returns the exit code. Files that begin with `_` are no commands.
+`run(args) -> int` does the work and returns the exit code. Files that begin with `_` are no commands. A folder groups
+commands under its name: `checkpoint/ls.py` is `paceline checkpoint ls`.
 
 Exit codes: 2 for a wrong command line or config, 130 after Ctrl-C, 1 for other errors.
 """
@@ -66,16 +67,17 @@ class Parser(argparse.ArgumentParser):
 def commands() -> dict[str, str]:
     """Every command with its one line of help, read from its file without importing it."""
     found = {}
-    for path in sorted(_FOLDER.glob("*.py")):
+    for path in (*_FOLDER.glob("*.py"), *_FOLDER.glob("[!_]*/*.py")):
         if not path.stem.startswith("_") and path.stem != "main":
             with path.open(encoding="utf-8") as file:
-                found[path.stem] = file.readline().strip().strip('"').rstrip(".")
-    return found
+                name = " ".join(path.relative_to(_FOLDER).with_suffix("").parts)
+                found[name] = file.readline().strip().strip('"').rstrip(".")
+    return dict(sorted(found.items()))
 
 
 def parser_for(name: str) -> Parser:
     """The parser of one command."""
-    module = importlib.import_module(f"paceline.cli.{name}")
+    module = importlib.import_module(f"paceline.cli.{name.replace(' ', '.')}")
     parser = Parser(f"paceline {name}", (module.__doc__ or "").strip().split("\n")[0])
     module.configure(parser)
     parser.set_defaults(run=module.run)
@@ -109,7 +111,11 @@ def _dispatch(words: list[str]) -> int:
         print(f"paceline {paceline.__version__}")
         return 0
     known = commands()
-    name = words[0]
+    group = {name: line for name, line in known.items() if name.startswith(f"{words[0]} ")}
+    if group and words[1:2] in ([], ["-h"], ["--help"], ["help"]):
+        print(_table(f"paceline {words[0]} COMMAND [options]", group))
+        return 0
+    name = " ".join(words[: 2 if group else 1])
     if name not in known:
         from paceline.config.given import nearest
 
@@ -117,18 +123,23 @@ def _dispatch(words: list[str]) -> int:
         raise ConfigError(
             "command-line",
             f"there is no command {name!r}.",
-            why=f"commands: {', '.join(known)}",
+            why=f"commands: {', '.join(group or known)}",
             fix=f"write `paceline {close}`" if close else "choose one of these",
         )
-    args = parser_for(name).parse(words[1:])
+    args = parser_for(name).parse(words[len(name.split()) :])
     return int(args.run(args))
 
 
 def _overview() -> str:
-    rows = [f"  {name:<10} {line}" for name, line in commands().items()]
-    about = "Runs the PyTorch training loop that you already have on any number of devices."
-    usage, more = "usage: paceline COMMAND [options]", "`paceline COMMAND --help` shows a command's options."
-    return "\n".join([usage, "", about, "", "commands:", *rows, "", more])
+    about = "\n\nRuns the PyTorch training loop that you already have on any number of devices."
+    return _table(f"paceline COMMAND [options]{about}", commands())
+
+
+def _table(usage: str, known: dict[str, str]) -> str:
+    width = max(map(len, known), default=0)
+    rows = [f"  {name:<{width}}  {line}" for name, line in known.items()]
+    more = f"`{usage.split(' [')[0]} --help` shows a command's options."
+    return "\n".join([f"usage: {usage}", "", "commands:", *rows, "", more])
 
 
 if __name__ == "__main__":

@@ -30,7 +30,7 @@ def in_fresh_python(words):
     return set(json.loads(done.stderr.splitlines()[-1])), done.stdout
 
 
-@pytest.mark.parametrize("words", [["--help"], *([name, "--help"] for name in COMMANDS)])
+@pytest.mark.parametrize("words", [["--help"], *([*name.split(), "--help"] for name in COMMANDS)])
 def test_help_loads_little(words):
     modules, text = in_fresh_python(words)
     assert text.startswith("usage: paceline")
