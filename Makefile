@@ -31,7 +31,7 @@ quickstart: setup  ## train a small network on handwritten digits, on 2 processe
 	$(BIN)/paceline launch --procs 2 examples/quickstart/train.py $(ARGS)
 
 test: setup  ## run the whole test suite (set-up included)
-	$(PYTEST) tests -n $(JOBS) --dist loadgroup $(ARGS)
+	$(PYTEST) tests -m "not long" -n $(JOBS) --dist loadgroup $(ARGS)
 
 check: setup  ## format, lint, types, shape and unit tests: run it before each commit
 	$(BIN)/python -m ruff format --check .
@@ -42,7 +42,7 @@ check: setup  ## format, lint, types, shape and unit tests: run it before each c
 ranks: setup  ## tests on several real processes, over gloo on this machine
 	$(PYTEST) tests/ranks $(ARGS)
 
-hosts: setup  ## tests under launchers of several hosts (mpirun, SLURM); says what is missing
+hosts: setup  ## tests on several hosts of this machine (root; tests/hosts/install.sh), mpirun, SLURM; says what is missing
 	$(PYTEST) tests/hosts -rs $(ARGS)
 
 gpu: setup  ## tests that need an accelerator; says what is missing
