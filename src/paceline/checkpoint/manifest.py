@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 import time
 import zlib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field
 from importlib import metadata
 from typing import Any, BinaryIO
@@ -70,13 +70,15 @@ class Checksummed:
         return FileFact(self.bytes, f"crc32:{self._crc:08x}")
 
 
-def measure(store: Store, path: str) -> FileFact:
-    """Reads a whole file for its length and checksum."""
+def measure(store: Store, path: str, seen: Callable[[int], None] | None = None) -> FileFact:
+    """Reads a whole file for its length and checksum; `seen` is told how many bytes were read, again and again."""
     length = crc = 0
     with store.open(path, "rb") as file:
         while chunk := file.read(_CHUNK):
             crc = zlib.crc32(chunk, crc)
             length += len(chunk)
+            if seen is not None:
+                seen(len(chunk))
     return FileFact(length, f"crc32:{crc:08x}")
 
 
@@ -157,7 +159,12 @@ def _newer(path: str, read: dict[str, Any]) -> CheckpointError:
 
 
 def verify(
-    folder: str, store: Store, *, names: Iterable[str] | None = None, manifest: Manifest | None = None
+    folder: str,
+    store: Store,
+    *,
+    names: Iterable[str] | None = None,
+    manifest: Manifest | None = None,
+    seen: Callable[[int], None] | None = None,
 ) -> list[Problem]:
     """Compares files with the manifest: presence and length of all, the checksum of `names`.
 
@@ -166,6 +173,7 @@ def verify(
         store: where it lies.
         names: files to read whole; all by default.
         manifest: where the caller has read it already.
+        seen: told how many bytes were read, again and again.
 
     Returns:
         One problem for each damaged file; an empty list for a sound checkpoint.
@@ -179,7 +187,7 @@ def verify(
             problems.append(_damaged(folder, name, "the file is missing"))
         elif lengths[name] != fact.bytes:
             problems.append(_damaged(folder, name, f"it should have {fact.bytes} bytes and has {lengths[name]}"))
-        elif name in wanted and (found := measure(store, store.join(folder, name))) != fact:
+        elif name in wanted and (found := measure(store, store.join(folder, name), seen)) != fact:
             problems.append(_damaged(folder, name, f"its checksum should be {fact.checksum} and is {found.checksum}"))
     return problems
 

@@ -1,0 +1,1 @@
+"""Commands that look at checkpoints, compare them and remove old ones. A path may be a URL."""

@@ -1,0 +1,67 @@
+"""How sizes, ages and tables are written; and how far a long reading has come."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Iterable, Sequence
+
+_EVERY_S = 0.1
+
+
+def size(count: float) -> str:
+    """Bytes with a unit, such as "1.2 GiB"."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if count < 1024:
+            return f"{count:.0f} B" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1024
+    return f"{count:.1f} TiB"
+
+
+def age(created: float) -> str:
+    """How long ago something was made, in the largest unit that fits."""
+    seconds = max(0.0, time.time() - created)
+    for unit, length in (("d", 86400), ("h", 3600), ("min", 60)):
+        if seconds >= length:
+            return f"{seconds / length:.0f} {unit} ago"
+    return f"{seconds:.0f} s ago"
+
+
+def moment(created: float) -> str:
+    """A time of this place, such as "2026-05-04 13:37:00"."""
+    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(created))
+
+
+def table(rows: Iterable[Sequence[str]], indent: str = "") -> str:
+    """Rows in lined-up columns."""
+    lines = [tuple(row) for row in rows]
+    widths = [max(len(row[column]) for row in lines) for column in range(len(lines[0]))] if lines else []
+    return "\n".join(
+        indent + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in lines
+    )
+
+
+class Progress:
+    """How many bytes of how many were read, on stderr, where that is a terminal.
+
+    Args:
+        total: bytes that there are to read.
+    """
+
+    def __init__(self, total: int) -> None:
+        self._total, self._done, self._shown = max(total, 1), 0, time.monotonic()
+        self._live = sys.stderr.isatty()
+
+    def __call__(self, count: int) -> None:
+        """Says that `count` more bytes were read."""
+        self._done += count
+        if self._live and time.monotonic() - self._shown > _EVERY_S:
+            self._shown = time.monotonic()
+            part = self._done / self._total
+            line = f"\r{'#' * int(30 * part):<30} {part:4.0%} of {size(self._total)} "
+            print(line, end="", file=sys.stderr, flush=True)
+
+    def clear(self) -> None:
+        """Takes the line away."""
+        if self._live:
+            print("\r\033[K", end="", file=sys.stderr, flush=True)

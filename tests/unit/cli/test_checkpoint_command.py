@@ -1,0 +1,161 @@
+"""`paceline checkpoint`: what lies in a folder, whether it is whole, and how two checkpoints differ."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch import nn
+
+from paceline.checkpoint import Checkpointer, RunState, TrainState, save_model
+from paceline.cli.main import main
+
+PLAN = json.dumps({"layout": {"replicate": 2, "tp": 2}, "precision": "bf16", "zero": 0, "accumulate": 4})
+
+
+def save(path, *, step: int = 3, shift: float = 0.0, width: int = 2, frozen: bool = False) -> nn.Module:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, width), nn.Linear(width, 1), *([nn.Linear(1, 1)] * frozen))
+    with torch.no_grad():
+        model[1].bias += shift
+    state = TrainState(models={"model": model}, run=RunState(step))
+    Checkpointer().save(path, state, plan_json=PLAN)
+    return model
+
+
+@pytest.fixture
+def run_folder(tmp_path):
+    """A run's folder: two sound checkpoints, one that lost a file, one whose manifest was cut, one unfinished save."""
+    folder = tmp_path / "run" / "checkpoints"
+    for number in (0, 1, 2, 10):
+        save(folder / f"checkpoint_{number}", step=3 * number)
+    (folder / "checkpoint_1" / "__0_0.distcp").unlink()
+    (folder / "checkpoint_2" / "manifest.json").write_text('{"format": "pace')
+    (folder / ".checkpoint_11.partial-00ff").mkdir()
+    (folder / ".checkpoint_11.partial-00ff" / "__0_0.distcp").write_bytes(b"x" * 100)
+    (folder / "notes.txt").write_text("mine")
+    return tmp_path / "run"
+
+
+def test_ls(run_folder, capsys):
+    assert main(["checkpoint", "ls", str(run_folder)]) == 0
+    head, names, *rows = capsys.readouterr().out.splitlines()
+    assert head.endswith("run/checkpoints") and names.split()[:3] == ["name", "step", "age"]
+    found = [row.split()[0] for row in rows]
+    assert found == ["checkpoint_0", "checkpoint_1", "checkpoint_2", "checkpoint_10", ".checkpoint_11.partial-00ff"]
+    assert "replicate 2 x tp 2, bf16, accumulate 4" in rows[0] and rows[0].endswith("complete")
+    assert "s ago" in rows[0] and "KiB" in rows[0]
+    assert "damaged: __0_0.distcp" in rows[1] and "is missing" in rows[1]
+    assert "manifest.json cannot be read" in rows[2]
+    assert rows[4].endswith("unfinished") and "100 B" in rows[4]
+    main(["checkpoint", "ls", str(run_folder / "checkpoints"), "--json"])
+    told = json.loads(capsys.readouterr().out)["checkpoints"]
+    assert [each["state"] for each in told] == ["complete", "damaged", "damaged", "complete", "unfinished"]
+    assert told[3]["step"] == 30 and told[3]["bytes"] > 500 and told[4]["step"] is None
+    main(["checkpoint", "ls", str(run_folder / "checkpoints" / "checkpoint_10")])
+    assert capsys.readouterr().out.count("complete") == 1
+
+
+def test_show(run_folder, capsys):
+    folder = str(run_folder / "checkpoints" / "checkpoint_10")
+    assert main(["checkpoint", "show", folder]) == 0
+    said = capsys.readouterr().out
+    assert "step   30" in said and "replicate 2 x tp 2" in said and "state.json" in said and "crc32:" in said
+    assert main(["checkpoint", "show", folder, "--tensors", "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["tensors"]["models/model/0.weight"] == {"shape": [2, 3], "dtype": "float32"}
+    assert told["plan"]["precision"] == "bf16" and told["step"] == 30
+
+
+def test_verify_names_the_damaged_file(run_folder, capsys):
+    folder = run_folder / "checkpoints"
+    assert main(["checkpoint", "verify", str(folder / "checkpoint_0")]) == 0
+    assert capsys.readouterr().out == "checkpoint_0: sound\n"
+    shard = folder / "checkpoint_0" / "__0_0.distcp"
+    content = bytearray(shard.read_bytes())
+    content[len(content) // 2] ^= 1
+    shard.write_bytes(content)
+    assert main(["checkpoint", "verify", str(run_folder)]) == 1
+    said = capsys.readouterr().out
+    assert "checkpoint_0: damaged\n  __0_0.distcp" in said and "its checksum should be" in said
+    assert "checkpoint_10: sound" in said and ".checkpoint_11.partial-00ff: unfinished" in said
+
+
+def test_diff(tmp_path, capsys):
+    model = save(tmp_path / "a")
+    save(tmp_path / "b", shift=0.25, step=4)
+    save(tmp_path / "wider", width=4, frozen=True)
+    a, b, wider = (str(tmp_path / name) for name in ("a", "b", "wider"))
+    assert main(["checkpoint", "diff", a, a]) == 0
+    assert capsys.readouterr().out.startswith("the same: ")
+
+    assert main(["checkpoint", "diff", a, b, "--json"]) == 1
+    told = json.loads(capsys.readouterr().out)
+    (bias,) = told["tensors"]
+    assert bias["name"] == "models/model/1.bias" and bias["count"] == 1
+    assert bias["largest"] == pytest.approx(0.25) and bias["relative"] == pytest.approx(
+        0.25 / abs(model[1].bias.item())
+    )
+    assert told["values"] == {"run/step": {"a": 3, "b": 4}} and told["only"] == {"a": [], "b": []}
+    assert main(["checkpoint", "diff", a, b, "--atol", "1"]) == 0
+
+    assert main(["checkpoint", "diff", a, wider]) == 1
+    said = capsys.readouterr().out
+    assert f"only in {wider}: 2 tensors" in said and "shape [2, 3] and [4, 3]" in said
+
+    save_model(model, str(tmp_path / "weights"))
+    assert main(["checkpoint", "diff", a, str(tmp_path / "weights")]) == 0
+    assert main(["checkpoint", "diff", str(tmp_path / "weights"), b]) == 1
+    assert "1 of 4 differ" in capsys.readouterr().out
+    save_model(model.half(), str(tmp_path / "weights"))
+    assert main(["checkpoint", "diff", a, str(tmp_path / "weights"), "--atol", "1e-3"]) == 1, "the dtype differs"
+    assert "float32 and float16" in capsys.readouterr().out
+
+
+def test_values_that_are_not_numbers(tmp_path):
+    from paceline.checkpoint.difference import _compare
+
+    a = torch.tensor([1.0, float("nan"), float("inf")])
+    assert _compare("x", a, a.clone(), 0.0) is None
+    other = _compare("x", a, torch.tensor([1.0, 2.0, float("inf")]), 10.0)
+    assert other is not None and other.largest == float("inf") and other.count == 1
+    assert _compare("x", torch.empty(0), torch.empty(0), 0.0) is None
+    assert _compare("x", torch.tensor(2), torch.tensor(3), 0.0).largest == 1.0
+    assert _compare("x", torch.tensor([True, False]), torch.tensor([True, True]), 0.0).count == 1
+
+
+@pytest.mark.parametrize(
+    ("words", "code"),
+    [
+        (["ls", "empty"], "checkpoint-none"),
+        (["verify", "empty"], "checkpoint-none"),
+        (["show", "empty"], "checkpoint-none"),
+        (["diff", "empty", "empty"], "checkpoint-none"),
+        (["ls", "absent"], "checkpoint-missing"),
+        (["show", "absent"], "checkpoint-missing"),
+        (["ls", "ftp://nowhere/x"], "checkpoint-store"),
+    ],
+)
+def test_folders_that_are_none(tmp_path, monkeypatch, capsys, words, code):
+    (tmp_path / "empty").mkdir()
+    monkeypatch.chdir(tmp_path)
+    assert main(["checkpoint", *words]) == 1
+    assert f"[{code}]" in capsys.readouterr().err
+
+
+def test_a_group_lists_its_commands_and_knows_no_others(capsys):
+    assert main(["checkpoint"]) == 0
+    assert "checkpoint verify" in capsys.readouterr().out
+    assert main(["checkpoint", "lss"]) == 2
+    assert "write `paceline checkpoint ls`" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("words", [["ls"], ["show"], ["verify"]])
+def test_looking_needs_no_torch(tmp_path, words):
+    save(tmp_path / "checkpoint_0")
+    code = (
+        "import sys; from paceline.cli.main import main; "
+        f"main(['checkpoint', *{words!r}, {str(tmp_path / 'checkpoint_0')!r}]); assert 'torch' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60, stdout=subprocess.DEVNULL)
