@@ -35,7 +35,7 @@ start = accelerator.resume()
 step, world = start.step, accelerator.num_processes
 me = {"host": socket.gethostname(), "pid": os.getpid(), "rank": accelerator.process_index, "world": world}
 log = (options.folder / f"{me['host']}.jsonl").open("a", buffering=1)
-for epoch in range(start.epoch, 10**9):
+for _ in range(start.epoch, 10**9):
     for x, y in loader:
         loss = (model(x) - y).square().mean()
         accelerator.backward(loss)
