@@ -16,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from paceline.base.errors import CheckpointError
 from paceline.checkpoint import Checkpointer, Manifest, RunState, TrainState, checkpointer, verify
 from paceline.checkpoint.local import LocalStore
+from paceline.checkpoint.retention import Keep
 from paceline.testing import run_ranks
 from paceline.testing.ranks import RankFailed
 from paceline.world.collectives import Collectives
@@ -294,7 +295,7 @@ def test_killed_while_saving(tmp_path, place, rank) -> None:
 def test_automatic_names_agree(tmp_path) -> None:
     def save() -> list[str | None]:
         run = Run()
-        saver = Checkpointer(run.collectives, keep_last=2)
+        saver = Checkpointer(run.collectives, keep=Keep(2))
         saved = [saver.save(saver.next_path(tmp_path), run.state()) for _ in range(3)]
         return [*saved, saver.latest(tmp_path)]
 

@@ -31,6 +31,9 @@ class Peers(Protocol):
     def gather_object(self, obj: Any) -> list[Any]:
         """One entry a rank, in rank order, on every rank."""
 
+    def apart(self) -> Peers:
+        """The same ranks, for a thread beside the loop."""
+
 
 class Alone:
     """One process without peers: a script that reads a checkpoint, a command, a test."""
@@ -40,6 +43,10 @@ class Alone:
     def gather_object(self, obj: Any) -> list[Any]:
         """A list of `obj` alone."""
         return [obj]
+
+    def apart(self) -> Alone:
+        """Alone here, alone there."""
+        return self
 
 
 def together(peers: Peers, doing: str, work: Callable[[], T]) -> list[T]:
@@ -68,6 +75,11 @@ def agreed(peers: Peers, doing: str, work: Callable[[], T]) -> T:
     return cast(T, value)
 
 
+def raise_alike(peers: Peers, doing: str, failure: Exception | None) -> None:
+    """Raises on every rank what failed on any, some time ago. Ranks: all must call; one `gather_object`."""
+    _raise_all(peers.gather_object(() if failure is None else _problems(failure, doing, peers.rank)), failure)
+
+
 def _attempt(doing: str, work: Callable[[], T], rank: int) -> tuple[T | None, Exception | None, tuple[Problem, ...]]:
     try:
         return work(), None, ()
@@ -92,6 +104,17 @@ def distinct(peers: Peers, tree: Any) -> list[Any]:
     digests = peers.gather_object(digest)
     first = digests.index(digest) == peers.rank
     return [theirs for theirs in peers.gather_object((tree,) if first else ()) for theirs in theirs]
+
+
+def shared_among(peers: Peers, text: str) -> list[str]:
+    """The text of each rank, in rank order; equal ones travel once.
+
+    Ranks: all must call; two `gather_object`s.
+    """
+    digests = peers.gather_object(hashlib.sha256(text.encode()).hexdigest())
+    first = digests.index(digests[peers.rank]) == peers.rank
+    texts = peers.gather_object(text if first else "")
+    return [texts[digests.index(digest)] for digest in digests]
 
 
 def _problems(error: Exception, doing: str, rank: int) -> tuple[Problem, ...]:

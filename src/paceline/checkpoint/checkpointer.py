@@ -1,9 +1,10 @@
 """`Checkpointer`: saves a `TrainState` so that a crash at any moment leaves the last checkpoint whole, and loads it.
 
-    save   stage (rank 0) -> hook -> encode -> plan -> shards -> index, state, manifest, publish, prune (rank 0)
+    save   stage (rank 0) -> hook -> encode -> plan | -> shards -> index, state, manifest, publish (rank 0) -> prune (rank 0)
     load   manifest -> verify (the ranks share the files) -> match (nothing is touched before) -> read -> apply
 
-Each arrow is one agreement of all ranks (`agree.together`): what fails on one fails on all, with the same error.
+Each arrow is one agreement of all ranks (`agree.together`): what fails on one fails on all, with the same error. A save
+in the background copies this rank's share at the bar and returns; the rest happens on a thread, over a group of its own.
 """
 
 from __future__ import annotations
@@ -11,21 +12,26 @@ from __future__ import annotations
 import json
 import logging
 import os
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 from torch.distributed.checkpoint.metadata import Metadata
-from torch.distributed.checkpoint.storage import WriteResult
 
 from paceline.base.errors import CheckpointError, Problem
 from paceline.checkpoint import retention
-from paceline.checkpoint.agree import Alone, Peers, agreed, distinct, together
+from paceline.checkpoint.agree import Alone, Peers, agreed, distinct, raise_alike, together
+from paceline.checkpoint.background import Background
+from paceline.checkpoint.lock import this_run
 from paceline.checkpoint.manifest import NAME, Checksummed, FileFact, Manifest, measure, verify
 from paceline.checkpoint.match import Mismatch
 from paceline.checkpoint.shards import INDEX, SavePlanner, read_index, read_shards, shapes, write_index, write_shard
+from paceline.checkpoint.share import Share, layout, local
+from paceline.checkpoint.staging import Staging
 from paceline.checkpoint.state import Encoded, Restore, TrainState, merge
 from paceline.checkpoint.store import Store, store_for
+from paceline.world import rendezvous
 
 _log = logging.getLogger("paceline.checkpoint")
 STATE = "state.json"
@@ -47,12 +53,39 @@ class Loaded:
 
 
 @dataclass(frozen=True)
-class _Written:
-    """What one rank put into its shard."""
+class _Division:
+    """Who writes what; it holds for as long as the tensors have the same names, shapes and layouts.
 
-    results: list[WriteResult]
-    files: dict[str, FileFact]
-    own: dict[str, Any]
+    Attributes:
+        key: what this rank's part of it depends on.
+        index: torch's, without the places.
+        shares: of all ranks.
+    """
+
+    key: list[Any]
+    index: Metadata
+    shares: list[Share]
+
+
+@dataclass(frozen=True)
+class _Save:
+    """A save that has been read from the living state as JSON, and of which the tensors are to be written.
+
+    Attributes:
+        home: where the checkpoint belongs.
+        staged: where it is written till then.
+        shared: JSON of all ranks.
+        manifest: without the files.
+        pieces: the file of this rank.
+    """
+
+    store: Store
+    home: str
+    staged: str
+    shared: dict[str, Any]
+    division: _Division
+    manifest: Manifest
+    pieces: Callable[[], Iterable[Any]]
 
 
 class Checkpointer:
@@ -61,18 +94,22 @@ class Checkpointer:
     Args:
         collectives: the ranks that save and load together; None for this process alone.
         store: where checkpoints lie; by default the one that serves the path.
-        keep_last: how many automatically named checkpoints (`checkpoint_3`) a folder keeps; None keeps all.
+        keep: which automatically named checkpoints (`checkpoint_3`) a folder keeps.
 
     Ranks: all must call each method, with equal arguments.
     """
 
     def __init__(
-        self, collectives: Peers | None = None, *, store: Store | None = None, keep_last: int | None = None
+        self, collectives: Peers | None = None, *, store: Store | None = None, keep: retention.Keep | None = None
     ) -> None:
-        retention.Keep(keep_last)
         self._peers = collectives or Alone()
         self._store = store
-        self._keep_last = keep_last
+        self._keep = keep or retention.Keep()
+        self._division: _Division | None = None
+        self._background, self._staging = Background(), Staging()
+        self._beside: Peers | None = None
+        self._held: dict[str, Callable[[], None]] = {}
+        self._release: Callable[[], None] = _nothing
 
     # ------------------------------------------------------------------ save
 
@@ -83,10 +120,12 @@ class Checkpointer:
         *,
         plan_json: str = "{}",
         extra_files_hook: Callable[[str], None] | None = None,
+        metrics: Mapping[str, float] | None = None,
+        background: bool = False,
     ) -> str:
         """Saves a state at `path`; a checkpoint that stands there stays loadable until the new one takes its place.
 
-        Files in the folder that belong to no checkpoint are kept.
+        Files in the folder that belong to no checkpoint are kept. A save that is under way is waited for.
 
         Args:
             path: folder of the checkpoint; made, with its parents, where it is missing.
@@ -94,29 +133,69 @@ class Checkpointer:
             plan_json: `Plan.to_json()` of the run.
             extra_files_hook: called on each rank before the state is read, with the folder that is being written;
                 the files that it puts there belong to the checkpoint.
+            metrics: for the manifest; rank 0's count.
+            background: returns once this rank's share is copied; memory for one share is taken and kept. What goes wrong
+                afterwards is raised by the next call here.
 
         Returns:
             The checkpoint's path, absolute.
 
         Raises:
             CheckpointError: `checkpoint-value`, `checkpoint-not-writable`, `checkpoint-disk-full`, `checkpoint-io`,
-                `checkpoint-not-shared`, `checkpoint-failed`; nothing that was saved before is lost.
+                `checkpoint-not-shared`, `checkpoint-failed`, `checkpoint-metric`, `checkpoint-locked`; nothing that was
+                saved before is lost.
         """
+        self.wait()
+        if background and self._beside is None:
+            self._beside = self._peers.apart()
         store = self._store or store_for(path)
         home = store.resolve(os.fspath(path))
-        staged = together(self._peers, f"opening {home}", lambda: self._stage(store, home))[0]
+        staged, numbers = together(self._peers, f"opening {home}", lambda: self._open(store, home, metrics))[0]
+        manifest = Manifest({}, state.run.step, self._peers.size, json.loads(plan_json), numbers)
         try:
-            self._fill(store, staged, home, state, plan_json, extra_files_hook)
+            save = self._read(store, home, staged, state, manifest, extra_files_hook, background)
         except BaseException:
             self._discard(store, staged)
+            self._release()
             raise
-        if self._keep_last and retention.number(store, home) is not None and self._peers.rank == 0:
-            retention.prune(store, store.parent(home)[0], self._keep_last, home)
+        if background:
+            beside = self._beside or self._peers
+            self._background.start(lambda: self._finish(save, beside))
+        else:
+            self._finish(save, self._peers)
         return home
 
-    def _stage(self, store: Store, home: str) -> str:
+    def wait(self) -> None:
+        """Returns once no save is under way; raises what the last one in the background raised."""
+        if self._background.started:
+            raise_alike(self._peers, "saving in the background", self._background.wait())
+
+    def busy(self) -> bool:
+        """Whether a save is under way on any rank."""
+        return self._background.started and any(self._peers.gather_object(self._background.running))
+
+    def _open(self, store: Store, home: str, metrics: Mapping[str, float] | None) -> tuple[str, dict[str, float]]:
+        """On rank 0, once nothing is against it: the lock, and a place to write into."""
         if self._peers.rank:
-            return ""
+            return "", {}
+        numbered = retention.number(store, home) is not None
+        numbers = (self._keep if numbered else retention.Keep()).check(metrics)
+        folder = store.parent(home)[0] if numbered else home
+        if folder not in self._held:
+            release = store.hold(folder, this_run())
+            if numbered:  # one run has a folder of automatic names until it ends
+                finalizer = weakref.finalize(self, release)
+                self._held[folder] = finalizer
+                rendezvous.before_leaving(finalizer)
+            else:
+                self._release = release
+        try:
+            return self._stage(store, home, numbered), numbers
+        except BaseException:
+            self._release()
+            raise
+
+    def _stage(self, store: Store, home: str, numbered: bool) -> str:
         folder, name = store.parent(home)
         if store.exists(home) and not store.folder(home):
             raise CheckpointError(
@@ -125,7 +204,6 @@ class Checkpointer:
                 why="a checkpoint is a folder of files",
                 fix="save under another name",
             )
-        numbered = retention.number(store, home) is not None
         store.recover(
             folder,
             lambda other: other == name or (numbered and retention.PATTERN.fullmatch(other) is not None),
@@ -133,56 +211,90 @@ class Checkpointer:
         )
         return store.stage(home)
 
-    def _fill(
+    def _read(
         self,
         store: Store,
-        staged: str,
         home: str,
+        staged: str,
         state: TrainState,
-        plan_json: str,
+        manifest: Manifest,
         hook: Callable[[str], None] | None,
-    ) -> None:
+        background: bool,
+    ) -> _Save:
+        """Reads the living state, as far as it must stand still for it."""
         peers = self._peers
         agreed(peers, f"opening {staged}", lambda: _check_shared(store, staged, peers.rank))
         if hook is not None:
             agreed(peers, "running the hook that adds files", lambda: hook(staged))
         encoded = agreed(peers, "reading the state", lambda: state.encode(peers.rank))
         shared = merge(distinct(peers, encoded.shared))
-        index, written = self._write(store, staged, encoded)
+        division = self._divide(encoded)
+        share = division.shares[peers.rank]
 
-        def finish() -> None:
-            shared["rng"] = merge([part.own for part in written])
-            facts = {name: fact for part in written for name, fact in part.files.items()}
-            facts[INDEX] = write_index(store, staged, index, [part.results for part in written])
-            facts[STATE] = _write_json(store, store.join(staged, STATE), shared)
-            extra = [name for name in store.files(staged) if name not in facts]
-            facts.update({name: measure(store, store.join(staged, name)) for name in extra})
-            Manifest(facts, state.run.step, peers.size, json.loads(plan_json)).write(store, staged)
-            store.publish(staged, home, last=NAME, replaces=_files(store, home))
+        def take() -> tuple[dict[str, Any], Callable[[], Iterable[Any]]]:
+            tensors = [local(encoded.tensors[place.index.fqn]) for place in share.places]
+            if background:
+                self._staging.copy(share, tensors)
+                return encoded.own, self._staging.pieces
+            return encoded.own, lambda: share.pieces(tensors)
 
-        agreed(peers, f"publishing {home}", finish if peers.rank == 0 else lambda: None)
+        own, pieces = agreed(peers, "copying the state", take)
+        shared["rng"] = merge(peers.gather_object(own))
+        return _Save(store, home, staged, shared, division, manifest, pieces)
 
-    def _write(self, store: Store, staged: str, encoded: Encoded) -> tuple[Metadata, list[_Written]]:
+    def _divide(self, encoded: Encoded) -> _Division:
         peers = self._peers
+        key = [(path, *layout(tensor)) for path, tensor in encoded.tensors.items()] + [tuple(encoded.pinned)]
+        known = self._division if self._division is not None and self._division.key == key else None
+        if all(peers.gather_object(known is not None)) and known is not None:
+            return known
         planner = SavePlanner(encoded.tensors, encoded.pinned)
         plans = together(peers, "planning the shards", planner.create_local_plan)
-        index: list[Metadata] = []
 
-        def write() -> _Written:
-            plan, metadata = planner.create_global_plan(plans)  # the same on every rank: no second exchange
-            index.append(metadata)
-            mine = planner.finish_plan(plan[peers.rank])
-            results, files = write_shard(store, staged, f"__{peers.rank}_0.distcp", mine, planner)
-            return _Written(results, files, encoded.own)
+        def divide() -> _Division:
+            whole, index = planner.create_global_plan(plans)  # the same on every rank: no second exchange
+            return _Division(key, index, [Share.of(plan.items) for plan in whole])
 
-        written = together(peers, f"writing the shards into {staged}", write)
-        return index[0], written
+        self._division = agreed(peers, "planning the shards", divide)
+        return self._division
+
+    def _finish(self, save: _Save, peers: Peers) -> None:
+        """Writes what was read, and publishes it. Ranks: all; in the background over a group beside the loop's."""
+        store, staged, shares = save.store, save.staged, save.division.shares
+
+        def write() -> dict[str, FileFact]:
+            return write_shard(store, staged, _name(peers.rank), save.pieces()) if shares[peers.rank].places else {}
+
+        def publish() -> None:
+            facts = {name: fact for files in written for name, fact in files.items()}
+            places = [place for rank, share in enumerate(shares) for place in share.results(_name(rank))]
+            facts[INDEX] = write_index(store, staged, save.division.index, places)
+            facts[STATE] = _write_json(store, store.join(staged, STATE), save.shared)
+            extra = [name for name in store.files(staged) if name not in facts]
+            facts.update({name: measure(store, store.join(staged, name)) for name in extra})
+            replace(save.manifest, files=facts).write(store, staged)
+            store.publish(staged, save.home, last=NAME, replaces=_files(store, save.home))
+
+        try:
+            written = together(peers, f"writing the shards into {staged}", write)
+            agreed(peers, f"publishing {save.home}", publish if peers.rank == 0 else _nothing)
+        except BaseException:
+            self._discard(store, staged)
+            raise
+        finally:
+            self._release()
+            self._release = _nothing
+        agreed(peers, "removing old checkpoints", lambda: self._prune(store, save.home))
+
+    def _prune(self, store: Store, home: str) -> None:
+        if self._peers.rank == 0 and retention.number(store, home) is not None:
+            retention.prune(store, store.parent(home)[0], self._keep, home)
 
     def _discard(self, store: Store, staged: str) -> None:
         if self._peers.rank == 0 and store.exists(staged):
             try:
                 store.remove(staged)
-            except OSError as error:  # the save's own error is on its way; the next save cleans up
+            except (OSError, CheckpointError) as error:  # the save's own error is on its way; the next save cleans up
                 _log.warning("could not remove the unfinished %s (%s); the next save tries again", staged, error)
 
     # ------------------------------------------------------------------ load
@@ -199,13 +311,15 @@ class Checkpointer:
             CheckpointError: `checkpoint-missing`, `checkpoint-none`, `checkpoint-newer`, `checkpoint-damaged`,
                 `checkpoint-unsafe`, `checkpoint-other-model`, `checkpoint-owners`, `checkpoint-groups`.
         """
+        self.wait()
         store = self._store or store_for(path)
         home = store.resolve(os.fspath(path))
         peers = self._peers
         agreed(peers, f"looking for {home}", lambda: self._look(store, home))
         manifest = agreed(peers, f"opening {home}", lambda: self._verified(store, home))
-        index = agreed(peers, f"reading the index of {home}", lambda: read_index(store, home))
-        saved = agreed(peers, f"reading {STATE} of {home}", lambda: _read_state(store, home))
+        place = manifest.place(store, home)
+        index = agreed(peers, f"reading the index of {home}", lambda: read_index(store, place))
+        saved = agreed(peers, f"reading {STATE} of {home}", lambda: _read_state(store, place))
 
         def match() -> Restore:
             restore = state.match(saved, shapes(index), peers.rank, strict=strict)
@@ -217,7 +331,7 @@ class Checkpointer:
         notes = _judge(peers.gather_object(restore.mismatches), home, strict)
 
         def read() -> list[str]:
-            read_shards(store, home, index, manifest.files, restore.targets)
+            read_shards(store, place, index, manifest.files, restore.targets)
             state.apply(saved, restore, peers.rank)
             return restore.notes
 
@@ -252,6 +366,7 @@ class Checkpointer:
 
     def latest(self, root: str | os.PathLike[str]) -> str | None:
         """The newest checkpoint in a folder that verifies; damaged ones are named in the log and passed over."""
+        self.wait()
         store = self._store or store_for(root)
         folder = store.resolve(os.fspath(root))
         newest = together(
@@ -262,10 +377,18 @@ class Checkpointer:
         return newest[0]
 
 
+def _nothing() -> None: ...
+
+
+def _name(rank: int) -> str:
+    """The file of a rank's share."""
+    return f"__{rank}_0.distcp"
+
+
 def _files(store: Store, folder: str) -> list[str] | None:
     """Files of the checkpoint that stands in a folder, its manifest included; None where none stands there."""
     manifest = Manifest.find(store, folder)
-    return None if manifest is None else [*manifest.files, NAME]
+    return None if manifest is None else manifest.paths()
 
 
 def _check_shared(store: Store, staged: str, rank: int) -> None:
@@ -285,8 +408,8 @@ def _write_json(store: Store, path: str, tree: Any) -> FileFact:
     return stream.fact
 
 
-def _read_state(store: Store, home: str) -> dict[str, Any]:
-    with store.open(store.join(home, STATE), "rb") as file:
+def _read_state(store: Store, place: str) -> dict[str, Any]:
+    with store.open(store.join(place, STATE), "rb") as file:
         tree: dict[str, Any] = json.loads(file.read())
     return tree
 

@@ -11,6 +11,7 @@ checkpoint_7/
 from __future__ import annotations
 
 import json
+import os
 import time
 import zlib
 from collections.abc import Callable, Iterable
@@ -91,6 +92,9 @@ class Manifest:
         step: optimizer steps done.
         world_size: ranks that saved it.
         plan: the plan of the run, as JSON values.
+        metrics: what the script measured, by name; `Keep(best=...)` compares them.
+        within: the folder, in that of the manifest, in which the files lie; empty where they lie beside it. Stores that
+            cannot rename put each save into a folder of its own, and `publish` fills this in.
         created: seconds since 1970, UTC.
         paceline, torch: versions that wrote it.
         version: of the format; a reader refuses a newer one.
@@ -100,6 +104,8 @@ class Manifest:
     step: int = 0
     world_size: int = 1
     plan: dict[str, Any] = field(default_factory=dict)
+    metrics: dict[str, float] = field(default_factory=dict)
+    within: str = ""
     created: float = field(default_factory=time.time)
     paceline: str = field(default_factory=lambda: metadata.version("paceline"))
     torch: str = field(default_factory=lambda: metadata.version("torch"))  # torch itself is not needed to look at one
@@ -109,6 +115,14 @@ class Manifest:
         """Writes `manifest.json`, durable when this returns."""
         with store.open(store.join(folder, NAME), "wb") as file:
             file.write(json.dumps({"format": FORMAT, **asdict(self)}, indent=1).encode())
+
+    def place(self, store: Store, folder: str) -> str:
+        """Where the files lie, given the folder of the manifest."""
+        return store.join(folder, self.within) if self.within else folder
+
+    def paths(self) -> list[str]:
+        """Names of the files and of the manifest, as they lie in the checkpoint's folder."""
+        return [*(f"{self.within}/{name}" if self.within else name for name in self.files), NAME]
 
     @classmethod
     def read(cls, store: Store, folder: str) -> Manifest:
@@ -125,6 +139,8 @@ class Manifest:
                 raise ValueError(f"its format is not {FORMAT}")
             if read["version"] > VERSION:
                 raise _newer(path, read)
+            if not isinstance(read.get("within", ""), str) or {"/", os.sep} & set(read.get("within", "")):
+                raise ValueError(f"its files lie outside of it: {read['within']}")
             read["files"] = {str(name): FileFact(**fact) for name, fact in read["files"].items()}
             known = {name: read[name] for name in cls.__dataclass_fields__ if name in read}
             return cls(**known)
@@ -145,7 +161,9 @@ class Manifest:
             return None
         try:
             return cls.read(store, folder)
-        except CheckpointError:
+        except CheckpointError as error:
+            if error.code not in ("checkpoint-damaged", "checkpoint-newer"):
+                raise  # a store that does not answer has not said that there is none
             return None
 
 
@@ -179,7 +197,8 @@ def verify(
         One problem for each damaged file; an empty list for a sound checkpoint.
     """
     manifest = manifest or Manifest.read(store, folder)
-    lengths = store.files(folder)
+    place = manifest.place(store, folder)
+    lengths = store.files(place)
     wanted = set(manifest.files if names is None else names)
     problems = []
     for name, fact in manifest.files.items():
@@ -187,7 +206,7 @@ def verify(
             problems.append(_damaged(folder, name, "the file is missing"))
         elif lengths[name] != fact.bytes:
             problems.append(_damaged(folder, name, f"it should have {fact.bytes} bytes and has {lengths[name]}"))
-        elif name in wanted and (found := measure(store, store.join(folder, name), seen)) != fact:
+        elif name in wanted and (found := measure(store, store.join(place, name), seen)) != fact:
             problems.append(_damaged(folder, name, f"its checksum should be {fact.checksum} and is {found.checksum}"))
     return problems
 

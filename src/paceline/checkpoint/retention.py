@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import logging
+import math
 import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from paceline.base.errors import CheckpointError
 from paceline.checkpoint.manifest import Manifest, verify
@@ -16,12 +19,13 @@ _log = logging.getLogger("paceline.checkpoint")
 
 @dataclass(frozen=True)
 class Keep:
-    """Which automatically named checkpoints stay; one that any rule names does, and the newest always.
+    """Which automatically named checkpoints stay: each that any rule names, and the one just saved. No rule keeps all.
 
     Attributes:
-        last: the newest so many; None keeps all.
+        last: the newest so many.
         every: those whose step is a multiple of this.
-        best: name of a metric given to `save_state(metrics=...)`: the checkpoint with the best value stays.
+        best: name of a metric given to `save_state(metrics=...)`: the checkpoint with the best value stays, of equal
+            ones the newest. NaN is no value: such a checkpoint is never the best.
         mode: whether the best value is the "min" or the "max".
 
     Raises:
@@ -42,6 +46,12 @@ class Keep:
                 why="the one just saved is always kept",
                 fix="keep 1 or more, or None for all",
             )
+        if self.mode not in ("min", "max"):
+            raise CheckpointError(
+                "checkpoint-keep",
+                f"the best value of {self.best!r} is neither the smallest nor the largest: mode={self.mode!r}.",
+                fix='say mode="min" or mode="max"',
+            )
 
     @classmethod
     def of(cls, total_limit: int | None, keep: Keep | None) -> Keep:
@@ -56,6 +66,46 @@ class Keep:
                 fix=f"say keep=Keep(last={total_limit}, ...) alone",
             )
         return keep
+
+    def check(self, metrics: Mapping[str, Any] | None) -> dict[str, float]:
+        """The metrics of a save as numbers.
+
+        Raises:
+            CheckpointError: `checkpoint-metric`, where one is no number, or the one to compare is missing.
+        """
+        try:
+            numbers = {str(name): float(value) for name, value in (metrics or {}).items()}
+        except (TypeError, ValueError) as error:
+            raise CheckpointError(
+                "checkpoint-metric",
+                "a metric is no number.",
+                why=str(error),
+                fix="give numbers, or tensors of one element: `metrics={'loss': loss.item()}`",
+            ) from None
+        if self.best is not None and self.best not in numbers:
+            given = ", ".join(numbers) or "none"
+            raise CheckpointError(
+                "checkpoint-metric",
+                f"the best checkpoint is kept by {self.best!r}, which this save does not give.",
+                why=f"keep=Keep(best={self.best!r}); metrics given: {given}",
+                fix=f"save with `metrics={{{self.best!r}: value}}`; NaN stands for a value that is not known",
+            )
+        return numbers
+
+    def stays(self, found: Sequence[tuple[str, Manifest]]) -> set[str]:
+        """Of checkpoints, oldest first, those that a rule names."""
+        if self.last is None and self.every is None and self.best is None:
+            return {path for path, _ in found}
+        kept = {path for path, _ in found[-self.last :]} if self.last else set()
+        if self.every:
+            kept |= {path for path, manifest in found if manifest.step % self.every == 0}
+        sign = 1 if self.mode == "max" else -1
+        values = [(sign * manifest.metrics.get(self.best or "", math.nan), path) for path, manifest in found]
+        best = None
+        for value, path in values:
+            if not math.isnan(value) and (best is None or value >= best[0]):
+                best = (value, path)
+        return kept | ({best[1]} if best else set())
 
 
 def number(store: Store, path: str) -> int | None:
@@ -102,14 +152,23 @@ def near(store: Store, path: str) -> list[str]:
     return checkpoints(store, path) or checkpoints(store, store.parent(path)[0])
 
 
-def prune(store: Store, folder: str, keep: int, just: str) -> None:
-    """Removes the oldest automatically named checkpoints beyond `keep`, never the one just saved.
+def surplus(store: Store, folder: str, keep: Keep, just: str | None = None) -> list[str]:
+    """The automatically named checkpoints in a folder that no rule keeps, oldest first; never the one just saved."""
+    manifests = [(path, Manifest.find(store, path)) for path in numbered(store, folder).values()]
+    found = [(path, manifest) for path, manifest in manifests if manifest is not None]
+    stay = keep.stays(
+        [(path, manifest) for path, manifest in found if path != just] + [f for f in found if f[0] == just]
+    )
+    return [path for path, _ in found if path not in stay and path != just]
+
+
+def prune(store: Store, folder: str, keep: Keep, just: str | None = None) -> None:
+    """Removes what `surplus` names.
 
     What cannot be removed stays, with a warning: the save that came before has succeeded.
     """
-    older = [path for path in numbered(store, folder).values() if path != just and Manifest.find(store, path)]
-    for path in older[: max(0, len(older) + 1 - keep)]:
+    for path in surplus(store, folder, keep, just):
         try:
             store.remove(path)
-        except OSError as error:
+        except (OSError, CheckpointError) as error:
             _log.warning("could not remove the old checkpoint %s: %s; remove it by hand", path, error)

@@ -11,9 +11,9 @@ import importlib
 import io
 import pickle
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, cast
+from typing import Any, BinaryIO, cast
 
 import torch
 from torch import Tensor
@@ -21,12 +21,13 @@ from torch.distributed._shard._utils import narrow_tensor_by_index
 from torch.distributed.checkpoint import filesystem, metadata
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
-from torch.distributed.checkpoint.planner import SavePlan
+from torch.distributed.checkpoint.planner import ReadItem, SavePlan
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.checkpoint.utils import _create_file_view
 
 from paceline.base.errors import CheckpointError
 from paceline.checkpoint.manifest import Checksummed, FileFact
+from paceline.checkpoint.share import envelope, raw
 from paceline.checkpoint.store import Store
 
 INDEX = ".metadata"
@@ -62,33 +63,18 @@ class SavePlanner(DefaultSavePlanner):
         return super().create_global_plan(plans)
 
 
-def write_shard(
-    store: Store, folder: str, name: str, plan: SavePlan, planner: SavePlanner
-) -> tuple[list[WriteResult], dict[str, FileFact]]:
-    """Writes one rank's tensors into one file.
-
-    Returns:
-        Where each tensor lies, and what the manifest says of the file; nothing where the plan is empty.
-    """
-    if not plan.items:
-        return [], {}
-    results = []
+def write_shard(store: Store, folder: str, name: str, pieces: Iterable[Any]) -> dict[str, FileFact]:
+    """Writes one rank's file; returns what the manifest says of it."""
     with store.open(store.join(folder, name), "wb") as file:
         stream = Checksummed(file)
-        for item in plan.items:
-            start = stream.bytes
-            tensor = cast(Tensor, planner.resolve_data(item)).detach().cpu()
-            if tensor.untyped_storage().nbytes() != tensor.nbytes:
-                tensor = tensor.clone()  # a view would drag its whole storage into the file
-            torch.save(tensor, cast(Any, stream))
-            length = stream.bytes - start
-            results.append(WriteResult(item.index, length, filesystem._StorageInfo(name, start, length)))
-    return results, {name: stream.fact}
+        for piece in pieces:
+            stream.write(piece)
+    return {name: stream.fact}
 
 
-def write_index(store: Store, folder: str, index: Metadata, results: Sequence[Sequence[WriteResult]]) -> FileFact:
+def write_index(store: Store, folder: str, index: Metadata, results: Iterable[WriteResult]) -> FileFact:
     """Writes `.metadata`, as torch's writer does."""
-    index.storage_data = {result.index: result.storage_data for part in results for result in part}
+    index.storage_data = {result.index: result.storage_data for result in results}
     index.storage_meta = StorageMeta()
     index.version = filesystem.CURRENT_DCP_VERSION
     with store.open(store.join(folder, INDEX), "wb") as file:
@@ -160,7 +146,16 @@ def read_index(store: Store, folder: str) -> Metadata:
         ) from None
 
 
-def _tensor(view: Any, name: str) -> Tensor:
+def tensor_of(view: Any, name: str) -> Tensor:
+    """The tensor, or the plain values, in a part of a file, without running code.
+
+    Args:
+        view: a file that begins and ends with what `torch.save` wrote.
+        name: of the file, for an error.
+
+    Raises:
+        CheckpointError: `checkpoint-unsafe`.
+    """
     try:
         return cast(Tensor, torch.load(view, map_location="cpu", weights_only=True))
     except pickle.UnpicklingError as error:
@@ -196,8 +191,8 @@ def read_shards(
     planner.set_up_planner(into, index)
     by_file = defaultdict(list)
     for item in planner.create_local_plan().items:
-        info = index.storage_data[item.storage_index]
-        by_file[info.relative_path].append((info.offset, info.length, item))
+        by_file[index.storage_data[item.storage_index].relative_path].append(item)
+    scratch = _Scratch()
     for name, wanted in by_file.items():
         if name not in files:
             raise CheckpointError(
@@ -207,7 +202,72 @@ def read_shards(
                 fix="do not use this checkpoint, and find out who changed it",
             )
         with store.open(store.join(folder, name), "rb") as file:
-            for offset, length, item in sorted(wanted, key=lambda entry: entry[0]):
-                saved = _tensor(_create_file_view(cast(Any, file), offset, length), name)
-                part = narrow_tensor_by_index(saved, item.storage_offsets, item.lengths)
-                planner.resolve_tensor(item).detach().copy_(part)
+            for item in sorted(wanted, key=lambda item: index.storage_data[item.storage_index].offset):
+                info = index.storage_data[item.storage_index]
+                saved = _Saved(file, info, index.state_dict_metadata[item.storage_index.fqn], item)
+                saved.read(planner.resolve_tensor(item).detach(), scratch)
+
+
+class _Saved:
+    """One tensor, or a part of one, in an open file, of which an item of torch's plan wants a region."""
+
+    def __init__(self, file: BinaryIO, info: Any, entry: Any, item: ReadItem) -> None:
+        self._file, self._name, self._item = file, info.relative_path, item
+        self._start, self._length = info.offset, info.length
+        self._shape, self._dtype = entry.chunks[item.storage_index.index].sizes, entry.properties.dtype
+
+    def read(self, target: Tensor, scratch: _Scratch) -> None:
+        """Reads the region into `target`: straight into its memory where it lies there as it does in the file."""
+        start = self._data()
+        if start is None:
+            saved = tensor_of(_create_file_view(cast(Any, self._file), self._start, self._length), self._name)
+            target.copy_(narrow_tensor_by_index(saved, self._item.storage_offsets, self._item.lengths))
+            return
+        shape, offsets, lengths = self._shape, self._item.storage_offsets, self._item.lengths
+        if not target.numel():
+            return
+        rows = shape if not shape else torch.Size([lengths[0], *shape[1:]])
+        before = offsets[0] * shape[1:].numel() * self._dtype.itemsize if shape else 0
+        self._file.seek(start + before)
+        same = target.dtype == self._dtype and target.device.type == "cpu" and target.is_contiguous()
+        if same and rows == lengths:
+            self._into(raw(target))
+            return
+        part = scratch.tensor(rows, self._dtype)
+        self._into(raw(part))
+        target.copy_(narrow_tensor_by_index(part, [0, *offsets[1:]] if shape else [], lengths))
+
+    def _data(self) -> int | None:
+        """Where the tensor's bytes begin; None where another version of torch wrote them, which torch itself must read."""
+        size = self._shape.numel() * self._dtype.itemsize
+        if size > self._length:
+            return None
+        around = envelope(self._dtype, tuple(self._shape))
+        self._file.seek(self._start)
+        if (
+            self._length != len(around.head) + size + len(around.tail)
+            or self._file.read(len(around.head)) != around.head
+        ):
+            return None
+        return self._start + len(around.head)
+
+    def _into(self, view: memoryview) -> None:
+        while view:
+            count = cast(Any, self._file).readinto(view)
+            if not count:
+                raise EOFError(f"{self._name} ended early: it was cut after it had been verified")
+            view = view[count:]
+
+
+class _Scratch:
+    """Memory for what cannot be read in place, kept from tensor to tensor; as large as the largest of them."""
+
+    def __init__(self) -> None:
+        self._memory = torch.empty(0, dtype=torch.uint8)
+
+    def tensor(self, shape: torch.Size, dtype: torch.dtype) -> Tensor:
+        """A tensor in this memory; the next one takes its place."""
+        size = shape.numel() * dtype.itemsize
+        if self._memory.numel() < size:
+            self._memory = torch.empty(size, dtype=torch.uint8)
+        return self._memory[:size].view(dtype).view(shape)

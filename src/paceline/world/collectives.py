@@ -20,7 +20,7 @@ from paceline.world import tree as trees
 from paceline.world.debug import Watch
 from paceline.world.exchange import Arrived, Exchange, Sent, Topic, as_bytes
 from paceline.world.form import Form, Forms, dtype_name
-from paceline.world.mesh import Group
+from paceline.world.mesh import Group, apart
 from paceline.world.tree import Tree
 from paceline.world.world import World
 
@@ -80,6 +80,16 @@ class Collectives:
         if group is None or dist.get_world_size(group) == self.size:
             return self
         return Collectives(self.world, device=self.device, group=group, debug=self.debug, timeout_s=self._timeout_s)
+
+    def apart(self) -> Collectives:
+        """The same ranks over a group of their own, on the CPU: for a thread beside the loop.
+
+        Ranks:
+            All ranks of the default group.
+        """
+        if self._exchange is None:
+            return self
+        return Collectives(self.world, device=torch.device("cpu"), group=apart(self.group))
 
     # -------------------------------------------------------------------- tensors
 

@@ -104,3 +104,14 @@ def cpu_group(group: Group) -> Group:
     if group not in _cpu_groups:
         _cpu_groups[group] = dist.new_group(dist.get_process_group_ranks(group), backend="gloo")
     return _cpu_groups[group]
+
+
+def apart(group: Group) -> Group:
+    """A gloo group of the same ranks beside `group`, with its timeout: a thread may talk there while the loop talks here.
+
+    Ranks:
+        All ranks of the default group.
+    """
+    beside = cpu_group(group)
+    limit = beside._get_backend(torch.device("cpu")).options._timeout
+    return dist.new_group(dist.get_process_group_ranks(group), backend="gloo", timeout=limit)

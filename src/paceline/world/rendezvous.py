@@ -68,6 +68,7 @@ _LEFT = "left"  # how many ranks are done with it
 _LEAVE_S = 3.0  # how long rank 0 waits for that
 
 _joined: _Joined | None = None
+_before: dict[object, tuple[int, Callable[[], None]]] = {}  # what `leave` calls first, with the process that asked
 atexit.register(lambda: leave())
 # Rank 0 listens for as long as it lives: a process that leaves and joins again finds its port still its own.
 _stores: dict[tuple[int, str, int], Any] = {}
@@ -133,12 +134,16 @@ def join(
 def leave() -> None:
     """Ends the group if `join` made it; a group that the user made stays. May be called at any time, and again.
 
-    Runs by itself when the interpreter ends.
+    A save in the background ends first (`before_leaving`). Runs by itself when the interpreter ends.
 
     Ranks:
         Every rank for itself; the others must have finished their collectives with it.
     """
     global _joined
+    while _before:
+        pid, call = _before.pop(next(iter(_before)))
+        if pid == os.getpid():  # a forked child inherits the table, and nothing of what it speaks of
+            call()
     joined, _joined = _joined, None
     if joined is None or joined.pid != os.getpid():
         return
@@ -171,6 +176,17 @@ def _wait_for_others(store: Any) -> None:
                 time.sleep(0.01)
     except dist.DistNetworkError:  # the store has ended: nobody can be waiting for it
         return
+
+
+def before_leaving(call: Callable[[], None]) -> Callable[[], None]:
+    """Has `leave` call `call` first, while the group stands, and also where there is none. Returns what takes it back."""
+    key = object()
+    _before[key] = (os.getpid(), call)
+
+    def forget() -> None:
+        _before.pop(key, None)
+
+    return forget
 
 
 def on_leave(call: Callable[[str], None]) -> None:

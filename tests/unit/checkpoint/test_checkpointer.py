@@ -16,6 +16,7 @@ from paceline.base.errors import CheckpointError
 from paceline.checkpoint import Checkpointer, Manifest, RunState, TrainState, store_for, verify
 from paceline.checkpoint.local import LocalStore
 from paceline.checkpoint.manifest import NAME, measure
+from paceline.checkpoint.retention import Keep
 
 
 def failing(code: str, call, *args, **keywords) -> CheckpointError:
@@ -394,7 +395,7 @@ def test_a_harmful_tensor_runs_nothing(make_run, tmp_path, monkeypatch) -> None:
 def test_no_permission(make_run, tmp_path, monkeypatch) -> None:
     (tmp_path / "file").write_text("")
     error = failing("checkpoint-not-writable", Checkpointer().save, tmp_path / "file/c", make_run().state())
-    assert "Not a directory" in str(error) and len(error.problems) == 1
+    assert "File exists" in str(error) and len(error.problems) == 1
     error = failing("checkpoint-not-writable", Checkpointer().save, tmp_path / "file", make_run().state())
     assert "is a file, not a folder" in str(error)
 
@@ -430,7 +431,7 @@ def test_a_hook_that_raises(make_run, tmp_path) -> None:
 
 
 def test_automatic_names_go_on(make_run, tmp_path) -> None:
-    checkpointer = Checkpointer(keep_last=2)
+    checkpointer = Checkpointer(keep=Keep(2))
     root = tmp_path / "checkpoints"
     run = make_run()
     for _ in range(4):
@@ -445,7 +446,7 @@ def test_automatic_names_go_on(make_run, tmp_path) -> None:
 
 def test_nothing_goes_before_success(make_run, tmp_path) -> None:
     run = make_run()
-    checkpointer = Checkpointer(keep_last=1)
+    checkpointer = Checkpointer(keep=Keep(1))
     checkpointer.save(tmp_path / "checkpoint_0", run.state())
     run.custom.count = object()
     failing("checkpoint-value", checkpointer.save, tmp_path / "checkpoint_1", run.state())
@@ -453,14 +454,14 @@ def test_nothing_goes_before_success(make_run, tmp_path) -> None:
 
 
 def test_names_by_hand_are_never_pruned(make_run, tmp_path) -> None:
-    checkpointer = Checkpointer(keep_last=1)
+    checkpointer = Checkpointer(keep=Keep(1))
     for name in ("best", "checkpoint_1", "last"):
         checkpointer.save(tmp_path / name, make_run().state())
     assert sorted(os.listdir(tmp_path)) == ["best", "checkpoint_1", "last"]
 
 
 def test_keeping_none(tmp_path) -> None:
-    failing("checkpoint-keep", Checkpointer, keep_last=0)
+    failing("checkpoint-keep", Keep, 0)
 
 
 def test_hook_files_belong_to_the_checkpoint(make_run, tmp_path) -> None:

@@ -8,6 +8,7 @@ from torch import nn
 from paceline.base.errors import CheckpointError
 from paceline.checkpoint import Checkpointer, TrainState, local
 from paceline.checkpoint.local import LocalStore
+from paceline.checkpoint.retention import Keep
 
 
 def state(value: float) -> TrainState:
@@ -85,7 +86,7 @@ def test_into_a_folder_of_foreign_files(tmp_path) -> None:
 
 
 @pytest.mark.parametrize("place", [
-    (Checkpointer, "_write"), (local, "_sync_tree"), (local, "_sync_folder"), (LocalStore, "publish"),
+    (Checkpointer, "_divide"), (local, "_sync_tree"), (local, "_sync_folder"), (LocalStore, "publish"),
 ])  # fmt: skip
 def test_killed_before_the_new_one_stands(tmp_path, kill_at, place, monkeypatch) -> None:
     folder = Checkpointer().save(tmp_path / "c", state(1.0))
@@ -167,7 +168,7 @@ def test_killed_while_pruning(tmp_path, kill_at, monkeypatch) -> None:
     Checkpointer().save(tmp_path / "checkpoint_0", state(1.0))
     kill_at(local.shutil, "rmtree")
     with pytest.raises(Killed):
-        Checkpointer(keep_last=1).save(tmp_path / "checkpoint_1", state(2.0))
+        Checkpointer(keep=Keep(1)).save(tmp_path / "checkpoint_1", state(2.0))
     monkeypatch.undo()
     assert not (tmp_path / "checkpoint_0").exists() and len(os.listdir(tmp_path)) == 2
     assert Checkpointer().latest(tmp_path) == str(tmp_path / "checkpoint_1")
@@ -182,7 +183,7 @@ def test_pruning_that_is_refused(tmp_path, monkeypatch, caplog) -> None:
         raise PermissionError(13, "Permission denied", path)
 
     monkeypatch.setattr(LocalStore, "remove", refuse)
-    assert Checkpointer(keep_last=1).save(tmp_path / "checkpoint_1", state(2.0))
+    assert Checkpointer(keep=Keep(1)).save(tmp_path / "checkpoint_1", state(2.0))
     assert "could not remove the old checkpoint" in caplog.text
 
 
