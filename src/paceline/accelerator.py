@@ -119,9 +119,9 @@ class Accelerator(Keeping):
         self.project_dir = None if project_dir is None else str(project_dir)
         self.trackers = Trackers(log_with, self.logging_dir, is_main=world.is_main)
         self._states = States(
-            self._prepared, self.collectives, self.scaler, self.project_dir, Keep.of(total_limit, keep)
-        )
-        self._steps = Steps(self._prepared, self.gradients, self.scaler, collectives, settings.debug)
+            self._prepared, self.collectives, self.scaler, self.project_dir, Keep.of(total_limit, keep),
+            next(each for each in decisions if each.field == "resume"), self._active, self.gradients)  # fmt: skip
+        self._steps = Steps(self._prepared, self.gradients, self.scaler, self._active, collectives, settings.debug)
         self._norm = torch.zeros((), device=device)
 
     # -- what this run is --------------------------------------------------------------------------------------
@@ -367,6 +367,7 @@ class Accelerator(Keeping):
 
     def end_training(self) -> None:
         """Finishes trackers and leaves the process group. Ranks: all."""
+        self._states.end()
         self.trackers.finish()
         rendezvous.leave()
 

@@ -7,7 +7,7 @@ facts(model) -> resolve (rules + every strategy.check; ONE error with all proble
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import cache
@@ -46,16 +46,26 @@ from paceline.world.sharded import whole
 
 @dataclass(eq=False)
 class PreparedModel:
-    """One model: what the chain made of it, and the chain, which can take it off again."""
+    """One model: what the chain made of it, and the chain, which can take it off again.
+
+    Attributes:
+        names: of all that its `state_dict` held before, in order: a rank of a pipeline holds some of them alone.
+    """
 
     wrapped: nn.Module
     chain: Chain
     facts: ModelFacts
+    names: tuple[str, ...]
 
     @property
     def module(self) -> nn.Module:
         """The module that the user wrote."""
         return self.chain.unwrap(self.wrapped)
+
+    @property
+    def tied(self) -> dict[str, str]:
+        """The other names of tied parameters -> the first."""
+        return {other: names[0] for names in self.facts.tied for other in names[1:]}
 
 
 class Preparation:
@@ -69,6 +79,9 @@ class Preparation:
         scaler: the loss scaler or None.
         active: the stack of loaders being iterated.
         loader_options: keywords of `prepare_loader` that all loaders share.
+
+    Attributes:
+        at_first_step: called once, before the first step of an optimizer.
     """
 
     def __init__(
@@ -88,6 +101,7 @@ class Preparation:
         self.schedulers: list[PreparedScheduler] = []
         self.loaders: list[PreparedLoader] = []
         self.device = device
+        self.at_first_step: Callable[[], None] | None = None
         self._collectives = collectives
         self._precision, self._accumulation, self._scaler, self._active = precision, accumulation, scaler, active
         self._loader_options = loader_options
@@ -171,7 +185,8 @@ class Preparation:
             if recipe is not None and not divided:
                 self._materialise(recipe, model, plan)
             wrap_forward(model, self._precision, self.device)
-            prepared = PreparedModel(chain.apply(model), chain, fact)
+            whole_names = tuple(map(clean, model.state_dict(keep_vars=True)))
+            prepared = PreparedModel(chain.apply(model), chain, fact, whole_names)
             if recipe is not None and divided:
                 self._materialise(recipe, prepared.module, plan)
             if prepared.wrapped is not prepared.module or "forward" in vars(prepared.module):
@@ -250,7 +265,7 @@ class Preparation:
         decision = choose_fused(optimizer, any(each.facts.sparse for each in self.models))
         if decision is not None:
             self._note(decision)
-        prepared = PreparedOptimizer(optimizer, self._accumulation, self._scaler, lambda: self.exhausted("step"))
+        prepared = PreparedOptimizer(optimizer, self._accumulation, self._scaler, self._stepping)
         self.optimizers.append(prepared)
         self._known.add(optimizer)
         return prepared
@@ -314,6 +329,13 @@ class Preparation:
             model.to(self.device)
         wrap_forward(model, self._precision, self.device)
         return model
+
+    def _stepping(self) -> AbstractContextManager[None]:
+        """What each step of an optimizer runs inside of."""
+        if self.at_first_step is not None:
+            first, self.at_first_step = self.at_first_step, None
+            first()
+        return self.exhausted("step")
 
     def exhausted(self, where: str) -> AbstractContextManager[None]:
         """While it is open, memory that does not suffice is told with what the plan needs."""

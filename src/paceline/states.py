@@ -9,11 +9,17 @@ from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from paceline.base import env
 from paceline.base.errors import CheckpointError
+from paceline.base.log import logger
 from paceline.checkpoint.retention import Keep
 from paceline.checkpoint.state import RunState, TrainState
+from paceline.data.active import ActiveLoaders
+from paceline.data.loader import PreparedLoader
+from paceline.optim.accumulate import Accumulation
 from paceline.plan.facts import ModelFacts
-from paceline.plan.plan import Plan
+from paceline.plan.plan import Decision, Plan
+from paceline.preemption import Preemption
 from paceline.preparation import Preparation
 from paceline.world.collectives import Collectives
 
@@ -59,6 +65,8 @@ class States:
         scaler: the loss scaler or None.
         project_dir: where automatic names go, in `checkpoints/`.
         keep: which automatically named checkpoints are kept.
+        wanted: the setting `resume`.
+        active, gradients: where a batch ends, and a step, a run that was asked to end can leave.
 
     Attributes:
         run: the run's counters.
@@ -72,12 +80,18 @@ class States:
         scaler: Any,
         project_dir: str | None,
         keep: Keep,
+        wanted: Decision,
+        active: ActiveLoaders,
+        gradients: Accumulation,
     ) -> None:
         self.run = RunState()
         self.iteration = 0
         self._prepared, self._collectives, self._scaler = prepared, collectives, scaler
         self._root = None if project_dir is None else str(Path(project_dir) / "checkpoints")
-        self._keep = keep
+        self._keep, self._wanted, self._active, self._gradients = keep, wanted, active, gradients
+        self._preemption: Preemption | None = None
+        if wanted.source != "default" and wanted.value != "no":
+            prepared.at_first_step = self._refuse_unused
         self._custom: list[Any] = []
         self._hooks: dict[str, dict[int, Callable[..., None]]] = {"save": {}, "load": {}}
 
@@ -85,7 +99,7 @@ class States:
     def _checkpointer(self) -> Checkpointer:
         from paceline.checkpoint.checkpointer import Checkpointer  # takes over a second: not before it is needed
 
-        return Checkpointer(self._collectives, keep_last=self._keep.last)
+        return Checkpointer(self._collectives, keep=self._keep)
 
     def register(self, *objects: Any) -> None:
         """Adds objects to what is saved.
@@ -125,7 +139,16 @@ class States:
         busy: str = "wait",
         metrics: Mapping[str, float] | None = None,
     ) -> str | None:
-        """Saves at `path`, or under the next automatic name. Ranks: all."""
+        """Saves at `path`, or under the next automatic name; None where it is skipped. Ranks: all."""
+        if busy not in ("wait", "skip"):
+            raise CheckpointError(
+                "checkpoint-busy",
+                f"a save cannot {busy!r} while another one is under way.",
+                fix='say busy="wait" or busy="skip"',
+            )
+        if busy == "skip" and self._checkpointer.busy():
+            return None
+        self._checkpointer.wait()
         target = path or self._checkpointer.next_path(self._automatic(), self.iteration)
         state, hooks = self._state(), list(self._hooks["save"].values())
 
@@ -137,21 +160,84 @@ class States:
             _keep(state, len(weights))
 
         saved = self._checkpointer.save(
-            target, state, plan_json=plan.to_json(), extra_files_hook=call_hooks if hooks else None
+            target,
+            state,
+            plan_json=plan.to_json(),
+            extra_files_hook=call_hooks if hooks else None,
+            metrics=metrics,
+            background=background,
         )
         if path is None:
             self.iteration = int(saved.rsplit("_", 1)[1]) + 1
         return saved
 
     def wait(self) -> None:
-        """Returns once no save is under way. Ranks: all."""
+        """Returns once no save is under way; raises what the last one raised. Ranks: all."""
+        if "_checkpointer" in self.__dict__:
+            self._checkpointer.wait()
 
     def resume(self) -> Start:
-        """Loads what the setting `resume` says. Ranks: all."""
-        raise NotImplementedError
+        """Loads what the setting `resume` says; from here on SIGTERM saves and leaves. Ranks: all."""
+        self._prepared.at_first_step = None
+        source = self._source()
+        if source is not None:
+            self.load(source)
+        self._listen()
+        epoch = next((each.position.epoch for each in self._loaders() if each.trains), None)
+        if epoch is None:
+            epoch = next((each.position.epoch for each in self._loaders()), 0)
+        start = Start(epoch, self.run.step, source)
+        if source is not None and self._collectives.world.is_main:
+            logger("states").warning(
+                "goes on from %s: epoch %d, step %d; to begin anew, say `--resume no`.", source, start.epoch, start.step
+            )
+        return start
+
+    def _source(self) -> str | None:
+        """The checkpoint that the setting means."""
+        wanted = self._wanted
+        if wanted.value == "no" or (self._root is None and wanted.source == "default"):
+            return None
+        if wanted.value == "auto":
+            return self._checkpointer.latest(self._automatic())
+        # Hosts that came later count fewer restarts: one that has seen any speaks for all.
+        (restarts,) = self._collectives.sum_ints([env.get("TORCHELASTIC_RESTART_COUNT")])
+        newest = self._checkpointer.latest(self._root) if restarts and self._root is not None else None
+        return newest or str(wanted.value)
+
+    def _loaders(self) -> list[PreparedLoader]:
+        return [each for each in self._prepared.loaders if isinstance(each, PreparedLoader)]
+
+    def _listen(self) -> None:
+        """Has SIGTERM end the run after a step, where there are steps and a place to save."""
+        prepared = self._prepared
+        if self._preemption is not None or self._root is None or not prepared.optimizers:
+            return
+        self._preemption = Preemption(
+            prepared.optimizers, self._gradients, self._collectives, prepared.device,
+            lambda: self.save(None, prepared.plan),
+        )  # fmt: skip
+        self._active.between = self._preemption.between
+
+    def end(self) -> None:
+        """SIGTERM means again what it meant before `resume`."""
+        if self._preemption is not None:
+            self._preemption.end()
+            self._active.between = None
+
+    def _refuse_unused(self) -> None:
+        wanted = self._wanted
+        raise CheckpointError(
+            "resume-unused",
+            "the run was told to go on from a checkpoint, but begins to train without loading any.",
+            why=f"resume = {wanted.value} ({wanted.where}), and the script called neither `resume` nor `load_state` "
+            "before its first optimizer step",
+            fix="add `start = accelerator.resume()` after `prepare`, and begin at `start.epoch`; or leave resume out",
+        )
 
     def load(self, path: str | None, strict: bool = True) -> None:
         """Loads from `path`, or the newest automatically named checkpoint that verifies. Ranks: all."""
+        self._prepared.at_first_step = None
         source = path or self._checkpointer.latest(self._automatic())
         if source is None:
             raise CheckpointError(

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from paceline.base.errors import PlanError
+from paceline.data.active import ActiveLoaders
 from paceline.optim.accumulate import Accumulation
 from paceline.preparation import Preparation
 from paceline.world.collectives import Collectives
@@ -25,14 +26,21 @@ class Steps:
         prepared: the models and their chains.
         gradients: the owner of gradient scale.
         scaler: the loss scaler or None.
+        active: the loaders being iterated, which learn here that they train.
         collectives: of all ranks.
         debug: checks before communication that all ranks came here.
     """
 
     def __init__(
-        self, prepared: Preparation, gradients: Accumulation, scaler: Any, collectives: Collectives, debug: bool
+        self,
+        prepared: Preparation,
+        gradients: Accumulation,
+        scaler: Any,
+        active: ActiveLoaders,
+        collectives: Collectives,
+        debug: bool,
     ) -> None:
-        self._prepared, self._gradients, self._scaler = prepared, gradients, scaler
+        self._prepared, self._gradients, self._scaler, self._active = prepared, gradients, scaler, active
         self._collectives, self._debug = collectives, debug
 
     def backward(self, loss: torch.Tensor, num_items: int | torch.Tensor | None, **named: Any) -> None:
@@ -81,6 +89,7 @@ class Steps:
 
     def _scaled(self, loss: torch.Tensor, num_items: int | torch.Tensor | None) -> torch.Tensor:
         loss = self._gradients.scale(loss, num_items)
+        self._active.train()
         if self._debug and self._gradients.sync:
             self._collectives.check("backward")
         if self._scaler is not None:

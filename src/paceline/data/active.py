@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -13,10 +14,16 @@ class ActiveLoaders:
     """A stack of the loaders that are being iterated: an evaluation inside a training loop lies on top of it.
 
     A loader's iterator pushes and removes in `try ... finally`, so that `break` and exceptions leave nothing behind.
+
+    Attributes:
+        between: called between two batches, where every batch of a loader that trains has been used up.
     """
 
     def __init__(self) -> None:
+        self.between: Callable[[], None] | None = None
         self._stack: list[PreparedLoader] = []
+        self._interleaved: set[int] = set()  # ids of those that advance while loops that began later are under way
+        self._unused = False  # whether a loader that trains gave a batch that no backward pass has followed
         # Weak: a loader that the user drops must end its workers, not wait for the next loop.
         self._finished: weakref.ref[PreparedLoader] | None = None
 
@@ -33,6 +40,7 @@ class ActiveLoaders:
     def push(self, loader: PreparedLoader) -> None:
         """Called by a loader's iterator as it starts."""
         self._stack.append(loader)
+        self._interleaved.discard(id(loader))
         self._finished = None
 
     def remove(self, loader: PreparedLoader, finished: bool = False) -> None:
@@ -42,6 +50,30 @@ class ActiveLoaders:
             if self._stack[place] is loader:
                 del self._stack[place]
                 return
+
+    def train(self) -> None:
+        """Called by each backward pass: the loaders that are being iterated are those that train."""
+        self._unused = False
+        for loader in self._stack:
+            loader.trains = True
+
+    def give(self, loader: PreparedLoader) -> None:
+        """Called by a loader's iterator as it gives a batch."""
+        self._unused |= loader.trains
+        if loader is not self.top:
+            self._interleaved.add(id(loader))
+
+    def ask(self, loader: PreparedLoader) -> None:
+        """Called by a loader's iterator when it is asked for another batch: may be `between` two batches.
+
+        It is not where a batch of another loader waits for its backward pass, nor inside the body of a loop over another
+        loader that trains. One that has advanced meanwhile is no such loop around this one, but goes beside it.
+        """
+        if self.between is None or self._unused or not loader.trains:
+            return
+        around = self._stack[: self._stack.index(loader)]
+        if not any(each.trains and id(each) not in self._interleaved for each in around):
+            self.between()
 
     def __len__(self) -> int:
         return len(self._stack)

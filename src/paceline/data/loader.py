@@ -35,6 +35,7 @@ class PreparedLoader:
         original: the DataLoader that was prepared.
         device: where the batches lie.
         epoch_rows: rows of the epoch that ended last; None before one has.
+        trains: whether a backward pass has run inside a loop over it.
 
     Ranks:
         All iterate in step. At a width above one, iterable datasets and `dispatch` communicate at each batch, other
@@ -45,6 +46,7 @@ class PreparedLoader:
         self, original: DataLoader[Any], feed: Feed, device: torch.device, active: ActiveLoaders, non_blocking: bool
     ) -> None:
         self.original, self.device, self.epoch_rows = original, device, None
+        self.trains = False
         self._feed, self._active, self._non_blocking = feed, active, non_blocking
         self._position, self._note = Position(), NOTHING  # where the next epoch starts, unless one has been begun
         self._mark: Mark | None = None  # of the batch handed out last, in an epoch that was begun and not finished
@@ -67,7 +69,9 @@ class PreparedLoader:
                 info = mark.info
                 loaded += info.loaded
                 real += info.real[info.index]
+                self._active.give(self)
                 yield batch
+                self._active.ask(self)
             finished = True
         finally:
             self._open -= 1

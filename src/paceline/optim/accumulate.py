@@ -44,6 +44,7 @@ class Accumulation:
             of `window`, `sync` stays what it was set to (what accelerate does).
         sync_at_end: whether the end of a loader ends the window.
         began: whether some backward pass went this way.
+        apart: whether ranks have taken steps of their own since their parameters were equal.
     """
 
     def __init__(self, steps: int, width: int, active: Any, collectives: Any) -> None:
@@ -53,6 +54,7 @@ class Accumulation:
         self.weigh = True
         self.sync_at_end = True
         self.began = False
+        self.apart = False
         self._active = active
         self._collectives = collectives
         self._micro = 0  # micro-batches of this window so far, this one included

@@ -24,7 +24,8 @@ class LocalSGD:
     """Averages parameters every `local_sgd_steps` optimizer steps instead of gradients at every one.
 
     Args:
-        accelerator: the run's Accelerator; of it are used `no_sync`, `reduce`, `sync_gradients`, `num_processes`.
+        accelerator: the run's Accelerator; of it are used `no_sync`, `reduce`, `sync_gradients`, `gradients`,
+            `num_processes`.
         model: a prepared model.
         local_sgd_steps: optimizer steps between two averages.
         enabled: False leaves the loop as it is without LocalSGD.
@@ -86,8 +87,10 @@ class LocalSGD:
         if not self.accelerator.sync_gradients:
             return
         self.steps += 1
-        if self.enabled and self.steps % self.local_sgd_steps == 0:
-            self._average()
+        if self.enabled:
+            self.accelerator.gradients.apart = True
+            if self.steps % self.local_sgd_steps == 0:
+                self._average()
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -103,3 +106,4 @@ class LocalSGD:
         means = self.accelerator.reduce([parameter.detach() for parameter in trained], reduction="mean")
         for parameter, mean in zip(trained, means, strict=True):
             parameter.copy_(mean)
+        self.accelerator.gradients.apart = False

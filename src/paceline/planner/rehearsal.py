@@ -210,10 +210,11 @@ class Stage:
         _replace("paceline.accelerator.Collectives", Echo)
         if self.troupe.compat == "accelerate":
             _replace("paceline.compat.accelerate.state.Collectives", Echo)
-        for writes in ("states.States.load", "states.States.on_main", "accelerator.save_object",
+        for writes in ("states.States.load", "states.States.on_main", "states.States._source",
+                       "states.States._listen", "states.States.wait", "keeping.save_object",
                        "observe.trackers.group.Trackers.start", "parallel.replicate.install"):  # fmt: skip
             _replace(f"paceline.{writes}", nothing)
-        _replace("paceline.states.States.save", lambda states, path, plan: path or "checkpoint")
+        _replace("paceline.states.States.save", lambda states, path, plan, **_: path or "checkpoint")
         _wrap("paceline.data.loader.on_device", self._batches)
         _wrap("paceline.preparation.Preparation._prepare_models", self._preparing)
         _wrap("paceline.preparation.choose_fused", self._choosing)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import contextmanager
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ class Two:
 
     def __init__(self):
         self.said = []
+        self.gradients = SimpleNamespace(apart=False)
 
     @contextmanager
     def no_sync(self, model):

@@ -107,7 +107,7 @@ class AcceleratePreparation(Preparation):
         own = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
         if own <= before.keys() and any(p.requires_grad for group in optimizer.param_groups for p in group["params"]):
             return super()._optimizer(optimizer, before)
-        prepared = PreparedOptimizer(optimizer, self._accumulation, self._scaler)
+        prepared = PreparedOptimizer(optimizer, self._accumulation, self._scaler, self._stepping)
         self.optimizers.append(prepared)
         self._known.add(optimizer)
         return prepared
