@@ -19,6 +19,7 @@ from paceline import Accelerator, set_seed
 parser = argparse.ArgumentParser()
 parser.add_argument("folder", type=Path)
 parser.add_argument("--steps", type=int, default=10**9)
+parser.add_argument("--save-every", type=int, default=5)
 parser.add_argument("--pause-s", type=float, default=0.03, help="makes each step longer")
 options = parser.parse_args()
 
@@ -44,7 +45,7 @@ for _ in range(start.epoch, 10**9):
         step += 1
         mean, batch = accelerator.reduce(torch.stack([loss.detach() / world, torch.tensor(float(len(x)))])).tolist()
         log.write(json.dumps({**me, "step": step, "loss": mean, "batch": batch, "time": time.time()}) + "\n")
-        if step % 5 == 0:
+        if step % options.save_every == 0:
             accelerator.save_state()
         if step >= options.steps or (options.folder / "enough").exists():
             accelerator.set_trigger()
