@@ -58,18 +58,19 @@ class Saved:
     """
 
     def __init__(self, path: str) -> None:
-        self._store, self._home = the_checkpoint(path)
-        self._files = Manifest.read(self._store, self._home).files
-        self._index = read_index(self._store, self._home)
+        self._store, home = the_checkpoint(path)
+        manifest = Manifest.read(self._store, home)
+        self._files, self._place = manifest.files, manifest.place(self._store, home)
+        self._index = read_index(self._store, self._place)
         self.facts = shapes(self._index)
-        with self._store.open(self._store.join(self._home, "state.json"), "rb") as file:
+        with self._store.open(self._store.join(self._place, "state.json"), "rb") as file:
             self.values = dict(leaves(json.loads(file.read())))
 
     def read(self, name: str) -> Tensor:
         """One tensor, whole, on the CPU."""
         shape, dtype = self.facts[name]
         tensor = torch.empty(shape, dtype=dtype)
-        read_shards(self._store, self._home, self._index, self._files, {name: tensor})
+        read_shards(self._store, self._place, self._index, self._files, {name: tensor})
         return tensor
 
 

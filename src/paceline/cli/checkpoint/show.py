@@ -32,7 +32,7 @@ def run(args: argparse.Namespace) -> int:
     if args.tensors:
         from paceline.checkpoint.shards import read_index, shapes
 
-        found = shapes(read_index(store, home))
+        found = shapes(read_index(store, manifest.place(store, home)))
         tensors = {
             name: (list(shape), str(dtype).removeprefix("torch.")) for name, (shape, dtype) in sorted(found.items())
         }
