@@ -16,7 +16,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -277,6 +277,7 @@ class _State:
     armed: bool = False  # after a forward pass: DDP averages in the next backward pass
     touched: bool = False  # gradients came since the last `settle`
     failed: bool = False  # by an error in a backward pass
+    order: list[nn.Parameter] = field(default_factory=list)  # in which gradients came in the first window
 
 
 def _watch(model: DistributedDataParallel, state: _State) -> None:
@@ -288,11 +289,13 @@ def _watch(model: DistributedDataParallel, state: _State) -> None:
             return
         if state.failed:
             state.failed = state.armed = False
-            _begin_anew(module)
+            _begin_anew(module, state.order)
         state.armed |= module.require_backward_grad_sync and torch.is_grad_enabled()
 
-    def came(_: Any) -> None:
+    def came(parameter: Any) -> None:
         state.touched = True
+        if state.looking and not any(parameter is other for other in state.order):
+            state.order.append(parameter)
 
     model.register_forward_pre_hook(before)
     for parameter in model.parameters():
@@ -300,10 +303,20 @@ def _watch(model: DistributedDataParallel, state: _State) -> None:
             parameter.register_post_accumulate_grad_hook(came)
 
 
-def _begin_anew(model: Any) -> None:
-    """A new reducer in the place of DDP's."""
+def _begin_anew(model: Any, order: list[nn.Parameter]) -> None:
+    """A new reducer in the place of DDP's, whose buckets follow `order` from now on, if there is one.
+
+    DDP would rebuild its buckets after its first step; then a run that was resumed would add up its first gradients in
+    another order than one that was not. So the buckets are final from the start.
+    """
     built, expect_sparse = model._build_params_for_reducer()
+    place = {id(parameter): number for number, parameter in enumerate(order)}
+    pairs = sorted(zip(built, expect_sparse, strict=True), key=lambda pair: place.get(id(pair[0]), len(place)))
+    built, expect_sparse = [pair[0] for pair in pairs], [pair[1] for pair in pairs]
     model._ddp_init_helper(built, expect_sparse, model._build_debug_param_to_name_mapping(built), model.static_graph)
+    if order and not model.find_unused_parameters and not model.static_graph:
+        model.reducer._push_all_rebuilt_params()
+        model.reducer._rebuild_buckets()
 
 
 _STATES: weakref.WeakKeyDictionary[DistributedDataParallel, _State] = weakref.WeakKeyDictionary()
@@ -335,28 +348,50 @@ def _first_window(model: DistributedDataParallel, state: _State) -> None:
     _check_called(model)
     state.looking = state.touched = False
     model.require_backward_grad_sync = True
-    used = torch.tensor([p.grad is not None for p in parameters], dtype=torch.int32, device=parameters[0].device)
-    ranks = dist.get_world_size(model.process_group)
-    dist.all_reduce(used, group=model.process_group)  # on how many ranks
-    counts = used.tolist()
-    for dtype in sorted({p.dtype for p in parameters}, key=str):  # in one order on all ranks
-        here = [p for p, count in zip(parameters, counts, strict=True) if count and p.dtype == dtype]
-        for parameter in here:
-            if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
-        gradients = [p.grad for p in here if p.grad is not None]
-        if gradients:
-            flat = torch.cat([gradient.reshape(-1) for gradient in gradients]).div_(ranks)
-            dist.all_reduce(flat, group=model.process_group)
-            for gradient, mean in zip(gradients, flat.split([g.numel() for g in gradients]), strict=True):
-                gradient.copy_(mean.view_as(gradient))
+    group, ranks = model.process_group, dist.get_world_size(model.process_group)
+    counts, places = _told(parameters, state.order, group)
     if min(counts) < ranks:
         names = [name for name, p in model.module.named_parameters() if p.requires_grad]
         unused = [name for name, count in zip(names, counts, strict=True) if count < ranks]
         shown = ", ".join(unused[:3]) + (", ..." if len(unused) > 3 else "")
         logger("parallel").info("DDP searches for unused parameters: the loss did not reach %s", shown)
         model.find_unused_parameters = True
-        _begin_anew(model)
+    state.order = [parameters[number] for number in sorted(range(len(parameters)), key=places.__getitem__)]
+    used = {p for p, count in zip(parameters, counts, strict=True) if count}
+    _average_as_ddp(model, state.order, used)
+    _begin_anew(model, state.order)
+
+
+def _told(parameters: list[nn.Parameter], order: list[nn.Parameter], group: Any) -> tuple[list[int], list[int]]:
+    """On how many ranks each parameter has a gradient; and the places in which they came on the group's first rank."""
+    device = parameters[0].device
+    used = torch.tensor([p.grad is not None for p in parameters], dtype=torch.int32, device=device)
+    dist.all_reduce(used, group=group)
+    came = {id(parameter): number for number, parameter in enumerate(order)}
+    last = len(parameters)  # the rest as DDP guesses: the last ones first
+    places = [came.get(id(p), 2 * last - number) for number, p in enumerate(parameters)]
+    told = torch.tensor(places, dtype=torch.int64, device=device)
+    dist.broadcast(told, group=group, group_src=0)
+    return used.tolist(), told.tolist()
+
+
+def _average_as_ddp(model: Any, order: list[nn.Parameter], used: set[nn.Parameter]) -> None:
+    """Averages gradients bucket by bucket as DDP will: with the same bits, wherever a run is resumed."""
+    limits = [model._bucket_config.first_bucket_bytes_cap, model._bucket_config.bucket_bytes_cap]
+    buckets, _ = dist._compute_bucket_assignment_by_size(order, limits, [False] * len(order))
+    ranks = dist.get_world_size(model.process_group)
+    for bucket in buckets:
+        members = [order[number] for number in bucket]
+        # In the memory order of the parameters, as DDP's buckets are.
+        parts = [torch.zeros_like(p, memory_format=torch.preserve_format) for p in members]
+        for part, parameter in zip(parts, members, strict=True):
+            if parameter.grad is not None:
+                torch.mul(parameter.grad, 1 / ranks, out=part)
+        flat = torch.cat([part.as_strided((part.numel(),), (1,)) for part in parts])
+        dist.all_reduce(flat, group=model.process_group)
+        for parameter, part, mean in zip(members, parts, flat.split([p.numel() for p in members]), strict=True):
+            if parameter in used:
+                parameter.grad = mean.clone().as_strided(part.shape, part.stride())
 
 
 STRATEGY = Replicate()

@@ -1,0 +1,159 @@
+"""One format for every plan: what was saved under any layout goes on under any other with the losses of one process."""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.fsdp
+import torch.distributed.pipelining
+import torch.distributed.tensor.parallel
+from parity_models import GPT, Block, loss_of
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from paceline import Accelerator
+from paceline.testing import run_ranks
+from paceline.world.layout import AXES
+
+Plan = dict[str, Any]
+BATCH, BEFORE, STEPS, CLOSE = 12, 2, 5, 3e-6
+
+PLANS: dict[str, Plan] = {
+    "alone": {},
+    "replicate2": {"replicate": 2}, "replicate3": {"replicate": 3}, "replicate4": {"replicate": 4},
+    "zero1": {"shard": 2, "zero": 1}, "zero1x3": {"shard": 3, "zero": 1},
+    "zero2": {"shard": 2, "zero": 2}, "zero2x3": {"shard": 3, "zero": 2},
+    "shard2": {"shard": 2}, "shard3": {"shard": 3}, "shard4": {"shard": 4},
+    "tp2": {"tp": 2}, "cp2": {"cp": 2}, "pp2": {"pp": 2}, "interleaved": {"pp": 2},
+    "replicate-shard": {"replicate": 2, "shard": 2}, "replicate-zero1": {"replicate": 2, "shard": 2, "zero": 1},
+    "replicate-zero2": {"replicate": 2, "shard": 2, "zero": 2},
+    "shard-tp": {"shard": 2, "tp": 2}, "pp-shard": {"pp": 2, "shard": 2}, "tp-pp": {"tp": 2, "pp": 2},
+    "replicate-tp": {"replicate": 2, "tp": 2}, "replicate-pp": {"replicate": 2, "pp": 2},
+}  # fmt: skip
+OPTIONS: dict[str, Any] = {
+    "interleaved": {"pipeline": {"schedule": "interleaved", "microbatches": 4, "stages_per_rank": 2}},
+    "replicate4": {"replicate": {"bucket_cap_mb": 0.004}},  # several buckets
+}
+
+
+def ranks_of(name: str) -> int:
+    return int(torch.tensor([PLANS[name].get(axis, 1) for axis in AXES]).prod())
+
+
+class Gained(Block):
+    """A block with a buffer, which one stage of a pipeline alone holds."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__(width, heads)
+        self.register_buffer("gain", 1 + 0.1 * torch.randn(width))
+
+    def forward(self, x):
+        return super().forward(x * self.gain)
+
+
+class Net(GPT):
+    """Tied embeddings, frozen positions, buffers on blocks and on the root."""
+
+    def __init__(self) -> None:
+        super().__init__(tied=True, frozen=True)
+        self.blocks = nn.ModuleList(Gained(16, 4) for _ in range(4))
+        self.register_buffer("seen", torch.randn(5))
+
+
+def data() -> TensorDataset:
+    tokens = torch.randint(0, 24, (STEPS * BATCH, 9), generator=torch.Generator().manual_seed(5))
+    return TensorDataset(tokens[:, :-1].clone(), tokens[:, 1:].clone())
+
+
+class Run:
+    """A training run under a plan."""
+
+    def __init__(self, name: str, seed: int = 7) -> None:
+        torch.manual_seed(seed)
+        model = Net()
+        matrices = [p for p in model.parameters() if p.requires_grad and p.dim() > 1]
+        rest = [p for p in model.parameters() if p.requires_grad and p.dim() < 2]
+        groups = [{"params": matrices}, {"params": rest, "weight_decay": 0.0, "lr": 0.02}]
+        optimizer = torch.optim.AdamW(groups, lr=0.01, eps=1e-4)
+        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
+        self.accelerator = Accelerator(cpu=True, plan=PLANS[name], options=OPTIONS.get(name), data_seed=3,
+                                       split_batches=True)  # fmt: skip
+        loader = DataLoader(data(), BATCH, shuffle=True)
+        self.model, self.optimizer, self.loader, self.scheduler = self.accelerator.prepare(
+            model, optimizer, loader, scheduler
+        )
+
+    def train(self, save: tuple[int, str] | None = None) -> list[float]:
+        """The losses of what is left of the epoch."""
+        losses = []
+        for batch in self.loader:
+            loss = self.accelerator.forward_backward(self.model, batch, loss_of)
+            self.accelerator.clip_grad_norm_(self.model.parameters(), 0.5)
+            self.optimizer.step()
+            self.scheduler.step()
+            self.optimizer.zero_grad()
+            losses.append(float(self.accelerator.reduce(loss, "mean")))
+            if save is not None and len(losses) == save[0]:
+                self.accelerator.save_state(save[1])
+        return losses
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """Trains and saves under a plan, once; its folder, and its losses."""
+    root: Path = tmp_path_factory.mktemp("saved")
+
+    @cache
+    def save(name: str) -> tuple[str, list[float]]:
+        folder = str(root / name)
+        return folder, run_ranks(lambda: Run(name).train((BEFORE, folder)), world=ranks_of(name))[0]
+
+    return save
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_the_same_layout_goes_on_with_the_same_bits(name, saved) -> None:
+    folder, whole = saved(name)
+
+    def resume() -> list[float]:
+        run = Run(name, seed=8)
+        run.accelerator.load_state(folder)
+        return run.train()
+
+    assert whole == pytest.approx(saved("alone")[1], abs=CLOSE)
+    for losses in run_ranks(resume, world=ranks_of(name)):
+        assert losses == whole[BEFORE:]
+
+
+# Every plan is left for one process and entered from one; the others are pairs that share nothing but names.
+DIRECT = {
+    "alone": [name for name in PLANS if name != "alone"],
+    "replicate2": ["pp2"], "replicate3": ["shard-tp", "zero2"], "replicate4": ["tp-pp"],
+    "zero1": ["zero2x3", "cp2"], "zero1x3": ["interleaved"], "zero2": ["zero1x3", "replicate-zero1"],
+    "zero2x3": ["shard4"], "shard2": ["interleaved", "zero1x3"], "shard3": ["shard4"], "shard4": ["shard2"],
+    "tp2": ["pp2", "replicate-zero2"], "cp2": ["tp-pp"], "pp2": ["zero2", "shard3"], "interleaved": ["pp-shard", "shard2"],
+    "replicate-shard": ["pp2"], "shard-tp": ["tp2"], "pp-shard": ["shard-tp"], "tp-pp": ["shard3"],
+    "replicate-tp": ["pp-shard"], "replicate-pp": ["tp2"], "replicate-zero1": ["zero2"], "replicate-zero2": ["shard2"],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_any_layout_is_taken_up_under_any_other(name, saved) -> None:
+    """In one world and into the same objects, one checkpoint after the other."""
+    others = list(DIRECT["alone"]) if name == "alone" else ["alone", *DIRECT.get(name, ())]
+    folders = [saved(other)[0] for other in others]
+
+    def resume() -> list[list[float]]:
+        run, found = Run(name, seed=8), []
+        for folder in folders:
+            run.accelerator.load_state(folder)
+            found.append(run.train())
+        return found
+
+    for ranks in run_ranks(resume, world=ranks_of(name)):
+        for other, losses in zip(others, ranks, strict=True):
+            assert losses == pytest.approx(saved("alone")[1][BEFORE:], abs=CLOSE), other
