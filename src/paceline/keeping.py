@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -42,23 +42,44 @@ class Keeping(Participant):
         max_shard_size: str | int = "10GB",
         safe_serialization: bool = True,
     ) -> None:
-        """Writes a model under Hugging Face's file names, in files of at most `max_shard_size`. Ranks: all."""
-        state = self.get_state_dict(model)
-        self._states.on_main(
-            lambda: save_model(self.unwrap_model(model), str(save_directory), max_shard_size, safe_serialization, state)
+        """Writes a model under Hugging Face's file names, in files of at most `max_shard_size`, whatever the plan.
+
+        Tensors come together row by row on the ranks that write: no rank ever holds the whole model for it.
+
+        Ranks: all.
+
+        Raises:
+            CheckpointError: on every rank; what was saved in the folder before is whole.
+        """
+        save_model(
+            self.unwrap_model(model), save_directory, max_shard_size, safe_serialization, **self._whole_of(model)
         )
 
     def load_model(self, model: nn.Module, directory: str | Path, *, strict: bool = True) -> None:
-        """Reads weights that `save_model` or a Hugging Face library wrote into a prepared model, whatever the plan.
+        """Reads weights into a model, whatever the plan; each rank reads its part alone.
 
         Args:
-            model: prepared, or not yet.
-            directory: a folder, or one file of weights.
+            model: prepared, or not yet; on the meta device too.
+            directory: a folder that `save_model`, a Hugging Face library, `save_state` or torch's distributed checkpoint
+                wrote, or one file of weights (safetensors, or `torch.save`).
             strict: whether the names must be the same; shapes must always be.
 
         Ranks: all.
+
+        Raises:
+            CheckpointError: `checkpoint-other-model` with what is missing, unexpected or misshapen; nothing was touched.
         """
-        load_model(self.unwrap_model(model), directory, strict=strict)
+        load_model(self.unwrap_model(model), directory, strict=strict, **self._whole_of(model, ("peers", "tied")))
+
+    def _whole_of(self, model: nn.Module, wanted: Sequence[str] = ("peers", "order", "tied")) -> dict[str, Any]:
+        """What the files of a model need to know of the ranks that hold it together."""
+        prepared = self._prepared.find(model)
+        found = {
+            "peers": self.collectives,
+            "order": prepared.names if prepared else (),
+            "tied": prepared.tied if prepared else {},
+        }
+        return {key: found[key] for key in wanted}
 
     def register_for_checkpointing(self, *objects: Any) -> None:
         """Adds objects with `state_dict` and `load_state_dict` to what `save_state` saves."""

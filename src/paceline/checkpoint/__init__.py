@@ -15,7 +15,7 @@ _WHERE = {
     "check_stateful": "state",
     "load_model": "model",
     "load_object": "files",
-    "parse_size": "model",
+    "parse_size": "export",
     "save_model": "model",
     "save_object": "files",
     "store_for": "store",

@@ -93,6 +93,15 @@ def replacing(path: str) -> Iterator[BinaryIO]:
         raise
 
 
+def sync_folder(folder: str) -> None:
+    """Makes the names in a folder durable."""
+    number = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(number)
+    finally:
+        os.close(number)
+
+
 def save_object(obj: Any, path: str | os.PathLike[str], safe_serialization: bool = False) -> None:
     """Saves anything that `torch.save` takes, or a dictionary of tensors as safetensors; the old file stays till then.
 
@@ -128,7 +137,7 @@ def load_object(path: str | os.PathLike[str], *, map_location: Any = "cpu") -> A
     """
     name = os.path.abspath(os.fspath(path))
     with reading(name), open(name, "rb") as file:
-        if _is_safetensors(file):
+        if is_safetensors(file):
             tensors = load_safetensors(file.read())
             return {key: tensor.to(map_location) for key, tensor in tensors.items()}
         return torch.load(file, map_location=map_location, weights_only=True)
@@ -166,8 +175,8 @@ def _only_tensors(obj: Any) -> bool:
     )
 
 
-def _is_safetensors(file: BinaryIO) -> bool:
-    """By its first bytes: the length of a JSON header, then the header."""
+def is_safetensors(file: BinaryIO) -> bool:
+    """Whether a file is one, by its first bytes: the length of a JSON header, then the header."""
     head = file.read(9)
     file.seek(0)
     return len(head) == 9 and head[8:9] == b"{"

@@ -1,0 +1,332 @@
+"""Weights written as others read them, row by row: no rank ever holds a whole model beside its own part.
+
+    entries   names, shapes and dtypes of the whole model, the same on all ranks
+    files     cut by size, whole tensors in each; one rank writes one file
+    turns     each writer asks for the next rows of its file; whoever holds a part of them sends it
+    publish   once every file is whole and durable, rank 0 gives them their names, the index last
+
+A turn moves at most `TURN_BYTES`, many small tensors or a few rows of a large one, and is the most that an export takes
+besides what is there anyway. What fails on one rank fails on all, and leaves what was exported before as it was.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import secrets
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import zip_longest
+from typing import BinaryIO, Protocol
+
+from torch import Tensor
+
+from paceline.base.errors import CheckpointError, Problem
+from paceline.checkpoint.agree import Alone, Peers, agreed, together
+from paceline.checkpoint.files import replacing, sync_folder
+from paceline.checkpoint.weight_files import SafeFile, TorchFile, WeightFile
+from paceline.checkpoint.weights import Entry, Weights, is_part
+from paceline.world.exchange import as_bytes
+
+TURN_BYTES = 64 << 20
+_UNITS = {"": 1, **{f"{unit}{end}": base**power for power, unit in enumerate("KMGTP", 1)
+                    for end, base in (("", 1000), ("B", 1000), ("IB", 1024))}, "B": 1}  # fmt: skip
+
+
+def parse_size(size: int | str) -> int:
+    """Bytes that a size such as 5000, "10GB" or "512MiB" means.
+
+    Raises:
+        CheckpointError: `checkpoint-size`.
+    """
+    if isinstance(size, int) and size > 0:
+        return size
+    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", size) if isinstance(size, str) else None
+    if found and found[2].upper() in _UNITS and float(found[1]) > 0:
+        return int(float(found[1]) * _UNITS[found[2].upper()])
+    raise CheckpointError(
+        "checkpoint-size",
+        f"{size!r} is not a size.",
+        why="a size is a number above 0, with a unit or without",
+        fix='write one such as "10GB", "512MiB" or 1000000',
+    )
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Some rows of a whole tensor: what one message carries.
+
+    Attributes:
+        entry: the tensor.
+        start, stop: along dim 0; a 0-dim tensor has one row.
+    """
+
+    entry: Entry
+    start: int
+    stop: int
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of these rows."""
+        return self.entry.nbytes // max(self.entry.rows, 1) * (self.stop - self.start)
+
+
+class Source(Protocol):
+    """Where whole tensors come from."""
+
+    entries: Sequence[Entry]
+
+    def fetch(self, wanted: Sequence[Sequence[Rows]]) -> list[Tensor]:
+        """The bytes (uint8, CPU) of the rows that this rank wants, in order.
+
+        Args:
+            wanted: for each rank, the rows that it wants; the same on every rank.
+
+        Ranks: all.
+        """
+        ...
+
+
+class Stored:
+    """Tensors in files, for one process.
+
+    Args:
+        weights: the files.
+    """
+
+    def __init__(self, weights: Weights) -> None:
+        self._weights = weights
+        self.entries = list(weights.entries.values())
+
+    def fetch(self, wanted: Sequence[Sequence[Rows]]) -> list[Tensor]:
+        """The bytes of rows, read from the files."""
+        return [as_bytes(self._weights.read(rows.entry.name, _box(rows))) for rows in wanted[0]]
+
+
+def _box(rows: Rows) -> tuple[slice, ...]:
+    if not rows.entry.shape:
+        return ()
+    return (slice(rows.start, rows.stop), *(slice(0, size) for size in rows.entry.shape[1:]))
+
+
+def export_weights(
+    source: Source,
+    directory: str | os.PathLike[str],
+    max_shard_size: int | str = "10GB",
+    safe_serialization: bool = True,
+    peers: Peers | None = None,
+) -> list[str]:
+    """Writes whole tensors into one file or several.
+
+    Args:
+        source: of the tensors.
+        directory: made where it is missing; files of an earlier export there are replaced at the end, others kept.
+        max_shard_size: bytes after which a new file begins; a larger tensor has a file to itself.
+        safe_serialization: safetensors, or else torch's format.
+        peers: the ranks that write together; those that see the folder write, the others send.
+
+    Returns:
+        Names of the files, in order.
+
+    Ranks: all.
+
+    Raises:
+        CheckpointError: `checkpoint-size`, `checkpoint-value`, `checkpoint-not-writable`, `checkpoint-disk-full`,
+            `checkpoint-io`; on every rank, and what was exported before is whole.
+    """
+    peers = peers or Alone()
+    kind: type[WeightFile] = SafeFile if safe_serialization else TorchFile
+    _check_dtypes(source.entries, kind)
+    files = Files(os.fspath(directory), kind, cut(source.entries, parse_size(max_shard_size)))
+    doing = f"saving the model to {files.folder}"
+    token = together(peers, doing, lambda: files.begin() if peers.rank == 0 else "")[0]
+    try:
+        sees = together(peers, doing, lambda: files.join(token))
+        writers = [rank for rank, there in enumerate(sees) if there]
+        step = max(TURN_BYTES // min(len(writers), len(files.parts)), 1 << 16)
+        queues = [turns(files.parts[at :: len(writers)], step) for at in range(len(writers))]
+        for turn in zip_longest(*queues, fillvalue=()):
+            wanted: list[Sequence[Rows]] = [()] * peers.size
+            for writer, rows in zip(writers, turn, strict=True):
+                wanted[writer] = rows
+            data = source.fetch(wanted)
+            agreed(peers, doing, lambda rows=wanted[peers.rank], data=data: files.take(rows, data))
+        agreed(peers, doing, files.close)
+        agreed(peers, doing, files.publish if peers.rank == 0 else lambda: None)
+    except BaseException:
+        files.discard()
+        raise
+    return files.names + files.index_names
+
+
+def cut(entries: Sequence[Entry], limit: int) -> list[list[Entry]]:
+    """Whole tensors in parts of at most `limit` bytes; a larger one alone."""
+    parts: list[list[Entry]] = [[]]
+    filled = 0
+    for entry in entries:
+        if filled and filled + entry.nbytes > limit:
+            parts.append([])
+            filled = 0
+        parts[-1].append(entry)
+        filled += entry.nbytes
+    return parts
+
+
+def turns(parts: Sequence[Sequence[Entry]], step: int) -> Iterator[list[Rows]]:
+    """The rows of some files one after the other, in turns of about `step` bytes, of at least one row."""
+    turn: list[Rows] = []
+    filled = 0
+    for entry in (entry for part in parts for entry in part):
+        each = entry.nbytes // max(entry.rows, 1)
+        start = 0
+        while start < entry.rows or start == entry.rows == 0:
+            room = max((step - filled) // max(each, 1), 0 if turn else 1)
+            rows = Rows(entry, start, min(entry.rows, start + room))
+            if rows.stop > start or not entry.rows:
+                turn.append(rows)
+                filled += rows.nbytes
+                start = rows.stop
+            if not entry.rows:
+                break
+            if start < entry.rows:
+                yield turn
+                turn, filled = [], 0
+    if turn:
+        yield turn
+
+
+class Files:
+    """The files of one export: written under names of their own beside those that they will get.
+
+    Args:
+        directory: where they go.
+        kind: their format.
+        parts: the tensors of each.
+
+    Attributes:
+        folder: the directory, absolute.
+        parts: the tensors of each file, in the order of their bytes.
+        names: of the files.
+        index_names: of the index, where there are several files.
+    """
+
+    def __init__(self, directory: str, kind: type[WeightFile], parts: Sequence[Sequence[Entry]]) -> None:
+        self.folder = os.path.abspath(os.path.expanduser(directory))
+        self.parts = [kind.order(part) for part in parts]
+        self._kind, count = kind, len(parts)
+        several = [f"{kind.stem}-{number:05d}-of-{count:05d}.{kind.ending}" for number in range(1, count + 1)]
+        self.names = several if count > 1 else [f"{kind.stem}.{kind.ending}"]
+        self.index_names = [f"{kind.stem}.{kind.ending}.index.json"] if count > 1 else []
+        self._places = {e.name: name for name, part in zip(self.names, self.parts, strict=True) for e in part}
+        self._entries = [entry for part in parts for entry in part]
+        self._partials: dict[str, str] = {}
+        self._open: tuple[str, BinaryIO, WeightFile] | None = None
+
+    def begin(self) -> str:
+        """Makes the folder and the files, empty; returns what their names have in common. Ranks: the first."""
+        os.makedirs(self.folder, exist_ok=True)
+        for name in os.listdir(self.folder):  # of exports that were cut off
+            left = re.fullmatch(r"\.(.+)\.partial-[0-9a-f]{8}", name)
+            if left and is_part(left[1]):
+                os.remove(os.path.join(self.folder, name))
+        token = secrets.token_hex(4)
+        self.join(token)
+        for partial in self._partials.values():
+            with open(partial, "xb"):
+                pass
+        return token
+
+    def join(self, token: str) -> bool:
+        """Learns the names of the files; whether this rank sees them."""
+        self._partials = {name: os.path.join(self.folder, f".{name}.partial-{token}") for name in self.names}
+        return all(map(os.path.exists, self._partials.values()))
+
+    def take(self, rows: Sequence[Rows], data: Sequence[Tensor]) -> None:
+        """Writes the bytes of some rows, each file from its beginning to its end."""
+        for each, content in zip(rows, data, strict=True):
+            name = self._places[each.entry.name]
+            if self._open is None or self._open[0] != name:
+                self.close()
+                file = open(self._partials[name], "wb")  # noqa: SIM115
+                self._open = name, file, self._kind(file, self.parts[self.names.index(name)])
+            self._open[2].write(each.entry, content, first=each.start == 0)
+
+    def close(self) -> None:
+        """Makes the file at hand durable."""
+        if self._open is not None:
+            _, file, content = self._open
+            with file:
+                content.close()
+                file.flush()
+                os.fsync(file.fileno())
+            self._open = None
+
+    def discard(self) -> None:
+        """Takes away what was written."""
+        if self._open is not None:
+            self._open[1].close()
+            self._open = None
+        for partial in self._partials.values():
+            if os.path.exists(partial):
+                os.remove(partial)
+
+    def publish(self) -> None:
+        """Gives the files their names. Whoever reads meanwhile, or after a crash, finds the old ones or the new ones.
+
+        A reader prefers one file to an index, and safetensors to torch's format. Files cut alike have the names of the old
+        ones: they are first shown under names of their own.
+        """
+        if not self._entries:
+            with open(self._partials[self.names[0]], "wb") as file:
+                self._kind(file, []).close()
+        before = {name for name in os.listdir(self.folder) if is_part(name)}
+        shown = self._show_apart() if self.index_names and before & set(self.names) else []
+        for name, partial in self._partials.items():
+            os.replace(partial, os.path.join(self.folder, name))
+        if self.index_names:
+            self._write_index({name: name for name in self.names})
+        old = before - set(self.names) - set(self.index_names)
+        for name in [*sorted(old, key=_leads, reverse=True), *shown]:
+            os.remove(os.path.join(self.folder, name))
+        sync_folder(self.folder)
+
+    def _show_apart(self) -> list[str]:
+        """Lets an index point to the new files under names that no old file has."""
+        apart = {name: f"{self._kind.stem}-{secrets.token_hex(4)}-{name}" for name in self.names}
+        try:
+            for name, other in apart.items():
+                os.link(self._partials[name], os.path.join(self.folder, other))
+        except OSError:  # no second names here: then a crash leaves no index, rather than one of two models
+            for name in self.index_names:
+                if os.path.exists(os.path.join(self.folder, name)):
+                    os.remove(os.path.join(self.folder, name))
+            return [name for name in apart.values() if os.path.exists(os.path.join(self.folder, name))]
+        self._write_index(apart)
+        return list(apart.values())
+
+    def _write_index(self, called: Mapping[str, str]) -> None:
+        total = sum(entry.nbytes for entry in self._entries)
+        places = {entry.name: called[self._places[entry.name]] for entry in self._entries}
+        with replacing(os.path.join(self.folder, self.index_names[0])) as file:
+            file.write(json.dumps({"metadata": {"total_size": total}, "weight_map": places}, indent=1).encode())
+
+
+def _leads(name: str) -> bool:
+    """Whether a reader begins with this file: it goes first."""
+    return re.search(r"-\d+-of-\d+\.", name) is None
+
+
+def _check_dtypes(entries: Sequence[Entry], kind: type[WeightFile]) -> None:
+    problems = [
+        Problem(
+            "checkpoint-value",
+            f"{entry.name} is of {entry.dtype}, which a {kind.ending} file does not hold.",
+            why="the format knows the usual types of numbers alone",
+            fix="convert it before it is saved, or save with safe_serialization=False",
+        )
+        for entry in entries
+        if not kind.holds(entry)
+    ]
+    if problems:
+        raise CheckpointError.of(problems)

@@ -1,0 +1,145 @@
+"""`Held`: the weights of a model as ranks hold them, whole or in parts, and how rows of it come to whoever writes them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from math import prod
+
+import torch
+from torch import Tensor, nn
+
+from paceline.base.errors import CheckpointError
+from paceline.checkpoint.agree import Alone, Peers, agreed, shared_among
+from paceline.checkpoint.export import Rows
+from paceline.checkpoint.module_state import ModuleState
+from paceline.checkpoint.weights import Entry
+from paceline.world.exchange import as_bytes
+from paceline.world.parts import Part, deliver, part_of_whole, regions, rows_between, size_of
+from paceline.world.sharded import local
+
+
+class Held:
+    """A model's tensors, a tied one once, without the names that wrappers add.
+
+    Args:
+        tensors: this rank's, by name; what is no DTensor is whole.
+        peers: the ranks that hold the model; None for this one alone.
+        order: names of the whole model; what it does not name follows in the order of the ranks.
+
+    Attributes:
+        entries: the whole model, the same on all ranks.
+
+    Ranks: all make it; two `gather_object`s.
+    """
+
+    def __init__(self, tensors: Mapping[str, Tensor], peers: Peers | None = None, order: Iterable[str] = ()) -> None:
+        self._peers = peers or Alone()
+        self._tensors = {name: local(tensor.detach()) for name, tensor in tensors.items()}
+        told = {
+            name: [str(tensor.dtype).removeprefix("torch."), list(tensor.shape), part_of_whole(tensor)]
+            for name, tensor in tensors.items()
+        }
+        ranks = [json.loads(text) for text in shared_among(self._peers, json.dumps(told))]
+        found: dict[str, Entry] = {}
+        self._holders: dict[str, dict[Part, int]] = {}
+        for rank, theirs in enumerate(ranks):
+            for name, (dtype, shape, part) in theirs.items():
+                found.setdefault(name, Entry(name, tuple(shape), getattr(torch, dtype)))
+                # Ranks that hold the same are taken to hold equal bytes; where they do not, the lowest one counts.
+                self._holders.setdefault(name, {}).setdefault(_tuples(part), rank)
+        places = {name: place for place, name in enumerate(dict.fromkeys([*order, *found]))}
+        self.entries = sorted(found.values(), key=lambda entry: places[entry.name])
+
+    @classmethod
+    def of(
+        cls,
+        module: nn.Module,
+        peers: Peers | None = None,
+        order: Iterable[str] = (),
+        tied: Mapping[str, str] | None = None,
+    ) -> Held:
+        """Reads a module, wrapped or not.
+
+        Args:
+            module, peers, order: as above.
+            tied: other names of tied parameters -> the first; a stage of a pipeline may hold one under another name alone.
+
+        Raises:
+            CheckpointError: `checkpoint-value`, on all ranks.
+        """
+        state = agreed(peers or Alone(), "reading the model", lambda: _tensors_alone(ModuleState.of(module)))
+        tensors: dict[str, Tensor] = {}
+        for name, tensor in state.items():
+            tensors.setdefault((tied or {}).get(name, name), tensor)
+        return cls(tensors, peers, order)
+
+    def fetch(self, wanted: Sequence[Sequence[Rows]]) -> list[Tensor]:
+        """The bytes of the rows that this rank wants, from the ranks that hold them. Ranks: all."""
+        me = self._peers.rank
+        outgoing: dict[int, list[Tensor]] = {}
+        incoming: dict[int, int] = {}
+        for writer, theirs in enumerate(wanted):
+            for rows in theirs:
+                for part, rank in self._holders[rows.entry.name].items():
+                    if rank == me != writer:
+                        outgoing.setdefault(writer, []).append(self._bytes(rows, part))
+                    elif rank != me == writer:
+                        incoming[rank] = incoming.get(rank, 0) + _share(rows, part)[1]
+        packed = {rank: torch.cat(data).cpu() for rank, data in outgoing.items()}
+        packed = {rank: data for rank, data in packed.items() if data.numel()}
+        incoming = {rank: count for rank, count in incoming.items() if count}
+        arrived = deliver(getattr(self._peers, "group", None), packed, incoming)
+        return [self._whole(rows, arrived) for rows in wanted[me]]
+
+    def _whole(self, rows: Rows, arrived: dict[int, Tensor]) -> Tensor:
+        """The bytes of some rows, put together; takes them off the front of what arrived."""
+        shape = (rows.stop - rows.start, *rows.entry.shape[1:]) if rows.entry.shape else ()
+        holders = self._holders[rows.entry.name]
+        whole = None if len(holders) == 1 else torch.empty(shape, dtype=rows.entry.dtype, device="cpu")
+        for part, rank in holders.items():
+            within, count = _share(rows, part)
+            if rank == self._peers.rank:
+                data = self._bytes(rows, part).cpu()
+            elif count:
+                data, arrived[rank] = arrived[rank][:count], arrived[rank][count:]
+            if whole is None:
+                return data if count else torch.empty(0, dtype=torch.uint8, device="cpu")
+            if count:
+                if data.storage_offset() % rows.entry.dtype.itemsize:
+                    data = data.clone()
+                own = data.view(rows.entry.dtype).view([size_of(runs) for runs in within])
+                for there, here in regions(within):
+                    whole[there] = own[here]
+        assert whole is not None, "each tensor has a holder"
+        return as_bytes(whole)
+
+    def _bytes(self, rows: Rows, part: Part) -> Tensor:
+        """This rank's part of some rows, where it lies."""
+        tensor = self._tensors[rows.entry.name]
+        if not part:
+            return as_bytes(tensor)
+        _, first, last = rows_between(part, rows.start, rows.stop)
+        return as_bytes(tensor[first:last])
+
+
+def _share(rows: Rows, part: Part) -> tuple[Part, int]:
+    """What of some rows a part holds, counted from the first of them, and its bytes."""
+    within = rows_between(part, rows.start, rows.stop)[0] if part else ()
+    return within, prod(size_of(runs) for runs in within) * rows.entry.dtype.itemsize
+
+
+def _tuples(part: Sequence[Sequence[Sequence[int]]]) -> Part:
+    return tuple(tuple((start, stop) for start, stop in runs) for runs in part)
+
+
+def _tensors_alone(state: ModuleState) -> dict[str, Tensor]:
+    if state.values:
+        name = next(iter(state.values))
+        raise CheckpointError(
+            "checkpoint-value",
+            f"{name} is a {type(state.values[name]).__qualname__}, which a file of weights does not hold.",
+            why="the module puts more than tensors into its state_dict",
+            fix="save the whole state with save_state, or give `state_dict` without it",
+        )
+    return state.tensors

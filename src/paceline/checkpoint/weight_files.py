@@ -1,0 +1,195 @@
+"""Files of weights, written as tensors arrive: the head first, then each tensor's bytes, nothing kept in memory.
+
+SafeFile    byte for byte what `safetensors.torch.save_file` would write
+TorchFile   what `torch.load` reads (also with `mmap=True`): a zip of `data.pkl` and one record for each tensor
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import pickle
+import struct
+import zipfile
+from collections import OrderedDict
+from collections.abc import Sequence
+from typing import Any, BinaryIO, Protocol
+
+import torch
+from safetensors.torch import _TYPES
+from torch import Tensor
+
+from paceline.checkpoint.weights import Entry
+
+# In the order of the format's own writer, which puts the widest first so that all lie where they may.
+_ORDER = (
+    "BOOL", "U8", "I8", "F8_E5M2", "F8_E4M3", "F8_E4M3FNUZ", "F8_E5M2FNUZ", "I16", "U16", "F16", "BF16", "I32", "U32",
+    "F32", "C64", "F64", "I64", "U64",
+)  # fmt: skip
+_NAMES = {dtype: name for name, dtype in _TYPES.items()}
+_ALIGNED = 64
+
+
+class WeightFile(Protocol):
+    """A file that is being written.
+
+    Attributes:
+        stem, ending: of its name.
+    """
+
+    stem: str
+    ending: str
+
+    def __init__(self, file: BinaryIO, entries: Sequence[Entry]) -> None: ...
+
+    @staticmethod
+    def holds(entry: Entry) -> bool:
+        """Whether the format knows the tensor's dtype."""
+        ...
+
+    @staticmethod
+    def order(entries: Sequence[Entry]) -> list[Entry]:
+        """The order in which the tensors' bytes follow."""
+        ...
+
+    def write(self, entry: Entry, data: Tensor, *, first: bool) -> None:
+        """The next bytes: of `entry`, beginning with it or going on."""
+        ...
+
+    def close(self) -> None:
+        """The end of the file."""
+        ...
+
+
+class SafeFile:
+    """A file in the safetensors format."""
+
+    stem, ending = "model", "safetensors"
+
+    def __init__(self, file: BinaryIO, entries: Sequence[Entry]) -> None:
+        head: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+        start = 0
+        for entry in entries:
+            stop = start + entry.nbytes
+            kind = _NAMES[entry.dtype]
+            head[entry.name] = {"dtype": kind, "shape": list(entry.shape), "data_offsets": [start, stop]}
+            start = stop
+        text = json.dumps(head, separators=(",", ":"), ensure_ascii=False).encode()
+        text += b" " * (-len(text) % 8)
+        self._file = file
+        file.write(struct.pack("<Q", len(text)) + text)
+
+    @staticmethod
+    def holds(entry: Entry) -> bool:
+        """Whether the format knows the tensor's dtype."""
+        return entry.dtype in _NAMES
+
+    @staticmethod
+    def order(entries: Sequence[Entry]) -> list[Entry]:
+        """Wide numbers first, then by name."""
+        return sorted(sorted(entries, key=lambda e: e.name), key=lambda e: -_ORDER.index(_NAMES[e.dtype]))
+
+    def write(self, entry: Entry, data: Tensor, *, first: bool) -> None:
+        """The next bytes."""
+        self._file.write(memoryview(data.numpy()))
+
+    def close(self) -> None:
+        """Nothing follows the tensors."""
+
+
+class TorchFile:
+    """A file as `torch.save` writes it."""
+
+    stem, ending = "pytorch_model", "bin"
+
+    def __init__(self, file: BinaryIO, entries: Sequence[Entry]) -> None:
+        self._file = file
+        self._zip = zipfile.ZipFile(file, "w", zipfile.ZIP_STORED)
+        self._record: Any = None
+        self._numbers = {entry.name: number for number, entry in enumerate(entries)}
+        self._put("data.pkl", _pickled(entries))
+        self._put("byteorder", b"little")
+
+    @staticmethod
+    def holds(entry: Entry) -> bool:
+        """Whether the format knows the tensor's dtype: it knows all."""
+        return True
+
+    @staticmethod
+    def order(entries: Sequence[Entry]) -> list[Entry]:
+        """As in the model."""
+        return list(entries)
+
+    def write(self, entry: Entry, data: Tensor, *, first: bool) -> None:
+        """The next bytes."""
+        if first:
+            self._begin(f"data/{self._numbers[entry.name]}")
+        self._record.write(memoryview(data.numpy()))
+
+    def close(self) -> None:
+        """The list of records."""
+        self._put("version", b"3\n")
+        self._record.close()
+        self._zip.close()
+
+    def _put(self, name: str, data: bytes) -> None:
+        self._begin(name)
+        self._record.write(data)
+
+    def _begin(self, name: str) -> None:
+        if self._record is not None:
+            self._record.close()
+        told = zipfile.ZipInfo(f"archive/{name}")
+        # 30 bytes and the name, 20 for lengths above 4 GB, 4 for the filling itself: numbers lie where they may when mapped.
+        head = self._file.tell() + 30 + len(told.filename) + 20 + 4
+        told.extra = struct.pack("<2sH", b"FB", -head % _ALIGNED) + b"Z" * (-head % _ALIGNED)
+        self._record = self._zip.open(told, "w", force_zip64=True)
+
+
+class _Storage:
+    """Stands for a tensor's memory in a pickle."""
+
+    def __init__(self, number: int, entry: Entry) -> None:
+        self.number, self.entry = number, entry
+
+
+class _Whole:
+    """Stands for a tensor in a pickle: reads as one."""
+
+    def __init__(self, number: int, entry: Entry) -> None:
+        self.number, self.entry = number, entry
+
+    def __reduce__(self) -> Any:
+        entry = self.entry
+        strides, stride = [], 1
+        for size in reversed(entry.shape):
+            strides.insert(0, stride)
+            stride *= max(size, 1)
+        told = (_Storage(self.number, entry), 0, entry.shape, tuple(strides), False, OrderedDict())
+        if _typed(entry.dtype):
+            return torch._utils._rebuild_tensor_v2, told
+        return torch._utils._rebuild_tensor_v3, (*told, entry.dtype)
+
+
+class _Pickler(pickle.Pickler):
+    """Writes memory as a reference to its record, as `torch.save` does."""
+
+    def persistent_id(self, obj: Any) -> Any:
+        if not isinstance(obj, _Storage):
+            return None
+        kind, entry = _typed(obj.entry.dtype), obj.entry
+        storage = getattr(torch, kind) if kind else torch.storage.UntypedStorage
+        count = entry.nbytes // (entry.dtype.itemsize if kind else 1)
+        return "storage", storage, str(obj.number), "cpu", count
+
+
+def _typed(dtype: torch.dtype) -> str | None:
+    """Name of torch's old kind of storage for a dtype; newer ones have none."""
+    return torch.storage._dtype_to_storage_type_map().get(dtype)
+
+
+def _pickled(entries: Sequence[Entry]) -> bytes:
+    file = io.BytesIO()
+    wholes = {entry.name: _Whole(number, entry) for number, entry in enumerate(entries)}
+    _Pickler(file, protocol=2).dump(wholes)
+    return file.getvalue()
