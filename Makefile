@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 # The stamp carries a checksum of what was installed and where: unchanged pins mean no install and no network.
 STAMP := .venv/.setup-done-$(shell cat constraints.txt pyproject.toml | (cat; pwd) | cksum | cut -d' ' -f1)
-EXTRAS := dev,docs,examples,notebook,tensorboard
+EXTRAS := dev,docs,examples,notebook,s3,tensorboard
 # Two workers: test processes spend much of their time waiting for each other. `make test JOBS=8` on a larger machine.
 JOBS ?= 2
 ARGS ?=

@@ -31,12 +31,12 @@ class LocalStore:
     """Folders of this machine, or of a file system that all hosts mount."""
 
     def serves(self, path: str) -> bool:
-        """Every path without a scheme."""
-        return "://" not in path
+        """Every path without a scheme, and `file://`."""
+        return "://" not in path or path.startswith("file://")
 
     def resolve(self, path: str) -> str:
         """The absolute path."""
-        return os.path.abspath(os.path.expanduser(path))
+        return os.path.abspath(os.path.expanduser(path.removeprefix("file://")))
 
     def join(self, folder: str, *names: str) -> str:
         """Path of a name within a folder."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable, Collection, Mapping
 from typing import BinaryIO, Protocol
 
@@ -10,6 +11,7 @@ from paceline.base.errors import CheckpointError
 from paceline.base.registry import Registry
 
 STORES = Registry("paceline.checkpoint", "STORE", "paceline.stores")
+_PATHLIB = re.compile(r"[a-z][a-z0-9+.-]+:/[^/]")
 
 
 class Store(Protocol):
@@ -103,6 +105,13 @@ def store_for(path: str | os.PathLike[str]) -> Store:
         CheckpointError: `checkpoint-store`, where none does.
     """
     text = os.fspath(path)
+    if _PATHLIB.match(text):
+        raise CheckpointError(
+            "checkpoint-store",
+            f"{text!r} was a URL and has lost a slash.",
+            why="pathlib folds `//` into `/`",
+            fix=f"give URLs as text: {text.replace(':/', '://', 1)!r}",
+        )
     for store in STORES:
         if store.serves(text):
             return store  # type: ignore[no-any-return]

@@ -1,0 +1,162 @@
+"""The lock of a prefix on a store that has no locks: an object that says who writes, renewed while its process lives.
+
+    take     nothing there         written under the condition that nothing is there (S3 and most others keep to it)
+             a live one            `checkpoint-locked`, once it was seen to be renewed
+             a dead one            taken over: at once if its process died on this host, else when nobody has renewed it
+                                   for `LEASE_S` by this host's own clock (clocks of hosts are never compared)
+    renew    every `RENEW_S`, by a thread; who finds another's name there has lost it, and says so
+    check    before a manifest is written: a process that slept through its lease publishes nothing
+
+Guaranteed: two runs that start at different times never both publish into a prefix, and a stopped one that wakes up does
+not either, but for the moment between `check` and the manifest. Not guaranteed: one of two runs that start within the same
+moment, on a store without conditional writes, learns of the other only at its next renewal or save.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import secrets
+import threading
+import time
+from collections.abc import Mapping
+
+from paceline.base.errors import CheckpointError
+from paceline.checkpoint import objects
+from paceline.checkpoint.lock import locked
+
+_log = logging.getLogger("paceline.checkpoint")
+LEASE_S = 30.0
+RENEW_S = 8.0
+_LOOK_S = 1.0
+
+
+class Lease:
+    """A lease that is held from its construction on.
+
+    Args:
+        url: of the object.
+        folder: what it guards, for errors.
+        who: this run.
+
+    Attributes:
+        times: how often this process asked for it; its owner counts.
+
+    Raises:
+        CheckpointError: `checkpoint-locked`.
+    """
+
+    def __init__(self, url: str, folder: str, who: Mapping[str, str]) -> None:
+        self.folder, self.times = folder, 0
+        self._url, self._pid = url, os.getpid()
+        self._who = {**who, "id": secrets.token_hex(8), "process": _process(self._pid)}
+        self._beat = 0
+        self._take()
+        self._end = threading.Event()
+        self._thread = threading.Thread(target=self._renew, name="paceline-lease", daemon=True)
+        self._thread.start()
+
+    def mine(self) -> bool:
+        """Whether this process took it; a forked child did not."""
+        return self._pid == os.getpid()
+
+    def check(self) -> None:
+        """Asks the store whether this run holds it still.
+
+        Raises:
+            CheckpointError: `checkpoint-locked`.
+        """
+        there = self._read()
+        if there is None:
+            self._take()
+        elif there.get("id") != self._who["id"]:
+            raise locked(self.folder, there)
+
+    def release(self) -> None:
+        """Ends the renewal and takes the object away."""
+        self._end.set()
+        self._thread.join()
+        try:
+            if (self._read() or {}).get("id") == self._who["id"]:
+                objects.delete(self._url)
+        except CheckpointError as error:
+            _log.warning("could not free %s (%s); it is free in %.0f s", self.folder, error, LEASE_S)
+
+    def _take(self) -> None:
+        while (there := self._read()) is not None or not objects.write(self._url, self._content(), create=True):
+            if there is None:
+                continue
+            if not _ended(there) and not self._expires(there):
+                raise locked(self.folder, there)
+            objects.write(self._url, self._content())
+            time.sleep(_LOOK_S)  # whoever saw the same has written by now, and the last one has it
+            there = self._read() or {}
+            if there.get("id") != self._who["id"]:
+                raise locked(self.folder, there)
+            return
+
+    def _expires(self, there: dict[str, str]) -> bool:
+        """Whether nobody renews a lease for as long as one lasts; waits for it."""
+        if _lives(there):
+            return False
+        _log.info(
+            "%s was held by %s on %s; waiting for a sign of life", self.folder, there.get("pid"), there.get("host")
+        )
+        until = time.monotonic() + LEASE_S
+        while time.monotonic() < until:
+            time.sleep(_LOOK_S)
+            if self._read() not in (there, None):
+                return False
+        return True
+
+    def _renew(self) -> None:
+        while not self._end.wait(RENEW_S):
+            try:
+                there = self._read()
+                if there is not None and there.get("id") != self._who["id"]:
+                    _log.error("%s: this run saves no more there", locked(self.folder, there))
+                    return
+                self._beat += 1
+                objects.write(self._url, self._content())
+            except CheckpointError as error:
+                _log.warning("could not renew the lease of %s, which lasts %.0f s: %s", self.folder, LEASE_S, error)
+
+    def _content(self) -> bytes:
+        return json.dumps({**self._who, "beat": str(self._beat)}).encode()
+
+    def _read(self) -> dict[str, str] | None:
+        content = objects.read(self._url)
+        if content is None:
+            return None
+        try:
+            read = json.loads(content)
+        except ValueError:
+            return {}
+        return {str(key): str(value) for key, value in read.items()} if isinstance(read, dict) else {}
+
+
+def _process(pid: int) -> str:
+    """A name of a process that no other ever has: the system's start, its space of numbers, its own start; empty elsewhere."""
+    try:
+        with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
+            system = file.read().strip()
+        with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as file:
+            started = file.read().rpartition(")")[2].split()[19]
+        return f"{system} {os.readlink(f'/proc/{os.getpid()}/ns/pid')} {started}"
+    except OSError:
+        return ""
+
+
+def _local(there: dict[str, str]) -> bool:
+    """Whether the number of a process means here what it meant to whoever wrote it."""
+    theirs, ours = there.get("process", "").split(), _process(os.getpid()).split()
+    return bool(theirs) and theirs[:2] == ours[:2] and there.get("pid", "").isdigit()
+
+
+def _lives(there: dict[str, str]) -> bool:
+    return _local(there) and _process(int(there["pid"])) == there["process"]
+
+
+def _ended(there: dict[str, str]) -> bool:
+    return _local(there) and _process(int(there["pid"])) != there["process"]

@@ -1,0 +1,183 @@
+"""Single requests to whatever serves a URL, through fsspec: each ends within seconds, and refusals are coded errors."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+from paceline.base.errors import CheckpointError
+from paceline.checkpoint.remote_errors import telling
+
+ANSWER_S = 10.0
+_LISTING_S = 120.0
+_SMALL = 1 << 16
+# botocore waits up to 60 s for a connection and s3fs tries five times on top: minutes until an error.
+_S3_PATIENCE = {"connect_timeout": 5, "read_timeout": 30, "retries": {"mode": "standard", "total_max_attempts": 3}}
+
+
+def scheme(url: str) -> str:
+    """`s3` of `s3://bucket/run`; empty for a path."""
+    return url.partition("://")[0] if "://" in url else ""
+
+
+@cache
+def known(protocol: str) -> bool:
+    """Whether fsspec knows a protocol; its package may be missing still."""
+    from fsspec import available_protocols
+
+    return protocol in available_protocols()
+
+
+def filesystem(url: str) -> Any:
+    """The file system of a URL; fsspec keeps one for each process and set of options.
+
+    Raises:
+        CheckpointError: `checkpoint-store`, where its package is not installed.
+    """
+    import fsspec
+    from fsspec.config import conf
+
+    protocol = scheme(url)
+    options: dict[str, Any] = {"use_listings_cache": False}
+    if protocol in ("s3", "s3a"):
+        options["config_kwargs"] = {**_S3_PATIENCE, **conf.get(protocol, {}).get("config_kwargs", {})}
+    try:
+        found = fsspec.filesystem(protocol, **options)
+    except ImportError as error:
+        raise CheckpointError(
+            "checkpoint-store",
+            f"{url} needs a package that is not installed.",
+            why=str(error),
+            fix='`pip install "paceline[s3]"`' if protocol in ("s3", "s3a") else "install what the reason names",
+        ) from None
+    if protocol in ("s3", "s3a"):
+        found.retries = 2
+    return found
+
+
+def _ask(url: str, request: str, *args: Any, within_s: float = ANSWER_S, **options: Any) -> Any:
+    fs = filesystem(url)
+    path = fs._strip_protocol(url)
+    with telling(url):
+        if not fs.async_impl:
+            return getattr(fs, request)(path, *args, **options)
+        from fsspec.asyn import sync
+
+        return sync(fs.loop, getattr(fs, f"_{request}"), path, *args, timeout=within_s, **options)
+
+
+def kind(url: str) -> str:
+    """`file` or `directory`, or empty where nothing lies there."""
+    try:
+        return str(_ask(url, "info")["type"])
+    except FileNotFoundError:
+        return ""
+
+
+def size(url: str) -> int:
+    """Bytes of a file; FileNotFoundError where there is none."""
+    found = _ask(url, "info")
+    if found["type"] != "file":
+        raise FileNotFoundError(2, os.strerror(2), url)
+    return int(found["size"])
+
+
+def names(url: str) -> list[str]:
+    """Names directly under a prefix, sorted."""
+    return sorted(_below(url, lambda: _ask(url, "ls", detail=True, within_s=_LISTING_S)))
+
+
+def sizes(url: str) -> dict[str, int]:
+    """Every object under a prefix by its relative name, and its bytes."""
+    found = _below(url, lambda: _ask(url, "find", detail=True, within_s=_LISTING_S).values())
+    return {name: int(entry["size"] or 0) for name, entry in sorted(found.items()) if entry["type"] == "file"}
+
+
+def _below(url: str, listing: Callable[[], Any]) -> dict[str, Any]:
+    root = filesystem(url)._strip_protocol(url).rstrip("/") + "/"
+    try:
+        entries = listing()
+    except (FileNotFoundError, NotADirectoryError):
+        return {}
+    found = {entry["name"]: entry for entry in entries}
+    return {
+        name[len(root) :].rstrip("/"): entry for name, entry in found.items() if name.startswith(root) and name != root
+    }
+
+
+def read(url: str) -> bytes | None:
+    """The content of a small object; None where there is none."""
+    try:
+        return bytes(_ask(url, "cat_file", start=0, end=_SMALL))
+    except FileNotFoundError:
+        return None
+
+
+def write(url: str, content: bytes | bytearray, *, create: bool = False, within_s: float = ANSWER_S) -> bool:
+    """Writes an object at once; with `create`, false where one lies there already."""
+    try:
+        _ask(url, "pipe_file", bytes(content), within_s=within_s, **({"mode": "create"} if create else {}))
+    except FileExistsError:
+        return False
+    except CheckpointError as error:
+        if create and _exists_already(error.__cause__):
+            return False
+        raise
+    return True
+
+
+def _exists_already(error: BaseException | None) -> bool:
+    """Stores differ in how they say that a condition of a write did not hold."""
+    while error is not None:
+        response = getattr(error, "response", None)
+        if isinstance(response, dict):
+            return response.get("Error", {}).get("Code") in (
+                "PreconditionFailed",
+                "ConditionalRequestConflict",
+                "412",
+                "409",
+            )
+        error = error.__cause__
+    return False
+
+
+def delete(url: str) -> None:
+    """Deletes one object; none there is as well."""
+    try:
+        _ask(url, "rm_file")
+    except FileNotFoundError:
+        return
+
+
+def delete_all(url: str) -> None:
+    """Deletes every object under a prefix, in as few requests as the store allows."""
+    if sizes(url):
+        try:
+            _ask(url, "rm", recursive=True, within_s=_LISTING_S)
+        except FileNotFoundError:
+            return
+
+
+def abort_uploads(url: str) -> int:
+    """Ends uploads in parts below a prefix that nobody completes any more: S3 bills their parts. Returns how many."""
+    fs = filesystem(url)
+    if not hasattr(fs, "_list_multipart_uploads"):
+        return 0
+    bucket, key, _ = fs.split_path(url)
+    from fsspec.asyn import sync
+
+    with telling(url):
+        answer = sync(
+            fs.loop,
+            fs._call_s3,
+            "list_multipart_uploads",
+            Bucket=bucket,
+            Prefix=f"{key.rstrip('/')}/",
+            timeout=ANSWER_S,
+        )
+        stale = answer.get("Uploads", [])
+        for upload in stale:
+            sync(fs.loop, fs._abort_mpu, bucket, upload["Key"], upload["UploadId"], timeout=ANSWER_S)
+    return len(stale)

@@ -1,0 +1,200 @@
+"""Every URL that fsspec serves: s3://, gs://, az://, memory:// ...
+
+Such stores have no rename, so that a save writes each time into a folder of its own, and the manifest, which is one object
+and replaced at once, says which folder that is (`Manifest.within`). Till then the old one says where the old files are.
+
+    RUN/checkpoints/checkpoint_7/manifest.json            last, in one request
+    RUN/checkpoints/checkpoint_7/save-1f0c.../__0_0.distcp, .metadata, state.json ...
+    RUN/checkpoints/.saving/checkpoint_7.save-1f0c...     while a save or a removal is under way
+
+stage     the mark in `.saving`: also the first thing to fail where there are no credentials, no bucket, nobody there
+publish   the manifest; then what it replaced is deleted, and the mark
+recover   for each mark: folders of saves that the manifest does not name are deleted, uploads in parts are ended
+remove    a mark, the manifest, the rest, the mark
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+import secrets
+import threading
+from collections.abc import Callable, Collection, Mapping
+from typing import Any, BinaryIO, cast
+
+from paceline.base.errors import CheckpointError
+from paceline.checkpoint import objects
+from paceline.checkpoint.lease import Lease
+from paceline.checkpoint.manifest import NAME
+from paceline.checkpoint.remote_files import Upload, open_reader
+
+_log = logging.getLogger("paceline.checkpoint")
+_MARKS = ".saving"
+_SAVE = re.compile(r"save-[0-9a-f]{16}")
+_MARK = re.compile(r"(.*)\.(save-[0-9a-f]{16}|removing)")
+_LOCAL = ("file", "local")
+
+
+class RemoteStore:
+    """Objects behind a URL."""
+
+    def __init__(self) -> None:
+        self._leases: dict[str, Lease] = {}
+        self._guard = threading.Lock()
+
+    def serves(self, path: str) -> bool:
+        """URLs of every protocol that fsspec knows, but for files of this machine."""
+        protocol = objects.scheme(path)
+        return bool(protocol) and protocol not in _LOCAL and objects.known(protocol)
+
+    def resolve(self, path: str) -> str:
+        """The URL without slashes at its end."""
+        return path.rstrip("/") if not path.endswith("://") else path
+
+    def join(self, folder: str, *names: str) -> str:
+        """URL of a name within a prefix."""
+        return "/".join([folder.rstrip("/"), *names])
+
+    def parent(self, path: str) -> tuple[str, str]:
+        """The prefix that holds `path`, and its name there; a bucket holds itself, under no name."""
+        folder, _, name = self.resolve(path).rpartition("/")
+        return (path, "") if folder.endswith(("://", ":/")) else (folder, name)
+
+    def exists(self, path: str) -> bool:
+        """Whether an object or a prefix lies at `path`; the place of a save is there from its mark on."""
+        return bool(objects.kind(path)) or self._is_marked(path)
+
+    def folder(self, path: str) -> bool:
+        """Whether `path` is a prefix of objects."""
+        return objects.kind(path) == "directory"
+
+    def list(self, folder: str) -> list[str]:
+        """Names directly under a prefix, sorted."""
+        return objects.names(folder)
+
+    def files(self, folder: str) -> dict[str, int]:
+        """Every object under a prefix, by its relative name, and its bytes."""
+        return objects.sizes(folder)
+
+    def open(self, path: str, mode: str) -> BinaryIO:
+        """Opens an object; a written one is there, durable, when it is closed without an error."""
+        return open_reader(path) if mode == "rb" else cast(BinaryIO, Upload(path))
+
+    def remove(self, path: str) -> None:
+        """Removes an object or all of a prefix; of a checkpoint the manifest first."""
+        if objects.kind(path) == "file":
+            objects.delete(path)
+            return
+        home, name = self.parent(path)
+        mark = self._mark(home, name) if _SAVE.fullmatch(name) else self._mark(path, "removing")
+        objects.write(mark, b"")
+        objects.delete(self.join(path, NAME))
+        objects.delete_all(path)
+        objects.abort_uploads(path)
+        objects.delete(mark)
+
+    def stage(self, path: str) -> str:
+        """Marks that a save into `path` is under way, and names the folder in it that it writes."""
+        save = f"save-{secrets.token_hex(8)}"
+        objects.write(self._mark(path, save), b"")
+        return self.join(path, save)
+
+    def publish(self, staged: str, path: str, *, last: str, replaces: Collection[str] | None) -> None:
+        """Writes the manifest; the files stay where they are."""
+        save = self.parent(staged)[1]
+        with self.open(self.join(staged, last), "rb") as file:
+            manifest: dict[str, Any] = json.loads(file.read())
+        for lease in self._over(path):
+            lease.check()
+        with self.open(self.join(path, last), "wb") as out:
+            out.write(json.dumps({**manifest, "within": save}, indent=1).encode())
+        try:
+            objects.delete(self.join(staged, last))
+            for name in replaces or ():
+                if name != last and not _SAVE.match(name):
+                    objects.delete(self.join(path, name))
+            self._sweep(path, save)
+            objects.delete(self._mark(path, save))
+        except (
+            CheckpointError
+        ) as error:  # it is published: what is left over costs room, and the mark tells the next save
+            _log.warning("saved %s, but could not delete what it replaced: %s", path, error)
+
+    def recover(
+        self,
+        folder: str,
+        mine: Callable[[str], bool],
+        owned: Callable[[str], Collection[str] | None],
+        *,
+        clean: bool = True,
+    ) -> None:
+        """Deletes what saves and removals that did not end have left; there is nothing that a reader would miss."""
+        for entry in self.list(self.join(folder, _MARKS)) if clean else ():
+            found = _MARK.fullmatch(entry)
+            if found is None or not mine(found[1]):
+                continue
+            home = self.join(folder, found[1]) if found[1] else folder
+            try:
+                within = self._within(home)
+            except (ValueError, AttributeError):
+                _log.warning("the manifest of %s is damaged: what an unfinished save left there stays", home)
+                continue
+            if within is None and found[2] == "removing":
+                objects.delete_all(home)
+            self._sweep(home, within)
+            objects.abort_uploads(home)
+            objects.delete(self.join(folder, _MARKS, entry))
+
+    def hold(self, folder: str, who: Mapping[str, str]) -> Callable[[], None]:
+        """A lease that this process renews, on the object `.NAME.lock` beside the folder; see `lease`."""
+        home, name = self.parent(folder)
+        key = self.join(home, f".{name}.lock")
+        with self._guard:
+            lease = self._leases.get(key)
+            if lease is None or not lease.mine():
+                lease = self._leases[key] = Lease(key, folder, who)
+            lease.times += 1
+        given = [lease]
+
+        def release() -> None:
+            with self._guard:
+                if not given or not lease.mine():
+                    return
+                given.clear()
+                lease.times -= 1
+                if not lease.times:
+                    self._leases.pop(key, None)
+                    lease.release()
+
+        return release
+
+    def _over(self, path: str) -> list[Lease]:
+        """Leases of this process on a checkpoint or on the folder that holds it."""
+        places = (path, self.parent(path)[0])
+        return [lease for lease in self._leases.values() if lease.mine() and lease.folder in places]
+
+    def _mark(self, path: str, what: str) -> str:
+        folder, name = self.parent(path)
+        return self.join(folder, _MARKS, f"{name}.{what}")
+
+    def _is_marked(self, path: str) -> bool:
+        home, name = self.parent(path)
+        return _SAVE.fullmatch(name) is not None and bool(objects.kind(self._mark(home, name)))
+
+    def _within(self, home: str) -> str | None:
+        """Which save the manifest names, empty where it names none; None where there is no manifest."""
+        try:
+            with self.open(self.join(home, NAME), "rb") as file:
+                return str(json.loads(file.read()).get("within", ""))
+        except FileNotFoundError:
+            return None
+
+    def _sweep(self, home: str, keep: str | None) -> None:
+        """Deletes the folders of all saves but one."""
+        for name in self.list(home):
+            if _SAVE.fullmatch(name) and name != keep:
+                objects.delete_all(self.join(home, name))
+
+
+STORE = RemoteStore()

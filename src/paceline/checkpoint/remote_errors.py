@@ -1,0 +1,100 @@
+"""What a remote store refuses, told as coded errors: no credentials, no bucket, nobody there.
+
+Each file system of fsspec raises its own kinds; they are told apart by the code of the store's answer where there is one,
+and else by the names of the kinds, so that none of their packages is needed here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from paceline.base.errors import CheckpointError
+
+_NO_CREDENTIALS = {
+    "InvalidAccessKeyId", "SignatureDoesNotMatch", "ExpiredToken", "InvalidToken", "AccessDenied", "403", "Forbidden",
+    "InvalidClientTokenId", "AllAccessDisabled", "RequestTimeTooSkewed", "401",
+}  # fmt: skip
+_NO_BUCKET = {"NoSuchBucket", "InvalidBucketName"}
+_UNREACHABLE = ("Connect", "Timeout", "HTTPClientError", "Endpoint", "ServerDisconnected", "ClientOSError", "gaierror")
+_CREDENTIALS = ("Credential", "Auth", "TokenRetrieval", "SSOToken")
+
+
+@contextmanager
+def telling(url: str) -> Iterator[None]:
+    """Turns refusals within a `with` block into `checkpoint-credentials`, `-bucket`, `-unreachable`, `-store-failed`.
+
+    A missing file stays a FileNotFoundError and an existing one a FileExistsError: their callers expect them.
+    """
+    try:
+        yield
+    except CheckpointError:
+        raise
+    except Exception as error:  # every package behind fsspec has kinds of its own; what is not known is raised as it is
+        told = _told(url, error)
+        if told is None:
+            raise
+        raise told from error
+
+
+def _told(url: str, error: Exception) -> CheckpointError | None:
+    chain = list(_causes(error))
+    codes = {code for each in chain if (code := _code(each))}
+    said = f"{type(chain[-1]).__name__}: {str(chain[-1]).strip() or 'it gave no reason'}".split("\n", maxsplit=1)[0]
+    if codes & _NO_BUCKET:
+        return CheckpointError(
+            "checkpoint-bucket",
+            f"there is no bucket for {url}.",
+            why=said,
+            fix="make the bucket, or correct its name; Paceline makes none",
+        )
+    if isinstance(error, FileNotFoundError | FileExistsError):
+        return None
+    if codes & _NO_CREDENTIALS or _named(chain, _CREDENTIALS) or isinstance(error, PermissionError):
+        return CheckpointError(
+            "checkpoint-credentials",
+            f"the store of {url} does not let this process in.",
+            why=said,
+            fix="give it credentials that may read, write, list and delete there (for S3: AWS_PROFILE, or AWS_ACCESS_KEY_ID "
+            "and AWS_SECRET_ACCESS_KEY, on every host)",
+        )
+    if _named(chain, _UNREACHABLE) or any(isinstance(each, ConnectionError | TimeoutError) for each in chain):
+        return CheckpointError(
+            "checkpoint-unreachable",
+            f"the store of {url} does not answer.",
+            why=said,
+            fix="check the network and the endpoint (for S3: AWS_ENDPOINT_URL, AWS_DEFAULT_REGION); "
+            "what was saved before is untouched",
+        )
+    if codes or isinstance(error, OSError):
+        return CheckpointError(
+            "checkpoint-store-failed",
+            f"the store of {url} refused a request.",
+            why=said,
+            fix="see what the store says; what was saved before is untouched",
+        )
+    return None
+
+
+def _causes(error: BaseException) -> Iterator[BaseException]:
+    """The error, and those it was raised from."""
+    seen: set[int] = set()
+    cause: BaseException | None = error
+    while cause is not None and id(cause) not in seen:
+        seen.add(id(cause))
+        yield cause
+        cause = cause.__cause__
+
+
+def _code(error: BaseException) -> str:
+    """The code of the store's answer: botocore keeps it in `response`, HTTP clients in `status`."""
+    response: Any = getattr(error, "response", None)
+    if isinstance(response, dict):
+        return str(response.get("Error", {}).get("Code", ""))
+    return str(getattr(error, "status", "") or getattr(error, "code", "") or "")
+
+
+def _named(chain: list[BaseException], words: tuple[str, ...]) -> bool:
+    names = [kind.__name__ for each in chain for kind in type(each).__mro__]
+    return any(word in name for word in words for name in names)
