@@ -51,7 +51,7 @@ class Entry:
             "created": made and made.created,
             "world_size": made and made.world_size,
             "plan": made and plan_in_short(made),
-            "metrics": getattr(made, "metrics", {}) if made else {},
+            "metrics": made.metrics if made else {},
             "problems": [in_words(each) for each in self.problems],
         }
 

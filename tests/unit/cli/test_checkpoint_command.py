@@ -134,7 +134,7 @@ def test_values_that_are_not_numbers(tmp_path):
         (["diff", "empty", "empty"], "checkpoint-none"),
         (["ls", "absent"], "checkpoint-missing"),
         (["show", "absent"], "checkpoint-missing"),
-        (["ls", "ftp://nowhere/x"], "checkpoint-store"),
+        (["ls", "nothing://nowhere/x"], "checkpoint-store"),
     ],
 )
 def test_folders_that_are_none(tmp_path, monkeypatch, capsys, words, code):
@@ -159,3 +159,39 @@ def test_looking_needs_no_torch(tmp_path, words):
         f"main(['checkpoint', *{words!r}, {str(tmp_path / 'checkpoint_0')!r}]); assert 'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60, stdout=subprocess.DEVNULL)
+
+
+def test_prune(run_folder, capsys):
+    folder = run_folder / "checkpoints"
+    whole = {"checkpoint_0", "checkpoint_1", "checkpoint_10"}
+    names = lambda: {each.name for each in folder.glob("checkpoint_*")}  # noqa: E731
+    words = ["checkpoint", "prune", str(run_folder), "--keep-last", "1"]
+    assert main([*words, "--dry-run"]) == 0
+    assert capsys.readouterr().out.count("would remove") == 2 and names() >= whole
+    assert main([*words, "--keep-every", "3", "--dry-run"]) == 0
+    assert capsys.readouterr().out == ""
+    assert main(["checkpoint", "prune", str(run_folder), "--keep-every", "7", "--dry-run"]) == 0
+    assert "checkpoint_10 " not in capsys.readouterr().out, "the newest stays, whatever the rule"
+    assert main(words) == 0
+    said = capsys.readouterr().out
+    assert said.count("removed ") == 2 and "checkpoint_1 (" in said
+    assert names() == {"checkpoint_2", "checkpoint_10"}, "one whose manifest cannot be read is nobody's to remove"
+    assert not list(folder.parent.glob(".*lock"))
+    assert main(["checkpoint", "prune", str(run_folder)]) == 2
+    assert "nobody said what stays" in capsys.readouterr().err
+
+
+def test_prune_leaves_a_folder_alone_that_a_run_holds(run_folder, capsys):
+    folder = str(run_folder / "checkpoints")
+    hold = (
+        "import sys; from paceline.checkpoint.local import STORE\n"
+        f"STORE.hold({folder!r}, {{'host': 'here', 'pid': '7'}}); print('held', flush=True); sys.stdin.read()"
+    )
+    other = subprocess.Popen([sys.executable, "-c", hold], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    with other:
+        assert other.stdout.readline() == "held\n"
+        assert main(["checkpoint", "prune", folder, "--keep-last", "1"]) == 1
+        other.stdin.close()
+    said = capsys.readouterr()
+    assert "[checkpoint-locked]" in said.err and "host here, pid 7" in said.err and not said.out
+    assert (run_folder / "checkpoints" / "checkpoint_0").exists()

@@ -53,7 +53,7 @@ def _facts(manifest: Manifest, plan: str) -> list[str]:
         ("saved", f"{_text.moment(manifest.created)} ({_text.age(manifest.created)})"),
         ("by", f"{manifest.world_size} ranks, Paceline {manifest.paceline}, torch {manifest.torch}"),
         ("plan", plan),
-        *((name, f"{value:g}") for name, value in getattr(manifest, "metrics", {}).items()),
+        *((name, f"{value:g}") for name, value in manifest.metrics.items()),
     ]
     return [_text.table(rows, "  ")]
 

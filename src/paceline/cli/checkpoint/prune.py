@@ -1,0 +1,57 @@
+"""Removes the checkpoints of a folder that no rule keeps.
+
+Those with automatic names (`checkpoint_3`) alone are removed, and never while a run saves into the folder; a checkpoint
+that any rule names stays, and so does the newest.
+"""
+
+from __future__ import annotations
+
+import argparse
+
+from paceline.base.errors import ConfigError
+from paceline.cli.checkpoint import _text
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Takes the folder and the rules of `Keep`."""
+    parser.usage = "paceline checkpoint prune --keep-last N [options] FOLDER"
+    parser.add_argument("folder", metavar="FOLDER", help="a folder of checkpoints, or a run's")
+    parser.add_argument("--keep-last", type=int, metavar="N", help="keep the newest N")
+    parser.add_argument("--keep-every", type=int, metavar="K", help="keep those whose step is a multiple of K")
+    parser.add_argument("--best", metavar="METRIC", help="keep the one with the best value of this metric")
+    parser.add_argument("--mode", choices=("min", "max"), default="min", help="which value of it is the best [min]")
+    parser.add_argument("--dry-run", action="store_true", help="say what would be removed, and remove nothing")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Prints each checkpoint that goes, with its size; exit code 1 where one could not be removed."""
+    from paceline.checkpoint import retention
+    from paceline.checkpoint.listing import the_folder
+    from paceline.checkpoint.lock import this_run
+
+    if args.keep_last is None and args.keep_every is None and args.best is None:
+        raise ConfigError(
+            "command-line",
+            "paceline checkpoint prune: nobody said what stays.",
+            fix="say `--keep-last N`, `--keep-every K` or `--best METRIC`",
+        )
+    keep = retention.Keep(args.keep_last, args.keep_every, args.best, args.mode)
+    store, folder, found = the_folder(args.folder)
+    sizes = {each.path: each.bytes for each in found}
+    whole = [each.path for each in found if each.state == "complete" and retention.number(store, each.path) is not None]
+    newest = whole[-1] if whole else None
+    if args.dry_run:
+        for path in retention.surplus(store, folder, keep, newest):
+            print(f"would remove {path} ({_text.size(sizes.get(path, 0))})")
+        return 0
+    release = store.hold(folder, this_run())
+    try:
+        going = retention.surplus(store, folder, keep, newest)
+        retention.prune(store, folder, keep, newest)
+    finally:
+        release()
+    left = [path for path in going if store.exists(path)]  # the log has said why
+    for path in going:
+        if path not in left:
+            print(f"removed {path} ({_text.size(sizes.get(path, 0))})")
+    return 1 if left else 0
