@@ -59,7 +59,7 @@ class Accelerator(Keeping):
         data_seed: with the epoch, decides the order of shuffled loaders; None takes torch's seed on rank 0.
         non_blocking: copies batches to the device without waiting.
         log_with: trackers, such as "jsonl" or ["tensorboard", MyTracker].
-        project_dir: where checkpoints with automatic names and trackers write.
+        project_dir: where checkpoints with automatic names and trackers write; of a URL (`s3://bucket/run`), checkpoints.
         total_limit: how many automatically named checkpoints are kept; None keeps all.
         keep: a rule for that, in place of a number: `Keep(last=3, every=1000, best="loss")`.
         scaler: options of the loss scaler (`init_scale`, `growth_interval`, ...).
@@ -162,8 +162,9 @@ class Accelerator(Keeping):
 
     @property
     def logging_dir(self) -> str:
-        """Where trackers write."""
-        return self.project_dir or "runs"
+        """Where trackers write: `project_dir`, or `runs` where that is the URL of a store, since logs are appended to."""
+        folder = (self.project_dir or "runs").removeprefix("file://")
+        return "runs" if "://" in folder else folder
 
     # -- prepare -----------------------------------------------------------------------------------------------
 

@@ -6,7 +6,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import count
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from paceline.base import env
@@ -14,6 +13,7 @@ from paceline.base.errors import CheckpointError
 from paceline.base.log import logger
 from paceline.checkpoint.retention import Keep
 from paceline.checkpoint.state import RunState, TrainState
+from paceline.checkpoint.store import store_for
 from paceline.data.active import ActiveLoaders
 from paceline.data.loader import PreparedLoader
 from paceline.optim.accumulate import Accumulation
@@ -87,7 +87,7 @@ class States:
         self.run = RunState()
         self.iteration = 0
         self._prepared, self._collectives, self._scaler = prepared, collectives, scaler
-        self._root = None if project_dir is None else str(Path(project_dir) / "checkpoints")
+        self._root = None if project_dir is None else store_for(project_dir).join(project_dir, "checkpoints")
         self._keep, self._wanted, self._active, self._gradients = keep, wanted, active, gradients
         self._preemption: Preemption | None = None
         if wanted.source != "default" and wanted.value != "no":
