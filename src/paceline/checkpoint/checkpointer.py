@@ -15,21 +15,24 @@ import os
 import weakref
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
+from torch import Tensor
 from torch.distributed.checkpoint.metadata import Metadata
 
 from paceline.base.errors import CheckpointError, Problem
 from paceline.checkpoint import retention
 from paceline.checkpoint.agree import Alone, Peers, agreed, distinct, raise_alike, together
 from paceline.checkpoint.background import Background
+from paceline.checkpoint.foreign import is_foreign, translate
 from paceline.checkpoint.lock import this_run
 from paceline.checkpoint.manifest import NAME, Checksummed, FileFact, Manifest, measure, verify
 from paceline.checkpoint.match import Mismatch
 from paceline.checkpoint.shards import INDEX, SavePlanner, read_index, read_shards, shapes, write_index, write_shard
 from paceline.checkpoint.share import Share, layout, local
 from paceline.checkpoint.staging import Staging
-from paceline.checkpoint.state import Encoded, Restore, TrainState, merge
+from paceline.checkpoint.state import Encoded, Restore, Shapes, TrainState, merge
 from paceline.checkpoint.store import Store, store_for
 from paceline.world import rendezvous
 
@@ -43,12 +46,12 @@ class Loaded:
 
     Attributes:
         path: the checkpoint.
-        manifest: its manifest.
+        manifest: its manifest; None of another library's folder.
         notes: what is not exactly as it was, in words; said once in the log too.
     """
 
     path: str
-    manifest: Manifest
+    manifest: Manifest | None
     notes: tuple[str, ...]
 
 
@@ -315,37 +318,63 @@ class Checkpointer:
         store = self._store or store_for(path)
         home = store.resolve(os.fspath(path))
         peers = self._peers
-        agreed(peers, f"looking for {home}", lambda: self._look(store, home))
+        if together(peers, f"looking for {home}", lambda: self._look(store, home))[0]:
+            return self._load_foreign(home, state, strict)
         manifest = agreed(peers, f"opening {home}", lambda: self._verified(store, home))
         place = manifest.place(store, home)
         index = agreed(peers, f"reading the index of {home}", lambda: read_index(store, place))
         saved = agreed(peers, f"reading {STATE} of {home}", lambda: _read_state(store, place))
 
+        read = partial(read_shards, store, place, index, manifest.files)
+        return Loaded(home, manifest, self._take(home, state, saved, shapes(index), read, strict))
+
+    def _take(
+        self,
+        home: str,
+        state: TrainState,
+        saved: dict[str, Any],
+        sizes: Shapes,
+        read: Callable[[dict[str, Tensor]], None],
+        strict: bool,
+        notes: tuple[str, ...] = (),
+    ) -> tuple[str, ...]:
+        """Compares, and once all ranks agree that it fits, reads and applies; returns what is not exactly as it was."""
+        peers = self._peers
+
         def match() -> Restore:
-            restore = state.match(saved, shapes(index), peers.rank, strict=strict)
+            restore = state.match(saved, sizes, peers.rank, strict=strict)
             if restore.problems:
                 raise CheckpointError.of(restore.problems)
             return restore
 
         restore = agreed(peers, f"comparing {home} with this run", match)
-        notes = _judge(peers.gather_object(restore.mismatches), home, strict)
+        notes += _judge(peers.gather_object(restore.mismatches), home, strict)
 
-        def read() -> list[str]:
-            read_shards(store, place, index, manifest.files, restore.targets)
+        def take() -> list[str]:
+            read(restore.targets)
+            for few in state.sums(saved, sizes):
+                read(few)
             state.apply(saved, restore, peers.rank)
             return restore.notes
 
-        ranks = together(peers, f"reading {home}", read)
+        ranks = together(peers, f"reading {home}", take)
         said = tuple(dict.fromkeys([*notes, *(note for theirs in ranks for note in theirs)]))
         if peers.rank == 0:
             for note in said:
                 _log.warning("loaded %s: %s", home, note)
-        return Loaded(home, manifest, said)
+        return said
 
-    def _look(self, store: Store, home: str) -> None:
+    def _look(self, store: Store, home: str) -> bool:
+        """Brings back what a crash left aside; whether the folder is another library's."""
         if self._peers.rank == 0 and not store.exists(home):
             folder, name = store.parent(home)
             store.recover(folder, lambda other: other == name, lambda left: _files(store, left), clean=False)
+        return is_foreign(home)
+
+    def _load_foreign(self, home: str, state: TrainState, strict: bool) -> Loaded:
+        found = translate(home, state, self._peers)
+        said = self._take(home, found.state, found.saved, found.shapes, found.read, strict, tuple(found.notes))
+        return Loaded(home, None, said)
 
     def _verified(self, store: Store, home: str) -> Manifest:
         _check_present(store, home)

@@ -12,7 +12,7 @@ from __future__ import annotations
 import logging
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -125,6 +125,14 @@ def load_model(
     return left
 
 
+def called(weights: Weights, names: Collection[str]) -> dict[str, str]:
+    """The saved tensors by the names that the model has for them; by their own where it has none."""
+    found: dict[str, str] = {}
+    for key in weights.entries:
+        found.setdefault(next((name for name in spelled(key) if name in names), key), key)
+    return found
+
+
 def match(
     state: ModuleState, weights: Weights, names: set[str], tied: Mapping[str, str]
 ) -> tuple[dict[str, str], Mismatch]:
@@ -136,13 +144,10 @@ def match(
         names: of the whole model, of all ranks.
         tied: other names of tied parameters -> the first.
     """
-    there: dict[str, str] = {}
-    for key in weights.entries:
-        there.setdefault(next((name for name in _spelled(key) if name in names), key), key)
+    there = called(weights, names)
     mismatch, sources = Mismatch(), {}
     for name, tensor in state.tensors.items():
-        alike = _alike(name, state.aliases, tied)
-        source = next((there[each] for each in alike if each in there), None)
+        source = next((there[each] for each in alike(name, state.aliases, tied) if each in there), None)
         if source is None:
             mismatch.missing[name] = tuple(tensor.shape)
         elif weights.entries[source].shape != tuple(tensor.shape):
@@ -153,7 +158,7 @@ def match(
     return sources, mismatch
 
 
-def _alike(name: str, aliases: Mapping[str, str], tied: Mapping[str, str]) -> list[str]:
+def alike(name: str, aliases: Mapping[str, str], tied: Mapping[str, str]) -> list[str]:
     """A tensor's names: its own, and those of the same tied one."""
     first = tied.get(name, name)
     others = [each for pairs in (aliases, tied) for each, own in pairs.items() if own in (name, first)]
@@ -163,7 +168,7 @@ def _alike(name: str, aliases: Mapping[str, str], tied: Mapping[str, str]) -> li
 _WRAPPERS = re.compile(r"(?:^|(?<=\.))(?:_orig_mod|_checkpoint_wrapped_module|_fsdp_wrapped_module|_forward_module)\.")
 
 
-def _spelled(key: str) -> Iterator[str]:
+def spelled(key: str) -> Iterator[str]:
     """A saved name as it is, then without what wrappers added: compilation, FSDP, recomputation, DDP."""
     yield key
     plain = _WRAPPERS.sub("", key)

@@ -90,6 +90,7 @@ class _IndexReader(pickle.Unpickler):
         {
             ("torch", "Size"),
             ("torch.serialization", "_get_layout"),
+            ("pathlib", "PosixPath"),  # torch's own writer notes the folder
             (filesystem.__name__, "_StorageInfo"),
             *(
                 (metadata.__name__, name)

@@ -4,6 +4,7 @@
     optimizers/NAME/PARAMETER/KEY           tensors; hyper-parameters and numbers as JSON
     schedulers, loaders, custom / NAME      what their `state_dict` gives
     scaler, run                             the loss scale; counters
+    window/RANK/NAME                        gradients that wait for a step, of each rank; see `window`
     rng/RANK                                random streams, of each rank
 
 Nothing here communicates or touches a file: `checkpointer` does.
@@ -11,7 +12,7 @@ Nothing here communicates or touches a file: `checkpointer` does.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Iterator, Mapping, MutableMapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
@@ -25,6 +26,7 @@ from paceline.checkpoint.codec import Encoder, decode, references
 from paceline.checkpoint.match import Mismatch, owner_problems
 from paceline.checkpoint.module_state import ModuleState, parameter_names
 from paceline.checkpoint.optimizer_state import OptimizerState
+from paceline.checkpoint.window import Window
 
 Shapes = Mapping[str, tuple[torch.Size, torch.dtype]]
 _PLAIN_KINDS = ("schedulers", "loaders", "custom")
@@ -114,6 +116,7 @@ class TrainState:
         tied: of each model, the other names of tied parameters -> the first.
         replicas_equal: whether ranks without sharding hold equal parameters, so that they can share the writing;
             where they do not (local SGD between two averages), rank 0's are saved.
+        window: gradients of an accumulation window that is open.
 
     Raises:
         CheckpointError: `checkpoint-stateless`, where an object lacks `state_dict` or `load_state_dict`.
@@ -133,6 +136,7 @@ class TrainState:
         names: Mapping[Tensor, str] | None = None,
         tied: Mapping[str, Mapping[str, str]] | None = None,
         replicas_equal: bool = True,
+        window: Window | None = None,
     ) -> None:
         self.models = dict(models or {})
         self.optimizers = dict(optimizers or {})
@@ -142,8 +146,8 @@ class TrainState:
         self.scaler = scaler
         self.run = run or RunState()
         self.device = torch.device(device)
-        self._names, self._tied = dict(names or {}), dict(tied or {})
-        self._replicas_equal = replicas_equal
+        self._names, self.tied = dict(names or {}), dict(tied or {})
+        self._replicas_equal, self.window = replicas_equal, window
         problems = [check_stateful(item, f"{kind}/{name}") for kind, name, item in self._plain_items()]
         if any(problems):
             raise CheckpointError.of(filter(None, problems))
@@ -151,11 +155,12 @@ class TrainState:
     def _plain_items(self) -> list[tuple[str, str, Stateful]]:
         return [(kind, name, item) for kind, items in self.plain.items() for name, item in items.items()]
 
-    def _optimizer_states(self) -> dict[str, OptimizerState]:
+    def optimizer_states(self) -> dict[str, OptimizerState]:
+        """Each optimizer with the names of its parameters."""
         found = {}
         for name, optimizer in self.optimizers.items():
             parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-            names = {**parameter_names(self.models, parameters, self._tied), **self._names}
+            names = {**parameter_names(self.models, parameters, self.tied), **self._names}
             found[name] = OptimizerState.of(optimizer, names)
         return found
 
@@ -176,7 +181,7 @@ class TrainState:
             values = {key: encoder.encode(value, f"models/{name}/{key}") for key, value in state.values.items()}
             shared["models"][name] = {"aliases": state.aliases, "values": values}
         before = set(encoder.tensors)
-        for name, optimizer in self._optimizer_states().items():
+        for name, optimizer in self.optimizer_states().items():
             shared["optimizers"][name] = optimizer.encode(encoder, f"optimizers/{name}")
         divisible |= set(encoder.tensors) - before
         for kind, name, item in self._plain_items():
@@ -185,6 +190,7 @@ class TrainState:
         shared["scaler"] = None if self.scaler is None else encoder.encode(self.scaler.state_dict(), "scaler")
         shared["run"] = encoder.encode(self.run.state_dict(), "run")
         own = {str(rank): encoder.encode(rng.capture(self.device), f"rng/{rank}")}
+        shared["window"] = {} if self.window is None else self.window.encode(encoder, rank)
         if encoder.problems:
             raise CheckpointError.of(encoder.problems)
         pinned = [path for path in encoder.tensors if path not in divisible or not self._replicas_equal]
@@ -208,7 +214,7 @@ class TrainState:
             restore.notes += [problem.what for problem in owners]
         for name in self.models.keys() & saved["models"].keys():
             self._match_model(name, saved["models"][name], shapes, restore)
-        for name, optimizer in self._optimizer_states().items():
+        for name, optimizer in self.optimizer_states().items():
             if name in saved["optimizers"]:
                 _match_optimizer(name, optimizer, saved["optimizers"][name], shapes, restore)
         wanted = [saved[kind][name] for kind, name, _ in self._plain_items() if name in saved[kind]]
@@ -216,6 +222,10 @@ class TrainState:
         wanted += [saved["models"][name]["values"] for name in self.models if name in saved["models"]]
         for path in references(wanted):
             restore.targets[path] = torch.empty(shapes[path][0], dtype=shapes[path][1])
+        if self.window is not None:
+            targets, problems = self.window.match(saved.get("window", {}), shapes, rank)
+            restore.targets |= targets
+            restore.problems += problems
         if str(rank) not in saved["rng"]:
             restore.notes.append(
                 f"random streams: {len(saved['rng'])} ranks saved theirs; higher ranks go on with new ones, "
@@ -257,6 +267,17 @@ class TrainState:
         if mismatch:
             restore.mismatches[prefix[:-1]] = mismatch
 
+    def sums(self, saved: Mapping[str, Any], shapes: Shapes) -> Iterator[dict[str, Tensor]]:
+        """Tensors to read one after the other, between `match` and `apply`: gradients that another layout held."""
+        if self.window is not None:
+            yield from self.window.sums(saved.get("window", {}), shapes, self._rescaled(saved))
+
+    def _rescaled(self, saved: Mapping[str, Any]) -> float:
+        """By what a gradient's scale changes where only one side has a loss scaler."""
+        if self.scaler is None:
+            return 1.0 if saved["scaler"] is None else 1.0 / saved["scaler"]["scale"]
+        return float(self.scaler.state_dict()["scale"]) if saved["scaler"] is None else 1.0
+
     def apply(self, saved: Mapping[str, Any], restore: Restore, rank: int) -> None:
         """Gives each owner its state, once the targets have been read.
 
@@ -272,7 +293,7 @@ class TrainState:
             state = ModuleState.of(self.models[name])
             values = decode(saved["models"][name]["values"], tensors)
             state.put(self.models[name], {key: value for key, value in values.items() if key in state.values})
-        for name, optimizer in self._optimizer_states().items():
+        for name, optimizer in self.optimizer_states().items():
             if name in saved["optimizers"]:
                 optimizer.put(saved["optimizers"][name], tensors)
         if self.scaler is not None and saved["scaler"] is not None:
@@ -281,6 +302,8 @@ class TrainState:
             if name in saved[kind]:
                 item.load_state_dict(decode(saved[kind][name]["state"], tensors))
         self.run.load_state_dict(decode(saved["run"], tensors))
+        if self.window is not None:
+            self.window.apply(saved.get("window", {}), tensors, rank, self._rescaled(saved))
         streams = decode(_streams(saved, rank), tensors)  # last: whatever ran before may have drawn
         if str(rank) not in saved["rng"]:
             rng.derive(streams, rank)

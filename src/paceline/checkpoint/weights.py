@@ -114,22 +114,28 @@ def _dtype(name: str) -> torch.dtype:
     return _DTYPES[name]
 
 
-class TorchWeights:
-    """Files of `torch.save`, mapped: memory is taken by what is read.
+class TensorWeights:
+    """Tensors that are in memory already, or mapped.
 
     Args:
-        paths: files whose tensors make one model.
+        tensors: by name.
     """
 
-    def __init__(self, paths: Sequence[str]) -> None:
-        self._tensors: dict[str, Tensor] = {}
-        for path in paths:
-            self._tensors |= _state_in(load_mapped(path), path)
+    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
+        self._tensors = dict(tensors)
         self.entries = {name: Entry(name, tuple(t.shape), t.dtype) for name, t in self._tensors.items()}
 
     def read(self, name: str, box: Box) -> Tensor:
         """A box of one tensor."""
         return self._tensors[name][box]
+
+
+def torch_weights(paths: Sequence[str]) -> TensorWeights:
+    """Files of `torch.save` whose tensors make one model, mapped: memory is taken by what is read."""
+    tensors: dict[str, Tensor] = {}
+    for path in paths:
+        tensors |= _state_in(load_mapped(path), path)
+    return TensorWeights(tensors)
 
 
 def load_mapped(path: str) -> Any:
@@ -178,6 +184,12 @@ class DividedWeights:
             for name, kept in self._index.state_dict_metadata.items()
             if name.startswith(prefix) and isinstance(kept, TensorStorageMetadata)
         }
+
+    @property
+    def paths(self) -> dict[str, tuple[Any, ...]]:
+        """Where each entry stood in the nested state that was saved, as torch's planner wrote it down."""
+        told = self._index.planner_data
+        return {str(name): tuple(path) for name, path in told.items()} if isinstance(told, dict) else {}
 
     @cached_property
     def _places(self) -> dict[str, dict[tuple[int, ...], Any]]:
@@ -242,16 +254,18 @@ def open_weights(path: str | os.PathLike[str], model: str = "") -> Weights:
         return _divided(store, place, model)
     paths = parts_of(place)
     safe = [_holds_safetensors(each) for each in paths]
-    return SafeWeights(paths) if all(safe) else TorchWeights(paths)
+    return SafeWeights(paths) if all(safe) else torch_weights(paths)
 
 
 def _divided(store: Store, place: str, model: str) -> Weights:
     index = read_index(store, place)
     names = [name for name, kept in index.state_dict_metadata.items() if isinstance(kept, TensorStorageMetadata)]
     models = sorted({name.split("/")[1] for name in names if name.startswith("models/") and name.count("/") > 1})
-    if not models:  # accelerate keeps a model's names under this one
-        prefix = "model." if names and all(name.startswith("model.") for name in names) else ""
-        return DividedWeights(store, place, prefix, index)
+    if not models:
+        told = index.planner_data if isinstance(index.planner_data, dict) else {}
+        # accelerate saves {"model": state}, where another script may save a state whose names begin like this.
+        nested = bool(names) and all(tuple(told.get(name, ()))[:1] == ("model",) for name in names)
+        return DividedWeights(store, place, "model." if nested else "", index)
     chosen = model or models[0]
     if chosen not in models or (not model and len(models) > 1):
         raise CheckpointError(
