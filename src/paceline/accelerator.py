@@ -367,10 +367,12 @@ class Accelerator(Keeping):
         self.trackers.log(values, step)
 
     def end_training(self) -> None:
-        """Finishes trackers and leaves the process group. Ranks: all."""
-        self._states.end()
-        self.trackers.finish()
-        rendezvous.leave()
+        """Waits for a save that is under way, finishes trackers and leaves the process group. Ranks: all."""
+        try:
+            self._states.end()
+        finally:
+            self.trackers.finish()
+            rendezvous.leave()
 
     def profile(self, **options: Any) -> AbstractContextManager[Any]:
         """torch's profiler over a block; options and errors as of `paceline.observe.profile.profile`."""
