@@ -69,7 +69,7 @@ def measure(starter: Callable[[Path], Callable[[Host], str]], fault: str) -> flo
         begun = time.time()
         try:
             if fault == "worker":
-                return run.steps(network.hosts, world=3, since=run.kill_worker(lost) + 0.5, timeout_s=PATIENCE_S) + 0.5
+                return run.steps(network.hosts, world=3, since=run.kill_worker(lost), timeout_s=PATIENCE_S)
             if fault == "silent":
                 lost.cut()
             else:

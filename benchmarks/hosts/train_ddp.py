@@ -17,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
 from torch.utils.data.distributed import DistributedSampler
 
+begun = time.time()
 folder, timeout_s = Path(sys.argv[1]), float(sys.argv[2])
 if timeout_s:
     dist.init_process_group("gloo", timeout=timedelta(seconds=timeout_s))
@@ -37,7 +38,7 @@ if saved.exists():
     optimizer.load_state_dict(state["optimizer"])
     step, epoch = state["step"], state["epoch"]
 
-me = {"host": socket.gethostname(), "pid": os.getpid(), "rank": rank, "world": world}
+me = {"host": socket.gethostname(), "pid": os.getpid(), "rank": rank, "world": world, "begun": begun}
 log = (folder / f"{me['host']}.jsonl").open("a", buffering=1)
 while True:
     sampler.set_epoch(epoch)

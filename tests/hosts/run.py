@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +17,7 @@ class Row:
 
     host: str
     pid: int
+    begun: float
     rank: int
     world: int
     step: int
@@ -68,24 +68,23 @@ class Run:
     def steps(
         self, hosts: Sequence[Host], world: int, since: float = 0.0, count: int = 1, timeout_s: float = 60
     ) -> float:
-        """Waits until all `hosts` have done `count` steps in a world of that size after the time `since`.
+        """Waits until processes of all `hosts`, begun after the time `since`, have done `count` steps in such a world.
 
         Returns the seconds from `since` to the first such step.
         """
 
         def new() -> list[list[Row]]:
-            return [[row for row in self.rows(host) if row.time > since and row.world == world] for host in hosts]
+            return [[row for row in self.rows(host) if row.begun > since and row.world == world] for host in hosts]
 
         names = ", ".join(host.name for host in hosts)
         self.wait_for(lambda: all(len(rows) >= count for rows in new()), f"steps of {world} on {names}", timeout_s)
         return min(rows[0].time for rows in new()) - since
 
     def kill_worker(self, host: Host) -> float:
-        """Kills the process of this host that wrote last; returns when."""
-        begun = time.time()
-        done = host.run(f"kill -KILL {self.rows(host)[-1].pid}")
+        """Kills the process of this host that wrote last; returns when, by the host's own clock."""
+        done = host.run(f"date +%s.%N; kill -KILL {self.rows(host)[-1].pid}")
         assert done.returncode == 0, done.stderr
-        return begun
+        return float(done.stdout)
 
     def finish(self, *hosts: Host, timeout_s: float = 30) -> None:
         """Lets the run end, and waits for it on these hosts; all must end with 0."""

@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from paceline import Accelerator, set_seed
 
+begun = time.time()
 parser = argparse.ArgumentParser()
 parser.add_argument("folder", type=Path)
 parser.add_argument("--steps", type=int, default=10**9)
@@ -34,7 +35,13 @@ model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
 start = accelerator.resume()
 
 step, world = start.step, accelerator.num_processes
-me = {"host": socket.gethostname(), "pid": os.getpid(), "rank": accelerator.process_index, "world": world}
+me = {
+    "host": socket.gethostname(),
+    "pid": os.getpid(),
+    "rank": accelerator.process_index,
+    "world": world,
+    "begun": begun,
+}
 log = (options.folder / f"{me['host']}.jsonl").open("a", buffering=1)
 for _ in range(start.epoch, 10**9):
     for x, y in loader:
