@@ -19,8 +19,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from paceline.base.errors import DataError
-from paceline.data.feed import NOTHING, MapFeed, Mark, Steps
-from paceline.data.stream import StreamFeed
+from paceline.data.feed import NOTHING, MapFeed, Mark, Steps, resized
+from paceline.data.stream import StreamFeed, indivisible
 from paceline.plan.data import DataPlan, Position
 from paceline.world.collectives import Collectives
 from paceline.world.mesh import cpu_group
@@ -169,6 +169,24 @@ class DispatchFeed:
         """As the reader does."""
         self._reader.reseed(seed)
         self.plan = replace(self.plan, seed=seed)
+
+    @property
+    def group(self) -> int:
+        """As the reader has it."""
+        return self._reader.group
+
+    def replan(self, global_batch: int, group: int) -> bool:
+        """As the reader does.
+
+        Raises:
+            DataError: `data-reshard`: of a stream, rank 0 reads equal batches.
+        """
+        width = self.plan.width
+        if isinstance(self._reader, StreamFeed) and global_batch % width:
+            raise indivisible(global_batch, width, "rank 0 reads an equal part for each rank")
+        able = self._reader.replan(global_batch, group)
+        self.plan = resized(self.plan, global_batch) if able else self.plan
+        return able
 
     def steps(self, epoch: int) -> int:
         """As the reader counts."""

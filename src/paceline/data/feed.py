@@ -16,6 +16,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch.utils.data import DataLoader
 
+from paceline.data.augment import Augmented, ShowDataset
 from paceline.data.order import Order, mix
 from paceline.data.schedule import Even, RankBatches, Schedule, Whole
 from paceline.plan.data import BatchInfo, DataPlan, Position
@@ -82,6 +83,19 @@ class Feed(Protocol):
         """Orders epochs by another seed from now on."""
         ...
 
+    @property
+    def group(self) -> int:
+        """Batches of the user's own sampler that make a global batch; 0 where batches are cut out of an order."""
+        ...
+
+    def replan(self, global_batch: int, group: int) -> bool:
+        """Gives all ranks together as much at a step as another width did; False where it cannot.
+
+        Raises:
+            DataError: `data-reshard`.
+        """
+        ...
+
     def steps(self, epoch: int) -> int:
         """Steps of a full epoch; TypeError where nobody knows."""
         ...
@@ -101,6 +115,11 @@ def rewired(loader: DataLoader[Any], **fields: Any) -> DataLoader[Any]:
     # `DataLoader.__setattr__` forbids these changes, because it would leave its parts at odds: we change them together.
     inner.__dict__.update(fields, _iterator=None)
     return inner
+
+
+def resized(plan: DataPlan, global_batch: int) -> DataPlan:
+    """The plan with another global batch."""
+    return replace(plan, global_batch=global_batch, micro_batch=-(-global_batch // plan.width))
 
 
 @dataclass(frozen=True)
@@ -131,19 +150,24 @@ class MapFeed:
     """
 
     def __init__(self, loader: DataLoader[Any], plan: DataPlan, source: Source, everyone: bool = False) -> None:
-        self.plan, self.order, self.whole, self.split = plan, source.order, source.whole, source.split
+        self.plan, self.order = plan, source.order
+        self.group = 0 if not source.whole else 1 if source.split else plan.width
         self.dataset = loader.dataset
         self._generator = torch.Generator()
-        self._batches = RankBatches(range(plan.width) if everyone else (plan.index,), source.scalar)
+        elsewhere = loader.num_workers > 0
+        self._batches = RankBatches(range(plan.width) if everyone else (plan.index,), source.scalar, elsewhere)
         # Without automatic batching, a DataLoader takes the entries of `sampler` as they are.
-        place = {"sampler" if loader.batch_sampler is None else "batch_sampler": self._batches}
+        place: dict[str, Any] = {"sampler" if loader.batch_sampler is None else "batch_sampler": self._batches}
+        if elsewhere:
+            place["dataset"] = Augmented(loader.dataset, source.scalar)
+            place["worker_init_fn"] = ShowDataset(loader.worker_init_fn)
         self._inner = rewired(loader, **place, generator=self._generator, drop_last=False)
 
     def schedule(self, start: Position) -> Schedule:
         """The rest of an epoch from `start` on."""
         order = self.order.draw(self.plan.seed, start.epoch)
-        if self.whole:
-            return Whole(self.plan, order, start.samples, self.split)  # type: ignore[arg-type]
+        if self.group:
+            return Whole(self.plan, order, start.samples, self.group)  # type: ignore[arg-type]
         return Even(self.plan, order, start.samples)
 
     def open(self, start: Position, note: Mapping[str, Any] = NOTHING) -> Steps:
@@ -167,7 +191,7 @@ class MapFeed:
         set_epoch = getattr(self.dataset, "set_epoch", None)
         if callable(set_epoch):
             set_epoch(start.epoch)
-        self._batches.schedule = schedule
+        self._batches.schedule, self._batches.key = schedule, mix(self.plan.seed, start.epoch)
         # Workers' seeds are drawn from here, not from the global generator: a resumed run then draws the same dropout.
         self._generator.manual_seed(mix(self.plan.seed, start.epoch, self.plan.index, start.samples))
         return iter(self._inner)
@@ -176,15 +200,22 @@ class MapFeed:
         """Orders epochs by another seed from now on."""
         self.plan = replace(self.plan, seed=seed)
 
+    def replan(self, global_batch: int, group: int) -> bool:
+        """Any order can be cut anywhere; not where items come as they are, one for each rank."""
+        if self._batches.scalar:
+            return False
+        self.plan, self.group = resized(self.plan, global_batch), group
+        return True
+
     def steps(self, epoch: int) -> int:
         """Known without drawing the order, but for samplers that only drawing can count."""
-        if self.whole:
+        if self.group:
             return self.schedule(Position(epoch)).steps
         return self.plan.steps(self.order.length(self.plan.seed, epoch))
 
     def samples(self, epoch: int) -> int:
         """Length of the epoch's order, in samples."""
-        if self.whole:
+        if self.group:
             return sum(len(batch) for batch in self.order.draw(self.plan.seed, epoch))
         return self.order.length(self.plan.seed, epoch)
 

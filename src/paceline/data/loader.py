@@ -53,6 +53,7 @@ class PreparedLoader:
         self._chosen: Position | None = None  # what `set_epoch` chose while an epoch was under way
         self._open = 0  # iterations under way
         self.arguments: Mapping[str, Any] = {}  # what it was prepared with
+        self.asked: Mapping[str, Any] = {}  # the settings of the script that decide the global batch, but for the width
 
     # -- the loop --------------------------------------------------------------------------------------------
 
@@ -132,20 +133,30 @@ class PreparedLoader:
             self._start_at(Position(epoch), NOTHING)
 
     def state_dict(self) -> dict[str, Any]:
-        """Position, seed, and length of the dataset; the same on all ranks, so that one copy serves every width.
+        """Position, seed, sizes of batches and dataset; the same on all ranks, so that one copy serves every width.
 
         Where an iterable dataset has a state of its own, this is in it too, as rank 0's copy of the stream has it.
         """
         note = self._note if self._mark is None else self._mark.note
         position = self.position
         length = self._feed.samples(position.epoch)
-        return {**note, **position.state_dict(), "seed": self.plan.seed, "length": length}
+        sizes = {**self.asked, "global_batch": self.plan.global_batch, "group": self._feed.group}
+        return {
+            **note,
+            **position.state_dict(),
+            **sizes,
+            "seed": self.plan.seed,
+            "length": length,
+            "trains": self.trains,
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Lets the next `for` go on where `state` was taken, at any width.
+        """Lets the next `for` go on where `state` was taken, at any width, with global batches as large as there.
+
+        A batch size that the script has changed since then counts. Ranks: all.
 
         Raises:
-            DataError: `data-state`.
+            DataError: `data-state`, `data-reshard`.
         """
         note = dict(state)
         numbers = [note.pop(name, None) for name in ("epoch", "samples", "seed")]
@@ -157,7 +168,8 @@ class PreparedLoader:
                 fix="pass what `state_dict()` of a prepared loader returned",
             )
         epoch, samples, seed = numbers
-        length = note.pop("length", None)
+        length, self.trains = note.pop("length", None), note.pop("trains", False)
+        self._resize({name: note.pop(name, None) for name in (*self.asked, "global_batch", "group")})
         self._feed.reseed(seed)
         if samples and length != self._feed.samples(epoch):
             warn_once(
@@ -166,6 +178,23 @@ class PreparedLoader:
                 f"{self._feed.samples(epoch)}: the rest of it is not what it was; `set_epoch({epoch + 1})` leaves it out.",
             )
         self._start_at(Position(epoch, samples), note)
+
+    def _resize(self, saved: Mapping[str, Any]) -> None:
+        """Keeps the global batch of the run that saved, unless the script asks for another."""
+        total, group, plan = saved["global_batch"], saved["group"], self.plan
+        if total is None or (total, group) == (plan.global_batch, self._feed.group):
+            return
+        was, now = (_sized(*sizes) for sizes in ((total, group), (plan.global_batch, self._feed.group)))
+        changed = [f"{name} {saved[name]} to {value}" for name, value in self.asked.items() if saved[name] != value]
+        if changed:
+            note = f"a global batch is {now} now, and was {was} where the position was saved: the script has changed "
+            warn_once("data", f"{note}{' and '.join(changed)}.")
+        elif not self._feed.replan(total, group):
+            note = f"a global batch is {now} now, and was {was} where the position was saved: with batch_size=None each "
+            warn_once("data", f"{note}rank reads one item a step, so the width decides; set batch_size to keep it.")
+        else:
+            note = f"a global batch stays {was}, as in the run that saved, divided over {plan.width}"
+            warn_once("data", f"{note} (this width alone would take {now}); change batch_size to choose another.")
 
     def _start_at(self, position: Position, note: Mapping[str, Any]) -> None:
         self._mark, self._chosen, self._position, self._note = None, None, position, note
@@ -206,3 +235,8 @@ class PreparedLoader:
 
     def __repr__(self) -> str:
         return f"PreparedLoader({type(self.original.dataset).__name__}, {self.plan}, {self.position})"
+
+
+def _sized(samples: int, group: int) -> str:
+    """A global batch in words."""
+    return f"{group} of the sampler's batches" if group else f"{samples} samples"

@@ -87,7 +87,7 @@ def prepare_loader(
     feed = _feed(loader, plan, source, bool(dispatch) and width > 1, collectives)
     active = ActiveLoaders() if active is None else active  # an empty stack is false
     prepared = PreparedLoader(loader, feed, torch.device(device), active, non_blocking)
-    prepared.arguments = arguments
+    prepared.arguments, prepared.asked = arguments, dict(batch_size=_sizes(loader)[0], split_batches=split_batches)
     return prepared
 
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
-from itertools import accumulate
+from itertools import accumulate, chain
 from typing import Any, Protocol
 
 import numpy as np
 
+from paceline.data.augment import Run
 from paceline.plan.data import BatchInfo, DataPlan
 
 
@@ -19,6 +20,10 @@ class Schedule(Protocol):
 
     def indices(self, step: int, index: int) -> list[Any]:
         """Indices that data index `index` loads at `step`; never empty."""
+        ...
+
+    def place(self, step: int, index: int) -> int:
+        """Samples of the epoch before those of data index `index` at `step`."""
         ...
 
     def info(self, step: int) -> BatchInfo:
@@ -48,6 +53,8 @@ class Even:
         left = max(0, len(order) - start)
         self.steps = plan.steps(left)
         self._tail = (left - 1) % plan.global_batch + 1 if self.steps * plan.global_batch > left else plan.global_batch
+        self._shares = plan.rows(plan.global_batch)
+        self._before = [0, *accumulate(self._shares)]
         # Two objects serve the whole epoch: a batch costs no allocation.
         self._full = plan.info(plan.global_batch, last=False)
         self._last = plan.info(self._tail, last=True)
@@ -56,17 +63,24 @@ class Even:
         """A run of `micro_batch` indices; at the tail what `DataPlan.tail` says."""
         plan = self.plan
         first = self.start + step * plan.global_batch
+        found: list[Any] = []
         if step < self.steps - 1 or self._tail == plan.global_batch:
-            begin = first + index * plan.micro_batch
-            return self._cut(begin, begin + plan.micro_batch)
-        rows = plan.rows(self._tail)
-        begin = first + sum(rows[:index])
-        if plan.tail == "pad":
-            fill = plan.micro_batch - rows[index]
-            ahead = max(0, index * plan.micro_batch - self._tail)  # rows of padding that ranks before this one hold
-            return self._cut(begin, begin + rows[index]) + self._wrapped(ahead, fill)
+            found = self._cut(first + self._before[index], first + self._before[index + 1])
+        else:
+            rows = plan.rows(self._tail)
+            begin = first + sum(rows[:index])
+            found = self._cut(begin, begin + rows[index])
+            if plan.tail == "pad":
+                ahead = max(0, self._before[index] - self._tail)  # rows of padding that ranks before this one hold
+                found += self._wrapped(ahead, self._shares[index] - rows[index])
         # A rank without a sample loads one that others hold, so that it can take part with weight zero.
-        return self._cut(begin, begin + rows[index]) or self._cut(first, first + 1)
+        return found or self._cut(first, first + 1)
+
+    def place(self, step: int, index: int) -> int:
+        """By arithmetic."""
+        full = step < self.steps - 1 or self._tail == self.plan.global_batch
+        before = self._before[index] if full else sum(self.plan.rows(self._tail)[:index])
+        return self.start + step * self.plan.global_batch + before
 
     def info(self, step: int) -> BatchInfo:
         """One of two constants."""
@@ -94,42 +108,48 @@ class Even:
 
 
 class Whole:
-    """Batches that a sampler of the user's has made, kept whole: `width` consecutive ones make a global batch.
+    """Batches that a sampler of the user's has made; a few consecutive ones make a global batch.
+
+    As many as there are ranks stay whole, one for each rank. Any other number (a sampler's batches that are global ones, a
+    run that goes on at another width) is one run of indices, cut over the ranks as evenly as it goes.
 
     Args:
         plan: width and what becomes of a last group with fewer batches than ranks; its batch sizes are not used.
         batches: the whole epoch's batches, each a list of indices.
         start: global samples that are used up already.
-        split: each batch is a global one, and is cut into `width` runs instead.
+        group: batches that make a global one.
     """
 
-    def __init__(self, plan: DataPlan, batches: Sequence[Sequence[Any]], start: int = 0, split: bool = False) -> None:
-        self.plan, self.batches, self.split = plan, batches, split
-        self._group = 1 if split else plan.width
+    def __init__(self, plan: DataPlan, batches: Sequence[Sequence[Any]], start: int = 0, group: int = 1) -> None:
+        self.plan, self.batches, self._group, self._cut = plan, batches, group, group != plan.width
         self._bounds = [0, *accumulate(len(batch) for batch in batches)]
         self._first = bisect_left(self._bounds, start)
         left = max(0, len(batches) - self._first)
         self.steps = left // self._group if plan.tail == "drop" else -(-left // self._group)
 
     def indices(self, step: int, index: int) -> list[Any]:
-        """One whole batch, or one run of a split one."""
+        """One whole batch, or one run of those that are cut."""
         group = self._take(step)
-        if self.split:
+        if self._cut:
             rows = self._rows(group)
             begin = sum(rows[:index])
-            return list(group[0][begin : begin + rows[index]]) or [group[0][0]]
+            return list(chain.from_iterable(group))[begin : begin + max(1, rows[index])] or [group[0][0]]
         if index < len(group):
             return list(group[index])
         if self.plan.tail == "pad":
             return list(self.batches[(index - len(group)) % len(self.batches)])
         return [group[0][0]]
 
+    def place(self, step: int, index: int) -> int:
+        """From running sums."""
+        return self.consumed(step) + sum(self._rows(self._take(step))[:index])
+
     def info(self, step: int) -> BatchInfo:
         """Counts of the batches of this step."""
         group, index = self._take(step), self.plan.index
         real = self._rows(group)
         weights = real
-        if self.plan.tail == "pad" and not self.split:
+        if self.plan.tail == "pad" and not self._cut:
             borrowed = range(self.plan.width - len(group))
             weights = real[: len(group)] + tuple(len(self.batches[place % len(self.batches)]) for place in borrowed)
         return BatchInfo(index, real, weights, max(1, weights[index]), step == self.steps - 1)
@@ -152,8 +172,8 @@ class Whole:
 
     def _rows(self, group: Sequence[Sequence[Any]]) -> tuple[int, ...]:
         width = self.plan.width
-        if self.split:
-            share, extra = divmod(len(group[0]), width)
+        if self._cut:
+            share, extra = divmod(sum(len(batch) for batch in group), width)
             return tuple(share + (index < extra) for index in range(width))
         return tuple(len(batch) for batch in group) + (0,) * (width - len(group))
 
@@ -164,21 +184,28 @@ class RankBatches:
     Args:
         indexes: whose batches are read here: this rank's, or every rank's where one reads for all.
         scalar: each entry is one index and no list (a loader without automatic batching).
+        tell: each entry tells its place, for workers.
+
+    Attributes:
+        key: seed of the epoch, for what tells its place.
     """
 
-    def __init__(self, indexes: Sequence[int], scalar: bool = False) -> None:
-        self.indexes, self.scalar = indexes, scalar
+    def __init__(self, indexes: Sequence[int], scalar: bool = False, tell: bool = False) -> None:
+        self.indexes, self.scalar, self.tell, self.key = indexes, scalar, tell, 0
         self.schedule: Schedule | None = None
 
     def __iter__(self) -> Iterator[Any]:
         # Bound now, not at the first `next`: a loader with workers may keep drawing from it while a new epoch starts.
-        return self._draw(self.schedule)
+        return self._draw(self.schedule, self.key)
 
     def __len__(self) -> int:
         return self.schedule.steps * len(self.indexes) if self.schedule else 0
 
-    def _draw(self, schedule: Schedule | None) -> Iterator[Any]:
+    def _draw(self, schedule: Schedule | None, key: int) -> Iterator[Any]:
         for step in range(schedule.steps if schedule else 0):
             for index in self.indexes:
                 indices = schedule.indices(step, index)
-                yield indices[0] if self.scalar else indices
+                if self.tell:
+                    yield Run(indices, key, schedule.place(step, index))
+                else:
+                    yield indices[0] if self.scalar else indices

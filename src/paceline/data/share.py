@@ -63,17 +63,20 @@ class Share(IterableDataset[Any]):
 
     Args:
         dataset: the user's.
-        plan: width, index and seed.
-        per_batch: samples of one batch of one rank.
+        plan: global batch, width, index and seed.
         own: the dataset holds this rank's samples alone, cut by its `shard`.
         asks: whether the dataset may split itself; otherwise its whole stream is read everywhere.
         shared: whether `now` must be seen by workers that live longer than an epoch.
     """
 
     def __init__(
-        self, dataset: Any, plan: DataPlan, per_batch: int, own: bool = False, asks: bool = True, shared: bool = False
+        self, dataset: Any, plan: DataPlan, own: bool = False, asks: bool = True, shared: bool = False
     ) -> None:
-        self.dataset, self.seed, self.per_batch, self.asks = dataset, plan.seed, per_batch, asks
+        self.dataset, self.seed, self.asks = dataset, plan.seed, asks
+        rows = plan.rows(plan.global_batch)
+        self.per_batch = rows[plan.index]
+        # Samples of the stream at one step, and those of them that ranks before this one read.
+        self.batch, self.before = (self.per_batch, 0) if own else (plan.global_batch, sum(rows[: plan.index]))
         self.own = own
         self.width, self.index = (1, 0) if own else (plan.width, plan.index)
         self.now = torch.zeros(2, dtype=torch.int64)  # epoch, global samples to leave out
@@ -144,7 +147,7 @@ class Share(IterableDataset[Any]):
             yield from samples
             return
         samples.info = whole  # should it ask later, it must not begin to split
-        batch, ahead = self.per_batch * self.width, worker * self.per_batch * self.width + self.index * self.per_batch
+        batch, ahead = self.batch, worker * self.batch + self.before
         self._read = max(start, skipped) + ahead + self.per_batch
         if first is _END:
             return

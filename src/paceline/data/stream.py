@@ -14,8 +14,9 @@ from typing import Any
 import torch
 from torch.utils.data import BatchSampler, DataLoader
 
+from paceline.base.errors import DataError
 from paceline.base.log import warn_once
-from paceline.data.feed import NOTHING, Group, Mark, Steps, rewired
+from paceline.data.feed import NOTHING, Group, Mark, Steps, resized, rewired
 from paceline.data.order import mix
 from paceline.data.share import Counted, Share
 from paceline.plan.data import BatchInfo, DataPlan, Position
@@ -41,19 +42,25 @@ class StreamFeed:
     def __init__(
         self, loader: DataLoader[Any], plan: DataPlan, collectives: Collectives | None, everyone: bool = False
     ) -> None:
-        self.plan = plan
+        self.plan, self.group = plan, 0
         self._each = plan.width if everyone else 1  # batches that are read here for one step
         self._collectives = collectives
+        self._loader, self._dataset = loader, loader.dataset
         self._batched = loader.batch_sampler is not None
-        split = replace(plan, width=1, index=0) if everyone else plan
+        self._workers = max(1, loader.num_workers)
+        self._generator = torch.Generator()
+        self._build()
+
+    def _build(self) -> None:
+        """The inner DataLoader, over this rank's share of the stream."""
+        loader, plan = self._loader, self.plan
+        split = replace(plan, width=1, index=0, global_batch=plan.micro_batch) if self._each > 1 else plan
         dataset, own = _cut(loader.dataset, split)
         asks = own or split.width == 1 or _shards(loader.dataset) is None
-        self.share = Share(dataset, split, plan.micro_batch, own, asks, shared=loader.persistent_workers)
-        self._dataset = loader.dataset
-        self._generator = torch.Generator()
+        self.share = Share(dataset, split, own, asks, shared=loader.persistent_workers)
         place: dict[str, Any] = {"drop_last": plan.tail == "drop"}
         if self._batched:
-            place["batch_sampler"] = BatchSampler(loader.sampler, plan.micro_batch, place["drop_last"])
+            place["batch_sampler"] = BatchSampler(loader.sampler, self.share.per_batch, place["drop_last"])
         self._inner = rewired(
             loader,
             dataset=self.share,
@@ -63,11 +70,25 @@ class StreamFeed:
             **place,
         )
 
+    def replan(self, global_batch: int, group: int) -> bool:
+        """Each rank reads its run of the larger or smaller global batches; not where items come as they are.
+
+        Raises:
+            DataError: `data-reshard`, where a rank would have nothing to read.
+        """
+        if not self._batched:
+            return False
+        if global_batch < self.plan.width:
+            raise indivisible(global_batch, self.plan.width, "each rank reads a part of each")
+        self.plan = resized(self.plan, global_batch)
+        self._build()
+        return True
+
     def open(self, start: Position, note: Mapping[str, Any] = NOTHING) -> Steps:
         """Reads on from `start`: from the dataset's own state where it has one, else over what came before."""
         plan, width = self.plan, self.plan.width
         parts = self.parts(start, note)
-        full = BatchInfo(plan.index, *((plan.micro_batch,) * width,) * 2, plan.micro_batch, False)
+        full = plan.info(plan.global_batch, last=False)
         consumed, done = start.samples, int(note.get("batches", 0))
         spare: Part | None = None
         ahead = next(parts, None)
@@ -86,7 +107,7 @@ class StreamFeed:
             else:
                 info = self._info(rows, count, last=not more)
             consumed += sum(rows) if self._batched else sum(map(bool, rows))
-            to_resume = {**latest, "batches": done + step + 1, "width": width}
+            to_resume = {**latest, "batches": done + step + 1, "width": width, "workers": self._workers}
             yield batch, Mark(start.epoch, info, consumed, step, None, to_resume)
             if not more:
                 return
@@ -109,7 +130,8 @@ class StreamFeed:
         self._generator.manual_seed(mix(self.plan.seed, start.epoch, self.plan.index, start.samples))
         parts = iter(self._inner)
         first = next(parts, None)
-        if first is not None and start.samples and first[1].get("splits_itself"):
+        splits = "splits_itself" in note or (first is not None and "splits_itself" in first[1])
+        if start.samples and splits:
             first = self._reread(first, parts, note)
         if first is not None:
             yield tuple(first)
@@ -128,20 +150,27 @@ class StreamFeed:
             last = not ahead or (drop and len(ahead) < width)
             rows = tuple(count for count, _, _ in here) + (0,) * (width - len(here))
             consumed += sum(rows) if self._batched else len(here)
-            latest = {**here[-1][1], "batches": done, "width": width}
+            latest = {**here[-1][1], "batches": done, "width": width, "workers": self._workers}
             here += here[:1] * (width - len(here))  # ranks without a batch repeat the first, with weight zero
             loaded = tuple(count for count, _, _ in here)
             weights = self._info(rows, 0, last).weights
             yield Group([batch for _, _, batch in here], loaded, rows, weights, last, consumed, latest)
 
-    def _reread(self, first: Part, parts: Iterator[Part], note: Mapping[str, Any]) -> Part | None:
-        """The first batch after those that this rank had before; its own samples cannot be told from a global count."""
-        if self._each == 1 and note.get("width") != self.plan.width:
-            warn_once(
-                "data",
-                f"the dataset splits itself over the ranks, and the position was saved at a width of "
-                f"{note.get('width')}, not {self.plan.width}: some samples of this epoch may come twice or not at all; "
-                "resume at the same width to avoid it.",
+    def _reread(self, first: Part | None, parts: Iterator[Part], note: Mapping[str, Any]) -> Part | None:
+        """The first batch after those that this rank had before; its own samples cannot be told from a global count.
+
+        Raises:
+            DataError: `data-reshard`.
+        """
+        before, now = (note.get("width"), note.get("workers")), (self.plan.width, self._workers)
+        if before != now:
+            raise DataError(
+                "data-reshard",
+                "the rest of this epoch cannot be divided over other ranks or workers than its beginning was.",
+                why=f"{type(self._dataset).__name__} splits itself, and gave its samples to {before[0]} ranks x {before[1]} "
+                f"workers; now there are {now[0]} x {now[1]}: some would come twice, others not at all",
+                fix="go on with as many ranks and workers; or let the dataset give its whole stream to all, which Paceline "
+                "then divides and resumes at any width",
             )
         done = int(note.get("batches", 0)) * self._each
         return next(islice(parts, done - 1, None), None) if done else first
@@ -173,7 +202,9 @@ class StreamFeed:
     def _info(self, rows: tuple[int, ...], count: int, last: bool) -> BatchInfo:
         weights = rows
         if self.plan.tail == "pad":
-            weights = tuple(held or self.plan.micro_batch for held in rows)
+            weights = tuple(
+                held or full for held, full in zip(rows, self.plan.rows(self.plan.global_batch), strict=True)
+            )
         return BatchInfo(self.plan.index, rows, weights, count, last)
 
     def reseed(self, seed: int) -> None:
@@ -191,7 +222,18 @@ class StreamFeed:
 
     def after(self, epoch: int, steps: int) -> tuple[Position, Mapping[str, Any]]:
         """Counts full batches: a stream is not read to look."""
-        return Position(epoch, steps * self.plan.global_batch), {"batches": steps, "width": self.plan.width}
+        note = {"batches": steps, "width": self.plan.width, "workers": self._workers}
+        return Position(epoch, steps * self.plan.global_batch), note
+
+
+def indivisible(global_batch: int, width: int, why: str) -> DataError:
+    """The error about global batches of a stream that cannot stay what they are."""
+    return DataError(
+        "data-reshard",
+        f"global batches of {global_batch} samples of a stream cannot be divided over {width} ranks.",
+        why=f"the position was saved in a run with batches of {global_batch}; {why}",
+        fix=f"go on at a width that divides {global_batch}, or change the loader's batch_size, which then counts",
+    )
 
 
 def _shards(dataset: Any) -> int | None:

@@ -14,10 +14,11 @@ class DataPlan:
 
     A global batch of `global_batch` consecutive samples (in the epoch's order) is cut into `width` runs of
     `micro_batch`; the rank with data index `i` reads run `i`. Gathering the ranks in order so gives sample order.
+    Where it cannot be cut evenly (a run goes on at another width), the first runs are longer by one sample.
 
     Attributes:
         global_batch: samples that all ranks together read at once.
-        micro_batch: samples that one rank reads at once: global_batch / width.
+        micro_batch: samples that one rank reads at once: global_batch / width, rounded up.
         accumulate: micro-batches in one optimizer step.
         width, index: how many ranks read different samples, and which share this one reads.
         seed: with the epoch, decides the order of samples.
@@ -35,11 +36,10 @@ class DataPlan:
 
     def rows(self, samples: int) -> tuple[int, ...]:
         """Real samples of each data index in a global batch of `samples` real samples."""
-        if samples >= self.global_batch:
-            return (self.micro_batch,) * self.width
-        if self.tail == "pad":
-            return tuple(max(0, min(self.micro_batch, samples - i * self.micro_batch)) for i in range(self.width))
-        share, extra = divmod(samples, self.width)
+        if samples < self.global_batch and self.tail == "pad":
+            full = self.rows(self.global_batch)
+            return tuple(max(0, min(full[i], samples - sum(full[:i]))) for i in range(self.width))
+        share, extra = divmod(min(samples, self.global_batch), self.width)
         return tuple(share + (i < extra) for i in range(self.width))
 
     def steps(self, samples: int) -> int:
@@ -50,7 +50,7 @@ class DataPlan:
     def info(self, samples: int, last: bool) -> BatchInfo:
         """What this rank's batch is, in a global batch of `samples` real samples (at least one)."""
         real = self.rows(samples)
-        weights = (self.micro_batch,) * self.width if self.tail == "pad" else real
+        weights = self.rows(self.global_batch) if self.tail == "pad" else real
         return BatchInfo(self.index, real, weights, max(1, weights[self.index]), last)
 
 

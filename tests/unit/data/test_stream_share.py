@@ -81,7 +81,7 @@ def prepared(data, batch=4, **options):
 
 
 def share(data, width, index, micro, start=0):
-    part = Share(data, DataPlan(micro * width, micro, width=width, index=index), micro)
+    part = Share(data, DataPlan(micro * width, micro, width=width, index=index))
     part.now[1] = start
     return part
 
