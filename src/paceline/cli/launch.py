@@ -53,7 +53,7 @@ def _show(job: Job, told: Launch) -> int:
 def _carry_out(job: Job) -> int:
     from paceline.launch.report import describe
 
-    launcher = LAUNCHERS.get("local" if job.backend == "static" else "elastic")
+    launcher = LAUNCHERS.get("local")
     outcome = launcher.submit(launcher.render(job)).wait()
     if not outcome.in_worker and (outcome.failure or outcome.elsewhere):
         print(describe(outcome, job), file=sys.stderr, flush=True)

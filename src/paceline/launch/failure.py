@@ -4,26 +4,33 @@ from __future__ import annotations
 
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from paceline.launch.launcher import Failure
 from paceline.launch.processes import Worker, stop
 
-AFTER_FAILURE_S = 10.0  # what the others may take to end
+# What the others may take to end: most wait in a collective that never comes back, where no signal handler runs.
+AFTER_FAILURE_S = 2.0
 _LEAVING_S = 5.0  # what a process may take to end, once its script has failed
 _LINE = 160
 
 
-def first_failure(workers: list[Worker], node: int) -> Failure | None:
-    """Stops the other processes where one has failed, and says which was the first; None where none has."""
+def first_failure(workers: list[Worker], node: int, pause: Callable[[float], object] = time.sleep) -> Failure | None:
+    """Stops the other processes where one has failed, and says which was the first; None where none has.
+
+    Args:
+        workers: the processes of this node.
+        node: its number.
+        pause: waits a moment, and does meanwhile what else must go on.
+    """
     failed = {each.pid: at for each in workers if (at := each.failed_at()) is not None}
     if not failed:
         return None
     first = min((each for each in workers if each.pid in failed), key=lambda each: failed[each.pid])
     while first.poll() is None and time.time() - failed[first.pid] < _LEAVING_S:
-        time.sleep(0.01)
+        pause(0.01)
     code = first.code if first.code else 1
-    stop(workers, signal.SIGTERM, AFTER_FAILURE_S)
+    stop(workers, signal.SIGTERM, AFTER_FAILURE_S, pause)
     return Failure(
         first.process.rank, first.process.local_rank, node, first.pid, code, failed[first.pid], first.told(),
         tuple(_after(first.told(), [each for each in workers if each.pid in failed and each is not first])),

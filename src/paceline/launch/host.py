@@ -67,23 +67,19 @@ def hold_port(port: int) -> socket.socket:
     return held
 
 
-def check(job: Job, *, port: bool = True) -> None:
+def check(job: Job) -> None:
     """Finds everything that would fail at once, before anything is started.
-
-    Args:
-        job: what is to run.
-        port: whether rank 0 will listen at the main port.
 
     Raises:
         LaunchError: `launch-script`, `launch-port`, `launch-node`, `launch-log-dir`; all that is wrong at once.
     """
-    problems = [problem for problem in (_node(job), _target(job.target), port and _port(job), _log_dir(job)) if problem]
+    problems = [problem for problem in (_node(job), _target(job.target), _port(job), _log_dir(job)) if problem]
     if problems:
         raise LaunchError.of(problems)
 
 
 def _node(job: Job) -> Problem | None:
-    if job.node_rank < job.nodes:
+    if job.node_rank < job.nodes or not job.numbered:
         return None
     return Problem(
         "launch-node",
@@ -119,7 +115,7 @@ def _target(target: Target) -> Problem | None:
 
 
 def _port(job: Job) -> Problem | None:
-    if job.node_rank != 0 or job.main_port == 0:
+    if job.node_rank != 0 or job.main_port == 0 or not job.numbered:
         return None
     try:
         hold_port(job.main_port).close()

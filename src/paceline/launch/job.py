@@ -35,9 +35,11 @@ def job_of(told: Launch, script: str, args: Sequence[str], env: Mapping[str, str
         variables[_VISIBLE.get(found.kind, "CUDA_VISIBLE_DEVICES")] = launch.gpu_ids
     if launch.compat:
         variables["PACELINE_COMPAT"] = launch.compat
-    nodes = _nodes(told, env, notices)
+    nodes, numbered = _nodes(told, env, notices)
+    least = _range(launch.nodes)[0]
     job = Job(
-        target, procs, nodes.nodes, nodes.node, nodes.address or "127.0.0.1", nodes.port or 0,
+        target, procs, nodes.nodes, least if least < nodes.nodes else 0, nodes.node, numbered,
+        nodes.address or "127.0.0.1", nodes.port or 0, grace_s=launch.grace_s,
         start="exec" if found.count or launch.no_python else "fork",
         env=variables, max_restarts=launch.max_restarts, monitor_interval_s=launch.monitor_interval_s,
         log_dir=launch.log_dir, tee=_streams(told, procs), backend=launch.rdzv_backend,
@@ -46,11 +48,20 @@ def job_of(told: Launch, script: str, args: Sequence[str], env: Mapping[str, str
     return job, notices
 
 
-def _nodes(told: Launch, env: Mapping[str, str], notices: list[str]) -> World:
-    """This launcher's place among those of all nodes: as said, or as srun or mpirun says that started them."""
-    launch = told.launch
-    said = next(row for row in told.decisions if row.field == "nodes").source != "default"
-    around = World() if said or "RANK" in env else World.detect(env)
+def _range(nodes: int | str) -> tuple[int, int]:
+    """The fewest and the most nodes."""
+    least, _, most = str(nodes).partition(":")
+    return int(least), int(most or least)
+
+
+def _nodes(told: Launch, env: Mapping[str, str], notices: list[str]) -> tuple[World, bool]:
+    """This launcher's place among those of all nodes, and whether that is a number that it was given.
+
+    As said, or as srun or mpirun says that started them.
+    """
+    launch, most = told.launch, _range(told.launch.nodes)[1]
+    said = {row.field for row in told.decisions if row.source != "default"}
+    around = World() if "nodes" in said or "RANK" in env else World.detect(env)
     if around.size > 1:
         if around.local_size > 1:
             raise LaunchError(
@@ -60,16 +71,21 @@ def _nodes(told: Launch, env: Mapping[str, str], notices: list[str]) -> World:
                 fix="one launcher on each node (srun --ntasks-per-node=1), or the script itself: srun python train.py",
             )
         notices.append(f"node {around.rank} of {around.size}, as {around.source} says.")
-        return World(node=around.rank, nodes=around.size, address=around.address, port=launch.main_port or around.port)
-    if launch.nodes > 1 and launch.node_rank > 0 and launch.main_address is None:
+        port = launch.main_port or around.port
+        return World(node=around.rank, nodes=around.size, address=around.address, port=port), True
+    # torchrun's c10d numbers no nodes, nor do accelerate's files that name it: their machine_rank says nothing then.
+    numbered = "node_rank" in said and launch.rdzv_backend == "static"
+    if most > 1 and launch.main_address is None and (launch.node_rank > 0 or isinstance(launch.nodes, str)):
         raise LaunchError(
             "launch-address",
-            f"node {launch.node_rank} does not know where node 0 is.",
+            f"node {launch.node_rank} does not know where node 0 is." if numbered else "no node knows the others.",
             why="--main-address is not set",
             fix="give --main-address, the host name or IP address of node 0, on all nodes",
         )
-    port = launch.main_port or (_SEVERAL_NODES_PORT if launch.nodes > 1 else 0)
-    return World(node=launch.node_rank, nodes=launch.nodes, address=launch.main_address, port=port)
+    port = launch.main_port or (_SEVERAL_NODES_PORT if most > 1 else 0)
+    numbered = numbered or launch.main_address is None
+    node = launch.node_rank if numbered else 0
+    return World(node=node, nodes=most, address=launch.main_address, port=port), numbered
 
 
 def _accelerators(told: Launch, env: Mapping[str, str]) -> host.Accelerators:

@@ -50,11 +50,15 @@ class Job:
     Attributes:
         target: what each process runs.
         procs: processes on each node.
-        nodes, node_rank: how many nodes there are, and which one this is.
-        main_address, main_port: where node 0 listens; port 0 for a free one, on one node.
+        nodes, least: how many nodes take part, and how few may; 0 where none can be done without.
+        node_rank: which one this is.
+        numbered: whether the nodes have such numbers; if not, they are taken in the order of their coming.
+        main_address, main_port: where a run is found (several joined by commas): node 0 listens there; port 0 for a free
+            one, on one node.
         start: how processes begin: "fork" from a parent that has imported torch, or "exec" as fresh ones.
         env: variables for all processes, on top of the launcher's own environment.
         max_restarts: how often all processes are started again after a failure.
+        grace_s: seconds that processes have to save and leave, once they are asked to end.
         monitor_interval_s: seconds between two looks at the processes.
         log_dir: directory for the output of each process; None for the terminal alone.
         tee: by local rank, streams that the launcher copies to the terminal (and to log_dir's files, where there are
@@ -67,12 +71,15 @@ class Job:
     target: Target
     procs: int = 1
     nodes: int = 1
+    least: int = 0
     node_rank: int = 0
+    numbered: bool = True
     main_address: str = "127.0.0.1"
     main_port: int = 0
     start: str = "fork"
     env: Mapping[str, str] = field(default_factory=dict)
     max_restarts: int = 0
+    grace_s: float = 30.0
     monitor_interval_s: float = 0.1
     log_dir: str | None = None
     tee: Mapping[int, int] | None = None
@@ -113,7 +120,7 @@ class Rendered:
         shared = {n: self.processes[0].env.get(n) for n in common if len({p.env.get(n) for p in self.processes}) == 1}
         lines = [
             f"command: {shlex.join(self.command)}",
-            f"start:   {job.start}, {job.procs} on each of {job.nodes} nodes, "
+            f"start:   {job.start}, {job.procs} on each of {f'{job.least} to ' if job.least else ''}{job.nodes} nodes, "
             f"up to {job.max_restarts} restarts, rendezvous {job.backend}",
             "",
             "environment of every process:",
@@ -170,7 +177,7 @@ class Outcome:
     """What came of a job on this node.
 
     Attributes:
-        exit_code: 0 where all processes ended well.
+        exit_code: 0 where all processes ended well; `PREEMPTED` where they were asked to end, have saved and left.
         failure: the first failure of the last attempt on this node; None for none.
         elsewhere: what failed first, where that was on another node.
         restarts: how often the processes were started again.

@@ -1,6 +1,8 @@
 """Processes of this host: started, watched, started again after a failure, and ended together.
 
-    wait:  torch imported once (fork) -> [start -> watch -> stop -> report] for each attempt -> Outcome
+    wait:  torch imported once (fork) -> [who takes part -> start -> watch -> stop -> report] for each round -> Outcome
+
+Who takes part, and whether there is another round, is decided in `membership.py`, on one host as on several.
 
 With "fork" the processes are copies of a parent that has imported torch, so that it is imported once and not once a
 rank; the parent never starts a thread nor touches a device, without which a copy would not be whole. A forked process
@@ -13,21 +15,26 @@ import gc
 import os
 import select
 import signal
-import socket
 import sys
 import tempfile
+import time
+from collections.abc import Sequence
 from pathlib import Path
 
+from paceline.base.errors import LaunchError
+from paceline.base.exits import PREEMPTED
 from paceline.launch import host, worker
 from paceline.launch.failure import AFTER_FAILURE_S, first_failure, stuck
-from paceline.launch.launcher import Job, Outcome, Process, Rendered
+from paceline.launch.launcher import Failure, Job, Outcome, Process, Rendered
 from paceline.launch.nodes import Nodes
 from paceline.launch.output import Output
 from paceline.launch.processes import PARCEL, Reaper, Worker, settle, spawn, stop, sweep
-from paceline.launch.report import describe
+from paceline.launch.report import begun, describe
+from paceline.launch.rounds import End, Report, Round
 from paceline.launch.signals import Signals
 
-_INTERRUPT_S, _TERMINATE_S = 3.0, 30.0  # Ctrl-C is impatient; SIGTERM asks a script to save and go
+_SIGN_OF_LIFE_S = 0.2
+_INTERRUPT_S = 3.0  # Ctrl-C is impatient; SIGTERM asks a script to save and go
 
 
 class LocalLauncher:
@@ -41,7 +48,9 @@ class LocalLauncher:
 
     def render(self, job: Job) -> Rendered:
         """The processes of this node with torchrun's variables; port 0 stands for one that is found at the start."""
-        return Rendered(job, job.target.command, world_table(job, [job.procs] * job.nodes, job.main_port, 0))
+        address = job.main_address.split(",")[0].partition(":")[0]
+        table = world_table(job, [job.procs] * job.nodes, job.node_rank, (address, job.main_port), 0)
+        return Rendered(job, job.target.command, table)
 
     def submit(self, rendered: Rendered) -> LocalHandle:
         """Checks the job; the processes run in `wait`.
@@ -53,17 +62,20 @@ class LocalLauncher:
         return LocalHandle(rendered)
 
 
-def world_table(job: Job, procs: list[int], port: int, attempt: int) -> tuple[Process, ...]:
+def world_table(
+    job: Job, procs: Sequence[int], node: int, store: tuple[str, int], restarts: int
+) -> tuple[Process, ...]:
     """The processes of this node.
 
     Args:
         job: what is to run.
         procs: how many processes each node has.
-        port: where rank 0 listens.
-        attempt: how often they were started before.
+        node: which of them this is.
+        store: address and port where rank 0 listens.
+        restarts: how many failures came before.
     """
-    first, size = sum(procs[: job.node_rank]), sum(procs)
-    local_size = procs[job.node_rank] if job.node_rank < len(procs) else job.procs
+    first, size = sum(procs[:node]), sum(procs)
+    local_size = procs[node] if node < len(procs) else job.procs  # a wrong number is told later, by `host.check`
     return tuple(
         Process(
             first + local_rank,
@@ -74,14 +86,14 @@ def world_table(job: Job, procs: list[int], port: int, attempt: int) -> tuple[Pr
                 "WORLD_SIZE": str(size),
                 "LOCAL_RANK": str(local_rank),
                 "LOCAL_WORLD_SIZE": str(local_size),
-                "GROUP_RANK": str(job.node_rank),
-                "GROUP_WORLD_SIZE": str(job.nodes),
-                "MASTER_ADDR": job.main_address,
-                "MASTER_PORT": str(port),
-                "TORCHELASTIC_RUN_ID": "paceline",
-                "TORCHELASTIC_RESTART_COUNT": str(attempt),
+                "GROUP_RANK": str(node),
+                "GROUP_WORLD_SIZE": str(len(procs)),
+                "MASTER_ADDR": store[0],
+                "MASTER_PORT": str(store[1]),
+                "TORCHELASTIC_RUN_ID": job.options.get("run_id", "paceline"),
+                "TORCHELASTIC_RESTART_COUNT": str(restarts),
                 "TORCHELASTIC_MAX_RESTARTS": str(job.max_restarts),
-                "TORCHELASTIC_USE_AGENT_STORE": "False",  # rank 0 holds the store: a new one for each attempt
+                "TORCHELASTIC_USE_AGENT_STORE": "False",  # rank 0 holds the store: a new one for each round
             },
         )
         for local_rank in range(local_size)
@@ -94,6 +106,9 @@ class LocalHandle:
     def __init__(self, rendered: Rendered) -> None:
         self.job = rendered.job
         self.workers: list[Worker] = []
+        self.round: Round | None = None
+        self.failure: Failure | None = None  # of the last round, on this node
+        self.report = Report("new")
         self.output = Output(self.job.log_dir, self.job.tee, self.job.mark)
         self.signals = Signals(self._pass_on)
         self._mine = os.getpid()
@@ -104,7 +119,8 @@ class LocalHandle:
         In a forked process this returns too, with `in_worker` set, at the end of the script.
 
         Raises:
-            LaunchError: those of `Nodes.meet`.
+            LaunchError: those of `Nodes.meet`; `launch-address`, where the nodes do not find each other; `launch-nodes`,
+                where they were told different things; `launch-cut-off`, where too few are left to go on.
         """
         self.nodes = Nodes.meet(self.job)
         folder = Path(tempfile.mkdtemp(prefix="paceline-"))
@@ -118,23 +134,64 @@ class LocalHandle:
             worker.pack(self.job.target.function, str(folder / PARCEL))
         self.signals.enter()
         try:
-            for attempt in range(self.job.max_restarts + 1):
-                if not self.nodes.attempt(attempt, lambda: self.signals.ending):
-                    return Outcome(1, elsewhere=self.nodes.trouble, restarts=attempt)
-                begun = self._start(folder, attempt)
-                if isinstance(begun, Path):
-                    return Outcome(self._work(str(begun)), in_worker=True)
-                outcome = self._attempt(attempt, begun)
-                if not (outcome.failure or outcome.elsewhere) or attempt == self.job.max_restarts:
-                    break
-                again = f"paceline: starting all again (restart {attempt + 1} of {self.job.max_restarts})"
-                print(describe(outcome, self.job), again, sep="\n", file=sys.stderr, flush=True)
-            return outcome
+            self.nodes.rest(Report("new"))
+            while (decided := self.nodes.next(lambda: self.signals.ending)) is not None:
+                self._announce(decided)
+                self.round, self.failure = decided, None
+                report = self._start(folder)
+                if report is not None:
+                    return Outcome(self._work(str(report)), in_worker=True)
+                self.report = self._attempt()
+                self.nodes.rest(self.report)
+            return self._outcome(self.nodes.machine.end)
         finally:
             if os.getpid() == self._mine:  # not in a forked process
                 self.signals.leave()
                 self.nodes.close()
                 self.reaper.close()
+
+    def _announce(self, decided: Round) -> None:
+        """Says what has failed, if anything has, and that all start again."""
+        lines = []
+        if decided.restarts > self._restarts:
+            lines.append(describe(self._failed(decided.reason), self.job))
+            lines.append(f"paceline: starting all again (restart {decided.restarts} of {self.job.max_restarts})")
+        if self.nodes.several:
+            lines.append(begun(decided))
+        if lines:
+            print(*lines, sep="\n", file=sys.stderr, flush=True)
+
+    @property
+    def _restarts(self) -> int:
+        return self.round.restarts if self.round is not None else 0
+
+    def _failed(self, why: str) -> Outcome:
+        """What came of a round that failed, on this node or, as `why` says, on another."""
+        mine = self.failure is not None and (not self.nodes.several or self.failure.what in why)
+        code = self.failure.exit_code if self.failure is not None else 1
+        return Outcome(code, self.failure, "" if mine else why, self._restarts)
+
+    def _outcome(self, end: End | None) -> Outcome:
+        """What came of it all.
+
+        Raises:
+            LaunchError: as `wait`.
+        """
+        if end is not None and end.error is not None:
+            raise LaunchError.of([end.error])
+        if end is None:  # a signal
+            asked = self.signals.ending[0]
+            saved = self.report.kind == "preempted" and asked != signal.SIGINT
+            if saved:
+                _say("all processes have saved and left, as they were asked to")
+            return Outcome(PREEMPTED if saved else 128 + asked, restarts=self._restarts)
+        if end.code == 0:
+            value = worker.value_of(self.workers[0].report)
+            return Outcome(0, restarts=self._restarts, value=value)
+        if end.code == PREEMPTED:
+            _say(end.why)
+            return Outcome(PREEMPTED, restarts=self._restarts)
+        return self._failed(end.why)
 
     def _work(self, report: str) -> int:
         """In a forked process: runs the target; a function's process does not come back from here."""
@@ -146,26 +203,28 @@ class LocalHandle:
         finally:
             worker.leave(code)
 
-    def _start(self, folder: Path, attempt: int) -> socket.socket | Path:
-        """Starts all processes.
-
-        Returns:
-            In the launcher the socket that holds rank 0's port; in a forked process the file for its report.
-        """
-        held = host.hold_port(self.job.main_port if self.job.node_rank == 0 else 0)
-        port = held.getsockname()[1] if self.job.node_rank == 0 else self.job.main_port
+    def _start(self, folder: Path) -> Path | None:
+        """Starts all processes of a round; in a forked process, returns the file for its report."""
+        assert self.round is not None, "a round has begun"
+        decided = self.round
+        store = (decided.members[0].address, decided.store_port)
+        if not self.nodes.several:
+            store = (self.job.main_address, decided.store_port)
+        elif decided.ids[0] == self.nodes.machine.leader:
+            store = (self.nodes.machine.known[decided.ids[0]].address, decided.store_port)
+        node = decided.where(self.nodes.machine.me.id)
         self.workers = []
-        for process in world_table(self.job, self.nodes.procs, port, attempt):
-            report = folder / f"{attempt}-{process.rank}"
-            streams = self.output.open(process, attempt)
+        for process in world_table(self.job, [each.procs for each in decided.members], node, store, decided.restarts):
+            report = folder / f"{decided.number}-{process.rank}"
+            streams = self.output.open(process, decided.number - 1)
             leads = self.job.procs > 1 or not sys.stdin.isatty()  # one process alone may ask at the terminal
             if self.job.start == "fork" and self.job.target.kind != "program":
                 sys.stdout.flush()
                 sys.stderr.flush()
                 pid = os.fork()
                 if pid == 0:
-                    self._leave(held)
-                    settle(process.env, streams, leads=leads)
+                    self._leave()
+                    settle(process.env, streams, self._mine, leads=leads)
                     self.output.leave()
                     return report
                 started = Worker(process, pid, report, leads)
@@ -175,70 +234,106 @@ class LocalHandle:
                 self.reaper.add(started.pid)
             self.workers.append(started)
         self.output.started()
-        return held
+        return None
 
-    def _leave(self, held: socket.socket) -> None:
+    def _leave(self) -> None:
         """In a forked process: drops what is the launcher's."""
         self.signals.leave()
-        self.nodes.close()
+        self.nodes.leave_in_child()
         self.reaper.leave()
-        held.close()
 
-    def _attempt(self, attempt: int, held: socket.socket) -> Outcome:
-        """Watches one attempt to its end, and ends what is left of it."""
+    def _attempt(self) -> Report:
+        """Watches one round to its end, and ends what is left of it."""
+        assert self.round is not None, "a round has begun"
+        pause, machine = self.nodes.pause, self.nodes.machine
         try:
             self._watch()
             if self.signals.ending:
-                asked = self.signals.ending[0]
-                stop(self.workers, asked, _INTERRUPT_S if asked == signal.SIGINT else _TERMINATE_S)
-                return Outcome(128 + asked, restarts=attempt)
-            failure = first_failure(self.workers, self.job.node_rank)
-            if failure is not None:
-                elsewhere = self.nodes.trouble if self.nodes.failed(failure.what, failure.at) else ""
-                return Outcome(failure.exit_code, failure, elsewhere, attempt)
-            if not self.nodes.trouble:
-                self.nodes.finish(lambda: self.signals.ending)
-            stop(self.workers, signal.SIGTERM, AFTER_FAILURE_S)
-            value = worker.value_of(self.workers[0].report)
-            return Outcome(1 if self.nodes.trouble else 0, None, self.nodes.trouble, attempt, value)
+                return self._asked_to_end()
+            if machine.halt is not None:
+                how, _ = machine.halt
+                grace_s = self.job.grace_s if how == "save" else AFTER_FAILURE_S
+                stop(self.workers, signal.SIGTERM, grace_s, pause, lambda: self._hurry(how))
+                return self._report()
+            self.failure = first_failure(self.workers, self.round.where(machine.me.id), pause)
+            if self.failure is not None:
+                return Report("failed", self.failure.what, self.failure.at)
+            stop(self.workers, signal.SIGTERM, AFTER_FAILURE_S, pause)
+            return self._report()
         finally:
-            sweep(self.workers)
+            sweep(self.workers, pause)
             self.output.finish()
-            held.close()
             for each in self.workers:
                 if each.leads:
                     self.reaper.remove(each.pid)
+
+    def _asked_to_end(self) -> Report:
+        """A signal asks to end: passes it on, and waits for the processes to save; a second one waits no longer."""
+        asked = self.signals.ending[0]
+        interrupted = asked == signal.SIGINT
+        self.nodes.leave("end" if interrupted else "save", f"was asked to end by {signal.Signals(asked).name}")
+        grace_s = _INTERRUPT_S if interrupted else self.job.grace_s
+        stop(self.workers, asked, grace_s, self.nodes.pause, lambda: len(self.signals.ending) > 1)
+        return self._report()
+
+    def _hurry(self, how: str) -> bool:
+        """Whether processes that may save are to be ended at once, as another node was lost or somebody asks twice."""
+        halt = self.nodes.machine.halt
+        return len(self.signals.ending) > 1 or (how == "save" and halt is not None and halt[0] == "end")
+
+    def _report(self) -> Report:
+        """How the processes ended, none of which has failed by itself."""
+        codes = {each.code for each in self.workers}
+        if codes == {0}:
+            return Report("done")
+        if PREEMPTED in codes and codes <= {0, PREEMPTED}:
+            return Report("preempted")
+        if PREEMPTED in codes and self.nodes.machine.halt is None and not self.signals.ending:
+            return Report(
+                "failed", f"some processes did not leave within {self.job.grace_s:g} s after others had saved"
+            )
+        return Report("stopped")
 
     def _watch(self) -> None:
         """Copies output until all processes have ended, one or another node has failed, or a signal asks to end."""
         poll = select.poll()
         ends = {number: each for each in self.workers if (number := _end_of(each.pid)) is not None}
-        links = {link.connection.fileno(): link for link in self.nodes.links}
-        for number in (self.signals.read, *ends, *links, *self.output.pipes):
+        others = self.nodes.fileno()
+        for number in (self.signals.read, *ends, *self.output.pipes, others):
             poll.register(number, select.POLLIN)
         # Where the system tells of each end at once, the interval is only a safety net.
         interval_s = self.job.monitor_interval_s * (10 if len(ends) == len(self.workers) else 1)
+        if self.nodes.several:
+            interval_s = min(interval_s, _SIGN_OF_LIFE_S)
         try:
             while not self.signals.ending:
                 for number, _ in poll.poll(interval_s * 1000):
                     ended = number in ends and ends[number].poll() is not None
                     if number in self.output.pipes:
                         ended = not self.output.copy(number)
-                    elif number in links:
-                        self.nodes.listen([links[number]])
-                        ended = links[number] not in self.nodes.links
                     if ended:
                         poll.unregister(number)
+                self.nodes.tend()
                 codes = [each.poll() for each in self.workers]
-                if any(codes) or None not in codes or self.nodes.trouble or any(map(stuck, self.workers)):
+                failed = any(code not in (None, 0, PREEMPTED) for code in codes) or any(map(stuck, self.workers))
+                if failed or None not in codes or self.nodes.machine.halt is not None or self._left_behind():
                     return
         finally:
             for number in ends:
                 os.close(number)
 
+    def _left_behind(self) -> bool:
+        """Whether some have saved and left, and others have had time enough to do so too."""
+        left = [each.ended for each in self.workers if each.code == PREEMPTED]
+        return bool(left) and time.time() - min(left) > self.job.grace_s
+
     def _pass_on(self, number: int) -> None:
         for each in self.workers:
             each.send(number)
+
+
+def _say(line: str) -> None:
+    print(f"paceline: {line}", file=sys.stderr, flush=True)
 
 
 def _end_of(pid: int) -> int | None:

@@ -1,265 +1,380 @@
-"""The launchers of several nodes, joined for the length of a run by one connection from each to node 0.
+"""The launchers of several nodes, joined by connections: what carries the messages of `membership.py`.
 
-    node 0 listens at main_port    <- hello (node, nodes, procs, ...) -    nodes 1, 2, ...
-    all are there, and agree       -  welcome (procs of each node)   ->    the listener closes, rank 0 takes the port
-    each attempt                   <- ready / go ->
-    a node fails or is lost        -  failed ->                            all stop at once, instead of after a timeout
-
-Lines of JSON; nothing else of the run goes this way.
+Each launcher listens at a port of its own. All have a connection to the one that leads; over others they only ask who
+is there. Lines of JSON; nothing else of the run goes this way. There is no thread: `tend` does what is due, and is
+called from every place where the launcher waits.
 """
 
 from __future__ import annotations
 
+import errno
 import json
-import select
+import os
+import selectors
 import socket
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 
-from paceline.base.errors import LaunchError, Problem
+from paceline.base.errors import LaunchError
 from paceline.launch import host
 from paceline.launch.launcher import Job
+from paceline.launch.membership import Membership
+from paceline.launch.rounds import Member, Place, Report, Round, Rules
 
 _PATIENCE_S = 300.0
-_TRY_AGAIN_S = 0.2
-_WORD_S = 1.0  # how long to wait for word that another node failed before this one did
+_TICK_S = 0.2
+_GOODBYE_S = 2.0  # how long to wait at the end for the others to have read the last word
+_LINGER_S = 30.0  # a connection closed with what it still held unread would lose the last word
+_FEWEST_KEEP_ALIVES = 3
 
 
-class Link:
-    """One connection between two launchers."""
+class Connection:
+    """One connection to another launcher."""
 
-    def __init__(self, connection: socket.socket, node: int) -> None:
-        self.connection = connection
-        self.node = node
-        self.left = False  # it said that it has ended well
-        self._rest = b""
-        connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)  # a cut cable sends no word
-        for option, seconds in (("TCP_KEEPIDLE", 10), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 3)):
-            if hasattr(socket, option):
-                connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), seconds)
+    def __init__(self, key: int, link: socket.socket, connecting: bool) -> None:
+        self.key, self.link, self.connecting = key, link, connecting
+        self.out = b""
+        self.rest = b""
+        self.closing_since: float | None = None
+        link.setblocking(False)
 
-    def say(self, **message: Any) -> None:
-        """Sends a message; a peer that is gone is noticed by who listens to it."""
-        with suppress(OSError):
-            self.connection.sendall(json.dumps(message).encode() + b"\n")
+    def say(self, message: dict[str, Any]) -> None:
+        """Sends a message, now or as soon as it can be."""
+        self.out += json.dumps(message).encode() + b"\n"
+        self.flush()
 
-    def hear(self) -> list[dict[str, Any]]:
-        """The messages that have come; `{"lost": True}` once the peer is gone. Waits for at least one piece."""
+    def flush(self) -> None:
+        """Sends what waits; a peer that is gone is noticed by reading."""
+        if self.connecting or not self.out:
+            return
         try:
-            data = self.connection.recv(1 << 16)
+            self.out = self.out[self.link.send(self.out) :]
+        except BlockingIOError:
+            pass
+        except OSError:
+            self.out = b""
+        if not self.out and self.closing_since is not None:
+            with suppress(OSError):
+                self.link.shutdown(socket.SHUT_WR)
+
+    def hear(self) -> tuple[list[Any], bool]:
+        """The messages that have come, and whether the peer is still there."""
+        try:
+            data = self.link.recv(1 << 16)
+        except BlockingIOError:
+            return [], True
         except OSError:
             data = b""
-        *lines, self._rest = (self._rest + data).split(b"\n")
-        return [json.loads(line) for line in lines] + ([] if data else [{"lost": True}])
+        *lines, self.rest = (self.rest + data).split(b"\n")
+        try:
+            return [json.loads(line) for line in lines], bool(data)
+        except ValueError:  # no launcher
+            return [], False
 
 
 class Nodes:
-    """All nodes of a job, as this node's launcher sees them.
+    """All nodes of a job, as this one's launcher sees them.
 
     Attributes:
-        procs: how many processes each node runs, by node number.
-        hosts: their names.
-        links: on node 0 one to each other node; elsewhere the one to node 0.
-        number: of the attempt.
-        trouble: the first failure of this attempt, on any node; "" for none.
+        machine: who takes part.
+        held: keeps a port for the next round's rank 0 from being given to anybody else.
     """
 
-    def __init__(self, job: Job, links: list[Link], procs: list[int], hosts: list[str]) -> None:
-        self.job = job
-        self.links = links
-        self.procs = procs
-        self.hosts = hosts
-        self.trouble = ""
-        self.number = 0
-        self._since = float("inf")  # when that was
-        self._ready: set[int] = set()
-        self._go = False
+    def __init__(self, job: Job, listener: socket.socket | None, machine: Membership) -> None:
+        self.job, self.machine = job, machine
+        self.listener = listener
+        self.held: socket.socket | None = None
+        self._connections: dict[int, Connection] = {}
+        self._incoming = 2  # numbers of incoming connections are even, those of outgoing ones odd
+        self._ticked = 0.0
+        self._selector = selectors.DefaultSelector()
+        if listener is not None:
+            listener.listen(128)
+            listener.setblocking(False)
+            self._selector.register(listener, selectors.EVENT_READ)
 
     @classmethod
     def meet(cls, job: Job) -> Nodes:
-        """Waits for all nodes.
+        """Gets ready to find the others; finding them goes on in `next`.
 
         Raises:
-            LaunchError: `launch-address`, where node 0 cannot be reached or a node does not come in time;
-                `launch-nodes`, where nodes disagree.
+            LaunchError: `launch-address`, where no place to ask has a known name; `launch-keep-alive`; `launch-port`.
         """
-        if job.nodes == 1:
-            return cls(job, [], [job.procs], [host.name()])
-        patience_s = float(job.options.get("timeout", job.options.get("join_timeout", _PATIENCE_S)))
-        return _receive_all(job, patience_s) if job.node_rank == 0 else _call(job, patience_s)
+        rules = rules_of(job)
+        who = Member(f"{os.getpid()}-{os.urandom(6).hex()}", host.name(), job.procs)
+        if rules.most == 1:
+            return cls(job, None, Membership(who, rules, True, (), time.monotonic()))
+        places = _places(job)
+        listener, mine = _listen(job, places)
+        node = job.node_rank if job.numbered else -1
+        founds = mine == 0 if mine is not None else job.numbered and job.node_rank == 0
+        address = places[mine][0] if mine is not None else "127.0.0.1"
+        who = replace(who, node=node, address=address, port=listener.getsockname()[1])
+        contacts = [place for number, place in enumerate(places) if number != mine]
+        return cls(job, listener, Membership(who, rules, founds, contacts, time.monotonic(), time.time()))
 
-    def listen(self, links: Iterable[Link]) -> None:
-        """Takes in what has come over some links."""
-        for link in links:
-            for message in link.hear():
-                self._take(link, message)
+    def fileno(self) -> int:
+        """Becomes readable when there is something to tend to."""
+        return self._selector.fileno()
 
-    def _take(self, link: Link, message: dict[str, Any]) -> None:
-        if "done" in message:
-            link.left = True
-        elif "ready" in message:
-            self._ready.add(link.node)
-        elif "go" in message:
-            self._go = True
-        elif "failed" in message and message["attempt"] == self.number:
-            self._learn(str(message["failed"]), float(message["at"]))
-        elif "lost" in message and link in self.links:
-            self.links.remove(link)
-            link.connection.close()
-            if not link.left:
-                self._learn(f"node {link.node} ({self.hosts[link.node]}) was lost", time.time())
+    @property
+    def several(self) -> bool:
+        """Whether there may be other nodes."""
+        return self.listener is not None
 
-    def _learn(self, what: str, at: float) -> None:
-        """Somebody has failed: keeps the earliest, and as node 0 passes it on."""
-        if at < self._since:
-            self.trouble, self._since = what, at
-            if self.job.node_rank == 0:
-                self._tell(failed=what, at=at, attempt=self.number)
+    def next(self, asked_to_end: Callable[[], object]) -> Round | None:
+        """Waits for the next round; None where there is none, as all has ended or a signal asks to."""
+        while not asked_to_end():
+            self.pause(0.05)
+            if self.machine.begin is not None:
+                begun, self.machine.begin = self.machine.begin, None
+                return begun
+            if self.machine.end is not None:
+                break
+        return None
 
-    def _tell(self, **message: Any) -> None:
-        for link in self.links:
-            link.say(**message)
+    def rest(self, report: Report) -> None:
+        """All processes of this node have ended."""
+        if self.held is not None:
+            self.held.close()
+        self.held = host.hold_port(0 if self.several else self.job.main_port)
+        self.machine.rest(replace(report, store_port=self.held.getsockname()[1]), time.monotonic())
+        self._act()
 
-    def failed(self, what: str, at: float) -> bool:
-        """Tells the others that a rank of this node has failed; whether another node was the first to."""
-        mine = f"node {self.job.node_rank} ({self.hosts[self.job.node_rank]}): {what}"
-        if at < self._since:
-            self.trouble, self._since = mine, at
-            self._tell(failed=mine, at=at, attempt=self.number)
-        if self.links and self.trouble == mine:
-            self._wait(_WORD_S)
-        return self.trouble != mine
+    def leave(self, how: str, why: str) -> None:
+        """This node was asked to end."""
+        self.machine.leave(how, why, time.monotonic())
+        self._act()
 
-    def attempt(self, number: int, asked_to_end: Callable[[], object], patience_s: float = 60.0) -> bool:
-        """Waits until all nodes are ready to start their processes; False where one is lost by then."""
-        self.number, self.trouble, self._since = number, "", float("inf")
-        if number == 0:
-            return True  # they have just met
-        if self.job.node_rank != 0:
-            self._tell(ready=number)
-        deadline = time.monotonic() + patience_s
-        expected = self.job.nodes - 1 if self.job.node_rank == 0 else min(self.job.nodes - 1, 1)
-        while not (self._go or len(self._ready) == self.job.nodes - 1):
-            self._wait(0.5)
-            if time.monotonic() > deadline or len(self.links) < expected or asked_to_end():
-                self.trouble = self.trouble or "not all nodes came back for the restart"
-                return False
-        self._ready.clear()
-        self._go = False
-        if self.job.node_rank == 0:
-            self._tell(go=number)
-        return True
+    def pause(self, seconds: float) -> None:
+        """Waits, and tends to the others meanwhile."""
+        if self.several:
+            self._selector.select(seconds)
+            self.tend()
+        elif self.machine.begin is None and self.machine.end is None:
+            time.sleep(seconds)
 
-    def finish(self, asked_to_end: Callable[[], object]) -> None:
-        """This node has ended well; node 0 stays until all have, as it carries word between them."""
-        self._tell(done=True)
-        waits = self.job.node_rank == 0
-        while waits and not self.trouble and not asked_to_end() and any(not link.left for link in self.links):
-            self._wait(0.5)
+    def tend(self) -> None:
+        """Does what is due: connections, messages, signs of life."""
+        for event, _ in self._selector.select(0):
+            if event.data is None:
+                self._accept()
+            else:
+                self._serve(event.data)
+        now = time.monotonic()
+        if self.several and now - self._ticked >= _TICK_S:
+            self._ticked = now
+            self.machine.tick(now)
+            for each in list(self._connections.values()):
+                if each.closing_since is not None and now - each.closing_since > _LINGER_S:
+                    self._forget(each)
+        self._act()
 
-    def _wait(self, timeout_s: float) -> None:
-        readable, _, _ = select.select([link.connection for link in self.links], [], [], timeout_s)
-        self.listen([link for link in self.links if link.connection in readable])
+    def _accept(self) -> None:
+        assert self.listener is not None, "only a listener has no connection"
+        with suppress(OSError):  # it has hung up already
+            link, _ = self.listener.accept()
+            self._add(Connection(self._incoming, link, False))
+            self._incoming += 2
+
+    def _add(self, connection: Connection) -> None:
+        self._connections[connection.key] = connection
+        self._selector.register(connection.link, selectors.EVENT_READ | selectors.EVENT_WRITE, connection)
+        self._watch(connection)
+
+    def _watch(self, connection: Connection) -> None:
+        if connection.key in self._connections:
+            writes = selectors.EVENT_WRITE * bool(connection.out or connection.connecting)
+            self._selector.modify(connection.link, selectors.EVENT_READ | writes, connection)
+
+    def _serve(self, connection: Connection) -> None:
+        if connection.connecting:
+            self._connected(connection)
+            return
+        connection.flush()
+        messages, there = connection.hear()
+        for message in messages:
+            if connection.closing_since is None and isinstance(message, dict):
+                for name in ("hello", "home"):  # how it is reached is seen best from outside
+                    if name in message:
+                        here = {"address": connection.link.getpeername()[0].removeprefix("::ffff:")}
+                        said = message[name]
+                        message[name] = {**said, **here} if name == "hello" else [here["address"], said[1]]
+                self.machine.heard(connection.key, message, time.monotonic())
+                self._act()
+        if there:
+            self._watch(connection)
+        else:
+            self._end(connection, "closed")
+
+    def _connected(self, connection: Connection) -> None:
+        error = connection.link.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+        connection.connecting = False
+        if not error:
+            with suppress(OSError):  # a port that nobody has may be met by its own call
+                if connection.link.getsockname() == connection.link.getpeername():
+                    error = errno.ECONNREFUSED
+        if error:
+            self._end(connection, "refused" if error == errno.ECONNREFUSED else "silent")
+        else:
+            connection.flush()
+            self._watch(connection)
+
+    def _end(self, connection: Connection, how: str) -> None:
+        self._forget(connection)
+        if connection.closing_since is None:
+            self.machine.closed(connection.key, how, time.monotonic())
+            self._act()
+
+    def _forget(self, connection: Connection) -> None:
+        if self._connections.pop(connection.key, None) is not None:
+            self._selector.unregister(connection.link)
+            connection.link.close()
+
+    def _act(self) -> None:
+        """Does what the machine asks for."""
+        while self.machine.actions:
+            kind, key, *rest = self.machine.actions.pop(0)
+            if kind == "open":
+                self._open(key, *rest)
+            elif key in self._connections and kind == "send":
+                connection = self._connections[key]
+                if connection.closing_since is None:
+                    connection.say(*rest)
+                    self._watch(connection)
+            elif key in self._connections:
+                connection = self._connections[key]
+                connection.closing_since = time.monotonic()
+                if connection.connecting:
+                    self._forget(connection)
+                else:
+                    connection.flush()
+                    if not connection.out:
+                        with suppress(OSError):
+                            connection.link.shutdown(socket.SHUT_WR)
+
+    def _open(self, key: int, place: Place) -> None:
+        family = socket.AF_INET6 if ":" in place[0] else socket.AF_INET
+        connection = Connection(key, socket.socket(family, socket.SOCK_STREAM), True)
+        code = connection.link.connect_ex(place)
+        if code in (0, errno.EINPROGRESS):
+            self._add(connection)
+            return
+        connection.link.close()
+        self.machine.closed(key, "refused" if code == errno.ECONNREFUSED else "silent", time.monotonic())
+
+    def leave_in_child(self) -> None:
+        """In a forked process: drops this end of everything, without a word to the others."""
+        for connection in self._connections.values():
+            connection.link.close()
+        for each in (self.listener, self.held):
+            if each is not None:
+                each.close()
+        self._selector.close()
 
     def close(self) -> None:
-        """Drops all connections."""
-        for link in self.links:
-            link.connection.close()
-        self.links = []
+        """Says good-bye, and waits a moment until the others have heard it."""
+        self.machine.bye()
+        self._act()
+        for connection in list(self._connections.values()):
+            self.machine.actions.append(("close", connection.key))
+        self._act()
+        deadline = time.monotonic() + _GOODBYE_S
+        while self._connections and time.monotonic() < deadline:
+            for event, _ in self._selector.select(0.1):
+                if event.data is not None:
+                    event.data.flush()
+                    if not event.data.hear()[1]:
+                        self._forget(event.data)
+        self.leave_in_child()
+        self._connections.clear()
 
 
-def _hello(job: Job) -> dict[str, Any]:
-    mine = {"node": job.node_rank, "nodes": job.nodes, "procs": job.procs}
-    return {**mine, "host": host.name(), "restarts": job.max_restarts}
+def rules_of(job: Job) -> Rules:
+    """What the launchers must agree on, and how patient they are.
+
+    Raises:
+        LaunchError: `launch-keep-alive`.
+    """
+    told = job.options
+    beat_s, attempts = float(told.get("keep_alive_interval", 1)), int(told.get("keep_alive_max_attempt", 5))
+    if attempts < _FEWEST_KEEP_ALIVES:
+        raise LaunchError(
+            "launch-keep-alive",
+            f"keep_alive_max_attempt={attempts} would take a node that is late by a moment for lost.",
+            why="--rdzv-conf",
+            fix=f"say {_FEWEST_KEEP_ALIVES} or more, with a shorter keep_alive_interval",
+        )
+    return Rules(
+        job.least or job.nodes, job.nodes, job.max_restarts, told.get("run_id", "paceline"), beat_s, beat_s * attempts,
+        float(told.get("timeout", told.get("join_timeout", _PATIENCE_S))),
+        float(told.get("last_call_timeout", 2)), job.grace_s,
+    )  # fmt: skip
 
 
-def _receive_all(job: Job, patience_s: float) -> Nodes:
-    """Node 0: waits for the others to call, and checks that all say the same."""
-    said = {0: _hello(job)}
-    links: dict[int, Link] = {}
-    deadline = time.monotonic() + patience_s
-    with host.hold_port(job.main_port) as listener:
-        listener.listen()
-        while len(links) < job.nodes - 1:
-            listener.settimeout(max(deadline - time.monotonic(), 0.01))
-            try:
-                connection, _ = listener.accept()
-            except TimeoutError:
-                missing = [node for node in range(job.nodes) if node not in said]
-                raise _unreachable(
-                    f"nodes {missing} did not come within {patience_s:g} s.",
-                    f"node 0 waits at port {job.main_port}",
-                    "start the same command on each of them, with --main-address naming this host",
-                ) from None
-            connection.settimeout(10)
-            hello = Link(connection, -1).hear()[0]
-            if "node" not in hello:
-                connection.close()  # a port scanner, or a launcher that was ended
-                continue
-            problem = _disagreement(said, hello)
-            if problem is not None:
-                for link in (Link(connection, -1), *links.values()):
-                    link.say(refused=[problem.what, problem.why, problem.fix])
-                raise LaunchError.of([problem])
-            said[hello["node"]] = hello
-            links[hello["node"]] = Link(connection, hello["node"])
-    order = [said[node] for node in range(job.nodes)]
-    procs, hosts = [each["procs"] for each in order], [each["host"] for each in order]
-    for link in links.values():
-        link.connection.settimeout(None)
-        link.say(procs=procs, hosts=hosts)
-    return Nodes(job, list(links.values()), procs, hosts)
+def _places(job: Job) -> list[Place]:
+    """Where a run may be found: what --main-address names, as numbers.
 
-
-def _disagreement(said: dict[int, dict[str, Any]], hello: dict[str, Any]) -> Problem | None:
-    mine, node = said[0], hello["node"]
-    fix = "start the same command on every node, with another --node-rank on each"
-    for name in ("nodes", "restarts"):
-        if hello[name] != mine[name]:
-            why = f"node 0 ({mine['host']}) says {mine[name]}, node {node} ({hello['host']}) says {hello[name]}"
-            return Problem("launch-nodes", f"nodes disagree about the number of {name}.", why, fix)
-    if node in said or not 0 < node < mine["nodes"]:
-        other = said.get(node, mine)["host"]
-        return Problem("launch-nodes", f"node {node} is there twice.", f"from {other} and from {hello['host']}", fix)
-    return None
-
-
-def _call(job: Job, patience_s: float) -> Nodes:
-    """Another node: calls node 0 until it answers."""
-    place = f"{job.main_address}:{job.main_port}"
-    deadline = time.monotonic() + patience_s
-    while True:
+    Raises:
+        LaunchError: `launch-address`, where no name is known.
+    """
+    found, problems = list[Place](), list[str]()
+    for text in job.main_address.split(","):
+        name, port = (text, "") if text.count(":") != 1 else text.split(":")
         try:
-            connection = socket.create_connection((job.main_address, job.main_port), timeout=10)
-            break
-        except socket.gaierror as error:
-            why = f"--main-address {job.main_address}: {str(error.strerror).lower()}"
-            raise _unreachable("node 0 has no such name.", why, "give its IP address") from None
-        except OSError as error:
-            if time.monotonic() > deadline:
-                raise _unreachable(
-                    f"node 0 does not answer at {place} within {patience_s:g} s.",
-                    f"--main-address, --main-port; the last try said: {error}",
-                    "start node 0 too, let its firewall pass that port, or wait longer with --rdzv-conf timeout=600",
-                ) from None
-            time.sleep(_TRY_AGAIN_S)
-    link = Link(connection, 0)
-    link.say(**_hello(job))
-    connection.settimeout(patience_s)
-    for message in link.hear():
-        if "procs" in message:
-            connection.settimeout(None)
-            return Nodes(job, [link], message["procs"], message["hosts"])
-        if "refused" in message:
-            raise LaunchError("launch-nodes", *message["refused"])
-    raise _unreachable(
-        f"node 0 at {place} hung up.",
-        "it was ended, or is no `paceline launch`",
-        "look at node 0's messages; start node 0 first",
-    )
+            rows = socket.getaddrinfo(name, int(port or job.main_port), type=socket.SOCK_STREAM)
+            row = min(rows, key=lambda each: each[0] != socket.AF_INET)
+            found.append((str(row[4][0]), int(row[4][1])))
+        except (OSError, ValueError) as error:
+            problems.append(f"{text}: {str(error.args[-1]).lower()}")
+    if not found:
+        raise LaunchError(
+            "launch-address", "node 0 has no such name.", f"--main-address {'; '.join(problems)}", "give its IP address"
+        )
+    return found
 
 
-def _unreachable(what: str, why: str, fix: str) -> LaunchError:
-    return LaunchError("launch-address", what, why, fix)
+def _listen(job: Job, places: list[Place]) -> tuple[socket.socket, int | None]:
+    """Where this launcher listens, and which of the places that is, if any."""
+    if job.numbered:
+        mine = [job.node_rank] if job.node_rank < len(places) and (job.node_rank == 0 or len(places) > 1) else []
+    else:
+        mine = list(range(len(places)))
+    for number in mine:
+        address, port = places[number]
+        listener = _bind(address, port, anywhere=job.numbered)
+        if listener is not None:
+            return listener, number
+    listener = host.hold_port(0)
+    return listener, None
+
+
+def _bind(address: str, port: int, anywhere: bool) -> socket.socket | None:
+    """A socket at a place, where that is on this host and nobody listens there."""
+    local = address.startswith("127.")
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    with socket.socket(family, socket.SOCK_DGRAM) as test:
+        try:
+            test.bind((address, 0))
+        except OSError:
+            if not anywhere:
+                return None
+            local = False
+    try:
+        if not local or address == "127.0.1.1":  # as Debian calls the host itself
+            held = host.hold_port(port)
+        else:
+            held = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+            held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            held.bind((address, port))
+    except OSError:
+        return None
+    try:
+        held.listen(128)
+    except OSError:
+        held.close()
+        return None
+    return held

@@ -96,6 +96,7 @@ def notebook_launcher(
         max_restarts=max_restarts,
         monitor_interval_s=monitor_interval,
         mark=log_line_prefix_template or "",
+        numbered=rdzv_backend == "static",
         backend=rdzv_backend,
         options={name: str(value) for name, value in (rdzv_conf or {}).items()},
     )
@@ -152,7 +153,7 @@ def _call(function: Callable[..., Any], args: tuple[Any, ...], threads: int) -> 
 
 
 def _carry_out(job: Job) -> Any:
-    launcher = LAUNCHERS.get("local" if job.backend == "static" else "elastic")
+    launcher = LAUNCHERS.get("local")
     handle = launcher.submit(launcher.render(job))
     outcome: Outcome = handle.wait()
     asked = outcome.exit_code - 128

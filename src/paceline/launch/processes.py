@@ -9,12 +9,15 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from paceline.base import env as environment
+from paceline.base.exits import PREEMPTED
 from paceline.launch.launcher import Job, Process
+from paceline.launch.tether import tether
 from paceline.launch.worker import whole_lines
 
 PARCEL = "function"  # a function that travels to fresh processes lies beside their reports, under this name
@@ -32,7 +35,8 @@ class Worker:
         leads: whether it leads a process group, in which all that it starts stays.
         popen: the handle of a fresh process; None of a forked one.
         code: how it ended: exit code, or the negative number of the signal; None while it runs.
-        ended: when (seconds since the epoch).
+        ended: when that was seen (seconds since the epoch).
+        alive: when it was last seen running.
         stopped: whether we ended it, so that its end is no failure of its own.
     """
 
@@ -43,6 +47,7 @@ class Worker:
     popen: subprocess.Popen[bytes] | None = None
     code: int | None = None
     ended: float = 0.0
+    alive: float = 0.0
     stopped: bool = False
 
     def poll(self) -> int | None:
@@ -55,6 +60,8 @@ class Worker:
                 self.code = os.waitstatus_to_exitcode(status) if pid else None
             if self.code is not None:
                 self.ended = time.time()
+            else:
+                self.alive = time.time()
         return self.code
 
     def send(self, signum: int, *, everyone: bool = False) -> bool:
@@ -71,12 +78,18 @@ class Worker:
         return True
 
     def failed_at(self) -> float | None:
-        """When it failed by itself: as it wrote its report, else as it ended; None where it has not."""
+        """When it failed by itself: as it wrote its report, else as it was last seen; None where it has not.
+
+        One that was killed writes nothing, and its peers may write that they miss it before anybody looks at it again.
+        One that has saved and left, as it was asked to, has not failed.
+        """
+        if self.code == PREEMPTED:
+            return None
         with contextlib.suppress(FileNotFoundError):
             found = self.report.stat()
             if found.st_size:
                 return found.st_mtime
-        return self.ended if self.code not in (None, 0) and not self.stopped else None
+        return (self.alive or self.ended) if self.code not in (None, 0) and not self.stopped else None
 
     def told(self) -> str:
         """Its traceback, or ""."""
@@ -129,8 +142,8 @@ def spawn(job: Job, process: Process, report: Path, streams: Mapping[int, int], 
     else:
         name = str(report.with_name(PARCEL)) if target.kind == "function" else target.name
         lines = "lines" if job.tee else "-"
-        command = [sys.executable, "-m", "paceline.launch.worker", str(report), job.compat, lines, target.kind, name]
-        command += target.args
+        own = [str(report), job.compat, lines, str(os.getpid())]
+        command = [sys.executable, "-m", "paceline.launch.worker", *own, target.kind, name, *target.args]
     popen = subprocess.Popen(
         command,
         env={**environment.snapshot(), **process.env},
@@ -138,12 +151,14 @@ def spawn(job: Job, process: Process, report: Path, streams: Mapping[int, int], 
         stdout=streams.get(1),
         stderr=streams.get(2),
         process_group=0 if leads else None,
+        preexec_fn=partial(tether, os.getpid()) if target.kind == "program" else None,
     )
     return Worker(process, popen.pid, report, leads, popen)
 
 
-def settle(env: Mapping[str, str], streams: Mapping[int, int], *, leads: bool) -> None:
-    """In a forked process: its own group, environment, streams and random numbers."""
+def settle(env: Mapping[str, str], streams: Mapping[int, int], launcher: int, *, leads: bool) -> None:
+    """In a forked process: its own group, environment, streams and random numbers; it ends with the launcher."""
+    tether(launcher)
     if leads:
         os.setpgid(0, 0)
         nothing = os.open(os.devnull, os.O_RDONLY)
@@ -162,8 +177,22 @@ def settle(env: Mapping[str, str], streams: Mapping[int, int], *, leads: bool) -
         numpy.random.seed()  # as in a fresh process; Python's own `random` does so by itself
 
 
-def stop(workers: list[Worker], first: int, grace_s: float) -> None:
-    """Ends workers and all they started: `first` to each, and SIGKILL to its whole group after `grace_s`."""
+def stop(
+    workers: list[Worker],
+    first: int,
+    grace_s: float,
+    pause: Callable[[float], object] = time.sleep,
+    hurry: Callable[[], object] = bool,
+) -> None:
+    """Ends workers and all they started: `first` to each, and SIGKILL to its whole group after `grace_s`.
+
+    Args:
+        workers: whom.
+        first: number of the signal that asks them.
+        grace_s: seconds that they have.
+        pause: waits a moment, and does meanwhile what else must go on.
+        hurry: whether to wait no longer.
+    """
     steps = [(first, grace_s)] + [(signal.SIGTERM, 2.0)] * (first == signal.SIGINT)
     for signum, wait_s in steps:
         for worker in workers:
@@ -171,12 +200,12 @@ def stop(workers: list[Worker], first: int, grace_s: float) -> None:
                 worker.stopped = True
                 worker.send(signum)
         deadline = time.monotonic() + wait_s
-        while any(worker.poll() is None for worker in workers) and time.monotonic() < deadline:
-            time.sleep(0.01)
-    sweep(workers)
+        while any(worker.poll() is None for worker in workers) and time.monotonic() < deadline and not hurry():
+            pause(0.01)
+    sweep(workers, pause)
 
 
-def sweep(workers: list[Worker], grace_s: float = 2.0) -> None:
+def sweep(workers: list[Worker], pause: Callable[[float], object] = time.sleep, grace_s: float = 2.0) -> None:
     """Ends what is left of each worker's process group; a worker that still runs is killed."""
     for worker in workers:
         if worker.poll() is None:
@@ -185,9 +214,9 @@ def sweep(workers: list[Worker], grace_s: float = 2.0) -> None:
     left = [worker for worker in workers if worker.send(signal.SIGTERM, everyone=True)]
     deadline = time.monotonic() + grace_s
     while left and time.monotonic() < deadline:
-        time.sleep(0.01)
+        pause(0.01)
         left = [worker for worker in left if worker.poll() is None or worker.send(0, everyone=True)]
     for worker in left:
         worker.send(signal.SIGKILL, everyone=True)
     while any(worker.poll() is None for worker in workers):
-        time.sleep(0.01)
+        pause(0.01)

@@ -6,6 +6,7 @@ import signal
 
 from paceline.base.errors import Problem
 from paceline.launch.launcher import Job, Outcome
+from paceline.launch.rounds import Round
 
 _HINTS = {
     signal.SIGKILL: "if nobody sent it, the system did for want of memory (see `dmesg`): use a smaller batch or fewer "
@@ -14,6 +15,14 @@ _HINTS = {
     signal.SIGABRT: "compiled code gave up: look for its message above; with PACELINE_DEBUG=1 collectives that differ "
     "between ranks are named",
 }
+
+
+def begun(decided: Round) -> str:
+    """One line about a round that begins on several nodes."""
+    nodes, procs = len(decided.members), sum(each.procs for each in decided.members)
+    count = f"{nodes} node{'s' * (nodes > 1)} ({', '.join(each.host for each in decided.members)})"
+    reason = f" after: {decided.reason}" if decided.reason else ""
+    return f"paceline: round {decided.number}: {count}, {procs} process{'es' * (procs > 1)}{reason}"
 
 
 def describe(outcome: Outcome, job: Job) -> str:

@@ -30,6 +30,7 @@ from typing import Any, NoReturn
 from paceline.base import env as environment
 from paceline.base.errors import LaunchError
 from paceline.launch.launcher import Target
+from paceline.launch.tether import tether
 from paceline.launch.trace import told
 
 VALUE = ".value"
@@ -205,7 +206,8 @@ def _exit_code(error: SystemExit) -> tuple[int, str]:
 
 
 if __name__ == "__main__":
-    report, compat, lines, kind, name, *args = sys.argv[1:]
+    report, compat, lines, launcher, kind, name, *args = sys.argv[1:]
+    tether(int(launcher))
     if lines == "lines":
         whole_lines()
     if kind == "function":

@@ -50,7 +50,7 @@ def test_rendering_is_pure_and_exact() -> None:
 
 def test_ranks_count_on_over_unequal_nodes() -> None:
     job = Job(Target("script", "train.py"), procs=1, nodes=3, node_rank=2)
-    (process,) = world_table(job, [2, 3, 1], 29500, 4)
+    (process,) = world_table(job, [2, 3, 1], 2, ("10.0.0.1", 29500), 4)
     assert process.rank == 5
     assert process.env["TORCHELASTIC_RESTART_COUNT"] == "4"
     assert (process.env["LOCAL_WORLD_SIZE"], process.env["GROUP_RANK"]) == ("1", "2")
@@ -122,7 +122,7 @@ def test_a_held_port_is_free_for_rank_0_alone() -> None:
 
 def test_output_marks_whole_lines(capsys: pytest.CaptureFixture[str]) -> None:
     output = Output(None, {0: 3})
-    (process,) = world_table(Job(Target("script", "x")), [1], 0, 0)
+    (process,) = world_table(Job(Target("script", "x")), [1], 0, ("127.0.0.1", 0), 0)
     ends = output.open(process, 0)
     for number, text in ((1, "one\ntw"), (1, "o\nthr"), (2, "wrong\n")):
         with open(ends[number], "w", closefd=False) as stream:

@@ -1,0 +1,492 @@
+"""Who takes part: a launcher's view of all launchers, as a machine without sockets or clocks.
+
+    seek    asks every place it knows for a run to join; the first place that is this host's founds one
+    follow  has joined: signs of life to the leader and back; starts and ends its processes as the leader says
+    lead    decides (`leading.py`): one leader, the first member in the order of joining, and one decision a failure
+
+    follow -- leader closed its end, or is silent for limit_s --> seek: whoever was before me is dead or silent, and
+                                                                  enough of us are here (`may_go_on`)  --> lead
+
+What comes in: `heard`, `closed`, `tick` from the network, `rest` and `leave` from this launcher's own processes and
+signals. What goes out: `actions` for the network; `begin`, `halt` and `end` for the processes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from paceline.base.errors import Problem
+from paceline.launch.leading import Lead
+from paceline.launch.rounds import End, Member, Place, Report, Round, Rules, may_go_on
+
+_ASK_AGAIN_S = 0.5
+_ANSWER_S = 1.0  # a launcher that is there answers within this
+_SETTLE_S = 2.0  # a new leader waits this long for others that were members
+_ASKED_AT_ONCE = 16
+
+
+@dataclass
+class Ask:
+    """A question on its way: to a place, about a member, for a purpose ("hello", "probe" or "home")."""
+
+    place: Place
+    who: str
+    purpose: str
+    since: float
+    answered: bool = False
+
+
+class Membership:
+    """One launcher's part.
+
+    Args:
+        me: this launcher.
+        rules: what it was told.
+        founds: whether it begins a run where it finds none.
+        contacts: where to ask for a run.
+        now: seconds of a clock that only goes forward; so everywhere here.
+        wall: the time of day (seconds since the epoch).
+
+    Attributes:
+        actions: for the network, in order: ("open", key, place), ("send", key, message), ("close", key).
+        begin: a round whose processes are to be started; the launcher sets it to None as it does so.
+        halt: how ("save" or "end") and why the processes are to be ended; None where they may run.
+        end: set once this launcher is to end.
+        notes: lines for the user.
+    """
+
+    def __init__(
+        self, me: Member, rules: Rules, founds: bool, contacts: Sequence[Place], now: float, wall: float = 0.0
+    ) -> None:
+        self.me, self.rules, self.founds = me, rules, founds
+        self.contacts = [place for place in contacts if place != me.place]
+        self.born = wall
+        self.actions: list[tuple[Any, ...]] = []
+        self.notes: list[str] = []
+        self.begin: Round | None = None
+        self.halt: tuple[str, str] | None = None
+        self.end: End | None = None
+        self.report: Report | None = None  # None until the launcher has said that it is ready, and while processes run
+        self.round: Round | None = None  # the last one that was begun
+        self.proposed: Round | None = None
+        self.views: list[tuple[str, ...]] = []  # sets of members of which enough must go on together
+        self.dead: set[str] = set()
+        self.known: dict[str, Member] = {me.id: me}
+        self.links: dict[str, int] = {}  # by member: the connection that it opened to us
+        self.whose: dict[int, str] = {}
+        self.heard_at: dict[str, float] = {}
+        self.asks: dict[int, Ask] = {}
+        self.answers: dict[Place, str] = {}  # while seeking: "refused", "silent", "wait" or "later"
+        self.leader = ""
+        self.leader_key = -1
+        self.leaving = ""
+        self.lead: Lead | None = None
+        self.lost = ("lost", "")  # how and why the leader went
+        self.since = now
+        self.candidate_since: float | None = None
+        self._next_key = 1
+        self._ticked = now
+        self._beaten = self._asked = -1e9
+
+    # What comes in
+
+    def heard(self, key: int, message: dict[str, Any], now: float) -> None:
+        """A message over a connection."""
+        if key in self.asks:
+            self._answer(key, message, now)
+        elif key in self.whose:
+            who = self.whose[key]
+            self.heard_at[who] = now
+            if self.lead is not None:
+                self.lead.heard(who, message, now)
+            elif who == self.leader:
+                self._obey(message, now)
+        elif "hello" in message:
+            self._greet(key, message, now)
+        elif "probe" in message:
+            self._say(key, **self._here())
+        elif "home" in message:
+            self._called_home(key, message, now)
+        self._step(now)
+
+    def closed(self, key: int, how: str, now: float) -> None:
+        """A connection has ended: "refused", "silent" (never came to be), or "closed"."""
+        ask = self.asks.pop(key, None)
+        if ask is not None:
+            self._no_answer(ask, how, now)
+        who = self.whose.pop(key, None)
+        if who is not None and self.links.get(who) == key:
+            del self.links[who]
+            if self.lead is not None:
+                self.lead.closed(who, now)
+        elif who is not None and key == self.leader_key:
+            self._orphan("lost", f"{self._name(who)} was lost (its connection ended)", now)
+        self._step(now)
+
+    def tick(self, now: float) -> None:
+        """Time has passed; to be called several times a second."""
+        if now - self._ticked > self.rules.limit_s / 2:  # this process was stopped for a while: so it heard nobody
+            self.heard_at = dict.fromkeys(self.heard_at, now)
+            for ask in self.asks.values():
+                ask.since = now
+        self._ticked = now
+        if now - self._beaten >= self.rules.beat_s:
+            self._beaten = now
+            for key in (*self.whose, *(key for key, ask in self.asks.items() if ask.answered)):
+                self._say(key, beat=1)
+        for key, ask in list(self.asks.items()):
+            if now - ask.since > (self.rules.limit_s if ask.answered else _ANSWER_S):
+                del self.asks[key]
+                self.actions.append(("close", key))
+                self._no_answer(ask, "silent", now)
+        self._listen_for_silence(now)
+        self._step(now)
+
+    def rest(self, report: Report, now: float) -> None:
+        """This launcher's own processes have all ended, or it is ready for the first round."""
+        self.report, self.halt = report, None
+        self._report(now)
+        self._step(now)
+
+    def leave(self, how: str, why: str, now: float) -> None:
+        """This launcher was asked to end; its processes have been told. `how` is "save" or "end"."""
+        self.leaving = f"{self._name(self.me.id)} {why}"
+        if self.lead is not None:
+            self.lead.leaves(self.me.id, how, self.leaving, now)
+        elif self.leader:
+            self._say(self.leader_key, leaving=[how, self.leaving])
+
+    def bye(self) -> None:
+        """This launcher ends now: a planned end, that needs no majority of those who stay."""
+        for key in self.whose:
+            self._say(key, bye=self.leaving)
+
+    # The network
+
+    def open(self, place: Place, who: str, purpose: str, now: float, **message: Any) -> int:
+        """Asks a place something over a new connection."""
+        key, self._next_key = self._next_key, self._next_key + 2
+        self.asks[key] = Ask(place, who, purpose, now)
+        self.actions.append(("open", key, place))
+        self._say(key, **message)
+        return key
+
+    def _say(self, key: int, **message: Any) -> None:
+        self.actions.append(("send", key, message))
+
+    def say(self, who: str, **message: Any) -> None:
+        """Sends to a member that has a connection to us."""
+        if who in self.links:
+            self._say(self.links[who], **message)
+
+    def drop(self, who: str, **last_word: Any) -> None:
+        """Ends the connection of a member."""
+        key = self.links.pop(who, None)
+        if key is not None:
+            if last_word:
+                self._say(key, **last_word)
+            self.whose.pop(key, None)
+            self.actions.append(("close", key))
+
+    def _listen_for_silence(self, now: float) -> None:
+        """Asks over a new connection where an old one is silent: a mended link carries that sooner."""
+        for key, who in list(self.whose.items()):
+            silent_s = now - self.heard_at[who]
+            if silent_s > self.rules.limit_s:
+                if self.lead is not None:
+                    self.lead.silent(who, now)
+                elif key == self.leader_key:
+                    self._orphan("lost", f"{self._name(who)} was lost (silent for {silent_s:.0f} s)", now)
+            elif silent_s > 2 * self.rules.beat_s and not any(
+                ask.who == who and now - ask.since < _ASK_AGAIN_S for ask in self.asks.values()
+            ):
+                self.open(self.known[who].place, who, "probe", now, probe=1)
+
+    def _here(self) -> dict[str, Any]:
+        return {"here": self.me.id, "round": self.round.number if self.round else 0, "leads": self.lead is not None}
+
+    def _name(self, who: str) -> str:
+        if self.round is not None and who in self.round.ids:
+            return self.round.name(who)
+        member = self.known.get(who)
+        return f"node {member.node} ({member.host})" if member and member.node >= 0 else member.host if member else "?"
+
+    # Asked by others
+
+    def _greet(self, key: int, message: dict[str, Any], now: float) -> None:
+        """A launcher that seeks a run."""
+        member = Member(**message["hello"])
+        if self.leader:
+            self._say(key, later=list(self.known[self.leader].place), here=self.me.id)
+            return
+        problem = self._disagreement(member, message["rules"])
+        if problem is not None:
+            self._say(key, refused=asdict(problem))
+            if self.lead is not None and self.round is None:
+                self.lead.finish(End(1, problem.what, error=problem))
+            return
+        self.drop(member.id)
+        self.known[member.id] = member
+        self.links[member.id], self.whose[key] = key, member.id
+        self.heard_at[member.id] = now
+        if self.lead is not None:
+            self.lead.welcome(member.id, now)
+        else:
+            self._say(key, wait=self.round.number if self.round else 0, here=self.me.id)
+
+    def _disagreement(self, other: Member, rules: list[Any]) -> Problem | None:
+        fix = "start the same command on every node, with another --node-rank on each, or with none on all"
+        names = ("number of nodes", "number of nodes", "number of restarts", "name of the run (--rdzv-conf run_id)")
+        for name, mine, theirs in zip(names, self.rules.common, rules, strict=True):
+            if mine != theirs:
+                why = f"{self._name(self.me.id)} says {mine}, {_called(other)} says {theirs}"
+                return Problem("launch-nodes", f"nodes disagree about the {name}.", why, fix)
+        members = self.lead.members if self.lead is not None else [self.me.id]
+        for each in (self.known[who] for who in members if who != other.id):
+            if other.node >= 0 and each.node == other.node:
+                why = f"from {each.host} and from {other.host}"
+                return Problem("launch-nodes", f"node {other.node} is there twice.", why, fix)
+            if (other.node >= 0) != (each.node >= 0):
+                why = f"{_called(each)} and {_called(other)}"
+                return Problem("launch-nodes", "some nodes have a number, and others have none.", why, fix)
+        return None
+
+    def _called_home(self, key: int, message: dict[str, Any], now: float) -> None:
+        """A run that began through this launcher's place, and went on elsewhere, asks who is here now."""
+        self._say(key, **self._here(), born=self.born)
+        place = (str(message["home"][0]), int(message["home"][1]))
+        if self.leader or message["run"] != self.rules.run:
+            return
+        if self.lead is not None and message["born"] < self.born and message["id"] != self.me.id:
+            self.notes.append("another run of this name is older: this one ends, and its nodes join that one")
+            self.lead.disband(place)
+            self.move(place, now)
+        elif self.lead is None and place not in self.contacts:
+            self.contacts.append(place)
+            self.founds = False
+
+    # Seeking
+
+    def move(self, place: Place, now: float) -> None:
+        """Leaves this run for another."""
+        self.views, self.founds = [], False
+        self.contacts = [place, *(each for each in self.contacts if each != place)]
+        self._orphan("lost", "another run of this name goes on", now)
+
+    def _orphan(self, how: str, why: str, now: float) -> None:
+        """There is no leader any more: ends the processes, and looks for one."""
+        if how == "left" and self.leader:
+            self.dead.add(self.leader)
+        self.whose.pop(self.leader_key, None)
+        if self.leader:
+            self.actions.append(("close", self.leader_key))
+        for who in list(self.links):
+            self.drop(who, expelled=1)
+        self.leader, self.leader_key, self.lead = "", -1, None
+        self.lost, self.since, self.candidate_since = (how, why), now, None
+        self._forget_asks()
+        self.answers.clear()
+        self._asked = -1e9
+        self.stop("save" if how == "left" else "end", why)
+
+    def stand_down(self, why: str, now: float) -> None:
+        """Leads no more: too few are left to go on."""
+        self.notes.append(why)
+        self._orphan("lost", why, now)
+
+    def stop(self, how: str, why: str) -> None:
+        """Has this launcher's own processes ended."""
+        if self.report is None and (self.halt is None or self.halt[0] != "end"):
+            self.halt = (how, why)
+
+    def _step(self, now: float) -> None:
+        if self.end is not None:
+            return
+        if self.lead is not None:
+            self.lead.step(now)
+        elif not self.leader:
+            self._seek(now)
+
+    def _seek(self, now: float) -> None:
+        asked = {ask.place for ask in self.asks.values() if ask.purpose == "hello"}
+        if now - self._asked >= _ASK_AGAIN_S and not self.leaving:
+            self._asked = now
+            for place, who in self._to_ask().items():
+                if place not in asked:
+                    hello = {"hello": asdict(self.me), "rules": self.rules.common}
+                    self.open(place, who, "hello", now, **hello)
+        if self.report is None and not self.views:
+            return
+        if not self.views:
+            if self.founds and all(self.answers.get(place, "later") != "later" for place in self.contacts):
+                self._take_the_lead([self.me.id], now)
+                return
+        elif self._is_candidate():
+            self.candidate_since = now if self.candidate_since is None else self.candidate_since
+            here = {self.me.id, *self.links}
+            missing = [each for each in self.views[-1] if each not in here and each not in self.dead]
+            if may_go_on(here, self.views, self.dead) and (not missing or now - self.candidate_since >= _SETTLE_S):
+                self._take_the_lead([each for each in self.views[-1] if each in here], now)
+                return
+        else:
+            self.candidate_since = None
+        self._give_up(now)
+
+    def _forget_asks(self) -> None:
+        for key in self.asks:
+            self.actions.append(("close", key))
+        self.asks.clear()
+
+    def _to_ask(self) -> dict[Place, str]:
+        """Places, and the members that they were of: those of the last rounds, and wherever a run may be found."""
+        others = (each for view in reversed(self.views) for each in view)
+        living = [each for each in dict.fromkeys(others) if each not in self.dead and each != self.me.id]
+        return {
+            **dict.fromkeys(self.contacts, ""),
+            **{self.known[each].place: each for each in living[:_ASKED_AT_ONCE]},
+        }
+
+    def _is_candidate(self) -> bool:
+        """Whether nobody who comes before me can lead."""
+        view = self.views[-1]
+        before = [each for each in view[: view.index(self.me.id)] if each not in self.dead]
+        return all(self.answers.get(self.known[each].place) == "silent" for each in before)
+
+    def _take_the_lead(self, members: list[str], now: float) -> None:
+        self._forget_asks()
+        self.lead = Lead(self, members, self.lost, self.since, now)
+        self.lead.step(now)
+
+    def _give_up(self, now: float) -> None:
+        """Ends where waiting longer helps nobody."""
+        waited_s = now - self.since
+        if self.views:
+            over = self.rules.fixed and self.round is not None and self.round.restarts >= self.rules.max_restarts
+            if waited_s > (self.rules.limit_s if over else self.rules.join_s):
+                here = len({self.me.id, *self.links} & set(self.views[-1]))
+                problem = Problem(
+                    "launch-cut-off",
+                    f"this node ended: {self.lost[1]}, and too few are left to go on.",
+                    f"{here} of {len(self.views[-1])} nodes reach each other; the others may be going on",
+                    "mend the network or the host, and start the same command here again: it joins the run",
+                )
+                self.end = End(1, self.lost[1], error=problem)
+        elif waited_s > self.rules.join_s:
+            told = ", ".join(f"{place[0]}:{place[1]} {how}" for place, how in self.answers.items())
+            problem = Problem(
+                "launch-address",
+                f"node 0 does not answer within {self.rules.join_s:g} s.",
+                f"--main-address, --main-port: {told or 'this host'}",
+                "start node 0 too, let its firewall pass that port, or wait longer with --rdzv-conf timeout=600",
+            )
+            self.end = End(1, error=problem)
+
+    def _answer(self, key: int, message: dict[str, Any], now: float) -> None:
+        ask = self.asks[key]
+        if "here" in message:
+            self._nobody_else_at(ask.place, message["here"])
+        if ask.purpose != "hello":
+            del self.asks[key]
+            self.actions.append(("close", key))
+            self._here_is(ask, message, now)
+        elif "joined" in message:
+            self._follow(key, message, now)
+        elif "wait" in message:
+            self.answers[ask.place] = "wait" if not message["wait"] else "later"  # it was in a run that may go on
+            ask.answered, ask.since = True, now
+        elif "beat" in message:
+            ask.since = now
+        else:
+            del self.asks[key]
+            self.actions.append(("close", key))
+            if "refused" in message:
+                self.end = End(1, error=Problem(**message["refused"]))
+            elif "later" in message:
+                self.answers[ask.place] = "later"
+                place = (str(message["later"][0]), int(message["later"][1]))
+                if place != self.me.place and place not in self._to_ask():
+                    self.contacts.append(place)
+                    self._asked = -1e9
+            else:  # "expelled": that one has lost its own leader
+                self.answers.pop(ask.place, None)
+
+    def _here_is(self, ask: Ask, message: dict[str, Any], now: float) -> None:
+        """Who is at a place that was asked."""
+        self._nobody_else_at(ask.place, message["here"])
+        if ask.purpose == "probe" and ask.who in self.heard_at:
+            self.heard_at[ask.who] = now
+        if self.lead is not None:
+            self.lead.found(ask, message, now)
+
+    def _no_answer(self, ask: Ask, how: str, now: float) -> None:
+        if how == "refused":
+            self._nobody_else_at(ask.place)
+        if ask.purpose == "hello":
+            self.answers[ask.place] = "silent" if how == "silent" else "refused"
+            if how == "closed":  # it was there a moment ago: ask again
+                self.answers.pop(ask.place)
+        elif self.lead is not None:
+            self.lead.found(ask, {}, now)
+
+    def _nobody_else_at(self, place: Place, who: str = "") -> None:
+        """No launcher that was at a place is alive, apart from the one that answers there now."""
+        here = (each.id for each in self.known.values() if each.place == place)
+        self.dead.update(each for each in here if each not in (who, self.me.id))
+
+    # Following
+
+    def _follow(self, key: int, message: dict[str, Any], now: float) -> None:
+        ask = self.asks.pop(key)
+        self._forget_asks()
+        # What it calls itself may mean this host here (127.0.1.1): what reached it is its address.
+        leader = replace(Member(**message["joined"]), address=ask.place[0], port=ask.place[1])
+        self.known[leader.id] = leader
+        self.leader, self.leader_key = message["joined"]["id"], key
+        self.whose[key] = self.leader
+        self.heard_at[self.leader] = now
+        for who in list(self.links):
+            self.drop(who, later=list(self.known[self.leader].place))
+        self._report(now)
+
+    def _report(self, now: float) -> None:
+        """Tells the leader that this launcher's processes have ended."""
+        if self.report is not None and self.lead is not None:
+            self.lead.rested(self.me.id, self.report, now)
+        elif self.report is not None and self.leader:
+            self._say(self.leader_key, rest=asdict(self.report))
+
+    def _obey(self, message: dict[str, Any], now: float) -> None:
+        """What the leader says."""
+        if "members" in message:
+            self.proposed = Round.of(message["members"])
+            self.known.update((each.id, each) for each in self.proposed.members if each.id != self.leader)
+            self.views = [*(tuple(view) for view in message["views"]), self.proposed.ids]
+            self._say(self.leader_key, ready=self.proposed.number)
+        elif "go" in message and self.proposed is not None and message["go"] == self.proposed.number:
+            self.start(replace(self.proposed, reason=message["reason"]))
+        elif "halt" in message:
+            self.stop(*message["halt"])
+        elif "end" in message:
+            self.end = End.of(message["end"])
+        elif "move" in message:
+            self.move((str(message["move"][0]), int(message["move"][1])), now)
+        elif "bye" in message:
+            self._orphan("left", message["bye"], now)
+        elif "expelled" in message:
+            self._orphan("lost", f"{self._name(self.leader)} took this node for lost", now)
+
+    def start(self, decided: Round) -> None:
+        """A round begins."""
+        self.round = self.begin = decided
+        self.born = decided.born
+        self.views = [decided.ids]
+        decided_on = {each.id: each for each in decided.members}
+        self.known = decided_on | {who: self.known[who] for who in (self.me.id, self.leader, *self.links) if who}
+        self.dead &= set(decided.ids)
+        self.report = self.halt = None
+
+
+def _called(member: Member) -> str:
+    return f"node {member.node} ({member.host})" if member.node >= 0 else member.host

@@ -1,0 +1,187 @@
+"""The nouns of membership: one launcher among several (`Member`), what is asked of them all (`Rules`), one start of all
+processes (`Round`), how a launcher's processes ended (`Report`) and how everything ends (`End`)."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from paceline.base.errors import Problem
+
+Place = tuple[str, int]  # address and port of a launcher
+
+
+@dataclass(frozen=True)
+class Member:
+    """One launcher.
+
+    Attributes:
+        id: tells it from every other launcher that ever was, one started again on the same host included.
+        host: its host's name.
+        procs: how many processes it starts.
+        address, port: where the others reach it.
+        node: the number that it was given; -1 where it takes the next free place.
+    """
+
+    id: str
+    host: str
+    procs: int
+    address: str = "127.0.0.1"
+    port: int = 0
+    node: int = -1
+
+    @property
+    def place(self) -> Place:
+        """Where the others reach it."""
+        return self.address, self.port
+
+
+@dataclass(frozen=True)
+class Rules:
+    """What all launchers of a run must have been told alike, and how patient they are.
+
+    Attributes:
+        least, most: how many nodes a round has.
+        max_restarts: how often a failure may begin another round.
+        run: a name that keeps different runs apart.
+        beat_s: seconds between two signs of life.
+        limit_s: silence after which a launcher counts as lost.
+        join_s: how long to wait for enough nodes.
+        last_call_s: how long to wait for more, once there are enough.
+        grace_s: how long processes may take to save and leave.
+    """
+
+    least: int = 1
+    most: int = 1
+    max_restarts: int = 0
+    run: str = "paceline"
+    beat_s: float = 1.0
+    limit_s: float = 5.0
+    join_s: float = 300.0
+    last_call_s: float = 2.0
+    grace_s: float = 30.0
+
+    @property
+    def fixed(self) -> bool:
+        """Whether the number of nodes is given, so that none can be done without."""
+        return self.least == self.most
+
+    @property
+    def common(self) -> list[Any]:
+        """What must be the same on all."""
+        return [self.least, self.most, self.max_restarts, self.run]
+
+
+@dataclass(frozen=True)
+class Round:
+    """All processes, started together once.
+
+    Attributes:
+        number: counts the decisions about who takes part, from 1.
+        restarts: how many failures came before it.
+        members: who takes part, in the order of their ranks.
+        store_port: where rank 0 listens, on the first member's host.
+        reason: why the round before it ended; "" for the first.
+        born: when the run was founded (seconds since the epoch).
+    """
+
+    number: int
+    restarts: int
+    members: tuple[Member, ...]
+    store_port: int = 0
+    reason: str = ""
+    born: float = 0.0
+
+    @property
+    def ids(self) -> tuple[str, ...]:
+        """Who takes part."""
+        return tuple(member.id for member in self.members)
+
+    def where(self, who: str) -> int:
+        """The number that a member has in this round."""
+        return self.ids.index(who)
+
+    def name(self, who: str) -> str:
+        """What to call a member in messages."""
+        return f"node {self.where(who)} ({self.members[self.where(who)].host})"
+
+    def message(self) -> dict[str, Any]:
+        """As it travels."""
+        return asdict(self)
+
+    @classmethod
+    def of(cls, message: dict[str, Any]) -> Round:
+        """As it has travelled."""
+        return cls(**{**message, "members": tuple(Member(**each) for each in message["members"])})
+
+
+@dataclass(frozen=True)
+class Report:
+    """How the processes of one launcher ended.
+
+    Attributes:
+        kind: "new" (none has been started), "done", "preempted", "failed" by themselves, or "stopped" by us.
+        what: the first failure, in one sentence.
+        at: when that was (seconds since the epoch).
+        store_port: a port that is free here, for the next round's rank 0.
+    """
+
+    kind: str
+    what: str = ""
+    at: float = 0.0
+    store_port: int = 0
+
+
+@dataclass(frozen=True)
+class Cause:
+    """Why a round ends before its processes do.
+
+    Attributes:
+        kind: "failed", "lost", "left" or "grow"; "" where the processes ended by themselves.
+        why: one sentence.
+        who: the member that it began with.
+        at: when a process failed (seconds since the epoch).
+    """
+
+    kind: str = ""
+    why: str = ""
+    who: str = ""
+    at: float = 0.0
+
+
+@dataclass(frozen=True)
+class End:
+    """The end of a launcher's part.
+
+    Attributes:
+        code: exit code.
+        why: what went wrong, in one sentence; "" for nothing.
+        who: the member that failed first.
+        error: what is to be raised, where it is an error of the launch.
+    """
+
+    code: int
+    why: str = ""
+    who: str = ""
+    error: Problem | None = None
+
+    @classmethod
+    def of(cls, message: dict[str, Any]) -> End:
+        """As it has travelled."""
+        return cls(**{**message, "error": message["error"] and Problem(**message["error"])})
+
+
+def may_go_on(present: Collection[str], views: Sequence[Sequence[str]], dead: Collection[str]) -> bool:
+    """Whether those present may go on without the others, who may be there yet out of reach.
+
+    Of each view, leaving out who is known to be dead, more than half must be present, or half and its first. Two sets
+    of members that have nobody in common can then never both be allowed: each would need at least half of a base that
+    holds both, and only one of them has its first.
+    """
+    for view in views:
+        base = [each for each in view if each not in dead]
+        number = sum(each in present for each in base)
+        if 2 * number < len(base) or (base and 2 * number == len(base) and base[0] not in present):
+            return False
+    return True
