@@ -11,19 +11,23 @@ from typing import TYPE_CHECKING, Any
 from paceline.base import env
 from paceline.base.errors import CheckpointError
 from paceline.base.log import logger
+from paceline.checkpoint.module_state import own_names
 from paceline.checkpoint.retention import Keep
 from paceline.checkpoint.state import RunState, TrainState
 from paceline.checkpoint.store import store_for
+from paceline.checkpoint.window import Gradients, Window
 from paceline.data.active import ActiveLoaders
 from paceline.data.loader import PreparedLoader
 from paceline.optim.accumulate import Accumulation
 from paceline.plan.facts import ModelFacts
 from paceline.plan.plan import Decision, Plan
 from paceline.preemption import Preemption
-from paceline.preparation import Preparation
+from paceline.preparation import Preparation, PreparedModel
 from paceline.world.collectives import Collectives
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from paceline.checkpoint.checkpointer import Checkpointer
 
 _numbers = count()
@@ -220,10 +224,11 @@ class States:
         self._active.between = self._preemption.between
 
     def end(self) -> None:
-        """SIGTERM means again what it meant before `resume`."""
+        """Waits for a save that is under way; SIGTERM means again what it meant before `resume`. Ranks: all."""
         if self._preemption is not None:
             self._preemption.end()
             self._active.between = None
+        self.wait()
 
     def _refuse_unused(self) -> None:
         wanted = self._wanted
@@ -252,7 +257,7 @@ class States:
         _keep(state, len(models))
         self._checkpointer.load(source, state, strict=strict)
         for optimizer in self._prepared.optimizers:
-            optimizer.steps = self.run.step
+            optimizer.restart(self.run.step)
         if path is None:
             self.iteration = int(source.rsplit("_", 1)[1]) + 1
 
@@ -268,6 +273,7 @@ class States:
 
     def _state(self) -> TrainState:
         prepared = self._prepared
+        self.run.micro_step = self._gradients.done
         self.run.step = max((each.steps for each in prepared.optimizers), default=self.run.step)
         return TrainState(
             models=_numbered("model", [each.wrapped for each in prepared.models]),
@@ -279,7 +285,30 @@ class States:
             run=self.run,
             device=prepared.device,
             tied=_numbered("model", [_other_names(each.facts) for each in prepared.models]),
+            window=self._window(),
         )
+
+    def _window(self) -> Window:
+        prepared, world = self._prepared, self._collectives.world
+        owners = {p: each for each in prepared.optimizers for group in each.param_groups for p in group["params"]}
+
+        def stale(parameter: Tensor) -> bool:
+            return parameter in owners and owners[parameter].stale
+
+        def gradients(each: PreparedModel) -> Gradients:
+            plan = each.chain.plan
+            return Gradients(
+                parameters=lambda: own_names(each.module, _other_names(each.facts)),
+                held=lambda: each.chain.held(each.wrapped),
+                take=lambda held: each.chain.take(each.wrapped, held),
+                layout=f"{plan.layout}, zero={plan.zero}, {', '.join(plan.strategies)}, {plan.options}",
+                ranks=world.size // plan.layout.pp,
+                stale=stale,
+            )
+
+        layout = prepared.plan.layout
+        models = _numbered("model", [gradients(each) for each in prepared.models])
+        return Window(models, self._gradients, layout.data_index(world.rank), layout.width, self._gradients.apart)
 
 
 def _other_names(facts: ModelFacts) -> dict[str, str]:

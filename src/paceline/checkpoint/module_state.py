@@ -73,6 +73,18 @@ class ModuleState:
         unwrap(module).load_state_dict({raw: entries[name] for name, raw in self.raw.items()})
 
 
+def own_names(module: nn.Module, tied: Mapping[str, str]) -> dict[str, Tensor]:
+    """A module's parameters by clean name, each once; one that is tied to one elsewhere goes by the first name of both.
+
+    Args:
+        module: wrapped or not.
+        tied: the other names of tied parameters -> the first.
+    """
+    own = {clean(name): parameter for name, parameter in unwrap(module).named_parameters()}
+    firsts = {name: tied.get(name, name) for name in own}
+    return {name if firsts[name] in own else firsts[name]: parameter for name, parameter in own.items()}
+
+
 def parameter_names(
     models: Mapping[str, nn.Module], wanted: Iterable[Tensor], tied: Mapping[str, Mapping[str, str]] | None = None
 ) -> dict[Tensor, str]:
@@ -89,11 +101,8 @@ def parameter_names(
     """
     places: dict[Tensor, tuple[str, str]] = {}
     for model, module in models.items():
-        own = {clean(name): parameter for name, parameter in unwrap(module).named_parameters()}
-        others = (tied or {}).get(model, {})
-        for name, parameter in own.items():
-            first = others.get(name, name)
-            places.setdefault(parameter, (model, name if first in own else first))
+        for name, parameter in own_names(module, (tied or {}).get(model, {})).items():
+            places.setdefault(parameter, (model, name))
     found = {parameter: places[parameter] for parameter in wanted if parameter in places}
     short = [name for _, name in found.values()]
     unique = len(set(short)) == len(short)

@@ -20,6 +20,7 @@ from typing import Any, Protocol
 import torch
 
 from paceline.base.errors import TrainError
+from paceline.base.log import warn_once
 
 
 class _Loader(Protocol):
@@ -44,6 +45,7 @@ class Accumulation:
             of `window`, `sync` stays what it was set to (what accelerate does).
         sync_at_end: whether the end of a loader ends the window.
         began: whether some backward pass went this way.
+        passes: how many did.
         apart: whether ranks have taken steps of their own since their parameters were equal.
     """
 
@@ -54,6 +56,7 @@ class Accumulation:
         self.weigh = True
         self.sync_at_end = True
         self.began = False
+        self.passes = 0
         self.apart = False
         self._active = active
         self._collectives = collectives
@@ -106,6 +109,53 @@ class Accumulation:
         self._items = self._planned = self._factor = None
         self._window = loader.window_rows(self.steps) if loader is not None and self.weigh else None
 
+    # -- in a checkpoint -----------------------------------------------------------------------------------------
+
+    @property
+    def done(self) -> int:
+        """Micro-batches done in the window that is open; 0 between windows."""
+        return 0 if self.sync else self._micro
+
+    def window_state(self) -> dict[str, Any]:
+        """Where the window stands; the same on all ranks, except `items`, which are this rank's."""
+        return {
+            "sync": self.sync,
+            "micro": self._micro,
+            "steps": self.steps,
+            "planned": self._planned if self._window is None else self._window,
+            "rows": self._rows,
+            "counted": self._counted,
+            "items": self._items,
+            "items_micro": self._items_micro,
+            "divisor": self._divisor,
+        }
+
+    def load_window(self, state: Mapping[str, Any] | None) -> None:
+        """Goes on in the window of which `window_state` told; None begins a new one.
+
+        Where a step has another number of micro-batches by now, the window ends after as large a part of its own.
+        """
+        self.sync, self._micro = True, 0
+        self._reset(None)
+        if state is None:
+            return
+        self.sync, self._divisor = state["sync"], state["divisor"]
+        if self.sync:
+            return
+        micro, rest = divmod(state["micro"] * self.steps, state["steps"])
+        if rest:
+            warn_once(
+                "optim",
+                f"the window was saved after {state['micro']} of {state['steps']} micro-batches, which is no whole number of "
+                f"{self.steps}: this one step takes other samples than it would have. Its mean is over what it takes.",
+            )
+        self._micro = max(1, micro)
+        self._planned, self._rows = state["planned"], state["rows"]
+        self._items = state["items"]
+        # Counted at the micro-batch that is done, wherever that stands now.
+        self._counted = self._micro if state["counted"] == state["micro"] else 0
+        self._items_micro = self._micro if state["items_micro"] == state["micro"] else 0
+
     # -- the scale -------------------------------------------------------------------------------------------
 
     @staticmethod
@@ -141,6 +191,7 @@ class Accumulation:
             TrainError: `accumulate-outside`, `items-mixed`.
         """
         self.began = True
+        self.passes += 1
         if not self._open:
             if not self.weigh:
                 self._micro = 1

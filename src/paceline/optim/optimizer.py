@@ -46,6 +46,7 @@ class PreparedOptimizer(Optimizer):
         self._scaler = scaler
         self._guard = guard
         self._settled = False
+        self._over = 0  # backward passes whose gradients were stepped or cleared
 
     # The wrapped optimizer owns these; schedulers and users read and replace them here.
     param_groups = property(
@@ -77,6 +78,7 @@ class PreparedOptimizer(Optimizer):
             return None
         self.settle()
         self._settled = False
+        self._over = self._accumulation.passes
         self.steps += 1
         with self._guard():
             if self._scaler is None:
@@ -116,6 +118,16 @@ class PreparedOptimizer(Optimizer):
         if self._accumulation.sync:
             self.optimizer.zero_grad(set_to_none)
             self._settled = False
+            self._over = self._accumulation.passes
+
+    @property
+    def stale(self) -> bool:
+        """Whether its gradients, if there are any, have been stepped: a window has ended, and nothing came since."""
+        return self._accumulation.sync and self._over == self._accumulation.passes
+
+    def restart(self, steps: int) -> None:
+        """After a load: goes on after so many steps, with gradients that were loaded too."""
+        self.steps, self._settled, self._over = steps, False, -1
 
     def settle(self) -> None:
         """Multiplies the gradients by the window's correction, once; see `Accumulation`."""

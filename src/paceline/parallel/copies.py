@@ -13,6 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from paceline.parallel.fsdp import part_like
+from paceline.world.held import Held
 from paceline.world.sharded import is_sharded
 
 Holders = dict[int, str]  # rank along pp -> the name under which it holds the parameter
@@ -57,6 +59,24 @@ class Copies:
             if parameter is not None and parameter.grad is not None:
                 self._before[group[self.collectives.rank]] = parameter.grad
                 parameter.grad = None
+
+    def held(self) -> Held:
+        """What was summed before and waits for the rest, and how many ranks have the same."""
+        own = [(group, p) for group, p in zip(self.groups, self._own(), strict=True) if p is not None]
+        rank = self.collectives.rank
+        before = {p: self._before[group[rank]] for group, p in own if group[rank] in self._before}
+        return Held(before, equal={p: len(group) for group, p in own}, open=self._open)
+
+    def take(self, held: Held) -> None:
+        """Takes back what `held` gave."""
+        self._open = held.open
+        rank = self.collectives.rank
+        own = [(group, p) for group, p in zip(self.groups, self._own(), strict=True) if p is not None]
+        self._before = {
+            group[rank]: part_like(held.gradients[p], p, held.placements.get(p))
+            for group, p in own
+            if p in held.gradients
+        }
 
     def sum(self) -> None:
         """Adds up the gradients of all holders. Ranks: all along `pp`."""

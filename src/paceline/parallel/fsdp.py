@@ -27,6 +27,7 @@ from paceline.parallel import agreement, gloo
 from paceline.parallel.averages import CHUNK, average_gradients
 from paceline.parallel.stand_ins import step_held
 from paceline.parallel.sync_batch_norm import SyncBatchNorm
+from paceline.world.held import Held
 from paceline.world.sharded import is_sharded, whole
 from paceline.world.tree import map_tensors
 
@@ -137,6 +138,35 @@ class Units:
                     each.unsharded_accumulated_grad = None
                     if hasattr(each, "_unsharded_param"):
                         each._unsharded_param.grad = None
+
+    def held(self) -> Held:
+        """Gradients that no communication has seen, by the parameters of which this rank keeps shards."""
+        self.reshard()
+        found = {}
+        for group in _groups(self.model):
+            for each in group.fsdp_params:
+                if each.unsharded_accumulated_grad is not None:
+                    found[each.sharded_param] = each.unsharded_accumulated_grad
+                elif _has_gradient(each):
+                    found[each.sharded_param] = each._unsharded_param.grad
+        return Held(found)
+
+    def take(self, held: Held) -> None:
+        """Takes back what `held` gave. Ranks: all of the group, which gather each unit once where there is anything."""
+        self.forget()
+        self.reshard()
+        if not held.gradients:
+            return
+        for unit in _units(self.model):  # FSDP2 reduces nothing of a unit that was never gathered
+            unit.unshard()
+            unit.reshard()
+        for group in _groups(self.model):
+            for each in group.fsdp_params:
+                gradient = held.gradients.get(each.sharded_param)
+                if gradient is not None:
+                    like = each._unsharded_param
+                    placements = held.placements.get(each.sharded_param)
+                    each.unsharded_accumulated_grad = part_like(gradient, like, placements)
 
     def agree(self) -> None:
         """From now on every rank is told what the others are about to gather and reduce. Ranks: all of the group."""
@@ -274,6 +304,17 @@ def whole_parameters(model: nn.Module, writeback: bool) -> Iterator[None]:
             module._parameters[name] = parameter
             if writeback and own is not None:
                 parameter.detach().to_local().copy_(part_of(own.detach(), parameter))
+
+
+def part_like(tensor: torch.Tensor, like: Any, placements: tuple[Any, ...] | None) -> torch.Tensor:
+    """This rank's own tensor as a DTensor of the mesh and shape of `like`, where it was one."""
+    if placements is None:
+        return tensor
+    from torch.distributed.tensor import DTensor
+
+    return DTensor.from_local(
+        tensor, like.device_mesh, placements, run_check=False, shape=like.shape, stride=like.stride()
+    )
 
 
 def take_whole_values(model: nn.Module) -> None:

@@ -140,8 +140,8 @@ class Pipe:
 
         self._loss = weighed
         key = (name, count, describe(self._batch[0][:2]))
+        self.copies.begin()  # before a probe, which may leave whole parameters in the place of divided ones
         schedule = self._scheduled(key)
-        self.copies.begin()
         numbers = torch.arange(count)
         try:
             with self._metered(), _gathered(self.model, name):

@@ -30,6 +30,7 @@ from paceline.plan.facts import ModelFacts
 from paceline.plan.options import option
 from paceline.plan.pipeline import SCHEDULES, balanced, chain, even, loads, matching, rank_of
 from paceline.plan.plan import Decision, Plan
+from paceline.world.held import Held
 
 _SPLITS = ("uniform", "parameters", "time")
 
@@ -212,6 +213,14 @@ class Pipeline(Strategy):
     def settle(self, model: nn.Module) -> None:
         """Sums the gradients of parameters that several stages hold, after other strategies have averaged them."""
         _piped(model).pipe.copies.sum()
+
+    def held(self, model: nn.Module) -> Held:
+        """Of parameters that several stages hold: what was summed already, and who has the same."""
+        return _piped(model).pipe.copies.held()
+
+    def take(self, model: nn.Module, held: Held) -> None:
+        """Takes that back."""
+        _piped(model).pipe.copies.take(held)
 
     def gather_state(self, state: dict[str, Any], model: nn.Module, context: Context) -> dict[str, Any]:
         """The whole model's state: each rank's part, under the user's names, in the user's order."""

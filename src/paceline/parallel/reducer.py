@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from paceline.parallel.averages import average_gradients
 from paceline.parallel.division import batches, dtensor, even, pack, packed_parts, packed_width, rows, travels_alone
 from paceline.parallel.gloo import Handle, reduce_parts, reduce_scatter
+from paceline.world.held import Held
 from paceline.world.mesh import cpu_group
 from paceline.world.sharded import is_sharded
 
@@ -237,6 +238,21 @@ class Reducer:
     def failed(self) -> None:
         """A backward pass ended with an error: what it reduced is dropped as soon as the next one begins."""
         self._failed = True
+
+    def held(self) -> Held:
+        """Rows that were reduced in an earlier window and not cleared since."""
+        return Held({**{p: p.grad for p in self._parameters if is_sharded(p.grad)}, **self._earlier})
+
+    def take(self, held: Held) -> None:
+        """Takes them back, beside whole gradients that have been put in `.grad` since."""
+        self._land_all()
+        self._rewind()
+        for parameter, part in held.gradients.items():
+            reduced = dtensor(part, self._mesh, parameter.shape)
+            if parameter.grad is None:
+                parameter.grad = reduced
+            else:
+                self._earlier[parameter] = reduced
 
     def _vote(self) -> tuple[list[int], list[int]]:
         """On how many ranks each parameter has a gradient of this window, and each bucket one that came late."""

@@ -40,6 +40,7 @@ from paceline.plan.cost import Bytes
 from paceline.plan.facts import ModelFacts
 from paceline.plan.options import option
 from paceline.plan.plan import Decision, Plan
+from paceline.world.held import Held
 from paceline.world.layout import GRADIENT_AXES
 
 
@@ -157,6 +158,15 @@ class Replicate(Strategy):
             optimizer.register_step_post_hook(_UNITS[model].reshard)
         if model in _STATES and context.plan.layout.shard > 1:
             optimizer.register_step_pre_hook(partial(_refuse_held, _STATES[model]))
+
+    def held(self, model: nn.Module) -> Held:
+        """Whole gradients that were not reduced yet."""
+        return _UNITS[model].held() if model in _UNITS else Held()
+
+    def take(self, model: nn.Module, held: Held) -> None:
+        """Takes them back."""
+        if model in _UNITS:
+            _UNITS[model].take(held)
 
     def full(self, model: nn.Module, writeback: bool) -> AbstractContextManager[Any]:
         """Plain parameters in the place of FSDP2's."""

@@ -41,6 +41,7 @@ from paceline.plan.cost import Bytes
 from paceline.plan.facts import ModelFacts
 from paceline.plan.options import option
 from paceline.plan.plan import Decision, Plan
+from paceline.world.held import Held
 from paceline.world.tree import map_tensors
 
 _HALVES = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -211,6 +212,15 @@ class Shard(Strategy):
         """Reduces what was held."""
         if model in _UNITS:
             _UNITS[model].settle()
+
+    def held(self, model: nn.Module) -> Held:
+        """Whole gradients that were not reduced yet."""
+        return _UNITS[model].held() if model in _UNITS else Held()
+
+    def take(self, model: nn.Module, held: Held) -> None:
+        """Takes them back."""
+        if model in _UNITS:
+            _UNITS[model].take(held)
 
     def full(self, model: nn.Module, writeback: bool) -> AbstractContextManager[Any]:
         """Gathers every parameter."""

@@ -21,7 +21,7 @@ A new strategy is one new file with `STRATEGY = Class()`; the registry finds it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -36,6 +36,7 @@ from paceline.plan.cost import Bytes
 from paceline.plan.facts import ModelFacts
 from paceline.plan.options import NoOptions, read
 from paceline.plan.plan import Decision, Plan
+from paceline.world.held import Held
 
 STRATEGIES = Registry("paceline.parallel", "STRATEGY", "paceline.strategies")
 
@@ -133,6 +134,13 @@ class Strategy:
         """Adds what only other ranks hold to a state of whole tensors."""
         return state
 
+    def held(self, model: nn.Module) -> Held:
+        """What this rank keeps of gradients beside `.grad`, for a checkpoint in the middle of a window. Ranks: all."""
+        return Held()
+
+    def take(self, model: nn.Module, held: Held) -> None:
+        """Drops what `held` would give, and takes that of a checkpoint in its place. Ranks: all; may communicate."""
+
 
 class Chain:
     """The strategies of one plan, applied to models in order.
@@ -191,6 +199,16 @@ class Chain:
         for strategy in reversed(self.strategies):
             model = strategy.unwrap(model)
         return model
+
+    def held(self, model: nn.Module) -> dict[str, Held]:
+        """What each strategy keeps of gradients beside `.grad`. Ranks: all."""
+        found = {strategy.name: strategy.held(inside) for strategy, _, inside in self._inwards(model)}
+        return {name: held for name, held in found.items() if held}
+
+    def take(self, model: nn.Module, held: Mapping[str, Held]) -> None:
+        """Gives back to each strategy what `held` gave; those that are not named drop what they keep. Ranks: all."""
+        for strategy, _, inside in self._inwards(model):
+            strategy.take(inside, held.get(strategy.name, Held()))
 
     def hold_gradients(self, model: nn.Module) -> AbstractContextManager[Any]:
         """While it is open, no strategy communicates gradients of `model`."""

@@ -36,6 +36,7 @@ from paceline.plan.facts import ModelFacts
 from paceline.plan.options import option
 from paceline.plan.plan import Decision, Plan
 from paceline.plan.rules import origin
+from paceline.world.held import Held
 from paceline.world.layout import GRADIENT_AXES
 from paceline.world.sharded import divide
 
@@ -165,6 +166,15 @@ class Zero(Strategy):
         reducer = _REDUCERS.get(model)
         if reducer is not None:
             reducer.settle()
+
+    def held(self, model: nn.Module) -> Held:
+        """Stage 2: rows that were reduced already."""
+        return _REDUCERS[model].held() if model in _REDUCERS else Held()
+
+    def take(self, model: nn.Module, held: Held) -> None:
+        """Stage 2: takes them back."""
+        if model in _REDUCERS:
+            _REDUCERS[model].take(held)
 
     def failed(self, model: nn.Module) -> None:
         """Stage 2: the next backward pass begins anew."""

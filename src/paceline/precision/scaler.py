@@ -127,4 +127,5 @@ class LossScaler:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Puts back what `state_dict` gave."""
+        self.refresh()  # what the last step here would have changed must not change what is loaded
         self.grad_scaler.load_state_dict(state)

@@ -1,0 +1,324 @@
+"""`Window`: gradients that no optimizer has stepped yet, of an accumulation window that is open when a state is saved.
+
+window/RANK/MODEL/NAME              what lies in `.grad` on that rank
+window/RANK/MODEL/NAME:STRATEGY     what a strategy keeps beside it
+
+same layout       every rank takes back its own, bit by bit
+another layout    each parameter gets the weighed sum of all ranks' parts: what the gradient would be if the window ended
+                  here. Every strategy takes it for a gradient that was reduced before, and adds the rest of the window.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from paceline.base.errors import Problem
+from paceline.checkpoint.codec import Encoder
+from paceline.world.held import Held
+from paceline.world.parts import part_of_whole, regions
+from paceline.world.sharded import is_sharded, local
+
+Shapes = Mapping[str, tuple[torch.Size, torch.dtype]]
+
+
+class Counters(Protocol):
+    """The owner of gradient scale."""
+
+    def window_state(self) -> dict[str, Any]:
+        """Where the window stands; the same on all ranks, `items` aside."""
+
+    def load_window(self, state: Mapping[str, Any] | None) -> None:
+        """Goes on in that window, or begins a new one."""
+
+
+@dataclass(frozen=True)
+class Gradients:
+    """One model's.
+
+    Attributes:
+        parameters: gives them by name.
+        held: what strategies keep, by their names.
+        take: gives that back; without any, what they keep is dropped.
+        layout: models with an equal one are divided alike.
+        ranks: that hold gradients of one parameter which differ, or are divided: all but those along `pp`.
+        stale: whether an optimizer has stepped a parameter's gradient, or cleared it, since the last backward pass.
+    """
+
+    parameters: Callable[[], Mapping[str, Tensor]]
+    held: Callable[[], Mapping[str, Held]]
+    take: Callable[[Mapping[str, Held]], None]
+    layout: str
+    ranks: int
+    stale: Callable[[Tensor], bool]
+
+
+@dataclass
+class Window:
+    """The gradients of all models, and where their window stands.
+
+    Attributes:
+        models: by name.
+        counters: of the window.
+        index: which share of each batch this rank reads.
+        width: how many shares there are.
+        apart: whether ranks have parameters of their own, so that their gradients do not belong together.
+    """
+
+    models: Mapping[str, Gradients]
+    counters: Counters
+    index: int = 0
+    width: int = 1
+    apart: bool = False
+    _own: dict[tuple[str, str], dict[str, Any]] = field(default_factory=dict)
+    _sums: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+
+    @property
+    def layout(self) -> dict[str, str]:
+        """How each model is divided."""
+        return {name: model.layout for name, model in self.models.items()}
+
+    # -- save ------------------------------------------------------------------------------------------------
+
+    def encode(self, encoder: Encoder, rank: int) -> dict[str, Any]:
+        """JSON; empty where no window is open and no gradient waits."""
+        counters, found = dict(self.counters.window_state()), dict[str, Any]()
+        items = counters.pop("items")
+        flags: dict[str, list[str]] = {}
+        for model, each in self.models.items():
+            held = each.held()
+            for name, parameter in each.parameters().items():
+                if each.stale(parameter):
+                    continue
+                path = f"{model}/{name}"
+                beside = [kept.gradients.get(parameter) for kept in held.values()]
+                if parameter.grad is not None and not any(parameter.grad is tensor for tensor in beside):
+                    equal = max((kept.equal.get(parameter, 1) for kept in held.values() if not kept.open), default=1)
+                    found[path] = _entry(encoder, f"window/{rank}/{path}", parameter.grad, each.ranks * equal)
+                for strategy, kept in held.items():
+                    if parameter in kept.gradients:
+                        equal = kept.equal.get(parameter, 1) if kept.open else 1
+                        key = f"{path}:{strategy}"
+                        tensor = kept.gradients[parameter]
+                        found[key] = _entry(encoder, f"window/{rank}/{key}", tensor, each.ranks * equal)
+            flags[model] = [strategy for strategy, kept in held.items() if kept.open]
+        if counters["sync"] and not found:
+            return {}
+        own = {"items": items, "index": self.index, "open": flags, "parts": found}
+        shared = {"layout": self.layout, "width": self.width, "apart": self.apart, "counters": counters}
+        return {**shared, "ranks": {str(rank): own}}
+
+    # -- load ------------------------------------------------------------------------------------------------
+
+    def match(self, saved: Mapping[str, Any], shapes: Shapes, rank: int) -> tuple[dict[str, Tensor], list[Problem]]:
+        """Empty tensors for this rank's own parts, where the layout is the same; and what is wrong.
+
+        Args:
+            saved: what `encode` gave, of all ranks; empty where no window was open.
+            shapes: shape and dtype of each tensor of the checkpoint.
+            rank: of this process.
+        """
+        if not saved:
+            return {}, []
+        if not self._alike(saved):
+            return {}, [_apart_problem()] if saved["apart"] else []
+        parts = saved["ranks"][str(rank)]["parts"]
+        paths = [part["tensor"]["$tensor"] for part in parts.values()]
+        return {path: torch.empty(shapes[path][0], dtype=shapes[path][1]) for path in paths}, []
+
+    def _alike(self, saved: Mapping[str, Any]) -> bool:
+        alike: bool = saved["layout"] == self.layout and saved["width"] == self.width
+        return alike
+
+    def sums(self, saved: Mapping[str, Any], shapes: Shapes, factor: float) -> Iterator[dict[str, Tensor]]:
+        """Where the layout is another: adds up what the ranks held. Gives tensors to read into, few at a time.
+
+        Args:
+            saved, shapes: see `match`.
+            factor: what gradients are multiplied by.
+
+        At most one whole parameter is in memory besides this rank's own gradients.
+        """
+        self._sums = []
+        if not saved or self._alike(saved):
+            return
+        if saved["counters"]["divisor"] is not None and any(
+            own["items"] is not None for own in saved["ranks"].values()
+        ):
+            factor *= saved["width"] / self.width  # the window's end multiplies by the width that there will be
+        for model, each in self.models.items():
+            each.held()
+            for name, parameter in each.parameters().items():
+                keys = (f"{model}/{name}", f"{model}/{name}:")
+                parts = [
+                    part
+                    for own in saved["ranks"].values()
+                    for key, part in own["parts"].items()
+                    if key == keys[0] or key.startswith(keys[1])
+                ]
+                if not parts or not parameter.requires_grad:
+                    continue
+                mine = part_of_whole(parameter)
+                dtype = torch.promote_types(parameter.dtype, torch.float32)
+                total = torch.zeros(local(parameter).shape, dtype=dtype)
+                for part in parts:
+                    path = part["tensor"]["$tensor"]
+                    read = torch.empty(shapes[path][0], dtype=shapes[path][1])
+                    yield {path: read}
+                    _add(total, mine, read, _part(part["part"]), factor / part["share"])
+                self._sums.append((parameter, total.to(parameter.dtype)))
+
+    def apply(self, saved: Mapping[str, Any], tensors: Mapping[str, Tensor], rank: int, factor: float) -> None:
+        """Puts gradients and counters back; without any in the checkpoint, a new window begins.
+
+        Args:
+            saved: see `match`.
+            tensors: those that `match` named, read.
+            rank: of this process.
+            factor: what gradients are multiplied by.
+
+        Ranks: all; communicates where some strategy must gather parameters before it can hold gradients.
+        """
+        own = saved["ranks"][str(rank)] if saved and self._alike(saved) else None
+        for model, each in self.models.items():
+            each.take({})
+            parameters = each.parameters()
+            for parameter in parameters.values():
+                parameter.grad = None
+            if own is not None:
+                self._give_back(model, each, own, tensors, factor)
+        for parameter, total in self._sums:
+            parameter.grad = _like(total.to(local(parameter).device), parameter, None)
+        self._sums = []
+        self.counters.load_window({**saved["counters"], "items": self._items(saved, own)} if saved else None)
+
+    def _give_back(
+        self, model: str, each: Gradients, own: Mapping[str, Any], tensors: Mapping[str, Tensor], factor: float
+    ) -> None:
+        held: dict[str, tuple[dict[Tensor, Tensor], dict[Tensor, tuple[Any, ...]]]] = {}
+        for name, parameter in each.parameters().items():
+            for key, part in own["parts"].items():
+                path, _, strategy = key.partition(":")
+                if path != f"{model}/{name}":
+                    continue
+                tensor = tensors[part["tensor"]["$tensor"]].to(local(parameter).device)
+                tensor = tensor if factor == 1.0 else tensor * factor
+                placements = None if part["placements"] is None else tuple(map(_placement, part["placements"]))
+                if not strategy:
+                    parameter.grad = _like(tensor, parameter, placements)
+                    continue
+                gradients, placed = held.setdefault(strategy, ({}, {}))
+                gradients[parameter] = tensor
+                if placements is not None:
+                    placed[parameter] = placements
+        opened = own["open"].get(model, [])
+        for strategy in opened:
+            held.setdefault(strategy, ({}, {}))
+        each.take({strategy: Held(g, p, open=strategy in opened) for strategy, (g, p) in held.items()})
+
+    def _items(self, saved: Mapping[str, Any], own: Mapping[str, Any] | None) -> int | None:
+        """Items that count for this rank; at another width the first share has those of all."""
+        if own is not None:
+            items: int | None = own["items"]
+            return items
+        by_share = {each["index"]: each["items"] for each in saved["ranks"].values()}
+        if any(items is None for items in by_share.values()):
+            return None
+        return sum(by_share.values()) if self.index == 0 else 0
+
+
+def _entry(encoder: Encoder, path: str, gradient: Tensor, ranks: int) -> dict[str, Any]:
+    """One gradient: which part of the whole it is, and by what it is divided where all ranks' parts are added up."""
+    placements, share = None, ranks
+    if is_sharded(gradient):
+        from torch.distributed.tensor import DTensor, Replicate
+
+        placements = [_told(placement) for placement in gradient.placements]
+        for axis, placement in enumerate(gradient.placements):
+            same = placement.is_replicate() or getattr(placement, "reduce_op", "sum") == "avg"
+            share //= 1 if same else gradient.device_mesh.size(axis)
+        settled = [Replicate() if placement.is_partial() else placement for placement in gradient.placements]
+        whole = DTensor.from_local(
+            local(gradient), gradient.device_mesh, settled, run_check=False, shape=gradient.shape,
+            stride=gradient.stride(),
+        )  # fmt: skip
+        part = part_of_whole(whole)
+    else:
+        part = part_of_whole(gradient)
+    return {
+        "tensor": encoder.encode(local(gradient), path),
+        "part": [[list(run) for run in runs] for runs in part],
+        "share": share,
+        "placements": placements,
+    }
+
+
+def _part(told: list[list[list[int]]]) -> Any:
+    return tuple(tuple((run[0], run[1]) for run in runs) for runs in told)
+
+
+def _add(total: Tensor, mine: Any, read: Tensor, theirs: Any, weight: float) -> None:
+    """Adds what two parts of one whole have in common."""
+    for there, inside in regions(theirs):
+        for here, own in regions(mine):
+            begins = [max(a.start, b.start) for a, b in zip(there, here, strict=True)]
+            ends = [min(a.stop, b.stop) for a, b in zip(there, here, strict=True)]
+            if any(begin >= end for begin, end in zip(begins, ends, strict=True)):
+                continue
+            source = _within(inside, there, begins, ends)
+            target = _within(own, here, begins, ends)
+            total[target].add_(read[source].to(total.dtype), alpha=weight)
+
+
+def _within(inside: Any, whole: Any, begins: list[int], ends: list[int]) -> tuple[slice, ...]:
+    return tuple(
+        slice(own.start + begin - there.start, own.start + end - there.start)
+        for own, there, begin, end in zip(inside, whole, begins, ends, strict=True)
+    )
+
+
+def _like(tensor: Tensor, parameter: Tensor, placements: tuple[Any, ...] | None) -> Tensor:
+    """A gradient on this rank's own tensor, divided as the parameter is unless `placements` say otherwise."""
+    if not is_sharded(parameter):
+        return tensor
+    from torch.distributed.tensor import DTensor
+
+    return DTensor.from_local(
+        tensor, parameter.device_mesh, placements or parameter.placements, run_check=False, shape=parameter.shape,
+        stride=parameter.stride(),
+    )  # fmt: skip
+
+
+def _told(placement: Any) -> list[Any]:
+    if placement.is_partial():
+        return ["partial", placement.reduce_op]
+    if placement.is_replicate():
+        return ["replicate"]
+    factor = getattr(placement, "split_factor", None)
+    return ["shard", placement.dim] if factor is None else ["strided", placement.dim, factor]
+
+
+def _placement(told: list[Any]) -> Any:
+    from torch.distributed.tensor import Partial, Replicate, Shard
+    from torch.distributed.tensor.placement_types import _StridedShard
+
+    kinds: dict[str, Any] = {
+        "partial": Partial,
+        "replicate": Replicate,
+        "shard": Shard,
+        "strided": lambda dim, factor: _StridedShard(dim, split_factor=factor),
+    }
+    return kinds[told[0]](*told[1:])
+
+
+def _apart_problem() -> Problem:
+    return Problem(
+        "checkpoint-window",
+        "the checkpoint was saved in the middle of an accumulation window, of which another layout cannot take the rest.",
+        why="ranks had parameters of their own (LocalSGD, between two averages), so their gradients have no common mean",
+        fix="load it under the layout that saved it; or save at the end of a window, after an average",
+    )
