@@ -10,11 +10,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from s3_server import s3, s3_server  # noqa: F401  (fixtures)
 
 # Set by pytest itself, and by libraries (OpenMP, scikit-learn, torch) when they are first imported.
 _ENVIRONMENT_OF_OTHERS = ("PYTEST_", "KMP_", "TORCHINDUCTOR_")
 # The thread of progress bars, one for the whole process.
 _THREADS_OF_OTHERS = ("TMonitor",)
+# fsspec runs one event loop a process, and asyncio looks up names on threads that it keeps.
+_NAMES_OF_OTHERS = ("fsspecIO", "asyncio_")
 _THREAD_GRACE_S = 2.0
 
 
@@ -54,10 +57,14 @@ def _still_running(before: set[threading.Thread]) -> list[threading.Thread]:
     """New threads that do not end within a moment."""
     until = time.monotonic() + _THREAD_GRACE_S
     while True:
-        new = [t for t in threading.enumerate() if t not in before and type(t).__name__ not in _THREADS_OF_OTHERS]
+        new = [t for t in threading.enumerate() if t not in before and not _of_others(t)]
         if not new or time.monotonic() > until:
             return new
         time.sleep(0.02)
+
+
+def _of_others(thread: threading.Thread) -> bool:
+    return type(thread).__name__ in _THREADS_OF_OTHERS or thread.name.startswith(_NAMES_OF_OTHERS)
 
 
 def _has_group() -> bool:

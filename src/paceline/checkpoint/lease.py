@@ -14,6 +14,7 @@ moment, on a store without conditional writes, learns of the other only at its n
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
 import os
@@ -74,20 +75,20 @@ class Lease:
             raise locked(self.folder, there)
 
     def release(self) -> None:
-        """Ends the renewal and takes the object away."""
+        """Lets the thread end, which takes the object away; waits for it but where it could wait for itself.
+
+        A saver that is collected calls this from whichever thread that happens on.
+        """
         self._end.set()
-        self._thread.join()
-        try:
-            if (self._read() or {}).get("id") == self._who["id"]:
-                objects.delete(self._url)
-        except CheckpointError as error:
-            _log.warning("could not free %s (%s); it is free in %.0f s", self.folder, error, LEASE_S)
+        if threading.current_thread() is not self._thread and not _in_event_loop():
+            self._thread.join()
 
     def _take(self) -> None:
         while (there := self._read()) is not None or not objects.write(self._url, self._content(), create=True):
             if there is None:
                 continue
-            if not _ended(there) and not self._expires(there):
+            ours = there.get("process") and there["process"] == self._who["process"]  # could not be freed when it ended
+            if not ours and not _ended(there) and not self._expires(there):
                 raise locked(self.folder, there)
             objects.write(self._url, self._content())
             time.sleep(_LOOK_S)  # whoever saw the same has written by now, and the last one has it
@@ -121,6 +122,11 @@ class Lease:
                 objects.write(self._url, self._content())
             except CheckpointError as error:
                 _log.warning("could not renew the lease of %s, which lasts %.0f s: %s", self.folder, LEASE_S, error)
+        try:
+            if (self._read() or {}).get("id") == self._who["id"]:
+                objects.delete(self._url)
+        except CheckpointError as error:
+            _log.warning("could not free %s (%s); it is free in %.0f s", self.folder, error, LEASE_S)
 
     def _content(self) -> bytes:
         return json.dumps({**self._who, "beat": str(self._beat)}).encode()
@@ -134,6 +140,14 @@ class Lease:
         except ValueError:
             return {}
         return {str(key): str(value) for key, value in read.items()} if isinstance(read, dict) else {}
+
+
+def _in_event_loop() -> bool:
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return False
+    return True
 
 
 def _process(pid: int) -> str:

@@ -63,7 +63,7 @@ class _Held:
 
 
 _held: dict[str, _Held] = {}
-_guard = threading.Lock()
+_guard = threading.RLock()  # a saver may be collected, and release its own, while another is taken
 
 
 def hold_local(folder: str, who: Mapping[str, str]) -> Callable[[], None]:

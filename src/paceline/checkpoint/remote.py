@@ -41,7 +41,7 @@ class RemoteStore:
 
     def __init__(self) -> None:
         self._leases: dict[str, Lease] = {}
-        self._guard = threading.Lock()
+        self._guard = threading.RLock()  # a saver may be collected, and release its own, while another is taken
 
     def serves(self, path: str) -> bool:
         """URLs of every protocol that fsspec knows, but for files of this machine."""

@@ -38,17 +38,22 @@ def telling(url: str) -> Iterator[None]:
         raise told from error
 
 
+def no_bucket(url: str, said: str) -> CheckpointError:
+    """The error for a place that only a person can make."""
+    return CheckpointError(
+        "checkpoint-bucket",
+        f"there is no bucket for {url}.",
+        why=said,
+        fix="make the bucket, or correct its name; Paceline makes none",
+    )
+
+
 def _told(url: str, error: Exception) -> CheckpointError | None:
     chain = list(_causes(error))
     codes = {code for each in chain if (code := _code(each))}
     said = f"{type(chain[-1]).__name__}: {str(chain[-1]).strip() or 'it gave no reason'}".split("\n", maxsplit=1)[0]
     if codes & _NO_BUCKET:
-        return CheckpointError(
-            "checkpoint-bucket",
-            f"there is no bucket for {url}.",
-            why=said,
-            fix="make the bucket, or correct its name; Paceline makes none",
-        )
+        return no_bucket(url, said)
     if isinstance(error, FileNotFoundError | FileExistsError):
         return None
     if codes & _NO_CREDENTIALS or _named(chain, _CREDENTIALS) or isinstance(error, PermissionError):

@@ -95,7 +95,7 @@ class Upload:
         with telling(self._url):
             if self._parts is None:
                 fs = objects.filesystem(self._url)
-                self._parts = _S3Parts(fs, self._url) if hasattr(fs, "_call_s3") else _Stream(fs, self._url)
+                self._parts = _S3Parts(fs, self._url) if objects.is_s3(fs) else _Stream(fs, self._url)
             self._parts.send(self._buffer)
         self._sent += 1
         self._buffer = bytearray()
@@ -127,7 +127,8 @@ class _S3Parts:
         if len(self._waiting) >= _AT_ONCE:
             self._take()
         number = len(self._done) + len(self._waiting) + 1
-        self._waiting.append(self._ask("upload_part", UploadId=self._id, PartNumber=number, Body=content))
+        body = io.BytesIO(content)  # aiohttp sends long bytes in one go, during which nothing else happens
+        self._waiting.append(self._ask("upload_part", UploadId=self._id, PartNumber=number, Body=body))
 
     def _take(self) -> None:
         answer = self._waiting.popleft().result()
