@@ -25,8 +25,10 @@ from torch import Tensor
 from paceline.base.errors import CheckpointError, Problem
 from paceline.checkpoint.agree import Alone, Peers, agreed, together
 from paceline.checkpoint.files import replacing, sync_folder
+from paceline.checkpoint.manifest import NAME, verify
+from paceline.checkpoint.store import store_for
 from paceline.checkpoint.weight_files import SafeFile, TorchFile, WeightFile
-from paceline.checkpoint.weights import Entry, Weights, is_part
+from paceline.checkpoint.weights import Entry, Weights, is_part, open_weights
 from paceline.world.exchange import as_bytes
 
 TURN_BYTES = 64 << 20
@@ -158,6 +160,40 @@ def export_weights(
         files.discard()
         raise
     return files.names + files.index_names
+
+
+def export_checkpoint(
+    path: str | os.PathLike[str],
+    directory: str | os.PathLike[str],
+    *,
+    max_shard_size: int | str = "10GB",
+    safe_serialization: bool = True,
+    model: str = "",
+) -> list[str]:
+    """Writes the weights of one model of a checkpoint, tensor by tensor, without building the model.
+
+    Args:
+        path: a checkpoint of ours, whatever its plan, on a disk or at a URL; a folder of accelerate's, also one that its
+            FSDP divided; one of torch's distributed format; or anything else that `load_model` reads.
+        directory, max_shard_size, safe_serialization: as in `export_weights`.
+        model: which, in a checkpoint of several.
+
+    Returns:
+        Names of the files, in order.
+
+    Ranks: one; no communication. At most one tensor is in memory, and 64 MB.
+
+    Raises:
+        CheckpointError: `checkpoint-missing`, `checkpoint-damaged` (checksums are compared first), `checkpoint-unsafe`, and
+            those of `export_weights`.
+    """
+    store = store_for(path)
+    home = store.resolve(os.fspath(path))
+    if store.exists(store.join(home, NAME)):
+        problems = verify(home, store)
+        if problems:
+            raise CheckpointError.of(problems)
+    return export_weights(Stored(open_weights(path, model)), directory, max_shard_size, safe_serialization)
 
 
 def cut(entries: Sequence[Entry], limit: int) -> list[list[Entry]]:

@@ -39,7 +39,6 @@ from paceline.checkpoint.weights import (
     fill,
     load_mapped,
     open_weights,
-    parts_of,
 )
 from paceline.world.parts import part_of_whole
 from paceline.world.sharded import local
@@ -180,7 +179,7 @@ class _Reader:
     # -- models ------------------------------------------------------------------------------------------------
 
     def _model(self, name: str, number: int, state: TrainState) -> dict[str, Any]:
-        weights = open_weights(self._weights(number))
+        weights = self._weights(number)
         there = called(weights, self._names.get(name, set()))
         self._found.sources |= {f"models/{name}/{own}": (weights, key) for own, key in there.items()}
         aliases = {}
@@ -192,14 +191,9 @@ class _Reader:
                     aliases[own] = present[0]
         return {"aliases": aliases, "values": {}}
 
-    def _weights(self, number: int) -> str:
-        end = f"_{number}" if number else ""
-        names = (f"model{end}.safetensors", f"pytorch_model{end}.bin", f"pytorch_model_fsdp{end}.bin")
-        for path in map(self._path, (*names, f"pytorch_model_fsdp_{number}")):
-            if os.path.exists(path):
-                return path
-        if number == 0 and not any("_rank" in name for name in self._here):
-            return parts_of(self._folder) and self._folder
+    def _weights(self, number: int) -> Weights:
+        if not any(re.search(r"_rank\d+\.bin$", name) for name in self._here):
+            return open_weights(self._folder, f"model_{number}" if number else "")
         raise CheckpointError(
             "checkpoint-foreign",
             f"{self._folder} holds each process's own part of the weights, as its FSDP had flattened it.",

@@ -24,13 +24,13 @@ from torch.distributed.checkpoint.utils import _create_file_view
 
 from paceline.base.errors import CheckpointError
 from paceline.checkpoint.files import is_safetensors, reading
-from paceline.checkpoint.manifest import Manifest
+from paceline.checkpoint.manifest import NAME, Manifest, verify
 from paceline.checkpoint.shards import INDEX, read_index, tensor_of
 from paceline.checkpoint.store import Store, store_for
 from paceline.world.parts import Part, regions
 
 Box = tuple[slice, ...]
-SAFE, UNSAFE = ("model", "safetensors"), ("pytorch_model", "bin")
+_KINDS = (("model", "safetensors"), ("pytorch_model", "bin"))
 _DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64,
     "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
@@ -240,41 +240,57 @@ def open_weights(path: str | os.PathLike[str], model: str = "") -> Weights:
     """The weights in a file or folder, whatever their format.
 
     Args:
-        path: a folder, or one file of weights.
-        model: in a checkpoint of several models, the name of the one that is wanted.
+        path: a folder (of safetensors or torch's files, one of our checkpoints, one of accelerate's, one of torch's
+            distributed format), or one file of weights.
+        model: in a checkpoint of several models, the name of the one that is wanted: "model", "model_1", ...
 
     Raises:
         CheckpointError: `checkpoint-missing`, `checkpoint-damaged`, `checkpoint-unsafe`.
     """
     store = store_for(path)
     place = store.resolve(os.fspath(path))
-    manifest = Manifest.find(store, place)
-    place = place if manifest is None else manifest.place(store, place)
+    if store.exists(store.join(place, NAME)):
+        return _checkpointed(store, place, model)
     if store.exists(store.join(place, INDEX)):
-        return _divided(store, place, model)
-    paths = parts_of(place)
-    safe = [_holds_safetensors(each) for each in paths]
-    return SafeWeights(paths) if all(safe) else torch_weights(paths)
+        return _divided(store, place)
+    number = int(model.rpartition("_")[2]) if re.fullmatch(r"model_\d+", model) else 0
+    inner = store.join(place, f"pytorch_model_fsdp_{number}")
+    if store.exists(store.join(inner, INDEX)):
+        return _divided(store, inner)
+    end = f"_{number}" if number else ""
+    named = [f"{stem}{end}.{ending}" for stem, ending in (*_KINDS, ("pytorch_model_fsdp", "bin"))]
+    found = [store.join(place, name) for name in named if os.path.exists(store.join(place, name))]
+    paths = found[:1] or parts_of(place)
+    return SafeWeights(paths) if all(map(_holds_safetensors, paths)) else torch_weights(paths)
 
 
-def _divided(store: Store, place: str, model: str) -> Weights:
+def _checkpointed(store: Store, home: str, model: str) -> Weights:
+    """One model of a checkpoint of ours, whose files are there in full length."""
+    manifest = Manifest.read(store, home)
+    problems = verify(home, store, names=(), manifest=manifest)
+    if problems:
+        raise CheckpointError.of(problems)
+    place = manifest.place(store, home)
     index = read_index(store, place)
-    names = [name for name, kept in index.state_dict_metadata.items() if isinstance(kept, TensorStorageMetadata)]
-    models = sorted({name.split("/")[1] for name in names if name.startswith("models/") and name.count("/") > 1})
-    if not models:
-        told = index.planner_data if isinstance(index.planner_data, dict) else {}
-        # accelerate saves {"model": state}, where another script may save a state whose names begin like this.
-        nested = bool(names) and all(tuple(told.get(name, ()))[:1] == ("model",) for name in names)
-        return DividedWeights(store, place, "model." if nested else "", index)
-    chosen = model or models[0]
-    if chosen not in models or (not model and len(models) > 1):
+    models = sorted({name.split("/")[1] for name in index.state_dict_metadata if name.startswith("models/")})
+    chosen = model or (models[0] if len(models) == 1 else "")
+    if chosen not in models:
         raise CheckpointError(
             "checkpoint-missing",
-            f"the checkpoint {place} holds {len(models)} models" + (f", none of them {model}." if model else "."),
-            why=f"they are called {', '.join(models)}",
-            fix=f"say which: {models[0]}, for instance",
+            f"the checkpoint {home} holds {len(models)} models" + (f", none of them {model}." if model else "."),
+            why=f"they are called {', '.join(models)}" if models else "the run that saved it had prepared none",
+            fix=f"say which: {models[0]}, for instance" if models else "name a checkpoint that holds a model",
         )
     return DividedWeights(store, place, f"models/{chosen}/", index)
+
+
+def _divided(store: Store, place: str) -> Weights:
+    index = read_index(store, place)
+    names = [name for name, kept in index.state_dict_metadata.items() if isinstance(kept, TensorStorageMetadata)]
+    told = index.planner_data if isinstance(index.planner_data, dict) else {}
+    # accelerate saves {"model": state}, where another script may save a state whose names begin like this.
+    nested = bool(names) and all(tuple(told.get(name, ()))[:1] == ("model",) for name in names)
+    return DividedWeights(store, place, "model." if nested else "", index)
 
 
 def _holds_safetensors(path: str) -> bool:
@@ -290,7 +306,7 @@ def parts_of(folder: str) -> list[str]:
     """
     if os.path.isfile(folder):
         return [folder]
-    for stem, ending in (SAFE, UNSAFE):
+    for stem, ending in _KINDS:
         single, index = f"{stem}.{ending}", os.path.join(folder, f"{stem}.{ending}.index.json")
         if os.path.exists(os.path.join(folder, single)):
             return [os.path.join(folder, single)]
@@ -310,6 +326,5 @@ def parts_of(folder: str) -> list[str]:
 def is_part(name: str) -> bool:
     """Whether a file's name is one that weights, whole or cut, have."""
     return any(
-        re.fullmatch(rf"{stem}(-\d+-of-\d+)?\.{ending}(\.index\.json)?", name) is not None
-        for stem, ending in (SAFE, UNSAFE)
+        re.fullmatch(rf"{stem}(-\d+-of-\d+)?\.{ending}(\.index\.json)?", name) is not None for stem, ending in _KINDS
     )

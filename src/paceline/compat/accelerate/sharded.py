@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +10,15 @@ import torch
 from torch import nn
 
 from paceline.base.errors import CheckpointError
+from paceline.checkpoint.agree import agreed
+from paceline.checkpoint.export import export_checkpoint
 from paceline.checkpoint.files import load_object, save_object
 from paceline.checkpoint.match import Mismatch
 from paceline.checkpoint.module_state import ModuleState
+from paceline.compat.accelerate.state import PartialState
 from paceline.world.sharded import is_sharded
+
+_ONE_FILE = 1 << 60  # bytes after which a new file would begin
 
 
 def _file(folder: str | Path, number: int) -> Path:
@@ -70,19 +74,19 @@ def merge_fsdp_weights(
     safe_serialization: bool = True,
     remove_checkpoint_dir: bool = False,
 ) -> None:
-    """Makes one file of the divided weights that accelerate's FSDP saved. Call it on one rank.
+    """Makes files of whole weights from the divided ones that accelerate's FSDP saved, tensor by tensor.
 
     Args:
         checkpoint_dir: accelerate's `pytorch_model_fsdp_0` folder.
-        output_path: folder of `model.safetensors` (or `pytorch_model.bin`).
+        output_path: folder of `model.safetensors` (or `pytorch_model.bin`), one file.
         safe_serialization: which of the two.
         remove_checkpoint_dir: whether the folder is removed afterwards.
 
-    Raises:
-        CheckpointError: `checkpoint-missing`.
-    """
-    from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+    Ranks: all may call it, the main process does it; or one script without any.
 
+    Raises:
+        CheckpointError: `checkpoint-missing`, and those of reading and writing.
+    """
     folder = Path(checkpoint_dir)
     if not (folder / ".metadata").is_file():
         raise CheckpointError(
@@ -91,15 +95,15 @@ def merge_fsdp_weights(
             why="there is no .metadata in it",
             fix=f"name the folder that accelerate wrote them to, such as {folder / 'pytorch_model_fsdp_0'}",
         )
-    Path(output_path).mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=output_path) as beside:
-        dcp_to_torch_save(folder, Path(beside) / "all.bin")
-        state = load_object(Path(beside) / "all.bin")
-    state = state.get("model", state)
-    name = "model.safetensors" if safe_serialization else "pytorch_model.bin"
-    save_object(state, Path(output_path) / name, safe_serialization)
-    if remove_checkpoint_dir:
-        shutil.rmtree(folder)
+
+    def merge() -> None:
+        if state.is_main_process:
+            export_checkpoint(folder, output_path, max_shard_size=_ONE_FILE, safe_serialization=safe_serialization)
+            if remove_checkpoint_dir:
+                shutil.rmtree(folder)
+
+    state = PartialState()
+    agreed(state.collectives, f"merging {folder}", merge)
 
 
 def model_has_dtensor(model: nn.Module) -> bool:

@@ -1,0 +1,42 @@
+"""Writes the weights of a checkpoint for others to read, tensor by tensor, without building the model.
+
+The checkpoint may have been saved under any plan, lie at a URL, or be one that accelerate's FSDP divided.
+"""
+
+from __future__ import annotations
+
+import argparse
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Takes the checkpoint, the folder, `--max-shard-size`, `--model` and `--format`."""
+    parser.usage = "paceline checkpoint export [options] CHECKPOINT FOLDER"
+    parser.add_argument(
+        "checkpoint", metavar="CHECKPOINT", help="a checkpoint: ours, accelerate's, torch's distributed one"
+    )
+    parser.add_argument("folder", metavar="FOLDER", help="where the files go; made where it is missing")
+    parser.add_argument("--max-shard-size", default="10GB", metavar="SIZE", help="a new file begins after it [10GB]")
+    parser.add_argument(
+        "--model", default="", metavar="NAME", help="which, in a checkpoint of several (model, model_1)"
+    )
+    parser.add_argument(
+        "--format", choices=("safetensors", "torch"), default="safetensors", help="of the files [safetensors]"
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Prints the files that were written."""
+    import os
+
+    from paceline.checkpoint.export import export_checkpoint
+
+    names = export_checkpoint(
+        args.checkpoint,
+        args.folder,
+        max_shard_size=args.max_shard_size,
+        safe_serialization=args.format == "safetensors",
+        model=args.model,
+    )
+    for name in names:
+        print(os.path.join(args.folder, name))
+    return 0
