@@ -390,6 +390,16 @@ def _stage_class() -> type:
             super().__init__(*args, **kwargs)
             self._pipe = pipe
 
+        def _post_metadata_inference_cleanup(self) -> None:
+            """torch drops gradients here, those of an open window too; with the shapes given nothing has added to them."""
+            for module in self.submod.modules():
+                if hasattr(module, "reshard"):
+                    module.reshard()
+            before = [(parameter, parameter.grad) for parameter in self.submod.parameters()]
+            super()._post_metadata_inference_cleanup()
+            for parameter, gradient in before:
+                parameter.grad = gradient
+
         def forward_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
             with self._pipe.computing():
                 return super().forward_one_chunk(*args, **kwargs)
