@@ -27,6 +27,7 @@ from paceline.checkpoint.match import Mismatch, owner_problems
 from paceline.checkpoint.module_state import ModuleState, parameter_names
 from paceline.checkpoint.optimizer_state import OptimizerState
 from paceline.checkpoint.window import Window
+from paceline.world.sharded import is_sharded
 
 Shapes = Mapping[str, tuple[torch.Size, torch.dtype]]
 _PLAIN_KINDS = ("schedulers", "loaders", "custom")
@@ -193,7 +194,11 @@ class TrainState:
         shared["window"] = {} if self.window is None else self.window.encode(encoder, rank)
         if encoder.problems:
             raise CheckpointError.of(encoder.problems)
-        pinned = [path for path in encoder.tensors if path not in divisible or not self._replicas_equal]
+        pinned = [
+            path
+            for path, tensor in encoder.tensors.items()
+            if (path not in divisible or not self._replicas_equal) and not is_sharded(tensor)  # no rank has the whole
+        ]
         return Encoded(shared, own, encoder.tensors, pinned)
 
     def match(self, saved: Mapping[str, Any], shapes: Shapes, rank: int, *, strict: bool) -> Restore:
@@ -220,8 +225,12 @@ class TrainState:
         wanted = [saved[kind][name] for kind, name, _ in self._plain_items() if name in saved[kind]]
         wanted += [saved["scaler"], saved["run"], _streams(saved, rank)]
         wanted += [saved["models"][name]["values"] for name in self.models if name in saved["models"]]
+        divided = self._divided(saved)
         for path in references(wanted):
-            restore.targets[path] = torch.empty(shapes[path][0], dtype=shapes[path][1])
+            shape, dtype = shapes[path]
+            like = divided.get(path)
+            alike = like is not None and like.shape == shape
+            restore.targets[path] = torch.empty_like(like, dtype=dtype) if alike else torch.empty(shape, dtype=dtype)
         if self.window is not None:
             targets, problems = self.window.match(saved.get("window", {}), shapes, rank)
             restore.targets |= targets
@@ -235,6 +244,14 @@ class TrainState:
             here, there = ("no", "a") if self.scaler is None else ("a", "no")
             restore.notes.append(f"loss scale: the checkpoint has {there} scaler, this run has {here} scaler")
         return restore
+
+    def _divided(self, saved: Mapping[str, Any]) -> dict[str, Tensor]:
+        """DTensors that registered objects hold now, by path: a rank reads its part of these (an average of weights, say)."""
+        encoder = Encoder()
+        for kind, name, item in self._plain_items():
+            if kind == "custom" and any(True for _ in references(saved[kind].get(name))):
+                encoder.encode(item.state_dict(), f"{kind}/{name}")
+        return {path: tensor for path, tensor in encoder.tensors.items() if is_sharded(tensor)}
 
     def _match_model(self, name: str, saved: Mapping[str, Any], shapes: Shapes, restore: Restore) -> None:
         prefix = f"models/{name}/"
