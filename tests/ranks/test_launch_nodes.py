@@ -178,3 +178,136 @@ def test_torchelastic_names_what_it_could_not_reach(node: Callable[..., subproce
     ((code, _, err),) = ends(node(1, SUM, *more, address="192.0.2.77"))
     assert code == 1
     assert "[launch-address]" in err
+
+
+# Three launchers, whose number may change. They are several hosts in all but the network.
+
+TRAIN = """
+    import os, signal, sys, time, torch, torch.distributed as dist
+    from datetime import timedelta
+    asked = []
+    signal.signal(signal.SIGTERM, lambda *_: asked.append(1))
+    dist.init_process_group("gloo", timeout=timedelta(seconds=20))
+    rank, size = dist.get_rank(), dist.get_world_size()
+    if rank == 0:
+        with open("rounds", "a") as file:
+            print(size, os.environ["TORCHELASTIC_RESTART_COUNT"], file=file)
+    while True:
+        word = torch.tensor([float(bool(asked)), float(os.path.exists("finish"))])
+        dist.all_reduce(word)
+        if word[0]:
+            sys.exit(75)
+        if word[1] == size:
+            break
+        if rank == 0:
+            open("step", "w").write(str(time.time()))
+        if os.path.exists("fail") and rank == 1:
+            os.unlink("fail")
+            os.kill(os.getpid(), signal.SIGKILL)
+        time.sleep(0.05)
+"""
+
+
+class Hosts:
+    """Launchers that all get the same command; the place of each is one of a list."""
+
+    def __init__(self, folder: Path, *words: str) -> None:
+        self.folder, self.words = folder, words
+        (folder / "train.py").write_text(dedent(TRAIN))
+        (folder / "rounds").touch()
+        taken = [socket.create_server(("127.0.0.1", 0)) for _ in range(3)]
+        self.address = ",".join(f"127.0.0.1:{each.getsockname()[1]}" for each in taken)
+        for each in taken:
+            each.close()
+        self.running: list[subprocess.Popen[str]] = []
+
+    def start(self) -> subprocess.Popen[str]:
+        env = {k: v for k, v in os.environ.items() if not k.startswith(("PACELINE", "SLURM"))} | {
+            "OMP_NUM_THREADS": "1"
+        }
+        place = ("-n", "1", "--main-address", self.address, *self.words)
+        command = [sys.executable, "-m", "paceline.cli.main", "launch", *place, "train.py"]
+        begun = subprocess.Popen(command, cwd=self.folder, env=env, stderr=subprocess.PIPE, text=True)
+        self.running.append(begun)
+        return begun
+
+    def rounds(self) -> list[str]:
+        return (self.folder / "rounds").read_text().splitlines()
+
+    def until(self, *rounds: str) -> None:
+        """Waits until these rounds have begun and steps are made, and no others."""
+        deadline = time.monotonic() + 60
+        while len(self.rounds()) < len(rounds) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert self.rounds() == list(rounds), [each.poll() for each in self.running]
+        begun = time.time()
+        while self.step() < begun and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert self.step() >= begun
+
+    def step(self) -> float:
+        path = self.folder / "step"
+        return float((path.read_text() if path.exists() else "") or 0)
+
+    def finish(self, *still: subprocess.Popen[str]) -> list[str]:
+        (self.folder / "finish").touch()
+        told = [each.communicate(timeout=40)[1] for each in still]
+        assert [each.returncode for each in still] == [0] * len(still), told
+        return told
+
+
+@pytest.fixture
+def hosts(tmp_path: Path) -> Iterator[Callable[..., Hosts]]:
+    made: list[Hosts] = []
+
+    def make(*words: str) -> Hosts:
+        made.append(Hosts(tmp_path, *words))
+        return made[-1]
+
+    yield make
+    for each in made[0].running if made else ():
+        each.kill()
+        each.wait()
+        assert each.stderr is not None
+        each.stderr.close()
+
+
+def test_hosts_come_and_go(hosts: Callable[..., Hosts]) -> None:
+    network = hosts("--nodes", "1:3", "--max-restarts", "1")
+    first, second, third = (network.start() for _ in range(3))
+    network.until("3 0")
+    (network.folder / "fail").touch()  # a process is killed: one round, which counts
+    network.until("3 0", "3 1")
+    first.kill()  # the host that leads is lost: one round, under another
+    network.until("3 0", "3 1", "2 1")
+    back = network.start()  # and comes back, in the place of the first
+    network.until("3 0", "3 1", "2 1", "3 1")
+    third.send_signal(signal.SIGTERM)  # preempted: it leaves, the others go on
+    assert third.wait(30) == 75
+    network.until("3 0", "3 1", "2 1", "3 1", "2 1")
+    told = "".join(network.finish(second, back))
+    assert "was ended by SIGKILL" in told
+    assert "(restart 1 of 1)" in told
+    assert "was lost (its connection ended)" in told
+    assert "joined" in told
+    assert "was asked to end by SIGTERM" in told
+    assert "saved and left" in third.communicate()[1]
+
+
+def test_a_host_that_falls_silent(hosts: Callable[..., Hosts]) -> None:
+    network = hosts("--nodes", "2:3", "--rdzv-conf", "keep_alive_interval=0.5,keep_alive_max_attempt=6")
+    first, second, third = (network.start() for _ in range(3))
+    network.until("3 0")
+    second.send_signal(signal.SIGSTOP)
+    network.until("3 0", "2 0")
+    second.send_signal(signal.SIGCONT)  # it finds that the others went on, and joins them
+    network.until("3 0", "2 0", "3 0")
+    assert "silent for 3 s" in "".join(network.finish(first, second, third))
+
+
+def test_all_leave_where_too_few_would_be_left(hosts: Callable[..., Hosts]) -> None:
+    network = hosts("--nodes", "2")
+    first, second = network.start(), network.start()
+    network.until("2 0")
+    first.send_signal(signal.SIGTERM)
+    assert (first.wait(30), second.wait(30)) == (75, 75)

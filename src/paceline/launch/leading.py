@@ -56,7 +56,7 @@ class Lead:
         self.first_rest: float | None = None
         for who in own.links:
             own.heard_at[who] = now
-            own.say(who, joined=asdict(own.me))
+            own.say(who, joined=asdict(own.me), member=who in members)
             if own.round is not None and who in members:
                 own.say(who, halt=["end" if lost[0] == "lost" else "save", lost[1]])
         if own.report is not None:
@@ -96,7 +96,7 @@ class Lead:
         if who in self.members:  # it has lost us, and ended its processes, before we noticed
             self._without(who, Cause("lost", f"{self.own._name(who)} lost its connection", who), now)
         self.waiting.setdefault(who, now)
-        self.own.say(who, joined=asdict(self.own.me))
+        self.own.say(who, joined=asdict(self.own.me), member=False)
 
     def closed(self, who: str, now: float) -> None:
         """A connection has ended: asks at once whether that launcher is still there."""
@@ -268,7 +268,8 @@ class Lead:
             self.own.say(who, go=self.proposed.number, reason=reason)
         self.own.start(replace(self.proposed, reason=reason))
         self.committed = [self.proposed.ids]
-        self.at_rest.clear()
+        for who in self.members:
+            self.at_rest.pop(who, None)
         self.stage, self.cause, self.first_rest = "run", Cause(), None
 
     def finish(self, end: End) -> None:

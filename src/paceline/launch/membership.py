@@ -24,6 +24,7 @@ from paceline.launch.rounds import End, Member, Place, Report, Round, Rules, may
 _ASK_AGAIN_S = 0.5
 _ANSWER_S = 1.0  # a launcher that is there answers within this
 _SETTLE_S = 2.0  # a new leader waits this long for others that were members
+_FRESH_S = 1.5  # until then nobody else can have taken the lead without this launcher
 _ASKED_AT_ONCE = 16
 
 
@@ -73,6 +74,7 @@ class Membership:
         self.proposed: Round | None = None
         self.views: list[tuple[str, ...]] = []  # sets of members of which enough must go on together
         self.dead: set[str] = set()
+        self.newest = 0  # the last decision that anybody knows of
         self.known: dict[str, Member] = {me.id: me}
         self.links: dict[str, int] = {}  # by member: the connection that it opened to us
         self.whose: dict[int, str] = {}
@@ -84,7 +86,7 @@ class Membership:
         self.leaving = ""
         self.lead: Lead | None = None
         self.lost = ("lost", "")  # how and why the leader went
-        self.since = now
+        self.since = self.fresh_until = now
         self.candidate_since: float | None = None
         self._next_key = 1
         self._ticked = now
@@ -122,7 +124,7 @@ class Membership:
             if self.lead is not None:
                 self.lead.closed(who, now)
         elif who is not None and key == self.leader_key:
-            self._orphan("lost", f"{self._name(who)} was lost (its connection ended)", now)
+            self._orphan("lost", f"{self._name(who)} was lost (its connection ended)", now, fresh=True)
         self._step(now)
 
     def tick(self, now: float) -> None:
@@ -162,6 +164,11 @@ class Membership:
         """This launcher ends now: a planned end, that needs no majority of those who stay."""
         for key in self.whose:
             self._say(key, bye=self.leaving)
+
+    @property
+    def latest(self) -> int:
+        """The number of the last decision that this launcher knows of."""
+        return max(each.number if each is not None else 0 for each in (self.round, self.proposed))
 
     # The network
 
@@ -231,10 +238,11 @@ class Membership:
         self.known[member.id] = member
         self.links[member.id], self.whose[key] = key, member.id
         self.heard_at[member.id] = now
+        self.newest = max(self.newest, message["round"])
         if self.lead is not None:
             self.lead.welcome(member.id, now)
         else:
-            self._say(key, wait=self.round.number if self.round else 0, here=self.me.id)
+            self._say(key, wait=self.latest, here=self.me.id)
 
     def _disagreement(self, other: Member, rules: list[Any]) -> Problem | None:
         fix = "start the same command on every node, with another --node-rank on each, or with none on all"
@@ -272,11 +280,20 @@ class Membership:
     def move(self, place: Place, now: float) -> None:
         """Leaves this run for another."""
         self.views, self.founds = [], False
+        self.round = self.proposed = None
+        self.newest = 0
         self.contacts = [place, *(each for each in self.contacts if each != place)]
         self._orphan("lost", "another run of this name goes on", now)
 
-    def _orphan(self, how: str, why: str, now: float) -> None:
-        """There is no leader any more: ends the processes, and looks for one."""
+    def _orphan(self, how: str, why: str, now: float, *, fresh: bool = False) -> None:
+        """There is no leader any more: ends the processes, and looks for one.
+
+        Args:
+            how: "lost", or "left" where it said so.
+            why: one sentence.
+            now: seconds.
+            fresh: whether it was there until this very moment.
+        """
         if how == "left" and self.leader:
             self.dead.add(self.leader)
         self.whose.pop(self.leader_key, None)
@@ -286,6 +303,7 @@ class Membership:
             self.drop(who, expelled=1)
         self.leader, self.leader_key, self.lead = "", -1, None
         self.lost, self.since, self.candidate_since = (how, why), now, None
+        self.fresh_until = now + _FRESH_S if fresh else now
         self._forget_asks()
         self.answers.clear()
         self._asked = -1e9
@@ -316,7 +334,7 @@ class Membership:
             for place, who in self._to_ask().items():
                 if place not in asked:
                     hello = {"hello": asdict(self.me), "rules": self.rules.common}
-                    self.open(place, who, "hello", now, **hello)
+                    self.open(place, who, "hello", now, **hello, round=self.latest)
         if self.report is None and not self.views:
             return
         if not self.views:
@@ -328,7 +346,8 @@ class Membership:
             here = {self.me.id, *self.links}
             missing = [each for each in self.views[-1] if each not in here and each not in self.dead]
             if may_go_on(here, self.views, self.dead) and (not missing or now - self.candidate_since >= _SETTLE_S):
-                self._take_the_lead([each for each in self.views[-1] if each in here], now)
+                known = dict.fromkeys(each for view in reversed(self.views) for each in view)
+                self._take_the_lead([each for each in known if each in here], now)
                 return
         else:
             self.candidate_since = None
@@ -342,14 +361,20 @@ class Membership:
     def _to_ask(self) -> dict[Place, str]:
         """Places, and the members that they were of: those of the last rounds, and wherever a run may be found."""
         others = (each for view in reversed(self.views) for each in view)
-        living = [each for each in dict.fromkeys(others) if each not in self.dead and each != self.me.id]
+        living = [
+            each
+            for each in dict.fromkeys(others)
+            if each not in self.dead and each != self.me.id and each in self.known
+        ]
         return {
             **dict.fromkeys(self.contacts, ""),
             **{self.known[each].place: each for each in living[:_ASKED_AT_ONCE]},
         }
 
     def _is_candidate(self) -> bool:
-        """Whether nobody who comes before me can lead."""
+        """Whether nobody who comes before me can lead, and nobody knows of a later decision."""
+        if self.newest > self.latest:
+            return False
         view = self.views[-1]
         before = [each for each in view[: view.index(self.me.id)] if each not in self.dead]
         return all(self.answers.get(self.known[each].place) == "silent" for each in before)
@@ -386,7 +411,7 @@ class Membership:
     def _answer(self, key: int, message: dict[str, Any], now: float) -> None:
         ask = self.asks[key]
         if "here" in message:
-            self._nobody_else_at(ask.place, message["here"])
+            self._nobody_else_at(ask.place, now, message["here"])
         if ask.purpose != "hello":
             del self.asks[key]
             self.actions.append(("close", key))
@@ -395,6 +420,7 @@ class Membership:
             self._follow(key, message, now)
         elif "wait" in message:
             self.answers[ask.place] = "wait" if not message["wait"] else "later"  # it was in a run that may go on
+            self.newest = max(self.newest, message["wait"])
             ask.answered, ask.since = True, now
         elif "beat" in message:
             ask.since = now
@@ -414,15 +440,17 @@ class Membership:
 
     def _here_is(self, ask: Ask, message: dict[str, Any], now: float) -> None:
         """Who is at a place that was asked."""
-        self._nobody_else_at(ask.place, message["here"])
         if ask.purpose == "probe" and ask.who in self.heard_at:
-            self.heard_at[ask.who] = now
+            if message["here"] == ask.who:
+                self.heard_at[ask.who] = now
+            elif self.lead is not None:
+                self.lead.silent(ask.who, now)  # another launcher is in its place: the one of before is no more
         if self.lead is not None:
             self.lead.found(ask, message, now)
 
     def _no_answer(self, ask: Ask, how: str, now: float) -> None:
         if how == "refused":
-            self._nobody_else_at(ask.place)
+            self._nobody_else_at(ask.place, now)
         if ask.purpose == "hello":
             self.answers[ask.place] = "silent" if how == "silent" else "refused"
             if how == "closed":  # it was there a moment ago: ask again
@@ -430,10 +458,18 @@ class Membership:
         elif self.lead is not None:
             self.lead.found(ask, {}, now)
 
-    def _nobody_else_at(self, place: Place, who: str = "") -> None:
-        """No launcher that was at a place is alive, apart from the one that answers there now."""
-        here = (each.id for each in self.known.values() if each.place == place)
-        self.dead.update(each for each in here if each not in (who, self.me.id))
+    def _nobody_else_at(self, place: Place, now: float, who: str = "") -> None:
+        """No launcher that was at a place is alive, apart from the one that answers there now.
+
+        That counts only at once after it was heard of last. Later, it may have gone on with others before it died, who
+        go on still.
+        """
+        here = {each.id for each in self.known.values() if each.place == place} - {who, self.me.id}
+        if self.lead is not None:
+            here &= self.lead.doubts
+        elif now > self.fresh_until:
+            return
+        self.dead |= here
 
     # Following
 
@@ -446,6 +482,8 @@ class Membership:
         self.leader, self.leader_key = message["joined"]["id"], key
         self.whose[key] = self.leader
         self.heard_at[self.leader] = now
+        if not message["member"]:  # the others have gone on: what this launcher knew of them is out of date
+            self.views, self.round, self.proposed, self.newest = [], None, None, 0
         for who in list(self.links):
             self.drop(who, later=list(self.known[self.leader].place))
         self._report(now)
@@ -473,7 +511,7 @@ class Membership:
         elif "move" in message:
             self.move((str(message["move"][0]), int(message["move"][1])), now)
         elif "bye" in message:
-            self._orphan("left", message["bye"], now)
+            self._orphan("left", message["bye"], now, fresh=True)
         elif "expelled" in message:
             self._orphan("lost", f"{self._name(self.leader)} took this node for lost", now)
 

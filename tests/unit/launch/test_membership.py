@@ -334,7 +334,7 @@ def test_cut_off_for_good_ends_with_an_error() -> None:
     network.run(75)
     assert alone.own.end is not None
     assert alone.own.end.error is not None
-    assert alone.own.end.error[0] == "launch-cut-off"
+    assert alone.own.end.error.code == "launch-cut-off"
     assert network.width("a", "b")
 
 
@@ -434,7 +434,7 @@ def test_numbers_decide_the_order() -> None:
     assert [member.host for member in network.hosts["b"].rounds[0].members] == ["a", "b", "c"]
 
 
-@pytest.mark.parametrize("seed", range(300))
+@pytest.mark.parametrize("seed", range(40))
 def test_whatever_happens_there_is_one_run_at_the_end(seed: int) -> None:
     """Faults at random times, some on top of each other; then quiet: all hosts are in one round."""
     network = three(seed)
@@ -470,10 +470,11 @@ def test_whatever_happens_there_is_one_run_at_the_end(seed: int) -> None:
     network.dark = frozenset()
     for each in network.hosts.values():
         each.frozen = False
-    network.run(20)
-    for name in sorted(set("abc") - set(network.hosts)):
-        network.start(name)
-    network.run(90, lambda: network.width("a", "b", "c"))
+    for _ in range(5):  # a launcher that finds too few others ends in the end, and is started again
+        network.run(70, lambda: network.width("a", "b", "c"))
+        for name in sorted(set("abc") - set(network.hosts)):
+            network.start(name)
+    network.run(20, lambda: network.width("a", "b", "c"))
     assert network.width("a", "b", "c"), {
         name: (host.running, host.own.leader, host.own.lead is not None) for name, host in network.hosts.items()
     }
