@@ -19,6 +19,7 @@ import sys
 from collections.abc import Callable, Collection, Mapping
 from typing import BinaryIO, cast
 
+from paceline.checkpoint.direct import DurableFile
 from paceline.checkpoint.lock import hold_local
 
 _PARTIAL = ".partial-"
@@ -72,7 +73,7 @@ class LocalStore:
         if mode == "rb":
             return open(path, "rb")
         os.makedirs(os.path.dirname(path), exist_ok=True)
-        return cast(BinaryIO, _Durable(cast(BinaryIO, open(path, mode))))
+        return cast(BinaryIO, DurableFile(path))
 
     def remove(self, path: str) -> None:
         """Removes a file or a whole folder; a folder loses its name first, so that half of it is never found."""
@@ -133,29 +134,6 @@ class LocalStore:
     def hold(self, folder: str, who: Mapping[str, str]) -> Callable[[], None]:
         """A record lock on `.NAME.lock` beside the folder; see `lock`."""
         return hold_local(folder, who)
-
-
-class _Durable:
-    """A file whose `with` block ends with its bytes on the disk."""
-
-    def __init__(self, file: BinaryIO) -> None:
-        self._file = file
-        self.write = file.write
-        self.flush = file.flush
-        self.tell = file.tell
-        self.fileno = file.fileno
-
-    def close(self) -> None:
-        self.__exit__(None)
-
-    def __enter__(self) -> _Durable:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        with self._file as file:
-            if kind is None and not file.closed:
-                file.flush()
-                os.fsync(file.fileno())
 
 
 def _partial(folder: str, name: str) -> str:

@@ -15,7 +15,8 @@ from torch import Tensor
 
 from paceline.checkpoint.share import Share
 
-_PIECE_BYTES = 4 << 20
+_PIECE_BYTES = 16 << 20
+_PAGE = 4096
 
 
 class Staging:
@@ -49,7 +50,8 @@ class Staging:
         self._share, self._views = None, []
         if self._memory.numel() < share.bytes:
             self._memory = torch.empty(0, dtype=torch.uint8)  # lets go of the old before it takes the new
-            self._memory = torch.empty(share.bytes, dtype=torch.uint8, pin_memory=torch.accelerator.is_available())
+            memory = torch.empty(share.bytes + _PAGE, dtype=torch.uint8, pin_memory=torch.accelerator.is_available())
+            self._memory = memory[-memory.data_ptr() % _PAGE :][: share.bytes]  # the disk takes whole pages from it
         data = memoryview(cast(Any, self._memory.numpy()))
         end = 0
         for place in share.places:
