@@ -398,3 +398,102 @@ def test_fresh_processes_report_failures_too(script: Callable[..., Path], tmp_pa
     assert "failure=Failure(rank=1" in done.stdout, done.stderr
     assert "ValueError: the cause" in done.stdout
     assert "worker.py" not in done.stdout
+
+
+ASKED = """
+    import os, signal, sys, time
+    def save(*_):
+        time.sleep(0.3)
+        sys.exit(75)
+    signal.signal(signal.SIGTERM, save)
+"""
+
+
+def test_processes_that_saved_and_left_have_not_failed(
+    script: Callable[..., Path], begin: Callable[..., subprocess.Popen[str]], tmp_path: Path
+) -> None:
+    launcher = begin("-n", 2, "--max-restarts", 3, script(ASKED, PIDS, "time.sleep(60)"))
+    await_files(tmp_path, "0.pid", "1.pid")
+    launcher.send_signal(signal.SIGTERM)
+    assert launcher.wait(20) == 75
+    told = launcher.communicate()[1]
+    assert "all processes have saved and left" in told
+    assert "starting all again" not in told
+    done = launch("-n", 2, "--max-restarts", 3, script("raise SystemExit(75)"), cwd=tmp_path)
+    assert done.returncode == 75
+    assert "all processes have saved and left" in done.stderr
+    assert "LaunchError" not in done.stderr
+
+
+def test_a_second_signal_waits_no_longer_and_grace_has_an_end(
+    script: Callable[..., Path], begin: Callable[..., subprocess.Popen[str]], tmp_path: Path
+) -> None:
+    path = script("import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN)", PIDS, "import time; time.sleep(90)")
+    launcher = begin("-n", 2, "--grace-s", 60, path)
+    pids = await_files(tmp_path, "0.pid", "1.pid")
+    launcher.send_signal(signal.SIGTERM)
+    with pytest.raises(subprocess.TimeoutExpired):
+        launcher.wait(1)
+    launcher.send_signal(signal.SIGTERM)
+    assert launcher.wait(20) == 143
+    assert gone(pids, 0)
+    for name in ("0.pid", "1.pid"):
+        (tmp_path / name).unlink()
+    launcher = begin("-n", 2, "--grace-s", 0.5, path)
+    await_files(tmp_path, "0.pid", "1.pid")
+    launcher.send_signal(signal.SIGTERM)
+    assert launcher.wait(20) == 143
+
+
+def test_a_process_that_hangs_is_ended_and_all_start_again(script: Callable[..., Path], tmp_path: Path) -> None:
+    path = script(
+        """
+        import os, signal, torch, torch.distributed as dist
+        from datetime import timedelta
+        dist.init_process_group("gloo", timeout=timedelta(seconds=2))
+        attempt = os.environ["TORCHELASTIC_RESTART_COUNT"]
+        dist.all_reduce(torch.ones(1))
+        if attempt == "0" and dist.get_rank() == 1:
+            os.kill(os.getpid(), signal.SIGSTOP)
+        dist.all_reduce(torch.ones(1))
+        print("finished in", attempt, flush=True)
+        """
+    )
+    done = launch("-n", 2, "--max-restarts", 1, path, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "finished in 1\n" * 2
+    assert "rank 0 failed" in done.stderr
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux ends a process with its parent")
+@pytest.mark.parametrize("start", ["fork", "exec", "program"])
+def test_processes_end_with_their_launcher_though_nobody_is_left_to_end_them(
+    start: str, script: Callable[..., Path], begin: Callable[..., subprocess.Popen[str]], tmp_path: Path
+) -> None:
+    path = script(PIDS, "import time; time.sleep(60)")
+    (tmp_path / "tmp").mkdir()
+    if start == "exec":
+        command = [sys.executable, "-c", EXEC, str(path)]
+        launcher = subprocess.Popen(command, cwd=tmp_path, env={**clean(), "TMPDIR": str(tmp_path / "tmp")})
+    elif start == "program":
+        launcher = begin("-n", 2, "--no-python", sys.executable, path, TMPDIR=str(tmp_path / "tmp"))
+    else:
+        launcher = begin("-n", 2, path, TMPDIR=str(tmp_path / "tmp"))
+    pids = await_files(tmp_path, "0.pid", "1.pid")
+    (reaper,) = (pid for pid in children(launcher.pid) if "reaper.py" in Path(f"/proc/{pid}/cmdline").read_text())
+    os.kill(reaper, signal.SIGKILL)
+    launcher.kill()
+    launcher.wait(15)
+    assert gone(pids, 6), [pid for pid in pids if runs(pid)]
+
+
+def children(parent: int) -> list[int]:
+    stats = {int(path.parent.name): path for path in Path("/proc").glob("[0-9]*/stat")}
+    found = []
+    for pid, path in stats.items():
+        try:
+            if int(path.read_text().rpartition(") ")[2].split()[1]) == parent:
+                found.append(pid)
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+    return found
