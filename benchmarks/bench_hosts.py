@@ -61,7 +61,7 @@ STARTERS: dict[str, Callable[[Path], Callable[[Host], str]]] = {
 
 def measure(starter: Callable[[Path], Callable[[Host], str]], fault: str) -> float | str:
     """Seconds from the fault to the next step; a word where there was none."""
-    with Network(3) as network, tempfile.TemporaryDirectory(prefix="bench-hosts-") as name:
+    with tempfile.TemporaryDirectory(prefix="bench-hosts-") as name, Network(3) as network:
         folder, (*stay, lost) = Path(name), network.hosts
         run = Run(folder, starter(folder))
         run.start(*network.hosts)

@@ -2,7 +2,7 @@
 
 python benchmarks/run.py [NAME ...] [--turns 15] [--quick] [--report FILE]
 
-NAME: step, launch, import, collectives, loader, parallel, pipeline, memory; all of them where none is named. `--quick`
+NAME: step, launch, import, collectives, checkpoint, loader, parallel, pipeline, memory; all of them where none is named. `--quick`
 takes fewer turns and a smaller model, to see that everything runs: its numbers are none to compare.
 """
 
@@ -18,8 +18,20 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 HERE = Path(__file__).parent
-WITH_TURNS = {"step": ["--peers"], "launch": [], "import": [], "parallel": [], "pipeline": []}
-QUICK = {"parallel": ["--size", "4M"], "memory": ["--size", "4M", "--world", "2"]}
+WITH_TURNS = {
+    "step": ["--peers"],
+    "checkpoint": ["--peers"],
+    "launch": [],
+    "import": [],
+    "parallel": [],
+    "pipeline": [],
+}
+QUICK = {
+    "hosts": ["--faults", "worker", "--names", "paceline launch"],
+    "checkpoint": ["--layers", "2"],
+    "parallel": ["--size", "4M"],
+    "memory": ["--size", "4M", "--world", "2"],
+}
 
 
 def machine() -> str:
