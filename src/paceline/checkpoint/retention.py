@@ -9,8 +9,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from paceline.base.errors import CheckpointError
-from paceline.checkpoint.manifest import Manifest, verify
+from paceline.base.errors import CheckpointError, Problem
+from paceline.checkpoint.manifest import NAME, Manifest, verify
 from paceline.checkpoint.store import Store
 
 PATTERN = re.compile(r"checkpoint_(\d+)")
@@ -139,8 +139,17 @@ def checkpoints(store: Store, folder: str) -> list[str]:
 
 def newest(store: Store, folder: str) -> str | None:
     """The newest checkpoint in a folder that verifies; the log says which newer ones are damaged."""
-    for path in reversed(checkpoints(store, folder)):
-        problems = verify(path, store)
+    paths = checkpoints(store, folder)
+    cut = [
+        path for path in numbered(store, folder).values() if path not in paths and store.exists(store.join(path, NAME))
+    ]
+    for path in sorted([*paths, *cut], key=lambda path: -1 if (place := number(store, path)) is None else place)[::-1]:
+        try:
+            problems: Sequence[Problem] = verify(path, store)
+        except CheckpointError as error:
+            if error.code not in ("checkpoint-damaged", "checkpoint-newer"):
+                raise
+            problems = error.problems
         if not problems:
             return path
         _log.warning("passing over %s: %s", path, "; ".join(f"{p.what} {p.why}" for p in problems))

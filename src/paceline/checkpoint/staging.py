@@ -59,6 +59,9 @@ class Staging:
             data[place.start : place.data] = place.envelope.head
             end = place.start + place.length
             data[place.data + place.bytes : end] = place.envelope.tail
-            part = self._memory[place.data : place.data + place.bytes]
-            self._views.append(part.view(place.dtype).view(place.shape))
+            if place.bytes:
+                part = self._memory[place.data : place.data + place.bytes]
+                self._views.append(part.view(place.dtype).view(place.shape))
+            else:  # of a rank that holds nothing of a tensor: there is no place that such a view could begin at
+                self._views.append(torch.empty(place.shape, dtype=place.dtype))
         self._share = share

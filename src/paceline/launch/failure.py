@@ -11,6 +11,7 @@ from paceline.launch.processes import Worker, stop
 
 # What the others may take to end: most wait in a collective that never comes back, where no signal handler runs.
 AFTER_FAILURE_S = 2.0
+_SETTLE_S = 0.1  # a process that is killed closes its connections, which its peers notice, before its end can be seen
 _LEAVING_S = 5.0  # what a process may take to end, once its script has failed
 _LINE = 160
 
@@ -23,10 +24,17 @@ def first_failure(workers: list[Worker], node: int, pause: Callable[[float], obj
         node: its number.
         pause: waits a moment, and does meanwhile what else must go on.
     """
-    failed = {each.pid: at for each in workers if (at := each.failed_at()) is not None}
-    if not failed:
+    if all(each.failed_at() is None for each in workers):
         return None
-    first = min((each for each in workers if each.pid in failed), key=lambda each: failed[each.pid])
+    until = time.time() + _SETTLE_S
+    while time.time() < until and any([each.poll() is None for each in workers]):
+        pause(0.01)
+    failed = {each.pid: at for each in workers if (at := each.failed_at()) is not None}
+    # Nobody is killed because a peer has failed, but many a peer fails because somebody is killed.
+    first = min(
+        (each for each in workers if each.pid in failed),
+        key=lambda each: (each.code != -signal.SIGKILL, failed[each.pid]),
+    )
     while first.poll() is None and time.time() - failed[first.pid] < _LEAVING_S:
         pause(0.01)
     code = first.code if first.code else 1
