@@ -31,7 +31,7 @@ from paceline.checkpoint.weight_files import SafeFile, TorchFile, WeightFile
 from paceline.checkpoint.weights import Entry, Weights, is_part, open_weights
 from paceline.world.exchange import as_bytes
 
-TURN_BYTES = 64 << 20
+TURN_BYTES, LEAST_TURN_BYTES = 64 << 20, 1 << 16
 _UNITS = {"": 1, **{f"{unit}{end}": base**power for power, unit in enumerate("KMGTP", 1)
                     for end, base in (("", 1000), ("B", 1000), ("IB", 1024))}, "B": 1}  # fmt: skip
 
@@ -146,7 +146,7 @@ def export_weights(
     try:
         sees = together(peers, doing, lambda: files.join(token))
         writers = [rank for rank, there in enumerate(sees) if there]
-        step = max(TURN_BYTES // min(len(writers), len(files.parts)), 1 << 16)
+        step = max(TURN_BYTES // min(len(writers), len(files.parts)), LEAST_TURN_BYTES)
         queues = [turns(files.parts[at :: len(writers)], step) for at in range(len(writers))]
         for turn in zip_longest(*queues, fillvalue=()):
             wanted: list[Sequence[Rows]] = [()] * peers.size

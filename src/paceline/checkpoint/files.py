@@ -49,10 +49,11 @@ def reading(path: str) -> Iterator[None]:
             fix="check the path",
         ) from None
     except pickle.UnpicklingError as error:
+        named = re.search(r"GLOBAL (\S+)", str(error))
         raise CheckpointError(
             "checkpoint-unsafe",
             f"{path} holds more than tensors and plain values.",
-            why=str(error).split("\n", maxsplit=1)[0],
+            why=f"it asks for {named[1]}" if named else str(error).split("\n", maxsplit=1)[0],
             fix="if you trust whoever wrote it, read it with torch.load(path, weights_only=False) yourself",
         ) from None
     except (SafetensorError, EOFError, ValueError, RuntimeError, KeyError) as error:

@@ -209,7 +209,7 @@ def _materialise(model: nn.Module, state: ModuleState, wanted: Iterable[str]) ->
             if key in owner._parameters:
                 was = owner._parameters[key]
                 assert was is not None
-                parameter = parameter or nn.Parameter(real, was.requires_grad)
+                parameter = nn.Parameter(real, was.requires_grad) if parameter is None else parameter
                 owner._parameters[key] = parameter
             else:
                 owner._buffers[key] = real
