@@ -185,7 +185,7 @@ class LaunchSettings:
     )  # fmt: skip
     node_rank: int = setting(0, whole(0), "Number of this node, from 0.", _NODES, accelerate=("machine_rank",))
     main_address: str | None = setting(
-        None, matching(r"\S+", "a host name or an IP address", "HOST"), "Address of node 0; not set: this host.",
+        None, matching(r"\S+", "a host name or an IP address", "HOST"), "Address of node 0, or of several joined by commas; not set: this host.",
         _NODES, accelerate=("main_process_ip",),
     )  # fmt: skip
     main_port: int = setting(
@@ -193,13 +193,14 @@ class LaunchSettings:
         accelerate=("main_process_port",),
     )  # fmt: skip
     rdzv_backend: str = setting(
-        "static", matching(r"[A-Za-z][\w-]*", "a torchelastic backend, such as static or c10d", "NAME"),
-        "How nodes find each other: static (by node number) or another of torchelastic's backends, such as c10d.",
+        "static", matching(r"[A-Za-z][\w-]*", "a name such as static or c10d", "NAME"),
+        "static: nodes have the numbers that --node-rank gives, if any; c10d, as torchrun has it: in the order they come.",
         _NODES,
     )  # fmt: skip
     rdzv_conf: str = setting(
         "", matching(r"|[^=,]+=[^,]*(,[^=,]+=[^,]*)*", "key=value pairs joined by commas", "KEY=VALUE,..."),
-        "More options of that backend.", _NODES,
+        "How patient nodes are: join_timeout, last_call_timeout, keep_alive_interval, keep_alive_max_attempt; run_id.",
+        _NODES,
     )  # fmt: skip
     max_restarts: int = setting(
         0, whole(0), "How often all processes are started again after one has failed.", _SUPERVISION
