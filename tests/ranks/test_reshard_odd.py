@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from paceline import Accelerator
+from paceline.base.errors import CheckpointError
 from paceline.testing import run_ranks
 from paceline.world.layout import AXES
 
@@ -120,3 +122,120 @@ def test_everything_goes_on_with_the_same_bits(plan, precision, tmp_path) -> Non
             assert torch.equal(mine, theirs), name
 
     run_ranks(work, world=ranks_of(plan))
+
+
+# -- checkpoints that do not fit ------------------------------------------------------------------------------------------
+
+
+class Other(nn.Module):
+    """A model of other names and shapes."""
+
+    def __init__(self, width: int = 16, renamed: bool = False) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(24, width)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(width, width), nn.Tanh()) for _ in range(2))
+        self.out_proj = nn.Linear(width, 24)
+        if renamed:
+            self.head, self.out_proj = self.out_proj, None
+
+    def forward(self, tokens):
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return (self.out_proj or self.head)(x)
+
+
+def other(plan: Plan, seed: int = 1, **named: Any):
+    torch.manual_seed(seed)
+    columns = {"tensor": {"plan": {"*": "replicated"}}}
+    accelerator, model = Accelerator(cpu=True, plan=plan, options=columns if "tp" in plan else None), Other(**named)
+    return accelerator, *accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=0.1))
+
+
+@pytest.mark.parametrize("plan", [ALONE, {"shard": 2}, {"shard": 2, "zero": 1}, {"tp": 2}, {"pp": 2}], ids=named)
+def test_another_model_is_refused_in_words_of_the_whole_model(plan, tmp_path) -> None:
+    folder = tmp_path / "saved"
+
+    def save() -> None:
+        other({})[0].save_state(folder)
+
+    def load() -> None:
+        for named, said in (
+            (
+                {"renamed": True},
+                ["head.weight (24, 16) (closest: out_proj.weight)", "2 only in the checkpoint: out_proj"],
+            ),
+            ({"width": 8}, ["6 of another shape", "blocks.0.0.weight: (16, 16) there, (8, 8) here", "embed.weight"]),
+        ):
+            accelerator, model, optimizer = other(plan, seed=2, **named)
+            before = copy.deepcopy(accelerator.get_state_dict(model))
+            with pytest.raises(CheckpointError, match="checkpoint-other-model") as refused:
+                accelerator.load_state(folder)
+            assert all(text in str(refused.value) for text in said), str(refused.value)
+            assert "embed" not in str(refused.value) or "width" in named
+            after = accelerator.get_state_dict(model)
+            assert all(torch.equal(after[name], value) for name, value in before.items())
+            assert not optimizer.state and optimizer.steps == 0
+        accelerator, model, _ = other(plan, seed=2, renamed=True)
+        mine = copy.deepcopy(accelerator.get_state_dict(model))
+        accelerator.load_state(folder, strict=False)
+        loaded = accelerator.get_state_dict(model)
+        assert torch.equal(loaded["head.weight"], mine["head.weight"])
+        assert not torch.equal(loaded["embed.weight"], mine["embed.weight"])
+
+    run_ranks(save, world=1)
+    run_ranks(load, world=ranks_of(plan))
+
+
+def test_a_window_of_ranks_that_went_apart_stays_with_its_layout(tmp_path) -> None:
+    folder = tmp_path / "saved"
+
+    def save() -> None:
+        accelerator, model, _ = other({"replicate": 2})
+        accelerator.gradients.steps, accelerator.gradients.apart = 2, True
+        with accelerator.accumulate(model):
+            accelerator.forward_backward(model, (torch.zeros(2, 3).long(), torch.zeros(2, 3).long()), loss_of)
+        accelerator.save_state(folder)
+        accelerator.load_state(folder)
+        assert not accelerator.sync_gradients
+
+    def load() -> None:
+        with pytest.raises(CheckpointError, match="checkpoint-window"):
+            other({})[0].load_state(folder)
+
+    run_ranks(save, world=2)
+    run_ranks(load, world=1)
+
+
+# -- memory ---------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("plan", [{"shard": 2}, {"tp": 2}, {"pp": 2}], ids=named)
+def test_a_load_makes_no_whole_model(plan, tmp_path) -> None:
+    """What a load allocates is counted: the states of one rank, and one tensor more."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class Largest(TorchDispatchMode):
+        most = 0
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            found = func(*args, **(kwargs or {}))
+            if isinstance(found, torch.Tensor):
+                Largest.most = max(Largest.most, getattr(found, "_local_tensor", found).untyped_storage().nbytes())
+            return found
+
+    def work() -> int:
+        torch.manual_seed(0)
+        accelerator, model = Accelerator(cpu=True, plan=plan), GPT(layers=2, width=256)
+        model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
+        tokens = torch.zeros(8, 8).long()
+        accelerator.forward_backward(model, (tokens, tokens), loss_of)
+        optimizer.step()
+        optimizer.zero_grad()
+        accelerator.save_state(tmp_path / "saved")
+        with Largest():
+            accelerator.load_state(tmp_path / "saved")
+        return Largest.most
+
+    whole = max(p.nbytes for p in GPT(layers=2, width=256).parameters())
+    assert max(run_ranks(work, world=2)) <= (whole if "pp" in plan else whole // 2)
