@@ -200,6 +200,15 @@ def test_random_numbers_differ_between_ranks_as_between_fresh_processes(
     assert first.split()[1] != second.split()[1]
 
 
+def test_forked_processes_compute_with_the_threads_that_were_asked_for(
+    script: Callable[..., Path], tmp_path: Path
+) -> None:
+    path = script("import torch; print(torch.get_num_threads(), flush=True)")
+    for threads in (1, 2):
+        done = launch("-n", 2, "--threads", threads, path, cwd=tmp_path, OMP_NUM_THREADS="")
+        assert done.stdout == f"{threads}\n" * 2, done.stderr
+
+
 def test_the_first_failing_rank_is_reported_once(script: Callable[..., Path], tmp_path: Path) -> None:
     path = script(
         """

@@ -171,6 +171,11 @@ def settle(env: Mapping[str, str], streams: Mapping[int, int], launcher: int, *,
         sys.stdout, sys.stderr = (open(number, "w", closefd=False) for number in (1, 2))  # noqa: SIM115
     if streams:
         whole_lines()
+    threads = env.get("OMP_NUM_THREADS", "")
+    if threads.isdigit() and "torch" in sys.modules:
+        import torch
+
+        torch.set_num_threads(int(threads))  # OpenMP has read its variable long ago, in the parent
     if "numpy" in sys.modules:
         import numpy
 
