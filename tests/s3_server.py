@@ -10,7 +10,8 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
+from http.client import HTTPConnection
 from typing import Any
 
 import pytest
@@ -51,7 +52,9 @@ def s3(s3_server: int) -> Iterator[str]:
     """A fresh bucket: `s3://bucket-7`; the environment leads to it."""
     with at_endpoint(s3_server):
         bucket = f"bucket-{next(_buckets)}"
-        filesystem().mkdir(bucket)
+        with closing(HTTPConnection("127.0.0.1", s3_server)) as plain:  # without fsspec: ranks are forked from here
+            plain.request("PUT", f"/{bucket}")
+            assert plain.getresponse().status == 200
         yield f"s3://{bucket}"
         free()
 

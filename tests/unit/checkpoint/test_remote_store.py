@@ -238,10 +238,9 @@ def uploads(url) -> int:
     return len(answer.get("Uploads", []))
 
 
-@pytest.mark.parametrize("most", [4 << 20, 9 << 20])
-def test_an_upload_cut_off_midway(s3, s3_server, small_parts, most, caplog) -> None:
+def test_an_upload_cut_off_midway(s3, s3_server, small_parts) -> None:
     folder = Checkpointer().save(f"{s3}/c", state(1.0, WIDE))
-    wire = Wire(s3_server, most)
+    wire = Wire(s3_server, 9 << 20)
     with at_endpoint(wire.port):
         began = time.monotonic()
         with pytest.raises(CheckpointError) as error:
@@ -249,7 +248,7 @@ def test_an_upload_cut_off_midway(s3, s3_server, small_parts, most, caplog) -> N
         assert error.value.code == "checkpoint-unreachable" and time.monotonic() - began < 60
         wire.cut()
     with at_endpoint(s3_server):
-        assert value_of(folder, WIDE) == 1.0 and len(uploads_and_saves := saves_in(s3)) >= 1 and uploads_and_saves
+        assert value_of(folder, WIDE) == 1.0
         assert uploads(s3) == 1, "the store knows of it still, and bills it"
         Checkpointer().save(folder, state(3.0, WIDE))
         assert value_of(folder, WIDE) == 3.0 and len(saves_in(s3)) == 1 and uploads(s3) == 0
