@@ -14,8 +14,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
-from paceline.base.errors import Problem
 from paceline.base.exits import PREEMPTED
+from paceline.launch import objections
 from paceline.launch.rounds import Cause, End, Member, Place, Report, Round, may_go_on
 
 if TYPE_CHECKING:
@@ -217,28 +217,14 @@ class Lead:
         if here < self.rules.least:
             self.enough_since = None
             if now - self.gathering_since > self.rules.join_s:
-                self.finish(self._too_few())
+                known = [self.own.known[who] for who in self.members]
+                problem = objections.too_few(self.rules, known, self.own.me.port, self.cause.why)
+                self.finish(End(1, self.cause.why, error=problem))
             return
         self.enough_since = now if self.enough_since is None else self.enough_since
         first = self.own.round is None
         if here == self.rules.most or not first or now - self.enough_since >= self.rules.last_call_s:
             self._propose(now)
-
-    def _too_few(self) -> End:
-        known = [self.own.known[who] for who in self.members]
-        numbers = {each.node for each in known}
-        missing = [node for node in range(self.rules.most) if node not in numbers]
-        who = (
-            f"nodes {missing}" if min(numbers) >= 0 else f"{self.rules.least - len(known)} of {self.rules.least} nodes"
-        )
-        before = f"; before, {self.cause.why}" if self.cause.why else ""
-        problem = Problem(
-            "launch-address",
-            f"{who} did not come within {self.rules.join_s:g} s.",
-            f"node 0 waits at port {self.own.me.port}{before}",
-            "start the same command on each of them, with --main-address naming this host",
-        )
-        return End(1, self.cause.why, error=problem)
 
     def _propose(self, now: float) -> None:
         """Tells all members who takes part."""

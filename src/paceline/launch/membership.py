@@ -17,9 +17,9 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from paceline.base.errors import Problem
+from paceline.launch import objections
 from paceline.launch.leading import Lead
-from paceline.launch.rounds import End, Member, Place, Report, Round, Rules, may_go_on
+from paceline.launch.rounds import End, Member, Place, Report, Round, Rules, called, may_go_on
 
 _ASK_AGAIN_S = 0.5
 _ANSWER_S = 1.0  # a launcher that is there answers within this
@@ -215,10 +215,7 @@ class Membership:
         return {"here": self.me.id, "round": self.round.number if self.round else 0, "leads": self.lead is not None}
 
     def _name(self, who: str) -> str:
-        if self.round is not None and who in self.round.ids:
-            return self.round.name(who)
-        member = self.known.get(who)
-        return f"node {member.node} ({member.host})" if member and member.node >= 0 else member.host if member else "?"
+        return called(who, self.round, self.known)
 
     # Asked by others
 
@@ -228,7 +225,9 @@ class Membership:
         if self.leader:
             self._say(key, later=list(self.known[self.leader].place), here=self.me.id)
             return
-        problem = self._disagreement(member, message["rules"])
+        members = self.lead.members if self.lead is not None else [self.me.id]
+        present = [self.known[who] for who in members if who != member.id]
+        problem = objections.disagreement(self.me, self.rules, present, member, message["rules"])
         if problem is not None:
             self._say(key, refused=asdict(problem))
             if self.lead is not None and self.round is None:
@@ -243,23 +242,6 @@ class Membership:
             self.lead.welcome(member.id, now)
         else:
             self._say(key, wait=self.latest, here=self.me.id)
-
-    def _disagreement(self, other: Member, rules: list[Any]) -> Problem | None:
-        fix = "start the same command on every node, with another --node-rank on each, or with none on all"
-        names = ("number of nodes", "number of nodes", "number of restarts", "name of the run (--rdzv-conf run_id)")
-        for name, mine, theirs in zip(names, self.rules.common, rules, strict=True):
-            if mine != theirs:
-                why = f"{self._name(self.me.id)} says {mine}, {_called(other)} says {theirs}"
-                return Problem("launch-nodes", f"nodes disagree about the {name}.", why, fix)
-        members = self.lead.members if self.lead is not None else [self.me.id]
-        for each in (self.known[who] for who in members if who != other.id):
-            if other.node >= 0 and each.node == other.node:
-                why = f"from {each.host} and from {other.host}"
-                return Problem("launch-nodes", f"node {other.node} is there twice.", why, fix)
-            if (other.node >= 0) != (each.node >= 0):
-                why = f"{_called(each)} and {_called(other)}"
-                return Problem("launch-nodes", "some nodes have a number, and others have none.", why, fix)
-        return None
 
     def _called_home(self, key: int, message: dict[str, Any], now: float) -> None:
         """A run that began through this launcher's place, and went on elsewhere, asks who is here now."""
@@ -286,14 +268,7 @@ class Membership:
         self._orphan("lost", "another run of this name goes on", now)
 
     def _orphan(self, how: str, why: str, now: float, *, fresh: bool = False) -> None:
-        """There is no leader any more: ends the processes, and looks for one.
-
-        Args:
-            how: "lost", or "left" where it said so.
-            why: one sentence.
-            now: seconds.
-            fresh: whether it was there until this very moment.
-        """
+        """There is no leader (`fresh`: since this very moment): ends the processes, and looks for one."""
         if how == "left" and self.leader:
             self.dead.add(self.leader)
         self.whose.pop(self.leader_key, None)
@@ -391,22 +366,10 @@ class Membership:
             over = self.rules.fixed and self.round is not None and self.round.restarts >= self.rules.max_restarts
             if waited_s > (self.rules.limit_s if over else self.rules.join_s):
                 here = len({self.me.id, *self.links} & set(self.views[-1]))
-                problem = Problem(
-                    "launch-cut-off",
-                    f"this node ended: {self.lost[1]}, and too few are left to go on.",
-                    f"{here} of {len(self.views[-1])} nodes reach each other; the others may be going on",
-                    "mend the network or the host, and start the same command here again: it joins the run",
-                )
+                problem = objections.cut_off(self.lost[1], here, len(self.views[-1]))
                 self.end = End(1, self.lost[1], error=problem)
         elif waited_s > self.rules.join_s:
-            told = ", ".join(f"{place[0]}:{place[1]} {how}" for place, how in self.answers.items())
-            problem = Problem(
-                "launch-address",
-                f"node 0 does not answer within {self.rules.join_s:g} s.",
-                f"--main-address, --main-port: {told or 'this host'}",
-                "start node 0 too, let its firewall pass that port, or wait longer with --rdzv-conf timeout=600",
-            )
-            self.end = End(1, error=problem)
+            self.end = End(1, error=objections.unanswered(self.rules.join_s, self.answers))
 
     def _answer(self, key: int, message: dict[str, Any], now: float) -> None:
         ask = self.asks[key]
@@ -428,7 +391,7 @@ class Membership:
             del self.asks[key]
             self.actions.append(("close", key))
             if "refused" in message:
-                self.end = End(1, error=Problem(**message["refused"]))
+                self.end = End(1, error=objections.travelled(message["refused"]))
             elif "later" in message:
                 self.answers[ask.place] = "later"
                 place = (str(message["later"][0]), int(message["later"][1]))
@@ -507,7 +470,7 @@ class Membership:
         elif "halt" in message:
             self.stop(*message["halt"])
         elif "end" in message:
-            self.end = End.of(message["end"])
+            self.end = End(**{**message["end"], "error": objections.travelled(message["end"]["error"])})
         elif "move" in message:
             self.move((str(message["move"][0]), int(message["move"][1])), now)
         elif "bye" in message:
@@ -524,7 +487,3 @@ class Membership:
         self.known = decided_on | {who: self.known[who] for who in (self.me.id, self.leader, *self.links) if who}
         self.dead &= set(decided.ids)
         self.report = self.halt = None
-
-
-def _called(member: Member) -> str:
-    return f"node {member.node} ({member.host})" if member.node >= 0 else member.host

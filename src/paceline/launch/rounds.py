@@ -3,7 +3,7 @@ processes (`Round`), how a launcher's processes ended (`Report`) and how everyth
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -166,10 +166,13 @@ class End:
     who: str = ""
     error: Problem | None = None
 
-    @classmethod
-    def of(cls, message: dict[str, Any]) -> End:
-        """As it has travelled."""
-        return cls(**{**message, "error": message["error"] and Problem(**message["error"])})
+
+def called(who: str, decided: Round | None, known: Mapping[str, Member]) -> str:
+    """What to call a launcher in messages: by its number in the last round, or by the one that it was given."""
+    if decided is not None and who in decided.ids:
+        return decided.name(who)
+    member = known.get(who)
+    return f"node {member.node} ({member.host})" if member and member.node >= 0 else member.host if member else "?"
 
 
 def may_go_on(present: Collection[str], views: Sequence[Sequence[str]], dead: Collection[str]) -> bool:

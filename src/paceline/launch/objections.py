@@ -1,0 +1,82 @@
+"""What keeps launchers from taking part together, as problems that say so."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from paceline.base.errors import Problem
+from paceline.launch.rounds import Member, Place, Rules
+
+_TOLD = ("number of nodes", "number of nodes", "number of restarts", "name of the run (--rdzv-conf run_id)")
+
+
+def disagreement(
+    me: Member, mine: Rules, present: Sequence[Member], other: Member, theirs: Sequence[Any]
+) -> Problem | None:
+    """What a launcher that comes was told differently; None for nothing.
+
+    Args:
+        me: who is asked.
+        mine: what that one was told.
+        present: all members so far.
+        other: who comes.
+        theirs: what it was told, as `Rules.common`.
+    """
+    fix = "start the same command on every node, with another --node-rank on each, or with none on all"
+    for name, here, there in zip(_TOLD, mine.common, theirs, strict=True):
+        if here != there:
+            why = f"{_called(me)} says {here}, {_called(other)} says {there}"
+            return Problem("launch-nodes", f"nodes disagree about the {name}.", why, fix)
+    for each in present:
+        if other.node >= 0 and each.node == other.node:
+            why = f"from {each.host} and from {other.host}"
+            return Problem("launch-nodes", f"node {other.node} is there twice.", why, fix)
+        if (other.node >= 0) != (each.node >= 0):
+            why = f"{_called(each)} and {_called(other)}"
+            return Problem("launch-nodes", "some nodes have a number, and others have none.", why, fix)
+    return None
+
+
+def cut_off(lost: str, here: int, before: int) -> Problem:
+    """A part of a run that may not go on: `here` of the `before` nodes of its last round are left."""
+    return Problem(
+        "launch-cut-off",
+        f"this node ended: {lost}, and too few are left to go on.",
+        f"{here} of {before} nodes reach each other; the others may be going on",
+        "mend the network or the host, and start the same command here again: it joins the run",
+    )
+
+
+def unanswered(join_s: float, answers: Mapping[Place, str]) -> Problem:
+    """No run was found."""
+    told = ", ".join(f"{place[0]}:{place[1]} {how}" for place, how in answers.items())
+    return Problem(
+        "launch-address",
+        f"node 0 does not answer within {join_s:g} s.",
+        f"--main-address, --main-port: {told or 'this host'}",
+        "start node 0 too, let its firewall pass that port, or wait longer with --rdzv-conf timeout=600",
+    )
+
+
+def too_few(rules: Rules, members: Sequence[Member], port: int, lost: str) -> Problem:
+    """Not enough nodes came, or came back."""
+    numbers = {each.node for each in members}
+    missing = [node for node in range(rules.most) if node not in numbers]
+    who = f"nodes {missing}" if min(numbers) >= 0 else f"{rules.least - len(members)} of {rules.least} nodes"
+    return Problem(
+        "launch-address",
+        f"{who} did not come within {rules.join_s:g} s.",
+        f"node 0 waits at port {port}{f'; before, {lost}' if lost else ''}",
+        "start the same command on each of them, with --main-address naming this host",
+    )
+
+
+def travelled(message: Mapping[str, Any] | None) -> Problem | None:
+    """A problem that another launcher has found."""
+    return replace(Problem("launch-nodes", ""), **message) if message else None
+
+
+def _called(member: Member) -> str:
+    return f"node {member.node} ({member.host})" if member.node >= 0 else member.host
