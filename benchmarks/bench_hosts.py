@@ -16,6 +16,7 @@ torchrun: a store of its own for each round, keep-alives of a second, a shorter 
 from __future__ import annotations
 
 import argparse
+import signal
 import statistics
 import sys
 import tempfile
@@ -88,6 +89,7 @@ def measure(starter: Callable[[Path], Callable[[Host], str]], fault: str) -> flo
 
 
 def main() -> int:
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # the hosts are taken down
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--turns", type=int, default=1)
     parser.add_argument("--faults", default="off,silent,worker,returns")
