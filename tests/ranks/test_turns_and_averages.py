@@ -81,7 +81,10 @@ def test_local_sgd_leaves_the_ranks_alike():
                 torch.distributed.all_reduce(leaf)
             return [leaf / 2 for leaf in flat]
 
-        acc = SimpleNamespace(num_processes=2, sync_gradients=True, no_sync=lambda model: nullcontext(), reduce=reduce)
+        acc = SimpleNamespace(
+            num_processes=2, sync_gradients=True, gradients=SimpleNamespace(), no_sync=lambda model: nullcontext(),
+            reduce=reduce,
+        )  # fmt: skip
         net = torch.nn.Linear(1, 1, bias=False)
         torch.nn.init.constant_(net.weight, float(rank()))
         weights = []
