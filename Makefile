@@ -10,7 +10,7 @@ ARGS ?=
 PYTEST = $(BIN)/python -m pytest
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help setup quickstart test check ranks hosts gpu docs bench clean
+.PHONY: help setup quickstart test check ranks hosts gpu docs bench chaos clean
 .DEFAULT_GOAL := help
 
 help:  ## list these entries
@@ -57,6 +57,9 @@ bench:  ## measure against plain PyTorch and peers; writes benchmarks/reports/DA
 	.venv-bench/bin/python -m pip install --quiet "$$(grep '^torch==' constraints.txt)" -c constraints.txt
 	.venv-bench/bin/python -m pip install --quiet -r benchmarks/peers.txt -e . -c constraints.txt
 	.venv-bench/bin/python benchmarks/run.py $(ARGS)
+
+chaos: setup  ## kill processes of one run 25 times at random; it must end with the weights of one left alone
+	$(BIN)/python examples/survive/chaos.py $(ARGS)
 
 clean:  ## remove what was built: .venv, site, caches
 	rm -rf .venv .venv-bench site build dist .pytest_cache .ruff_cache .mypy_cache

@@ -25,7 +25,7 @@ API: dict[str, list[str]] = {
     "Starting": ["notebook_launcher", "debug_launcher"],
     "In the loop": ["LocalSGD", "find_executable_batch_size", "set_seed", "skip_first_batches", "get_logger"],
     "What a run knows": ["World", "Plan"],
-    "Testing a loop of yours": ["testing.run_ranks", "testing.Fault"],
+    "Testing a loop of yours": ["testing.run_ranks", "testing.Fault", "testing.arm", "testing.damage"],
 }
 
 

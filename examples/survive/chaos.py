@@ -1,0 +1,160 @@
+"""Kills processes of `train.py` at random times, and compares what it ends with to a run that was left alone.
+
+python examples/survive/chaos.py --kills 25 --seed 0
+
+One run, on two processes. Each time somebody is killed (SIGKILL): one of the workers, or in one of four cases the
+launcher itself, which is then started again with the same command. What must be equal, bit for bit: the final weights,
+and every loss that was ever printed, those of steps that were done twice included. Needs Linux.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import random
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+HERE = Path(__file__).parent
+STEP = re.compile(r"step (\d+) loss (\S+)")
+LAUNCHER_EVERY = 4
+
+
+class Run:
+    """A run of the script, started again where its launcher was killed.
+
+    Args:
+        out: where it saves; what it prints goes to a file there.
+        words: options of the script.
+    """
+
+    def __init__(self, out: Path, words: list[str]) -> None:
+        out.mkdir(parents=True)
+        self.said, self.starts = out / "said.txt", 0
+        launch = [sys.executable, "-m", "paceline", "launch", "--procs", "2", "--cpu", "--threads", "1"]
+        self._command = [*launch, "--max-restarts", "1000", str(HERE / "train.py"), "--out", str(out), *words]
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> None:
+        """Launches it."""
+        with self.said.open("ab") as file:
+            self._process = subprocess.Popen(self._command, stdout=file, stderr=file, start_new_session=True)
+        self.starts += 1
+
+    @property
+    def launcher(self) -> int:
+        """The launcher's pid."""
+        return self._process.pid
+
+    def workers(self) -> list[int]:
+        """Pids of the processes that train."""
+        found = []
+        for each in Path("/proc").glob("[0-9]*"):
+            try:
+                parent = int((each / "stat").read_text().rpartition(")")[2].split()[1])
+                words = (each / "cmdline").read_bytes()
+            except (OSError, IndexError):
+                continue  # it has ended meanwhile
+            if parent == self.launcher and b"train.py" in words:
+                found.append(int(each.name))
+        return sorted(found)
+
+    def code(self) -> int | None:
+        """The launcher's exit code; None while it runs."""
+        return self._process.poll()
+
+    def losses(self) -> list[tuple[int, str]]:
+        """Each step and loss that was printed."""
+        return [(int(step), loss) for step, loss in STEP.findall(self.said.read_text(errors="replace"))]
+
+    def end(self) -> None:
+        """Ends it, if it runs."""
+        if self._process is not None and self._process.poll() is None:
+            self._process.kill()
+            self._process.wait()
+
+
+def main() -> int:
+    """Runs twice and compares; 0 where all is equal."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--kills", type=int, default=25)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--apart-s", type=float, default=5.0, help="most seconds between two kills")
+    parser.add_argument("--limit-s", type=float, default=900.0, help="seconds after which it gives up")
+    parser.add_argument("--out", help="folder to keep; a temporary one by default")
+    args, words = parser.parse_known_args()
+    root = Path(args.out or tempfile.mkdtemp(prefix="chaos-"))
+    runs = [Run(root / name, words) for name in ("undisturbed", "disturbed")]
+    try:
+        return _compare(args, *runs)
+    finally:
+        for run in runs:
+            run.end()
+        if args.out is None:
+            shutil.rmtree(root, ignore_errors=True)
+
+
+def _compare(args: argparse.Namespace, alone: Run, disturbed: Run) -> int:
+    deadline = time.monotonic() + args.limit_s
+    began = time.monotonic()
+    alone.start()
+    while alone.code() is None and time.monotonic() < deadline:
+        time.sleep(0.1)
+    if alone.code() != 0:
+        print(alone.said.read_text(errors="replace"), "the undisturbed run failed", sep="\n")
+        return 1
+    expected = dict(alone.losses())
+    print(f"undisturbed: {time.monotonic() - began:.0f} s, {max(expected)} steps", flush=True)
+    began = time.monotonic()
+    kills = _disturb(args, disturbed, deadline)
+    if disturbed.code() != 0:
+        print(disturbed.said.read_text(errors="replace")[-4000:], "the disturbed run failed", sep="\n")
+        return 1
+    found = disturbed.losses()
+    wrong = [(step, loss) for step, loss in found if expected[step] != loss]
+    missing = sorted(expected.keys() - dict(found).keys())
+    equal = _weights(disturbed) == _weights(alone)
+    print(
+        f"disturbed: {time.monotonic() - began:.0f} s, {kills} kills, {disturbed.starts} launches; "
+        f"{len(found)} losses printed for {len(expected)} steps, {len(wrong)} differ, {len(missing)} are missing; "
+        f"final weights {'equal, bit for bit' if equal else 'DIFFER'}"
+    )
+    return 0 if equal and not wrong and kills == args.kills else 1
+
+
+def _disturb(args: argparse.Namespace, run: Run, deadline: float) -> int:
+    """Kills at random until enough have died, then lets the run end; returns how many were killed."""
+    draws, kills = random.Random(args.seed), 0
+    run.start()
+    strikes = time.monotonic() + draws.uniform(0, args.apart_s)
+    while time.monotonic() < deadline:
+        if run.code() is not None:
+            if run.code() != -signal.SIGKILL:
+                return kills
+            run.start()
+        if kills < args.kills and time.monotonic() >= strikes:
+            workers = run.workers()
+            whole = kills % LAUNCHER_EVERY == LAUNCHER_EVERY - 1
+            if workers or whole:
+                kills += 1
+                step = max(dict(run.losses()), default=0)
+                name = "the launcher" if whole else "a worker"
+                print(f"kill {kills} of {args.kills}: {name}, after step {step}", flush=True)
+                os.kill(run.launcher if whole else draws.choice(workers), signal.SIGKILL)
+                strikes = time.monotonic() + draws.uniform(0, args.apart_s)
+        time.sleep(0.02)
+    return kills
+
+
+def _weights(run: Run) -> bytes:
+    return (run.said.parent / "model" / "model.safetensors").read_bytes()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
