@@ -115,10 +115,8 @@ class Fault:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), path)
         if self.kind == "forbidden":
             raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), path)
-        if self.kind == "exit":
-            os._exit(3)
-        if self.kind == "sleep":
-            time.sleep(self.seconds)
+        if self.kind in ("exit", "sleep"):
+            os._exit(3) if self.kind == "exit" else time.sleep(self.seconds)
             return
         number, target = {
             "kill": (signal.SIGKILL, os.getpid()),
