@@ -177,7 +177,7 @@ IN_A_SAVE = [
     Case("no permission to publish", [fault("forbidden", 0, 1, "publish")], says=("checkpoint-not-writable",)),
     Case("a real disk is full", [act("fill", 7)], says=("checkpoint-disk-full",), disk_bytes=DISK),
     Case("a real loss of permission", [act("forbid", 7)], says=("checkpoint-not-writable",)),
-    Case("a real loss of permission, in the background", [act("forbid", 7, 1)], 
+    Case("a real loss of permission, in the background", [act("forbid", 7)], 
          says=("checkpoint-not-writable",), background=True),
     Case("a file where the checkpoints were", [act("obstruct", 7)], says=("checkpoint-not-writable",)),
 ]  # fmt: skip
