@@ -14,7 +14,7 @@ Source: Li et al., "PyTorch Distributed: Experiences on Accelerating Data Parall
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -287,7 +287,8 @@ class _State:
     armed: bool = False  # after a forward pass: DDP averages in the next backward pass
     touched: bool = False  # gradients came since the last `settle`
     failed: bool = False  # by an error in a backward pass
-    order: list[nn.Parameter] = field(default_factory=list)  # in which gradients came in the first window
+    # Numbers of parameters, as gradients came in the first window; the parameters' hooks would keep themselves alive.
+    order: dict[int, None] = field(default_factory=dict)
 
 
 def _watch(model: DistributedDataParallel, state: _State) -> None:
@@ -302,29 +303,30 @@ def _watch(model: DistributedDataParallel, state: _State) -> None:
             _begin_anew(module, state.order)
         state.armed |= module.require_backward_grad_sync and torch.is_grad_enabled()
 
-    def came(parameter: Any) -> None:
+    def came(number: int, _: Any) -> None:
         state.touched = True
-        if state.looking and not any(parameter is other for other in state.order):
-            state.order.append(parameter)
+        if state.looking:
+            state.order.setdefault(number)
 
     model.register_forward_pre_hook(before)
-    for parameter in model.parameters():
+    for number, parameter in enumerate(model.parameters()):
         if parameter.requires_grad:
-            parameter.register_post_accumulate_grad_hook(came)
+            parameter.register_post_accumulate_grad_hook(partial(came, number))
 
 
-def _begin_anew(model: Any, order: list[nn.Parameter]) -> None:
+def _begin_anew(model: Any, order: Iterable[int]) -> None:
     """A new reducer in the place of DDP's, whose buckets follow `order` from now on, if there is one.
 
     DDP would rebuild its buckets after its first step; then a run that was resumed would add up its first gradients in
     another order than one that was not. So the buckets are final from the start.
     """
     built, expect_sparse = model._build_params_for_reducer()
-    place = {id(parameter): number for number, parameter in enumerate(order)}
+    own = list(model.module.parameters())
+    place = {id(own[number]): at for at, number in enumerate(order)}
     pairs = sorted(zip(built, expect_sparse, strict=True), key=lambda pair: place.get(id(pair[0]), len(place)))
     built, expect_sparse = [pair[0] for pair in pairs], [pair[1] for pair in pairs]
     model._ddp_init_helper(built, expect_sparse, model._build_debug_param_to_name_mapping(built), model.static_graph)
-    if order and not model.find_unused_parameters and not model.static_graph:
+    if place and not model.find_unused_parameters and not model.static_graph:
         model.reducer._push_all_rebuilt_params()
         model.reducer._rebuild_buckets()
 
@@ -359,16 +361,19 @@ def _first_window(model: DistributedDataParallel, state: _State) -> None:
     state.looking = state.touched = False
     model.require_backward_grad_sync = True
     group, ranks = model.process_group, dist.get_world_size(model.process_group)
-    counts, places = _told(parameters, state.order, group)
+    own = list(model.module.parameters())
+    counts, places = _told(parameters, [own[number] for number in state.order], group)
     if min(counts) < ranks:
         names = [name for name, p in model.module.named_parameters() if p.requires_grad]
         unused = [name for name, count in zip(names, counts, strict=True) if count < ranks]
         shown = ", ".join(unused[:3]) + (", ..." if len(unused) > 3 else "")
         logger("parallel").info("DDP searches for unused parameters: the loss did not reach %s", shown)
         model.find_unused_parameters = True
-    state.order = [parameters[number] for number in sorted(range(len(parameters)), key=places.__getitem__)]
+    at = {id(parameter): number for number, parameter in enumerate(model.module.parameters())}
+    order = [parameters[number] for number in sorted(range(len(parameters)), key=places.__getitem__)]
+    state.order = {at[id(parameter)]: None for parameter in order}
     used = {p for p, count in zip(parameters, counts, strict=True) if count}
-    _average_as_ddp(model, state.order, used)
+    _average_as_ddp(model, order, used)
     _begin_anew(model, state.order)
 
 
