@@ -190,6 +190,7 @@ TRAIN = """
     dist.init_process_group("gloo", timeout=timedelta(seconds=20))
     rank, size = dist.get_rank(), dist.get_world_size()
     if rank == 0:
+        open("leads", "w").write(str(os.getppid()))
         with open("rounds", "a") as file:
             print(size, os.environ["TORCHELASTIC_RESTART_COUNT"], file=file)
     while True:
@@ -231,18 +232,10 @@ class Hosts:
         self.running.append(begun)
         return begun
 
-    def founder(self) -> subprocess.Popen[str]:
-        """Starts the one that will lead: the first place is taken once it listens there."""
-        begun = self.start()
-        host, port = self.address.split(",")[0].split(":")
-        deadline = time.monotonic() + 30
-        while time.monotonic() < deadline:
-            try:
-                socket.create_connection((host, int(port))).close()
-                return begun
-            except ConnectionRefusedError:
-                time.sleep(0.05)
-        raise AssertionError("nobody listens")
+    def in_order(self) -> list[subprocess.Popen[str]]:
+        """The one that leads, and the others."""
+        leads = int((self.folder / "leads").read_text())
+        return sorted(self.running, key=lambda each: each.pid != leads)
 
     def rounds(self) -> list[str]:
         return (self.folder / "rounds").read_text().splitlines()
@@ -287,8 +280,10 @@ def hosts(tmp_path: Path) -> Iterator[Callable[..., Hosts]]:
 
 def test_hosts_come_and_go(hosts: Callable[..., Hosts]) -> None:
     network = hosts("--nodes", "1:3", "--max-restarts", "1")
-    first, second, third = network.founder(), network.start(), network.start()
+    for _ in range(3):
+        network.start()
     network.until("3 0")
+    first, second, third = network.in_order()
     (network.folder / "fail").touch()  # a process is killed: one round, which counts
     network.until("3 0", "3 1")
     first.kill()  # the host that leads is lost: one round, under another
