@@ -1,6 +1,7 @@
-"""Writes the weights of a checkpoint for others to read, tensor by tensor, without building the model.
+"""Writes the weights of a checkpoint as files that others read.
 
-The checkpoint may have been saved under any plan, lie at a URL, or be one that accelerate's FSDP divided.
+It goes tensor by tensor, without building the model. The checkpoint may have been saved under any plan, lie at a URL, or be one
+that accelerate's FSDP divided.
 """
 
 from __future__ import annotations
