@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import os
 from collections.abc import Callable
-from functools import cache
 from typing import Any
 
 from paceline.base.errors import CheckpointError
@@ -23,12 +22,11 @@ def scheme(url: str) -> str:
     return url.partition("://")[0] if "://" in url else ""
 
 
-@cache
 def known(protocol: str) -> bool:
-    """Whether fsspec knows a protocol; its package may be missing still."""
-    from fsspec import available_protocols
+    """Whether fsspec knows a protocol, or was given it; its package may be missing still."""
+    from fsspec.registry import known_implementations, registry
 
-    return protocol in available_protocols()
+    return protocol in known_implementations or protocol in registry
 
 
 def filesystem(url: str) -> Any:

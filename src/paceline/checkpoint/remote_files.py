@@ -1,7 +1,7 @@
 """Files of a remote store as streams: written in parts, read in ranges, several under way at a time.
 
 One connection carries far less than a network does, so both directions keep a few requests in flight. Memory is bounded:
-writing takes `_AT_ONCE + 1` parts of 16 MiB, reading `_AHEAD + 2` blocks of 8 MiB, however long the file is.
+writing takes `_AT_ONCE + 1` parts of 16 MiB, reading `_AHEAD + 2` blocks of 32 MiB, however long the file is.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from paceline.checkpoint.remote_errors import telling
 
 _log = logging.getLogger("paceline.checkpoint")
 PART = 1 << 24
-BLOCK = 1 << 23
+BLOCK = 1 << 25
 _AT_ONCE = 4
-_AHEAD = 3
+_AHEAD = 1
 _PARTS_OF_ONE_SIZE = 1000  # S3 takes 10,000 parts: they grow, so that a file may have 800 GB
 
 
