@@ -24,6 +24,8 @@ from pathlib import Path
 HERE = Path(__file__).parent
 STEP = re.compile(r"step (\d+) loss (\S+)")
 LAUNCHER_EVERY = 4
+LOOK_S = 0.05
+SOON = 0.005  # of a look: about one start in eight is disturbed
 
 
 class Run:
@@ -85,7 +87,9 @@ def main() -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("--kills", type=int, default=25)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--apart-s", type=float, default=5.0, help="most seconds between two kills")
+    parser.add_argument(
+        "--apart-s", type=float, default=2.0, help="most seconds from a step that was seen to the next kill"
+    )
     parser.add_argument("--limit-s", type=float, default=900.0, help="seconds after which it gives up")
     parser.add_argument("--out", help="folder to keep; a temporary one by default")
     args, words = parser.parse_known_args()
@@ -130,25 +134,27 @@ def _compare(args: argparse.Namespace, alone: Run, disturbed: Run) -> int:
 
 def _disturb(args: argparse.Namespace, run: Run, deadline: float) -> int:
     """Kills at random until enough have died, then lets the run end; returns how many were killed."""
-    draws, kills = random.Random(args.seed), 0
+    draws, kills, seen, strikes = random.Random(args.seed), 0, 0, None
     run.start()
-    strikes = time.monotonic() + draws.uniform(0, args.apart_s)
     while time.monotonic() < deadline:
         if run.code() is not None:
             if run.code() != -signal.SIGKILL:
                 return kills
             run.start()
-        if kills < args.kills and time.monotonic() >= strikes:
-            workers = run.workers()
-            whole = kills % LAUNCHER_EVERY == LAUNCHER_EVERY - 1
-            if workers or whole:
-                kills += 1
+        # Mostly while it trains; now and then while it starts, loads, or ends those that are left.
+        if strikes is None and (len(run.losses()) > seen or draws.random() < SOON):
+            strikes = time.monotonic() + draws.uniform(0, args.apart_s)
+        if kills < args.kills and strikes is not None and time.monotonic() >= strikes:
+            workers, whole = run.workers(), kills % LAUNCHER_EVERY == LAUNCHER_EVERY - 1
+            if workers:
+                kills, seen, strikes = kills + 1, len(run.losses()), None
                 step = max(dict(run.losses()), default=0)
-                name = "the launcher" if whole else "a worker"
-                print(f"kill {kills} of {args.kills}: {name}, after step {step}", flush=True)
+                print(
+                    f"kill {kills} of {args.kills}: {'the launcher' if whole else 'a worker'}, after step {step}",
+                    flush=True,
+                )
                 os.kill(run.launcher if whole else draws.choice(workers), signal.SIGKILL)
-                strikes = time.monotonic() + draws.uniform(0, args.apart_s)
-        time.sleep(0.02)
+        time.sleep(LOOK_S)
     return kills
 
 
