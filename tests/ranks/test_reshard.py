@@ -20,19 +20,19 @@ from paceline.testing import run_ranks
 from paceline.world.layout import AXES
 
 Plan = dict[str, Any]
-BATCH, BEFORE, STEPS, CLOSE = 12, 2, 5, 3e-6
+BATCH, BEFORE, STEPS, CLOSE = 12, 2, 4, 3e-6
 
 PLANS: dict[str, Plan] = {
     "alone": {},
-    "replicate2": {"replicate": 2}, "replicate3": {"replicate": 3}, "replicate4": {"replicate": 4},
+    "replicate3": {"replicate": 3}, "replicate4": {"replicate": 4},
     "zero1": {"shard": 2, "zero": 1}, "zero1x3": {"shard": 3, "zero": 1},
     "zero2": {"shard": 2, "zero": 2}, "zero2x3": {"shard": 3, "zero": 2},
     "shard2": {"shard": 2}, "shard3": {"shard": 3}, "shard4": {"shard": 4},
     "tp2": {"tp": 2}, "cp2": {"cp": 2}, "pp2": {"pp": 2}, "interleaved": {"pp": 2},
-    "replicate-shard": {"replicate": 2, "shard": 2}, "replicate-zero1": {"replicate": 2, "shard": 2, "zero": 1},
+    "replicate-shard": {"replicate": 2, "shard": 2}, 
     "replicate-zero2": {"replicate": 2, "shard": 2, "zero": 2},
     "shard-tp": {"shard": 2, "tp": 2}, "pp-shard": {"pp": 2, "shard": 2}, "tp-pp": {"tp": 2, "pp": 2},
-    "replicate-tp": {"replicate": 2, "tp": 2}, "replicate-pp": {"replicate": 2, "pp": 2},
+    "replicate-pp": {"replicate": 2, "pp": 2},
 }  # fmt: skip
 OPTIONS: dict[str, Any] = {
     "interleaved": {"pipeline": {"schedule": "interleaved", "microbatches": 4, "stages_per_rank": 2}},
@@ -115,37 +115,21 @@ def saved(tmp_path_factory):
     return save
 
 
-@pytest.mark.parametrize("name", PLANS)
-def test_the_same_layout_goes_on_with_the_same_bits(name, saved) -> None:
-    folder, whole = saved(name)
-
-    def resume() -> list[float]:
-        run = Run(name, seed=8)
-        run.accelerator.load_state(folder)
-        return run.train()
-
-    assert whole == pytest.approx(saved("alone")[1], abs=CLOSE)
-    for losses in run_ranks(resume, world=ranks_of(name)):
-        assert losses == whole[BEFORE:]
-
-
 # Every plan is left for one process and entered from one; the others are pairs that share nothing but names.
 DIRECT = {
     "alone": [name for name in PLANS if name != "alone"],
-    "replicate2": ["pp2"], "replicate3": ["shard-tp", "zero2"], "replicate4": ["tp-pp"],
-    "zero1": ["zero2x3", "cp2"], "zero1x3": ["interleaved"], "zero2": ["zero1x3", "replicate-zero1"],
-    "zero2x3": ["shard4"], "shard2": ["interleaved", "zero1x3"], "shard3": ["shard4"], "shard4": ["shard2"],
-    "tp2": ["pp2", "replicate-zero2"], "cp2": ["tp-pp"], "pp2": ["zero2", "shard3"], "interleaved": ["pp-shard", "shard2"],
-    "replicate-shard": ["pp2"], "shard-tp": ["tp2"], "pp-shard": ["shard-tp"], "tp-pp": ["shard3"],
-    "replicate-tp": ["pp-shard"], "replicate-pp": ["tp2"], "replicate-zero1": ["zero2"], "replicate-zero2": ["shard2"],
+    "replicate3": ["shard-tp", "zero2"], "replicate4": ["tp-pp"], "zero1": ["zero2x3", "cp2"], "zero1x3": ["interleaved"],
+    "zero2": ["zero1x3"], "zero2x3": ["shard4"], "shard2": ["interleaved"], "shard3": ["shard4"],
+    "tp2": ["pp2", "replicate-zero2"], "cp2": ["tp-pp"], "pp2": ["zero2", "shard3"], "interleaved": ["pp-shard"],
+    "replicate-shard": ["pp2"], "shard-tp": ["tp2"], "pp-shard": ["shard-tp"], "replicate-zero2": ["replicate-pp"],
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("name", PLANS)
 def test_any_layout_is_taken_up_under_any_other(name, saved) -> None:
-    """In one world and into the same objects, one checkpoint after the other."""
+    """First its own, which must go on with the same bits; then, into the same objects, those of other layouts."""
     others = list(DIRECT["alone"]) if name == "alone" else ["alone", *DIRECT.get(name, ())]
-    folders = [saved(other)[0] for other in others]
+    folders = [saved(other)[0] for other in (name, *others)]
 
     def resume() -> list[list[float]]:
         run, found = Run(name, seed=8), []
@@ -154,6 +138,9 @@ def test_any_layout_is_taken_up_under_any_other(name, saved) -> None:
             found.append(run.train())
         return found
 
-    for ranks in run_ranks(resume, world=ranks_of(name)):
+    whole, want = saved(name)[1], saved("alone")[1]
+    assert whole == pytest.approx(want, abs=CLOSE)
+    for own, *ranks in run_ranks(resume, world=ranks_of(name)):
+        assert own == whole[BEFORE:]
         for other, losses in zip(others, ranks, strict=True):
-            assert losses == pytest.approx(saved("alone")[1][BEFORE:], abs=CLOSE), other
+            assert losses == pytest.approx(want[BEFORE:], abs=CLOSE), other
