@@ -148,8 +148,8 @@ def leave() -> None:
     if joined is None or joined.pid != os.getpid():
         return
     failure = sys.exception() or getattr(sys, "last_value", None)
-    for call in joined.on_leave:
-        call(f"has ended: {type(failure).__name__}: {failure}" if failure is not None else "has ended, or left")
+    for tell in joined.on_leave:
+        tell(f"has ended: {type(failure).__name__}: {failure}" if failure is not None else "has ended, or left")
     if not joined.ours or not dist.is_initialized():
         return
     if failure is None:
