@@ -237,3 +237,61 @@ def test_a_load_makes_no_whole_model(plan, tmp_path) -> None:
 
     whole = max(p.nbytes for p in GPT(layers=2, width=256).parameters())
     assert max(run_ranks(work, world=2)) <= (whole if "pp" in plan else whole // 2)
+
+
+# -- several models -------------------------------------------------------------------------------------------------------
+
+
+class Adversaries:
+    """Two models, optimizers and schedulers; gradients of the judge are left over from the maker's turn."""
+
+    def __init__(self, plan: Plan, seed: int = 3) -> None:
+        torch.manual_seed(seed)
+        self.accelerator = Accelerator(cpu=True, plan=plan, data_seed=3, split_batches=True)
+        maker, judge = (nn.Sequential(nn.Linear(a, 8), nn.Tanh(), nn.Linear(8, b)) for a, b in ((4, 6), (6, 1)))
+        make, test = torch.optim.AdamW(maker.parameters(), 0.01), torch.optim.SGD(judge.parameters(), 0.1, momentum=0.9)
+        schedulers = [torch.optim.lr_scheduler.ExponentialLR(each, 0.9) for each in (make, test)]
+        rows = torch.randn(STEPS * BATCH, 10, generator=torch.Generator().manual_seed(5))
+        loader = DataLoader(TensorDataset(rows), BATCH, shuffle=True)
+        self.maker, self.judge, self.make, self.test, self.loader, *self.schedulers = self.accelerator.prepare(
+            maker, judge, make, test, loader, *schedulers
+        )
+
+    def train(self, folder: str | None = None) -> list[tuple[float, float]]:
+        seen = []
+        for number, (batch,) in enumerate(self.loader):
+            noise, real = batch.split([4, 6], 1)
+            self.test.zero_grad()
+            judged = self.judge(torch.cat([self.maker(noise).detach(), real])).tanh()
+            loss = judged[: len(real)].mean() - judged[len(real) :].mean()
+            self.accelerator.backward(loss)
+            self.test.step()
+            self.make.zero_grad()
+            other = -self.judge(self.maker(noise)).tanh().mean()
+            self.accelerator.backward(other)
+            self.make.step()
+            for each in self.schedulers:
+                each.step()
+            seen.append((float(loss.detach()), float(other.detach())))
+            if folder is not None and number + 1 == BEFORE:
+                self.accelerator.save_state(folder)
+        return seen
+
+
+@pytest.mark.parametrize("plan", PLANS[:5], ids=named)
+def test_models_that_train_against_each_other_go_on(plan, tmp_path) -> None:
+    def save_and_resume() -> list[tuple[float, float]]:
+        whole = Adversaries(plan).train(str(tmp_path / "saved"))
+        again = Adversaries(plan, seed=4)
+        again.accelerator.load_state(tmp_path / "saved")
+        assert again.train() == whole[BEFORE:]
+        return whole[BEFORE:]
+
+    def resume_alone() -> list[tuple[float, float]]:
+        run = Adversaries(ALONE, seed=4)
+        run.accelerator.load_state(tmp_path / "saved")
+        return run.train()
+
+    ranks = torch.tensor(run_ranks(save_and_resume, world=ranks_of(plan)))
+    (alone,) = run_ranks(resume_alone, world=1)
+    torch.testing.assert_close(ranks.mean(0), torch.tensor(alone), atol=3e-6, rtol=0)
