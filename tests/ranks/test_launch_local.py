@@ -474,6 +474,29 @@ def test_a_process_that_hangs_is_ended_and_all_start_again(script: Callable[...,
     assert "rank 0 failed" in done.stderr
 
 
+def test_a_frozen_process_is_found_where_its_peers_would_wait_for_ever(
+    script: Callable[..., Path], tmp_path: Path
+) -> None:
+    path = script(
+        """
+        import os, signal, time
+        import torch.distributed as dist
+        dist.init_process_group("gloo")
+        attempt = os.environ["TORCHELASTIC_RESTART_COUNT"]
+        if attempt == "0" and dist.get_rank() == 0:
+            os.kill(os.getpid(), signal.SIGSTOP)
+        elif attempt == "0":
+            time.sleep(0.5)
+            dist.distributed_c10d._get_default_store().compare_set("a", "b", "c")  # rank 0 keeps the store
+        os.write(1, f"finished in {attempt}\\n".encode())
+        """
+    )
+    done = launch("-n", 2, "--max-restarts", 1, "--timeout-s", 2, path, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "finished in 1\n" * 2
+    assert "stopped by a signal for more than 2 s, and killed for that" in done.stderr
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux ends a process with its parent")
 @pytest.mark.parametrize("start", ["fork", "exec", "program"])
 def test_processes_end_with_their_launcher_though_nobody_is_left_to_end_them(

@@ -38,11 +38,27 @@ def first_failure(workers: list[Worker], node: int, pause: Callable[[float], obj
     while first.poll() is None and time.time() - failed[first.pid] < _LEAVING_S:
         pause(0.01)
     code = first.code if first.code else 1
+    frozen = [str(each.process.rank) for each in workers if each.frozen_s()]
     stop(workers, signal.SIGTERM, AFTER_FAILURE_S, pause)
     return Failure(
         first.process.rank, first.process.local_rank, node, first.pid, code, failed[first.pid], first.told(),
-        tuple(_after(first.told(), [each for each in workers if each.pid in failed and each is not first])),
+        (
+            *_after(first.told(), [each for each in workers if each.pid in failed and each is not first]),
+            *(f"rank {rank} did not run: a signal had stopped it" for rank in frozen),
+        ),
     )  # fmt: skip
+
+
+def end_frozen(workers: list[Worker], limit_s: float) -> None:
+    """Kills each process that a signal has stopped for longer than a collective may take: a failure, as its report says.
+
+    Its peers cannot always notice: a call into the store that a stopped rank 0 keeps has no timeout.
+    """
+    for each in workers:
+        if each.frozen_s() > limit_s:
+            with open(each.report, "a", encoding="utf-8") as file:
+                file.write(f"stopped by a signal for more than {limit_s:g} s, and killed for that")
+            each.send(signal.SIGKILL, everyone=True)
 
 
 def stuck(running: Worker) -> bool:

@@ -42,6 +42,7 @@ def job_of(told: Launch, script: str, args: Sequence[str], env: Mapping[str, str
         nodes.address or "127.0.0.1", nodes.port or 0, grace_s=launch.grace_s,
         start="exec" if found.count or launch.no_python else "fork",
         env=variables, max_restarts=launch.max_restarts, monitor_interval_s=launch.monitor_interval_s,
+        timeout_s=told.run.timeout_s or 600.0,
         log_dir=launch.log_dir, tee=_streams(told, procs), backend=launch.rdzv_backend,
         options=dict(pair.split("=", 1) for pair in launch.rdzv_conf.split(",") if pair), compat=launch.compat or "",
     )  # fmt: skip

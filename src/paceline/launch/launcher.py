@@ -60,6 +60,7 @@ class Job:
         max_restarts: how often all processes are started again after a failure.
         grace_s: seconds that processes have to save and leave, once they are asked to end.
         monitor_interval_s: seconds between two looks at the processes.
+        timeout_s: seconds that a collective may take, and so a process may stand still.
         log_dir: directory for the output of each process; None for the terminal alone.
         tee: by local rank, streams that the launcher copies to the terminal (and to log_dir's files, where there are
             any): 1 stdout, 2 stderr, 3 both. None leaves the terminal to the processes.
@@ -81,6 +82,7 @@ class Job:
     max_restarts: int = 0
     grace_s: float = 30.0
     monitor_interval_s: float = 0.1
+    timeout_s: float = 600.0
     log_dir: str | None = None
     tee: Mapping[int, int] | None = None
     mark: str = "[rank${rank}]: "

@@ -24,7 +24,7 @@ from pathlib import Path
 from paceline.base.errors import LaunchError
 from paceline.base.exits import PREEMPTED
 from paceline.launch import host, worker
-from paceline.launch.failure import AFTER_FAILURE_S, first_failure, stuck
+from paceline.launch.failure import AFTER_FAILURE_S, end_frozen, first_failure, stuck
 from paceline.launch.launcher import Failure, Job, Outcome, Process, Rendered
 from paceline.launch.nodes import Nodes
 from paceline.launch.output import Output
@@ -314,6 +314,7 @@ class LocalHandle:
                     if ended:
                         poll.unregister(number)
                 self.nodes.tend()
+                end_frozen(self.workers, self.job.timeout_s)
                 codes = [each.poll() for each in self.workers]
                 failed = any(code not in (None, 0, PREEMPTED) for code in codes) or any(map(stuck, self.workers))
                 if failed or None not in codes or self.nodes.machine.halt is not None or self._left_behind():

@@ -38,6 +38,7 @@ class Worker:
         ended: when that was seen (seconds since the epoch).
         alive: when it was last seen running.
         stopped: whether we ended it, so that its end is no failure of its own.
+        frozen: since when a signal keeps it from running; 0 where none does.
     """
 
     process: Process
@@ -49,6 +50,7 @@ class Worker:
     ended: float = 0.0
     alive: float = 0.0
     stopped: bool = False
+    frozen: float = 0.0
 
     def poll(self) -> int | None:
         """Looks whether it has ended."""
@@ -63,6 +65,15 @@ class Worker:
             else:
                 self.alive = time.time()
         return self.code
+
+    def frozen_s(self) -> float:
+        """How long SIGSTOP, or a signal like it, has kept it from running; 0 where none does or the system cannot tell."""
+        try:
+            state = Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()[0]
+        except (OSError, IndexError):
+            state = ""
+        self.frozen = (self.frozen or time.time()) if state == "T" and self.code is None else 0.0
+        return max(time.time() - self.frozen, 1e-9) if self.frozen else 0.0
 
     def send(self, signum: int, *, everyone: bool = False) -> bool:
         """Sends a signal to it, or to everyone in its process group; False where nobody is left."""
