@@ -31,6 +31,7 @@ _log = logging.getLogger("paceline.checkpoint")
 LEASE_S = 30.0
 RENEW_S = 8.0
 _LOOK_S = 1.0
+_PARTING_S = 5.0
 
 
 class Lease:
@@ -42,14 +43,15 @@ class Lease:
         who: this run.
 
     Attributes:
-        times: how often this process asked for it; its owner counts.
+        asked: who in this process asked for it and has not let go; kept by its owner.
 
     Raises:
         CheckpointError: `checkpoint-locked`.
     """
 
     def __init__(self, url: str, folder: str, who: Mapping[str, str]) -> None:
-        self.folder, self.times = folder, 0
+        self.folder = folder
+        self.asked: set[object] = set()
         self._url, self._pid = url, os.getpid()
         self._who = {**who, "id": secrets.token_hex(8), "process": _process(self._pid)}
         self._beat = 0
@@ -75,18 +77,21 @@ class Lease:
             raise locked(self.folder, there)
 
     def release(self) -> None:
-        """Lets the thread end, which takes the object away; waits for it but where it could wait for itself.
+        """Lets the thread end, which takes the object away; waits a moment for it, but where it could wait for itself.
 
-        A saver that is collected calls this from whichever thread that happens on.
+        A saver that is collected calls this from whichever thread that happens on, whatever this thread holds: no lock is
+        taken here, and no wait is without end.
         """
         self._end.set()
         if threading.current_thread() is not self._thread and not _in_event_loop():
-            self._thread.join()
+            self._thread.join(_PARTING_S)
 
     def _take(self) -> None:
         while (there := self._read()) is not None or not objects.write(self._url, self._content(), create=True):
             if there is None:
                 continue
+            if there.get("id") == self._who["id"]:  # it was written, and the answer was lost
+                return
             ours = there.get("process") and there["process"] == self._who["process"]  # could not be freed when it ended
             if not ours and not _ended(there) and not self._expires(there):
                 raise locked(self.folder, there)

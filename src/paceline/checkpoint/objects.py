@@ -10,7 +10,7 @@ from typing import Any
 from paceline.base.errors import CheckpointError
 from paceline.checkpoint.remote_errors import no_bucket, telling
 
-ANSWER_S = 10.0
+ANSWER_S = 15.0
 _LISTING_S = 120.0
 _SMALL = 1 << 16
 # botocore waits up to 60 s for a connection and s3fs tries five times on top: minutes until an error.
@@ -60,11 +60,18 @@ def _ask(url: str, request: str, *args: Any, within_s: float = 0, **options: Any
     fs = filesystem(url)
     path = fs._strip_protocol(url)
     with telling(url):
-        if not fs.async_impl:
-            return getattr(fs, request)(path, *args, **options)
-        from fsspec.asyn import sync
+        if fs.async_impl:
+            return _answer(fs, getattr(fs, f"_{request}"), path, *args, within_s=within_s, **options)
+        return getattr(fs, request)(path, *args, **options)
 
-        return sync(fs.loop, getattr(fs, f"_{request}"), path, *args, timeout=within_s or ANSWER_S, **options)
+
+def _answer(fs: Any, request: Any, *args: Any, within_s: float = 0, **options: Any) -> Any:
+    """What an asynchronous request gives, within `ANSWER_S` unless told otherwise."""
+    from fsspec.asyn import sync
+
+    if is_s3(fs) and fs._s3 is None:
+        fs.connect()  # reads megabytes of descriptions: on a busy machine that alone takes seconds, of no network
+    return sync(fs.loop, request, *args, timeout=within_s or ANSWER_S, **options)
 
 
 def kind(url: str) -> str:
@@ -118,7 +125,7 @@ def write(url: str, content: bytes | bytearray, *, create: bool = False, within_
     """Writes an object at once; with `create`, false where one lies there already."""
     try:
         if is_s3(filesystem(url)):
-            _put(url, content, create, within_s or ANSWER_S)
+            _put(url, content, create, within_s)
         else:
             _ask(url, "pipe_file", bytes(content), within_s=within_s, **({"mode": "create"} if create else {}))
     except FileExistsError:
@@ -134,14 +141,12 @@ def write(url: str, content: bytes | bytearray, *, create: bool = False, within_
 
 def _put(url: str, content: bytes | bytearray, create: bool, within_s: float) -> None:
     """What s3fs does too, but with a body that may be long: it gives bytes, at which aiohttp warns from 1 MB on."""
-    from fsspec.asyn import sync
-
     fs = filesystem(url)
     bucket, key, _ = fs.split_path(url)
     options = {"IfNoneMatch": "*"} if create else {}
     with telling(url):
         body = io.BytesIO(content)
-        sync(fs.loop, fs._call_s3, "put_object", Bucket=bucket, Key=key, Body=body, timeout=within_s, **options)
+        _answer(fs, fs._call_s3, "put_object", Bucket=bucket, Key=key, Body=body, within_s=within_s, **options)
 
 
 def is_s3(fs: Any) -> bool:
@@ -187,18 +192,9 @@ def abort_uploads(url: str) -> int:
     if not is_s3(fs):
         return 0
     bucket, key, _ = fs.split_path(url)
-    from fsspec.asyn import sync
-
     with telling(url):
-        answer = sync(
-            fs.loop,
-            fs._call_s3,
-            "list_multipart_uploads",
-            Bucket=bucket,
-            Prefix=f"{key.rstrip('/')}/",
-            timeout=ANSWER_S,
-        )
+        answer = _answer(fs, fs._call_s3, "list_multipart_uploads", Bucket=bucket, Prefix=f"{key.rstrip('/')}/")
         stale = answer.get("Uploads", [])
         for upload in stale:
-            sync(fs.loop, fs._abort_mpu, bucket, upload["Key"], upload["UploadId"], timeout=ANSWER_S)
+            _answer(fs, fs._abort_mpu, bucket, upload["Key"], upload["UploadId"])
     return len(stale)

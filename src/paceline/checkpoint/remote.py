@@ -41,7 +41,7 @@ class RemoteStore:
 
     def __init__(self) -> None:
         self._leases: dict[str, Lease] = {}
-        self._guard = threading.RLock()  # a saver may be collected, and release its own, while another is taken
+        self._guard = threading.Lock()
 
     def serves(self, path: str) -> bool:
         """URLs of every protocol that fsspec knows, but for files of this machine."""
@@ -82,11 +82,16 @@ class RemoteStore:
         return open_reader(path) if mode == "rb" else cast(BinaryIO, Upload(path))
 
     def remove(self, path: str) -> None:
-        """Removes an object or all of a prefix; of a checkpoint the manifest first."""
+        """Removes an object or all of a prefix; of a checkpoint the manifest first.
+
+        The place of a save stays once the manifest names it: a store may have taken the manifest and its answer be lost.
+        """
         if objects.kind(path) == "file":
             objects.delete(path)
             return
         home, name = self.parent(path)
+        if _SAVE.fullmatch(name) and self._within(home) == name:
+            return
         mark = self._mark(home, name) if _SAVE.fullmatch(name) else self._mark(path, "removing")
         objects.write(mark, b"")
         objects.delete(self.join(path, NAME))
@@ -149,23 +154,25 @@ class RemoteStore:
     def hold(self, folder: str, who: Mapping[str, str]) -> Callable[[], None]:
         """A lease that this process renews, on the object `.NAME.lock` beside the folder; see `lease`."""
         home, name = self.parent(folder)
-        key = self.join(home, f".{name}.lock")
+        key, asked = self.join(home, f".{name}.lock"), object()
         with self._guard:
-            lease = self._leases.get(key)
-            if lease is None or not lease.mine():
-                lease = self._leases[key] = Lease(key, folder, who)
-            lease.times += 1
-        given = [lease]
+            while True:
+                lease = self._leases.get(key)
+                if lease is None or not lease.mine():
+                    lease = self._leases[key] = Lease(key, folder, who)
+                lease.asked.add(asked)
+                if self._leases.get(key) is lease:
+                    break
 
         def release() -> None:
-            with self._guard:
-                if not given or not lease.mine():
-                    return
-                given.clear()
-                lease.times -= 1
-                if not lease.times:
-                    self._leases.pop(key, None)
-                    lease.release()
+            # Without the guard: a saver may be collected on fsspec's own thread, for which the guard's owner may be waiting.
+            if asked not in lease.asked or not lease.mine():
+                return
+            lease.asked.discard(asked)
+            if not lease.asked:
+                if self._leases.get(key) is lease:
+                    del self._leases[key]
+                lease.release()
 
         return release
 

@@ -183,6 +183,24 @@ def test_killed_anywhere(place, kill_at, where, monkeypatch) -> None:
     assert value_of(folder) == 3.0 and len(saves_in(place)) == 1 and store_for(place).list(place) == ["c"]
 
 
+def test_a_manifest_that_was_taken_and_whose_answer_was_lost(place, monkeypatch) -> None:
+    """The save fails, and cannot know that it is published: it must not take away what the manifest names."""
+    folder = Checkpointer().save(f"{place}/c", state(1.0))
+    original = objects.write
+
+    def write(url, content, **options):
+        original(url, content, **options)
+        if url == f"{folder}/manifest.json":
+            raise CheckpointError("checkpoint-unreachable", "the answer was lost.")
+
+    with monkeypatch.context() as patch, pytest.raises(CheckpointError, match="the answer was lost"):
+        patch.setattr(objects, "write", write)
+        Checkpointer().save(folder, state(2.0))
+    assert value_of(folder) == 2.0
+    Checkpointer().save(folder, state(3.0))
+    assert value_of(folder) == 3.0 and len(saves_in(place)) == 1
+
+
 def test_killed_while_removing(place, kill_at, monkeypatch) -> None:
     store = store_for(place)
     folder = Checkpointer().save(f"{place}/checkpoint_0", state(1.0))
@@ -444,6 +462,21 @@ def test_a_lease_is_renewed_and_one_that_was_lost_publishes_nothing(s3, short_le
     _until(lambda: "saves no more" in caplog.text)
     release()
     assert "thief" in str(objects.read(key)), "what is another's stays"
+
+
+def test_a_saver_that_is_collected_on_fsspecs_own_thread(s3, short_leases) -> None:
+    """Where the collector runs is anybody's guess; there, waiting for the loop or for who waits for it would never end."""
+    from fsspec.asyn import sync
+
+    store = store_for(s3)
+    release = store.hold(f"{s3}/checkpoints", lock.this_run())
+
+    async def collect() -> None:
+        release()
+
+    with store._guard:
+        sync(filesystem().loop, collect, timeout=20)
+    _until(lambda: objects.read(f"{s3}/.checkpoints.lock") is None)
 
 
 def test_a_forked_child_does_not_hold_it(place) -> None:
