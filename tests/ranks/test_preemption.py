@@ -1,7 +1,9 @@
 """SIGTERM at one rank, or at all: every rank saves after the same step, and a run of any width goes on from there."""
 
+import multiprocessing
 import os
 import signal
+import subprocess
 from typing import Any
 
 import pytest
@@ -73,3 +75,34 @@ def test_local_steps_stop_where_ranks_are_alike(tmp_path):
     stopped = run_ranks(train, 2, args=(str(tmp_path), {1: 1}, 2))
     assert [(step, code) for step, code, *_ in stopped] == [(6, PREEMPTED)] * 2
     assert stopped[0][3] == stopped[1][3]
+
+
+def train_with_workers(folder: str) -> Any:
+    accelerator = Accelerator(cpu=True, project_dir=folder)
+    model = nn.Linear(3, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    loader = DataLoader(TensorDataset(torch.randn(200, 3)), 2, num_workers=2)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    accelerator.resume()
+    step, workers = 0, []
+    try:
+        for (x,) in loader:
+            accelerator.backward(model(x).square().mean())
+            optimizer.step()
+            optimizer.zero_grad()
+            step += 1
+            if step == 2:
+                workers = multiprocessing.active_children()
+                everybody = [str(each) for each in (os.getpid(), *(worker.pid for worker in workers))]
+                subprocess.run(["kill", "-TERM", *everybody], check=True)  # from a process that is none of them
+    except SystemExit as left:
+        for worker in workers:
+            worker.terminate()  # as torch does with one that does not come to its end
+            worker.join(10)
+        return step, left.code, [worker.exitcode for worker in workers], os.listdir(f"{folder}/checkpoints")
+    return "all batches"
+
+
+def test_loader_workers_outlast_a_signal_to_everybody(tmp_path):
+    left = run_ranks(train_with_workers, 2, args=(str(tmp_path),))
+    assert left == [(4, PREEMPTED, [0, 0], ["checkpoint_0"])] * 2

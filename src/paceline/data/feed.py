@@ -17,6 +17,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from paceline.data.augment import Augmented, ShowDataset
+from paceline.data.loader_worker import Outlasting
 from paceline.data.order import Order, mix
 from paceline.data.schedule import Even, RankBatches, Schedule, Whole
 from paceline.plan.data import BatchInfo, DataPlan, Position
@@ -114,6 +115,8 @@ def rewired(loader: DataLoader[Any], **fields: Any) -> DataLoader[Any]:
     inner = copy.copy(loader)
     # `DataLoader.__setattr__` forbids these changes, because it would leave its parts at odds: we change them together.
     inner.__dict__.update(fields, _iterator=None)
+    if inner.num_workers and not isinstance(inner.worker_init_fn, Outlasting):
+        inner.__dict__["worker_init_fn"] = Outlasting(inner.worker_init_fn)
     return inner
 
 
