@@ -36,8 +36,9 @@ class LocalStore:
         return "://" not in path or path.startswith("file://")
 
     def resolve(self, path: str) -> str:
-        """The absolute path."""
-        return os.path.abspath(os.path.expanduser(path.removeprefix("file://")))
+        """The absolute path; of a link to a folder, that folder, for the link itself cannot change places with one."""
+        found = os.path.abspath(os.path.expanduser(path.removeprefix("file://")))
+        return os.path.realpath(found) if os.path.islink(found) else found
 
     def join(self, folder: str, *names: str) -> str:
         """Path of a name within a folder."""

@@ -206,3 +206,15 @@ def test_files_and_removal(tmp_path) -> None:
     store.remove(str(tmp_path / "a/b/file"))
     store.remove(str(tmp_path / "a"))
     assert store.list(str(tmp_path / "a")) == [] and not store.serves("s3://bucket") and store.serves("a/b")
+
+
+def test_a_link_to_a_folder_stays_a_link(make_run, tmp_path) -> None:
+    run = make_run()
+    Checkpointer().save(tmp_path / "far", run.state())
+    (tmp_path / "far" / "note.txt").write_text("mine")
+    os.symlink(tmp_path / "far", tmp_path / "near")
+    run.train(2)
+    assert Checkpointer().save(tmp_path / "near", run.state()) == str(tmp_path / "far")
+    assert os.path.islink(tmp_path / "near") and sorted(os.listdir(tmp_path)) == ["far", "near"]
+    assert Checkpointer().load(tmp_path / "near", run.state()).manifest.step == 2
+    assert (tmp_path / "far" / "note.txt").read_text() == "mine"
