@@ -95,6 +95,7 @@ class Manifest:
         metrics: what the script measured, by name; `Keep(best=...)` compares them.
         within: the folder, in that of the manifest, in which the files lie; empty where they lie beside it. Stores that
             cannot rename put each save into a folder of its own, and `publish` fills this in.
+        run: what the launcher called the run that saved it (`PACELINE_RUN`); empty without one.
         created: seconds since 1970, UTC.
         paceline, torch: versions that wrote it.
         version: of the format; a reader refuses a newer one.
@@ -106,6 +107,7 @@ class Manifest:
     plan: dict[str, Any] = field(default_factory=dict)
     metrics: dict[str, float] = field(default_factory=dict)
     within: str = ""
+    run: str = ""
     created: float = field(default_factory=time.time)
     paceline: str = field(default_factory=lambda: metadata.version("paceline"))
     torch: str = field(default_factory=lambda: metadata.version("torch"))  # torch itself is not needed to look at one
@@ -124,6 +126,21 @@ class Manifest:
         """Names of the files and of the manifest, as they lie in the checkpoint's folder."""
         return [*(f"{self.within}/{name}" if self.within else name for name in self.files), NAME]
 
+    def _check(self) -> None:
+        """Refuses what no save writes: values of other kinds, and files that lie outside of the folder."""
+        kinds = {"step": int, "world_size": int, "plan": dict, "metrics": dict, "within": str, "created": (int, float)}
+        for name, kind in kinds.items():
+            if not isinstance(getattr(self, name), kind):
+                raise ValueError(f"its {name} is {getattr(self, name)!r}")
+        if not all(isinstance(value, (int, float)) for value in self.metrics.values()):
+            raise ValueError(f"its metrics are {self.metrics!r}")
+        for name in self.paths():
+            parts = name.split("/")
+            if {"", ".", ".."} & set(parts) or (os.sep != "/" and os.sep in name):
+                raise ValueError(f"its file {name!r} lies outside of it")
+        if "/" in self.within:
+            raise ValueError(f"its files lie too deep: {self.within}")
+
     @classmethod
     def read(cls, store: Store, folder: str) -> Manifest:
         """Reads the manifest of a folder that has one.
@@ -139,11 +156,11 @@ class Manifest:
                 raise ValueError(f"its format is not {FORMAT}")
             if read["version"] > VERSION:
                 raise _newer(path, read)
-            if not isinstance(read.get("within", ""), str) or {"/", os.sep} & set(read.get("within", "")):
-                raise ValueError(f"its files lie outside of it: {read['within']}")
             read["files"] = {str(name): FileFact(**fact) for name, fact in read["files"].items()}
             known = {name: read[name] for name in cls.__dataclass_fields__ if name in read}
-            return cls(**known)
+            found = cls(**known)
+            found._check()
+            return found
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             if isinstance(error, CheckpointError):
                 raise
