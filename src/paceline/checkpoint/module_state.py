@@ -12,6 +12,8 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 _WRAPPER_NAMES = re.compile(r"(?:^|(?<=\.))(?:_orig_mod|_checkpoint_wrapped_module)\.")
 
+_TORCHS = ("torch.nn.modules.", "torch.distributed.fsdp.")
+
 
 def unwrap(module: nn.Module) -> nn.Module:
     """The user's module under DDP and `torch.compile`."""
@@ -39,6 +41,7 @@ class ModuleState:
         values: entries that are no tensors, such as a module's extra state.
         buffers: names of those tensors that are no parameters.
         raw: clean name -> the name that the module itself uses.
+        living: whether the tensors are the module's own parameters and buffers, and not what it made of them.
     """
 
     tensors: dict[str, Tensor] = field(default_factory=dict)
@@ -46,12 +49,14 @@ class ModuleState:
     values: dict[str, Any] = field(default_factory=dict)
     buffers: set[str] = field(default_factory=set)
     raw: dict[str, str] = field(default_factory=dict)
+    living: bool = True
 
     @classmethod
     def of(cls, module: nn.Module) -> ModuleState:
         """Reads a module, wrapped or not; the tensors share its memory."""
         found = cls()
         first: dict[int, str] = {}
+        own = {id(tensor) for tensor in (*module.parameters(), *module.buffers())}
         for raw, value in unwrap(module).state_dict(keep_vars=True).items():
             name = clean(raw)
             found.raw[name] = raw
@@ -62,15 +67,32 @@ class ModuleState:
             else:
                 first[id(value)] = name
                 found.tensors[name] = value.detach()
+                found.living &= id(value) in own
                 if not isinstance(value, nn.Parameter):
                     found.buffers.add(name)
         return found
 
     def put(self, module: nn.Module, values: Mapping[str, Any]) -> None:
-        """Gives the tensors (as they are now) and `values` to the module's `load_state_dict`."""
+        """Gives the tensors (as they are now) and `values` to the module's `load_state_dict`.
+
+        Where that would copy the module's tensors to themselves and nothing else, it is left out: it looks at every name
+        once for each module.
+        """
+        if self.living and not self.values and not _loads_by_itself(unwrap(module)):
+            return
         entries = {**self.values, **values, **self.tensors}
         entries |= {name: self.tensors[first] for name, first in self.aliases.items()}
         unwrap(module).load_state_dict({raw: entries[name] for name, raw in self.raw.items()})
+
+
+def _loads_by_itself(module: nn.Module) -> bool:
+    """Whether some part of a module does more in a load than torch's own modules do."""
+    for part in module.modules():
+        hooks = (*part._load_state_dict_pre_hooks.values(), *part._load_state_dict_post_hooks.values())
+        for way in (part.load_state_dict, part._load_from_state_dict, *hooks):
+            if not str(getattr(way, "__module__", "")).startswith(_TORCHS):
+                return True
+    return False
 
 
 def own_names(module: nn.Module, tied: Mapping[str, str]) -> dict[str, Tensor]:

@@ -90,6 +90,7 @@ class Restore:
 
     Attributes:
         targets: empty or living tensors to read into, by path.
+        modules: of each model that is loaded, its state, with the tensors that are read into.
         same: living tensors that get a copy of a target: untied here, one in the checkpoint.
         mismatches: names that differ from the checkpoint, by owner.
         problems: whatever else is wrong.
@@ -97,6 +98,7 @@ class Restore:
     """
 
     targets: dict[str, Tensor] = field(default_factory=dict)
+    modules: dict[str, ModuleState] = field(default_factory=dict)
     same: list[tuple[Tensor, Tensor]] = field(default_factory=list)
     mismatches: dict[str, Mismatch] = field(default_factory=dict)
     problems: list[Problem] = field(default_factory=list)
@@ -255,7 +257,8 @@ class TrainState:
 
     def _match_model(self, name: str, saved: Mapping[str, Any], shapes: Shapes, restore: Restore) -> None:
         prefix = f"models/{name}/"
-        state = ModuleState.of(self.models[name])
+        # Kept: a module may give copies of what it holds, and takes back those into which was read.
+        state = restore.modules[name] = ModuleState.of(self.models[name])
         there = {path.removeprefix(prefix) for path in shapes if path.startswith(prefix)}
         there -= {path.removeprefix(prefix) for path in references(saved["values"])}
         mismatch, casts, used = Mismatch(), 0, set()
@@ -306,8 +309,7 @@ class TrainState:
         tensors = restore.targets
         for source, target in restore.same:
             target.copy_(source)
-        for name in self.models.keys() & saved["models"].keys():
-            state = ModuleState.of(self.models[name])
+        for name, state in restore.modules.items():
             values = decode(saved["models"][name]["values"], tensors)
             state.put(self.models[name], {key: value for key, value in values.items() if key in state.values})
         for name, optimizer in self.optimizer_states().items():

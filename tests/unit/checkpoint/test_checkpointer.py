@@ -486,3 +486,65 @@ def test_run_counters() -> None:
 def test_no_store_for_a_path() -> None:
     assert isinstance(store_for("some/folder"), LocalStore)
     assert "none://x" in str(failing("checkpoint-store", store_for, "none://x"))
+
+
+class Packed(nn.Module):
+    """Keeps its weight in a form of its own: what it gives is a copy, and what it is given it packs again."""
+
+    def __init__(self, value: float = 0.0) -> None:
+        super().__init__()
+        self.bias = nn.Parameter(torch.full((2,), value))
+        self.halves = [value] * 3
+
+    def _save_to_state_dict(self, destination, prefix, keep_vars) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        destination[f"{prefix}weight"] = torch.tensor(self.halves)
+
+    def _load_from_state_dict(self, state, prefix, *rest) -> None:
+        self.halves = state.pop(f"{prefix}weight").tolist()
+        super()._load_from_state_dict(state, prefix, *rest)
+
+
+def test_a_module_that_gives_copies(tmp_path) -> None:
+    path = Checkpointer().save(tmp_path / "c", TrainState(models={"model": nn.Sequential(Packed(7.0))}))
+    model = nn.Sequential(Packed())
+    Checkpointer().load(path, TrainState(models={"model": model}))
+    assert model[0].halves == [7.0] * 3 and model[0].bias.tolist() == [7.0] * 2
+
+
+def test_a_module_that_listens_to_loads(tmp_path) -> None:
+    """Torch's own way is taken only where somebody listens: it looks at every name once for each module."""
+    plain, heard = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)), []
+    path = Checkpointer().save(tmp_path / "c", TrainState(models={"model": plain}))
+    for listens in (False, True):
+        model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+        if listens:
+            model[1].register_load_state_dict_post_hook(lambda module, keys: heard.append(module.running_mean.sum()))
+        Checkpointer().load(path, TrainState(models={"model": model}))
+        assert all(map(torch.equal, model.state_dict().values(), plain.state_dict().values()))
+    assert len(heard) == 1
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"within": ".."},
+        {"within": "a/b"},
+        {"files": {"../state.json": {"bytes": 1, "checksum": "crc32:0"}}},
+        {"files": {"/etc/hostname": {"bytes": 1, "checksum": "crc32:0"}}},
+        {"step": "seven"},
+        {"created": None},
+        {"metrics": ["loss"]},
+        {"metrics": {"loss": "low"}},
+    ],
+    ids=str,
+)
+def test_an_edited_manifest(make_run, tmp_path, change) -> None:
+    """It names nothing outside of its folder, and its values are of the kinds that others count with."""
+    run = make_run()
+    path = Checkpointer().save(tmp_path / "checkpoint_1", run.state())
+    text = json.loads((tmp_path / "checkpoint_1" / NAME).read_text())
+    (tmp_path / "checkpoint_1" / NAME).write_text(json.dumps({**text, **change}))
+    failing("checkpoint-damaged", Checkpointer().load, path, run.state())
+    assert Checkpointer(keep=Keep(last=1, every=5)).save(tmp_path / "checkpoint_2", run.state())
+    assert Checkpointer().latest(tmp_path) == str(tmp_path / "checkpoint_2")
