@@ -11,15 +11,15 @@ from typing import TYPE_CHECKING, Any
 from paceline.base import env
 from paceline.base.errors import CheckpointError
 from paceline.base.log import logger
+from paceline.checkpoint import retention
+from paceline.checkpoint.agree import agreed
 from paceline.checkpoint.module_state import own_names
-from paceline.checkpoint.retention import Keep
 from paceline.checkpoint.state import RunState, TrainState
 from paceline.checkpoint.store import store_for
 from paceline.checkpoint.window import Gradients, Window
 from paceline.data.active import ActiveLoaders
 from paceline.data.loader import PreparedLoader
 from paceline.optim.accumulate import Accumulation
-from paceline.plan.facts import ModelFacts
 from paceline.plan.plan import Decision, Plan
 from paceline.preemption import Preemption
 from paceline.preparation import Preparation, PreparedModel
@@ -83,7 +83,7 @@ class States:
         collectives: Collectives,
         scaler: Any,
         project_dir: str | None,
-        keep: Keep,
+        keep: retention.Keep,
         wanted: Decision,
         active: ActiveLoaders,
         gradients: Accumulation,
@@ -200,14 +200,19 @@ class States:
     def _source(self) -> str | None:
         """The checkpoint that the setting means."""
         wanted = self._wanted
-        if wanted.value == "no" or (self._root is None and wanted.source == "default"):
+        if self._root is None and (wanted.value == "no" or wanted.source == "default"):
             return None
         if wanted.value == "auto":
             return self._checkpointer.latest(self._automatic())
+        chosen, run = None if wanted.value == "no" else str(wanted.value), env.get("PACELINE_RUN")
+        if run and self._root is not None:  # started again, it goes on from what it saved itself
+            return self._checkpointer.latest(self._root, run) or chosen
+        if chosen is None:
+            return None
         # Hosts that came later count fewer restarts: one that has seen any speaks for all.
         (restarts,) = self._collectives.sum_ints([env.get("TORCHELASTIC_RESTART_COUNT")])
         newest = self._checkpointer.latest(self._root) if restarts and self._root is not None else None
-        return newest or str(wanted.value)
+        return newest or chosen
 
     def _loaders(self) -> list[PreparedLoader]:
         return [each for each in self._prepared.loaders if isinstance(each, PreparedLoader)]
@@ -219,9 +224,19 @@ class States:
             return
         self._preemption = Preemption(
             prepared.optimizers, self._gradients, self._collectives, prepared.device,
-            lambda: self.save(None, prepared.plan),
+            self._save_and_leave,
         )  # fmt: skip
         self._active.between = self._preemption.between
+
+    def _save_and_leave(self) -> str | None:
+        """The last save of a run that was asked to end: neither an earlier one that failed nor a metric that nobody has
+        measured keeps it from being made."""
+        try:
+            self.wait()
+        except CheckpointError as error:  # told here: no call will come that could raise it
+            if self._collectives.world.is_main:
+                logger("states").error("the save before the last, in the background, has failed: %s", error)
+        return self.save(None, self._prepared.plan, metrics=self._keep.unknown)
 
     def end(self) -> None:
         """Waits for a save that is under way; SIGTERM means again what it meant before `resume`. Ranks: all."""
@@ -243,6 +258,7 @@ class States:
     def load(self, path: str | None, strict: bool = True) -> None:
         """Loads from `path`, or the newest automatically named checkpoint that verifies. Ranks: all."""
         self._prepared.at_first_step = None
+        self.wait()
         source = path or self._checkpointer.latest(self._automatic())
         if source is None:
             raise CheckpointError(
@@ -252,14 +268,22 @@ class States:
                 fix="save one with `save_state()`, or name the folder",
             )
         state, models = self._state(), [each.module for each in self._prepared.models]
-        for hook in list(self._hooks["load"].values()):
-            hook(models, source)
+        hooks = list(self._hooks["load"].values())
+
+        def call_hooks() -> None:
+            for hook in hooks:
+                hook(models, source)
+
+        if hooks:
+            agreed(self._collectives, "running the hooks before a load", call_hooks)
         _keep(state, len(models))
         self._checkpointer.load(source, state, strict=strict)
         for optimizer in self._prepared.optimizers:
             optimizer.restart(self.run.step)
         if path is None:
-            self.iteration = int(source.rsplit("_", 1)[1]) + 1
+            # None: a checkpoint that the script has named may lie there too.
+            number = retention.number(store_for(source), source)
+            self.iteration = 0 if number is None else number + 1
 
     def _automatic(self) -> str:
         if self._root is None:
@@ -284,7 +308,8 @@ class States:
             scaler=self._scaler,
             run=self.run,
             device=prepared.device,
-            tied=_numbered("model", [_other_names(each.facts) for each in prepared.models]),
+            tied=_numbered("model", [each.tied for each in prepared.models]),
+            replicas_equal=not self._gradients.apart,
             window=self._window(),
         )
 
@@ -298,7 +323,7 @@ class States:
         def gradients(each: PreparedModel) -> Gradients:
             plan = each.chain.plan
             return Gradients(
-                parameters=lambda: own_names(each.module, _other_names(each.facts)),
+                parameters=lambda: own_names(each.module, each.tied),
                 held=lambda: each.chain.held(each.wrapped),
                 take=lambda held: each.chain.take(each.wrapped, held),
                 layout=f"{plan.layout}, zero={plan.zero}, {', '.join(plan.strategies)}, {plan.options}",
@@ -309,11 +334,6 @@ class States:
         layout = prepared.plan.layout
         models = _numbered("model", [gradients(each) for each in prepared.models])
         return Window(models, self._gradients, layout.data_index(world.rank), layout.width, self._gradients.apart)
-
-
-def _other_names(facts: ModelFacts) -> dict[str, str]:
-    """The other names of tied parameters -> the first."""
-    return {other: names[0] for names in facts.tied for other in names[1:]}
 
 
 def _numbered(kind: str, items: list[Any]) -> dict[str, Any]:

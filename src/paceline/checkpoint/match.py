@@ -92,6 +92,7 @@ def owner_problems(saved: Mapping[str, Any], here: Mapping[str, Mapping[str, Any
             was, now = there[name].get("type"), type(item).__qualname__
             if kind in ("optimizers", "schedulers") and was != now:
                 problems.append(_other_type(kind, name, was, now))
+        problems += _other_order(kind, there, objects)
     return problems
 
 
@@ -102,6 +103,22 @@ def _other_owners(kind: str, there: list[str], here: list[str]) -> Problem:
         why=[f"in the checkpoint: {', '.join(there) or 'none'}", f"here: {', '.join(here) or 'none'}"],
         fix="prepare and register the same objects as in the run that saved it, or pass strict=False",
     )
+
+
+def _other_order(kind: str, there: Mapping[str, Any], here: Mapping[str, Any]) -> list[Problem]:
+    """Registered objects have no names of their own; a class may be renamed, but the same classes have changed places."""
+    was = [str(there[name].get("type")) for name in sorted(there)]
+    now = [type(here[name]).__qualname__ for name in sorted(here)]
+    if kind != "custom" or was == now or sorted(was) != sorted(now):
+        return []
+    return [
+        Problem(
+            "checkpoint-owners",
+            "the registered objects have another order than in the checkpoint.",
+            why=[f"in the checkpoint: {', '.join(was)}", f"here: {', '.join(now)}"],
+            fix="call `register_for_checkpointing` in the order of the run that saved it",
+        )
+    ]
 
 
 def _other_type(kind: str, name: str, was: str, now: str) -> Problem:

@@ -92,6 +92,11 @@ class Keep:
             )
         return numbers
 
+    @property
+    def unknown(self) -> dict[str, float]:
+        """Metrics for a save that comes before anything was measured."""
+        return {} if self.best is None else {self.best: math.nan}
+
     def stays(self, found: Sequence[tuple[str, Manifest]]) -> set[str]:
         """Of checkpoints, oldest first, those that a rule names."""
         if self.last is None and self.every is None and self.best is None:
@@ -137,13 +142,22 @@ def checkpoints(store: Store, folder: str) -> list[str]:
     return [path for _, _, path in sorted(found)]
 
 
-def newest(store: Store, folder: str) -> str | None:
-    """The newest checkpoint in a folder that verifies; the log says which newer ones are damaged."""
+def newest(store: Store, folder: str, run: str = "") -> str | None:
+    """The newest checkpoint in a folder that verifies; the log says which newer ones are damaged.
+
+    Args:
+        store: where the folder lies.
+        folder: where to look.
+        run: only of what this run saved; "" for any.
+    """
     paths = checkpoints(store, folder)
     cut = [
         path for path in numbered(store, folder).values() if path not in paths and store.exists(store.join(path, NAME))
     ]
     for path in sorted([*paths, *cut], key=lambda path: -1 if (place := number(store, path)) is None else place)[::-1]:
+        found = Manifest.find(store, path) if run else None
+        if found is not None and found.run != run:
+            continue
         try:
             problems: Sequence[Problem] = verify(path, store)
         except CheckpointError as error:

@@ -1,0 +1,157 @@
+"""States saved and loaded at odd moments: nothing is lost, nothing is mixed up, and what was saved last counts."""
+
+import os
+import signal
+import time
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from paceline import Accelerator
+from paceline.base.errors import CheckpointError
+from paceline.base.exits import PREEMPTED
+from paceline.checkpoint.local import LocalStore
+from paceline.checkpoint.manifest import Manifest
+from paceline.checkpoint.retention import Keep
+from paceline.optim.local_sgd import LocalSGD
+from paceline.testing import run_ranks
+
+
+class Number:
+    """A registered object."""
+
+    def __init__(self, value=0):
+        self.value = value
+
+    def state_dict(self):
+        return {"value": self.value}
+
+    def load_state_dict(self, state):
+        self.value = state["value"]
+
+
+class Other(Number):
+    pass
+
+
+@pytest.fixture
+def begin():
+    begun = []
+
+    def run(folder, **options):
+        accelerator = Accelerator(cpu=True, project_dir=str(folder), **options)
+        begun.append(accelerator)
+        torch.manual_seed(0)
+        model = nn.Linear(2, 1)
+        loader = DataLoader(TensorDataset(torch.randn(16, 2)), batch_size=2)
+        parts = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), loader)
+        return accelerator, *parts
+
+    yield run
+    for accelerator in begun:
+        accelerator.end_training()
+
+
+def asked_to_end(accelerator, model, optimizer, loader, save_at=-1):
+    accelerator.resume()
+    with pytest.raises(SystemExit) as ended:
+        for number, (batch,) in enumerate(loader):
+            accelerator.backward(model(batch).mean())
+            optimizer.step()
+            optimizer.zero_grad()
+            if number == save_at:
+                accelerator.save_state(background=True)
+            if number == 2:
+                os.kill(os.getpid(), signal.SIGTERM)
+    assert ended.value.code == PREEMPTED
+
+
+def test_a_run_that_keeps_the_best_saves_when_it_is_asked_to_end(begin, tmp_path):
+    """The metric is not known there; it must not cost the checkpoint."""
+    asked_to_end(*begin(tmp_path, keep=Keep(best="loss")))
+    assert Manifest.find(LocalStore(), str(tmp_path / "checkpoints/checkpoint_0")).step == 3
+
+
+def test_a_failed_save_before_does_not_cost_the_last_one(begin, tmp_path, monkeypatch, caplog):
+    real, failed = LocalStore.publish, []
+
+    def publish(self, *args, **named):
+        if not failed:
+            failed.append(True)
+            raise OSError(28, "No space left on device")
+        return real(self, *args, **named)
+
+    monkeypatch.setattr(LocalStore, "publish", publish)
+    asked_to_end(*begin(tmp_path), save_at=1)
+    assert Manifest.find(LocalStore(), str(tmp_path / "checkpoints/checkpoint_1")).step == 3
+    assert "checkpoint-disk-full" in caplog.text
+
+
+def test_a_named_checkpoint_among_automatic_ones(begin, tmp_path):
+    accelerator, *_ = begin(tmp_path)
+    accelerator.save_state(tmp_path / "checkpoints/best")
+    accelerator.load_state()
+    assert accelerator.save_state().endswith("checkpoint_0")
+
+
+def test_hooks_of_a_load_come_after_the_save_before_it(begin, tmp_path, monkeypatch):
+    accelerator, *_ = begin(tmp_path)
+    real, seen = LocalStore.publish, []
+    monkeypatch.setattr(LocalStore, "publish", lambda *args, **named: (time.sleep(0.3), real(*args, **named)))
+    accelerator.register_load_state_pre_hook(lambda models, folder: seen.append(os.path.exists(folder)))
+    accelerator.save_state(tmp_path / "x", background=True)
+    accelerator.load_state(tmp_path / "x")
+    assert seen == [True]
+
+
+def test_registered_objects_in_another_order(begin, tmp_path):
+    accelerator, *_ = begin(tmp_path)
+    accelerator.register_for_checkpointing(Number(1), Other(2))
+    accelerator.save_state(tmp_path / "x")
+    again, *_ = begin(tmp_path)
+    one, two = Number(), Other()
+    again.register_for_checkpointing(two, one)
+    with pytest.raises(CheckpointError, match="another order") as error:
+        again.load_state(tmp_path / "x")
+    assert error.value.code == "checkpoint-owners" and (one.value, two.value) == (0, 0)
+
+
+def test_between_two_averages_one_rank_is_saved(tmp_path):
+    """Replicas differ there: a checkpoint that takes each tensor from another rank belongs to no model at all."""
+
+    def train():
+        accelerator = Accelerator(cpu=True)
+        torch.manual_seed(0)
+        model = nn.Sequential(*[nn.Linear(4, 4) for _ in range(4)])
+        model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9))
+        rank = accelerator.process_index
+        with LocalSGD(accelerator, model, 4) as local:
+            accelerator.backward(model(torch.full((2, 4), rank + 1.0)).square().mean())
+            optimizer.step()
+            optimizer.zero_grad()
+            local.step()
+            accelerator.save_state(tmp_path / "x")
+            mine = [parameter.detach().clone() for parameter in model.parameters()]
+            accelerator.load_state(tmp_path / "x")
+            return rank, all(torch.equal(a, b) for a, b in zip(mine, model.parameters(), strict=True))
+
+    assert run_ranks(train, world=2) == [(0, True), (1, False)]
+
+
+def test_a_hook_that_fails_on_one_rank(tmp_path):
+    def load():
+        accelerator = Accelerator(cpu=True)
+        accelerator.prepare(nn.Linear(2, 1))
+        accelerator.save_state(tmp_path / "x")
+
+        def hook(models, folder):
+            if accelerator.process_index:
+                raise RuntimeError("not here")
+
+        accelerator.register_load_state_pre_hook(hook)
+        with pytest.raises(CheckpointError, match="rank 1 failed while running the hooks before a load"):
+            accelerator.load_state(tmp_path / "x")
+
+    run_ranks(load, world=2, timeout_s=30)
