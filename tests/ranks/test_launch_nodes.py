@@ -193,6 +193,8 @@ TRAIN = """
         open("leads", "w").write(str(os.getppid()))
         with open("rounds", "a") as file:
             print(size, os.environ["TORCHELASTIC_RESTART_COUNT"], file=file)
+        with open("names", "a") as file:
+            print(os.environ["PACELINE_RUN"], file=file)
     while True:
         word = torch.tensor([float(bool(asked)), float(os.path.exists("finish"))])
         dist.all_reduce(word)
@@ -301,6 +303,7 @@ def test_hosts_come_and_go(hosts: Callable[..., Hosts]) -> None:
     assert "joined" in told
     assert "was asked to end by SIGTERM" in told
     assert "saved and left" in third.communicate()[1]
+    assert len(set((network.folder / "names").read_text().splitlines())) == 1  # one run in all rounds
 
 
 def test_a_host_that_falls_silent(hosts: Callable[..., Hosts]) -> None:

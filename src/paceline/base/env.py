@@ -67,6 +67,7 @@ TABLE: dict[str, Variable] = _table(
     Variable(
         "PACELINE_SETTINGS", str, "", "Settings that the launcher hands to its workers, as JSON with their sources."
     ),
+    Variable("PACELINE_RUN", str, "", "Name of this run and no other, in all its rounds; set by `paceline launch`."),
     Variable("PACELINE_DEBUG", parse_bool, False, "Checks every collective across ranks and explains hangs."),
     Variable("PACELINE_TIMEOUT_S", float, None, "Seconds after which a collective that some rank never enters fails."),
     Variable(

@@ -21,6 +21,7 @@ from typing import Any
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import Metadata
 
+from paceline.base import env
 from paceline.base.errors import CheckpointError, Problem
 from paceline.checkpoint import retention
 from paceline.checkpoint.agree import Alone, Peers, agreed, distinct, raise_alike, together
@@ -154,7 +155,9 @@ class Checkpointer:
         store = self._store or store_for(path)
         home = store.resolve(os.fspath(path))
         staged, numbers = together(self._peers, f"opening {home}", lambda: self._open(store, home, metrics))[0]
-        manifest = Manifest({}, state.run.step, self._peers.size, json.loads(plan_json), numbers)
+        manifest = Manifest(
+            {}, state.run.step, self._peers.size, json.loads(plan_json), numbers, run=env.get("PACELINE_RUN")
+        )
         try:
             save = self._read(store, home, staged, state, manifest, extra_files_hook, background)
         except BaseException:
@@ -393,15 +396,20 @@ class Checkpointer:
         folder = store.resolve(os.fspath(root))
         return together(self._peers, f"looking into {folder}", lambda: retention.following(store, folder, start))[0]
 
-    def latest(self, root: str | os.PathLike[str]) -> str | None:
-        """The newest checkpoint in a folder that verifies; damaged ones are named in the log and passed over."""
+    def latest(self, root: str | os.PathLike[str], run: str = "") -> str | None:
+        """The newest checkpoint in a folder that verifies; damaged ones are named in the log and passed over.
+
+        Args:
+            root: the folder.
+            run: only of what this run saved, as its manifest says.
+        """
         self.wait()
         store = self._store or store_for(root)
         folder = store.resolve(os.fspath(root))
         newest = together(
             self._peers,
             f"looking into {folder}",
-            lambda: retention.newest(store, folder) if self._peers.rank == 0 else None,
+            lambda: retention.newest(store, folder, run) if self._peers.rank == 0 else None,
         )
         return newest[0]
 

@@ -18,14 +18,18 @@ import shlex
 import socket
 import sys
 import threading
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 
+from paceline.base import env
 from paceline.base.errors import CheckpointError
 
 _log = logging.getLogger("paceline.checkpoint")
 _HELD_BY_ANOTHER = (errno.EACCES, errno.EAGAIN)
+LOST_S = 100.0  # NFS frees the locks of a host that is gone after 90 s
+_LOOK_S = 0.2
 _NO_LOCKS_HERE = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 
 
@@ -36,6 +40,7 @@ def this_run() -> dict[str, str]:
         "pid": str(os.getpid()),
         "since": datetime.now(UTC).isoformat(" ", "seconds"),
         "command": shlex.join(sys.argv)[:300],
+        "run": env.get("PACELINE_RUN"),
     }
 
 
@@ -95,12 +100,17 @@ def hold_local(folder: str, who: Mapping[str, str]) -> Callable[[], None]:
 
 
 def _take(path: str, folder: str, who: Mapping[str, str]) -> int:
-    """Opens and locks the file; the one that has the name, not one that its holder is taking away."""
+    """Opens and locks the file; the one that has the name, not one that its holder is taking away.
+
+    Waits for a process of this very run that was lost with its host: it may live for some seconds yet, and a server of
+    files keeps the locks of one that is no more for a while.
+    """
+    until, said = time.monotonic() + LOST_S, False
     while True:
         file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         try:
-            _lock(file, path, folder)
-            if _has_name(file, path):
+            other = _lock(file, path)
+            if other is None and _has_name(file, path):
                 os.ftruncate(file, 0)
                 os.pwrite(file, json.dumps(dict(who)).encode(), 0)
                 return file
@@ -108,14 +118,26 @@ def _take(path: str, folder: str, who: Mapping[str, str]) -> int:
             os.close(file)
             raise
         os.close(file)
+        if other is None:
+            continue
+        if not who.get("run") or other.get("run") != who["run"] or time.monotonic() > until:
+            raise locked(folder, other)
+        if not said:
+            said = True
+            where = f"pid {other.get('pid')} on {other.get('host')}"
+            _log.warning(
+                "%s is locked by %s, which was lost from this run; waiting up to %.0f s", folder, where, LOST_S
+            )
+        time.sleep(_LOOK_S)
 
 
-def _lock(file: int, path: str, folder: str) -> None:
+def _lock(file: int, path: str) -> dict[str, str] | None:
+    """Locks the file; returns who holds it, where another does."""
     try:
         fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
         if error.errno in _HELD_BY_ANOTHER:
-            raise locked(folder, _read(file)) from None
+            return _read(file)
         if error.errno not in _NO_LOCKS_HERE:
             raise
         _log.warning(
@@ -123,6 +145,7 @@ def _lock(file: int, path: str, folder: str) -> None:
             path,
             error.strerror,
         )
+    return None
 
 
 def _has_name(file: int, path: str) -> bool:

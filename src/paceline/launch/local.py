@@ -63,7 +63,7 @@ class LocalLauncher:
 
 
 def world_table(
-    job: Job, procs: Sequence[int], node: int, store: tuple[str, int], restarts: int
+    job: Job, procs: Sequence[int], node: int, store: tuple[str, int], restarts: int, run: str = ""
 ) -> tuple[Process, ...]:
     """The processes of this node.
 
@@ -73,6 +73,7 @@ def world_table(
         node: which of them this is.
         store: address and port where rank 0 listens.
         restarts: how many failures came before.
+        run: a name that no other run has; "" for one that has not begun.
     """
     first, size = sum(procs[:node]), sum(procs)
     local_size = procs[node] if node < len(procs) else job.procs  # a wrong number is told later, by `host.check`
@@ -94,6 +95,7 @@ def world_table(
                 "TORCHELASTIC_RESTART_COUNT": str(restarts),
                 "TORCHELASTIC_MAX_RESTARTS": str(job.max_restarts),
                 "TORCHELASTIC_USE_AGENT_STORE": "False",  # rank 0 holds the store: a new one for each round
+                **({"PACELINE_RUN": run} if run else {}),
             },
         )
         for local_rank in range(local_size)
@@ -214,7 +216,9 @@ class LocalHandle:
             store = (self.nodes.machine.known[decided.ids[0]].address, decided.store_port)
         node = decided.where(self.nodes.machine.me.id)
         self.workers = []
-        for process in world_table(self.job, [each.procs for each in decided.members], node, store, decided.restarts):
+        run = f"{self.job.options.get('run_id', 'paceline')}@{decided.born!r}"
+        procs = [each.procs for each in decided.members]
+        for process in world_table(self.job, procs, node, store, decided.restarts, run):
             report = folder / f"{decided.number}-{process.rank}"
             streams = self.output.open(process, decided.number - 1)
             leads = self.job.procs > 1 or not sys.stdin.isatty()  # one process alone may ask at the terminal

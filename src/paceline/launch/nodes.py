@@ -106,7 +106,7 @@ class Nodes:
         rules = rules_of(job)
         who = Member(f"{os.getpid()}-{os.urandom(6).hex()}", host.name(), job.procs)
         if rules.most == 1:
-            return cls(job, None, Membership(who, rules, True, (), time.monotonic()))
+            return cls(job, None, Membership(who, rules, True, (), time.monotonic(), time.time()))
         places = _places(job)
         listener, mine = _listen(job, places)
         node = job.node_rank if job.numbered else -1

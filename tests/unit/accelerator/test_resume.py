@@ -126,6 +126,25 @@ def test_a_folder_is_for_the_first_attempt(tmp_path, monkeypatch):
     assert train(other, plan={"resume": chosen})[2].step == 2
 
 
+def test_what_a_launched_run_has_saved_itself_comes_first_in_every_round(tmp_path, monkeypatch):
+    monkeypatch.delenv("PACELINE_RUN", raising=False)
+    train(tmp_path, end_me(2))
+    chosen = str(tmp_path / "checkpoints" / "checkpoint_0")
+    other = tmp_path / "other"
+    train(other, end_me(5))
+    monkeypatch.setenv("PACELINE_RUN", "paceline@1.5")
+    monkeypatch.setenv(
+        "TORCHELASTIC_RESTART_COUNT", "1"
+    )  # it failed before it had saved: another run's are not its own
+    assert train(other, end_me(3), plan={"resume": chosen})[2].path == chosen
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "0")  # a host came: that is no failure
+    found = train(other, plan={"resume": chosen})[2]
+    assert found.path == str(other / "checkpoints" / "checkpoint_1")
+    assert train(other, plan={"resume": "no"})[2] == found
+    monkeypatch.setenv("PACELINE_RUN", "paceline@2.5")
+    assert train(other, plan={"resume": "no"})[2].path is None
+
+
 def test_no_place_to_look(tmp_path):
     with pytest.raises(CheckpointError, match="checkpoint-unnamed"):
         train(None, plan={"resume": "auto"})

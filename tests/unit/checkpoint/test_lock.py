@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 from multiprocessing import get_context
+from threading import Timer
 
 import pytest
 
@@ -52,6 +53,20 @@ def test_another_run_is_named_and_its_death_frees_the_folder(tmp_path, other_run
     run.wait()
     STORE.hold(str(tmp_path / "checkpoints"), lock.this_run())()
     assert os.listdir(tmp_path) == []
+
+
+def test_a_lost_process_of_the_same_run_is_waited_for(tmp_path, other_run, monkeypatch, caplog):
+    monkeypatch.setenv("PACELINE_RUN", "this@1.5")
+    lost = other_run(tmp_path / "checkpoints")
+    monkeypatch.setattr(lock, "LOST_S", 0.1)
+    with pytest.raises(CheckpointError, match="checkpoint-locked"):
+        STORE.hold(str(tmp_path / "checkpoints"), lock.this_run())
+    monkeypatch.setattr(lock, "LOST_S", 60.0)
+    ends = Timer(0.3, lost.kill)
+    ends.start()
+    STORE.hold(str(tmp_path / "checkpoints"), lock.this_run())()
+    ends.join()
+    assert f"locked by pid {lost.pid} on" in caplog.text
 
 
 def test_a_process_may_ask_twice_and_a_link_is_the_same_folder(tmp_path):
