@@ -2,6 +2,7 @@
 
     take     nothing there         written under the condition that nothing is there (S3 and most others keep to it)
              a live one            `checkpoint-locked`, once it was seen to be renewed
+             one of this run       waited for: its process was lost, and ends soon
              a dead one            taken over: at once if its process died on this host, else when nobody has renewed it
                                    for `LEASE_S` by this host's own clock (clocks of hosts are never compared)
     renew    every `RENEW_S`, by a thread; who finds another's name there has lost it, and says so
@@ -25,7 +26,7 @@ from collections.abc import Mapping
 
 from paceline.base.errors import CheckpointError
 from paceline.checkpoint import objects
-from paceline.checkpoint.lock import locked
+from paceline.checkpoint.lock import LOST_S, locked
 
 _log = logging.getLogger("paceline.checkpoint")
 LEASE_S = 30.0
@@ -103,17 +104,26 @@ class Lease:
             return
 
     def _expires(self, there: dict[str, str]) -> bool:
-        """Whether nobody renews a lease for as long as one lasts; waits for it."""
-        if _lives(there):
+        """Whether nobody renews a lease for as long as one lasts; waits for it.
+
+        A process of this very run was lost with its host, and may renew its own for some seconds yet.
+        """
+        lost = bool(self._who.get("run")) and there.get("run") == self._who["run"]
+        if _lives(there) and not lost:
             return False
         _log.info(
             "%s was held by %s on %s; waiting for a sign of life", self.folder, there.get("pid"), there.get("host")
         )
-        until = time.monotonic() + LEASE_S
-        while time.monotonic() < until:
+        began = time.monotonic()
+        until = began + LEASE_S
+        while time.monotonic() < until and not (lost and _ended(there)):
             time.sleep(_LOOK_S)
-            if self._read() not in (there, None):
-                return False
+            found = self._read()
+            if found not in (there, None):
+                assert found is not None
+                if not lost or found.get("id") != there.get("id") or time.monotonic() - began > LOST_S:
+                    return False
+                there, until = found, time.monotonic() + LEASE_S
         return True
 
     def _renew(self) -> None:

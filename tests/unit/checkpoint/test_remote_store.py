@@ -448,6 +448,28 @@ def test_another_run_is_named_and_its_death_frees_the_prefix(s3, short_leases, h
     assert objects.read(f"{s3}/.checkpoints.lock") is None
 
 
+@pytest.mark.parametrize("host", ["this one", "elsewhere"])
+def test_a_lost_process_of_the_same_run_is_waited_for(s3, short_leases, host, monkeypatch) -> None:
+    monkeypatch.setenv("PACELINE_RUN", "this@1.5")
+    store, folder = store_for(s3), f"{s3}/checkpoints"
+    lost = subprocess.Popen(
+        [sys.executable, "-c", HOLDER, folder, host], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    try:
+        assert lost.stdout.readline() == "held\n"
+        monkeypatch.setattr(lease, "LOST_S", 0.2)
+        with pytest.raises(CheckpointError, match=f"pid {lost.pid}, since"):
+            store.hold(folder, lock.this_run())
+        monkeypatch.setattr(lease, "LOST_S", 60.0)
+        ends = threading.Timer(0.5, lost.kill)
+        ends.start()
+        store.hold(folder, lock.this_run())()
+        ends.join()
+    finally:
+        lost.kill()
+        lost.communicate()
+
+
 def test_a_lease_is_renewed_and_one_that_was_lost_publishes_nothing(s3, short_leases, caplog) -> None:
     store, folder = store_for(s3), f"{s3}/checkpoints"
     key = f"{s3}/.checkpoints.lock"
