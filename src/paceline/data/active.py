@@ -17,10 +17,12 @@ class ActiveLoaders:
 
     Attributes:
         between: called between two batches, where every batch of a loader that trains has been used up.
+        trained: whether any loader trains.
     """
 
     def __init__(self) -> None:
         self.between: Callable[[], None] | None = None
+        self.trained = False
         self._stack: list[PreparedLoader] = []
         self._interleaved: set[int] = set()  # ids of those that advance while loops that began later are under way
         self._unused = False  # whether a loader that trains gave a batch that no backward pass has followed
@@ -55,7 +57,7 @@ class ActiveLoaders:
         """Called by each backward pass: the loaders that are being iterated are those that train."""
         self._unused = False
         for loader in self._stack:
-            loader.trains = True
+            loader.trains = self.trained = True
 
     def give(self, loader: PreparedLoader) -> None:
         """Called by a loader's iterator as it gives a batch."""

@@ -136,9 +136,12 @@ class PreparedLoader:
         """Position, seed, sizes of batches and dataset; the same on all ranks, so that one copy serves every width.
 
         Where an iterable dataset has a state of its own, this is in it too, as rank 0's copy of the stream has it.
+        Beside a loader that trains, one that only evaluates has no rest to come back to: its loop was left for good.
         """
         note = self._note if self._mark is None else self._mark.note
         position = self.position
+        if self._mark is not None and not self._open and not self.trains and self._active.trained:
+            position, note = Position(self._mark.epoch + 1), NOTHING
         length = self._feed.samples(position.epoch)
         sizes = {**self.asked, "global_batch": self.plan.global_batch, "group": self._feed.group}
         return {
@@ -169,6 +172,7 @@ class PreparedLoader:
             )
         epoch, samples, seed = numbers
         length, self.trains = note.pop("length", None), note.pop("trains", False)
+        self._active.trained |= self.trains
         self._resize({name: note.pop(name, None) for name in (*self.asked, "global_batch", "group")})
         self._feed.reseed(seed)
         if samples and length != self._feed.samples(epoch):
@@ -190,7 +194,9 @@ class PreparedLoader:
             note = f"a global batch is {now} now, and was {was} where the position was saved: the script has changed "
             warn_once("data", f"{note}{' and '.join(changed)}.")
         elif not self._feed.replan(total, group):
-            note = f"a global batch is {now} now, and was {was} where the position was saved: with batch_size=None each "
+            note = (
+                f"a global batch is {now} now, and was {was} where the position was saved: with batch_size=None each "
+            )
             warn_once("data", f"{note}rank reads one item a step, so the width decides; set batch_size to keep it.")
         else:
             note = f"a global batch stays {was}, as in the run that saved, divided over {plan.width}"

@@ -155,3 +155,37 @@ def test_a_hook_that_fails_on_one_rank(tmp_path):
             accelerator.load_state(tmp_path / "x")
 
     run_ranks(load, world=2, timeout_s=30)
+
+
+@pytest.mark.parametrize("inside", [False, True], ids=["after its loop", "inside its loop"])
+def test_an_evaluation_that_was_left_begins_anew(begin, tmp_path, inside):
+    """As it would have in the run that went on; one that is under way is gone on with."""
+
+    def evaluate(accelerator, loader, save=False):
+        seen = []
+        for (batch,) in loader:
+            seen.append(batch.tolist())
+            if len(seen) == 2:
+                if inside and save:
+                    accelerator.save_state(tmp_path / "x")
+                break
+        if save and not inside:
+            accelerator.save_state(tmp_path / "x")
+        return seen
+
+    def run(resumed):
+        accelerator, model, optimizer, loader = begin(tmp_path)
+        held_out = accelerator.prepare(DataLoader(TensorDataset(torch.arange(8.0)), batch_size=2))
+        if resumed:
+            accelerator.load_state(tmp_path / "x")
+        for number, (batch,) in enumerate(loader):
+            accelerator.backward(model(batch).mean())
+            optimizer.step()
+            optimizer.zero_grad()
+            seen = evaluate(accelerator, held_out, save=number == 2 and not resumed)
+            if number == (0 if resumed else 3):
+                break
+        return seen
+
+    first = run(False)
+    assert run(True) == ([[4.0, 5.0], [6.0, 7.0]] if inside else first)
