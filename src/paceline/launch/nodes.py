@@ -32,10 +32,14 @@ _FEWEST_KEEP_ALIVES = 3
 
 
 class Connection:
-    """One connection to another launcher."""
+    """One connection to another launcher.
 
-    def __init__(self, key: int, link: socket.socket, connecting: bool) -> None:
-        self.key, self.link, self.connecting = key, link, connecting
+    Attributes:
+        peer: the other's address, where it opened the connection.
+    """
+
+    def __init__(self, key: int, link: socket.socket, connecting: bool, peer: str = "") -> None:
+        self.key, self.link, self.connecting, self.peer = key, link, connecting, peer
         self.out = b""
         self.rest = b""
         self.closing_since: float | None = None
@@ -162,7 +166,7 @@ class Nodes:
         for event, _ in self._selector.select(0):
             if event.data is None:
                 self._accept()
-            else:
+            elif event.data.key in self._connections:  # what came before may have ended it
                 self._serve(event.data)
         now = time.monotonic()
         if self.several and now - self._ticked >= _TICK_S:
@@ -176,8 +180,8 @@ class Nodes:
     def _accept(self) -> None:
         assert self.listener is not None, "only a listener has no connection"
         with suppress(OSError):  # it has hung up already
-            link, _ = self.listener.accept()
-            self._add(Connection(self._incoming, link, False))
+            link, (peer, *_) = self.listener.accept()
+            self._add(Connection(self._incoming, link, False, peer.removeprefix("::ffff:")))
             self._incoming += 2
 
     def _add(self, connection: Connection) -> None:
@@ -200,9 +204,8 @@ class Nodes:
             if connection.closing_since is None and isinstance(message, dict):
                 for name in ("hello", "home"):  # how it is reached is seen best from outside
                     if name in message:
-                        here = {"address": connection.link.getpeername()[0].removeprefix("::ffff:")}
-                        said = message[name]
-                        message[name] = {**said, **here} if name == "hello" else [here["address"], said[1]]
+                        said, address = message[name], connection.peer
+                        message[name] = {**said, "address": address} if name == "hello" else [address, said[1]]
                 self.machine.heard(connection.key, message, time.monotonic())
                 self._act()
         if there:
