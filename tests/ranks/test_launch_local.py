@@ -452,6 +452,17 @@ def test_a_second_signal_waits_no_longer_and_grace_has_an_end(
     await_files(tmp_path, "0.pid", "1.pid")
     launcher.send_signal(signal.SIGTERM)
     assert launcher.wait(20) == 143
+    assert "ranks 0, 1 had not ended after 0.5 s (--grace-s): killed, without a save" in launcher.communicate()[1]
+
+
+def test_one_that_stays_where_others_have_left_is_no_failure_of_another_node(
+    script: Callable[..., Path], tmp_path: Path
+) -> None:
+    path = script("import os, sys, time; sys.exit(75) if os.environ['RANK'] == '0' else time.sleep(60)")
+    done = launch("-n", 2, "--grace-s", 0.3, path, cwd=tmp_path)
+    assert done.returncode == 1
+    assert "some processes did not leave within 0.3 s after others had saved" in done.stderr
+    assert "another node" not in done.stderr
 
 
 def test_a_process_that_hangs_is_ended_and_all_start_again(script: Callable[..., Path], tmp_path: Path) -> None:

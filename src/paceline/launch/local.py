@@ -171,6 +171,7 @@ class LocalHandle:
         """What came of a round that failed, on this node or, as `why` says, on another."""
         mine = self.failure is not None and (not self.nodes.several or self.failure.what in why)
         code = self.failure.exit_code if self.failure is not None else 1
+        why = why if self.nodes.several else self.report.what
         return Outcome(code, self.failure, "" if mine else why, self._restarts)
 
     def _outcome(self, end: End | None) -> Outcome:
@@ -186,6 +187,10 @@ class LocalHandle:
             saved = self.report.kind == "preempted" and asked != signal.SIGINT
             if saved:
                 _say("all processes have saved and left, as they were asked to")
+            late = [str(each.process.rank) for each in self.workers if each.stopped and each.code == -signal.SIGKILL]
+            if late and asked == signal.SIGTERM and len(self.signals.ending) == 1:
+                ranks = f"rank{'s' * (len(late) > 1)} {', '.join(late)}"
+                _say(f"{ranks} had not ended after {self.job.grace_s:g} s (--grace-s): killed, without a save")
             return Outcome(PREEMPTED if saved else 128 + asked, restarts=self._restarts)
         if end.code == 0:
             value = worker.value_of(self.workers[0].report)

@@ -34,6 +34,10 @@ def describe(outcome: Outcome, job: Job) -> str:
 
 def problem_of(outcome: Outcome, job: Job) -> Problem:
     """What went wrong, why and what helps."""
+    if outcome.elsewhere and job.nodes == 1:
+        saved = "exit code 75 says that a process has saved and left, as all are asked to together"
+        fix = "give them longer with --grace-s, or look at where they wait"
+        return Problem("rank-failed", outcome.elsewhere, saved, fix)
     if outcome.elsewhere:
         why = [f"first failure: {outcome.elsewhere}"]
         if outcome.failure is not None:
