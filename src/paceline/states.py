@@ -263,8 +263,8 @@ class States:
         if source is None:
             raise CheckpointError(
                 "checkpoint-missing",
-                f"there is no checkpoint in {self._root}.",
-                why="load_state() without a folder takes the newest automatically named one",
+                f"there is no checkpoint in {self._root} that verifies.",
+                why="load_state() without a folder takes the newest automatically named one; the log names damaged ones",
                 fix="save one with `save_state()`, or name the folder",
             )
         state, models = self._state(), [each.module for each in self._prepared.models]

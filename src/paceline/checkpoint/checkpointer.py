@@ -114,6 +114,8 @@ class Checkpointer:
         self._beside: Peers | None = None
         self._held: dict[str, Callable[[], None]] = {}
         self._release: Callable[[], None] = _nothing
+        self._sound: tuple[str, Manifest] | None = None  # what `latest` has verified, until a load
+        self._damaged: set[str] = set()
 
     # ------------------------------------------------------------------ save
 
@@ -293,8 +295,9 @@ class Checkpointer:
         agreed(peers, "removing old checkpoints", lambda: self._prune(store, save.home))
 
     def _prune(self, store: Store, home: str) -> None:
+        self._damaged.discard(home)
         if self._peers.rank == 0 and retention.number(store, home) is not None:
-            retention.prune(store, store.parent(home)[0], self._keep, home)
+            retention.prune(store, store.parent(home)[0], self._keep, home, self._damaged)
 
     def _discard(self, store: Store, staged: str) -> None:
         if self._peers.rank == 0 and store.exists(staged):
@@ -382,7 +385,8 @@ class Checkpointer:
     def _verified(self, store: Store, home: str) -> Manifest:
         _check_present(store, home)
         manifest = Manifest.read(store, home)
-        share = sorted(manifest.files)[self._peers.rank :: self._peers.size]
+        known, self._sound = self._sound == (home, manifest), None
+        share = [] if known else sorted(manifest.files)[self._peers.rank :: self._peers.size]
         problems = verify(home, store, names=share, manifest=manifest)
         if problems:
             raise CheckpointError.of(problems)
@@ -406,12 +410,32 @@ class Checkpointer:
         self.wait()
         store = self._store or store_for(root)
         folder = store.resolve(os.fspath(root))
-        newest = together(
-            self._peers,
-            f"looking into {folder}",
-            lambda: retention.newest(store, folder, run) if self._peers.rank == 0 else None,
-        )
-        return newest[0]
+        self._sound = None
+        while True:
+            paths = together(self._peers, f"looking into {folder}", lambda: self._candidates(store, folder, run))[0]
+            for path in paths:
+                try:
+                    self._sound = path, agreed(self._peers, f"verifying {path}", partial(self._verified, store, path))
+                    return path  # type: ignore[no-any-return]
+                except CheckpointError as error:
+                    if self._gone(store, path):  # another run, which saves here, has removed it: look again
+                        break
+                    if not {problem.code for problem in error.problems} <= {"checkpoint-damaged", "checkpoint-newer"}:
+                        raise
+                    self._pass_over(path, error)
+            else:
+                return None
+
+    def _candidates(self, store: Store, folder: str, run: str) -> list[str]:
+        return retention.newest_first(store, folder, run) if self._peers.rank == 0 else []
+
+    def _gone(self, store: Store, path: str) -> bool:
+        return together(self._peers, f"looking for {path}", lambda: not store.exists(store.join(path, NAME)))[0]
+
+    def _pass_over(self, path: str, error: CheckpointError) -> None:
+        self._damaged.add(path)
+        if self._peers.rank == 0:
+            _log.warning("passing over %s: %s", path, "; ".join(f"{each.what} {each.why}" for each in error.problems))
 
 
 def _nothing() -> None: ...

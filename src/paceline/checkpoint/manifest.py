@@ -128,7 +128,8 @@ class Manifest:
 
     def _check(self) -> None:
         """Refuses what no save writes: values of other kinds, and files that lie outside of the folder."""
-        kinds = {"step": int, "world_size": int, "plan": dict, "metrics": dict, "within": str, "created": (int, float)}
+        kinds: dict[str, Any] = {"step": int, "world_size": int, "plan": dict, "metrics": dict, "within": str}
+        kinds |= {"created": (int, float), "run": str}
         for name, kind in kinds.items():
             if not isinstance(getattr(self, name), kind):
                 raise ValueError(f"its {name} is {getattr(self, name)!r}")

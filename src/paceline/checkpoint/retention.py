@@ -5,12 +5,12 @@ from __future__ import annotations
 import logging
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from paceline.base.errors import CheckpointError, Problem
-from paceline.checkpoint.manifest import NAME, Manifest, verify
+from paceline.base.errors import CheckpointError
+from paceline.checkpoint.manifest import NAME, Manifest
 from paceline.checkpoint.store import Store
 
 PATTERN = re.compile(r"checkpoint_(\d+)")
@@ -142,8 +142,8 @@ def checkpoints(store: Store, folder: str) -> list[str]:
     return [path for _, _, path in sorted(found)]
 
 
-def newest(store: Store, folder: str, run: str = "") -> str | None:
-    """The newest checkpoint in a folder that verifies; the log says which newer ones are damaged.
+def newest_first(store: Store, folder: str, run: str = "") -> list[str]:
+    """What may be a checkpoint in a folder, newest first: all that have a manifest, be it one that cannot be read.
 
     Args:
         store: where the folder lies.
@@ -154,20 +154,8 @@ def newest(store: Store, folder: str, run: str = "") -> str | None:
     cut = [
         path for path in numbered(store, folder).values() if path not in paths and store.exists(store.join(path, NAME))
     ]
-    for path in sorted([*paths, *cut], key=lambda path: -1 if (place := number(store, path)) is None else place)[::-1]:
-        found = Manifest.find(store, path) if run else None
-        if found is not None and found.run != run:
-            continue
-        try:
-            problems: Sequence[Problem] = verify(path, store)
-        except CheckpointError as error:
-            if error.code not in ("checkpoint-damaged", "checkpoint-newer"):
-                raise
-            problems = error.problems
-        if not problems:
-            return path
-        _log.warning("passing over %s: %s", path, "; ".join(f"{p.what} {p.why}" for p in problems))
-    return None
+    found = sorted([*paths, *cut], key=lambda path: -1 if (place := number(store, path)) is None else place)[::-1]
+    return [path for path in found if not run or (own := Manifest.find(store, path)) is None or own.run == run]
 
 
 def near(store: Store, path: str) -> list[str]:
@@ -175,9 +163,13 @@ def near(store: Store, path: str) -> list[str]:
     return checkpoints(store, path) or checkpoints(store, store.parent(path)[0])
 
 
-def surplus(store: Store, folder: str, keep: Keep, just: str | None = None) -> list[str]:
-    """The automatically named checkpoints in a folder that no rule keeps, oldest first; never the one just saved."""
-    manifests = [(path, Manifest.find(store, path)) for path in numbered(store, folder).values()]
+def surplus(store: Store, folder: str, keep: Keep, just: str | None = None, damaged: Collection[str] = ()) -> list[str]:
+    """The automatically named checkpoints in a folder that no rule keeps, oldest first.
+
+    Never the one just saved; nor `damaged` ones, which count for nothing, and may hold what no other does.
+    """
+    paths = [path for path in numbered(store, folder).values() if path not in damaged]
+    manifests = [(path, Manifest.find(store, path)) for path in paths]
     found = [(path, manifest) for path, manifest in manifests if manifest is not None]
     stay = keep.stays(
         [(path, manifest) for path, manifest in found if path != just] + [f for f in found if f[0] == just]
@@ -185,12 +177,12 @@ def surplus(store: Store, folder: str, keep: Keep, just: str | None = None) -> l
     return [path for path, _ in found if path not in stay and path != just]
 
 
-def prune(store: Store, folder: str, keep: Keep, just: str | None = None) -> None:
+def prune(store: Store, folder: str, keep: Keep, just: str | None = None, damaged: Collection[str] = ()) -> None:
     """Removes what `surplus` names.
 
     What cannot be removed stays, with a warning: the save that came before has succeeded.
     """
-    for path in surplus(store, folder, keep, just):
+    for path in surplus(store, folder, keep, just, damaged):
         try:
             store.remove(path)
         except (OSError, CheckpointError) as error:

@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from paceline import Accelerator
 from paceline.base.errors import CheckpointError
 from paceline.base.exits import PREEMPTED
+from paceline.checkpoint import Checkpointer, TrainState, manifest
 from paceline.checkpoint.local import LocalStore
 from paceline.checkpoint.manifest import Manifest
 from paceline.checkpoint.retention import Keep
@@ -189,3 +190,59 @@ def test_an_evaluation_that_was_left_begins_anew(begin, tmp_path, inside):
 
     first = run(False)
     assert run(True) == ([[4.0, 5.0], [6.0, 7.0]] if inside else first)
+
+
+def test_a_resume_reads_each_file_once_to_verify_it(begin, tmp_path, monkeypatch):
+    accelerator, *_ = begin(tmp_path)
+    accelerator.save_state()
+    read, real = [], manifest.measure
+    monkeypatch.setattr(
+        manifest, "measure", lambda store, path, *rest: (read.append(path), real(store, path, *rest))[1]
+    )
+    path = accelerator.resume().path
+    assert len(read) == len(set(read)) == 3
+    accelerator.load_state(path)
+    assert len(read) == 6, "what was verified once may have changed since"
+
+
+def test_what_is_damaged_neither_counts_as_kept_nor_goes(begin, tmp_path, caplog):
+    accelerator, *_ = begin(tmp_path, keep=Keep(last=2))
+    for _ in range(3):
+        accelerator.save_state()
+    with open(tmp_path / "checkpoints/checkpoint_2/state.json", "a") as file:
+        file.write(" ")
+    assert accelerator.resume().path.endswith("checkpoint_1")
+    accelerator.save_state()
+    found = {name for name in os.listdir(tmp_path / "checkpoints") if not name.startswith(".")}
+    assert found == {"checkpoint_1", "checkpoint_2", "checkpoint_3"}
+
+
+@pytest.mark.parametrize("when", ["before its manifest is read", "after"])
+def test_a_checkpoint_that_another_run_removes_while_it_is_read(tmp_path, monkeypatch, when):
+    """It looks again: the other run has saved a newer one before."""
+    writer, reader = Checkpointer(keep=Keep(last=1)), Checkpointer()
+    state = TrainState(models={"model": nn.Linear(2, 2)})
+    writer.save(tmp_path / "checkpoint_1", state)
+    real = Manifest.read
+
+    def read(store, folder):
+        monkeypatch.setattr(Manifest, "read", real)
+        found = real(store, folder) if when == "after" else None
+        writer.save(tmp_path / "checkpoint_2", state)
+        return found or real(store, folder)
+
+    monkeypatch.setattr(
+        Checkpointer,
+        "_candidates",
+        _then(Checkpointer._candidates, lambda: monkeypatch.setattr(Manifest, "read", read)),
+    )
+    assert reader.latest(tmp_path) == str(tmp_path / "checkpoint_2")
+
+
+def _then(first, then):
+    def both(*args):
+        found = first(*args)
+        then()
+        return found
+
+    return both

@@ -8,7 +8,7 @@ import torch
 
 from paceline.base import env as environment
 from paceline.base.errors import CheckpointError
-from paceline.checkpoint import Checkpointer, TrainState, retention, verify
+from paceline.checkpoint import Checkpointer, TrainState, verify
 from paceline.checkpoint.local import LocalStore
 from paceline.checkpoint.retention import Keep
 from paceline.testing import Fault, InjectedFault, arm, damage, worlds
@@ -96,4 +96,4 @@ def test_faults_that_cannot_be():
 
 
 def latest(folder):
-    return retention.newest(LocalStore(), str(folder))
+    return Checkpointer().latest(folder)
