@@ -126,7 +126,7 @@ class Window:
             return {}, []
         if not self._alike(saved):
             return {}, [_apart_problem()] if saved["apart"] else []
-        parts = saved["ranks"][str(rank)]["parts"]
+        parts = _own(saved, rank)["parts"]
         paths = [part["tensor"]["$tensor"] for part in parts.values()]
         return {path: torch.empty(shapes[path][0], dtype=shapes[path][1]) for path in paths}, []
 
@@ -183,7 +183,7 @@ class Window:
 
         Ranks: all; communicates where some strategy must gather parameters before it can hold gradients.
         """
-        own = saved["ranks"][str(rank)] if saved and self._alike(saved) else None
+        own = _own(saved, rank) if saved and self._alike(saved) else None
         for model, each in self.models.items():
             each.take({})
             parameters = each.parameters()
@@ -229,6 +229,13 @@ class Window:
         if any(items is None for items in by_share.values()):
             return None
         return sum(by_share.values()) if self.index == 0 else 0
+
+
+def _own(saved: Mapping[str, Any], rank: int) -> Mapping[str, Any]:
+    """What this rank held; between windows, one on which no gradient waited (a frozen stage, say) has told nothing."""
+    nothing = {"items": None, "index": rank, "open": {}, "parts": {}}
+    found: Mapping[str, Any] = saved["ranks"].get(str(rank), nothing)
+    return found
 
 
 def _entry(encoder: Encoder, path: str, gradient: Tensor, ranks: int) -> dict[str, Any]:

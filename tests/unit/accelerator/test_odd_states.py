@@ -246,3 +246,18 @@ def _then(first, then):
         return found
 
     return both
+
+
+def test_gradients_that_wait_on_one_rank_alone(tmp_path):
+    def go_on():
+        accelerator = Accelerator(cpu=True)
+        torch.manual_seed(0)
+        model = accelerator.prepare(nn.Linear(2, 1))
+        accelerator.backward(model(torch.ones(2, 2)).mean())
+        if accelerator.process_index:
+            model.zero_grad()
+        accelerator.save_state(tmp_path / "x")
+        accelerator.load_state(tmp_path / "x")
+        return [parameter.grad is None for parameter in model.parameters()]
+
+    assert run_ranks(go_on, world=2) == [[False, False], [True, True]]
