@@ -281,7 +281,7 @@ def hosts(tmp_path: Path) -> Iterator[Callable[..., Hosts]]:
 
 
 def test_hosts_come_and_go(hosts: Callable[..., Hosts]) -> None:
-    network = hosts("--nodes", "1:3", "--max-restarts", "1")
+    network = hosts("--nodes", "1:3", "--max-restarts", "1", "--rdzv-conf", "last_call_timeout=30")  # a busy machine
     for _ in range(3):
         network.start()
     network.until("3 0")
