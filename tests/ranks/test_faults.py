@@ -207,7 +207,6 @@ IN_A_LOAD = [
          says=("passing over", "the file is missing")),
     Case("the newest manifest cut", [act("damage", 10, how="cut-manifest"), fault("kill", 0, 10)],
          says=("manifest.json", "cannot be read")),
-    Case("the only one damaged", [act("damage", 4, how="cut"), fault("kill", 0, 4)], says=("passing over",)),
 ]  # fmt: skip
 LAUNCHERS = [
     Case("the launcher killed", [fault("kill-launcher", 1, 7)], codes=(-9, 0)),

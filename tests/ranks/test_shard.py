@@ -152,7 +152,7 @@ def check(case: Case, options: dict[str, Any] | None = None, plan: dict[str, Any
     plan = plan or {"shard": 2}
     world = plan.get("shard", 1) * plan.get("replicate", 1) * plan.get("cp", 1)
     want = reference(Case(case.model, case.optimizer, 1, case.clip, case.precision))
-    tolerance = {"no": 2e-6, "bf16": 2e-2, "fp16": 2e-3}[case.precision]
+    tolerance = {"no": 2e-6, "bf16": 2e-2, "fp16": 4e-3}[case.precision]
     if case.optimizer == "Muon":  # its iteration runs in bfloat16, whose sums of parts round differently
         tolerance = 1e-3
     for got in run_ranks(ours, world=world, args=(case, plan, options or {}), timeout_s=120):

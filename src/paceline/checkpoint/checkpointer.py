@@ -13,7 +13,7 @@ import json
 import logging
 import os
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -406,12 +406,17 @@ class Checkpointer:
         Args:
             root: the folder.
             run: only of what this run saved, as its manifest says.
+
+        Raises:
+            CheckpointError: `checkpoint-damaged`, where there are checkpoints and none verifies: to begin anew beside them
+                is nobody's wish.
         """
         self.wait()
         store = self._store or store_for(root)
         folder = store.resolve(os.fspath(root))
         self._sound = None
         while True:
+            passed: list[CheckpointError] = []
             paths = together(self._peers, f"looking into {folder}", lambda: self._candidates(store, folder, run))[0]
             for path in paths:
                 try:
@@ -423,7 +428,10 @@ class Checkpointer:
                     if not {problem.code for problem in error.problems} <= {"checkpoint-damaged", "checkpoint-newer"}:
                         raise
                     self._pass_over(path, error)
+                    passed.append(error)
             else:
+                if passed:
+                    raise _all_damaged(folder, passed)
                 return None
 
     def _candidates(self, store: Store, folder: str, run: str) -> list[str]:
@@ -436,6 +444,17 @@ class Checkpointer:
         self._damaged.add(path)
         if self._peers.rank == 0:
             _log.warning("passing over %s: %s", path, "; ".join(f"{each.what} {each.why}" for each in error.problems))
+
+
+def _all_damaged(folder: str, errors: Sequence[CheckpointError]) -> CheckpointError:
+    """The error where every checkpoint of a folder was passed over."""
+    problems = [problem for error in errors for problem in error.problems]
+    return CheckpointError(
+        "checkpoint-damaged",
+        f"none of the {len(errors)} checkpoints in {folder} can be loaded.",
+        why=[f"{problem.what} {problem.why}" for problem in problems[:4]],
+        fix="copy one of them again from where it is whole; or begin anew with `--resume no`",
+    )
 
 
 def _nothing() -> None: ...

@@ -16,6 +16,7 @@ import os
 import re
 import secrets
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import zip_longest
 from typing import BinaryIO, Protocol
@@ -304,7 +305,7 @@ class Files:
             self._open[1].close()
             self._open = None
         for partial in self._partials.values():
-            if os.path.exists(partial):
+            with suppress(FileNotFoundError):  # every rank takes away all: another one may have been here
                 os.remove(partial)
 
     def publish(self) -> None:

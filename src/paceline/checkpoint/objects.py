@@ -10,7 +10,7 @@ from typing import Any
 from paceline.base.errors import CheckpointError
 from paceline.checkpoint.remote_errors import no_bucket, telling
 
-ANSWER_S = 15.0
+ANSWER_S = 30.0
 _LISTING_S = 120.0
 _SMALL = 1 << 16
 # botocore waits up to 60 s for a connection and s3fs tries five times on top: minutes until an error.

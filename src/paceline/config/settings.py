@@ -185,8 +185,8 @@ class LaunchSettings:
     )  # fmt: skip
     node_rank: int = setting(0, whole(0), "Number of this node, from 0.", _NODES, accelerate=("machine_rank",))
     main_address: str | None = setting(
-        None, matching(r"\S+", "a host name or an IP address", "HOST"), "Address of node 0, or of several joined by commas; not set: this host.",
-        _NODES, accelerate=("main_process_ip",),
+        None, matching(r"\S+", "a host name or an IP address", "HOST"),
+        "Address of node 0, or of several joined by commas; not set: this host.", _NODES, accelerate=("main_process_ip",),
     )  # fmt: skip
     main_port: int = setting(
         0, whole(0, maximum=65535), "Port at which node 0 listens; 0: a free one (on several nodes: 29500).", _NODES,
@@ -194,7 +194,7 @@ class LaunchSettings:
     )  # fmt: skip
     rdzv_backend: str = setting(
         "static", matching(r"[A-Za-z][\w-]*", "a name such as static or c10d", "NAME"),
-        "static: nodes have the numbers that --node-rank gives, if any; c10d, as torchrun has it: in the order they come.",
+        "How nodes are numbered: static, as --node-rank says, if it does; c10d, as torchrun has it, in the order they come.",
         _NODES,
     )  # fmt: skip
     rdzv_conf: str = setting(

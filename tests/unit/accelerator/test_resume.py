@@ -115,6 +115,17 @@ def test_a_second_run_begins_anew_where_it_is_told(tmp_path, caplog):
     assert train(tmp_path)[2].step == 2 and shard.name in caplog.text
 
 
+def test_where_every_checkpoint_is_damaged_nothing_begins_anew_unasked(tmp_path):
+    whole, _, _ = train(tmp_path / "whole")
+    train(tmp_path / "run", end_me(2))
+    shard = next((tmp_path / "run" / "checkpoints" / "checkpoint_0").glob("*.distcp"))
+    shard.write_bytes(shard.read_bytes()[:-1])
+    with pytest.raises(CheckpointError, match=rf"none of the 1 checkpoints[^~]*{shard.name}") as caught:
+        train(tmp_path / "run")
+    assert caught.value.code == "checkpoint-damaged"
+    assert train(tmp_path / "run", plan={"resume": "no"})[0] == whole and shard.exists()
+
+
 def test_a_folder_is_for_the_first_attempt(tmp_path, monkeypatch):
     train(tmp_path, end_me(2))
     chosen = str(tmp_path / "checkpoints" / "checkpoint_0")
