@@ -317,3 +317,50 @@ def test_two_runs_and_one_folder(tmp_path) -> None:
 def until(path: Path) -> None:
     while not path.exists():
         time.sleep(0.01)
+
+
+def most_resident(work) -> int:
+    """Bytes by which this process grew, at most, while it worked."""
+
+    def high() -> int:
+        lines = Path("/proc/self/status").read_text().splitlines()
+        return int(next(line for line in lines if line.startswith("VmHWM")).split()[1]) * 1024
+
+    Path("/proc/self/clear_refs").write_text("5")  # the high-water mark begins here
+    before = high()
+    work()
+    return high() - before
+
+
+def memory_of_a_save(folder: str, plan: dict) -> dict:
+    accelerator = Accelerator(cpu=True, plan=plan, project_dir=folder)
+    model = torch.nn.Sequential(
+        *(torch.nn.Linear(1024, 1024, bias=False) for _ in range(8))
+    )  # 96 MB with AdamW's states
+    model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
+    accelerator.backward(model(torch.ones(1, 1024)).sum())
+    optimizer.step()
+    optimizer.zero_grad()
+    accelerator.save_state()  # what is imported and formed at the first one
+    found = {"sync": most_resident(accelerator.save_state)}
+
+    def beside() -> None:
+        accelerator.save_state(background=True)
+        accelerator.wait_for_save()
+
+    found["background"] = most_resident(beside)
+    found["again"] = most_resident(beside)
+    found["load"] = most_resident(accelerator.load_state)
+    accelerator.end_training()
+    return found
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="Linux tells the most memory that a process had")
+@pytest.mark.parametrize(("plan", "states"), [({"replicate": 2}, 64 << 20), ({"shard": 2}, 32 << 20)], ids=str)
+def test_a_save_takes_memory_for_one_share_and_a_synchronous_one_for_none(tmp_path, plan, states):
+    share = 48 << 20  # half of the state
+    for found in run_ranks(memory_of_a_save, world=2, args=(str(tmp_path), plan)):
+        assert found["sync"] < 16 << 20
+        assert found["background"] < share + (16 << 20)
+        assert found["again"] < 16 << 20
+        assert found["load"] < states + (16 << 20)  # the optimizer takes new states for its old ones
