@@ -241,11 +241,27 @@ CASES = [*IN_THE_LOOP, *IN_A_SAVE, *IN_THE_BACKGROUND, *IN_A_LOAD, *LAUNCHERS, *
 CASES = [replace(case, dropout=0.0) if case.then not in (0, case.procs) else case for case in CASES]
 
 
+# Like others of their kind: `make ranks` runs these too, `make test` leaves them out.
+LONG = {
+    "exits", "killed after the last save", "rank 0 killed in the all-reduce", "one process raises", "killed in a long window",
+    "raises on both ranks", "killed in the second epoch, with loader workers", "rank 0 killed in a shard", "exits in a shard",
+    "killed before publishing", "no room for the manifest", "no permission to publish", "a file where the checkpoints were",
+    "a real loss of permission, in the background", "killed while pruning, in the background", "killed in the last save",
+    "killed before the manifest, in the background", "raises in the loop while a save is written", "raises in a load",
+    "a file of the newest removed", "the reaper killed, then the launcher", "preempted in a window", "preempted twice",
+    "preempted by a notice to a worker's host", "3 lose their launcher, 2 go on", "2 preempted in a window, 1 goes on",
+    "2 of shard killed, 3 go on",
+}  # fmt: skip
+assert {case.name for case in CASES} >= LONG
+
+
 def ids(case: Case) -> str:
     return "".join(each if each.isalnum() else "-" for each in case.name)
 
 
-@pytest.mark.parametrize("case", [pytest.param(case, id=ids(case)) for case in CASES])
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, id=ids(case), marks=[pytest.mark.long] * (case.name in LONG)) for case in CASES]
+)
 def test_the_run_ends_as_if_nothing_had_happened(case: Case, starter: Starter, tmp_path: Path) -> None:
     expected, weights = starter.reference(case, tmp_path / "reference")
     folder = tmp_path / "case"
