@@ -19,6 +19,8 @@ _THREADS_OF_OTHERS = ("TMonitor",)
 # fsspec runs one event loop a process, and asyncio looks up names on threads that it keeps.
 _NAMES_OF_OTHERS = ("fsspecIO", "asyncio_")
 _THREAD_GRACE_S = 2.0
+# With it a printed line is several writes, and those of processes that share a pipe mix.
+os.environ.pop("PYTHONUNBUFFERED", None)
 
 
 @pytest.fixture(autouse=True)

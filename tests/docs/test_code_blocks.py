@@ -82,7 +82,6 @@ class Reader:
         """Runs the blocks; raises at the first that fails."""
         os.chdir(self.folder)
         os.environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-        os.environ.pop("PYTHONUNBUFFERED", None)  # with it, a line is two writes, and those of two processes mix
         sys.modules["__main__"] = self.main
         sys.path.insert(0, str(self.folder))
         for block in found:

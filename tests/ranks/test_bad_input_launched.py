@@ -46,7 +46,7 @@ def run(tmp_path):
         path.write_text(BEGIN + dedent(script))
         command = [sys.executable, "-m", "paceline.cli.main", "launch", "--procs", str(procs), "--cpu"]
         command = [sys.executable] if plain else command
-        kept = {k: v for k, v in os.environ.items() if not k.startswith(("PACELINE", "PYTHONUNBUFFERED"))}
+        kept = {k: v for k, v in os.environ.items() if not k.startswith("PACELINE")}
         env = {**kept, "OMP_NUM_THREADS": "1"}
         return subprocess.run(
             [*command, path, *words], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=90

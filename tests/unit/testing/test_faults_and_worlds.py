@@ -85,7 +85,8 @@ def test_damage(tmp_path, how, why):
     assert name == ("manifest.json" if how == "cut-manifest" else "__0_0.distcp")
     if why:
         assert why in verify(path, LocalStore())[0].why
-    assert latest(tmp_path) is None
+    with pytest.raises(CheckpointError, match="none of the 1 checkpoints"):
+        latest(tmp_path)
 
 
 def test_faults_that_cannot_be():
