@@ -1,6 +1,6 @@
 """Seconds from a host's loss to the next step of those that are left: torchrun and `paceline launch`, in one run.
 
-python benchmarks/bench_hosts.py [--turns 1] [--faults off,silent,worker,returns] [--names NAME,...]
+python benchmarks/bench_hosts.py [--turns 1] [--faults off,silent,worker,returns] [--names "NAME;..."]
 
 Three hosts of this machine (tests/hosts/network.py draws them) with one process each; both may go on with one to three.
 
