@@ -108,5 +108,14 @@ class DurableFile:
         return OSError(error.errno, error.strerror, self._path)
 
 
+def sync_folder(folder: str) -> None:
+    """Makes the names in a folder durable."""
+    number = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(number)
+    finally:
+        os.close(number)
+
+
 def _address(view: memoryview) -> int:
     return int(numpy.frombuffer(view, numpy.uint8).ctypes.data)

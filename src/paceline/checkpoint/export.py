@@ -25,7 +25,8 @@ from torch import Tensor
 
 from paceline.base.errors import CheckpointError, Problem
 from paceline.checkpoint.agree import Alone, Peers, agreed, together
-from paceline.checkpoint.files import replacing, sync_folder
+from paceline.checkpoint.direct import sync_folder
+from paceline.checkpoint.files import replacing
 from paceline.checkpoint.manifest import NAME, verify
 from paceline.checkpoint.store import store_for
 from paceline.checkpoint.weight_files import SafeFile, TorchFile, WeightFile

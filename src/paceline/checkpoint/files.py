@@ -94,15 +94,6 @@ def replacing(path: str) -> Iterator[BinaryIO]:
         raise
 
 
-def sync_folder(folder: str) -> None:
-    """Makes the names in a folder durable."""
-    number = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(number)
-    finally:
-        os.close(number)
-
-
 def save_object(obj: Any, path: str | os.PathLike[str], safe_serialization: bool = False) -> None:
     """Saves anything that `torch.save` takes, or a dictionary of tensors as safetensors; the old file stays till then.
 

@@ -19,7 +19,7 @@ import sys
 from collections.abc import Callable, Collection, Mapping
 from typing import BinaryIO, cast
 
-from paceline.checkpoint.direct import DurableFile
+from paceline.checkpoint.direct import DurableFile, sync_folder
 from paceline.checkpoint.lock import hold_local
 
 _PARTIAL = ".partial-"
@@ -106,7 +106,7 @@ class LocalStore:
             old = staged if _exchange(staged, path) else _put_aside(staged, path)
             _adopt(old, path, frozenset(replaces))
             shutil.rmtree(old)
-        _sync_folder(os.path.dirname(path))
+        sync_folder(os.path.dirname(path))
 
     def recover(
         self,
@@ -156,10 +156,10 @@ def _move_in(staged: str, path: str, last: str) -> None:
     for name in names:
         if name == last:
             for folder in folders:
-                _sync_folder(folder)
+                sync_folder(folder)
         os.makedirs(os.path.dirname(os.path.join(path, name)), exist_ok=True)
         os.replace(os.path.join(staged, name), os.path.join(path, name))
-    _sync_folder(path)
+    sync_folder(path)
     shutil.rmtree(staged)
 
 
@@ -208,16 +208,7 @@ def _adopt(old: str, new: str, owned: frozenset[str], below: str = "") -> None:
 
 def _sync_tree(folder: str) -> None:
     for base, _, _ in os.walk(folder):
-        _sync_folder(base)
-
-
-def _sync_folder(folder: str) -> None:
-    """Makes the names in a folder durable."""
-    number = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(number)
-    finally:
-        os.close(number)
+        sync_folder(base)
 
 
 STORE = LocalStore()

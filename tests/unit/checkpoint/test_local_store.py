@@ -86,7 +86,7 @@ def test_into_a_folder_of_foreign_files(tmp_path) -> None:
 
 
 @pytest.mark.parametrize("place", [
-    (Checkpointer, "_divide"), (local, "_sync_tree"), (local, "_sync_folder"), (LocalStore, "publish"),
+    (Checkpointer, "_divide"), (local, "_sync_tree"), (local, "sync_folder"), (LocalStore, "publish"),
 ])  # fmt: skip
 def test_killed_before_the_new_one_stands(tmp_path, kill_at, place, monkeypatch) -> None:
     folder = Checkpointer().save(tmp_path / "c", state(1.0))
