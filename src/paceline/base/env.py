@@ -73,7 +73,12 @@ TABLE: dict[str, Variable] = _table(
     Variable(
         "PACELINE_LOG_LEVEL", str, None, "Level of the loggers that `get_logger` gives, where the call names none."
     ),
-    Variable("PACELINE_COMPAT", str, "", "Libraries whose names are served by Paceline: `accelerate`."),
+    Variable(
+        "PACELINE_COMPAT",
+        str,
+        "",
+        "Libraries whose names are served by Paceline: `accelerate`, `deepspeed`, joined by commas.",
+    ),
 )
 
 

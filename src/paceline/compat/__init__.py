@@ -17,14 +17,14 @@ from paceline.compat import neighbours
 from paceline.compat.served import Server
 
 # Library -> package of ours that holds its table of names.
-_LIBRARIES = {"accelerate": "paceline.compat.accelerate"}
+_LIBRARIES = {"accelerate": "paceline.compat.accelerate", "deepspeed": "paceline.compat.deepspeed"}
 
 
 def install(names: Iterable[str]) -> None:
     """Serves the modules of libraries from now on; a second call for the same library does nothing.
 
     Args:
-        names: of libraries; "accelerate" is known.
+        names: of libraries; "accelerate" and "deepspeed" are known.
 
     Raises:
         CompatError: `compat-library`, for an unknown one; `compat-imported`, where the real one is imported already.
@@ -35,7 +35,7 @@ def install(names: Iterable[str]) -> None:
         raise CompatError.of(problems)
     for name in wanted:
         sys.meta_path.insert(0, Server(name, importlib.import_module(_LIBRARIES[name])))
-    if wanted:
+    if "accelerate" in wanted:
         neighbours.install()
 
 

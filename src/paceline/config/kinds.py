@@ -115,6 +115,24 @@ def one_of(*words: str) -> Kind:
     return Kind(expected, parse, {"enum": [*words]}, "|".join(words))
 
 
+def some_of(*words: str, none: str = "", every: str = "") -> Kind:
+    """Words of a list joined by commas, or one for none of them, or one for all; capital letters do not matter."""
+    alone = [word for word in (none, every) if word]
+
+    def parse(text: str) -> str:
+        said = [word.strip().lower() for word in text.split(",")]
+        if said == [every] and every:
+            return ",".join(words)
+        if said != [none] and not set(said) <= {*words}:
+            raise ValueError(text)
+        return ",".join(dict.fromkeys(said))
+
+    listed = "|".join(words)
+    pattern = f"^(?:{'|'.join([*alone, f'(?:{listed})(?:,(?:{listed}))*'])})$"
+    expected = ", ".join([*alone, *words]) + "; several joined by commas"
+    return Kind(expected, parse, {"type": "string", "pattern": pattern}, "|".join([*alone, *words]))
+
+
 def matching(pattern: str, expected: str, metavar: str) -> Kind:
     """Text of a given form."""
 

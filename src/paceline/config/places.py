@@ -24,7 +24,7 @@ def accelerate_default(env: Mapping[str, str]) -> Path:
 
 def default_file(env: Mapping[str, str], *, compat: str | None = None) -> str | None:
     """The default file that exists: accelerate's where its names are served, else ours; None where there is none."""
-    places = [accelerate_default(env)] if compat == "accelerate" else []
+    places = [accelerate_default(env)] if "accelerate" in (compat or "").split(",") else []
     return next((str(path) for path in [*places, own_default(env)] if path.is_file()), None)
 
 

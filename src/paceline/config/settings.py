@@ -11,7 +11,7 @@ from dataclasses import MISSING, dataclass, field, fields
 from functools import cache
 from typing import Any
 
-from paceline.config.kinds import OPTIONS, YES_NO, Kind, matching, one_of, seconds, whole, whole_or_range
+from paceline.config.kinds import OPTIONS, YES_NO, Kind, matching, one_of, seconds, some_of, whole, whole_or_range
 
 
 @dataclass(frozen=True)
@@ -159,6 +159,10 @@ class RunSettings:
         "What `accelerator.resume()` loads: nothing, the newest checkpoint that verifies (if there is one), or this one.",
         _SUPERVISION,
     )  # fmt: skip
+    profile: str = setting(
+        "no", some_of("wall-clock", "flops", "comms", "memory", none="no", every="all"),
+        "What is measured while the run goes on, joined by commas, and told on the main process.", _SUPERVISION,
+    )  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -229,8 +233,9 @@ class LaunchSettings:
     )
     no_python: bool = setting(False, YES_NO, "The script is a program that needs no Python.", _LAUNCH, in_file=False)
     compat: str | None = setting(
-        None, one_of("accelerate"), "Serves the names of another library to a script that imports it.", _LAUNCH
-    )
+        None, some_of("accelerate", "deepspeed"), "Serves the names of other libraries to a script that imports them.",
+        _LAUNCH,
+    )  # fmt: skip
     dry_run: bool = setting(
         False, YES_NO, "Prints what would run and where each value comes from, and runs nothing.", _LAUNCH,
         in_file=False,

@@ -66,7 +66,7 @@ class Job:
             any): 1 stdout, 2 stderr, 3 both. None leaves the terminal to the processes.
         mark: what stands before each copied line, with ${rank} and ${local_rank} filled in.
         backend, options: how several nodes find each other, and what that backend is told.
-        compat: library whose names are served to the script; "" for none.
+        compat: libraries whose names are served to the script, joined by commas; "" for none.
     """
 
     target: Target

@@ -46,8 +46,9 @@ def problem_of(outcome: Outcome, job: Job) -> Problem:
     failure = outcome.failure
     assert failure is not None, "this run did not fail"
     fix = "mend the error above" if failure.report else "its own output above tells more"
-    if "No module named 'accelerate'" in failure.report and not job.compat:
-        fix = "`paceline launch --compat accelerate` serves accelerate's names"
+    for library in ("accelerate", "deepspeed"):
+        if f"No module named '{library}'" in failure.report and library not in job.compat:
+            fix = f"`paceline launch --compat {library}` serves {library}'s names"
     if failure.code < 0:
         fix = _HINTS.get(-failure.code, "find out who sent that signal")  # type: ignore[call-overload]
     where = f"local rank {failure.local_rank}, node {failure.node}, " if job.nodes > 1 else ""

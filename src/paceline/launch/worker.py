@@ -42,7 +42,7 @@ def run(target: Target, report: str, compat: str = "") -> int:
     Args:
         target: what to run.
         report: file for the traceback of an uncaught exception, or of a crash.
-        compat: library whose names are served to the script; "" for none.
+        compat: libraries whose names are served to the script, joined by commas; "" for none.
     """
     return watched(lambda: become(target, compat), report)
 
@@ -144,7 +144,9 @@ def become(target: Target, compat: str = "") -> None:
     if not sys.flags.safe_path:
         sys.path[0] = os.path.dirname(os.path.realpath(target.name)) if target.kind == "script" else os.getcwd()
     if compat:
-        importlib.import_module("paceline.compat").install([compat])  # a room above this one: looked up, not imported
+        importlib.import_module("paceline.compat").install(
+            compat.split(",")
+        )  # a room above this one: looked up, not imported
     code, main = _load(target)
     sys.modules["__main__"] = main
     exec(code, main.__dict__)
@@ -153,7 +155,7 @@ def become(target: Target, compat: str = "") -> None:
 def _parcel(path: str, compat: str) -> Any:
     """Unpacks a function that `pack` packed, and calls it."""
     if compat:
-        importlib.import_module("paceline.compat").install([compat])
+        importlib.import_module("paceline.compat").install(compat.split(","))
     with open(path, "rb") as file:
         lines, paths, function = pickle.load(file)
         sys.path[:] = paths

@@ -19,6 +19,7 @@ SAMPLES = {  # four different values of each kind, one for each source that is n
     "log_dir": ("a", "b", "c", "d"),
     "tee": ("0", "1", "2", "3"),
     "compat": ("accelerate",) * 4,
+    "profile": ("flops", "comms", "memory", "all"),
     "zero": ("1", "2", "3", "1"),
     "recompute": ("blocks", "selective", "2", "3"),
     "offload": ("optimizer", "all", "no", "optimizer"),
