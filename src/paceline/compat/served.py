@@ -33,7 +33,7 @@ class Names(Protocol):
         """Names of its modules, each with its public names."""
 
     def carried(self) -> dict[str, str]:
-        """Name -> "module:attribute" of ours that stands for it."""
+        """Name -> "module:attribute" of ours that stands for it; a name with its module before one without."""
 
     def native_way(self, name: str) -> tuple[str, str]:
         """Why a name is not carried, and what to do instead."""
@@ -78,8 +78,9 @@ class Server(importlib.metadata.DistributionFinder, Loader):
             return self._names.VERSION
         if name not in self.modules[module]:
             raise AttributeError(self._no_such_name(module, name))
-        if name in self.carried:
-            where, _, attribute = self.carried[name].partition(":")
+        ours = self.carried.get(f"{module}.{name}", self.carried.get(name))
+        if ours is not None:
+            where, _, attribute = ours.partition(":")
             return getattr(importlib.import_module(where), attribute)
         return absent(f"{module}.{name}", *self._names.native_way(name))
 

@@ -1,23 +1,73 @@
 """The names of DeepSpeed, and what of ours stands for each.
 
-names.txt       every public name of DeepSpeed, by module: what exists, and so may be imported
-_CARRIED        those that do something here, by the module of ours that has them
-the rest        raise `CompatError` when they are used; `native_way` says what to do instead
+    names.txt       public names of DeepSpeed, by module: what exists, and so may be imported
+    _CARRIED        those that do something here, by the module of ours that has them
+    the rest        raise `CompatError` when they are used; `native_way` says what to do instead
+
+A name means the same in all modules that have it, unless it is listed under a module of theirs.
 """
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
 VERSION = "0.19.8"
 
 _HERE = "paceline.compat.deepspeed"
-# Module -> names; `theirs=ours` where ours is called otherwise.
-_CARRIED = {
+# Module of ours -> names; `theirs=ours` where ours is called otherwise. Where a name means this in some modules alone:
+# {"deepspeed.comm deepspeed.comm.comm": names}, modules of theirs -> names.
+_CARRIED: dict[str, str | dict[str, str]] = {
+    _HERE: "version=VERSION",
     f"{_HERE}.initialize": "add_config_arguments init_distributed initialize",
     f"{_HERE}.engine": "DeepSpeedEngine",
 }
+
+# First match counts: pattern of a name, why it is not carried, what to do.
+_NATIVE_WAYS = (
+    (
+        r"[Ii]nference|KV|MLA|replace_transformer|module_inject|QUERY",
+        "Paceline trains; it serves no models",
+        "load the trained weights (`engine.save_16bit_model`) in a library that serves them",
+    ),
+    (
+        r"OneBit|ZeroOne|[Cc]ompress|[Qq]uantiz|FP8|fp_quant|[Ss]parse",
+        "compressed communication and quantised training are not carried",
+        "leave it out; gradients can be sent in bf16: `communication_data_type: bf16`",
+    ),
+    (
+        r"MoE|moe|[Ee]xpert|TopKGate",
+        "experts that are divided over ranks are not built",
+        "write the layer in torch; its parameters are divided by ZeRO like any others",
+    ),
+    (
+        r"tp_model|TensorParallel|[Tt]ensor_parallel|autotp|AutoTP|model_parallel|mpu",
+        "tensor parallelism is an axis of the plan, not a group that a script makes",
+        "native: `paceline.Accelerator(plan={'tp': 2})`",
+    ),
+    (
+        r"[Ss]equence|Ulysses|DistributedAttention|vocab_",
+        "long sequences are divided by the plan, and the model's own attention calls are met",
+        "native: `paceline.Accelerator(plan={'cp': 2})`",
+    ),
+    (
+        r"Tuner|tuning",
+        "configurations are tried out by a command of Paceline's",
+        "run `paceline tune script.py`",
+    ),
+    (
+        r"Hybrid|Rollout|ZenFlow|SuperOffload|DualPipe|Domino|Transformer|TiledLinear|Swap|AIO|aio",
+        "this engine or kernel of DeepSpeed's is not carried",
+        "use `deepspeed.initialize` with `zero_optimization`, whose `offload_*` keys move states to the host",
+    ),
+    (
+        r"^(get|safe|set)_|fragment|hp_|partition|Partition|Fragment",
+        "parameters are divided in another way here, without fragments of flat buffers",
+        "read them with `deepspeed.zero.GatheredParameters`, or natively `accelerator.full_parameters(model)`",
+    ),
+)
 _DEFAULT_WAY = (
     "no script that we know of needs it",
     "see `docs/migrating-from-deepspeed.md`, or run this script with deepspeed itself, without --compat",
@@ -36,15 +86,18 @@ def modules() -> dict[str, frozenset[str]]:
 
 @cache
 def carried() -> dict[str, str]:
-    """Name of theirs -> "module:name" of ours."""
-    found = {}
-    for module, names in _CARRIED.items():
-        for pair in names.split():
-            theirs, _, ours = pair.partition("=")
-            found[theirs] = f"{module}:{ours or theirs}"
-    return found
+    """Name of theirs, with its module where it means this there alone -> "module:name" of ours."""
+    return dict(_entries())
+
+
+def _entries() -> Iterator[tuple[str, str]]:
+    for ours, told in _CARRIED.items():
+        for modules_of_theirs, names in (told if isinstance(told, dict) else {"": told}).items():
+            for before in [f"{each}." for each in modules_of_theirs.split()] or [""]:
+                for theirs, _, own in (pair.partition("=") for pair in names.split()):
+                    yield f"{before}{theirs}", f"{ours}:{own or theirs}"
 
 
 def native_way(name: str) -> tuple[str, str]:
     """Why a name is not carried, and what to do instead."""
-    return _DEFAULT_WAY
+    return next(((why, fix) for pattern, why, fix in _NATIVE_WAYS if re.search(pattern, name)), _DEFAULT_WAY)

@@ -1,0 +1,63 @@
+"""DeepSpeed's names are all there; what is not carried says so when it is used, and never before."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+
+import pytest
+
+from paceline import CompatError
+from paceline.compat import deepspeed as table
+from paceline.compat import install
+
+
+@pytest.fixture(autouse=True)
+def served():
+    """DeepSpeed is served for the length of a test."""
+    finders, modules = list(sys.meta_path), set(sys.modules)
+    install(["deepspeed"])
+    yield
+    sys.meta_path[:] = finders
+    for name in set(sys.modules) - modules:
+        if name.partition(".")[0] in ("accelerate", "deepspeed"):
+            del sys.modules[name]
+
+
+def test_every_name_of_the_real_library_can_be_imported() -> None:
+    for module, names in table.modules().items():
+        served = importlib.import_module(module)
+        for name in names:
+            assert getattr(served, name) is not None, f"{module}.{name}"
+        assert set(dir(served)) == names
+
+
+def test_names_that_are_carried_exist_in_the_real_library() -> None:
+    for entry in table.carried():
+        module, _, name = entry.rpartition(".")
+        assert any(name in names for key, names in table.modules().items() if module in ("", key)), entry
+
+
+def test_a_name_may_mean_another_thing_in_another_module(monkeypatch) -> None:
+    ours = {"configure": "paceline.compat:install", "deepspeed.comm.configure": "paceline.compat.served:Server"}
+    monkeypatch.setattr(next(each for each in sys.meta_path if hasattr(each, "carried")), "carried", ours)
+    import deepspeed
+
+    assert deepspeed.comm.configure.__name__ == "Server"
+    assert deepspeed.checkpointing.configure is install
+
+
+def test_a_name_that_is_not_carried_names_the_native_way() -> None:
+    import deepspeed
+
+    for use, way in (
+        (deepspeed.init_inference, "save_16bit_model"),
+        (deepspeed.moe.layer.MoE, "divided by ZeRO"),
+        (deepspeed.tp_model_init, "plan={'tp': 2}"),
+        (deepspeed.sequence.layer.DistributedAttention, "plan={'cp': 2}"),
+    ):
+        with pytest.raises(CompatError, match=r"is not carried by Paceline") as raised:
+            use()
+        assert way in str(raised.value)
+    with pytest.raises(ImportError, match="Did you mean: 'initialize'"):
+        from deepspeed import initialise  # noqa: F401
