@@ -23,6 +23,8 @@ _CARRIED: dict[str, str | dict[str, str]] = {
     _HERE: "version=VERSION",
     f"{_HERE}.initialize": "add_config_arguments init_distributed initialize",
     f"{_HERE}.engine": "DeepSpeedEngine",
+    f"{_HERE}.schedules": "LRRangeTest OneCycle TOTAL_NUM_STEPS VALID_LR_SCHEDULES WARMUP_LINEAR_RATE WARMUP_LOG_RATE "
+    "WarmupCosineLR WarmupDecayLR WarmupLR add_tuning_arguments",
 }
 
 # First match counts: pattern of a name, why it is not carried, what to do.

@@ -1,0 +1,476 @@
+"""DeepSpeed's learning-rate schedules, by its formulas, and the choice of one by the name that a config gives.
+
+    t = last_batch_iteration      -1 when a schedule is made, which writes the rate of the first update;
+    step()                        t += 1, and the rate of the next update is written
+
+So update number k, counted from 0, is taken with the rate of t = k - 1. At t = -1 and at t = 0 a warm-up stands at its
+minimum, hence its first *two* updates do: DeepSpeed's habit, kept. `warmup_first_step=1` in a schedule's parameters lets
+the first update take the warm-up's step 1 instead.
+"""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from paceline.base.errors import ConfigError, PrepareError
+from paceline.base.log import warn_once
+
+Rates = float | Sequence[float]
+
+
+class Schedule:
+    """A schedule whose rates are a function of t alone.
+
+    Args:
+        optimizer: whose groups' rates are written.
+        last_batch_iteration: t; from -1 the first rates are written at once.
+
+    Attributes:
+        optimizer: the one that was given, out of what wraps it.
+        last_batch_iteration: t, the only state.
+    """
+
+    def __init__(self, optimizer: Any, last_batch_iteration: int = -1) -> None:
+        self.optimizer = _optimizer(optimizer)
+        self.last_batch_iteration = last_batch_iteration
+        self._last_lr: list[Any] | None = None
+
+    def get_lr(self) -> list[float]:
+        """Rates of t, one for each group."""
+        raise NotImplementedError
+
+    def get_last_lr(self) -> list[Any]:
+        """Rates that were written last."""
+        assert self._last_lr is not None, "need to call step() first"
+        return self._last_lr
+
+    def step(self, last_batch_iteration: int | None = None) -> None:
+        """Goes on to the next t, or to the one given, and writes its rates."""
+        self.last_batch_iteration = (
+            self.last_batch_iteration + 1 if last_batch_iteration is None else last_batch_iteration
+        )
+        self._write()
+
+    def state_dict(self) -> dict[str, Any]:
+        """t."""
+        return {"last_batch_iteration": self.last_batch_iteration}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Goes on from a t; the optimizer's rates come with the optimizer's own state."""
+        self.last_batch_iteration = state_dict["last_batch_iteration"]
+
+    def _write(self) -> None:
+        for group, rate in zip(self.optimizer.param_groups, self.get_lr(), strict=True):
+            if isinstance(group["lr"], torch.Tensor):
+                group["lr"].fill_(rate)
+            else:
+                group["lr"] = rate
+        self._last_lr = [group["lr"] for group in self.optimizer.param_groups]
+
+    def _begin(self) -> None:
+        if self.last_batch_iteration == -1:
+            self._write()
+
+    def _each(self, value: Rates, name: str) -> list[float]:
+        """A value for each group, of one for all or of a list."""
+        groups = len(self.optimizer.param_groups)
+        if not isinstance(value, (list, tuple)):
+            return [value] * groups  # type: ignore[list-item]
+        if len(value) != groups:
+            raise _wrong(f"{name} has {len(value)} values.", f"the optimizer has {groups} groups of parameters",
+                         f"give one value for all, or {groups}")  # fmt: skip
+        return list(value)
+
+
+class _Warmup(Schedule):
+    """What schedules with a warm-up share: how much of it is done at t."""
+
+    def __init__(
+        self, optimizer: Any, steps: int, kind: str, last_batch_iteration: int, first_step: int | None
+    ) -> None:
+        super().__init__(optimizer, last_batch_iteration)
+        self.warmup_num_steps = max(2, _count(steps, "warmup_num_steps"))
+        if kind not in ("log", "linear"):
+            warn_once("compat", f"warmup_type {kind!r} is neither 'log' nor 'linear'; it is taken as 'log'. Say which.")
+            kind = "log"
+        self.warmup_type = kind
+        self._ahead = 0 if first_step is None else first_step + 1
+
+    @property
+    def _t(self) -> int:
+        return self.last_batch_iteration + self._ahead
+
+    def _warmed(self) -> float:
+        """Part of the warm-up that is done, 0 to 1; only where t < warmup_num_steps."""
+        if self.warmup_type == "linear":
+            return self._t / self.warmup_num_steps
+        return math.log(self._t + 1) / math.log(self.warmup_num_steps)
+
+
+class WarmupLR(_Warmup):
+    """From the minimum to the maximum, then constant: `min + (max - min) * g`, `g = log(t + 1) / log(N)` or `t / N`.
+
+    Args:
+        optimizer: whose rates are written.
+        warmup_min_lr, warmup_max_lr: one rate, or one for each group; the maximum defaults to the groups' own rates.
+        warmup_num_steps: N, at least 2.
+        warmup_type: "log" or "linear".
+        last_batch_iteration: t.
+        warmup_first_step: step of the warm-up that the first update takes; None has it wait one update before step 0.
+    """
+
+    def __init__(
+        self,
+        optimizer: Any,
+        warmup_min_lr: Rates = 0.0,
+        warmup_max_lr: Rates | None = None,
+        warmup_num_steps: int = 1000,
+        warmup_type: str = "log",
+        last_batch_iteration: int = -1,
+        warmup_first_step: int | None = None,
+    ) -> None:
+        super().__init__(optimizer, warmup_num_steps, warmup_type, last_batch_iteration, warmup_first_step)
+        top = [group["lr"] for group in self.optimizer.param_groups] if warmup_max_lr is None else warmup_max_lr
+        self.min_lrs, self.max_lrs = self._each(warmup_min_lr, "warmup_min_lr"), self._each(top, "warmup_max_lr")
+        self._begin()
+
+    def get_lr(self) -> list[float]:
+        """Rates of t."""
+        part = 0.0 if self._t < 0 else self._part()
+        return [low + (high - low) * part for low, high in zip(self.min_lrs, self.max_lrs, strict=True)]
+
+    def _part(self) -> float:
+        return self._warmed() if self._t < self.warmup_num_steps else 1.0
+
+
+class WarmupDecayLR(WarmupLR):
+    """As `WarmupLR`, then down to the minimum in a line: `g = (total - t) / (total - N)`, at least 0.
+
+    Args:
+        optimizer: whose rates are written.
+        total_num_steps: where it ends.
+        warmup_min_lr, warmup_max_lr, warmup_num_steps, warmup_type, last_batch_iteration, warmup_first_step: see `WarmupLR`.
+    """
+
+    def __init__(
+        self,
+        optimizer: Any,
+        total_num_steps: int,
+        warmup_min_lr: Rates = 0.0,
+        warmup_max_lr: Rates = 0.001,
+        warmup_num_steps: int = 1000,
+        warmup_type: str = "log",
+        last_batch_iteration: int = -1,
+        warmup_first_step: int | None = None,
+    ) -> None:
+        self.total_num_steps = total_num_steps
+        super().__init__(
+            optimizer, warmup_min_lr, warmup_max_lr, warmup_num_steps, warmup_type, last_batch_iteration, warmup_first_step
+        )  # fmt: skip
+        _compare(total_num_steps, self.warmup_num_steps)
+
+    def _part(self) -> float:
+        if self._t < self.warmup_num_steps:
+            return self._warmed()
+        return max(0.0, (self.total_num_steps - self._t) / max(1, self.total_num_steps - self.warmup_num_steps))
+
+
+class WarmupCosineLR(_Warmup):
+    """The groups' own rates times a ratio, which warms up to 1 and falls with the cosine.
+
+    Args:
+        optimizer: whose rates are written.
+        total_num_steps: where the cosine ends; the ratio stays there.
+        warmup_min_ratio: the ratio where the warm-up begins (before it, the ratio is 0).
+        warmup_num_steps, warmup_type, last_batch_iteration, warmup_first_step: see `WarmupLR`.
+        cos_min_ratio: the ratio where the cosine ends.
+    """
+
+    def __init__(
+        self,
+        optimizer: Any,
+        total_num_steps: int,
+        warmup_min_ratio: float = 0.0,
+        warmup_num_steps: int = 1000,
+        cos_min_ratio: float = 0.0001,
+        warmup_type: str = "log",
+        last_batch_iteration: int = -1,
+        warmup_first_step: int | None = None,
+    ) -> None:
+        super().__init__(optimizer, warmup_num_steps, warmup_type, last_batch_iteration, warmup_first_step)
+        self.total_num_steps, self.warmup_min_ratio, self.cos_min_ratio = (
+            total_num_steps,
+            warmup_min_ratio,
+            cos_min_ratio,
+        )
+        rates = [group["lr"] for group in self.optimizer.param_groups]
+        self.org_lrs = [rate.clone() if isinstance(rate, torch.Tensor) else rate for rate in rates]
+        _compare(total_num_steps, self.warmup_num_steps)
+        self._begin()
+
+    def get_lr_ratio(self) -> float:
+        """The ratio of t."""
+        t, warm = self._t, self.warmup_num_steps
+        if t < 0:
+            return 0.0
+        if t < warm:
+            return self.warmup_min_ratio + (1 - self.warmup_min_ratio) * self._warmed()
+        done = min(1.0, (t - warm + 1) / max(1, self.total_num_steps - warm))
+        return max(0.0, self.cos_min_ratio + (1 - self.cos_min_ratio) * (1 + math.cos(math.pi * done)) / 2)
+
+    def get_lr(self) -> list[float]:
+        """Rates of t."""
+        ratio = self.get_lr_ratio()
+        return [rate * ratio for rate in self.org_lrs]
+
+
+class LRRangeTest(Schedule):
+    """Ever larger rates, to find where training breaks: `min * (1 + rate * i)`, `i = (t + 1) / size`.
+
+    Args:
+        optimizer: whose rates are written.
+        lr_range_test_min_lr: the first rate, or one for each group.
+        lr_range_test_step_size: updates in an interval i.
+        lr_range_test_step_rate: by what it grows in each.
+        lr_range_test_staircase: rates change at whole intervals only.
+        last_batch_iteration: t.
+    """
+
+    def __init__(
+        self,
+        optimizer: Any,
+        lr_range_test_min_lr: Rates = 1e-3,
+        lr_range_test_step_size: int = 2000,
+        lr_range_test_step_rate: float = 1.0,
+        lr_range_test_staircase: bool = False,
+        last_batch_iteration: int = -1,
+    ) -> None:
+        super().__init__(optimizer, last_batch_iteration)
+        self.min_lr = self._each(lr_range_test_min_lr, "lr_range_test_min_lr")
+        self.step_size = _count(lr_range_test_step_size, "lr_range_test_step_size")
+        self.step_rate, self.staircase = lr_range_test_step_rate, lr_range_test_staircase
+        self._begin()
+
+    def get_lr(self) -> list[float]:
+        """Rates of t."""
+        interval = (self.last_batch_iteration + 1) / self.step_size
+        growth = 1 + self.step_rate * (math.floor(interval) if self.staircase else interval)
+        return [rate * growth for rate in self.min_lr]
+
+
+class OneCycle(Schedule):
+    """Up and down once, momentum the other way, then a slow decay (Smith, 2018: https://arxiv.org/abs/1803.09820).
+
+    With s from 0 to 1 and back over the cycle: `lr = min + (max - min) * s`, `beta1 = max - (max - min) * s`; after it
+    `lr = min / (1 + rate * k)`, `beta1 = max * (1 + rate * k)` with k in units of `decay_step_size`. As in DeepSpeed, beta2
+    becomes 0.99 whatever the optimizer had (`cycle_beta2=None` leaves it), and the very first update has beta1 at its minimum.
+
+    Args:
+        optimizer: whose rates and betas are written.
+        cycle_min_lr, cycle_max_lr: one rate, or one for each group.
+        decay_lr_rate, decay_mom_rate: of the decay after the cycle; 0 is none.
+        cycle_first_step_size, cycle_second_step_size: updates up and down; down as many as up where None.
+        cycle_first_stair_count, cycle_second_stair_count: stairs of each half; 0 is a slope; None as the first.
+        decay_step_size: updates in a unit of the decay; 0 is no decay.
+        cycle_momentum: whether beta1 moves.
+        cycle_min_mom, cycle_max_mom: bounds of beta1.
+        last_batch_iteration: t.
+        cycle_beta2: what beta2 becomes; None leaves the optimizer's own.
+    """
+
+    def __init__(
+        self,
+        optimizer: Any,
+        cycle_min_lr: Rates,
+        cycle_max_lr: Rates,
+        decay_lr_rate: float = 0.0,
+        cycle_first_step_size: int = 2000,
+        cycle_second_step_size: int | None = None,
+        cycle_first_stair_count: int = 0,
+        cycle_second_stair_count: int | None = None,
+        decay_step_size: int = 0,
+        cycle_momentum: bool = True,
+        cycle_min_mom: Rates = 0.8,
+        cycle_max_mom: Rates = 0.9,
+        decay_mom_rate: float = 0.0,
+        last_batch_iteration: int = -1,
+        cycle_beta2: float | None = 0.99,
+    ) -> None:
+        super().__init__(optimizer, last_batch_iteration)
+        self.min_lrs, self.max_lrs = self._each(cycle_min_lr, "cycle_min_lr"), self._each(cycle_max_lr, "cycle_max_lr")
+        self.first, second = cycle_first_step_size, cycle_second_step_size
+        self.second = self.first if second is None else second
+        if self.first <= 0 or self.second < 0:
+            raise _wrong("a cycle needs steps.", f"cycle_first_step_size={self.first}, cycle_second_step_size={self.second}",
+                         "give the first half at least 1 step, and the second none or more")  # fmt: skip
+        self.total_size = self.first + self.second
+        self._stairs = (
+            cycle_first_stair_count,
+            cycle_first_stair_count if cycle_second_stair_count is None else cycle_second_stair_count,
+        )
+        self.decay_lr_rate, self.decay_mom_rate, self.decay_step_size = decay_lr_rate, decay_mom_rate, decay_step_size
+        self.cycle_momentum = cycle_momentum and "betas" in self.optimizer.defaults
+        self.min_moms, self.max_moms = (
+            self._each(cycle_min_mom, "cycle_min_mom"),
+            self._each(cycle_max_mom, "cycle_max_mom"),
+        )
+        self._beta2 = cycle_beta2
+        if cycle_momentum and not self.cycle_momentum:
+            name = type(self.optimizer).__name__
+            warn_once("compat", f"{name} has no betas, so OneCycle moves its rate only; say cycle_momentum: false.")
+        if self.last_batch_iteration == -1:
+            for group, rate in zip(self.optimizer.param_groups, self.min_lrs, strict=True):
+                group["lr"] = group["lr"].fill_(rate) if isinstance(group["lr"], torch.Tensor) else rate
+            self._last_lr = [group["lr"] for group in self.optimizer.param_groups]
+            self._write_betas(self.min_moms)
+
+    def step(self, last_batch_iteration: int | None = None) -> None:
+        """Goes on to the next t, or to the one given, and writes its rates and betas."""
+        super().step(last_batch_iteration)
+        self._write_betas(self.get_mom())
+
+    def get_lr(self) -> list[float]:
+        """Rates of t."""
+        if self.last_batch_iteration < self.total_size:
+            s = self._height()
+            return [low + (high - low) * s for low, high in zip(self.min_lrs, self.max_lrs, strict=True)]
+        return [low / (1 + self.decay_lr_rate * self._decayed()) for low in self.min_lrs]
+
+    def get_mom(self) -> list[float] | None:
+        """First betas of t; None where they don't move."""
+        if not self.cycle_momentum:
+            return None
+        if self.last_batch_iteration < self.total_size:
+            s = self._height()
+            return [high - (high - low) * s for low, high in zip(self.min_moms, self.max_moms, strict=True)]
+        return [high * (1 + self.decay_mom_rate * self._decayed()) for high in self.max_moms]
+
+    def _height(self) -> float:
+        """s: 0 where the cycle begins and ends, 1 at its top."""
+        place = (self.last_batch_iteration + 1) % self.total_size
+        rising = place <= self.first
+        steps, stairs = (place, self._stairs[0]) if rising else (self.total_size - place, self._stairs[1])
+        size = self.first if rising else self.second
+        return math.floor(steps * stairs / size) / stairs if stairs > 0 else steps / size
+
+    def _decayed(self) -> float:
+        """k: units of the decay since the end of the cycle."""
+        return (self.last_batch_iteration - self.total_size + 1) / self.decay_step_size if self.decay_step_size else 0.0
+
+    def _write_betas(self, first: list[float] | None) -> None:
+        if first is None or not self.cycle_momentum:
+            return
+        for group, beta in zip(self.optimizer.param_groups, first, strict=True):
+            group["betas"] = (beta, group["betas"][1] if self._beta2 is None else self._beta2)
+
+
+SCHEDULES: dict[str, type[Schedule]] = {
+    each.__name__: each for each in (LRRangeTest, OneCycle, WarmupLR, WarmupDecayLR, WarmupCosineLR)
+}
+VALID_LR_SCHEDULES = list(SCHEDULES)
+WARMUP_LOG_RATE, WARMUP_LINEAR_RATE, TOTAL_NUM_STEPS = "log", "linear", "total_num_steps"
+
+
+def build(type: str, optimizer: Any, params: Mapping[str, Any]) -> Any:
+    """The schedule that a config asks for.
+
+    Args:
+        type: one of `SCHEDULES`, or the name of a class in `torch.optim.lr_scheduler`.
+        optimizer: whose rates it writes.
+        params: its keywords.
+
+    Raises:
+        ConfigError: `deepspeed-schedule`, for a name or a parameter that is not known, missing, or of no use.
+    """
+    made = SCHEDULES.get(type) or getattr(torch.optim.lr_scheduler, type, None)
+    if not inspect.isclass(made):
+        found = [
+            name for name in dir(torch.optim.lr_scheduler) if inspect.isclass(getattr(torch.optim.lr_scheduler, name))
+        ]
+        close = difflib.get_close_matches(type, [*SCHEDULES, *found], 1)
+        raise _wrong(f"there is no schedule {type!r}.", f"scheduler.type is one of {', '.join(SCHEDULES)}, or a class of "
+                     "torch.optim.lr_scheduler", f"write {close[0] if close else 'WarmupLR'!r}")  # fmt: skip
+    known = inspect.signature(made).parameters
+    strange = [name for name in params if name not in known or name == "optimizer"]
+    missing = [name for name, each in list(known.items())[1:] if each.default is each.empty and name not in params]
+    if strange or missing:
+        why = [f"{name} is no parameter of {type}" for name in strange]
+        why += [f"{name} is missing, and has no default" for name in missing]
+        close = difflib.get_close_matches(strange[0], known, 1) if strange else []
+        fix = f"did you mean {close[0]!r}?" if close else f"its parameters are {', '.join(list(known)[1:])}"
+        raise _wrong(f"{type} cannot be made from these parameters.", why, fix)
+    return made(optimizer, **params)
+
+
+def add_tuning_arguments(parser: Any) -> Any:
+    """Adds a flag for each parameter of the schedules to a parser, with DeepSpeed's defaults, which are the flags' own."""
+    group = parser.add_argument_group("Convergence Tuning", "Convergence tuning configurations")
+    group.add_argument("--lr_schedule", type=str, default=None, help="schedule of the learning rate")
+    for flag, default, text in _FLAGS:
+        if default is False:
+            group.add_argument(f"--{flag}", action="store_true", help=text)
+        else:
+            group.add_argument(f"--{flag}", type=type(default), default=default, help=text)
+    return parser
+
+
+_FLAGS: tuple[tuple[str, Any, str], ...] = (
+    ("lr_range_test_min_lr", 0.001, "LRRangeTest: the first rate"),
+    ("lr_range_test_step_rate", 1.0, "LRRangeTest: by what it grows in an interval"),
+    ("lr_range_test_step_size", 1000, "LRRangeTest: updates in an interval"),
+    ("lr_range_test_staircase", False, "LRRangeTest: change at whole intervals only"),
+    ("cycle_first_step_size", 1000, "OneCycle: updates up"),
+    ("cycle_first_stair_count", -1, "OneCycle: stairs up"),
+    ("cycle_second_step_size", -1, "OneCycle: updates down"),
+    ("cycle_second_stair_count", -1, "OneCycle: stairs down"),
+    ("decay_step_size", 1000, "OneCycle: updates in a unit of the decay"),
+    ("cycle_min_lr", 0.01, "OneCycle: lowest rate"),
+    ("cycle_max_lr", 0.1, "OneCycle: highest rate"),
+    ("decay_lr_rate", 0.0, "OneCycle: decay of the rate"),
+    ("cycle_momentum", False, "OneCycle: move momentum too"),
+    ("cycle_min_mom", 0.8, "OneCycle: lowest momentum"),
+    ("cycle_max_mom", 0.9, "OneCycle: highest momentum"),
+    ("decay_mom_rate", 0.0, "OneCycle: decay of momentum"),
+    ("warmup_min_lr", 0.0, "WarmupLR: first rate"),
+    ("warmup_max_lr", 0.001, "WarmupLR: last rate"),
+    ("warmup_num_steps", 1000, "WarmupLR: updates of the warm-up"),
+    ("warmup_type", "log", "WarmupLR: log or linear"),
+    ("warmup_min_ratio", 0.01, "WarmupCosineLR: first ratio"),
+    ("cos_min_ratio", 0.01, "WarmupCosineLR: last ratio"),
+)
+
+
+def _optimizer(given: Any) -> Optimizer:
+    """The optimizer, or the one inside of what wraps it."""
+    for each in (given, getattr(given, "optimizer", None)):
+        if isinstance(each, Optimizer):
+            return each
+    raise PrepareError(
+        "schedule-optimizer",
+        f"a schedule was given a {type(given).__name__} in place of an optimizer.",
+        why="it writes learning rates into the groups of a torch.optim.Optimizer",
+        fix="pass the optimizer that `deepspeed.initialize` returned, or your own",
+    )
+
+
+def _count(value: Any, name: str) -> int:
+    if isinstance(value, bool) or value != int(value) or value <= 0:
+        raise _wrong(f"{name} must be a positive whole number.", f"{name}={value!r}", "count optimizer steps")
+    return int(value)
+
+
+def _compare(total: int, warmup: int) -> None:
+    if total < warmup:
+        warn_once("compat", f"the schedule ends at total_num_steps={total}, before its warm-up of warmup_num_steps={warmup} "
+                  "is done; raise the first or lower the second.")  # fmt: skip
+
+
+def _wrong(what: str, why: str | list[str], fix: str) -> ConfigError:
+    return ConfigError("deepspeed-schedule", what, why=why, fix=fix)
