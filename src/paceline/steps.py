@@ -52,7 +52,7 @@ class Steps:
                 why=f"pp={self._prepared.plan.layout.pp}",
                 fix="use `accelerator.forward_backward(model, batch, loss_fn)`, which works under every plan",
             )
-        loss = self._scaled(self._gradients.checked(loss, named), num_items)
+        loss = self.scaled(self._gradients.checked(loss, named), num_items)
         with self._prepared.exhausted("backward"):
             try:
                 loss.backward(**named)
@@ -60,7 +60,7 @@ class Steps:
                 for each in self._prepared.models:
                     each.chain.failed(each.wrapped)
                 raise
-            self._settle()
+            self.settle()
 
     def forward_backward(
         self, model: nn.Module, batch: Any, loss_fn: Callable[..., torch.Tensor], num_items: int | None
@@ -79,15 +79,16 @@ class Steps:
             self.backward(loss, num_items)
             return loss.detach()
         # The scale is linear in the loss: what 1 becomes is the factor of each micro-batch's loss.
-        factor = self._scaled(torch.ones((), device=self._prepared.device), num_items)
+        factor = self.scaled(torch.ones((), device=self._prepared.device), num_items)
         with self._prepared.exhausted("forward"), prepared.chain.hold_gradients(prepared.wrapped):
             loss = runner.forward_backward(prepared.wrapped, inputs, named, target, loss_fn, factor, num_items is None)
         if self._scaler is not None:
             self._scaler.watch(loss)
-        self._settle()
+        self.settle()
         return loss
 
-    def _scaled(self, loss: torch.Tensor, num_items: int | torch.Tensor | None) -> torch.Tensor:
+    def scaled(self, loss: torch.Tensor, num_items: int | torch.Tensor | None = None) -> torch.Tensor:
+        """The loss as autograd should see it; who calls `backward` on it calls `settle` after."""
         loss = self._gradients.scale(loss, num_items)
         self._active.train()
         if self._debug and self._gradients.sync:
@@ -98,7 +99,8 @@ class Steps:
             loss = self._scaler.scale(loss)
         return loss
 
-    def _settle(self) -> None:
+    def settle(self) -> None:
+        """Finishes the window's gradients, where it ends here. Ranks: all."""
         if self._gradients.sync:
             for each in self._prepared.models:
                 each.chain.settle(each.wrapped)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Container, Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -40,6 +41,7 @@ def clip_grad_norm(
     refuses the mixture. So are the norms of ranks that hold different parameters.
 
     Args:
+        max_norm: infinity measures, and scales nothing.
         across: those ranks, where there are any.
 
     Ranks: all that hold shards of the parameters, and those of `across`; each gets the same norm, a 0-dim tensor.
@@ -50,6 +52,8 @@ def clip_grad_norm(
         # The gradient's mesh: that of a whole parameter may be divided all the same (`zero`, stage 2).
         meshes.setdefault(parameter.grad.device_mesh if is_sharded(parameter.grad) else None, []).append(parameter)
     if set(meshes) <= {None} and across is None:
+        if max_norm == math.inf:
+            return torch.nn.utils.get_total_norm([p.grad for p in found if p.grad is not None], norm_type)
         return torch.nn.utils.clip_grad_norm_(found, max_norm, norm_type)
     norms = []
     for group in meshes.values():
@@ -61,7 +65,7 @@ def clip_grad_norm(
         here = torch.stack([norm.to(device) for norm in norms]) if norms else torch.zeros(1, device=device)
         norms = list(across.collectives.gather(torch.linalg.vector_norm(here, norm_type).float()))
     total = torch.linalg.vector_norm(torch.stack(norms), norm_type)
-    for group in meshes.values():
+    for group in meshes.values() if max_norm != math.inf else ():
         torch.nn.utils.clip_grads_with_norm_(group, max_norm, total)
     return total
 
