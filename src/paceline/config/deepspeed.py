@@ -1,34 +1,33 @@
 """A DeepSpeed config, read: every key checked, with its place, and said in settings of ours.
 
-    ds_config.json (hjson) or a dict  -->  DeepSpeedConfig
+    ds_config.json (JSON or hjson), base64 of it, or a dict  -->  DeepSpeedConfig
         values   every key by dotted name ("fp16.loss_scale"), as given or DeepSpeed's default, "auto" resolved
         places   where each that was given stands: "ds_config.json:12"
         given    the same in our words: Given("zero", 2, "code", "ds_config.json:9"), for `Accelerator(plan=...)`
         unused   keys without effect here, each with the reason
     .batch(width)  -->  Batch            the batch triangle, once the width of the run is known
 
+    text  --deepspeed_text-->  keys with places  --deepspeed_values-->  values  --deepspeed_meaning-->  settings
+
 The table of keys is `deepspeed_keys`.
 """
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from paceline.base.errors import ConfigError
+from paceline.config.deepspeed_batch import MICRO, STEPS, TRAIN, closed
+from paceline.config.deepspeed_batch import Batch as Batch
+from paceline.config.deepspeed_keys import by_name
+from paceline.config.deepspeed_meaning import Meaning, meaning_of
+from paceline.config.deepspeed_row import NOTHING
+from paceline.config.deepspeed_text import entries_of
+from paceline.config.deepspeed_values import values_of
 from paceline.config.given import Choice, Given
-
-
-@dataclass(frozen=True)
-class Batch:
-    """The three numbers of a batch, all known: `train = micro * accumulate * width`."""
-
-    train: int
-    micro: int
-    accumulate: int
-    width: int
 
 
 @dataclass(frozen=True)
@@ -36,7 +35,7 @@ class DeepSpeedConfig:
     """A config that was read and checked.
 
     Attributes:
-        source: the file's path, or "config={...}".
+        source: the file's path, or "deepspeed.initialize(config={...})".
         values: every known key by dotted name, with DeepSpeed's default where it is not given.
         places: dotted name -> where it was given; defaults have none.
         given: what it means in our settings and options.
@@ -58,56 +57,61 @@ class DeepSpeedConfig:
         Raises:
             ConfigError: `deepspeed-batch`, where it does not close.
         """
-        micro, accumulate = self.values["train_micro_batch_size_per_gpu"], self.values["gradient_accumulation_steps"]
-        train = self.values["train_batch_size"]
-        if micro is None and accumulate is None:
-            accumulate = 1
-        if micro is None:
-            micro = train // accumulate // width
-        if accumulate is None:
-            accumulate = 1 if train is None else train // micro // width
-        return Batch(micro * accumulate * width, micro, accumulate, width)
+        return closed({name: self.values[name] for name in (TRAIN, MICRO, STEPS)}, self.places, width)
+
+    @property
+    def notices(self) -> tuple[str, ...]:
+        """One sentence on what has no effect although somebody asked for it; nothing on what DeepSpeed has by itself."""
+        told = [
+            row for row in self.unused
+            if NOTHING not in row.reason and row.value != by_name()[row.field].default
+        ]  # fmt: skip
+        rows = "; ".join(f"{row.field} ({row.where}): {row.reason.removeprefix('no effect here: ')}" for row in told)
+        return (f"no effect here: {rows}.",) if rows else ()
+
+    @property
+    def profile(self) -> dict[str, dict[str, Any]]:
+        """What is measured, with its options, as `Accelerator(profile=...)` takes it; empty where nothing is."""
+        measured: dict[str, dict[str, Any]] = {}
+        if self["wall_clock_breakdown"]:
+            measured["wall-clock"] = {"every": 1}
+        if self["flops_profiler.enabled"]:
+            measured["flops"] = {
+                "step": self["flops_profiler.profile_step"],
+                "depth": self["flops_profiler.module_depth"],
+                "top": self["flops_profiler.top_modules"],
+                "detailed": self["flops_profiler.detailed"],
+                "file": self["flops_profiler.output_file"],
+            }
+        if self["comms_logger.enabled"]:
+            ops = [] if self["comms_logger.prof_all"] else self["comms_logger.prof_ops"]
+            measured["comms"] = {"ops": ops, "verbose": self["comms_logger.verbose"]}
+        if self["memory_breakdown"]:
+            measured["memory"] = {}
+        return measured
 
 
-_DEFAULTS: dict[str, Any] = {
-    "train_batch_size": None,
-    "train_micro_batch_size_per_gpu": None,
-    "gradient_accumulation_steps": None,
-    "gradient_clipping": 1.0,
-    "steps_per_print": None,
-    "fp16.enabled": False,
-    "bf16.enabled": False,
-    "zero_optimization.stage": 0,
-    "optimizer.type": None,
-    "optimizer.params": {},
-    "scheduler.type": None,
-    "scheduler.params": {},
-}
-
-
-def read(config: str | Path | Mapping[str, Any]) -> DeepSpeedConfig:
+def read(
+    config: str | Path | Mapping[str, Any],
+    *,
+    hints: Mapping[str, Any] | None = None,
+    code: str = "deepspeed.initialize(config={})",
+) -> DeepSpeedConfig:
     """Reads a config.
 
     Args:
-        config: a file's path, or the dict itself.
+        config: a file's path, base64 of JSON, or the dict itself.
+        hints: what "auto" stands for, by dotted name of a key or by TrainingArguments' name of it.
+        code: what the places of a dict look like, with {} for it.
 
     Raises:
-        ConfigError: all problems at once.
+        ConfigError: `config-file`, `config-syntax`; then `config-key`, `config-value`, `config-twice`, `deepspeed-auto`,
+            `deepspeed-conflict`, `deepspeed-feature`: all problems at once.
     """
-    source = "config={...}" if isinstance(config, Mapping) else str(config)
-    content = config if isinstance(config, Mapping) else json.loads(Path(config).read_text(encoding="utf-8"))
-    said = dict(_flat(content))
-    values = {**_DEFAULTS, **said}
-    given = [Given("zero", values["zero_optimization.stage"], "code", source)]
-    for name in ("fp16", "bf16"):
-        if values[f"{name}.enabled"]:
-            given.append(Given("mixed_precision", name, "code", source))
-    return DeepSpeedConfig(source, values, dict.fromkeys(said, source), tuple(given))
-
-
-def _flat(content: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, Any]]:
-    for name, value in content.items():
-        if isinstance(value, Mapping) and name != "params":
-            yield from _flat(value, f"{before}{name}.")
-        else:
-            yield f"{before}{name}", value
+    source, block = entries_of(config, code)
+    said = values_of(block, hints or {})
+    meaning: Meaning = meaning_of(said)
+    problems = [*said.problems, *meaning.problems]
+    if problems:
+        raise ConfigError.of(problems)
+    return DeepSpeedConfig(source, said.values, said.places, tuple(meaning.given), tuple(meaning.unused))

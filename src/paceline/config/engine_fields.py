@@ -16,7 +16,7 @@ from types import MappingProxyType
 from typing import Any
 
 
-class _Stands:
+class Stands:
     """Stands for a number or a text that is known later."""
 
     def __init__(self, text: str) -> None:
@@ -26,7 +26,7 @@ class _Stands:
         return self.text
 
 
-VALUE, NODES = _Stands("the same"), _Stands("number of hosts")
+VALUE, NODES = Stands("the same"), Stands("number of hosts")
 
 
 @dataclass(frozen=True)

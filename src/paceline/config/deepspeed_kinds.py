@@ -1,0 +1,127 @@
+"""Kinds of values that stand in a DeepSpeed config: wider than a setting's, since a JSON value is no text.
+
+5e8 is a whole number, and so is "5e8"; true may be written "true"; capital letters of a word do not matter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from math import isfinite
+from typing import Any
+
+from paceline.config.kinds import YES_NO, Kind
+
+
+@dataclass(frozen=True)
+class Structure(Kind):
+    """A kind that takes lists and blocks too, as they are.
+
+    Attributes:
+        check: value -> value; raises ValueError for one of another kind.
+    """
+
+    check: Callable[[Any], Any] = lambda value: value
+
+    def read(self, value: object) -> Any:
+        """Checks a value.
+
+        Raises:
+            ValueError: holding `expected`.
+        """
+        try:
+            return self.check(value)
+        except (ValueError, TypeError):
+            raise ValueError(self.expected) from None
+
+
+def count(minimum: int = 0, maximum: int | None = None) -> Kind:
+    """A whole number, which may be written 5e8."""
+
+    def parse(text: str) -> int:
+        try:
+            number = int(text)
+        except ValueError:
+            rounded = float(text)
+            if not isfinite(rounded) or rounded != int(rounded):
+                raise
+            number = int(rounded)
+        if number < minimum or (maximum is not None and number > maximum):
+            raise ValueError(text)
+        return number
+
+    bound = f"from {minimum} to {maximum}" if maximum is not None else f"of at least {minimum}"
+    return Kind(f"a whole number {bound}", parse, {"type": "integer", "minimum": minimum})
+
+
+def number(minimum: float | None = 0.0) -> Kind:
+    """A number; `minimum` None takes negative ones."""
+
+    def parse(text: str) -> float:
+        value = float(text)
+        if not isfinite(value) or (minimum is not None and value < minimum):
+            raise ValueError(text)
+        return value
+
+    bound = "" if minimum is None else f" of at least {minimum:g}"
+    return Kind(f"a number{bound}", parse, {"type": "number"})
+
+
+def word(*words: str, **others: str) -> Kind:
+    """One of `words`, given back in this spelling; `others` are more ways to write some of them."""
+    known = {each.lower(): each for each in words} | others
+
+    def parse(text: str) -> str:
+        try:
+            return known[text.lower().removeprefix("torch.")]
+        except KeyError:
+            raise ValueError(text) from None
+
+    return Kind(" or ".join([", ".join(words[:-1]), words[-1]] if words[1:] else words), parse, {"enum": [*words]})
+
+
+def _block(value: Any) -> dict[str, Any]:
+    if not isinstance(value, Mapping):
+        raise TypeError
+    return {str(name): each for name, each in value.items()}
+
+
+def _list(value: Any) -> list[Any]:
+    if not isinstance(value, list | tuple):
+        raise TypeError
+    return list(value)
+
+
+def _numbers(value: Any) -> Any:
+    single = number(None)
+    return [single.read(each) for each in value] if isinstance(value, list | tuple) else single.read(value)
+
+
+def _pair(value: Any) -> tuple[float, float]:
+    first, second = (number(0.0).read(each) for each in _list(value))
+    return first, second
+
+
+def _stage(value: Any) -> Any:
+    if isinstance(value, bool):
+        return int(value)
+    if isinstance(value, list | tuple):
+        return [count(0, 3).read(each) for each in value]
+    return "all" if str(value).lower() == "all" else count(0, 3).read(value)
+
+
+def _switch(value: Any) -> Any:
+    return _block(value) if isinstance(value, Mapping) else YES_NO.read(value)
+
+
+TEXT = Kind("a text", str, {"type": "string"})
+BLOCK = Structure("a block of keys", str, {"type": "object"}, check=_block)
+LIST = Structure("a list", str, {"type": "array"}, check=_list)
+SWITCH = Structure("yes, no, or a block of keys", str, {}, check=_switch)
+NUMBERS = Structure("a number, or a list of them", str, {}, check=_numbers)
+PAIR = Structure("a list of two numbers of at least 0", str, {"type": "array"}, check=_pair)
+STAGE = Structure(
+    "0, 1, 2 or 3 (for autotuning also a list of them, or all)", str, {"enum": [0, 1, 2, 3]}, check=_stage
+)
+ANY = Structure("any value", str, {})
+DTYPE = word("fp32", "fp16", "bf16", float32="fp32", float="fp32", float16="fp16", half="fp16", bfloat16="bf16")

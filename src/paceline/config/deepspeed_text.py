@@ -1,0 +1,155 @@
+"""The text of a DeepSpeed config: JSON, or JSON as people write it (hjson), as pairs that know their lines.
+
+Python's own parser reads what is plain JSON. The rest goes to hjson: comments, trailing commas, keys without quotes, one
+key on each line without commas, a text without the outer braces. Pairs stay pairs, so that a key that stands twice is seen.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from paceline.base.errors import ConfigError
+
+
+class Pairs(list[tuple[str, Any]]):
+    """A block as the parser leaves it: keys and values in the order of the text, a key that stands twice included."""
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One key.
+
+    Attributes:
+        name: of the key alone.
+        value: a single value, a list or a block.
+        where: its place: "ds_config.json:12", or "deepspeed.initialize(config={'fp16': ...})".
+    """
+
+    name: str
+    value: Any
+    where: str
+
+
+class Block(list[Entry]):
+    """The keys of a block, in order, each with its place."""
+
+
+_FORM = 'write `{"key": value, ...}`: every bracket and quote closed, a colon after each key'
+_BRACES = re.compile(r'"(?:\\.|[^"\\\n])*"|\'(?:\\.|[^\'\\\n])*\'|#[^\n]*|//[^\n]*|/\*.*?\*/', re.DOTALL)
+
+
+def entries_of(config: str | Path | Mapping[str, Any], code: str) -> tuple[str, Block]:
+    """The source of a config, and its keys.
+
+    Args:
+        config: a file's path, base64 of JSON, or the dict itself.
+        code: what stands around a dict in its places, such as "deepspeed.initialize(config={})" with {} for the dict.
+
+    Raises:
+        ConfigError: `config-file`, `config-syntax`.
+    """
+    if isinstance(config, Mapping):
+        return code.replace("{}", "{...}"), _of_dict(config, code)
+    text, source = _text(config)
+    return source, _with_lines(text, _parse(text, source), source)
+
+
+def plain(value: Any) -> Any:
+    """Entries and pairs as dicts; of equal keys the last one counts."""
+    if isinstance(value, Pairs):
+        return {name: plain(each) for name, each in value}
+    if isinstance(value, Block):
+        return {each.name: plain(each.value) for each in value}
+    return [plain(each) for each in value] if isinstance(value, list) else value
+
+
+def _of_dict(block: Mapping[Any, Any], code: str, *above: str) -> Block:
+    found = Block()
+    for key, value in block.items():
+        path = (*above, str(key))
+        inside = _of_dict(value, code, *path) if isinstance(value, Mapping) else value
+        shown = "..."
+        for name in reversed(path):
+            shown = f"{{{name!r}: {shown}}}"
+        found.append(Entry(path[-1], inside, code.replace("{}", shown)))
+    return found
+
+
+def _text(config: str | Path) -> tuple[str, str]:
+    path = Path(config).expanduser()
+    try:
+        if path.is_file():
+            return path.read_text(encoding="utf-8-sig"), str(config)
+        reason = "there is no such file"
+    except (OSError, UnicodeDecodeError, ValueError) as error:  # ValueError: a text with null bytes is no path
+        reason = (error.strerror if isinstance(error, OSError) else None) or "it is not UTF-8 text"
+    try:
+        return base64.urlsafe_b64decode(str(config)).decode("utf-8"), "config (base64)"
+    except (binascii.Error, ValueError):
+        shown = str(config) if len(str(config)) <= 200 else f"{str(config)[:200]}..."
+        raise ConfigError(
+            "config-file",
+            f"the DeepSpeed config {shown} cannot be read.",
+            [reason, "it is no base64 of JSON either"],
+            "name a file of JSON that exists, or hand over the dict itself",
+        ) from None
+
+
+def _parse(text: str, source: str) -> Pairs:
+    strict: Exception | None = None
+    try:
+        found = json.loads(text, object_pairs_hook=Pairs)
+    except (ValueError, RecursionError) as error:
+        strict = error
+        found = _parse_loosely(text, source, strict)
+    if not isinstance(found, Pairs):
+        what = f"{source}:1:1: a config is a block of keys, and this is {_kind(found)}."
+        raise ConfigError("config-syntax", what, "", _FORM)
+    return found
+
+
+def _parse_loosely(text: str, source: str, strict: Exception) -> Any:
+    import hjson  # type: ignore[import-untyped]
+
+    try:
+        return hjson.loads(text, object_pairs_hook=Pairs)
+    except (ValueError, RecursionError) as error:
+        line, column = getattr(error, "lineno", 1), getattr(error, "colno", 1)
+        said = str(getattr(error, "msg", error)).replace("%r", repr(text[getattr(error, "pos", 0) :][:1]))
+        why = [f"{said[:1].lower()}{said[1:]}"]
+        if isinstance(strict, json.JSONDecodeError) and (strict.lineno, strict.colno) != (line, column):
+            why.append(
+                f"strict JSON ends at line {strict.lineno}, column {strict.colno}: {strict.msg[:1].lower()}{strict.msg[1:]}"
+            )
+        what = f"{source}:{line}:{column} (line {line}, column {column}) is not JSON."
+        raise ConfigError("config-syntax", what, why, _FORM) from None
+
+
+def _with_lines(text: str, pairs: Pairs, source: str) -> Block:
+    """Finds the line of each key: parsers keep the order of the text, so each search starts where the last one ended."""
+    blank = _BRACES.sub(lambda each: each[0] if each[0][0] in "\"'" else re.sub(r"[^\n]", " ", each[0]), text)
+    position = 0
+
+    def of(block: Pairs) -> Block:
+        nonlocal position
+        found = Block()
+        for name, value in block:
+            key = re.compile(rf"""(?<![\w.-])(["']?){re.escape(name)}\1\s*:""")
+            hit = key.search(blank, position)
+            position = hit.end() if hit else position
+            where = f"{source}:{text.count(chr(10), 0, hit.start() if hit else position) + 1}"
+            found.append(Entry(name, of(value) if isinstance(value, Pairs) else plain(value), where))
+        return found
+
+    return of(pairs)
+
+
+def _kind(value: Any) -> str:
+    return "a list" if isinstance(value, list) else "nothing" if value in (None, "") else "a single value"

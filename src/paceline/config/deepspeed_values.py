@@ -1,0 +1,183 @@
+"""From the keys of a DeepSpeed config to values: names checked, kinds read, "auto" resolved, defaults filled in."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from paceline.base.errors import Problem
+from paceline.config.deepspeed_keys import blocks, by_name, rows
+from paceline.config.deepspeed_parts import PARTS, Param, Part, part
+from paceline.config.deepspeed_row import Key
+from paceline.config.deepspeed_text import Block, Entry, plain
+from paceline.config.given import nearest
+
+_OLD_BLOCKS = {"bfloat16": "bf16"}
+_SHORT_BLOCKS = {"zero_optimization": "stage"}  # `zero_optimization: true` is stage 1
+
+
+@dataclass
+class Said:
+    """What a config says.
+
+    Attributes:
+        values: every known key by dotted name, defaults included.
+        places: where each that was given stands.
+        problems: all that is wrong with names and values.
+    """
+
+    values: dict[str, Any] = field(default_factory=dict)
+    places: dict[str, str] = field(default_factory=dict)
+    problems: list[Problem] = field(default_factory=list)
+
+
+def values_of(block: Block, hints: Mapping[str, Any]) -> Said:
+    """Reads all keys.
+
+    Args:
+        block: the whole config.
+        hints: what "auto" stands for, by dotted name or by TrainingArguments' name.
+    """
+    said = Said({row.name: copy.copy(row.default) for row in rows()})
+    _walk(block, "", hints, said)
+    for role in PARTS:
+        _read_part(role, hints, said)
+    return said
+
+
+def _walk(block: Block, above: str, hints: Mapping[str, Any], said: Said) -> None:
+    for entry in block:
+        name = f"{above}{_OLD_BLOCKS.get(entry.name, entry.name) if not above else entry.name}"
+        if name in by_name():
+            _read_key(by_name()[name], entry, hints, said)
+        elif name not in blocks():
+            said.problems.append(_unknown(entry, above))
+        elif isinstance(entry.value, Block):
+            _walk(entry.value, f"{name}.", hints, said)
+        elif name in _SHORT_BLOCKS and isinstance(entry.value, bool):
+            short = f"{name}.{_SHORT_BLOCKS[name]}"
+            _read_key(by_name()[short], entry, hints, said)
+        elif entry.value is not None and not _is_auto(entry.value):
+            said.problems.append(wrong_value(name, entry.value, entry.where, "a block of keys"))
+
+
+def _read_key(row: Key, entry: Entry, hints: Mapping[str, Any], said: Said) -> None:
+    if row.name in said.places:
+        what = f"{entry.where} sets {row.name} a second time."
+        said.problems.append(Problem("config-twice", what, f"first: {said.places[row.name]}", "keep one of the two"))
+        return
+    said.places[row.name] = entry.where
+    value = plain(entry.value)
+    if _is_auto(value) and row.default != "auto":
+        value = _hint(row.name, row.hint, hints)
+        if value is None and row.required:
+            said.problems.append(_no_default(row.name, entry.where))
+    if value is None:
+        return
+    try:
+        said.values[row.name] = row.kind.read(value)
+    except ValueError as error:
+        said.problems.append(wrong_value(row.name, value, entry.where, str(error), row.default))
+
+
+def _read_part(role: str, hints: Mapping[str, Any], said: Said) -> None:
+    """The parameters of the optimizer or the scheduler, by the rules of its type."""
+    name, params = said.values[f"{role}.type"], said.values[f"{role}.params"]
+    where = said.places.get(f"{role}.params", "")
+    if name is None:
+        if params:
+            what = f"{role}.params ({where}) are given without a type."
+            said.problems.append(
+                Problem("config-value", what, "", f'say which {role}: "type": "{PARTS[role][0].name}"')
+            )
+        return
+    found, place = part(role, name), said.places.get(f"{role}.type", "")
+    if found is None:
+        close = nearest(name, [each.name for each in PARTS[role]])
+        known = ", ".join(each.name for each in PARTS[role] if not each.why)
+        fix = f"write {close!r}" if close else f"use one of these, or hand `initialize` the {role} itself"
+        said.problems.append(Problem("config-value", f"{role}.type cannot be {name!r}.",
+                                     f"it comes from {place}; there are: {known}", fix))  # fmt: skip
+    elif found.why:
+        what = f"{role}.type {found.name} is not supported."
+        said.problems.append(Problem("deepspeed-feature", what, f"{place}: {found.why}", found.fix))
+    elif found.params is not None:
+        said.values[f"{role}.params"] = _params(role, found, params, where, hints, said)
+
+
+def _params(
+    role: str, found: Part, params: Mapping[str, Any], where: str, hints: Mapping[str, Any], said: Said
+) -> dict[str, Any]:
+    read: dict[str, Any] = {}
+    known: Mapping[str, Param] = found.params or {}
+    for name, given in params.items():
+        full, row = f"{role}.params.{name}", known.get(name)
+        if row is None:
+            close = nearest(name, known)
+            fix = f"write {close!r}" if close else "leave it out"
+            why = f"it takes: {', '.join(each for each in known if not known[each].why)}"
+            said.problems.append(Problem("config-key", f"{where}: {found.name} has no parameter {name!r}.", why, fix))
+            continue
+        if row.why:
+            what = f"{full} is not supported."
+            said.problems.append(Problem("deepspeed-feature", what, f"{where}: {row.why}", row.fix))
+            continue
+        value = _hint(full, row.hint, hints) if _is_auto(given) else given
+        if value is None:
+            if _is_auto(given) and row.required:
+                said.problems.append(_no_default(full, where))
+            elif given is None and row.default is None:
+                read[name] = None
+            continue
+        try:
+            read[name] = row.kind.read(value)
+        except ValueError as error:
+            said.problems.append(wrong_value(full, value, where, str(error), row.default))
+    for name, row in known.items():
+        if row.required and name not in params:
+            what = f"{role}.params lacks {name}, which {found.name} needs."
+            fix = f'say it: "{name}": ...'
+            said.problems.append(
+                Problem("config-value", what, f"{found.name} stands in {said.places[f'{role}.type']}", fix)
+            )
+    return read
+
+
+def _is_auto(value: Any) -> bool:
+    return isinstance(value, str) and value.lower() == "auto"
+
+
+def _hint(name: str, theirs: str, hints: Mapping[str, Any]) -> Any:
+    """What "auto" stands for; None where nobody said so."""
+    if theirs == "adam_betas" and {"adam_beta1", "adam_beta2"} <= hints.keys():
+        return [hints["adam_beta1"], hints["adam_beta2"]]
+    return hints.get(name, hints.get(theirs) if theirs else None)
+
+
+def _no_default(name: str, where: str) -> Problem:
+    return Problem(
+        "deepspeed-auto", f"{name} is auto, and nobody said what that is.", f"it comes from {where}; there is no default",
+        f"give {name} a value",
+    )  # fmt: skip
+
+
+def _unknown(entry: Entry, above: str) -> Problem:
+    here = {name[len(above) :].partition(".")[0] for name in by_name() if name.startswith(above)}
+    block = above.rstrip(".")
+    what = f"{entry.where}: DeepSpeed has no key {entry.name!r}{f' in {block}' if block else ''}."
+    elsewhere = [name for name in by_name() if name.rpartition(".")[2] == entry.name]
+    if elsewhere:
+        return Problem("config-key", what, "", f"it is {elsewhere[0]}: move it")
+    close = nearest(entry.name, here)
+    return Problem(
+        "config-key", what, "", f"write {close!r}" if close else "leave it out; the reference lists all keys"
+    )
+
+
+def wrong_value(name: str, value: Any, where: str, expected: str, default: Any = None) -> Problem:
+    """A value of another kind."""
+    shown = "a block of keys" if isinstance(value, Mapping | Block) else repr(value)
+    fix = "give it such a value, or leave it out" + (f" (then {default})" if default not in (None, {}, []) else "")
+    return Problem("config-value", f"{name} cannot be {shown}.", f"it comes from {where}; expected: {expected}", fix)
