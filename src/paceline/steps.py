@@ -6,7 +6,8 @@ forward_backward   the same after the model and the loss; where a pipeline runs,
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from torch import nn
 from paceline.base.errors import PlanError
 from paceline.data.active import ActiveLoaders
 from paceline.optim.accumulate import Accumulation
+from paceline.parallel.microbatches import Microbatches, Part
 from paceline.preparation import Preparation
 from paceline.world.collectives import Collectives
 
@@ -52,7 +54,53 @@ class Steps:
                 why=f"pp={self._prepared.plan.layout.pp}",
                 fix="use `accelerator.forward_backward(model, batch, loss_fn)`, which works under every plan",
             )
-        loss = self.scaled(self._gradients.checked(loss, named), num_items)
+        self._back(self.scaled(self._gradients.checked(loss, named), num_items), **named)
+        with self._prepared.exhausted("backward"):
+            self.settle()
+
+    def forward_backward(
+        self, model: nn.Module, batch: Any, loss_fn: Callable[..., torch.Tensor], num_items: int | None
+    ) -> torch.Tensor:
+        """See `Accelerator.forward_backward`."""
+        parts = [Part.of(each) for each in batch] if isinstance(batch, Microbatches) else None
+        whole = Part.of(batch) if parts is None else None
+        prepared = self._prepared.find(model)
+        runner = prepared.chain.runner if prepared is not None else None
+        if whole is not None and runner is None:
+            with self._prepared.exhausted("forward"):
+                loss = loss_fn(model(*whole.inputs, **whole.named), whole.target)
+            self.backward(loss, num_items)
+            return loss.detach()
+        # The scale is linear in the loss: what 1 becomes is the factor of each micro-batch's loss.
+        factor = self.scaled(torch.ones((), device=self._prepared.device), num_items)
+        mean = num_items is None
+        if prepared is None or runner is None:
+            return self._one_by_one(model, parts or (), loss_fn, factor, mean)
+        with self._prepared.exhausted("forward"), prepared.chain.hold_gradients(prepared.wrapped):
+            if whole is not None:
+                loss = runner.forward_backward(prepared.wrapped, *whole, loss_fn, factor, mean)
+            else:
+                loss = runner.forward_backward_each(prepared.wrapped, parts, loss_fn, factor, mean)
+        if self._scaler is not None:
+            self._scaler.watch(loss)
+        self.settle()
+        return loss
+
+    def _one_by_one(
+        self, model: nn.Module, parts: Sequence[Part], loss_fn: Callable[..., torch.Tensor], factor: Any, mean: bool
+    ) -> torch.Tensor:
+        """Micro-batches of one step where no pipeline runs: ranks communicate in the last one's backward pass."""
+        total, share = torch.zeros((), device=self._prepared.device), factor / (len(parts) if mean else 1)
+        for number, part in enumerate(parts, 1):
+            with self._prepared.hold_gradients([model]) if number < len(parts) else nullcontext():
+                with self._prepared.exhausted("forward"):
+                    loss = loss_fn(model(*part.inputs, **part.named), part.target)
+                self._back(self._gradients.checked(loss, {}) * share)
+            total += loss.detach()
+        self.settle()
+        return total / len(parts) if mean else total
+
+    def _back(self, loss: torch.Tensor, **named: Any) -> None:
         with self._prepared.exhausted("backward"):
             try:
                 loss.backward(**named)
@@ -60,32 +108,6 @@ class Steps:
                 for each in self._prepared.models:
                     each.chain.failed(each.wrapped)
                 raise
-            self.settle()
-
-    def forward_backward(
-        self, model: nn.Module, batch: Any, loss_fn: Callable[..., torch.Tensor], num_items: int | None
-    ) -> torch.Tensor:
-        """See `Accelerator.forward_backward`."""
-        if isinstance(batch, Mapping):
-            inputs, named, target = (), dict(batch), batch
-        else:
-            *first, target = batch
-            inputs, named = tuple(first), {}
-        prepared = self._prepared.find(model)
-        runner = prepared.chain.runner if prepared is not None else None
-        if prepared is None or runner is None:
-            with self._prepared.exhausted("forward"):
-                loss = loss_fn(model(*inputs, **named), target)
-            self.backward(loss, num_items)
-            return loss.detach()
-        # The scale is linear in the loss: what 1 becomes is the factor of each micro-batch's loss.
-        factor = self.scaled(torch.ones((), device=self._prepared.device), num_items)
-        with self._prepared.exhausted("forward"), prepared.chain.hold_gradients(prepared.wrapped):
-            loss = runner.forward_backward(prepared.wrapped, inputs, named, target, loss_fn, factor, num_items is None)
-        if self._scaler is not None:
-            self._scaler.watch(loss)
-        self.settle()
-        return loss
 
     def scaled(self, loss: torch.Tensor, num_items: int | torch.Tensor | None = None) -> torch.Tensor:
         """The loss as autograd should see it; who calls `backward` on it calls `settle` after."""

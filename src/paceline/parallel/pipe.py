@@ -16,7 +16,7 @@ import pickle
 import sys
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import cache, wraps
 from inspect import Parameter, signature
@@ -30,8 +30,9 @@ from torch import Tensor, nn
 from paceline.base.errors import PacelineError, PlanError
 from paceline.base.log import warn_once
 from paceline.parallel.copies import Copies
+from paceline.parallel.microbatches import Part
 from paceline.parallel.schedules import build
-from paceline.parallel.stages import Leave, Spec, Stage, Stages, Visit, specs
+from paceline.parallel.stages import Hidden, Leave, Spec, Stage, Stages, Visit, specs
 from paceline.plan.pipeline import SCHEDULES, choose, rank_of
 from paceline.world.tree import describe, first_rows, map_leaves, map_tensors, tensors
 
@@ -89,7 +90,7 @@ class Pipe:
         ]
         self._shapes: dict[Any, tuple[dict[str, list[Any]], list[Any]]] = {}
         self._built: OrderedDict[Any, Any] = OrderedDict()
-        self._batch: list[Any] = []  # arguments, keywords and target of each micro-batch
+        self._batch: list[Any] = []  # a `Part` for each micro-batch
         self._loss: Callable[[Any, Any], Tensor] | None = None
         self._losses: list[Tensor] = []
         self._inner = model.forward
@@ -124,13 +125,37 @@ class Pipe:
                 f"not take; {name} runs it. Use batches of a multiple of {self._microbatches} rows.",
             )
         size = rows // count
-        self._batch = [
+        parts = [
             map_tensors(
-                lambda t, at=at: t[at : at + size] if t.ndim and t.shape[0] == rows else t, (inputs, named, target)
+                lambda t, at=at: t[at : at + size] if t.ndim and t.shape[0] == rows else t, Part(inputs, named, target)
             )
             for at in range(0, rows, size)
         ]
-        share = factor.detach() / count if mean else factor.detach()
+        self._begin(loss_fn, factor.detach() / count if mean else factor.detach())
+        self._run(name, parts)
+        return self._total(mean, count)
+
+    def each(self, parts: Sequence[Part], loss_fn: Callable[..., Tensor], factor: Tensor, mean: bool) -> Tensor:
+        """Micro-batches as they are, forward and backward; see `Pipeline.forward_backward_each`."""
+        self._begin(loss_fn, factor.detach() / len(parts) if mean else factor.detach())
+        for alike in self._alike(parts):
+            takes = SCHEDULES[self._schedule].takes(len(alike), self._collectives.size)
+            self._run(self._schedule if takes else SCHEDULES[self._schedule].otherwise, alike)
+        return self._total(mean, len(parts))
+
+    def _alike(self, parts: Sequence[Part]) -> list[list[Part]]:
+        """Micro-batches of one shape together: a schedule's buffers are for one. Where peers that gather shards together
+        would find others than this rank, each stands alone, so that all pass in the same order."""
+        found: dict[str, list[Part]] = {}
+        for part in parts:
+            found.setdefault(describe(part[:2]), []).append(part)
+        if self._peers is not None:
+            own = [list(found).index(describe(part[:2])) for part in parts]
+            if len(set(map(tuple, self._peers.gather(torch.tensor([own])).tolist()))) > 1:
+                return [[part] for part in parts]
+        return list(found.values())
+
+    def _begin(self, loss_fn: Callable[..., Tensor], share: Tensor) -> None:
         self._losses = []
 
         def weighed(output: Any, micro_target: Any) -> Tensor:
@@ -139,9 +164,18 @@ class Pipe:
             return loss * share
 
         self._loss = weighed
-        key = (name, count, describe(self._batch[0][:2]))
         self.copies.begin()  # before a probe, which may leave whole parameters in the place of divided ones
-        schedule = self._scheduled(key)
+
+    def _total(self, mean: bool, count: int) -> Tensor:
+        self._loss = None
+        losses = torch.stack(self._losses) if self._losses else torch.zeros(count, device=self._device)
+        total: Tensor = self._collectives.broadcast(losses.mean() if mean else losses.sum(), src=self._owners[-1])
+        return total
+
+    def _run(self, name: str, parts: list[Part]) -> None:
+        """Micro-batches of one shape through a schedule."""
+        count, self._batch = len(parts), parts
+        schedule = self._scheduled((name, count, describe(parts[0][:2])))
         numbers = torch.arange(count)
         try:
             with self._metered(), _gathered(self.model, name):
@@ -151,10 +185,7 @@ class Pipe:
                 raise error.__cause__ from None
             raise
         finally:
-            self._batch, self._loss = [], None
-        losses = torch.stack(self._losses) if self._losses else torch.zeros(count, device=self._device)
-        total: Tensor = self._collectives.broadcast(losses.mean() if mean else losses.sum(), src=self._owners[-1])
-        return total
+            self._batch = []
 
     def _scheduled(self, key: Any) -> Any:
         """The schedule for batches of a shape, with its stages and their buffers."""
@@ -171,7 +202,7 @@ class Pipe:
         for stage in self.stages.own:
             # Halves of a backward pass begin at the stage's input, so that must have a gradient though nothing before trains.
             trains = [trained or SCHEDULES[name].halves for _, trained in hidden]
-            given = () if stage == 0 else hidden[stage - 1][0].empty("meta", any(trains[:stage]))
+            given = () if stage == 0 else _empty(hidden[stage - 1][0], "meta", any(trains[:stage]))
             last = stage == self.stages.count - 1
             gives = Spec((), torch.float32) if last else hidden[stage][0]
             module = Stage(self._micro_pass(stage), self.stages.modules(stage), self._shared)
@@ -183,7 +214,7 @@ class Pipe:
                     self.stages.count,
                     self._device,
                     input_args=given,
-                    output_args=gives.empty("meta", any(trains[: stage + 1])),
+                    output_args=_empty(gives, "meta", any(trains[: stage + 1])),
                     group=self._collectives.group,
                 )
             )
@@ -198,9 +229,11 @@ class Pipe:
         }
         return (parameter for parameter in self.model.parameters() if id(parameter) not in inside)
 
-    def _micro_pass(self, stage: int) -> Callable[[Tensor | None, int], Tensor]:
-        def run(received: Tensor | None, number: int) -> Tensor:
+    def _micro_pass(self, stage: int) -> Callable[[tuple[Tensor, ...], int], Hidden]:
+        def run(arrived: tuple[Tensor, ...], number: int) -> Hidden:
             args, kwargs, target = self._batch[number]
+            received = self._received(stage, arrived)
+            args, kwargs = self.stages.arguments(received, args, kwargs)
             with self.stages.entering(Visit(stage, received)):
                 output = self.model(*args, **kwargs)
             if stage < self.stages.count - 1:
@@ -209,6 +242,13 @@ class Pipe:
             return self._loss(output, target)
 
         return run
+
+    def _received(self, stage: int, arrived: tuple[Tensor, ...]) -> Hidden | None:
+        """What a stage got, in the form in which the one before sent it; that never changes, other than shapes."""
+        if not arrived:
+            return None
+        _, hidden = next(iter(self._shapes.values()))
+        return arrived if isinstance(hidden[stage - 1][0], tuple) else arrived[0]
 
     # -- shapes, and evaluation ----------------------------------------------------------------------------------
 
@@ -248,7 +288,7 @@ class Pipe:
 
     def _walk(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], call: Callable[..., Any]
-    ) -> tuple[Any, dict[str, list[Any]], list[tuple[Spec | None, bool]]]:
+    ) -> tuple[Any, dict[str, list[Any]], list[tuple[Any, bool]]]:
         """A batch through all stages, one after the other.
 
         Returns the output (None on ranks without the last stage); what each unit gave; and for each stage what it
@@ -256,17 +296,16 @@ class Pipe:
         """
         rank, owners, group = self._collectives.rank, self._owners, self._collectives.group
         known: dict[str, list[Any]] = {}
-        sent: list[tuple[Spec | None, bool]] = []
+        sent: list[tuple[Any, bool]] = []
         self.stages.outputs = known
         hidden = output = None
         for stage, owner in enumerate(owners):
             told: Any = None
             if rank == owner:
                 if stage and owners[stage - 1] != rank:
-                    spec = sent[-1][0]
-                    assert spec is not None
-                    hidden = spec.empty(self._device)
-                    dist.recv(hidden, dist.get_global_rank(group, owners[stage - 1]), group)
+                    hidden = _empty(sent[-1][0], self._device)
+                    for each in tensors(hidden):
+                        dist.recv(each, dist.get_global_rank(group, owners[stage - 1]), group)
                 told = self._told(stage, hidden, args, kwargs, call)
                 if not isinstance(told, Exception):
                     output, told = told
@@ -279,14 +318,16 @@ class Pipe:
             if rank == owner and stage + 1 < len(owners):
                 hidden = output
                 if owners[stage + 1] != rank:
-                    dist.send(output, dist.get_global_rank(group, owners[stage + 1]), group)
+                    for each in tensors(output):
+                        dist.send(each, dist.get_global_rank(group, owners[stage + 1]), group)
         return (output if rank == owners[-1] else None), known, sent
 
     def _told(
-        self, stage: int, hidden: Tensor | None, args: tuple[Any, ...], kwargs: dict[str, Any], call: Callable[..., Any]
+        self, stage: int, hidden: Hidden | None, args: tuple[Any, ...], kwargs: dict[str, Any], call: Callable[..., Any]
     ) -> Any:
         """Runs a stage; its output, and what others must know of it; or the error that they must raise too."""
         recorded: dict[str, list[Any]] = {}
+        args, kwargs = self.stages.arguments(hidden, args, kwargs)
         try:
             with self.stages.entering(Visit(stage, hidden, recorded)):
                 output = call(*args, **kwargs)
@@ -301,7 +342,7 @@ class Pipe:
             return error
         trains = any(p.requires_grad for module in self.stages.modules(stage) for p in module.parameters())
         trains = trains or any(p.requires_grad for p in self._shared())
-        return output, (recorded, None if last else Spec.of(output), trains)
+        return output, (recorded, None if last else specs(output), trains)
 
     def _pass(self, *args: Any, **kwargs: Any) -> Any:
         """The user's forward, up to the end of the stage at hand."""
@@ -330,6 +371,13 @@ class Pipe:
         yield
         _wait(self._device)
         setattr(self.meter, name, getattr(self.meter, name) + time.perf_counter() - begin)
+
+
+def _empty(spec: Any, device: torch.device | str, requires_grad: bool = False) -> Any:
+    """Tensors of some kinds; whole numbers and masks have no gradients."""
+    return map_leaves(
+        lambda leaf: leaf.empty(device, requires_grad and leaf.dtype.is_floating_point), spec
+    )  # fmt: skip
 
 
 @contextmanager

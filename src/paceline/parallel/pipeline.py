@@ -22,8 +22,9 @@ from torch import Tensor, nn
 from paceline.base.errors import Problem
 from paceline.config.kinds import one_of, whole
 from paceline.parallel.copies import Copies
+from paceline.parallel.microbatches import Part
 from paceline.parallel.pipe import Meter, Pipe
-from paceline.parallel.stages import Stages
+from paceline.parallel.stages import Spec, Stages
 from paceline.parallel.strategy import Context, Strategy
 from paceline.plan.cost import Bytes
 from paceline.plan.facts import ModelFacts
@@ -150,7 +151,8 @@ class Pipeline(Strategy):
         ranks, rank = context.plan.layout.pp, group.rank
         peers = context.collectives.over(mesh.group("shard")) if context.plan.fully_sharded else None
         state = [*model.parameters(), *model.buffers()]
-        if not context.facts.meta:
+        shapes = {name: Spec.of(parameter) for name, parameter in model.named_parameters()}
+        if not (context.facts.meta or context.facts.apart):
             for tensor in state:
                 tensor.data.copy_(group.broadcast(tensor.detach()))
         blocks, begins = context.collectives.broadcast_object(divide(options, context.facts, ranks * per_rank(options)))
@@ -166,6 +168,8 @@ class Pipeline(Strategy):
                 next((own for own in tied.get(name, (name,)) if stages.holds(own, each)), None) for each in stages_of
             ]
             groups.append({r: own for r, own in enumerate(held) if own is not None})
+        if context.facts.apart:
+            _level(model, dict(zip(trained, groups, strict=True)), shapes, group, context.device)
         copies = Copies(model, groups, group)
         pipe = Pipe(model, stages, copies, options.schedule, microbatches(options, ranks), group, peers, context.device)
         _PIPES[model] = _Piped(pipe, whole_names, context.facts.tied)
@@ -201,6 +205,12 @@ class Pipeline(Strategy):
             PlanError: `pipeline-rows`, `pipeline-order`, `pipeline-hidden`, `pipeline-skip`.
         """
         return _piped(model).pipe.forward_backward(inputs, named, target, loss_fn, factor, mean)
+
+    def forward_backward_each(
+        self, model: nn.Module, parts: Sequence[Part], loss_fn: Any, factor: Tensor, mean: bool
+    ) -> Tensor:
+        """The same for micro-batches that were made elsewhere; each counts the same, and shapes may differ."""
+        return _piped(model).pipe.each(parts, loss_fn, factor, mean)
 
     def stages(self, model: nn.Module) -> Stages:
         """The stages of a model that this rank holds."""
@@ -238,6 +248,25 @@ class Pipeline(Strategy):
             present = [name for name in names_of_one if name in found]
             found |= {name: found[present[0]] for name in present}
         return {name: found[name] for name in (*piped.names, *found) if name in found}
+
+
+def _level(
+    model: nn.Module, held: dict[str, dict[int, str]], shapes: dict[str, Spec], group: Any, device: torch.device
+) -> None:
+    """Parameters that several ranks have built get the values of the first of them. Ranks: all along `pp`.
+
+    Args:
+        held: name -> rank along `pp` -> the name under which it holds the parameter.
+        shapes: of each, on all ranks.
+    """
+    own = dict(model.named_parameters(remove_duplicate=False))
+    for name, holders in held.items():
+        if len(holders) > 1:
+            mine = own.get(holders.get(group.rank, ""))
+            value = shapes[name].empty(device) if mine is None else mine.detach()
+            value = group.broadcast(value, src=min(holders))
+            if mine is not None:
+                mine.data.copy_(value)
 
 
 # -- what options say ------------------------------------------------------------------------------------------

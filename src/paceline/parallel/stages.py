@@ -10,13 +10,19 @@ all names stay. A later stage gets the batch too, and runs `forward` from its st
     first block of the next    its stub ends the pass, carrying its first argument, which is sent on
 
 Parameters that lie on the root, or on a module that holds blocks, are held by all ranks; their gradients are summed.
+
+A model whose `forward` is nothing but its blocks may offer two things (DeepSpeed's `PipelineModule` does):
+
+    model.pipeline_begin(n)    a context manager; inside, `forward(hidden)` runs from block n on. Then no stub is called
+                               but the one that ends the pass, and no later stage needs the batch
+    model.pipeline_apart       True: this rank has built the values of its own stage alone, the others' are on meta
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,7 +31,7 @@ from torch import Tensor, nn
 
 from paceline.base.errors import PlanError
 from paceline.plan.pipeline import matching
-from paceline.world.tree import map_leaves, map_tensors, tensors
+from paceline.world.tree import describe, map_leaves, map_tensors, tensors
 
 
 class Leave(BaseException):
@@ -52,6 +58,9 @@ class Spec:
     def empty(self, device: torch.device | str, requires_grad: bool = False) -> Tensor:
         """A tensor of this kind."""
         return torch.empty(self.shape, dtype=self.dtype, device=device, requires_grad=requires_grad)
+
+
+Hidden = Tensor | tuple[Tensor, ...]  # what travels from stage to stage
 
 
 def specs(tree: Any) -> Any:
@@ -90,7 +99,7 @@ class Visit:
     """
 
     stage: int
-    received: Tensor | None
+    received: Hidden | None
     recorded: dict[str, list[Any]] | None = None
     entered: bool = False
     calls: dict[str, int] = field(default_factory=dict)
@@ -205,6 +214,8 @@ class Stages:
         self.count = len(begins)
         self.own = tuple(own)
         self.first = [blocks[begin] for begin in begins]
+        self._begins = tuple(begins)
+        self._begin_at = getattr(model, "pipeline_begin", None)
         self.visit: Visit | None = None
         self.outputs: dict[str, list[Any]] = {}
         self._device = device
@@ -240,16 +251,24 @@ class Stages:
     @contextmanager
     def entering(self, visit: Visit) -> Iterator[Visit]:
         """While it is open, the model is the stage `visit.stage`."""
+        begin: AbstractContextManager[Any] = nullcontext()
+        if self._begin_at is not None:
+            begin, visit.entered = self._begin_at(self._begins[visit.stage]), True
         swaps = self._swaps_of(visit.stage, visit.recorded is not None)
         for slots, key, there, _ in swaps:
             slots[key] = there
         self.visit = visit
         try:
-            yield visit
+            with begin:
+                yield visit
         finally:
             self.visit = None
             for slots, key, _, back in swaps:
                 slots[key] = back
+
+    def arguments(self, received: Hidden | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """What the model is called with: the batch, or what the stage before sent where the model can begin there."""
+        return (args, kwargs) if self._begin_at is None or received is None else ((received,), {})
 
     def _swaps_of(self, stage: int, record: bool) -> list[Any]:
         """What stands where while a stage runs. Made at the first pass: strategies may have changed modules until then."""
@@ -259,7 +278,7 @@ class Stages:
                 there: nn.Module
                 if unit.stage != stage:
                     there = self._stub(unit, self._real.get(unit.name))
-                elif record or (stage > 0 and unit.name == self.first[stage]):
+                elif self._begin_at is None and (record or (stage > 0 and unit.name == self.first[stage])):
                     there = Shell(unit.name, unit.module, self._at_unit)
                 else:
                     continue
@@ -314,23 +333,24 @@ class Stages:
             visit.recorded.setdefault(name, []).append(specs(output))
         return output
 
-    def hidden(self, stage: int, output: Any) -> Tensor:
-        """The tensor that a stage sends on.
+    def hidden(self, stage: int, output: Any) -> Hidden:
+        """What a stage sends on: a tensor, or a tuple of tensors.
 
         Raises:
             PlanError: `pipeline-hidden`.
         """
-        if not isinstance(output, Tensor):
+        sent = output if type(output) is tuple else (output,)
+        if not sent or not all(isinstance(each, Tensor) for each in sent):
             raise PlanError(
                 "pipeline-hidden",
-                f"stage {stage} of the pipeline ends with a {type(output).__name__}, not with a tensor.",
+                f"stage {stage} of the pipeline ends with {describe(output)}, not with a tensor or a tuple of tensors.",
                 why=f"the first argument of {self.first[min(stage + 1, self.count - 1)]} is what is sent to the next stage; "
                 "its forward must come there, and call it with the hidden state first",
                 fix="name the blocks that run one after the other: options={'pipeline': {'blocks': 'layers.*'}}",
             )
-        return output.contiguous()
+        return sent[0].contiguous() if output is sent[0] else tuple(each.contiguous() for each in sent)
 
-    def check(self, stage: int, output: Any, received: Tensor | None) -> None:
+    def check(self, stage: int, output: Any, received: Hidden | None) -> None:
         """Refuses a stage that computed with what only earlier stages have: placeholders are NaN, so its output is too.
 
         Raises:
@@ -380,17 +400,19 @@ def _find(module: nn.Module, prefix: str, owner: dict[str, int], kept: set[str],
 
 
 class Stage(nn.Module):
-    """One stage as torch's `PipelineStage` sees it: `run(received, micro-batch)`, and the parameters of the stage."""
+    """One stage as torch's `PipelineStage` sees it: `run(received tensors, micro-batch)`, and the stage's parameters."""
 
-    def __init__(self, run: Callable[[Tensor | None, int], Tensor], modules: Sequence[nn.Module], shared: Any) -> None:
+    def __init__(
+        self, run: Callable[[tuple[Tensor, ...], int], Hidden], modules: Sequence[nn.Module], shared: Any
+    ) -> None:
         super().__init__()
         self._run = run
         self.units = nn.ModuleList(modules)
         self._shared = shared
 
-    def forward(self, *received: Tensor, micro: Tensor) -> Tensor:
+    def forward(self, *received: Tensor, micro: Tensor) -> Hidden:
         """One micro-batch, by its number."""
-        return self._run(received[0] if received else None, int(micro))
+        return self._run(received, int(micro))
 
     def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
         """Those of its units, and those that all stages hold."""

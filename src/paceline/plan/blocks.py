@@ -1,8 +1,8 @@
 """Finds the repeated blocks of a model: what is wrapped, recomputed, compiled and divided into stages, one by one.
 
 A transformer holds its layers in a list of modules of one class, a convolutional net its stages in a sequence. The
-blocks are the children of the containers (`ModuleList`, `Sequential`, `ModuleDict`) that hold the same class several
-times; where blocks lie inside blocks, the outer ones count.
+blocks are the children of the containers (`ModuleList`, `Sequential`, `ModuleDict`, and the door's `PipelineModule`)
+that hold the same class several times; where blocks lie inside blocks, the outer ones count.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any
 
-_CONTAINERS = ("ModuleList", "Sequential", "ModuleDict")
+_CONTAINERS = ("ModuleList", "Sequential", "ModuleDict", "PipelineModule")
 
 
 def repeated_blocks(model: Any) -> tuple[str, ...]:

@@ -46,7 +46,8 @@ class ModelFacts:
         batch_norms: names of the modules that keep batch statistics of their own.
         sparse: whether some gradient is sparse.
         blocks: names of the repeated blocks, in order; see `plan.blocks`.
-        meta: whether some tensor has a shape only.
+        meta: whether some tensor has a shape only, and is to get its values here.
+        apart: whether each rank has built the values of its own stage of a pipeline alone; see `Stages`.
         devices: where its tensors are, those without values left out, as text.
         layers: its modules, see `Layer`, in order.
         modules: name and class of each module that can be called, in order, the root first.
@@ -66,6 +67,7 @@ class ModelFacts:
     sparse: bool = False
     blocks: tuple[str, ...] = ()
     meta: bool = False
+    apart: bool = False
     devices: tuple[str, ...] = ()
     layers: tuple[Layer, ...] = ()
     modules: tuple[tuple[str, str], ...] = ()
@@ -84,6 +86,7 @@ def model_facts(model: Any) -> ModelFacts:
     modules = list(model.named_modules())
     blocks = repeated_blocks(model)
     tensors = (*unique.values(), *model.buffers())
+    apart = bool(getattr(model, "pipeline_apart", False))
     return ModelFacts(
         name=type(model).__name__,
         parameters=sum(parameter.numel() for parameter in unique.values()),
@@ -96,7 +99,8 @@ def model_facts(model: Any) -> ModelFacts:
         batch_norms=tuple(name for name, module in modules if "BatchNorm" in type(module).__name__),
         sparse=any(getattr(module, "sparse", False) is True for _, module in modules),
         blocks=blocks,
-        meta=any(tensor.is_meta for tensor in tensors),
+        meta=not apart and any(tensor.is_meta for tensor in tensors),
+        apart=apart,
         devices=_sorted_text(tensor.device for tensor in tensors if not tensor.is_meta),
         layers=tuple(layer for name, module in modules for layer in _layer(name, module)),
         modules=tuple((name, type(module).__name__) for name, module in modules if _callable(module)),

@@ -1,0 +1,106 @@
+"""Where the stages of a `PipelineModule` begin: DeepSpeed's ways of counting layers, and its way of balancing.
+
+    uniform       layers count the same; earlier stages take the rest
+    parameters    a layer counts its elements that train      -> balanced
+    type:REGEX    a layer counts 1 where its class's name matches -> balanced
+    profile       a layer counts the time it takes            -> the slowest stage as fast as can be
+
+DeepSpeed's balance is the least difference between the heaviest and the lightest stage, which is not the least
+heaviest stage; scripts get DeepSpeed's, and a note where the other would be lighter.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from itertools import accumulate, pairwise
+from math import inf
+
+from paceline.base.errors import CompatError, PlanError
+from paceline.plan.pipeline import balanced as least_heaviest
+
+METHODS = ("uniform", "parameters", "type:REGEX", "profile")
+
+
+def uniform(count: int, stages: int) -> list[int]:
+    """Numbers of the layers with which stages begin, and the count last."""
+    if count <= stages:
+        return [min(stage, count) for stage in range(stages + 1)]
+    size, rest = divmod(count, stages)
+    return [stage * size + min(stage, rest) for stage in range(stages + 1)]
+
+
+def balanced(weights: Sequence[float], stages: int) -> list[int]:
+    """The same, so that the heaviest and the lightest stage differ least; of equal ones the later begin counts.
+
+    What is kept for the first `n` layers in `s` stages is one best way alone, so it is not always the best of all:
+    DeepSpeed's numbers are reproduced, and every pair of (n, s) builds on the pairs before it.
+    """
+    count = len(weights)
+    if count <= stages:
+        return uniform(count, stages)
+    ends = [0.0, *accumulate(weights)]
+    heaviest, lightest = [0.0] + [inf] * count, [inf] * (count + 1)  # of the best way for the first layers
+    begins: list[list[int]] = []
+    for _ in range(stages):
+        new = [(inf, inf, inf, 0)] * (count + 1)
+        for end in range(count + 1):
+            for begin in range(end):
+                own = ends[end] - ends[begin]
+                most, least = max(heaviest[begin], own), min(lightest[begin], own)
+                if most - least <= new[end][0]:
+                    new[end] = (most - least, most, least, begin)
+        heaviest, lightest = [each[1] for each in new], [each[2] for each in new]
+        begins.append([each[3] for each in new])
+    found = [count]
+    for places in reversed(begins):
+        found.append(places[found[-1]])
+    return found[::-1]
+
+
+def heaviest(weights: Sequence[float], parts: Sequence[int]) -> float:
+    """Weight of the heaviest stage."""
+    return max(sum(weights[begin:end]) for begin, end in pairwise(parts))
+
+
+def matches(method: str, classes: Sequence[str]) -> list[int]:
+    """For `type:REGEX`: 1 for each layer whose class's name the expression is found in, in any case, 0 for others.
+
+    Raises:
+        PlanError: `pipe-no-layer`, where it is found in none; `pipe-method`, where it is no regular expression.
+    """
+    expression = method.partition(":")[2]
+    try:
+        found = [int(bool(re.search(expression, name, re.IGNORECASE))) for name in classes]
+    except re.error as error:
+        raise unknown(method, f"{expression!r} is no regular expression: {error}") from None
+    if not any(found):
+        raise PlanError(
+            "pipe-no-layer",
+            f"Partitioning '{expression}' found no valid layers to partition.",
+            why=f"partition_method={method!r}; classes of the layers: {', '.join(dict.fromkeys(classes))}",
+            fix="write a part of such a name, as in partition_method='type:linear'; or use 'uniform'",
+        )
+    return found
+
+
+def unknown(method: str, why: str = "") -> CompatError:
+    """The error of a method that does not exist; a NotImplementedError, as DeepSpeed's is."""
+    return CompatError(
+        "pipe-method",
+        f"Partitioning method {method} not implemented.",
+        why=why or f"partition_method={method!r}; there are {', '.join(METHODS)}",
+        fix="use partition_method='parameters', or another of these",
+    )
+
+
+def lighter(weights: Sequence[float], parts: Sequence[int]) -> str:
+    """A sentence where another division has a lighter heaviest stage; empty where none does."""
+    other = [*least_heaviest(weights, len(parts) - 1), len(weights)]
+    now, best = heaviest(weights, parts), heaviest(weights, other)
+    if best >= now:
+        return ""
+    return (
+        f"stages that begin with layers {', '.join(map(str, other[1:-1]))} would hold at most {best:g} instead of {now:g}, "
+        "and the heaviest stage sets the pace: give `partition_method=[...]` these numbers to have it so"
+    )

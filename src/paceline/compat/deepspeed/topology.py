@@ -1,0 +1,195 @@
+"""Which rank stands where on which axis, as DeepSpeed's scripts ask it: pure arithmetic on names of axes.
+
+ProcessTopology(axes, dims)      ranks counted row by row, the last axis fastest
+PipeDataParallelTopology         pipe, data           our layout's pp, then replicate x shard
+PipeModelDataParallelTopology    pipe, data, model    and tp
+PipelineParallelGrid             the same, as seen from this rank
+"""
+
+from __future__ import annotations
+
+from collections import namedtuple
+from collections.abc import Sequence
+from itertools import product
+from math import prod
+from typing import Any
+
+from paceline.base.errors import PlanError
+from paceline.world.world import World
+
+
+class ProcessTopology:
+    """Sizes of named axes, and the ranks on them.
+
+    Args:
+        axes: names, the slowest first.
+        dims: ranks along each.
+
+    Attributes:
+        axes, dims: as given.
+        mapping: coordinate -> rank.
+    """
+
+    def __init__(self, axes: Sequence[str], dims: Sequence[int]) -> None:
+        if len(axes) != len(dims) or len(set(axes)) != len(axes) or not all(dim >= 1 for dim in dims):
+            raise PlanError(
+                "pipe-topology",
+                "a topology needs one size of at least 1 for each of its axes.",
+                why=f"axes={list(axes)}, dims={list(dims)}",
+                fix="give as many dims as axes, as in ProcessTopology(axes=['pipe', 'data'], dims=[2, 4])",
+            )
+        self.axes, self.dims = list(axes), list(dims)
+        self.ProcessCoord: Any = namedtuple("ProcessCoord", self.axes)  # type: ignore[misc]
+        points = product(*(range(dim) for dim in self.dims))
+        self.mapping = {self.ProcessCoord(*point): rank for rank, point in enumerate(points)}
+
+    def get_rank(self, **coordinate: int) -> int:
+        """The rank at a whole coordinate."""
+        if sorted(coordinate) != sorted(self.axes):
+            raise ValueError(f"get_rank() does not support slices: give each of {self.axes}, not {sorted(coordinate)}")
+        return self.mapping[self.ProcessCoord(**coordinate)]
+
+    def get_axis_names(self) -> list[str]:
+        """Names of the axes."""
+        return self.axes
+
+    def get_dim(self, axis: str) -> int:
+        """Ranks along an axis; 0 for one that there is not."""
+        return self.dims[self.axes.index(axis)] if axis in self.axes else 0
+
+    def get_coord(self, rank: int) -> Any:
+        """Where a rank stands."""
+        return next(point for point, other in self.mapping.items() if other == rank)
+
+    def get_axis_comm_lists(self, axis: str) -> list[list[int]]:
+        """The groups of ranks that differ along one axis alone."""
+        if axis not in self.axes:
+            return []
+        others = [other for other in self.axes if other != axis]
+        spans = (range(self.get_dim(other)) for other in others)
+        return [self.filter_match(**dict(zip(others, point, strict=True))) for point in product(*spans)]
+
+    def filter_match(self, **wanted: int) -> list[int]:
+        """Ranks whose coordinates are as wanted, ascending."""
+        return [
+            rank
+            for point, rank in self.mapping.items()
+            if all(getattr(point, axis) == place for axis, place in wanted.items())
+        ]
+
+    def get_axis_list(self, axis: str, idx: int) -> list[int]:
+        """Ranks at one place of an axis."""
+        return self.filter_match(**{axis: idx})
+
+    def get_rank_repr(
+        self, rank: int, omit_axes: Sequence[str] = ("data", "pipe"), inner_sep: str = "_", outer_sep: str = "-"
+    ) -> str:
+        """A rank's coordinate as text, such as "pipe_00-model_01"."""
+        point = self.get_coord(rank)
+        kept = [axis for axis in self.axes if axis not in omit_axes]
+        return outer_sep.join(f"{axis}{inner_sep}{getattr(point, axis):02d}" for axis in kept)
+
+    def world_size(self) -> int:
+        """Ranks of the whole topology."""
+        return prod(self.dims)
+
+    def __str__(self) -> str:
+        return str(self.mapping)
+
+
+class PipeDataParallelTopology(ProcessTopology):
+    """Stages, and replicas of each, which are neighbours in rank."""
+
+    def __init__(self, num_pp: int, num_dp: int) -> None:
+        super().__init__(axes=["pipe", "data"], dims=[num_pp, num_dp])
+
+
+class PipeModelDataParallelTopology(ProcessTopology):
+    """Stages, replicas of each, and the parts of each replica's layers."""
+
+    def __init__(self, num_pp: int, num_mp: int, num_dp: int) -> None:
+        super().__init__(axes=["pipe", "data", "model"], dims=[num_pp, num_dp, num_mp])
+
+
+class PipelineParallelGrid:
+    """A topology as seen from this rank.
+
+    Args:
+        topology: axes pipe and data, and perhaps model; None takes two axes from the number of stages.
+        process_group: is not used: groups are made where the plan is applied.
+        num_stages: where no topology is given.
+
+    Attributes:
+        global_rank, world_size: of this process, and how many there are.
+        stage_id, data_parallel_id: where this process stands.
+        pipe_parallel_size, data_parallel_size, model_parallel_size: ranks along each axis.
+    """
+
+    def __init__(self, topology: ProcessTopology | None = None, process_group: Any = None, num_stages: int = 1) -> None:
+        world = World.detect()
+        self.global_rank, self.world_size = world.rank, world.size
+        self._topo = topology or PipeDataParallelTopology(num_stages, world.size // num_stages)
+        here = self._topo.get_coord(world.rank)
+        self.pipe_parallel_size = max(1, self._topo.get_dim("pipe"))
+        self.data_parallel_size = max(1, self._topo.get_dim("data"))
+        self.model_parallel_size = self.slice_parallel_size = max(1, self._topo.get_dim("model"))
+        self.stage_id = getattr(here, "pipe", 0)
+        self.data_parallel_id = getattr(here, "data", 0)
+        self._model_id = getattr(here, "model", 0)
+
+    def topology(self) -> ProcessTopology:
+        """The topology."""
+        return self._topo
+
+    def get_stage_id(self) -> int:
+        """Number of this rank's stage."""
+        return self.stage_id
+
+    def get_data_parallel_id(self) -> int:
+        """Number of this rank's replica."""
+        return self.data_parallel_id
+
+    def get_global_rank(self) -> int:
+        """This rank."""
+        return self.global_rank
+
+    def stage_to_global(self, stage_id: int, **others: int) -> int:
+        """The rank that stands where this one does, but in another stage."""
+        here = self._topo.get_coord(self.global_rank)._replace(pipe=stage_id, **others)
+        return self._topo.mapping[here]
+
+    def is_first_stage(self) -> bool:
+        """Whether this rank holds the first stage."""
+        return self.stage_id == 0
+
+    def is_last_stage(self) -> bool:
+        """Whether this rank holds the last stage."""
+        return self.stage_id == self.pipe_parallel_size - 1
+
+    # The names that Megatron's scripts ask a model-parallel unit for.
+
+    def get_pipe_parallel_rank(self) -> int:
+        """Number of this rank's stage."""
+        return self.stage_id
+
+    def get_pipe_parallel_world_size(self) -> int:
+        """Number of stages."""
+        return self.pipe_parallel_size
+
+    def get_data_parallel_rank(self) -> int:
+        """Number of this rank's replica."""
+        return self.data_parallel_id
+
+    def get_data_parallel_world_size(self) -> int:
+        """Number of replicas."""
+        return self.data_parallel_size
+
+    def get_model_parallel_rank(self) -> int:
+        """Number of this rank's part of each layer."""
+        return self._model_id
+
+    def get_model_parallel_world_size(self) -> int:
+        """Parts of each layer."""
+        return self.model_parallel_size
+
+    get_slice_parallel_rank, get_slice_parallel_world_size = get_model_parallel_rank, get_model_parallel_world_size
