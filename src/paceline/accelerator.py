@@ -62,7 +62,7 @@ class Accelerator(Keeping):
         project_dir: where checkpoints with automatic names and trackers write; of a URL (`s3://bucket/run`), checkpoints.
         total_limit: how many automatically named checkpoints are kept; None keeps all.
         keep: a rule for that, in place of a number: `Keep(last=3, every=1000, best="loss")`.
-        scaler: options of the loss scaler (`init_scale`, `growth_interval`, ...).
+        scaler: options of the loss scaler (`init_scale`, `growth_interval`, `hysteresis`, ...); see `precision.scale.Growth`.
         debug: checks every collective across ranks and explains hangs.
         timeout_s: seconds after which a collective that some rank never enters fails.
 

@@ -241,6 +241,12 @@ class Preparation:
         self._loader_options["collectives"] = self.data
         if self._scaler is not None:
             self._scaler.agree = self.plan.layout.size("shard", "tp", "pp") > 1
+            self._scaler.named = self.named_parameters
+
+    def named_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Parameters of the prepared models, by the names that the user knows."""
+        for each in self.models:
+            yield from ((clean(name), parameter) for name, parameter in each.module.named_parameters())
 
     def _draft(self) -> Plan:
         """The plan without what an earlier `prepare` derived from its models."""

@@ -1,17 +1,21 @@
 """The loss scaler: keeps float16 gradients in range, and says why a run cannot go on.
 
-`torch.amp.GradScaler` does the arithmetic, on the CPU too. Here are the two things that it leaves open: whether a step
-was skipped (known from the flag that the step computed anyway, so at no further synchronisation), and what to do when
-the loss itself is not finite, which no scale can mend.
+`torch.amp.GradScaler` does the arithmetic, on the CPU too: ONE scale, held by it, multiplies the loss and divides the
+gradients, and changes only where a window begins. Where the scale goes is `scale.Growth`'s business. Here is the rest:
+whether a step was skipped (known from the flag that the step computed anyway, so at no further synchronisation), and what to
+do where no scale can help: the loss itself is not finite, or the scale has reached its minimum.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
+from copy import copy
 from typing import Any
 
 import torch
 
-from paceline.base.errors import TrainError
+from paceline.base.errors import ConfigError, TrainError
+from paceline.precision.scale import Growth
 from paceline.world.sharded import local
 
 
@@ -38,19 +42,53 @@ class LossScaler:
 
     Args:
         device: where the model computes.
-        collectives: agrees over ranks, at skipped steps only, whether a loss was not finite.
+        collectives: agrees over ranks, at skipped steps only, on why.
         agree: whether ranks see different gradients, and so must agree on overflows (parameters are divided).
-        options: keywords of `torch.amp.GradScaler` (`init_scale`, `growth_interval`, ...).
+        enabled: False leaves losses and gradients alone.
+        bad_loss: "raise" ends the run where the loss itself is not finite; "skip" skips that step like any overflow.
+        options: how the scale moves; see `Growth`.
+
+    Attributes:
+        growth: where the scale goes.
+        named: names and parameters of the prepared models, for errors.
+
+    Raises:
+        ConfigError: `scaler-option`.
     """
 
-    def __init__(self, device: torch.device, collectives: Any, agree: bool = False, **options: Any) -> None:
+    def __init__(
+        self,
+        device: torch.device,
+        collectives: Any,
+        agree: bool = False,
+        enabled: bool = True,
+        bad_loss: str = "raise",
+        **options: Any,
+    ) -> None:
+        if bad_loss not in ("raise", "skip"):
+            fix = "write 'raise' or 'skip'"
+            raise ConfigError("scaler-option", f"scaler option bad_loss={bad_loss!r} means nothing.", fix=fix)
         self.agree = agree
+        self.growth = Growth.of(options)
+        self.named: Callable[[], Iterable[tuple[str, torch.Tensor]]] = lambda: ()
         self._device = device
-        self.grad_scaler = _PartScaler(device.type, **options)
+        self.grad_scaler = _PartScaler(device.type, init_scale=self.growth.scale, enabled=enabled)
         self._collectives = collectives
+        self._raises = bad_loss == "raise"
         self._loss: torch.Tensor | None = None
         self._unscaled: set[int] = set()
-        self._stepped = False
+        self._stepped = self._overflow = False
+        self._steps = self._since = 0  # steps so far, and good ones before the overflows that go on
+
+    @property
+    def loss_scale(self) -> float:
+        """The scale of the next backward pass."""
+        ahead = copy(self.growth)
+        if self._stepped:
+            ahead.update(self._overflow)
+        return ahead.scale
+
+    cur_scale = loss_scale
 
     def refresh(self) -> None:
         """Adapts the scale to the steps taken since; called where a window begins.
@@ -58,9 +96,13 @@ class LossScaler:
         Not at the step itself: gradients of a second optimizer, computed at the same scale, may still wait for theirs.
         """
         if self._stepped:
-            self._stepped = False
+            self._steps += 1
+            if not self._overflow:
+                self._since = self._steps
+            self.growth.update(self._overflow)
+            self.grad_scaler.update(self.growth.scale)
+            self._stepped = self._overflow = False
             self._unscaled.clear()
-            self.grad_scaler.update()
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
         """The loss times the scale."""
@@ -97,20 +139,23 @@ class LossScaler:
             Whether the step was skipped; the same on every rank.
 
         Raises:
-            TrainError: `fp16-loss`, where it was skipped because the loss itself is not finite.
+            TrainError: `fp16-loss`, where it was skipped because the loss itself is not finite; `fp16-minimum`, where the
+                scale cannot fall any further.
         """
         self.unscale(optimizer)
         found = self.grad_scaler._found_inf_per_device(optimizer)
         self.grad_scaler.step(optimizer, *args, **kwargs)
         self._stepped = True
         skipped = any(bool(flag) for flag in found.values())
-        if skipped:
+        self._overflow |= skipped
+        if skipped and (self._raises or self.growth.exhausted):
             self._explain()
         return skipped
 
     def _explain(self) -> None:
         bad = self._loss is not None and not bool(torch.isfinite(self._loss).all())
-        if self._collectives.any(bad):
+        bad = self._collectives.any(bad)
+        if bad and self._raises:
             raise TrainError(
                 "fp16-loss",
                 "the loss is not a finite number, so its gradients are not either.",
@@ -119,13 +164,34 @@ class LossScaler:
                 fix="use mixed_precision='bf16', or find the operation with `torch.autograd.set_detect_anomaly(True)`; "
                 "weights are those of the last good step, and saved checkpoints are untouched",
             )
+        if self.growth.exhausted:
+            why = [f"every step since number {self._since + 1} overflowed, this one is number {self._steps + 1}"]
+            why += ["the loss itself is not finite, which no scale can mend"] if bad else []
+            first = next((each for each in self._collectives.gather_object(self._first_bad()) if each), None)
+            why += [f"the first gradient that is not finite: {first}"] if first else []
+            raise TrainError(
+                "fp16-minimum",
+                f"gradients overflow at the smallest loss scale that is allowed, {self.growth.scale:g}.",
+                why=why,
+                fix="use bf16, which needs no scale; or lower the learning rate, or the scaler's min_scale (DeepSpeed: "
+                "fp16.min_loss_scale); weights are those of the last good step",
+            )
+
+    def _first_bad(self) -> str | None:
+        """Name of this rank's first parameter with a gradient that is not finite."""
+        for name, parameter in self.named():
+            if parameter.grad is not None and not bool(torch.isfinite(local(parameter.grad)).all()):
+                return f"{name} (rank {self._collectives.world.rank})"
+        return None
 
     def state_dict(self) -> dict[str, Any]:
-        """The scale and its growth counter."""
+        """The scale and its counters, as torch's scaler names them; empty where it is not enabled."""
         self.refresh()
-        return self.grad_scaler.state_dict()
+        return self.growth.state_dict() if self.grad_scaler.is_enabled() else {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Puts back what `state_dict` gave."""
+        """Puts back what `state_dict`, or torch's scaler, gave."""
         self.refresh()  # what the last step here would have changed must not change what is loaded
         self.grad_scaler.load_state_dict(state)
+        if self.grad_scaler.is_enabled():
+            self.growth.load_state_dict(state)

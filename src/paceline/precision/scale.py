@@ -1,0 +1,128 @@
+"""The loss scale's path: a pure state machine, which sees overflows and knows no tensors.
+
+    a step overflows     scale x backoff_factor, at least min_scale, once `hysteresis` overflows have been counted
+    a good step          counts; after `growth_interval` of them (the first `growth_delay` count for nothing) x growth_factor
+
+With the defaults this is `torch.amp.GradScaler`'s path. `hysteresis=2, growth_delay=1, min_scale=1.0, growth_interval=1000` is
+DeepSpeed's, and factors of 1.0 hold the scale still.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+from paceline.base.errors import ConfigError, Problem
+
+_LARGEST = 3.4028234663852886e38  # of float32, in which a loss is scaled
+
+
+@dataclass
+class Growth:
+    """A loss scale and how it moves.
+
+    Args:
+        init_scale: the first scale.
+        growth_factor, backoff_factor: what it is multiplied by after good steps, and after overflows.
+        growth_interval: good steps in a row until it grows.
+        growth_delay: good steps that don't count, at the beginning and after an overflow.
+        hysteresis: at which overflow since it grew last it begins to fall; 1 is the first.
+        consecutive_hysteresis: any good step, and not growth alone, begins that count anew.
+        min_scale: it never falls below; an overflow there is an error. 0 for no minimum.
+
+    Attributes:
+        scale: of the next backward pass.
+    """
+
+    init_scale: float = 65536.0
+    growth_factor: float = 2.0
+    backoff_factor: float = 0.5
+    growth_interval: int = 2000
+    growth_delay: int = 0
+    hysteresis: int = 1
+    consecutive_hysteresis: bool = False
+    min_scale: float = 0.0
+    scale: float = field(init=False)
+    _good: int = field(init=False)  # good steps in a row
+    _left: int = field(init=False)  # overflows until it falls
+
+    def __post_init__(self) -> None:
+        self.scale, self._good, self._left = float(self.init_scale), -self.growth_delay, self.hysteresis
+
+    @classmethod
+    def of(cls, options: Mapping[str, Any]) -> Growth:
+        """Of keywords.
+
+        Raises:
+            ConfigError: `scaler-option`, for names that are not known and numbers that cannot work; all at once.
+        """
+        known = {each.name: each.default for each in fields(cls) if each.init}
+        found = [
+            Problem(
+                "scaler-option",
+                f"the loss scaler has no option {name!r}.",
+                f"options: {', '.join(known)}, enabled, bad_loss",
+                "see `paceline.precision.scale.Growth`",
+            )
+            for name in options.keys() - known.keys()
+        ]
+        bounds = {
+            "init_scale": (0.0, _LARGEST),
+            "growth_factor": (1.0, _LARGEST),
+            "backoff_factor": (2.0**-126, 1.0),
+            "growth_interval": (1, float("inf")),
+            "growth_delay": (0, float("inf")),
+            "hysteresis": (1, float("inf")),
+            "min_scale": (0.0, _LARGEST),
+        }
+        for name, (low, high) in bounds.items():
+            value = options.get(name, known[name])
+            if not low <= value <= high or (name == "init_scale" and value == 0):
+                why = f"it goes from {low} to {high}" + (", 0 excluded" if name == "init_scale" else "")
+                fix = f"leave it out for {known[name]}"
+                found.append(Problem("scaler-option", f"scaler option {name}={value!r} cannot work.", why, fix))
+        if found:
+            raise ConfigError.of(found)
+        return cls(**options)
+
+    @property
+    def exhausted(self) -> bool:
+        """Whether one more overflow would need a scale below the minimum."""
+        return self.min_scale > 0 and self.scale <= self.min_scale and self._left <= 1
+
+    def update(self, overflow: bool) -> None:
+        """Moves on by one step."""
+        if overflow:
+            if self._left <= 1:
+                self.scale = max(self.scale * self.backoff_factor, self.min_scale)
+            else:
+                self._left -= 1
+            self._good = -self.growth_delay
+            return
+        self._good += 1
+        if self._good == self.growth_interval:
+            self._good = 0
+            self._left = self.hysteresis
+            if self.scale * self.growth_factor <= _LARGEST:
+                self.scale *= self.growth_factor
+        elif self.consecutive_hysteresis:
+            self._left = self.hysteresis
+
+    def state_dict(self) -> dict[str, Any]:
+        """In the words of `torch.amp.GradScaler`, which can load it."""
+        return {
+            "scale": self.scale,
+            "growth_factor": self.growth_factor,
+            "backoff_factor": self.backoff_factor,
+            "growth_interval": self.growth_interval,
+            "_growth_tracker": self._good,
+            "_hysteresis": self._left,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Puts back what `state_dict`, or torch's, gave."""
+        self.scale, self._good = float(state["scale"]), int(state["_growth_tracker"])
+        self.growth_factor, self.backoff_factor = state["growth_factor"], state["backoff_factor"]
+        self.growth_interval = state["growth_interval"]
+        self._left = state.get("_hysteresis", self.hysteresis)
