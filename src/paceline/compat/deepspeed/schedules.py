@@ -4,8 +4,8 @@
     step()                        t += 1, and the rate of the next update is written
 
 So update number k, counted from 0, is taken with the rate of t = k - 1. At t = -1 and at t = 0 a warm-up stands at its
-minimum, hence its first *two* updates do: DeepSpeed's habit, kept. `warmup_first_step=1` in a schedule's parameters lets
-the first update take the warm-up's step 1 instead.
+minimum, hence its first *two* updates do: DeepSpeed's habit, kept. With `warmup_first_step=True` (in a config:
+`"paceline": {"warmup_first_step": true}`) the first update takes the warm-up's step 1 instead.
 """
 
 from __future__ import annotations
@@ -92,16 +92,14 @@ class Schedule:
 class _Warmup(Schedule):
     """What schedules with a warm-up share: how much of it is done at t."""
 
-    def __init__(
-        self, optimizer: Any, steps: int, kind: str, last_batch_iteration: int, first_step: int | None
-    ) -> None:
+    def __init__(self, optimizer: Any, steps: int, kind: str, last_batch_iteration: int, first_step: bool) -> None:
         super().__init__(optimizer, last_batch_iteration)
         self.warmup_num_steps = max(2, _count(steps, "warmup_num_steps"))
         if kind not in ("log", "linear"):
             warn_once("compat", f"warmup_type {kind!r} is neither 'log' nor 'linear'; it is taken as 'log'. Say which.")
             kind = "log"
         self.warmup_type = kind
-        self._ahead = 0 if first_step is None else first_step + 1
+        self._ahead = 2 if first_step else 0
 
     @property
     def _t(self) -> int:
@@ -123,7 +121,7 @@ class WarmupLR(_Warmup):
         warmup_num_steps: N, at least 2.
         warmup_type: "log" or "linear".
         last_batch_iteration: t.
-        warmup_first_step: step of the warm-up that the first update takes; None has it wait one update before step 0.
+        warmup_first_step: the first update takes step 1 of the warm-up; else the first two stand at its minimum.
     """
 
     def __init__(
@@ -134,7 +132,7 @@ class WarmupLR(_Warmup):
         warmup_num_steps: int = 1000,
         warmup_type: str = "log",
         last_batch_iteration: int = -1,
-        warmup_first_step: int | None = None,
+        warmup_first_step: bool = False,
     ) -> None:
         super().__init__(optimizer, warmup_num_steps, warmup_type, last_batch_iteration, warmup_first_step)
         top = [group["lr"] for group in self.optimizer.param_groups] if warmup_max_lr is None else warmup_max_lr
@@ -168,7 +166,7 @@ class WarmupDecayLR(WarmupLR):
         warmup_num_steps: int = 1000,
         warmup_type: str = "log",
         last_batch_iteration: int = -1,
-        warmup_first_step: int | None = None,
+        warmup_first_step: bool = False,
     ) -> None:
         self.total_num_steps = total_num_steps
         super().__init__(
@@ -202,7 +200,7 @@ class WarmupCosineLR(_Warmup):
         cos_min_ratio: float = 0.0001,
         warmup_type: str = "log",
         last_batch_iteration: int = -1,
-        warmup_first_step: int | None = None,
+        warmup_first_step: bool = False,
     ) -> None:
         super().__init__(optimizer, warmup_num_steps, warmup_type, last_batch_iteration, warmup_first_step)
         self.total_num_steps, self.warmup_min_ratio, self.cos_min_ratio = (
@@ -407,6 +405,16 @@ def build(type: str, optimizer: Any, params: Mapping[str, Any]) -> Any:
         fix = f"did you mean {close[0]!r}?" if close else f"its parameters are {', '.join(list(known)[1:])}"
         raise _wrong(f"{type} cannot be made from these parameters.", why, fix)
     return made(optimizer, **params)
+
+
+def of_config(config: Mapping[str, Any] | Any, optimizer: Any) -> Any:
+    """The schedule of a config's `scheduler` block; None where there is none."""
+    kind, params = config["scheduler.type"], dict(config["scheduler.params"])
+    if kind is None:
+        return None
+    if config["paceline.warmup_first_step"] and issubclass(SCHEDULES.get(kind, Schedule), _Warmup):
+        params["warmup_first_step"] = True
+    return build(kind, optimizer, params)
 
 
 def add_tuning_arguments(parser: Any) -> Any:
