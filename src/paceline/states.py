@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import count
@@ -142,6 +142,7 @@ class States:
         background: bool = False,
         busy: str = "wait",
         metrics: Mapping[str, float] | None = None,
+        frozen: bool = True,
     ) -> str | None:
         """Saves at `path`, or under the next automatic name; None where it is skipped. Ranks: all."""
         if busy not in ("wait", "skip"):
@@ -155,6 +156,7 @@ class States:
         self._checkpointer.wait()
         target = path or self._checkpointer.next_path(self._automatic(), self.iteration)
         state, hooks = self._state(), list(self._hooks["save"].values())
+        state.frozen = frozen
 
         def call_hooks(folder: str) -> None:
             models = [each.module for each in self._prepared.models]
@@ -255,8 +257,8 @@ class States:
             fix="add `start = accelerator.resume()` after `prepare`, and begin at `start.epoch`; or leave resume out",
         )
 
-    def load(self, path: str | None, strict: bool = True) -> None:
-        """Loads from `path`, or the newest automatically named checkpoint that verifies. Ranks: all."""
+    def load(self, path: str | None, strict: bool = True, only: Collection[str] | None = None) -> None:
+        """Loads from `path`, or the newest automatically named checkpoint that verifies; `only` some kinds. Ranks: all."""
         self._prepared.at_first_step = None
         self.wait()
         source = path or self._checkpointer.latest(self._automatic())
@@ -277,6 +279,8 @@ class States:
         if hooks:
             agreed(self._collectives, "running the hooks before a load", call_hooks)
         _keep(state, len(models))
+        if only is not None:
+            state.narrow(only)
         self._checkpointer.load(source, state, strict=strict)
         for optimizer in self._prepared.optimizers:
             optimizer.restart(self.run.step)

@@ -10,6 +10,7 @@ lacks is an object with one key that begins with `$`:
 from __future__ import annotations
 
 import base64
+from argparse import Namespace
 from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -84,6 +85,7 @@ _WRITERS: dict[type, _Writer] = {
     torch.Size: lambda e, v, p: ("$size", list(v)),
     set: lambda e, v, p: ("$set", e.items(sorted(v, key=repr), p)),
     frozenset: lambda e, v, p: ("$frozenset", e.items(sorted(v, key=repr), p)),
+    Namespace: lambda e, v, p: ("$namespace", e.pairs(vars(v), p)),
     bytes: lambda e, v, p: ("$bytes", base64.b64encode(v).decode()),
     complex: lambda e, v, p: ("$complex", [v.real, v.imag]),
     torch.dtype: lambda e, v, p: ("$dtype", str(v).removeprefix("torch.")),
@@ -138,6 +140,7 @@ _READERS: dict[str, Callable[[Any], Any]] = {
     "$counter": lambda pairs: Counter({key: item for key, item in pairs}),
     "$tuple": tuple,
     "$size": torch.Size,
+    "$namespace": lambda pairs: Namespace(**{key: item for key, item in pairs}),
     "$set": set,
     "$frozenset": frozenset,
     "$bytes": base64.b64decode,

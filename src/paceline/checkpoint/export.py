@@ -25,6 +25,7 @@ from torch import Tensor
 
 from paceline.base.errors import CheckpointError, Problem
 from paceline.checkpoint.agree import Alone, Peers, agreed, together
+from paceline.checkpoint.deepspeed import newest
 from paceline.checkpoint.direct import sync_folder
 from paceline.checkpoint.files import replacing
 from paceline.checkpoint.manifest import NAME, verify
@@ -176,7 +177,7 @@ def export_checkpoint(
 
     Args:
         path: a checkpoint of ours, whatever its plan, on a disk or at a URL; a folder of accelerate's, also one that its
-            FSDP divided; one of torch's distributed format; or anything else that `load_model` reads.
+            FSDP divided; one of DeepSpeed's; one of torch's distributed format; or anything else that `load_model` reads.
         directory, max_shard_size, safe_serialization: as in `export_weights`.
         model: which, in a checkpoint of several.
 
@@ -190,12 +191,12 @@ def export_checkpoint(
             those of `export_weights`.
     """
     store = store_for(path)
-    home = store.resolve(os.fspath(path))
+    home = newest(store.resolve(os.fspath(path)))
     if store.exists(store.join(home, NAME)):
         problems = verify(home, store)
         if problems:
             raise CheckpointError.of(problems)
-    return export_weights(Stored(open_weights(path, model)), directory, max_shard_size, safe_serialization)
+    return export_weights(Stored(open_weights(home, model)), directory, max_shard_size, safe_serialization)
 
 
 def cut(entries: Sequence[Entry], limit: int) -> list[list[Entry]]:

@@ -17,75 +17,43 @@ import copy
 import os
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy
 import torch
-from torch import Tensor
 
 from paceline.base.errors import CheckpointError
 from paceline.checkpoint.agree import Peers, agreed, together
 from paceline.checkpoint.codec import Encoder
+from paceline.checkpoint.deepspeed import is_deepspeed
+from paceline.checkpoint.deepspeed_state import DeepSpeedReader
 from paceline.checkpoint.local import STORE
 from paceline.checkpoint.model import alike, called, spelled
 from paceline.checkpoint.module_state import ModuleState
 from paceline.checkpoint.optimizer_state import OptimizerState
 from paceline.checkpoint.state import TrainState
+from paceline.checkpoint.translated import Translated, hyper_parameters
 from paceline.checkpoint.weights import (
     DividedWeights,
     TensorWeights,
     Weights,
-    fill,
     load_mapped,
     open_weights,
 )
-from paceline.world.parts import part_of_whole
-from paceline.world.sharded import local
 
 # What numpy's random state is pickled with: harmless, but unknown to torch's safe reader.
 _ARRAYS = [numpy._core.multiarray._reconstruct, numpy.ndarray, numpy.dtype, type(numpy.dtype(numpy.uint32))]
-# How a step is computed, not what: the run at hand decides.
-_MANNERS = ("fused", "foreach", "capturable")
 
 
 def is_foreign(folder: str) -> bool:
-    """Whether a folder is a checkpoint of accelerate's."""
+    """Whether a folder is a checkpoint of accelerate's or DeepSpeed's."""
     names = os.listdir(folder) if os.path.isdir(folder) else []
-    return "manifest.json" not in names and "random_states_0.pkl" in names
-
-
-@dataclass
-class Translated:
-    """A foreign checkpoint in the words of ours.
-
-    Attributes:
-        state: what to load into, without what the folder cannot give.
-        saved: as `state.json` would hold it.
-        sources: for each path of a tensor, the files and the name there.
-        notes: what is not exactly as it was.
-    """
-
-    state: TrainState
-    saved: dict[str, Any]
-    sources: dict[str, tuple[Weights, str]] = field(default_factory=dict)
-    notes: list[str] = field(default_factory=list)
-
-    @property
-    def shapes(self) -> dict[str, tuple[torch.Size, torch.dtype]]:
-        """Shape and dtype of each tensor."""
-        entries = {path: weights.entries[name] for path, (weights, name) in self.sources.items()}
-        return {path: (torch.Size(entry.shape), entry.dtype) for path, entry in entries.items()}
-
-    def read(self, targets: Mapping[str, Tensor]) -> None:
-        """Reads into tensors, whole or divided, what belongs there."""
-        for path, target in targets.items():
-            weights, name = self.sources[path]
-            fill(local(target).detach(), part_of_whole(target), weights, name)
+    return "manifest.json" not in names and ("random_states_0.pkl" in names or is_deepspeed(folder))
 
 
 def translate(folder: str, state: TrainState, peers: Peers) -> Translated:
-    """Reads an accelerate folder, but for its tensors; touches nothing.
+    """Reads a folder of accelerate's or DeepSpeed's, but for its tensors; touches nothing.
 
     Ranks: all.
 
@@ -101,9 +69,8 @@ def translate(folder: str, state: TrainState, peers: Peers) -> Translated:
     names = {model: {key for theirs, _ in ranks for key in theirs[model]} for model in own}
     orders = {name: sorted(dict.fromkeys(pair for _, theirs in ranks for pair in theirs[name]), key=lambda pair: pair[1])
               for name in order}  # fmt: skip
-    return agreed(
-        peers, f"reading {folder}", lambda: _Reader(folder, state, peers.rank, names, orders).read(optimizers)
-    )
+    kind = DeepSpeedReader if is_deepspeed(folder) else _Reader
+    return agreed(peers, f"reading {folder}", lambda: kind(folder, state, peers.rank, names, orders).read(optimizers))
 
 
 class _Reader:
@@ -212,11 +179,7 @@ class _Reader:
             raw = load_mapped(self._path(f"optimizer{end}.bin"))
             states, groups = raw["state"], raw["param_groups"]
         called = self._called(name, groups)
-        hyper = []
-        for at, group in enumerate(groups):
-            own = here.optimizer.param_groups[at] if here and at < len(here.optimizer.param_groups) else {}
-            kept = {key: value for key, value in group.items() if key != "params" and key not in _MANNERS}
-            hyper.append({**{key: value for key, value in own.items() if key != "params"}, **kept})
+        hyper = hyper_parameters(here, groups)
         encoded = {}
         for key, value in states.items():
             if key in called:

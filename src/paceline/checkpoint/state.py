@@ -12,7 +12,7 @@ Nothing here communicates or touches a file: `checkpointer` does.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, MutableMapping
+from collections.abc import Collection, Iterator, Mapping, MutableMapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
@@ -24,7 +24,7 @@ from paceline.base.errors import CheckpointError, Problem
 from paceline.checkpoint import rng
 from paceline.checkpoint.codec import Encoder, decode, references
 from paceline.checkpoint.match import Mismatch, owner_problems
-from paceline.checkpoint.module_state import ModuleState, parameter_names
+from paceline.checkpoint.module_state import ModuleState, parameter_names, unwrap
 from paceline.checkpoint.optimizer_state import OptimizerState
 from paceline.checkpoint.window import Window
 from paceline.world.sharded import is_sharded
@@ -121,6 +121,9 @@ class TrainState:
             where they do not (local SGD between two averages), rank 0's are saved.
         window: gradients of an accumulation window that is open.
 
+    Attributes:
+        frozen: whether parameters that are not trained are saved; a load expects them if they were.
+
     Raises:
         CheckpointError: `checkpoint-stateless`, where an object lacks `state_dict` or `load_state_dict`.
     """
@@ -149,11 +152,40 @@ class TrainState:
         self.scaler = scaler
         self.run = run or RunState()
         self.device = torch.device(device)
+        self.frozen = True
+        self._only: frozenset[str] | None = None
         self._names, self.tied = dict(names or {}), dict(tied or {})
         self._replicas_equal, self.window = replicas_equal, window
         problems = [check_stateful(item, f"{kind}/{name}") for kind, name, item in self._plain_items()]
         if any(problems):
             raise CheckpointError.of(filter(None, problems))
+
+    def narrow(self, kinds: Collection[str]) -> None:
+        """Leaves the rest of a checkpoint alone, and of this run, when it is loaded.
+
+        Args:
+            kinds: of models, optimizers, schedulers, loaders, custom, scaler, rng and window; `run` always is loaded.
+        """
+        self._only = frozenset(kinds)
+        if "models" not in kinds:
+            self.models = {}
+        if "optimizers" not in kinds:
+            self.optimizers = {}
+        self.plain = {kind: items if kind in kinds else {} for kind, items in self.plain.items()}
+        self.scaler = self.scaler if "scaler" in kinds else None
+        self.window = self.window if "window" in kinds else None
+
+    def _wanted(self, saved: Mapping[str, Any]) -> Mapping[str, Any]:
+        """What of a saved state is to be loaded."""
+        if self._only is None:
+            return saved
+        kept = dict(saved)
+        for kind in ("models", "optimizers", *_PLAIN_KINDS, "window"):
+            if kind not in self._only and kind in kept:
+                kept[kind] = {}
+        if "scaler" not in self._only:
+            kept["scaler"] = None
+        return kept
 
     def _plain_items(self) -> list[tuple[str, str, Stateful]]:
         return [(kind, name, item) for kind, items in self.plain.items() for name, item in items.items()]
@@ -178,11 +210,15 @@ class TrainState:
         divisible: set[str] = set()
         for name, module in self.models.items():
             state = ModuleState.of(module)
+            left_out = {} if self.frozen else _frozen(module, state)
+            state.tensors = {key: tensor for key, tensor in state.tensors.items() if key not in left_out}
             paths = {key: f"models/{name}/{key}" for key in state.tensors}
             encoder.tensors |= {paths[key]: tensor for key, tensor in state.tensors.items()}
             divisible |= {paths[key] for key in state.tensors if key not in state.buffers}
             values = {key: encoder.encode(value, f"models/{name}/{key}") for key, value in state.values.items()}
             shared["models"][name] = {"aliases": state.aliases, "values": values}
+            if left_out:
+                shared["models"][name]["left_out"] = left_out
         before = set(encoder.tensors)
         for name, optimizer in self.optimizer_states().items():
             shared["optimizers"][name] = optimizer.encode(encoder, f"optimizers/{name}")
@@ -212,7 +248,7 @@ class TrainState:
             rank: of this process.
             strict: whether names and owners must be the same.
         """
-        restore = Restore()
+        restore, saved = Restore(), self._wanted(saved)
         present: dict[str, Mapping[str, Any]] = {"models": self.models, "optimizers": self.optimizers, **self.plain}
         owners = owner_problems(saved, present)
         if strict:
@@ -225,7 +261,7 @@ class TrainState:
             if name in saved["optimizers"]:
                 _match_optimizer(name, optimizer, saved["optimizers"][name], shapes, restore)
         wanted = [saved[kind][name] for kind, name, _ in self._plain_items() if name in saved[kind]]
-        wanted += [saved["scaler"], saved["run"], _streams(saved, rank)]
+        wanted += [saved["scaler"], saved["run"], _streams(saved, rank) if self._draws else None]
         wanted += [saved["models"][name]["values"] for name in self.models if name in saved["models"]]
         divided = self._divided(saved)
         for path in references(wanted):
@@ -237,7 +273,7 @@ class TrainState:
             targets, problems = self.window.match(saved.get("window", {}), shapes, rank)
             restore.targets |= targets
             restore.problems += problems
-        if str(rank) not in saved["rng"]:
+        if self._draws and str(rank) not in saved["rng"]:
             restore.notes.append(
                 f"random streams: {len(saved['rng'])} ranks saved theirs; higher ranks go on with new ones, "
                 "derived from rank 0's"
@@ -246,6 +282,11 @@ class TrainState:
             here, there = ("no", "a") if self.scaler is None else ("a", "no")
             restore.notes.append(f"loss scale: the checkpoint has {there} scaler, this run has {here} scaler")
         return restore
+
+    @property
+    def _draws(self) -> bool:
+        """Whether random streams are loaded."""
+        return self._only is None or "rng" in self._only
 
     def _divided(self, saved: Mapping[str, Any]) -> dict[str, Tensor]:
         """DTensors that registered objects hold now, by path: a rank reads its part of these (an average of weights, say)."""
@@ -265,7 +306,8 @@ class TrainState:
         for key, tensor in state.tensors.items():
             source = key if key in there else saved["aliases"].get(key, "")
             if source not in there:
-                mismatch.missing[key] = tuple(tensor.shape)
+                if key not in saved.get("left_out", ()):
+                    mismatch.missing[key] = tuple(tensor.shape)
                 continue
             shape, dtype = shapes[prefix + source]
             if shape != tensor.shape:
@@ -290,7 +332,7 @@ class TrainState:
     def sums(self, saved: Mapping[str, Any], shapes: Shapes) -> Iterator[dict[str, Tensor]]:
         """Tensors to read one after the other, between `match` and `apply`: gradients that another layout held."""
         if self.window is not None:
-            yield from self.window.sums(saved.get("window", {}), shapes, self._rescaled(saved))
+            yield from self.window.sums(self._wanted(saved).get("window", {}), shapes, self._rescaled(saved))
 
     def _rescaled(self, saved: Mapping[str, Any]) -> float:
         """By what a gradient's scale changes where only one side has a loss scaler."""
@@ -306,7 +348,7 @@ class TrainState:
             restore: what `match` gave.
             rank: of this process.
         """
-        tensors = restore.targets
+        tensors, saved = restore.targets, self._wanted(saved)
         for source, target in restore.same:
             target.copy_(source)
         for name, state in restore.modules.items():
@@ -323,11 +365,20 @@ class TrainState:
         self.run.load_state_dict(decode(saved["run"], tensors))
         if self.window is not None:
             self.window.apply(saved.get("window", {}), tensors, rank, self._rescaled(saved))
+        if not self._draws:
+            return
         streams = decode(_streams(saved, rank), tensors)  # last: whatever ran before may have drawn
         if str(rank) not in saved["rng"]:
             rng.derive(streams, rank)
         elif not rng.restore(streams, self.device):
             restore.notes.append(f"random streams: saved on {streams['device']}, so {self.device.type}'s is new")
+
+
+def _frozen(module: nn.Module, state: ModuleState) -> dict[str, bool]:
+    """Names of the parameters that are not trained: a dictionary, since ranks unite those."""
+    idle = {id(parameter) for parameter in module.parameters() if not parameter.requires_grad}
+    own = unwrap(module).state_dict(keep_vars=True)
+    return {key: True for key in state.tensors if id(own[state.raw[key]]) in idle}
 
 
 def check_stateful(item: Any, name: str) -> Problem | None:

@@ -240,17 +240,21 @@ def open_weights(path: str | os.PathLike[str], model: str = "") -> Weights:
     """The weights in a file or folder, whatever their format.
 
     Args:
-        path: a folder (of safetensors or torch's files, one of our checkpoints, one of accelerate's, one of torch's
-            distributed format), or one file of weights.
+        path: a folder (of safetensors or torch's files, one of our checkpoints, one of accelerate's or DeepSpeed's, one of
+            torch's distributed format, or one whose file `latest` names such a folder in it), or one file of weights.
         model: in a checkpoint of several models, the name of the one that is wanted: "model", "model_1", ...
 
     Raises:
         CheckpointError: `checkpoint-missing`, `checkpoint-damaged`, `checkpoint-unsafe`.
     """
+    from paceline.checkpoint.deepspeed import DeepSpeedFolder, is_deepspeed, newest  # which is made of what is here
+
     store = store_for(path)
-    place = store.resolve(os.fspath(path))
+    place = newest(store.resolve(os.fspath(path)))
     if store.exists(store.join(place, NAME)):
         return _checkpointed(store, place, model)
+    if is_deepspeed(place):
+        return DeepSpeedFolder(place).weights
     if store.exists(store.join(place, INDEX)):
         return _divided(store, place)
     number = int(model.rpartition("_")[2]) if re.fullmatch(r"model_\d+", model) else 0

@@ -1,0 +1,97 @@
+"""`Attendance`: who has come to a call that all ranks must make, known before anything could hang on it.
+
+a training forward pass     each rank writes into the store which micro-batch it begins: a few microseconds, no answer
+a save                      each rank signs in; whoever waits sees who is missing, and what became of them:
+                                ended, or at a later micro-batch: they will not come, an error within seconds
+                                silent: a warning after `PATIENCE_S`, an error after the group's timeout
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from paceline.base.errors import CheckpointError
+from paceline.base.log import logger
+from paceline.world import rendezvous
+from paceline.world.world import World
+
+PATIENCE_S = 10.0
+_POLL_S = 0.02
+_GRACE_S = 1.0  # what a rank has written may still be under way
+
+
+class Attendance:
+    """Of one engine.
+
+    Args:
+        world: this process.
+        number: of the engine, the same on all ranks.
+        timeout_s: how long a silent rank is waited for.
+    """
+
+    def __init__(self, world: World, number: int, timeout_s: float | None = None) -> None:
+        self._world, self._begun, self._calls = world, 0, 0
+        self._timeout_s = rendezvous.timeout(timeout_s)
+        self._store: Any = None
+        if world.size > 1:
+            self._store = rendezvous.part(f"attendance/{number}")
+            rendezvous.on_leave(lambda why: self._store.set(f"ended/{world.rank}", why))
+
+    def begins(self, micro_batch: int) -> None:
+        """This rank begins a micro-batch that trains."""
+        if self._store is not None and micro_batch != self._begun:
+            self._begun = micro_batch
+            self._store.set(f"at/{self._world.rank}", str(micro_batch))
+
+    def call(self, name: str, fix: str, done: int) -> None:
+        """Returns once all ranks are here. Ranks: all.
+
+        Args:
+            name: what is called.
+            fix: what the script should do, where ranks do not come.
+            done: micro-batches that this rank has done.
+
+        Raises:
+            CheckpointError: `checkpoint-ranks-missing`.
+        """
+        if self._store is None:
+            return
+        self._calls += 1
+        keys = {rank: f"{self._calls}/{rank}" for rank in range(self._world.size)}
+        self._store.set(keys[self._world.rank], name)
+        started, told = time.monotonic(), False
+        while not self._store.check(list(keys.values())):
+            time.sleep(_POLL_S)
+            waited = time.monotonic() - started
+            missing = [rank for rank, key in keys.items() if not self._store.check([key])]
+            gone = {rank: why for rank in missing if (why := self._gone(rank, done))}
+            if missing and ((gone and waited > _GRACE_S) or waited > self._timeout_s):
+                late = f"did not come within {self._timeout_s:g} s"
+                raise _missing(name, fix, self._world.rank, {rank: gone.get(rank, late) for rank in gone or missing})
+            if missing and not told and waited > PATIENCE_S:
+                told = True
+                logger("compat").warning(
+                    "rank %d waits in %s for rank %s since %.0f s: every rank must call it. %s",
+                    self._world.rank, name, ", ".join(map(str, missing)), waited, fix,
+                )  # fmt: skip
+        if self._calls > 2:  # whoever is here has read what was written two calls ago
+            self._store.delete_key(f"{self._calls - 2}/{self._world.rank}")
+
+    def _gone(self, rank: int, done: int) -> str:
+        """Why a rank will not come; "" where it may."""
+        if self._store.check([f"ended/{rank}"]):
+            return str(bytes(self._store.get(f"ended/{rank}")).decode())
+        if self._store.check([f"at/{rank}"]) and (at := int(self._store.get(f"at/{rank}"))) > done:
+            return f"went on to micro-batch {at}; this rank has done {done}"
+        return ""
+
+
+def _missing(name: str, fix: str, here: int, ranks: dict[int, str]) -> CheckpointError:
+    listed = ", ".join(map(str, ranks))
+    return CheckpointError(
+        "checkpoint-ranks-missing",
+        f"rank {here} called {name}, but rank {listed} did not.",
+        why=[f"rank {rank} {why}" for rank, why in ranks.items()],
+        fix=fix,
+    )

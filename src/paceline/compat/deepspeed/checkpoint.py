@@ -1,0 +1,322 @@
+"""DeepSpeed's calls for checkpoints, on ours: any stage and width loads what any other has saved.
+
+    SAVE_DIR/latest            the newest tag, written last
+    SAVE_DIR/global_step4/     a checkpoint of ours: models, optimizers, schedulers, loss scale, random streams, the
+                               accumulation window, counters and the script's own `client_state`
+
+Folders that DeepSpeed itself wrote are read too (`paceline.checkpoint.deepspeed`).
+"""
+
+from __future__ import annotations
+
+import os
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from itertools import count
+from typing import Any
+
+import torch
+
+from paceline.base.errors import ConfigError
+from paceline.base.log import logger, warn_once
+from paceline.checkpoint.agree import agreed
+from paceline.checkpoint.export import Rows, export_weights
+from paceline.checkpoint.files import replacing, writing
+from paceline.checkpoint.held import Held
+from paceline.checkpoint.module_state import clean
+from paceline.checkpoint.store import Store, store_for
+from paceline.checkpoint.weights import open_weights
+from paceline.compat.deepspeed.attendance import Attendance
+from paceline.world.exchange import as_bytes
+
+_KEY = "deepspeed"  # where the engine's own state lies among the run's counters
+_COUNTERS = ("global_steps", "global_samples", "skipped_steps")
+_ALL = frozenset({"models", "optimizers", "schedulers", "custom", "scaler", "rng", "window"})
+_numbers = count()
+_attendances: weakref.WeakKeyDictionary[Any, Attendance] = weakref.WeakKeyDictionary()
+_WHOLE = 1 << 60  # bytes: one file, however large
+_EVERY_RANK = "call it on every rank, outside of `if rank == 0`: each writes its part"
+
+
+def attendance(engine: Any) -> Attendance:
+    """The engine's attendance list. Ranks: all make their engines in the same order."""
+    if engine not in _attendances:
+        _attendances[engine] = Attendance(engine.accelerator.world, next(_numbers))
+    return _attendances[engine]
+
+
+# -- save ------------------------------------------------------------------------------------------------------------
+
+
+def save(
+    engine: Any,
+    save_dir: str | os.PathLike[str],
+    tag: Any = None,
+    client_state: Mapping[str, Any] | None = None,
+    save_latest: bool = True,
+    exclude_frozen: bool = False,
+) -> bool:
+    """Saves under `save_dir/tag`; returns True.
+
+    Args:
+        tag: anything that `str` makes a name of; None is `global_step{N}`.
+        client_state: tensors, numbers, text, containers and `argparse.Namespace`; rank 0's counts.
+        save_latest: whether `latest` names this one.
+        exclude_frozen: leaves parameters that are not trained out; a load keeps those that are there.
+
+    Ranks: all.
+
+    Raises:
+        ConfigError: `deepspeed-save-dir`, `deepspeed-tag`.
+        CheckpointError: `checkpoint-ranks-missing` within seconds; those of `Accelerator.save_state`.
+    """
+    attendance(engine).call("save_checkpoint", _EVERY_RANK, engine.micro_steps)
+    folder = _folder(save_dir)
+    tag = _agreed_tag(engine, f"global_step{engine.global_steps}" if tag is None else str(tag))
+    accelerator, store = engine.accelerator, store_for(folder)
+    extra = accelerator._states.run.extra
+    if accelerator.is_main_process:
+        extra[_KEY] = _own_state(engine, client_state or {})
+    try:
+        accelerator._states.save(store.join(folder, tag), accelerator.plan, frozen=not exclude_frozen)
+    finally:
+        extra.pop(_KEY, None)
+    if save_latest:
+        accelerator._states.on_main(lambda: _write_latest(store, folder, tag))
+    return True
+
+
+def _folder(save_dir: Any) -> str:
+    if not save_dir or not isinstance(save_dir, (str, os.PathLike)):
+        raise ConfigError(
+            "deepspeed-save-dir",
+            f"save_checkpoint needs the name of a folder, and was given {save_dir!r}.",
+            why="checkpoints lie in SAVE_DIR/TAG, and SAVE_DIR/latest names the newest",
+            fix="pass one, such as save_checkpoint('checkpoints')",
+        )
+    return os.fspath(save_dir)
+
+
+def _agreed_tag(engine: Any, tag: str) -> str:
+    """Rank 0's tag, once `checkpoint.tag_validation` has been obeyed. Ranks: all."""
+    tags = engine.accelerator.collectives.gather_object(tag)
+    mode = str(engine.config["checkpoint.tag_validation"]).upper()
+    if len(set(tags)) == 1 or mode == "IGNORE":
+        return str(tags[0])
+    listed = ", ".join(f"rank {rank}: {each!r}" for rank, each in enumerate(tags[:8]))
+    if mode == "FAIL":
+        raise ConfigError(
+            "deepspeed-tag",
+            "the ranks save one checkpoint under several tags.",
+            why=[listed, "checkpoint.tag_validation is FAIL"],
+            fix="leave out of the tag what differs between ranks (the rank, a time of day)",
+        )
+    if engine.accelerator.is_main_process:
+        logger("compat").warning(
+            "the ranks save one checkpoint under several tags (%s): %r is taken, for a checkpoint is one folder. "
+            "Leave out of the tag what differs between ranks.", listed, tags[0],
+        )  # fmt: skip
+    return str(tags[0])
+
+
+def _own_state(engine: Any, client_state: Mapping[str, Any]) -> dict[str, Any]:
+    """What the engine keeps beside the accelerator."""
+    scheduler = _apart(engine)
+    return {
+        "counters": {name: getattr(engine, name) for name in _COUNTERS},
+        "window": [engine.micro_steps % engine.batch.accumulate, engine.batch.accumulate],
+        "lr_scheduler": None if scheduler is None else scheduler.state_dict(),
+        "client_state": dict(client_state),
+    }
+
+
+def _apart(engine: Any) -> Any:
+    """The engine's scheduler, where the accelerator does not know it."""
+    scheduler = getattr(engine, "lr_scheduler", None)
+    known = engine.accelerator._prepared.schedulers
+    prepared = any(scheduler is each or scheduler is each.scheduler for each in known)
+    return None if prepared or not hasattr(scheduler, "state_dict") else scheduler
+
+
+def _write_latest(store: Store, folder: str, tag: str) -> None:
+    path = store.join(store.resolve(folder), "latest")
+    with writing(f"writing {path}"), store.open(path, "wb") if "://" in path else replacing(path) as file:
+        file.write(tag.encode())
+
+
+# -- load ------------------------------------------------------------------------------------------------------------
+
+
+def load(
+    engine: Any,
+    load_dir: str | os.PathLike[str],
+    tag: Any = None,
+    strict: bool = True,
+    load_optimizer: bool = True,
+    load_scheduler: bool = True,
+    module_only: bool = False,
+    custom_load_fn: Callable[..., Any] | None = None,
+) -> tuple[str | None, dict[str, Any] | None]:
+    """Loads `load_dir/tag`, at any stage and width; `(path, client_state)`, or `(None, None)` with a warning.
+
+    Args:
+        tag: None takes what `latest` says.
+        strict: whether names of parameters must agree; shapes must always.
+        load_optimizer, load_scheduler: whether these are loaded.
+        module_only: the model alone.
+        custom_load_fn: called with `src=` (the saved state, whole tensors by name) and `dst=` (the module) in place of a
+            load of the model.
+
+    Ranks: all.
+
+    Raises:
+        CheckpointError: those of `Accelerator.load_state`; nothing was touched.
+    """
+    accelerator = engine.accelerator
+    attendance(engine).call("load_checkpoint", "call it on every rank, outside of `if rank == 0`", engine.micro_steps)
+    folder = os.fspath(load_dir)
+    store = store_for(folder)
+    tag = _latest(engine, store, folder) if tag is None else str(tag)
+    if tag is None:
+        return None, None
+    _notice_universal(engine)
+    path = store.join(folder, tag)
+    states = accelerator._states
+    only = set(_ALL) if not module_only else {"models"}
+    only -= set() if load_optimizer else {"optimizers", "scaler", "window"}
+    only -= set() if load_scheduler else {"schedulers"}
+    if custom_load_fn is not None:
+        only.discard("models")
+    before = states.run.state_dict()
+    states.load(path, strict, only)
+    if custom_load_fn is not None:
+        _load_by(engine, custom_load_fn, path)
+    own = states.run.extra.pop(_KEY, {})
+    if module_only:
+        states.run.load_state_dict(before)
+    else:
+        _take_counters(engine, own)
+        scheduler = _apart(engine)
+        if load_scheduler and scheduler is not None and own.get("lr_scheduler") is not None:
+            scheduler.load_state_dict(own["lr_scheduler"])
+    return path, dict(own.get("client_state", {}))
+
+
+def _latest(engine: Any, store: Store, folder: str) -> str | None:
+    """What `latest` says; None, with a warning, where there is none. Ranks: all."""
+
+    def read() -> str | None:
+        path = store.join(store.resolve(folder), "latest")
+        if not store.exists(path):
+            return None
+        with store.open(path, "rb") as file:
+            return file.read().decode().strip()
+
+    accelerator = engine.accelerator
+    tag = agreed(accelerator.collectives, f"reading {folder}/latest", read)
+    if tag is None and accelerator.is_main_process:
+        logger("compat").warning(
+            "there is no file `latest` in %s: nothing was loaded. Name the checkpoint, load_checkpoint(dir, tag), "
+            "or the folder that save_checkpoint was given.", folder,
+        )  # fmt: skip
+    return tag
+
+
+def _notice_universal(engine: Any) -> None:
+    if engine.config["checkpoint.load_universal"]:
+        warn_once(
+            "compat",
+            "checkpoint.load_universal: nothing need be converted, every checkpoint loads at any width and stage; "
+            "the folder is read as it is.",
+        )
+
+
+def _load_by(engine: Any, custom_load_fn: Callable[..., Any], path: str) -> None:
+    """Lets the script load the model, whose parameters are whole meanwhile. Ranks: all."""
+    weights = open_weights(path)
+    found = {name: weights.read(name, tuple(map(slice, e.shape))) for name, e in weights.entries.items()}
+    with engine.accelerator.full_parameters(engine._wrapped[0], writeback=True):
+        custom_load_fn(src=found, dst=engine.module)
+
+
+def _take_counters(engine: Any, own: Mapping[str, Any]) -> None:
+    for name, value in own.get("counters", {}).items():
+        setattr(engine, name, value)
+    done, steps = own.get("window", (0, 1))
+    inside, rest = divmod(done * engine.batch.accumulate, steps)
+    if rest:
+        warn_once(
+            "compat",
+            f"the window was saved after {done} of {steps} micro-batches, which is no whole number of "
+            f"{engine.batch.accumulate}: this one step takes other samples than it would have.",
+        )
+    engine.micro_steps = engine.global_steps * engine.batch.accumulate + inside
+
+
+# -- 16 bits ---------------------------------------------------------------------------------------------------------
+
+
+class _Cast:
+    """Whole tensors in another precision, cast as they are written.
+
+    Args:
+        source: of the tensors.
+        dtype: of floating-point ones.
+        rank: of this process among those that hold the model.
+    """
+
+    def __init__(self, source: Held, dtype: torch.dtype, rank: int) -> None:
+        self._source, self._rank = source, rank
+        self._own = {entry.name: entry for entry in source.entries}
+        self.entries = [
+            replace(entry, dtype=dtype) if entry.dtype.is_floating_point else entry for entry in source.entries
+        ]
+
+    def fetch(self, wanted: Sequence[Sequence[Rows]]) -> list[torch.Tensor]:
+        """The bytes of rows that this rank wants. Ranks: all."""
+        asked = [[replace(rows, entry=self._own[rows.entry.name]) for rows in theirs] for theirs in wanted]
+        told = [rows.entry.dtype for rows in wanted[self._rank]]
+        given = [rows.entry.dtype for rows in asked[self._rank]]
+        found = self._source.fetch(asked)
+        return [
+            data if own == dtype else as_bytes(data.view(own).to(dtype))
+            for data, own, dtype in zip(found, given, told, strict=True)
+        ]
+
+
+def save_16bit_model(
+    engine: Any,
+    save_dir: str | os.PathLike[str],
+    save_filename: str = "pytorch_model.bin",
+    exclude_frozen: bool = False,
+) -> bool:
+    """Writes the whole model into one file in the run's 16-bit precision (as it is under fp32), at every stage.
+
+    Tensors come together row by row: no rank holds the whole model. Returns True.
+
+    Ranks: all.
+
+    Raises:
+        CheckpointError: `checkpoint-ranks-missing`; those of `Accelerator.save_model`. An older file stays whole.
+    """
+    attendance(engine).call("save_16bit_model", _EVERY_RANK, engine.micro_steps)
+    accelerator, folder = engine.accelerator, _folder(save_dir)
+    whole = accelerator._whole_of(engine._wrapped[0])
+    source = Held.of(accelerator.unwrap_model(engine._wrapped[0]), **whole)
+    if exclude_frozen:
+        idle = {name for name, parameter in engine.module.named_parameters() if not parameter.requires_grad}
+        source.entries = [entry for entry in source.entries if clean(entry.name) not in set(map(clean, idle))]
+    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(accelerator.mixed_precision)
+    safe = save_filename.endswith(".safetensors")
+    beside = os.path.join(folder, f".{save_filename}.new")
+    cast = source if dtype is None else _Cast(source, dtype, accelerator.collectives.rank)
+    (name, *_) = export_weights(cast, beside, _WHOLE, safe, accelerator.collectives)
+
+    def publish() -> None:
+        with writing(f"writing {save_filename} into {folder}"):
+            os.replace(os.path.join(beside, name), os.path.join(folder, save_filename))
+            os.rmdir(beside)
+
+    accelerator._states.on_main(publish)
+    return True

@@ -1,0 +1,134 @@
+"""Folders that the real DeepSpeed 0.19.8 wrote on two processes: here they go on at any width and stage.
+
+`deepspeed_reference/checkpoints/record.py` made them, and recorded the losses of the runs that it did not interrupt.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import pickle
+import shutil
+import tarfile
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from paceline import Accelerator
+from paceline.base.errors import CheckpointError
+from paceline.checkpoint.deepspeed import DeepSpeedFolder
+from paceline.checkpoint.export import export_checkpoint
+from paceline.checkpoint.model import load_model
+from paceline.compat.deepspeed import schedules
+from paceline.testing import run_ranks
+
+_HERE = Path(__file__).parent / "deepspeed_reference" / "checkpoints"
+_LOSSES = json.loads((_HERE / "losses.json").read_text())
+_spec = importlib.util.spec_from_file_location("recorded_checkpoints", _HERE / "record.py")
+record = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(record)
+_NAMES = list(_LOSSES)
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    where = tmp_path_factory.mktemp("folders")
+    with tarfile.open(_HERE / "folders.tar.xz") as archive:
+        archive.extractall(where, filter="data")
+    return where
+
+
+def _go_on(folder: str, plan: dict, precision: str) -> tuple[list[float], dict, int]:
+    """Losses of the recorded run's second half, from its checkpoint, as a program of ours computes them."""
+    torch.manual_seed(1)
+    accelerator = Accelerator(plan={**plan, "mixed_precision": "bf16" if precision == "bf16" else "no"}, cpu=True)
+    model = record.Net()
+    optimizer = torch.optim.AdamW(record.groups(model), lr=0.5)
+    model, optimizer = accelerator.prepare(model, optimizer)
+    params = record.config(0, precision)["scheduler"]["params"]
+    scheduler = schedules.build("WarmupLR", optimizer.optimizer, params)
+    accelerator.load_state(folder)
+    own = accelerator._states.run.extra["deepspeed"]
+    scheduler.load_state_dict(own["lr_scheduler"])
+    width, rank = accelerator.num_processes, accelerator.process_index
+    losses = []
+    for step in range(record.STEPS, 2 * record.STEPS):
+        rows = record.batch(step)[rank * 8 // width : (rank + 1) * 8 // width]
+        loss = model(rows).float().square().mean()
+        accelerator.backward(loss)
+        accelerator.clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+        scheduler.step()
+        optimizer.zero_grad()
+        losses.append(float(accelerator.reduce(loss.detach(), "mean")))
+    return losses, own, accelerator._states.run.step
+
+
+@pytest.mark.parametrize("name", _NAMES)
+def test_a_folder_of_deepspeed_goes_on_as_if_it_had_not_stopped(folders, name):
+    folder, precision = str(folders / name / "global_step4"), name.partition("_")[2]
+    tolerance = 1e-6 if precision == "fp32" else 3e-3
+    plans = {"stage0": (1, {}), "stage1": (2, {"shard": 2, "zero": 2}), "stage2": (4, {"shard": 4, "zero": 3}),
+             "stage3": (1, {})}  # fmt: skip
+    world, plan = plans[name.partition("_")[0]]
+    for losses, own, step in run_ranks(_go_on, world=world, args=(folder, plan, precision)):
+        assert losses == pytest.approx(_LOSSES[name][record.STEPS :], abs=tolerance)
+        assert own["client_state"] == {"epoch": 3, "note": "kept"}
+        assert own["counters"] == {"global_steps": 4, "global_samples": 32, "skipped_steps": 0}
+        assert step == 4
+
+
+def test_stage_3_loads_divided_as_it_was_and_otherwise(folders):
+    folder = str(folders / "stage3_fp32" / "global_step4")
+    for plan in ({"shard": 2, "zero": 3}, {"shard": 2, "zero": 1}, {"replicate": 2}):
+        (losses, _, _), _ = run_ranks(_go_on, world=2, args=(folder, plan, "fp32"))
+        assert losses == pytest.approx(_LOSSES["stage3_fp32"][record.STEPS :], abs=1e-6)
+
+
+def test_weights_alone_are_exported_whole_from_every_stage(folders, tmp_path):
+    found = {}
+    for name in _NAMES:
+        export_checkpoint(folders / name, tmp_path / name)  # the folder with the file `latest`
+        found[name] = load_file(tmp_path / name / "model.safetensors")
+        model = record.Net()
+        load_model(model, tmp_path / name)
+        torch.testing.assert_close(model.out.weight, found[name]["back.weight"], check_dtype=False)
+        assert model.out.weight is model.back.weight
+    for stage in (1, 2, 3):
+        for key, value in found["stage0_fp32"].items():
+            if key != "out.weight":
+                torch.testing.assert_close(found[f"stage{stage}_fp32"][key], value, msg=key)
+
+
+def test_a_folder_that_lacks_a_rank_is_named(folders, tmp_path):
+    shutil.copytree(folders / "stage2_fp32" / "global_step4", tmp_path / "cut")
+    os.remove(tmp_path / "cut" / "zero_pp_rank_1_mp_rank_00_optim_states.pt")
+    with pytest.raises(CheckpointError, match=r"lacks the files of rank 1\.") as caught:
+        DeepSpeedFolder(str(tmp_path / "cut"))
+    assert caught.value.code == "checkpoint-damaged"
+
+
+def test_parts_of_tensor_parallelism_are_refused(folders, tmp_path):
+    shutil.copytree(folders / "stage0_fp32" / "global_step4", tmp_path / "tp")
+    shutil.copy(tmp_path / "tp" / "mp_rank_00_model_states.pt", tmp_path / "tp" / "mp_rank_01_model_states.pt")
+    with pytest.raises(CheckpointError, match="tensor parallelism") as caught:
+        DeepSpeedFolder(str(tmp_path / "tp"))
+    assert caught.value.code == "checkpoint-foreign"
+
+
+class _Runs:
+    def __reduce__(self):
+        return os.mkdir, ("ran",)
+
+
+def test_nothing_in_a_folder_is_run(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    os.makedirs("evil")
+    torch.save({"module": {}, "client": _Runs()}, "evil/mp_rank_00_model_states.pt", pickle_module=pickle)
+    with pytest.raises(CheckpointError) as caught:
+        DeepSpeedFolder("evil")
+    assert caught.value.code == "checkpoint-unsafe"
+    assert not os.path.exists("ran")
