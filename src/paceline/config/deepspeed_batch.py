@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from paceline.base.errors import ConfigError
+from paceline.base.errors import ConfigError, PacelineError, Problem
 
 TRAIN, MICRO, STEPS = "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"
 
@@ -78,7 +78,7 @@ def triples(wanted: Batch, given: Mapping[str, int | None]) -> list[Batch]:
     return sorted(set(found), key=lambda one: (abs(one.train - wanted.train), one.train, one.accumulate))[:3]
 
 
-def _unequal(found: Batch, given: Mapping[str, int | None], places: Mapping[str, str]) -> BatchError:
+def _unequal(found: Batch, given: Mapping[str, int | None], places: Mapping[str, str]) -> PacelineError:
     numbers = {TRAIN: found.train, MICRO: found.micro, STEPS: found.accumulate}
     said = [
         f"{name} = {value}" + (f" ({places[name]})" if given.get(name) is not None else " (what the others leave)")
@@ -91,12 +91,13 @@ def _unequal(found: Batch, given: Mapping[str, int | None], places: Mapping[str,
         f"{TRAIN} {each.train}, {MICRO} {each.micro}, {STEPS} {each.accumulate}" for each in triples(found, given)
     )
     what = f"the batch does not divide: {found.train} is not {found.micro} x {found.accumulate} x {found.width}."
-    return BatchError("deepspeed-batch", what, why, f"set {near}")
+    return BatchError.of([Problem("deepspeed-batch", what, why, f"set {near}")])
 
 
-def _open(given: Mapping[str, int | None], places: Mapping[str, str]) -> BatchError:
+def _open(given: Mapping[str, int | None], places: Mapping[str, str]) -> PacelineError:
     what = f"neither {TRAIN} nor {MICRO} is given."
     steps = f"{STEPS} = {given[STEPS]} ({places[STEPS]})" if given.get(STEPS) is not None else ""
     auto = [f"{name} is auto ({places[name]}), and nobody said what that is" for name in (TRAIN, MICRO)
             if name in places]  # fmt: skip
-    return BatchError("deepspeed-batch", what, [*filter(None, [steps]), *auto], f'give one of the two: "{MICRO}": 8')
+    fix = f'give one of the two: "{MICRO}": 8'
+    return BatchError.of([Problem("deepspeed-batch", what, [*filter(None, [steps]), *auto], fix)])

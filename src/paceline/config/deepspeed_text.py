@@ -42,7 +42,8 @@ class Block(list[Entry]):
 
 
 _FORM = 'write `{"key": value, ...}`: every bracket and quote closed, a colon after each key'
-_BRACES = re.compile(r'"(?:\\.|[^"\\\n])*"|\'(?:\\.|[^\'\\\n])*\'|#[^\n]*|//[^\n]*|/\*.*?\*/', re.DOTALL)
+_COLON = re.compile(r"\s*:")
+_TOKENS = re.compile(r'"(?:\\.|[^"\\\n])*"|\'(?:\\.|[^\'\\\n])*\'|#[^\n]*|//[^\n]*|/\*.*?\*/', re.DOTALL)
 
 
 def entries_of(config: str | Path | Mapping[str, Any], code: str) -> tuple[str, Block]:
@@ -134,15 +135,14 @@ def _parse_loosely(text: str, source: str, strict: Exception) -> Any:
 
 def _with_lines(text: str, pairs: Pairs, source: str) -> Block:
     """Finds the line of each key: parsers keep the order of the text, so each search starts where the last one ended."""
-    blank = _BRACES.sub(lambda each: each[0] if each[0][0] in "\"'" else re.sub(r"[^\n]", " ", each[0]), text)
+    bare = _bare(text)
     position = 0
 
     def of(block: Pairs) -> Block:
         nonlocal position
         found = Block()
         for name, value in block:
-            key = re.compile(rf"""(?<![\w.-])(["']?){re.escape(name)}\1\s*:""")
-            hit = key.search(blank, position)
+            hit = re.compile(rf"""(?<![\w.-])(["']?){re.escape(name)}\1\s*:""").search(bare, position)
             position = hit.end() if hit else position
             where = f"{source}:{text.count(chr(10), 0, hit.start() if hit else position) + 1}"
             found.append(Entry(name, of(value) if isinstance(value, Pairs) else plain(value), where))
@@ -151,5 +151,15 @@ def _with_lines(text: str, pairs: Pairs, source: str) -> Block:
     return of(pairs)
 
 
+def _bare(text: str) -> str:
+    """The text with comments and quoted values blank, so that what is left before a colon is a key."""
+
+    def blank(found: re.Match[str]) -> str:
+        is_key = found[0][0] in "\"'" and _COLON.match(text, found.end())
+        return found[0] if is_key else re.sub(r"[^\n]", " ", found[0])
+
+    return _TOKENS.sub(blank, text)
+
+
 def _kind(value: Any) -> str:
-    return "a list" if isinstance(value, list) else "nothing" if value in (None, "") else "a single value"
+    return "a list" if isinstance(value, list) else "a single value" if value else "empty"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from paceline.config.deepspeed_kinds import BLOCK, STAGE, TEXT, count, number, word
+from paceline.config.deepspeed_kinds import BLOCK, STAGE, SWITCH, TEXT, count, number, word
 from paceline.config.deepspeed_row import NOTHING, Key, Staged, gone, idle, key
 from paceline.config.engine_fields import VALUE, Case, Stands
 from paceline.config.kinds import YES_NO, Kind
@@ -130,9 +130,10 @@ ZERO = (
           Case("true", why="it counts at stage 3")),
     _zero("cpu_offload_use_pin_memory", YES_NO, True, "the older way to say `pin_memory`",
           Case("*", {"options.offload.pin_memory": VALUE}), needs=f"{_IN}.cpu_offload=true"),
-    gone(f"{_IN}.zenflow", BLOCK, None, "updates are not spread over steps", "leave it out"),
-    gone(f"{_IN}.mics_shard_size", count(-1), -1, _MICS,
-         "leave it out, and start with `paceline launch --shard 8`: groups of 8 ranks divide, the others replicate"),
+    gone(f"{_IN}.zenflow", SWITCH, None, "updates are not spread over steps", "leave it out"),
+    _zero("mics_shard_size", count(-1), -1, "ranks that divide together",
+          Case("-1|0", why=NOTHING),
+          Case("*", why=_MICS, fix="leave it out, and start with `paceline launch --shard 8 --replicate auto`")),
     gone(f"{_IN}.mics_hierarchical_params_gather", YES_NO, False, _MICS, "leave it out"),
-    gone(f"{_IN}.zeropp_loco_param", BLOCK, None, _QUANTISED, "leave it out"),
+    gone(f"{_IN}.zeropp_loco_param", SWITCH, None, _QUANTISED, "leave it out"),
 )  # fmt: skip

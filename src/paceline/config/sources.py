@@ -124,7 +124,12 @@ def _from_code(code: Mapping[str, Any], plan: Any, options: Any, problems: list[
         if value is not None
     ]
     known = settings_of(RunSettings)
-    problems += [_unknown(each) for each in given if each.name not in known and not engines.knows(each)]
+    single = f"{strategy_options.NAME}."  # an option that was read already
+    problems += [
+        _unknown(each)
+        for each in given
+        if each.name not in known and not each.name.startswith(single) and not engines.knows(each)
+    ]
     return given
 
 

@@ -1,0 +1,355 @@
+"""DeepSpeed's keys: each row of the table, values, "auto", settings of ours, and everything that is refused."""
+
+import pickle
+
+import pytest
+
+from paceline.base.errors import ConfigError
+from paceline.config.deepspeed import read
+from paceline.config.deepspeed_keys import blocks, by_name, rows
+from paceline.config.deepspeed_parts import PARTS
+from paceline.config.deepspeed_row import Staged
+from paceline.config.options import NAME as OPTIONS
+from paceline.config.settings import RunSettings, settings_of
+from paceline.config.sources import resolve_run
+
+
+def nested(**keys):
+    """`zero_optimization__stage=2` as the dict that a script writes."""
+    found = {}
+    for name, value in keys.items():
+        *above, last = name.split("__")
+        block = found
+        for each in above:
+            block = block.setdefault(each, {})
+        block[last] = value
+    return found
+
+
+def given(config, **more):
+    return {each.name: each.value for each in read(config, **more).given}
+
+
+def problems(config, **more):
+    with pytest.raises(ConfigError) as error:
+        read(config, **more)
+    return error.value.problems
+
+
+# -- the table -----------------------------------------------------------------------------------------------------
+
+
+ROWS = [row for row in rows() if row.name.partition(".")[0] not in PARTS]  # those have tests of their own
+
+
+def sample(row, text):
+    """A value for a case: its first word, or one that is not the default."""
+    word = text.split("|")[0]
+    if word != "*":
+        return word
+    schema = row.kind.schema
+    if "enum" in schema:
+        return next(each for each in schema["enum"] if each != row.default)
+    kinds = {
+        "boolean": not row.default,
+        "integer": 3,
+        "number": 0.5,
+        "array": [1, 2],
+        "object": {"a": 1},
+        "string": "x",
+    }
+    return kinds.get(schema.get("type"), {"enabled": True})
+
+
+def config_for(row, case):
+    keys = {row.name: sample(row, case.value)}
+    if isinstance(case, Staged):
+        keys.setdefault("zero_optimization.stage", int(case.stages[0]))
+    if row.needs:
+        keys.setdefault("zero_optimization.stage", 2)
+        keys[row.needs.partition("=")[0]] = row.needs.partition("=")[2]
+    switch = f"{row.name.rpartition('.')[0]}.enabled"
+    if switch in by_name():
+        keys.setdefault(switch, True)
+    return nested(**{name.replace(".", "__"): value for name, value in keys.items()})
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
+def test_each_row(row):
+    for case in row.cases:
+        config = config_for(row, case)
+        if case.fix:
+            assert ("deepspeed-feature", case.fix) in [(each.code, each.fix) for each in problems(config)]
+        elif case.means:
+            assert set(case.means) <= {each.name for each in read(config).given}
+        else:
+            assert f"no effect here: {case.why}" in {
+                each.reason for each in read(config).unused if each.field == row.name
+            }
+    if not row.cases:
+        found = read(config_for(row, Staged("*")))
+        assert found.places[row.name] and row.name not in {each.field for each in found.unused}
+        assert row.doc and row.name in read({}).values
+
+
+def test_the_table_itself():
+    names = [row.name for row in rows()]
+    assert len(set(names)) == len(names) == len(read({}).values)
+    assert not set(names) & blocks()
+    known = settings_of(RunSettings)
+    for row in rows():
+        assert row.doc or row.cases, row.name
+        for case in row.cases:
+            assert bool(case.means) != bool(case.why), row.name
+            assert all(name in known or name.startswith(f"{OPTIONS}.") for name in case.means), row.name
+
+
+def test_what_it_means_can_be_merged_and_keeps_its_place():
+    config = nested(
+        zero_optimization__stage=3, zero_optimization__offload_param__device="cpu", bf16__enabled="true",
+        wall_clock_breakdown=True, comms_logger__enabled=True, communication_data_type="fp32",
+    )  # fmt: skip
+    told = resolve_run({}, {}, plan=list(read(config).given))
+    assert (told.settings.zero, told.settings.offload, told.settings.mixed_precision) == (3, "all", "bf16")
+    assert told.settings.profile == "wall-clock,comms" and told.settings.options == {
+        "shard": {"reduce_dtype": "float32"}
+    }
+    [row] = [each for each in told.decisions if each.field == "zero"]
+    assert row.where == "deepspeed.initialize(config={'zero_optimization': {'stage': ...}})"
+
+
+def test_defaults_say_nothing():
+    found = read({})
+    assert not found.given and not found.unused and not found.notices and not found.profile
+    assert (
+        found["gradient_clipping"] == 1.0 and found["fp16.hysteresis"] == 2 and found["comms_logger.prof_all"] is True
+    )
+    assert found["zero_optimization.reduce_bucket_size"] == 500_000_000
+
+
+def test_stages_and_buckets():
+    size = {"reduce_bucket_size": 5e6, "allgather_bucket_size": 2_097_152}
+    assert given({"zero_optimization": True}) == {"zero": 1}
+    assert given({"zero_optimization": {"stage": 1, **size}}) == {
+        "zero": 1, "options.replicate.bucket_cap_mb": 19.073, "options.zero.bucket_cap_mb": 8.0,
+    }  # fmt: skip
+    assert given({"zero_optimization": {"stage": 2, **size}}) == {"zero": 2, "options.zero.bucket_cap_mb": 8.0}
+    assert given({"zero_optimization": {"stage": 3, **size}}) == {"zero": 3}
+    both = {"stage": 3, "offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}}
+    assert given({"zero_optimization": both}) == {"zero": 3, "offload": "all"}
+    assert given({"zero_optimization": {"stage": 0, "offload_optimizer": {"device": "cpu"}}}) == {"zero": 0}
+
+
+def test_profiles_carry_their_options():
+    config = {
+        "flops_profiler": {"enabled": True, "top_modules": 3},
+        "comms_logger": {"enabled": False},
+        "memory_breakdown": 1,
+    }
+    assert read(config).profile == {
+        "flops": {"step": 1, "depth": -1, "top": 3, "detailed": True, "file": None}, "memory": {},
+    }  # fmt: skip
+    some = {"comms_logger": {"enabled": True, "prof_all": False, "prof_ops": ["all_reduce"], "verbose": True}}
+    assert read({**some, "wall_clock_breakdown": True}).profile == {
+        "wall-clock": {"every": 1}, "comms": {"ops": ["all_reduce"], "verbose": True},
+    }  # fmt: skip
+
+
+def test_a_notice_tells_what_was_asked_for_in_vain():
+    zero = {"stage": 2, "overlap_comm": True, "contiguous_gradients": True, "offload_param": {"device": "none"}}
+    [notice] = read({"zero_optimization": zero, "comms_logger": {"enabled": False, "debug": True}}).notices
+    assert "zero_optimization.overlap_comm (deepspeed.initialize(config=" in notice
+    assert all(name not in notice for name in ("contiguous_gradients", "offload_param", "comms_logger"))
+
+
+# -- values --------------------------------------------------------------------------------------------------------
+
+
+def test_numbers_and_words_may_be_text():
+    config = nested(
+        train_batch_size="8", gradient_clipping="1e-1", fp16__enabled="True", fp16__min_loss_scale=1e-10,
+        zero_optimization__stage="2", zero_optimization__sub_group_size="1e9", checkpoint__tag_validation="fail",
+        communication_data_type="torch.bfloat16", steps_per_print=2.0,
+    )  # fmt: skip
+    found = read(config)
+    assert (found["train_batch_size"], found["gradient_clipping"], found["fp16.min_loss_scale"]) == (8, 0.1, 1e-10)
+    assert (found["zero_optimization.stage"], found["zero_optimization.sub_group_size"]) == (2, 10**9)
+    assert (found["checkpoint.tag_validation"], found["communication_data_type"]) == ("FAIL", "bf16")
+    assert found["steps_per_print"] == 2 and isinstance(found["steps_per_print"], int)
+
+
+def test_null_is_the_default():
+    found = read({"autotuning": {"results_dir": None, "tuner_type": None}, "fp16": None, "optimizer": None})
+    assert (found["autotuning.results_dir"], found["autotuning.tuner_type"]) == ("autotuning_results", "gridsearch")
+
+
+def test_old_names():
+    found = read(
+        {"bfloat16": {"enabled": True}, "zero_optimization": {"stage3_gather_fp16_weights_on_model_save": True}}
+    )
+    assert found["bf16.enabled"] and found["zero_optimization.stage3_gather_16bit_weights_on_model_save"]
+
+
+@pytest.mark.parametrize(
+    ("config", "code", "words"),
+    [
+        ({"train_batchsize": 8}, "config-key", "'train_batch_size'"),
+        ({"fp16": {"enable": True}}, "config-key", "no key 'enable' in fp16"),
+        ({"hysteresis": 2}, "config-key", "it is fp16.hysteresis"),
+        ({"zero_optimization": {"offload_optimizer": {"devcie": "cpu"}}}, "config-key", "'device'"),
+        ({"zero_optimization": {"stage": 4}}, "config-value", "expected: 0, 1, 2 or 3"),
+        ({"fp16": True}, "config-value", "fp16 cannot be True"),
+        ({"train_batch_size": 0}, "config-value", "at least 1"),
+        ({"train_batch_size": True}, "config-value", "train_batch_size cannot be True"),
+        ({"train_batch_size": {"a": 1}}, "config-value", "cannot be a block of keys"),
+        ({"gradient_clipping": float("nan")}, "config-value", "gradient_clipping cannot be nan"),
+        ({"fp16": {"loss_scale_window": 0}}, "config-value", "fp16.loss_scale_window"),
+        ({"communication_data_type": "int8"}, "config-value", "fp32, fp16 or bf16"),
+        ({"fp16": {"enabled": True}, "bf16": {"enabled": True}}, "deepspeed-conflict", "{'bf16': {'enabled': ...}}"),
+        ({"zero_optimization": {"stage": 2, "cpu_offload": True, "offload_optimizer": {"device": "cpu"}}},
+         "deepspeed-conflict", "keep offload_optimizer"),
+        ({"zero_optimization": {"stage": 3}, "gradient_allreduce_op": "sum"}, "deepspeed-conflict", "stage = 3"),
+        ({"zero_optimization": {"stage": "all"}}, "deepspeed-conflict", "autotuning.enabled = False (the default)"),
+        ({"autotuning": {"start_profile_step": 9}}, "deepspeed-conflict", "end_profile_step = 5"),
+        ({"gradient_allreduce_op": "sum"}, "deepspeed-feature", "multiply the loss"),
+        ({"amp": {"enabled": True}}, "deepspeed-feature", "bf16"),
+        ({"sparse_gradients": True}, "deepspeed-feature", "sparse_gradients is not supported"),
+        ({"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme"}}}, "deepspeed-feature", "use device cpu"),
+    ],
+)  # fmt: skip
+def test_what_is_refused(config, code, words):
+    [problem] = problems(config)
+    assert problem.code == code and words in str(problem)
+
+
+def test_features_that_are_off_ask_for_nothing():
+    read(
+        {
+            "amp": {"enabled": False},
+            "elasticity": {"enabled": False, "max_train_batch_size": 5},
+            "sparse_gradients": False,
+        }
+    )
+
+
+def test_all_problems_at_once():
+    found = problems(
+        {"a": 1, "fp16": {"enabled": True, "b": 2}, "bf16": {"enabled": 1}, "amp": {}, "train_batch_size": -1}
+    )
+    assert [each.code for each in found] == [
+        "config-key", "config-key", "config-value", "deepspeed-conflict", "deepspeed-feature",
+    ]  # fmt: skip
+
+
+# -- "auto" --------------------------------------------------------------------------------------------------------
+
+AUTO = {
+    "train_batch_size": "auto",
+    "train_micro_batch_size_per_gpu": "auto",
+    "gradient_accumulation_steps": "auto",
+    "gradient_clipping": "auto",
+    "optimizer": {"type": "AdamW", "params": {"lr": "auto", "betas": "auto", "eps": "auto", "weight_decay": "auto"}},
+    "scheduler": {"type": "WarmupDecayLR", "params": {"warmup_max_lr": "auto", "total_num_steps": "auto"}},
+    "bf16": {"enabled": "auto"},
+    "zero_optimization": {"stage": 2, "reduce_bucket_size": "auto", "offload_optimizer": "auto"},
+}
+
+
+def test_auto_from_hints():
+    hints = {
+        "per_device_train_batch_size": 4, "gradient_accumulation_steps": 2, "max_grad_norm": 0.5, "learning_rate": 2e-5,
+        "adam_beta1": 0.8, "adam_beta2": 0.99, "adam_epsilon": 1e-6, "weight_decay": 0.1, "max_steps": 100, "bf16": True,
+        "zero_optimization.reduce_bucket_size": 1_048_576,
+    }  # fmt: skip
+    found = read(AUTO, hints=hints)
+    assert str(found.batch(2)) == "16 = 4 x 2 x 2" and found["gradient_clipping"] == 0.5
+    assert found["optimizer.params"] == {"lr": 2e-5, "betas": (0.8, 0.99), "eps": 1e-6, "weight_decay": 0.1}
+    assert found["scheduler.params"] == {"warmup_max_lr": 2e-5, "total_num_steps": 100}
+    assert given(AUTO, hints=hints)["options.zero.bucket_cap_mb"] == 4.0
+
+
+def test_auto_without_hints_is_the_default_or_an_error():
+    [problem] = problems(AUTO)
+    assert problem.code == "deepspeed-auto" and "scheduler.params.total_num_steps" in problem.what
+    rest = {**AUTO, "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": "auto"}}}
+    found = read(rest)
+    assert found["optimizer.params"] == {} and found["gradient_clipping"] == 1.0 and not found["bf16.enabled"]
+    with pytest.raises(ConfigError, match="train_batch_size is auto") as error:
+        found.batch(1)
+    assert error.value.code == "deepspeed-batch"
+    assert problems({"optimizer": {"type": "auto"}})[0].code == "deepspeed-auto"
+
+
+# -- the batch triangle --------------------------------------------------------------------------------------------
+
+
+def triangle(train, micro, steps, width):
+    numbers = {"train_batch_size": train, "train_micro_batch_size_per_gpu": micro, "gradient_accumulation_steps": steps}
+    return read({name: value for name, value in numbers.items() if value is not None}).batch(width)
+
+
+@pytest.mark.parametrize(
+    ("asked", "closed"),
+    [
+        ((16, 4, 2, 2), "16 = 4 x 2 x 2"),
+        ((16, 4, None, 2), "16 = 4 x 2 x 2"),
+        ((16, None, 2, 2), "16 = 4 x 2 x 2"),
+        ((None, 4, 2, 2), "16 = 4 x 2 x 2"),
+        ((16, None, None, 2), "16 = 8 x 1 x 2"),
+        ((None, 4, None, 2), "8 = 4 x 1 x 2"),
+    ],
+)
+def test_any_two_close_the_triangle(asked, closed):
+    assert str(triangle(*asked)) == closed
+
+
+@pytest.mark.parametrize(
+    ("asked", "words"),
+    [
+        ((7, None, None, 2), ["7 is not 3 x 1 x 2", "2 ranks read", "train_batch_size 6", "train_batch_size 8"]),
+        ((16, 4, 3, 2), ["16 is not 4 x 3 x 2", "{'gradient_accumulation_steps': ...}", "train_batch_size 16"]),
+        ((16, 5, None, 2), ["16 is not 5 x 1 x 2", "train_batch_size 20"]),
+        ((1, 4, None, 4), ["1 is not 4 x 0 x 4", "train_batch_size 16"]),
+        ((64, 4, 2, 1), ["one process alone: was the script not started by a launcher?"]),
+        ((None, None, 4, 2), ["neither", "gradient_accumulation_steps = 4"]),
+        ((None, None, None, 2), ["neither train_batch_size nor train_micro_batch_size_per_gpu is given"]),
+    ],
+)
+def test_a_triangle_that_does_not_close(asked, words):
+    with pytest.raises(AssertionError) as error:
+        triangle(*asked)
+    assert isinstance(error.value, ConfigError) and error.value.code == "deepspeed-batch"
+    assert all(word in str(error.value) for word in words), str(error.value)
+    assert str(pickle.loads(pickle.dumps(error.value))) == str(error.value)
+
+
+# -- optimizers and schedulers -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("part", "code", "words"),
+    [
+        ({"optimizer": {"type": "adam", "params": {"lrr": 1}}}, "config-key", "Adam has no parameter 'lrr'"),
+        ({"optimizer": {"type": "Adam", "params": {"betas": 0.9}}}, "config-value", "list of two numbers"),
+        ({"optimizer": {"type": "Adam", "params": {"max_grad_norm": 1}}}, "deepspeed-feature", "gradient_clipping"),
+        ({"optimizer": {"type": "Adamm"}}, "config-value", "write 'Adam'"),
+        ({"optimizer": {"type": "OneBitAdam"}}, "deepspeed-feature", "use Adam"),
+        ({"optimizer": {"params": {"lr": 1}}}, "config-value", "without a type"),
+        ({"scheduler": {"type": "WarmupLR", "params": {"warmup_steps": 5}}}, "config-key", "'warmup_num_steps'"),
+        ({"scheduler": {"type": "WarmupDecayLR", "params": {}}}, "config-value", "lacks total_num_steps"),
+        ({"scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 0}}}, "config-value", "at least 1"),
+        ({"scheduler": {"type": "WarmupLR", "params": {"warmup_type": "cubic"}}}, "config-value", "log or linear"),
+    ],
+)
+def test_parts_that_are_wrong(part, code, words):
+    [problem] = problems(part)
+    assert problem.code == code and words in str(problem)
+
+
+def test_parts_of_torch_take_what_torch_takes():
+    found = read({
+        "optimizer": {"type": "RMSprop", "params": {"alpha": 0.9}},
+        "scheduler": {"type": "OneCycle", "params": {"cycle_min_lr": [1e-4, "1e-5"], "cycle_max_lr": 1e-3}},
+    })  # fmt: skip
+    assert found["optimizer.params"] == {"alpha": 0.9}
+    assert found["scheduler.params"]["cycle_min_lr"] == [1e-4, 1e-5]
