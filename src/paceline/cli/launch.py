@@ -13,7 +13,7 @@ from paceline.base import env as environment
 from paceline.base.errors import ConfigError
 from paceline.config import schema
 from paceline.config.sources import Launch, resolve_launch
-from paceline.launch.launcher import LAUNCHERS, Job
+from paceline.launch.launcher import LAUNCHERS, Job, Launcher
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -26,6 +26,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Runs the script to its end; returns the exit code of the first failing rank, else 0."""
+    from paceline.launch.hosts import job_on_hosts, without_hostfile
     from paceline.launch.job import job_of
 
     told = resolve_launch(schema.given(args))
@@ -33,27 +34,39 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError(
             "command-line", "paceline launch: which script?", fix="paceline launch --procs 2 train.py --its-option"
         )
-    job, notices = job_of(told, args.script, args.script_args, environment.snapshot())
+    env, notices = environment.snapshot(), list[str]()
+    if told.launch.hostfile is not None:
+        job = job_on_hosts(told, args.script, args.script_args, env)
+    else:
+        without_hostfile(told)
+        job, notices = job_of(told, args.script, args.script_args, env)
     for notice in (*told.notices, *notices):
         print(f"paceline: {notice}", file=sys.stderr)
     if told.launch.dry_run:
         return _show(job, told)
-    return _carry_out(job)
+    return carry_out(job, told)
 
 
 def _show(job: Job, told: Launch) -> int:
     from paceline.cli.explain import table
     from paceline.launch.host import name
 
-    rendered = LAUNCHERS.get("local").render(job)
+    rendered = _launcher(job, told).render(job)
     print(rendered.text(name()), "\n\nsettings:", table(told, changed=True), sep="\n")
     return 0
 
 
-def _carry_out(job: Job) -> int:
+def _launcher(job: Job, told: Launch) -> Launcher:
+    """Who starts a job: on other hosts, whoever was named."""
+    found: Launcher = LAUNCHERS.get("local" if job.orders is None else told.launch.launcher)
+    return found
+
+
+def carry_out(job: Job, told: Launch) -> int:
+    """Runs a job to its end, and says what failed; returns the exit code."""
     from paceline.launch.report import describe
 
-    launcher = LAUNCHERS.get("local")
+    launcher = _launcher(job, told)
     outcome = launcher.submit(launcher.render(job)).wait()
     if not outcome.in_worker and (outcome.failure or outcome.elsewhere):
         print(describe(outcome, job), file=sys.stderr, flush=True)

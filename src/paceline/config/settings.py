@@ -206,6 +206,36 @@ class LaunchSettings:
         "How patient nodes are: join_timeout, last_call_timeout, keep_alive_interval, keep_alive_max_attempt; run_id.",
         _NODES,
     )  # fmt: skip
+    hostfile: str | None = setting(
+        None, matching(r".+", "a file", "FILE"),
+        "File with a line `HOST slots=N` for each host; the processes are started on all of them from here.", _NODES,
+        accelerate=("deepspeed_hostfile",),
+    )  # fmt: skip
+    include: str = setting(
+        "", matching(r".*", "HOST[:SLOT,...] joined by @", "HOST[:SLOT,...][@HOST...]"),
+        "Hosts of the hostfile, or slots of them, that are used; not set: all.", _NODES, short="-i",
+        accelerate=("deepspeed_inclusion_filter",),
+    )  # fmt: skip
+    exclude: str = setting(
+        "", matching(r".*", "HOST[:SLOT,...] joined by @", "HOST[:SLOT,...][@HOST...]"),
+        "Hosts of the hostfile, or slots of them, that are left out.", _NODES, short="-e",
+        accelerate=("deepspeed_exclusion_filter",),
+    )  # fmt: skip
+    launcher: str = setting(
+        "ssh", matching(r"[A-Za-z]\w*", "ssh, pdsh, openmpi or slurm", "ssh|pdsh|openmpi|slurm"),
+        "What starts the processes on the hosts of a hostfile.", _NODES,
+    )  # fmt: skip
+    launcher_args: str = setting(
+        "", matching(r".*", "words, quoted as one", "WORDS"),
+        "More words for ssh, mpirun or srun, such as '-F ssh_config'.", _NODES,
+    )  # fmt: skip
+    ssh_port: int | None = setting(
+        None, whole(1, maximum=65535), "Port of the sshds of the hosts; not set: as ssh knows.", _NODES
+    )
+    bind_cores: str = setting(
+        "no", matching(r"no|all|\d+(-\d+)?(,\d+(-\d+)?)*", "no, all, or cores such as 0-7,9", "no|all|CORES"),
+        "Cores that are divided among the node's processes, each kept to its own.", _PROCESSES,
+    )  # fmt: skip
     max_restarts: int = setting(
         0, whole(0), "How often all processes are started again after one has failed.", _SUPERVISION
     )

@@ -25,7 +25,12 @@ class Accelerators:
 
 def cores() -> int:
     """Cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return len(core_numbers()) or os.cpu_count() or 1
+
+
+def core_numbers() -> tuple[int, ...]:
+    """Which ones; none where the system does not bind processes to cores."""
+    return tuple(sorted(os.sched_getaffinity(0))) if hasattr(os, "sched_getaffinity") else ()
 
 
 def name() -> str:
@@ -73,7 +78,7 @@ def check(job: Job) -> None:
     Raises:
         LaunchError: `launch-script`, `launch-port`, `launch-node`, `launch-log-dir`; all that is wrong at once.
     """
-    problems = [problem for problem in (_node(job), _target(job.target), _port(job), _log_dir(job)) if problem]
+    problems = [problem for problem in (_node(job), unusable(job.target), _port(job), _log_dir(job)) if problem]
     if problems:
         raise LaunchError.of(problems)
 
@@ -89,7 +94,8 @@ def _node(job: Job) -> Problem | None:
     )
 
 
-def _target(target: Target) -> Problem | None:
+def unusable(target: Target) -> Problem | None:
+    """Why a target cannot be run here; None where it can."""
     fix = "give the path of a Python file; `-m` for a module's name, `--no-python` for a program"
     if target.kind == "script":
         path = Path(target.name)

@@ -30,7 +30,8 @@ def job_of(told: Launch, script: str, args: Sequence[str], env: Mapping[str, str
         notices.append("1 process, as there is no accelerator; `--procs 2` starts two on the CPU.")
     kind = "program" if launch.no_python else "module" if launch.module else "script"
     target = Target(kind, script, tuple(args))
-    variables = {**told.hand_over(), **_threads(told, procs, env, notices)}
+    cores = _cores(told, procs)
+    variables = {**told.hand_over(), **_threads(told, procs, env, notices, cores)}
     if launch.gpu_ids != "all":
         variables[_VISIBLE.get(found.kind, "CUDA_VISIBLE_DEVICES")] = launch.gpu_ids
     if launch.compat:
@@ -45,6 +46,7 @@ def job_of(told: Launch, script: str, args: Sequence[str], env: Mapping[str, str
         timeout_s=told.run.timeout_s or 600.0,
         log_dir=launch.log_dir, tee=_streams(told, procs), backend=launch.rdzv_backend,
         options=dict(pair.split("=", 1) for pair in launch.rdzv_conf.split(",") if pair), compat=launch.compat or "",
+        cores=cores,
     )  # fmt: skip
     return job, notices
 
@@ -98,10 +100,50 @@ def _accelerators(told: Launch, env: Mapping[str, str]) -> host.Accelerators:
     return host.Accelerators(found.kind, len(told.launch.gpu_ids.split(",")))
 
 
-def _threads(told: Launch, procs: int, env: Mapping[str, str], notices: list[str]) -> dict[str, str]:
-    """Threads of each process: as said, else as OMP_NUM_THREADS says, else this host's cores shared equally."""
+def _cores(told: Launch, procs: int) -> tuple[int, ...]:
+    """The cores that are divided among the processes; () where none is bound."""
+    text = told.launch.bind_cores
+    if text == "no":
+        return ()
+    ours = host.core_numbers()
+    named = ours if text == "all" else tuple(sorted({core for part in text.split(",") for core in _span(part)}))
+    strange = [core for core in named if core not in ours]
+    where = next(row.where for row in told.decisions if row.field == "bind_cores")
+    if strange or len(named) < procs:
+        raise ConfigError(
+            "bind-cores",
+            f"{procs} processes cannot each have cores of their own.",
+            why=[
+                f"bind_cores={text} ({where}) means {len(named)} cores",
+                f"there is no core {strange[0]} for this command: it may use {len(ours)} ({_listed(ours)})"
+                if strange
+                else "",
+            ],
+            fix="name cores that are there, at least one for each process, or leave it out",
+        )
+    return named
+
+
+def _span(part: str) -> range:
+    """The numbers of "3" or "0-7"."""
+    first, _, last = part.partition("-")
+    return range(int(first), int(last or first) + 1)
+
+
+def _listed(cores: Sequence[int]) -> str:
+    """Numbers, as ranges where they can be written so."""
+    whole = len(cores) > 1 and cores == tuple(range(cores[0], cores[-1] + 1))
+    return f"{cores[0]}-{cores[-1]}" if whole else ",".join(map(str, cores))
+
+
+def _threads(
+    told: Launch, procs: int, env: Mapping[str, str], notices: list[str], bound: Sequence[int]
+) -> dict[str, str]:
+    """Threads of each process: as said, else its own cores, else as OMP_NUM_THREADS says, else all cores shared equally."""
     if told.launch.threads is not None:
         return {"OMP_NUM_THREADS": str(told.launch.threads)}
+    if bound:
+        return {"OMP_NUM_THREADS": str(len(bound) // procs)}
     if env.get("OMP_NUM_THREADS"):
         return {}
     cores = host.cores()

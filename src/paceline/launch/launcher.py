@@ -11,10 +11,13 @@ import shlex
 import signal
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from typing import Any, Protocol
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, Protocol
 
 from paceline.base.registry import Registry
+
+if TYPE_CHECKING:
+    from paceline.launch.orders import Orders
 
 LAUNCHERS = Registry("paceline.launch", "LAUNCHER", "paceline.launchers")
 
@@ -29,18 +32,41 @@ class Target:
         args: the words after it on the command line.
         function: called without arguments in each process, where `kind` is "function"; what it returns on rank 0
             becomes the outcome's value.
+        local_rank: whether each process finds `--local_rank=N` before its arguments.
     """
 
     kind: str
     name: str
     args: tuple[str, ...] = ()
     function: Callable[[], Any] | None = None
+    local_rank: bool = False
+
+    def on(self, local_rank: int) -> Target:
+        """What the process of this local rank runs."""
+        return replace(self, args=(f"--local_rank={local_rank}", *self.args)) if self.local_rank else self
 
     @property
     def command(self) -> tuple[str, ...]:
         """The words with which one would start it by hand."""
         python = {"script": (sys.executable,), "module": (sys.executable, "-m")}.get(self.kind, ())
         return (*python, self.name, *self.args)
+
+
+@dataclass(frozen=True)
+class Reach:
+    """How other hosts are reached.
+
+    Attributes:
+        port: of their sshds; None for what ssh knows itself.
+        args: more words for the program that reaches them.
+        activate: a shell script to be sourced there first; "" for none.
+        timeout_s: how long a host may take to answer.
+    """
+
+    port: int | None = None
+    args: tuple[str, ...] = ()
+    activate: str = ""
+    timeout_s: float = 120.0
 
 
 @dataclass(frozen=True)
@@ -67,6 +93,8 @@ class Job:
         mark: what stands before each copied line, with ${rank} and ${local_rank} filled in.
         backend, options: how several nodes find each other, and what that backend is told.
         compat: libraries whose names are served to the script, joined by commas; "" for none.
+        cores: cores of this node that are divided among its processes; () leaves each process all of them.
+        orders, reach: what other hosts run and how they are reached, where this one starts it there.
     """
 
     target: Target
@@ -89,15 +117,19 @@ class Job:
     backend: str = "static"
     options: Mapping[str, str] = field(default_factory=dict)
     compat: str = ""
+    cores: tuple[int, ...] = ()
+    orders: Orders | None = None
+    reach: Reach = Reach()
 
 
 @dataclass(frozen=True)
 class Process:
-    """One process of a job: its row in the world table, and its own variables."""
+    """One process of a job: its row in the world table, its own variables and, where it has such, its own cores."""
 
     rank: int
     local_rank: int
     env: Mapping[str, str]
+    cores: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -108,15 +140,19 @@ class Rendered:
         job: where it comes from.
         command: what each process runs, as one would type it.
         processes: those of this node.
+        steps: where other hosts run the job: what this one runs to reach each, or all of them in turn.
     """
 
     job: Job
     command: tuple[str, ...]
-    processes: tuple[Process, ...]
+    processes: tuple[Process, ...] = ()
+    steps: tuple[tuple[str, ...], ...] = ()
 
     def text(self, host: str = "this host") -> str:
         """What `--dry-run` prints: the command, the environment, and the world table."""
         job = self.job
+        if job.orders is not None:
+            return self._text_on(job.orders)
         free = "" if job.main_port else "  (a free one is found at the start)"
         common = dict.fromkeys(sorted({name for process in self.processes for name in process.env}))
         shared = {n: self.processes[0].env.get(n) for n in common if len({p.env.get(n) for p in self.processes}) == 1}
@@ -136,6 +172,15 @@ class Rendered:
         lines += [f"{p.rank:>4}  {p.local_rank:>10}  {job.node_rank:>4}  {host}" for p in self.processes]
         if job.nodes > 1:
             lines.append(f"      and those of the other {job.nodes - 1} nodes, found when they meet")
+        return "\n".join(lines)
+
+    def _text_on(self, orders: Orders) -> str:
+        """Of a job that other hosts run; no value of a variable is shown, as it may be a secret."""
+        lines = [f"command: {shlex.join(self.command)}", "", "started by:"]
+        lines += [f"  {shlex.join(step)}" for step in self.steps]
+        lines += ["", f"variables that go along: {', '.join(orders.env) or 'none'}", "", "rank  local rank  node  host"]
+        rows = [(node, at.host, local) for node, at in enumerate(orders.hosts) for local in range(len(at.ids))]
+        lines += [f"{rank:>4}  {local:>10}  {node:>4}  {host}" for rank, (node, host, local) in enumerate(rows)]
         return "\n".join(lines)
 
 

@@ -19,6 +19,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from paceline.base.errors import LaunchError
@@ -77,6 +78,7 @@ def world_table(
     """
     first, size = sum(procs[:node]), sum(procs)
     local_size = procs[node] if node < len(procs) else job.procs  # a wrong number is told later, by `host.check`
+    share = len(job.cores) // max(local_size, 1)
     return tuple(
         Process(
             first + local_rank,
@@ -96,10 +98,17 @@ def world_table(
                 "TORCHELASTIC_MAX_RESTARTS": str(job.max_restarts),
                 "TORCHELASTIC_USE_AGENT_STORE": "False",  # rank 0 holds the store: a new one for each round
                 **({"PACELINE_RUN": run} if run else {}),
+                **(_of_deepspeed(local_size, node, len(procs)) if "deepspeed" in job.compat else {}),
             },
+            job.cores[local_rank * share : (local_rank + 1) * share],
         )
         for local_rank in range(local_size)
     )
+
+
+def _of_deepspeed(local_size: int, node: int, nodes: int) -> dict[str, str]:
+    """What scripts for DeepSpeed's launcher read besides."""
+    return {"LOCAL_SIZE": str(local_size), "CROSS_RANK": str(node), "CROSS_SIZE": str(nodes)}
 
 
 class LocalHandle:
@@ -233,8 +242,9 @@ class LocalHandle:
                 pid = os.fork()
                 if pid == 0:
                     self._leave()
-                    settle(process.env, streams, self._mine, leads=leads)
+                    settle(process, streams, self._mine, leads=leads)
                     self.output.leave()
+                    self.job = replace(self.job, target=self.job.target.on(process.local_rank))
                     return report
                 started = Worker(process, pid, report, leads)
             else:

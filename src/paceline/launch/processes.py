@@ -147,7 +147,7 @@ class Reaper:
 
 def spawn(job: Job, process: Process, report: Path, streams: Mapping[int, int], *, leads: bool) -> Worker:
     """Starts a fresh process."""
-    target = job.target
+    target = job.target.on(process.local_rank)
     if target.kind == "program":
         command = [target.name, *target.args]
     else:
@@ -164,12 +164,16 @@ def spawn(job: Job, process: Process, report: Path, streams: Mapping[int, int], 
         process_group=0 if leads else None,
         preexec_fn=partial(tether, os.getpid()) if target.kind == "program" else None,
     )
+    if process.cores:  # before it has had the time to start a thread
+        os.sched_setaffinity(popen.pid, process.cores)
     return Worker(process, popen.pid, report, leads, popen)
 
 
-def settle(env: Mapping[str, str], streams: Mapping[int, int], launcher: int, *, leads: bool) -> None:
-    """In a forked process: its own group, environment, streams and random numbers; it ends with the launcher."""
+def settle(process: Process, streams: Mapping[int, int], launcher: int, *, leads: bool) -> None:
+    """In a forked process: its own group, environment, cores, streams and random numbers; it ends with the launcher."""
     tether(launcher)
+    if process.cores:
+        os.sched_setaffinity(0, process.cores)
     if leads:
         os.setpgid(0, 0)
         nothing = os.open(os.devnull, os.O_RDONLY)
@@ -177,12 +181,12 @@ def settle(env: Mapping[str, str], streams: Mapping[int, int], launcher: int, *,
         os.close(nothing)
     for number, end in streams.items():
         os.dup2(end, number)
-    environment.export(env)
+    environment.export(process.env)
     if not isinstance(sys.stdout, io.TextIOWrapper):  # a notebook's stream belongs to the notebook's own process
         sys.stdout, sys.stderr = (open(number, "w", closefd=False) for number in (1, 2))  # noqa: SIM115
     if streams:
         whole_lines()
-    threads = env.get("OMP_NUM_THREADS", "")
+    threads = process.env.get("OMP_NUM_THREADS", "")
     if threads.isdigit() and "torch" in sys.modules:
         import torch
 

@@ -13,16 +13,17 @@ import sys
 _PR_SET_PDEATHSIG = 1
 
 
-def tether(launcher: int) -> None:
+def tether(launcher: int, signum: int = signal.SIGKILL) -> None:
     """In a process that was started: has the system end it as soon as the launcher has ended (Linux alone can).
 
     Args:
         launcher: the launcher's pid.
+        signum: the signal that ends it.
     """
     if not sys.platform.startswith("linux"):
         return
     library = ctypes.CDLL(None, use_errno=True)
-    if library.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0):
+    if library.prctl(_PR_SET_PDEATHSIG, int(signum), 0, 0, 0):
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
     if os.getppid() != launcher:  # it has ended already
-        os.kill(os.getpid(), signal.SIGKILL)
+        os.kill(os.getpid(), signum)

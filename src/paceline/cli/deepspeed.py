@@ -1,0 +1,285 @@
+"""Starts a script with the flags of the `deepspeed` command, its names served by Paceline.
+
+paceline deepspeed [options] script.py [arguments of the script]
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+from paceline.base import env as environment
+from paceline.base.errors import ConfigError, LaunchError, Problem
+from paceline.config.given import Given
+from paceline.config.sources import Launch, resolve_launch
+from paceline.launch.launcher import LAUNCHERS
+
+DEFAULT_HOSTFILE = "/job/hostfile"
+_PORT = 29500
+_REMOVED = {
+    "elastic_training": "it is no flag here: `paceline launch --nodes LEAST:MOST` takes hosts in and goes on without",
+    "min_elastic_nodes": "the least of `paceline launch --nodes LEAST:MOST`",
+    "max_elastic_nodes": "the most of `paceline launch --nodes LEAST:MOST`",
+}
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Takes the flags, then the script and its arguments."""
+    parser.usage = "paceline deepspeed [options] script.py [arguments of the script]"
+    add = parser.add_argument
+    add("-H", "--hostfile", metavar="FILE", help=f"lines `HOST slots=N` [{DEFAULT_HOSTFILE} where that exists]")
+    filters = "HOST[:SLOT,...][@HOST...]"
+    add("-i", "--include", default="", metavar=filters, help="hosts, or slots of them, that are used [all]")
+    add("-e", "--exclude", default="", metavar=filters, help="hosts, or slots of them, that are left out")
+    add("--num_nodes", type=int, default=-1, metavar="N", help="the first N hosts of the hostfile [all]")
+    add(
+        "--num_gpus", "--num_accelerators", type=int, default=-1, metavar="N",
+        help="processes on each host, on devices 0 to N-1 [one for each device]",
+    )  # fmt: skip
+    add("--master_addr", metavar="HOST", help="address of the first host [found when the hosts meet]")
+    add("--master_port", type=int, metavar="PORT", help="port of the first host [a free one; with --no_ssh 29500]")
+    add("--node_rank", type=int, default=-1, metavar="N", help="with --no_ssh: number of this host")
+    add("--launcher", default="ssh", metavar="NAME", help="ssh, pdsh, openmpi or slurm [ssh]")
+    add("--launcher_args", default="", metavar="WORDS", help="more words for it, quoted as one")
+    add("--ssh_port", type=int, metavar="PORT", help="port of the sshds [as ssh knows]")
+    add("--no_ssh", action="store_true", help="the same command is started on each host, with its --node_rank")
+    add("--force_multi", action="store_true", help="goes to the host of the hostfile, though it is the only one")
+    add("--module", action="store_true", help="the script is a module's name")
+    add("--no_python", action="store_true", help="the script is a program")
+    add("--no_local_rank", action="store_true", help="the script gets no --local_rank=N before its arguments")
+    add("--bind_cores_to_rank", action="store_true", help="each process keeps to cores of its own")
+    add("--bind_core_list", metavar="CORES", help="the cores that are divided, such as 0-7,9 [all]")
+    add("--enable_each_rank_log", metavar="DIR", help="the output of each process goes to files there")
+    add("--save_pid", action="store_true", help="writes this process's number to /tmp/NUMBER.deepspeed while it runs")
+    add("--venv_script", metavar="FILE", help="sourced on each host of the hostfile first")
+    add("--autotuning", choices=("tune", "run"), help="finds the best configuration first, as `paceline tune` does")
+    add("--no_ssh_check", action="store_true", help="no effect: the check costs no connection of its own")
+    add("--log_level", default="info", metavar="LEVEL", help="error or critical: no notices [info]")
+    add("-q", "--quiet", action="store_true", help="no notices")
+    add("--elastic_training", action="store_const", const="", help=argparse.SUPPRESS)
+    for name in ("min_elastic_nodes", "max_elastic_nodes"):
+        add(f"--{name}", help=argparse.SUPPRESS)
+    add("script", nargs="?", help="Python file; a module's name, or a program")
+    add("script_args", nargs=argparse.REMAINDER, metavar="...", help="the script's own arguments")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Runs the script to its end; returns the exit code of the first failing rank, else 0."""
+    from paceline.cli.launch import carry_out
+    from paceline.launch.hosts import job_on_hosts
+    from paceline.launch.job import job_of
+
+    _check(args)
+    env, notices = environment.snapshot(), _idle(args)
+    given, at_hosts = _given(args, env, notices)
+    told = resolve_launch(given, env)
+    if args.autotuning:
+        return _tune(args, told)
+    if at_hosts:
+        activate = args.venv_script or ""
+        job = job_on_hosts(
+            told, args.script, args.script_args, env, local_rank=not args.no_local_rank, activate=activate
+        )
+    else:
+        job, more = job_of(told, args.script, args.script_args, env)
+        notices += [each.replace("--procs 2", "--num_gpus 2") for each in more]  # this command's own flag
+        job = replace(job, target=replace(job.target, local_rank=not args.no_local_rank))
+    if not (args.quiet or args.log_level in ("error", "critical")):
+        for notice in (*told.notices, *notices):
+            print(f"paceline: {notice}", file=sys.stderr)
+    with _pid_file(args.save_pid):
+        return carry_out(job, told)
+
+
+def _check(args: argparse.Namespace) -> None:
+    """Finds flags that are gone, that do not go together or that say nothing that can be.
+
+    Raises:
+        ConfigError: `deepspeed-flag`, `command-line`; all problems at once.
+    """
+    problems = [
+        Problem("deepspeed-flag", f"--{name} cannot be used.", fix=instead)
+        for name, instead in _REMOVED.items()
+        if getattr(args, name) is not None
+    ]
+    if args.script is None:
+        fix = "paceline deepspeed --num_gpus 2 train.py --its-option"
+        problems.append(Problem("command-line", "paceline deepspeed: which script?", fix=fix))
+    if args.module and args.no_python:
+        fix = "a module needs Python: leave --no_python out"
+        problems.append(Problem("deepspeed-flag", "--module and --no_python cannot both be given.", fix=fix))
+    named = args.launcher.lower()
+    if named not in LAUNCHERS.names() or named == "local":
+        known = ", ".join(name for name in LAUNCHERS.names() if name != "local")
+        why, fix = f"known: {known}", "use one of these; openmpi serves for any MPI that mpirun belongs to"
+        problems.append(Problem("deepspeed-flag", f"there is no launcher {args.launcher!r}.", why, fix))
+    for name in ("num_nodes", "num_gpus"):
+        if getattr(args, name) == 0 or getattr(args, name) < -1:
+            fix = "give a number of at least 1, or leave it out for all"
+            problems.append(Problem("deepspeed-flag", f"--{name} {getattr(args, name)} leaves nothing.", fix=fix))
+    if problems:
+        raise ConfigError.of(problems)
+
+
+def _given(args: argparse.Namespace, env: Mapping[str, str], notices: list[str]) -> tuple[list[Given], bool]:
+    """The flags as settings of ours, and whether other hosts take part."""
+    from paceline.launch import hostfile
+    from paceline.launch.hosts import text_of
+    from paceline.launch.ssh import is_local
+
+    said: dict[str, tuple[object, str]] = {
+        "compat": (",".join(dict.fromkeys([*filter(None, env.get("PACELINE_COMPAT", "").split(",")), "deepspeed"])),
+                   "paceline deepspeed"),
+        "module": (args.module, "--module"),
+        "no_python": (args.no_python, "--no_python"),
+        "main_address": (args.master_addr, "--master_addr"),
+        "main_port": (args.master_port, "--master_port"),
+        "log_dir": (args.enable_each_rank_log, "--enable_each_rank_log"),
+        "tee": ("0" if args.enable_each_rank_log else None, "--enable_each_rank_log"),
+    }  # fmt: skip
+    if args.bind_cores_to_rank or args.bind_core_list:
+        said["bind_cores"] = args.bind_core_list or "all", "--bind_cores_to_rank"
+    path = args.hostfile or (DEFAULT_HOSTFILE if os.path.isfile(DEFAULT_HOSTFILE) else os.devnull)
+    counts = {
+        "nodes": args.num_nodes if args.num_nodes > 0 else None,
+        "procs": args.num_gpus if args.num_gpus > 0 else None,
+    }
+    at_hosts = False
+    if path == os.devnull:
+        said |= _on_this_host(args, env, counts, notices)
+    else:
+        hosts = hostfile.choose(
+            hostfile.read(text_of(path), path), include=args.include, exclude=args.exclude, **counts
+        )
+        at_hosts = not args.no_ssh and (len(hosts) > 1 or args.force_multi)
+        if at_hosts:
+            said |= {name: (getattr(args, name) or None, f"--{name}") for name in ("include", "exclude", "ssh_port")}
+            said |= {"hostfile": (path, "--hostfile"), "launcher": (args.launcher.lower(), "--launcher")}
+            said |= {"launcher_args": (args.launcher_args or None, "--launcher_args")}
+            said |= {"nodes": (counts["nodes"], "--num_nodes"), "procs": (counts["procs"], "--num_gpus")}
+        else:
+            node = _node(args, len(hosts)) if args.no_ssh else 0
+            said |= _slots(hosts[node].ids, path)
+            if args.no_ssh and len(hosts) > 1:
+                said |= _numbered(args, node, len(hosts))
+            elif not is_local(hosts[0].host):
+                notices.append(f"{hosts[0].host}, the only host, is taken for this one; --force_multi goes there.")
+    return [
+        Given(name, str(value), "command line", flag)
+        for name, (value, flag) in said.items()
+        if value is not None and value is not False
+    ], at_hosts
+
+
+def _on_this_host(
+    args: argparse.Namespace, env: Mapping[str, str], counts: Mapping[str, int | None], notices: list[str]
+) -> dict[str, tuple[object, str]]:
+    """What is said of this host's devices, where there is no hostfile."""
+    from paceline.launch import host, hostfile
+
+    nodes = counts["nodes"] or 1
+    if nodes > 1 and not args.no_ssh:
+        raise ConfigError(
+            "host-filter",
+            f"{nodes} hosts are asked for, and no hostfile names them.",
+            f"--num_nodes {nodes}",
+            "name them with --hostfile FILE, or start the command on each with --no_ssh",
+        )
+    include, visible = args.include, env.get("CUDA_VISIBLE_DEVICES", "")
+    chosen = bool(include or args.exclude or counts["procs"])
+    if visible and chosen:
+        notices.append(f"CUDA_VISIBLE_DEVICES={visible} is not used, as flags choose the devices.")
+    elif visible and all(each.strip().isdigit() for each in visible.split(",")):
+        include, chosen = f"localhost:{visible.replace(' ', '')}", True
+    said: dict[str, tuple[object, str]] = {}
+    if chosen:
+        with environment.patched({"CUDA_VISIBLE_DEVICES": None}):
+            count = host.accelerators().count
+        pool = [hostfile.Slots("localhost", tuple(range(count or 1)))]
+        procs = counts["procs"]
+        (slots,) = hostfile.choose(pool, include=include, exclude=args.exclude, procs=procs, open_ended=not count)
+        if count and slots.ids[-1] >= count:
+            raise LaunchError(
+                "launch-slots",
+                f"{len(slots.ids)} processes are asked for, and there are {count} devices.",
+                f"--num_gpus {procs}",
+                f"ask for {count} at most",
+            )
+        where = "--num_gpus" if procs else "CUDA_VISIBLE_DEVICES" if include != args.include else "--include, --exclude"
+        said = _slots(slots.ids, where)
+    if args.no_ssh and nodes > 1:
+        said |= _numbered(args, _node(args, nodes), nodes)
+    return said
+
+
+def _slots(ids: Sequence[int], where: str) -> dict[str, tuple[object, str]]:
+    return {"procs": (len(ids), where), "gpu_ids": (",".join(map(str, ids)), where)}
+
+
+def _node(args: argparse.Namespace, nodes: int) -> int:
+    """The number of this host among those that start themselves."""
+    if not 0 <= args.node_rank < nodes:
+        raise ConfigError(
+            "deepspeed-flag",
+            f"--no_ssh: node {args.node_rank} does not exist."
+            if args.node_rank >= 0
+            else "--no_ssh: which node is this?",
+            f"there are {nodes} hosts",
+            f"give each host another --node_rank, 0 to {nodes - 1}, in the order of the hostfile",
+        )
+    return int(args.node_rank)
+
+
+def _numbered(args: argparse.Namespace, node: int, nodes: int) -> dict[str, tuple[object, str]]:
+    """This host's place among several that start themselves."""
+    return {
+        "nodes": (nodes, "--no_ssh"),
+        "node_rank": (node, "--node_rank"),
+        "main_port": (args.master_port or _PORT, "--master_port"),
+    }
+
+
+def _idle(args: argparse.Namespace) -> list[str]:
+    """What the user should know about flags that do something else here, or nothing."""
+    notices = []
+    if args.no_ssh_check:
+        notices.append("--no_ssh_check has no effect: hosts are checked over the connection that runs them.")
+    if args.enable_each_rank_log:
+        notices.append(f"the output of rank N goes to {args.enable_each_rank_log}/rankN.out and rankN.err.")
+    if args.venv_script and not args.hostfile:
+        notices.append("--venv_script is for hosts of a hostfile: activate it here before the command.")
+    return notices
+
+
+def _tune(args: argparse.Namespace, told: Launch) -> int:
+    """Hands over to `paceline tune`; with "run", runs the best one afterwards."""
+    import shlex
+
+    from paceline.cli.main import main
+    from paceline.cli.tune import tune
+    from paceline.planner import tune_results
+
+    tuned, best = tune(told, args.script, args.script_args)
+    if args.autotuning == "tune":
+        return 0
+    found = tune_results.command(tuned, best, Path(tuned.task.tuning.results_dir))
+    return main(shlex.split(found, comments=True)[1:])
+
+
+@contextmanager
+def _pid_file(wanted: bool) -> Iterator[None]:
+    """Keeps this process's number where other programs look for it."""
+    mine = os.getpid()
+    path = Path("/tmp", f"{mine}.deepspeed")
+    if wanted:
+        path.write_text(str(mine))
+    try:
+        yield
+    finally:
+        if wanted and os.getpid() == mine:  # a forked process comes by here too
+            path.unlink(missing_ok=True)

@@ -1,0 +1,160 @@
+"""Which hosts take part, and which of their slots: a hostfile, and what `--include`, `--exclude` and counts leave of it.
+
+    node0 slots=4    # a name that ssh knows, and how many processes it may run
+    node1 slots=4
+
+A filter is `HOST[:SLOT,SLOT...][@HOST...]`; a host alone means all its slots. Hosts keep the order of the file, and so do
+their ranks. Pure: text in, rows out.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from paceline.base.errors import ConfigError, Problem
+from paceline.config.given import nearest
+
+_LINE = re.compile(r"(?P<host>[A-Za-z0-9_][\w.@-]*)\s+slots=(?P<slots>[1-9]\d*)")
+_FORM = "expected: HOST slots=N, such as `node0 slots=4`"
+
+
+@dataclass(frozen=True)
+class Slots:
+    """One host, and the slots of it that are used: one process each, on the accelerator of that number if there are any."""
+
+    host: str
+    ids: tuple[int, ...]
+
+
+def read(text: str, where: str) -> tuple[Slots, ...]:
+    """The hosts of a hostfile.
+
+    Args:
+        text: what it holds.
+        where: its name, for messages.
+
+    Raises:
+        ConfigError: `hostfile`, with each line that is wrong.
+    """
+    found: dict[str, Slots] = {}
+    places: dict[str, int] = {}
+    problems = []
+    fix = "write each host once, with its slots; `#` begins a comment"
+    for number, line in enumerate(text.splitlines(), 1):
+        words = line.partition("#")[0].strip()
+        if not words:
+            continue
+        match = _LINE.fullmatch(words)
+        if match is None:
+            problems.append(Problem("hostfile", f"{where}:{number}: {words!r} names no host.", _FORM, fix))
+        elif match["host"] in found:
+            why = f"{where}:{places[match['host']]} and {where}:{number}"
+            problems.append(Problem("hostfile", f"the host {match['host']} is there twice.", why, fix))
+        else:
+            places[match["host"]] = number
+            found[match["host"]] = Slots(match["host"], tuple(range(int(match["slots"]))))
+    if not found and not problems:
+        problems.append(Problem("hostfile", f"{where} names no host.", _FORM, fix))
+    if problems:
+        raise ConfigError.of(problems)
+    return tuple(found.values())
+
+
+def choose(
+    hosts: Sequence[Slots],
+    *,
+    include: str = "",
+    exclude: str = "",
+    nodes: int | None = None,
+    procs: int | None = None,
+    open_ended: bool = False,
+) -> tuple[Slots, ...]:
+    """The hosts and slots that are used.
+
+    Args:
+        hosts: all that there are.
+        include: a filter that names those; "" for all.
+        exclude: a filter that names those left out.
+        nodes: the first so many hosts.
+        procs: slots 0 to `procs - 1` on each host, however many it has.
+        open_ended: a host has any slot that is asked for, as one without accelerators has.
+
+    Raises:
+        ConfigError: `host-filter`; all that is wrong at once.
+    """
+    problems = list(_conflicts(include, exclude, nodes, procs))
+    known = {each.host: each for each in hosts}
+    flag = "--include" if include else "--exclude"
+    named = {} if problems else _parsed(include or exclude, flag, known, problems, open_ended)
+    if nodes is not None and nodes > len(hosts):
+        problems.append(
+            Problem(
+                "host-filter",
+                f"{nodes} hosts are asked for, and there {'is' if len(hosts) == 1 else 'are'} {len(hosts)}.",
+                f"hosts: {', '.join(known)}",
+                "add hosts to the hostfile, or ask for fewer",
+            )
+        )
+    if problems:
+        raise ConfigError.of(problems)
+    if procs is not None:
+        hosts = [Slots(each.host, tuple(range(procs))) for each in hosts]
+    if include:
+        left = [Slots(each.host, named[each.host] or each.ids) for each in hosts if each.host in named]
+    else:
+        left = [Slots(each.host, _without(each, named)) for each in hosts[:nodes]]
+    left = [each for each in left if each.ids]
+    if not left:
+        raise ConfigError("host-filter", "no slot is left.", f"--exclude {exclude}", "leave out fewer")
+    return tuple(left)
+
+
+def _conflicts(include: str, exclude: str, nodes: int | None, procs: int | None) -> list[Problem]:
+    """Flags that do not go together."""
+    filters = [f"{flag} {text}" for flag, text in (("--include", include), ("--exclude", exclude)) if text]
+    counts = [f"{count} {what}" for count, what in ((nodes, "hosts"), (procs, "processes a host")) if count is not None]
+    found = []
+    if len(filters) == 2:
+        what = "--include and --exclude cannot both be given."
+        found.append(Problem("host-filter", what, filters, "say with one of them what is used"))
+    if filters and counts:
+        what = f"{filters[0].split()[0]} and a number of hosts or processes cannot both be given."
+        found.append(Problem("host-filter", what, [*filters, *counts], "name the hosts and slots, or give numbers"))
+    return found
+
+
+def _parsed(
+    text: str, flag: str, known: Mapping[str, Slots], problems: list[Problem], open_ended: bool
+) -> dict[str, tuple[int, ...]]:
+    """A filter's slots by host; none for a host alone."""
+    named: dict[str, tuple[int, ...]] = {}
+    for part in text.split("@") if text else []:
+        name, colon, numbers = part.strip().partition(":")
+        if not name or (colon and not re.fullmatch(r"\d+(,\d+)*", numbers)):
+            form = "expected: HOST[:SLOT,SLOT...], several joined by @"
+            problems.append(Problem("host-filter", f"{flag}: {part!r} cannot be read.", form, "node0:0,1@node1"))
+        elif name not in known:
+            close = nearest(name, known)
+            fix = f"write {close}" if close else "name one of these"
+            problems.append(Problem("host-filter", f"there is no host {name!r}.", f"hosts: {', '.join(known)}", fix))
+        elif name in named:
+            problems.append(Problem("host-filter", f"{flag} names {name} twice.", text, "join its slots with commas"))
+        else:
+            ids = tuple(sorted({int(each) for each in numbers.split(",") if each}))
+            strange = [each for each in ids if each not in known[name].ids]
+            named[name] = ids
+            if strange and not open_ended:
+                there = ",".join(map(str, known[name].ids))
+                what = f"the host {name} has no slot {', '.join(map(str, strange))}."
+                problems.append(
+                    Problem("host-filter", what, f"{flag} {part}; its slots: {there}", "name some of these")
+                )
+    return named
+
+
+def _without(each: Slots, named: Mapping[str, tuple[int, ...]]) -> tuple[int, ...]:
+    if each.host not in named:
+        return each.ids
+    return tuple(number for number in each.ids if named[each.host] and number not in named[each.host])

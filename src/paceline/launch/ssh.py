@@ -1,0 +1,114 @@
+"""Hosts reached over OpenSSH, one connection each, which carries the orders, the output and the end.
+
+Nothing of the run stands on the command line but where Python is. A host that is this one needs no ssh.
+"""
+
+from __future__ import annotations
+
+import shlex
+import shutil
+import socket
+import sys
+from collections.abc import Sequence
+
+from paceline.launch import host
+from paceline.launch.contact import Contacts
+from paceline.launch.launcher import Job, Outcome, Rendered
+
+OPTIONS = ("BatchMode=yes", "ConnectTimeout=10", "ServerAliveInterval=15", "ServerAliveCountMax=4")
+
+
+class SshLauncher:
+    """Starts a job on other hosts over OpenSSH."""
+
+    name = "ssh"
+
+    def available(self) -> str:
+        """What is missing on this host."""
+        return "" if shutil.which("ssh") else "there is no ssh on this host (openssh-client)"
+
+    def render(self, job: Job) -> Rendered:
+        """What this host runs to reach each of the others."""
+        assert job.orders is not None, "a job of other hosts has orders"
+        return Rendered(job, job.target.command, steps=tuple(connect(job, at.host) for at in job.orders.hosts))
+
+    def submit(self, rendered: Rendered) -> SshHandle:
+        """Reaches all hosts and has each look at what it would run.
+
+        Raises:
+            LaunchError: `launch-hosts`.
+        """
+        return SshHandle(rendered)
+
+
+class SshHandle:
+    """A job on other hosts, which wait for the word to begin."""
+
+    def __init__(self, rendered: Rendered) -> None:
+        job = rendered.job
+        assert job.orders is not None, "a job of other hosts has orders"
+        near = [_is_this_host(at.host, job) for at in job.orders.hosts]
+        steps = [here(job) if own else step for own, step in zip(near, rendered.steps, strict=True)]
+        self._contacts = Contacts(job, steps)
+        try:
+            self._place = self._contacts.meet()
+        except BaseException:
+            self._contacts.close()
+            raise
+
+    def wait(self) -> Outcome:
+        """Runs the job to its end.
+
+        Raises:
+            LaunchError: `launch-host-lost`.
+        """
+        try:
+            return Outcome(self._contacts.follow(self._place))
+        finally:
+            self._contacts.close()
+
+
+def connect(job: Job, name: str) -> tuple[str, ...]:
+    """What carries the connection to a host."""
+    options = [word for option in OPTIONS for word in ("-o", option)]
+    port = ["-p", str(job.reach.port)] if job.reach.port else []
+    return ("ssh", *job.reach.args, "-T", *options, *port, name, shell_line(job))
+
+
+def shell_line(job: Job, *words: str) -> str:
+    """What a host's shell is given: Python, found as here or in the environment that a script sets up."""
+    path = job.orders.env.get("PYTHONPATH", "") if job.orders is not None else ""
+    variables = ["env", f"PYTHONPATH={path}"] if path else []
+    if not job.reach.activate:
+        return shlex.join(["exec", *variables, sys.executable, "-u", "-m", "paceline.launch.remote", *words])
+    inside = shlex.join(["exec", *variables, "python", "-u", "-m", "paceline.launch.remote", *words])
+    return shlex.join(["exec", "bash", "-c", f". {shlex.quote(job.reach.activate)} && {inside}"])
+
+
+def here(job: Job) -> tuple[str, ...]:
+    """What carries the connection to this host."""
+    return ("sh", "-c", shell_line(job))
+
+
+def _is_this_host(name: str, job: Job) -> bool:
+    """Whether a name is this host's own; at a port of its own, it may be that of a container."""
+    if job.reach.port not in (None, 22):
+        return False
+    return is_local(name)
+
+
+def is_local(name: str, known: Sequence[str] = ("localhost", "127.0.0.1")) -> bool:
+    """Whether a name is one of this host's."""
+    own = host.name()
+    if name in (*known, own, own.partition(".")[0]):
+        return True
+    try:
+        address = socket.gethostbyname(name)
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            probe.bind((address, 0))
+    except OSError:
+        return False
+    return not address.startswith("127.")
+
+
+LAUNCHER = SshLauncher()
