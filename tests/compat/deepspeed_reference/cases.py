@@ -13,12 +13,14 @@ SCHEDULES = {
     "decay log": ("WarmupDecayLR", {"total_num_steps": 900, "warmup_num_steps": 100}),
     "decay linear": (
         "WarmupDecayLR",
-        {"total_num_steps": 1200, "warmup_min_lr": 1e-4, "warmup_max_lr": 2e-3, "warmup_num_steps": 250, "warmup_type": "linear"},
+        {"total_num_steps": 1200, "warmup_min_lr": 1e-4, "warmup_max_lr": 2e-3, "warmup_num_steps": 250,
+         "warmup_type": "linear"},
     ),
     "cosine log": ("WarmupCosineLR", {"total_num_steps": 950, "warmup_num_steps": 120}),
     "cosine linear": (
         "WarmupCosineLR",
-        {"total_num_steps": 1000, "warmup_min_ratio": 0.1, "warmup_num_steps": 200, "cos_min_ratio": 0.05, "warmup_type": "linear"},
+        {"total_num_steps": 1000, "warmup_min_ratio": 0.1, "warmup_num_steps": 200, "cos_min_ratio": 0.05,
+         "warmup_type": "linear"},
     ),
     "range": ("LRRangeTest", {"lr_range_test_min_lr": 1e-4, "lr_range_test_step_size": 170, "lr_range_test_step_rate": 2.5}),
     "range stairs": ("LRRangeTest", {"lr_range_test_step_size": 90, "lr_range_test_staircase": True}),
@@ -100,7 +102,8 @@ SCALES = {
         ("hysteresis of four", {"hysteresis": 4, "loss_scale_window": 8}, {1, 3, 5, 7, 9, 11, 40, 41, 42, 43, 44}),
         ("consecutive", {"consecutive_hysteresis": True, "loss_scale_window": 8}, {1, 3, 5, 6, 7, 30, 31, 32, 50}),
         ("to the minimum", {"initial_scale_power": 3, "min_loss_scale": 2.0, "loss_scale_window": 4}, set(range(3, 9))),
-        ("onto the minimum", {"initial_scale_power": 3, "min_loss_scale": 2.0, "hysteresis": 1, "loss_scale_window": 4}, {1, 2, 12, 13, 30}),
+        ("onto the minimum", {"initial_scale_power": 3, "min_loss_scale": 2.0, "hysteresis": 1, "loss_scale_window": 4},
+         {1, 2, 12, 13, 30}),
         ("a minimum beside the way", {"initial_scale_power": 3, "min_loss_scale": 3.0, "hysteresis": 1}, {1, 2}),
         ("often", {"loss_scale_window": 3, "initial_scale_power": 8}, set(range(0, 1000, 11))),
     )
@@ -112,3 +115,46 @@ SCALE_STEPS = 120
 def finite(value):
     """JSON has no infinity."""
     return value if math.isfinite(value) else None
+
+
+# -- training: name -> (model, steps, config), on two processes -------------------------------------------------------------
+
+
+def _config(stage, accumulate=1, clip=0.0, **more):
+    return {
+        "train_micro_batch_size_per_gpu": 4,
+        "gradient_accumulation_steps": accumulate,
+        "gradient_clipping": clip,
+        "optimizer": {"type": "AdamW", "params": {"lr": 5e-3, "weight_decay": 0.01, "torch_adam": True}},
+        "zero_optimization": {"stage": stage, **({"stage3_param_persistence_threshold": 0} if stage == 3 else {})},
+        **more,
+    }
+
+
+TRAINING = {
+    f"{model} zero {stage} accumulate {accumulate} clip {clip}": (model, 6, _config(stage, accumulate, clip))
+    for model, stage, accumulate, clip in itertools.product(("mlp", "transformer"), range(4), (1, 2), (0.0, 1.0))
+}
+TRAINING |= {
+    f"{model} bf16 zero {stage}": (model, 6, _config(stage, bf16={"enabled": True}))
+    for model in ("mlp", "transformer")
+    for stage in range(4)
+}
+TRAINING["scheduled"] = (
+    "mlp",
+    8,
+    _config(
+        1,
+        2,
+        1.0,
+        scheduler={
+            "type": "WarmupDecayLR",
+            "params": {"total_num_steps": 8, "warmup_max_lr": 0.02, "warmup_num_steps": 3},
+        },
+    ),
+)
+FP16 = {"enabled": True, "initial_scale_power": 10, "loss_scale_window": 3, "hysteresis": 2}
+# Losses of these steps are multiplied until gradients overflow in float16; stage 0 has another rule there.
+FP16_OVERFLOWS = (2, 3, 9, 10, 11, 16)
+FP16_STEPS = 24
+FP16_TRAINING = {f"fp16 zero {stage}": ("mlp", FP16_STEPS, _config(stage, fp16=FP16)) for stage in (1, 2, 3)}

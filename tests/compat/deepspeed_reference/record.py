@@ -144,8 +144,10 @@ def training():
 def worker(out):
     """One of the two processes."""
     import programs
+    from deepspeed.accelerator import get_accelerator
 
-    found = programs.everything(real=True)
+    get_accelerator().is_fp16_supported = lambda: True  # it computes in float16 here, but says that it can't
+    found = programs.everything()
     if os.environ["RANK"] == "0":
         Path(out).write_text(json.dumps(found), encoding="utf-8")
 
