@@ -1,4 +1,4 @@
-"""Starts a script with the flags of the `deepspeed` command, its names served by Paceline.
+"""Starts a script with the flags of the `deepspeed` command, whose names are served.
 
 paceline deepspeed [options] script.py [arguments of the script]
 """
@@ -264,11 +264,19 @@ def _tune(args: argparse.Namespace, told: Launch) -> int:
     from paceline.cli.tune import tune
     from paceline.planner import tune_results
 
-    tuned, best = tune(told, args.script, args.script_args)
+    tuned, best = tune(told, args.script, args.script_args, local_rank=not args.no_local_rank)
     if args.autotuning == "tune":
         return 0
-    found = tune_results.command(tuned, best, Path(tuned.task.tuning.results_dir))
-    return main(shlex.split(found, comments=True)[1:])
+    folder = Path(tuned.task.tuning.results_dir)
+    words = shlex.split(tune_results.command(tuned, best, folder), comments=True)[1:]
+    if str(folder / "ds_config_optimal.json") not in " ".join(words):
+        raise ConfigError(
+            "tune-run",
+            "the best config cannot be run: the script names its config itself.",
+            why=f"none of its arguments is --deepspeed_config; the best one is {folder / 'ds_config_optimal.json'}",
+            fix="let the script take --deepspeed_config, or name that file in it and start it without --autotuning",
+        )
+    return main(words)
 
 
 @contextmanager

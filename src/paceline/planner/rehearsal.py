@@ -93,7 +93,7 @@ def rehearse(work: Callable[[], object], troupe: Troupe) -> Rehearsal:
     Raises:
         PlanError: `plan-rehearsal`, where nothing was prepared; whatever error of ours the script runs into.
     """
-    kind, value = _in_child(lambda: _perform(work, troupe))
+    kind, value = in_child(lambda: _perform(work, troupe))
     if kind == "result":
         return value
     if kind == "ours":
@@ -106,7 +106,7 @@ def rehearse(work: Callable[[], object], troupe: Troupe) -> Rehearsal:
     )
 
 
-def _in_child(work: Callable[[], Rehearsal]) -> tuple[str, Any]:
+def in_child(work: Callable[[], object]) -> tuple[str, Any]:
     """What `work` gives in a forked process: a result, an error of ours, or what else happened, in words."""
     with tempfile.TemporaryFile() as parcel, tempfile.TemporaryFile("w+") as said:
         sys.stdout.flush()
@@ -206,29 +206,26 @@ class Stage:
     def set(self) -> None:
         """Replaces everything; there is no way back but the end of the process."""
         nothing = lambda *_, **__: None  # noqa: E731
-        _replace("paceline.world.device.detect", lambda *_, **__: torch.device("cpu"))
-        _replace("paceline.accelerator.Collectives", Echo)
-        if self.troupe.compat == "accelerate":
-            _replace("paceline.compat.accelerate.state.Collectives", Echo)
-        for writes in ("states.States.load", "states.States.on_main", "states.States._source",
-                       "states.States._listen", "states.States.wait", "keeping.save_object",
-                       "observe.trackers.group.Trackers.start", "parallel.replicate.install"):  # fmt: skip
-            _replace(f"paceline.{writes}", nothing)
-        _replace("paceline.states.States.save", lambda states, path, plan, **_: path or "checkpoint")
-        _wrap("paceline.data.loader.on_device", self._batches)
-        _wrap("paceline.preparation.Preparation._prepare_models", self._preparing)
-        _wrap("paceline.preparation.choose_fused", self._choosing)
-        _wrap("paceline.world.mesh.init_device_mesh", self._unseen)
-        _replace("paceline.parallel.replicate._first_window", _skip_first_window)
-        _replace("paceline.parallel.agreement.Statement._exchange", lambda *_: [])
-        _replace("paceline.parallel.agreement.Statement.heard", lambda said: list(said._own))
-        _replace("torch.nn.parallel.distributed._verify_param_shape_across_processes", nothing)
-        _wrap("torch.UntypedStorage.resize_", self._resizing)
-        _wrap("torch.utils.swap_tensors", self._swapping)
-        _replace("torch._subclasses.fake_tensor.FakeTensor.__format__", lambda tensor, spec: format(0.0, spec))
-        _replace("torch._subclasses.fake_tensor.FakeTensor.numpy", _numpy)
+        replace_at("paceline.world.device.detect", lambda *_, **__: torch.device("cpu"))
+        replace_at("paceline.accelerator.Collectives", Echo)
+        if "accelerate" in self.troupe.compat.split(","):
+            replace_at("paceline.compat.accelerate.state.Collectives", Echo)
+        without_files()
+        replace_at("paceline.parallel.replicate.install", nothing)
+        wrap_at("paceline.data.loader.on_device", self._batches)
+        wrap_at("paceline.preparation.Preparation._prepare_models", self._preparing)
+        wrap_at("paceline.preparation.choose_fused", self._choosing)
+        wrap_at("paceline.world.mesh.init_device_mesh", self._unseen)
+        replace_at("paceline.parallel.replicate._first_window", _skip_first_window)
+        replace_at("paceline.parallel.agreement.Statement._exchange", lambda *_: [])
+        replace_at("paceline.parallel.agreement.Statement.heard", lambda said: list(said._own))
+        replace_at("torch.nn.parallel.distributed._verify_param_shape_across_processes", nothing)
+        wrap_at("torch.UntypedStorage.resize_", self._resizing)
+        wrap_at("torch.utils.swap_tensors", self._swapping)
+        replace_at("torch._subclasses.fake_tensor.FakeTensor.__format__", lambda tensor, spec: format(0.0, spec))
+        replace_at("torch._subclasses.fake_tensor.FakeTensor.numpy", _numpy)
         if self.troupe.memory:
-            _replace("paceline.planner.fit.memory_of", lambda *_: self.troupe.memory)
+            replace_at("paceline.planner.fit.memory_of", lambda *_: self.troupe.memory)
         if self.troupe.accelerated:
             _optimizers_as_on_accelerators()
         register_optimizer_step_pre_hook(self._before_step)
@@ -241,8 +238,8 @@ class Stage:
             for _, model in models:
                 self.witness.fake_module(model)
             if preparation.plan.layout.pp > 1 or "pp" in preparation.plan.open:
-                _replace("torch.distributed.pipelining.stage.PipelineStage._send_meta", lambda *_: None)
-                _replace("torch.distributed.pipelining.stage.PipelineStage._recv_meta", _gradients_like_outputs)
+                replace_at("torch.distributed.pipelining.stage.PipelineStage._send_meta", lambda *_: None)
+                replace_at("torch.distributed.pipelining.stage.PipelineStage._recv_meta", _gradients_like_outputs)
             self.witness.live = True
             before = prepare_models(preparation, models, *rest)
             self.plan = preparation.plan
@@ -346,7 +343,17 @@ class Stage:
         return Rehearsal(self.plan, facts, memory, traffic, held, "" if memory else problem, seconds)
 
 
-def _wrap(path: str, wrapper: Callable[[Any], Any]) -> None:
+def without_files() -> None:
+    """From now on what a script saves is not written, and what it would go on from is not looked for."""
+    nothing = lambda *_, **__: None  # noqa: E731
+    for writes in ("states.States.load", "states.States.on_main", "states.States._source", "states.States._listen",
+                   "states.States.wait", "keeping.save_object", "keeping.save_model",
+                   "observe.trackers.group.Trackers.start"):  # fmt: skip
+        replace_at(f"paceline.{writes}", nothing)
+    replace_at("paceline.states.States.save", lambda states, path, plan, **_: path or "checkpoint")
+
+
+def wrap_at(path: str, wrapper: Callable[[Any], Any]) -> None:
     """Puts `wrapper(what stands there)` in the place of `path`, a name in a module or in a class there.
 
     A room above this one is looked up and not imported: the planner knows the seams of the house, not its facade.
@@ -364,8 +371,8 @@ def _wrap(path: str, wrapper: Callable[[Any], Any]) -> None:
     raise AssertionError(f"no module {path}")
 
 
-def _replace(path: str, value: Any) -> None:
-    _wrap(path, lambda _: value)
+def replace_at(path: str, value: Any) -> None:
+    wrap_at(path, lambda _: value)
 
 
 def _states(optimizer: Any) -> list[torch.Tensor]:
@@ -413,5 +420,5 @@ def _optimizers_as_on_accelerators() -> None:
 
     devices = [*_foreach_utils._get_foreach_kernels_supported_devices(), "cpu"]
     for module in ("torch.utils._foreach_utils", "torch.optim.optimizer"):
-        _replace(f"{module}._get_foreach_kernels_supported_devices", lambda: devices)
+        replace_at(f"{module}._get_foreach_kernels_supported_devices", lambda: devices)
     importlib.import_module("torch.optim.optimizer")._foreach_supported_types.append(FakeTensor)

@@ -1,0 +1,235 @@
+"""Finds the fastest plan and micro-batch of a script, by short measured runs.
+
+paceline tune [options] script.py [arguments of the script]
+
+The script is rehearsed first: what is predicted not to fit is never launched. The rest runs for some steps each, in
+processes that are forked from one that has imported everything, and the fastest is written as settings.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from paceline.base import env as environment
+from paceline.base.errors import ConfigError, LaunchError
+from paceline.config import schema
+from paceline.config.sources import Launch, resolve_launch
+
+if TYPE_CHECKING:
+    from paceline.launch.launcher import Job
+    from paceline.planner.search import Candidate
+    from paceline.planner.tune import Tuned
+
+_BAR = 24
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Takes how to search, all settings of `launch`, then the script and its arguments."""
+    parser.usage = "paceline tune [options] script.py [arguments of the script]"
+    own = parser.add_argument_group("tuning")
+    add = own.add_argument
+    add(
+        "--metric",
+        choices=("throughput", "latency", "flops"),
+        help="what is best: samples/s, time of a step, or FLOP/s",
+    )
+    add("--trials", type=int, metavar="N", help="at most so many [50]")
+    add("--early-stop", type=int, metavar="N", help="trials without an improvement after which it stops [5]")
+    add("--first-step", type=int, metavar="N", help="first optimizer step that is measured [3]")
+    add("--last-step", type=int, metavar="N", help="last one, after which a trial ends [7]")
+    add(
+        "--order", choices=("model_based", "gridsearch", "random"), help="of trials: by predicted time, in turn, by lot"
+    )
+    add("--micro", metavar="MIN:MAX", help="bounds of a rank's micro-batch [1:1024]")
+    add("--micro-sizes", type=int, metavar="N", help="the largest micro-batches that fit, tried with each plan [3]")
+    add(
+        "--arg",
+        action="append",
+        metavar="micro=--FLAG",
+        help="an argument of the script that follows micro or accumulate",
+    )
+    add("--thorough", action="store_true", help="bucket sizes and gathering of parameters are tried, too")
+    add("--device", metavar="NAME", help="has this memory, such as mine-24GB; not set: what this host has")
+    add("--results", metavar="DIR", help="where results are written [autotuning_results]")
+    add("--overwrite", action="store_true", help="measures anew what is there from an earlier run")
+    schema.add_options(parser)
+    parser.add_argument("script", nargs="?", help="Python file; with -m a module")
+    parser.add_argument("script_args", nargs=argparse.REMAINDER, metavar="...", help="the script's own arguments")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Tunes; prints the table and where the files are."""
+    if args.script is None:
+        raise ConfigError("command-line", "paceline tune: which script?", fix="paceline tune --procs 2 train.py")
+    values, places = _said(args)
+    tune(resolve_launch(schema.given(args)), args.script, args.script_args, values, places, args.device)
+    return 0
+
+
+def tune(
+    told: Launch,
+    script: str,
+    script_args: Sequence[str],
+    values: Mapping[str, Any] | None = None,
+    places: Mapping[str, str] | None = None,
+    device: str | None = None,
+    local_rank: bool = False,
+) -> tuple[Tuned, Candidate]:
+    """A tuning from its settings to its files; `paceline deepspeed --autotuning` comes here too.
+
+    Args:
+        told: settings of the launch.
+        script, script_args: what is tuned.
+        values: attributes of `Tuning` that the command line said; a DeepSpeed config's `autotuning` block says the rest.
+        places: where each of them was said.
+        device: name of what a rank runs on, where it is not to be looked at.
+        local_rank: whether the script gets `--local_rank=N` before its arguments.
+
+    Returns:
+        What came of it, and the best candidate.
+    """
+    from paceline.launch.job import job_of
+    from paceline.planner import tune_results
+    from paceline.planner.device import device_of, of_this_host
+    from paceline.planner.rehearsal import in_child
+    from paceline.planner.search import Tuning
+    from paceline.planner.tune import Task, Tuner
+
+    said = dict(values or {})
+    tuning = replace(Tuning(last_step=7), **said)
+    tuning.check(places or {})
+    # Accelerators are looked at by processes of their own: one that has touched them cannot be forked any more.
+    job, notices = _result(*in_child(lambda: job_of(told, script, script_args, environment.snapshot())))
+    _refuse(job)
+    job = replace(job, target=replace(job.target, local_rank=local_rank))
+    for notice in (*told.notices, *notices):
+        _say(notice)
+    here = (
+        _result(*in_child(lambda: of_this_host(job.procs, cpu=told.run.cpu))) if device is None else device_of(device)
+    )
+    decisions = tuple(each for each in told.decisions if each.source in ("command line", "file"))
+    results, bar = tune_results.Results(), Bar()
+    task = Task(job, decisions, tuning, said, here, told.run.timeout_s or 600.0)
+    tuner = Tuner(task, bar.tell, results.open, results.add)
+    _say(f"rehearsing {script} for {here.name}")
+    try:
+        tuned = tuner.run()
+    finally:
+        bar.close()
+        if tuner.first_failure:
+            print(f"--- the first trial that failed\n{tuner.first_failure}\n---", file=sys.stderr, flush=True)
+    folder = tune_results.write(tuned)
+    best, _ = tuned.progress.best()
+    assert best is not None, "a tuning without a result is an error"
+    print(tune_results.summary(tuned))
+    print(f"written to {folder}; to run the best:\n  {tune_results.command(tuned, best, folder)}")
+    return tuned, best
+
+
+def _said(args: argparse.Namespace) -> tuple[dict[str, Any], dict[str, str]]:
+    """What the command line says of the search, and where.
+
+    Raises:
+        ConfigError: `tune-value`.
+    """
+    names = {"trials": "trials", "early_stop": "early_stop", "first_step": "first_step", "last_step": "last_step",
+             "order": "order", "metric": "metric", "micro_sizes": "micro_sizes", "results": "results_dir"}  # fmt: skip
+    values = {ours: getattr(args, name) for name, ours in names.items() if getattr(args, name) is not None}
+    places = {ours: f"--{name.replace('_', '-')}" for name, ours in names.items()}
+    if args.results is not None:
+        values["exps_dir"] = f"{args.results}/trials"
+    if args.thorough:
+        values["fast"] = False
+    if args.overwrite:
+        values["overwrite"] = True
+    if args.micro is not None:
+        least, _, most = args.micro.partition(":")
+        values |= {"min_micro": _whole(least, args.micro), "max_micro": _whole(most or least, args.micro)}
+        places |= dict.fromkeys(("min_micro", "max_micro"), f"--micro {args.micro}")
+    if args.arg:
+        values["arguments"] = dict(each.split("=", 1) if "=" in each else (each, "") for each in args.arg)
+        places["arguments"] = f"--arg {' --arg '.join(args.arg)}"
+    return values, places
+
+
+def _whole(text: str, said: str) -> int:
+    if text.isdigit():
+        return int(text)
+    raise ConfigError(
+        "tune-value",
+        f"--micro cannot be {said!r}.",
+        why="expected: MIN:MAX, two numbers of samples",
+        fix="--micro 1:64",
+    )
+
+
+def _result(kind: str, value: Any) -> Any:
+    """What a child process gave; its error is raised here."""
+    if kind == "result":
+        return value
+    if kind == "ours":
+        raise value
+    raise LaunchError(
+        "tune-device",
+        "this host's devices could not be looked at.",
+        why=str(value),
+        fix="say what a rank has, such as `--device mine-24GB`, or `--cpu`",
+    )
+
+
+def _refuse(job: Job) -> None:
+    """Trials are forked here, on one host, from Python.
+
+    Raises:
+        LaunchError: `tune-launch`.
+    """
+    why = "several nodes take part" if job.nodes > 1 else "the script is a program of its own"
+    if job.nodes > 1 or job.target.kind == "program":
+        raise LaunchError(
+            "tune-launch",
+            "this cannot be tuned: trials are forked, on this host, from a process that has imported the script's libraries.",
+            why=f"{why} (--nodes {job.nodes}, {job.target.name})",
+            fix="tune a Python script on one node, and take the result to the others",
+        )
+
+
+def _say(line: str) -> None:
+    print(f"paceline: {line}", file=sys.stderr, flush=True)
+
+
+class Bar:
+    """How far a search is, on standard error: one line that changes on a terminal, else a line for each trial."""
+
+    def __init__(self) -> None:
+        self._alive, self._width, self._began = sys.stderr.isatty(), 0, time.monotonic()
+
+    def tell(self, tuned: Tuned, candidate: Candidate, known: bool) -> None:
+        """After a trial."""
+        done, total = len(tuned.progress.results), min(len(tuned.queue), tuned.task.tuning.trials)
+        seen = tuned.progress.results[candidate]
+        if seen.status == "measured":
+            rate = f", {seen.batch / seen.seconds:.1f} samples/s" if seen.batch else ""
+            what = f"{seen.seconds * 1e3:.1f} ms a step{rate}"
+        else:
+            what = f"{seen.status}: {seen.why}"
+        line = f"trial {done} of {total}  {candidate.name}  {what}{' (from an earlier run)' if known else ''}"
+        if not self._alive:
+            _say(line)
+            return
+        full = _BAR * done // max(1, total)
+        left = (time.monotonic() - self._began) / done * (total - done)
+        text = f"[{'#' * full}{'.' * (_BAR - full)}] {line}  ~{left:.0f} s left"[:118]
+        sys.stderr.write("\r" + text.ljust(self._width))
+        sys.stderr.flush()
+        self._width = len(text)
+
+    def close(self) -> None:
+        """Leaves the line."""
+        if self._alive and self._width:
+            sys.stderr.write("\n")
+            sys.stderr.flush()
