@@ -21,8 +21,17 @@ _HERE = "paceline.compat.deepspeed"
 # {"deepspeed.comm deepspeed.comm.comm": names}, modules of theirs -> names.
 _CARRIED: dict[str, str | dict[str, str]] = {
     _HERE: "version=VERSION",
-    f"{_HERE}.initialize": "add_config_arguments init_distributed initialize",
+    f"{_HERE}.initialize": "add_config_arguments initialize",
+    f"{_HERE}.processes": "init_distributed",
     f"{_HERE}.engine": "DeepSpeedEngine",
+    f"{_HERE}.optimizers": "DeepSpeedCPUAdagrad DeepSpeedCPUAdam FusedAdam FusedLamb",
+    "paceline.optim.lion": "DeepSpeedCPULion=Lion FusedLion=Lion",
+    "paceline.optim.optimizer": "DeepSpeedOptimizer=PreparedOptimizer",
+    "paceline.data.loader": "DeepSpeedDataLoader=PreparedLoader",
+    "paceline.base.errors": "DeepSpeedConfigError=ConfigError",
+    f"{_HERE}.pipe": "LayerSpec PipelineModule TiedLayerSpec",
+    f"{_HERE}.pipe_engine": "PipelineEngine",
+    f"{_HERE}.topology": "PipeDataParallelTopology PipeModelDataParallelTopology PipelineParallelGrid ProcessTopology",
     f"{_HERE}.schedules": "LRRangeTest OneCycle TOTAL_NUM_STEPS VALID_LR_SCHEDULES WARMUP_LINEAR_RATE WARMUP_LOG_RATE "
     "WarmupCosineLR WarmupDecayLR WarmupLR add_tuning_arguments",
 }

@@ -2,73 +2,361 @@
 
 engine(x)               forward; ranks communicate in the backward of the window's last micro-batch alone
 engine.backward(loss)   loss / accumulation steps -> autograd
-engine.step()           at a boundary: clip, optimizer, scheduler, counters; else it counts a micro-batch
+engine.step()           at a boundary: norm, clip, optimizer, scheduler, counters, events; else it counts a micro-batch
 """
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+import math
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import replace
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
 
 from paceline.accelerator import Accelerator
+from paceline.base.errors import ConfigError, Problem, TrainError
+from paceline.base.log import warn_once
+from paceline.compat.deepspeed.events import Events
+from paceline.compat.deepspeed.getters import Getters
+from paceline.compat.deepspeed.saving import Saving
+from paceline.compat.deepspeed.scheduler import EngineScheduler
 from paceline.config.deepspeed import Batch, DeepSpeedConfig
+from paceline.config.given import Given
 
 
-class DeepSpeedEngine(nn.Module):
-    """Holds a model, its optimizer and its scheduler, and counts.
+class DeepSpeedEngine(Getters, Saving, nn.Module):
+    """Holds a model, its optimizer and its scheduler, and counts. What it has no name for is looked up in the model.
 
     Args:
         accelerator: the run.
         config: what was asked for.
         batch: the batch triangle.
-        model, optimizer: the user's.
+        model, optimizer: the user's; the optimizer may be None where nothing is trained.
+        scheduler: of the learning rate; the engine steps it.
+        training_data: a loader, yet to be prepared.
 
     Attributes:
         accelerator: ours, for what DeepSpeed has no name for.
         micro_steps, global_steps, global_samples, skipped_steps: counters, as DeepSpeed counts them.
+        training_dataloader: the prepared loader.
+        monitor: takes events of the script's own: `engine.monitor.write_events([(name, value, step)])`.
     """
 
     def __init__(
-        self, accelerator: Accelerator, config: DeepSpeedConfig, batch: Batch, model: nn.Module, optimizer: Any
+        self,
+        accelerator: Accelerator,
+        config: DeepSpeedConfig,
+        batch: Batch,
+        model: nn.Module,
+        optimizer: Any = None,
+        scheduler: Any = None,
+        training_data: Any = None,
     ) -> None:
         super().__init__()
         self.accelerator, self.config, self.batch = accelerator, config, batch
         accelerator.gradients.weigh = False  # a script holds its windows itself, and every micro-batch counts the same
-        wrapped, self.optimizer = accelerator.prepare(model, optimizer)
+        wrapped, self.optimizer, self.training_dataloader, prepared = self._prepare(
+            model, optimizer, training_data, scheduler
+        )
         self._wrapped = [wrapped]  # in a list: its parameters are those of `module`
-        self.module = model
+        self.module = accelerator.unwrap_model(wrapped)
+        self.lr_scheduler = None if prepared is None else EngineScheduler(prepared, self)
         self.micro_steps = self.global_steps = self.global_samples = self.skipped_steps = 0
+        self._norm: torch.Tensor | None = None
+        self._boundary: bool | None = None  # what a script said of the micro-batch at hand
+        self._applied = self._held_back = False
+        self._by_hand: ExitStack | None = None  # holds gradients until `step`, where a script calls backward itself
+        self.events = Events(self)
+
+    def _prepare(self, model: nn.Module, optimizer: Any, loader: Any, scheduler: Any) -> tuple[Any, Any, Any, Any]:
+        given = [each for each in (model, optimizer, loader, scheduler) if each is not None]
+        made = iter(self.accelerator._prepared.prepare(given))
+        return tuple(next(made) if each is not None else None for each in (model, optimizer, loader, scheduler))  # type: ignore[return-value]
+
+    # -- how it is made --------------------------------------------------------------------------------------------
+
+    @classmethod
+    def settings(cls, model: nn.Module, batch: Batch, training_data: Any = None, collate_fn: Any = None) -> list[Given]:
+        """What a model of this kind adds to the plan."""
+        return []
+
+    @classmethod
+    def width(cls, model: nn.Module, world: int) -> int:
+        """How many of `world` ranks read different samples."""
+        return world
+
+    @classmethod
+    def shuffles(cls) -> bool:
+        """Whether a loader of `training_data` is shuffled."""
+        return True
+
+    # -- the window ------------------------------------------------------------------------------------------------
 
     def is_gradient_accumulation_boundary(self) -> bool:
         """Whether the micro-batch at hand is the last of its window."""
-        return (self.micro_steps + 1) % self.batch.accumulate == 0
+        if self._boundary is not None:
+            return self._boundary
+        return not self.config["managed_gradient_accumulation"] or (self.micro_steps + 1) % self.batch.accumulate == 0
+
+    def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
+        """Says whether the micro-batch at hand ends its window; holds until it is said otherwise."""
+        self._boundary = bool(is_boundary)
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Backward passes inside add up gradients without communication, at every stage; `step` is for later."""
+        before, self._held_back = self._held_back, True
+        try:
+            yield
+        finally:
+            self._held_back = before
 
     def _hold(self) -> AbstractContextManager[Any]:
         """Keeps ranks from communicating inside a window."""
-        self.accelerator.gradients.sync = self.is_gradient_accumulation_boundary()
-        return nullcontext() if self.accelerator.gradients.sync else self.accelerator.no_sync()
+        last = self.is_gradient_accumulation_boundary() and not self._held_back
+        self.accelerator.gradients.sync = last
+        return nullcontext() if last else self.accelerator.no_sync()
+
+    def set_train_batch_size(self, train_batch_size: int) -> None:
+        """Another global batch, by another number of micro-batches in a step.
+
+        Raises:
+            ConfigError: `deepspeed-batch-size`.
+        """
+        each = self.batch.micro * self.batch.width
+        if train_batch_size < 1 or train_batch_size % each:
+            raise ConfigError(
+                "deepspeed-batch-size",
+                f"a global batch of {train_batch_size} is no whole number of micro-batches.",
+                why=f"one on each rank is {each} samples: {self.batch.micro} x {self.batch.width} ranks",
+                fix=f"choose a multiple of {each}, such as {max(1, round(train_batch_size / each)) * each}",
+            )
+        self._rebatch(self.batch.micro, train_batch_size // each)
+
+    def set_train_micro_batch_size(self, micro_batch_size: int) -> None:
+        """Another micro-batch, as many of them; the script's loader must follow."""
+        self._rebatch(micro_batch_size, self.batch.accumulate)
+
+    def _rebatch(self, micro: int, accumulate: int) -> None:
+        self.batch = replace(
+            self.batch, train=micro * accumulate * self.batch.width, micro=micro, accumulate=accumulate
+        )
+        self.accelerator.gradient_accumulation_steps = accumulate
+
+    # -- forward and backward --------------------------------------------------------------------------------------
 
     def forward(self, *inputs: Any, **named: Any) -> Any:
         """Runs the model."""
+        if not (self.training and torch.is_grad_enabled()):
+            return self._wrapped[0](*inputs, **named)
+        self._compare_rows(inputs, named)
         with self._hold():
             return self._wrapped[0](*inputs, **named)
 
-    def backward(self, loss: torch.Tensor, **named: Any) -> torch.Tensor:
-        """Computes gradients; returns the loss divided by the accumulation steps."""
-        with self._hold():
-            self.accelerator.backward(loss, **named)
-        return loss / self.batch.accumulate
+    def train(self, *inputs: Any, **named: Any) -> Any:
+        """Training mode, as for any module. Called with a batch, it runs the model and returns the loss."""
+        if named.keys() <= {"mode"} and all(isinstance(each, bool) for each in inputs):
+            super().train(*inputs, **named)
+            self._wrapped[0].train(self.training)
+            return self
+        warn_once(
+            "compat",
+            "`engine.train(**batch)` was called with a batch: it runs the model, as `engine(**batch)` does. Write that one.",
+        )
+        self.train(True)
+        output = self(*inputs, **named)
+        loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+        return output if loss is None else loss
 
-    def step(self) -> None:
-        """At a boundary one optimizer step; counts a micro-batch."""
-        if self.is_gradient_accumulation_boundary():
-            if self.config["gradient_clipping"]:
-                self.accelerator.clip_grad_norm_(self.module.parameters(), self.config["gradient_clipping"])
-            self.optimizer.step()
-            self.optimizer.zero_grad()
-            self.global_steps += 1
-            self.global_samples += self.batch.train
+    def _compare_rows(self, inputs: tuple[Any, ...], named: Mapping[str, Any]) -> None:
+        """Says where the batch of a whole step seems to be fed as one micro-batch."""
+        batch = self.batch
+        if batch.train == batch.micro:
+            return
+        first = next((v for v in (*inputs, *named.values()) if isinstance(v, torch.Tensor) and v.dim()), None)
+        if first is not None and first.shape[0] == batch.train:
+            warn_once(
+                "compat",
+                f"a micro-batch of {batch.train} rows was fed to the engine, but a micro-batch is {batch.micro} "
+                f"(train_batch_size {batch.train} = {batch.micro} x {batch.accumulate} micro-batches x {batch.width} ranks): "
+                f"a step sees {batch.train * batch.accumulate * batch.width} samples. Load "
+                "`engine.train_micro_batch_size_per_gpu()` rows at a time.",
+            )
+
+    def backward(
+        self, loss: torch.Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True, **ignored: Any
+    ) -> torch.Tensor:
+        """Computes gradients.
+
+        Args:
+            loss: 0-dim; the mean over this rank's micro-batch.
+            retain_graph: as for `Tensor.backward`.
+            scale_wrt_gas: divides by the accumulation steps.
+            ignored: what earlier versions took (`allreduce_gradients`, `release_loss`).
+
+        Returns the loss divided by the accumulation steps, detached.
+
+        Raises:
+            TrainError: `backward-loss`, `unused-parameters`, `deepspeed-optimizer-missing`.
+        """
+        self._needs_optimizer("backward")
+        steps = self.batch.accumulate
+        with self._hold():
+            more = {"retain_graph": True} if retain_graph else {}
+            self.accelerator.backward(loss if scale_wrt_gas else loss * steps, **more)
+        return loss.detach() / steps if scale_wrt_gas else loss.detach()
+
+    def scale(self, loss: torch.Tensor) -> torch.Tensor:
+        """The loss for a script that calls `backward` on it itself: divided by the window, times the loss scale."""
+        self._needs_optimizer("scale")
+        if self._by_hand is None:
+            self._by_hand = ExitStack()
+            self._by_hand.enter_context(self._hold())
+        return self.accelerator._steps.scaled(self.accelerator.gradients.checked(loss, {}))
+
+    # -- the step --------------------------------------------------------------------------------------------------
+
+    def step(self, lr_kwargs: Mapping[str, Any] | None = None) -> None:
+        """At a boundary one optimizer step; counts a micro-batch.
+
+        Args:
+            lr_kwargs: for the scheduler.
+
+        Raises:
+            TrainError: `deepspeed-step`, `deepspeed-optimizer-missing`; `backward-missing`.
+        """
+        self._needs_optimizer("step")
+        if self._held_back:
+            raise TrainError(
+                "deepspeed-step",
+                "`engine.step()` was called inside `engine.no_sync()`.",
+                why="the gradients of the ranks have not been averaged yet",
+                fix="call it after the block, and after one more backward pass outside of it",
+            )
+        boundary, self._applied = self.is_gradient_accumulation_boundary(), False
+        self.accelerator.gradients.sync = boundary
+        if self._by_hand is not None:
+            by_hand, self._by_hand = self._by_hand, None
+            by_hand.close()
+            self.accelerator._steps.settle()
+        if boundary:
+            self._update(dict(lr_kwargs or {}))
         self.micro_steps += 1
+        self.events.after_step(boundary)
+
+    def _update(self, lr_kwargs: dict[str, Any]) -> None:
+        overflow = not self._measure()
+        if not overflow:
+            self.optimizer.step()
+            overflow = self.optimizer.step_was_skipped
+        self.optimizer.zero_grad()
+        self.optimizer.overflow = overflow
+        self._applied = not overflow
+        if overflow:
+            self.skipped_steps += 1
+        elif self.lr_scheduler is not None:
+            self.lr_scheduler.prepared.step(**lr_kwargs)
+        self.global_steps += 1
+        self.global_samples += self.batch.train
+
+    def _measure(self) -> bool:
+        """Takes the norm, and clips. False where the step is to be left out."""
+        clip, checks = (
+            self.config["gradient_clipping"],
+            self.bfloat16_enabled() and self.config["bf16.check_grad_overflow"],
+        )
+        if not (clip or checks or self.zero_optimization()):
+            return True
+        parameters = [each for each in self.module.parameters() if each.requires_grad]
+        self._norm = self.accelerator.clip_grad_norm_(parameters, clip or math.inf)
+        return not checks or bool(torch.isfinite(self._norm))
+
+    def was_step_applied(self) -> bool:
+        """Whether the last `step()` changed the weights: not inside a window, and not after an overflow."""
+        return self._applied
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drops all gradients."""
+        for parameter in self.module.parameters():
+            parameter.grad = None
+
+    def get_global_grad_norm(self) -> float | None:
+        """Norm of the last window's gradients, before clipping; -1 where it overflowed, None where it was not taken."""
+        norm = None if self._norm is None else float(self._norm)
+        return norm if norm is None or math.isfinite(norm) else -1.0
+
+    # -- the optimizer's numbers -----------------------------------------------------------------------------------
+
+    def get_lr(self) -> list[float]:
+        """Learning rate of each group."""
+        return [group["lr"] for group in self._groups()]
+
+    def set_lr(self, lr: float) -> None:
+        """One learning rate for all groups."""
+        for group in self._groups():
+            group["lr"] = lr
+
+    def get_mom(self) -> list[Any]:
+        """Betas (or momentum) of each group."""
+        return [group.get("betas", group.get("momentum", 0.0)) for group in self._groups()]
+
+    def _groups(self) -> list[dict[str, Any]]:
+        return [] if self.optimizer is None else self.optimizer.param_groups
+
+    def _needs_optimizer(self, what: str) -> None:
+        if self.optimizer is None:
+            raise TrainError(
+                "deepspeed-optimizer-missing",
+                f"`engine.{what}` was called, but the engine has no optimizer.",
+                why=f"neither `initialize(optimizer=...)` nor {self.config.source} names one",
+                fix='write `"optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}` in the config',
+            )
+
+    # -- what only a pipeline has ----------------------------------------------------------------------------------
+
+    def train_batch(self, data_iter: Any = None) -> Any:
+        """For pipelines.
+
+        Raises:
+            TrainError: `deepspeed-train-batch`.
+        """
+        self._no_pipeline("train_batch")
+
+    def eval_batch(self, data_iter: Any = None, **named: Any) -> Any:
+        """For pipelines.
+
+        Raises:
+            TrainError: `deepspeed-train-batch`.
+        """
+        self._no_pipeline("eval_batch")
+
+    def _no_pipeline(self, what: str) -> NoReturn:
+        problem = Problem(
+            "deepspeed-train-batch",
+            f"`engine.{what}` runs a pipeline, and this model is none.",
+            why=f"{type(self.module).__name__} is no PipelineModule, so the engine does not know its loss",
+            fix="write the loop: `loss = ...engine(inputs)...; engine.backward(loss); engine.step()`; or make the model a "
+            "`deepspeed.pipe.PipelineModule(layers, loss_fn=..., num_stages=1)`",
+        )
+        raise TrainError.of([problem])
+
+    def destroy(self) -> None:
+        """Closes what the engine opened: the monitors' files."""
+        self.monitor.finish()
+
+    @property
+    def monitor(self) -> Any:
+        """The monitors that the config enables."""
+        return self.events.monitors
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            module = self.__dict__.get("_modules", {}).get("module")
+            if module is None or not hasattr(module, name):
+                raise
+            return getattr(module, name)

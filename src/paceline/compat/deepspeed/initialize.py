@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Mapping
 from typing import Any
 
-import torch
 from torch import nn
+from torch.optim import Optimizer
 
 from paceline.accelerator import Accelerator
+from paceline.base.log import warn_once
+from paceline.compat.deepspeed import optimizers, schedules
+from paceline.compat.deepspeed.arguments import checked
 from paceline.compat.deepspeed.engine import DeepSpeedEngine
-from paceline.config.deepspeed import read
+from paceline.compat.deepspeed.loader import loader_of
+from paceline.compat.deepspeed.loss_scale import scaler_options
+from paceline.compat.deepspeed.processes import init_distributed
+from paceline.config.deepspeed import DeepSpeedConfig
 from paceline.config.given import Given
 from paceline.world.world import World
 
@@ -29,26 +37,95 @@ def initialize(
     mesh_param: Any = None,
     config_params: Any = None,
 ) -> tuple[DeepSpeedEngine, Any, Any, Any]:
-    """Engine, optimizer, loader and scheduler of a config. Ranks: all."""
-    told = read(config if config is not None else config_params)
-    batch = told.batch(World.detect().size)
-    window = Given("accumulate", batch.accumulate, "code", told.places.get("gradient_accumulation_steps", told.source))
-    accelerator = Accelerator(plan=[*told.given, window])
+    """Engine, optimizer, loader and scheduler of a config.
+
+    Args:
+        args: parsed arguments, of which `deepspeed_config` and `local_rank` are looked at.
+        model: to train; a `PipelineModule` gets a `PipelineEngine`.
+        optimizer: one that the script made, or a function of parameters that makes one; wins over the config's.
+        model_parameters: what the config's optimizer steps: tensors or groups; None is all that are trained.
+        training_data: a data set, of which the returned loader gives micro-batches, shuffled alike for all ranks.
+        lr_scheduler: one that the script made, or a function of the optimizer; wins over the config's.
+        mpu: model-parallel groups; of size 1 only.
+        dist_init_required: False leaves forming the process group to the script.
+        collate_fn: for the loader.
+        config, config_params: a dict, or the path of a JSON file.
+        distributed_port, mesh_param: taken and not needed.
+
+    Ranks: all.
+
+    Raises:
+        ConfigError, PlanError: before anything is touched, all problems at once.
+    """
+    kind = _engine_of(model)
+    told = checked(args, model, mpu, config, config_params, pipeline=kind is not DeepSpeedEngine)
     assert model is not None
+    batch = told.batch(kind.width(model, World.detect().size))
+    init_distributed(dist_init_required=dist_init_required)
+    place = told.places.get("gradient_accumulation_steps", told.source)
+    given = [
+        *told.given,
+        Given("accumulate", batch.accumulate, "code", place),
+        *kind.settings(model, batch, training_data, collate_fn),
+    ]
+    accelerator = Accelerator(plan=given, scaler=scaler_options(told) if told["fp16.enabled"] else None)
+    made = _optimizer(told, model, optimizer, model_parameters)
+    scheduler = None if made is None else _scheduler(told, made, lr_scheduler)
+    loader = None
+    if training_data is not None:
+        loader = loader_of(training_data, batch.micro, collate_fn, told["dataloader_drop_last"], kind.shuffles())
+    engine = kind(accelerator, told, batch, model, made, scheduler, loader)
+    return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
+
+
+def _engine_of(model: Any) -> type[DeepSpeedEngine]:
+    pipe = sys.modules.get("paceline.compat.deepspeed.pipe")  # loaded, if the model came from there
+    if pipe is None or not isinstance(model, pipe.PipelineModule):
+        return DeepSpeedEngine
+    from paceline.compat.deepspeed.pipe_engine import PipelineEngine
+
+    return PipelineEngine
+
+
+def _optimizer(told: DeepSpeedConfig, model: nn.Module, optimizer: Any, model_parameters: Any) -> Any:
+    """The script's optimizer, else the config's; None where neither is there."""
+    name, params = told["optimizer.type"], told["optimizer.params"]
+    parameters = [each for each in model.parameters() if each.requires_grad]
+    if model_parameters is not None:
+        parameters = [model_parameters] if isinstance(model_parameters, Mapping) else list(model_parameters)
     if optimizer is None:
-        parameters = list(model_parameters) if model_parameters is not None else model.parameters()
-        optimizer = torch.optim.AdamW(parameters, **told["optimizer.params"])
-    engine = DeepSpeedEngine(accelerator, told, batch, model, optimizer)
-    return engine, engine.optimizer, None, None
+        return None if name is None else optimizers.build(name, params, parameters, told)
+    made = optimizer if isinstance(optimizer, Optimizer) else optimizer(parameters)
+    if name is not None:
+        warn_once(
+            "compat",
+            f"two optimizers: the script's {type(made).__name__} (lr {made.param_groups[0]['lr']}) is used, and the "
+            f"config's {name} (lr {params.get('lr', 'not given')}, "
+            f"{told.places.get('optimizer.type', told.source)}) is not. Drop one of them.",
+        )
+    return made
 
 
-def init_distributed(dist_backend: str | None = None, *args: Any, **kwargs: Any) -> None:
-    """Takes part in the process group."""
+def _scheduler(told: DeepSpeedConfig, optimizer: Any, lr_scheduler: Any) -> Any:
+    """The script's scheduler, else the config's; None where neither is there."""
+    name = told["scheduler.type"]
+    if lr_scheduler is None:
+        return schedules.of_config(told, optimizer)
+    made = lr_scheduler if hasattr(lr_scheduler, "step") else lr_scheduler(optimizer)
+    if name is not None:
+        warn_once(
+            "compat",
+            f"two schedulers: the script's {type(made).__name__} is used, and the config's {name} "
+            f"({told.places.get('scheduler.type', told.source)}) is not. Drop one of them.",
+        )
+    return made
 
 
 def add_config_arguments(parser: Any) -> Any:
-    """Adds `--deepspeed` and `--deepspeed_config` to a parser."""
+    """Adds `--deepspeed`, `--deepspeed_config` and their old names to a parser."""
     group = parser.add_argument_group("DeepSpeed", "DeepSpeed configurations")
     group.add_argument("--deepspeed", default=False, action="store_true", help="asks for DeepSpeed")
     group.add_argument("--deepspeed_config", default=None, type=str, help="DeepSpeed's json file")
+    group.add_argument("--deepscale", default=False, action="store_true", help="old name of --deepspeed")
+    group.add_argument("--deepscale_config", default=None, type=str, help="old name of --deepspeed_config")
     return parser

@@ -1,0 +1,117 @@
+"""The arguments of `deepspeed.initialize`, checked together before anything is touched."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from paceline.base.errors import ConfigError, PacelineError, Problem
+from paceline.config.deepspeed import DeepSpeedConfig, read
+from paceline.world.world import World
+
+
+def checked(
+    args: Any, model: Any, mpu: Any, config: Any, config_params: Any, *, pipeline: bool = False
+) -> DeepSpeedConfig:
+    """The config that the arguments name, read.
+
+    Raises:
+        ConfigError: `deepspeed-config-source`, `deepspeed-model`, `deepspeed-mpu`, `deepspeed-local-rank`, and those of
+            the config itself; all at once.
+    """
+    problems = [*_model(model), *_mpu(mpu, pipeline), *_local_rank(args)]
+    sources = {
+        "initialize(config=...)": config,
+        "initialize(config_params=...)": config_params,
+        "args.deepspeed_config": getattr(args, "deepspeed_config", None),
+    }
+    given = {place: value for place, value in sources.items() if value is not None}
+    if len(given) != 1:
+        problems.append(_sources(given))
+        raise ConfigError.of(problems)
+    try:
+        told = read(_content(*given.popitem()))
+    except PacelineError as error:
+        raise ConfigError.of([*problems, *error.problems]) from None
+    if problems:
+        raise ConfigError.of(problems)
+    return told
+
+
+def _sources(given: Mapping[str, Any]) -> Problem:
+    if not given:
+        return Problem(
+            "deepspeed-config-source",
+            "no config was given.",
+            "`initialize` got neither config= nor config_params=, and args has no deepspeed_config",
+            'pass `config="ds_config.json"` or a dict, or start the script with `--deepspeed_config ds_config.json`',
+        )
+    shown = [
+        f"{place}: {value if isinstance(value, str | Path) else type(value).__name__}" for place, value in given.items()
+    ]
+    fix = f"keep {next(iter(given))}, and drop the rest"
+    return Problem("deepspeed-config-source", f"the config was given {len(given)} times.", shown, fix)
+
+
+def _content(place: str, value: Any) -> str | Path | Mapping[str, Any]:
+    """A path or a dict; text that is no file may be a dict in base64."""
+    if isinstance(value, Mapping | Path):
+        return value
+    if isinstance(value, str):
+        if Path(value).exists() or value.endswith(".json"):
+            return value
+        try:
+            return dict(json.loads(base64.urlsafe_b64decode(value)))
+        except (binascii.Error, ValueError):
+            return value
+    raise ConfigError(
+        "deepspeed-config-source",
+        f"{place} is a {type(value).__name__}.",
+        why="a config is a dict, the path of a JSON file, or a dict in base64",
+        fix="pass one of these",
+    )
+
+
+def _model(model: Any) -> list[Problem]:
+    if isinstance(model, nn.Module):
+        return []
+    why = f"model={model!r}" if model is None else f"model is a {type(model).__name__}"
+    return [Problem("deepspeed-model", "`deepspeed.initialize` needs a model.", why, "pass `model=` a torch.nn.Module")]
+
+
+def _mpu(mpu: Any, pipeline: bool) -> list[Problem]:
+    """A model-parallel unit is the script's own groups, which a plan replaces; one of size 1 says nothing."""
+    if mpu is None:
+        return []
+    ask = getattr(mpu, "get_tensor_model_parallel_world_size", getattr(mpu, "get_model_parallel_world_size", None))
+    size = ask() if ask is not None else 1
+    if size == 1 and not pipeline:
+        return []
+    return [
+        Problem(
+            "deepspeed-mpu",
+            "`mpu` groups are not carried." if not pipeline else "a PipelineModule brings its own groups.",
+            f"{type(mpu).__name__} divides layers over {size} ranks",
+            f"leave mpu out; to divide layers, natively: `paceline.Accelerator(plan={{'tp': {max(2, size)}}})`",
+        )
+    ]
+
+
+def _local_rank(args: Any) -> list[Problem]:
+    said, world = getattr(args, "local_rank", None), World.detect()
+    if said is None or said == -1 or said == world.local_rank:
+        return []
+    return [
+        Problem(
+            "deepspeed-local-rank",
+            f"args.local_rank is {said!r}, but this process is number {world.local_rank} on its host.",
+            f"LOCAL_RANK={world.local_rank} ({world.source}); {world.local_size} processes run on this host",
+            "leave the default of `--local_rank` at -1, or start the script with `paceline launch --compat deepspeed`",
+        )
+    ]

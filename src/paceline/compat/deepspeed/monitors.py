@@ -1,0 +1,182 @@
+"""DeepSpeed's monitors on our trackers: tensorboard, csv, wandb and comet, as the config enables them.
+
+    Monitors(config, is_main=...)            every rank: packages are looked up, all problems are raised at once
+        .write_events([(name, value, step)])     main process: each event goes to each monitor
+
+The names of events and the layout of files are DeepSpeed's: `{output_path}/{job_name}/Train_Samples_lr.csv`.
+"""
+
+from __future__ import annotations
+
+import csv
+import importlib.util
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from paceline.base.errors import Problem, TrackerError
+from paceline.config.deepspeed import DeepSpeedConfig
+from paceline.observe.trackers.group import Trackers
+from paceline.observe.trackers.tensorboard import TensorBoardTracker
+
+Event = tuple[str, Any, int]
+
+
+class CsvMonitor:
+    """A file for each name of an event: its last part heads the column. A run of the same name is appended to."""
+
+    name = "csv_monitor"
+
+    def __init__(self, folder: str | Path) -> None:
+        self.folder = Path(folder)
+
+    def start(self, run: str, config: Mapping[str, Any]) -> None:
+        """Makes the folder of the run."""
+        self.folder = self.folder / run
+        self.folder.mkdir(parents=True, exist_ok=True)
+
+    def log(self, values: Mapping[str, Any], step: int | None = None) -> None:
+        """Adds a row to each value's file."""
+        for name, value in values.items():
+            path = self.folder / f"{name.replace('/', '_').replace(' ', '_')}.csv"
+            new = not path.exists()
+            with path.open("a", newline="", encoding="utf-8") as file:
+                writer = csv.writer(file)
+                if new:
+                    writer.writerow(["step", name.rpartition("/")[2]])
+                writer.writerow([step, value])
+
+    def finish(self, status: str = "finished") -> None:
+        """Nothing is open."""
+
+
+class WandbMonitor:
+    """Weights & Biases, whose package must be installed."""
+
+    name, requires = "wandb", ("wandb",)
+
+    def __init__(self, **options: Any) -> None:
+        self._options = options
+
+    def start(self, run: str, config: Mapping[str, Any]) -> None:
+        """Begins a run there."""
+        import wandb
+
+        self._run = wandb.init(**self._options, config=dict(config))
+
+    def log(self, values: Mapping[str, Any], step: int | None = None) -> None:
+        """Sends numbers."""
+        self._run.log(dict(values), step=step)
+
+    def finish(self, status: str = "finished") -> None:
+        """Ends the run there."""
+        self._run.finish(exit_code=0 if status == "finished" else 1)
+
+
+class CometMonitor:
+    """Comet, whose package must be installed."""
+
+    name, requires = "comet", ("comet_ml",)
+
+    def __init__(self, every: int, experiment_name: str | None, **options: Any) -> None:
+        self._every, self._title, self._options = every, experiment_name, options
+        self._last: dict[str, int] = {}
+
+    def start(self, run: str, config: Mapping[str, Any]) -> None:
+        """Begins an experiment there."""
+        import comet_ml
+
+        self._experiment = comet_ml.start(**self._options)
+        if self._title is not None:
+            self._experiment.set_name(self._title)
+
+    def log(self, values: Mapping[str, Any], step: int | None = None) -> None:
+        """Sends numbers, each at most once in so many samples."""
+        for name, value in values.items():
+            if name not in self._last or (step or 0) - self._last[name] >= self._every:
+                self._last[name] = step or 0
+                self._experiment.log_metric(name, value, step=step)
+
+    def finish(self, status: str = "finished") -> None:
+        """Ends the experiment there."""
+        self._experiment.end()
+
+
+def _tensorboard(said: Mapping[str, Any]) -> Any:
+    return TensorBoardTracker(said["output_path"] or ".")
+
+
+def _csv(said: Mapping[str, Any]) -> Any:
+    return CsvMonitor(said["output_path"] or ".")
+
+
+def _wandb(said: Mapping[str, Any]) -> Any:
+    return WandbMonitor(project=said["project"], group=said["group"], entity=said["team"])
+
+
+def _comet(said: Mapping[str, Any]) -> Any:
+    options = {name: said[name] for name in ("project", "workspace", "api_key", "experiment_key", "online", "mode")}
+    given = {name: value for name, value in options.items() if value is not None}
+    return CometMonitor(said["samples_log_interval"], said["experiment_name"], **given)
+
+
+_MAKERS = {"tensorboard": _tensorboard, "csv_monitor": _csv, "wandb": _wandb, "comet": _comet}
+
+
+def _said(config: DeepSpeedConfig, name: str) -> dict[str, Any]:
+    """The keys of one block."""
+    return {key.partition(".")[2]: value for key, value in config.values.items() if key.startswith(f"{name}.")}
+
+
+class Monitors:
+    """What the config enables.
+
+    Args:
+        config: of the run.
+        is_main: whether this is the main process; elsewhere events are dropped.
+
+    Attributes:
+        enabled: whether there are any.
+
+    Ranks: all make it, and see the same errors.
+
+    Raises:
+        TrackerError: `deepspeed-monitor`.
+    """
+
+    def __init__(self, config: DeepSpeedConfig, *, is_main: bool) -> None:
+        wanted = {name: _said(config, name) for name in _MAKERS if config[f"{name}.enabled"]}
+        trackers = {name: _MAKERS[name](said) for name, said in wanted.items()}
+        problems = [
+            Problem(
+                "deepspeed-monitor",
+                f"the monitor {name} needs {package}, which is not installed.",
+                why=f"{name}.enabled is true ({config.places.get(f'{name}.enabled', config.source)})",
+                fix=f"`pip install {package}`, or write `enabled: false`; csv_monitor needs no package",
+            )
+            for name, tracker in trackers.items()
+            for package in getattr(tracker, "requires", ())
+            if importlib.util.find_spec(package) is None
+        ]
+        if problems:
+            raise TrackerError.of(problems)
+        self._groups = [Trackers([tracker], ".", is_main=is_main) for tracker in trackers.values()]
+        for group, said in zip(self._groups, wanted.values(), strict=True):
+            group.start(said.get("job_name") or "DeepSpeedJobName")
+
+    @property
+    def enabled(self) -> bool:
+        """Whether there are any."""
+        return bool(self._groups)
+
+    def write_events(self, events: Sequence[Event]) -> None:
+        """Hands each (name, value, step) to each monitor, on the main process."""
+        for group in self._groups:
+            if group.is_main:
+                for name, value, step in events:
+                    group.log({name: value}, step)
+
+    def finish(self) -> None:
+        """Closes files; what is left open at the interpreter's end is closed then."""
+        for group in self._groups:
+            group.finish()

@@ -1,0 +1,177 @@
+"""DeepSpeed's optimizers: torch's own behind its names, arguments and defaults.
+
+    build("Adam", {"lr": 1e-3}, parameters, config)     what a config asks for
+    FusedAdam(parameters, lr=1e-3)                      what a script makes: torch's AdamW, with its fused kernels
+
+"Adam" means decoupled weight decay, as DeepSpeed has it, unless `adam_w_mode` is false.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from paceline.base.errors import ConfigError
+from paceline.config.deepspeed import DeepSpeedConfig
+from paceline.optim.lamb import Lamb
+from paceline.optim.lion import Lion
+
+_IDLE = ("torch_adam", "set_grad_none", "fp32_optimizer_states", "adam_w_mode", "adamw_mode", "ns_method")
+
+
+class _StandsFor(type):
+    """A class of DeepSpeed's: calling it makes an optimizer of torch's, and that is an instance of it.
+
+    torch's own classes, and no subclasses of them: they step in fused kernels and are divided by rows.
+    """
+
+    made: tuple[type, ...]
+
+    def __call__(cls, *args: Any, **named: Any) -> Any:
+        return super().__call__(*args, **named) if "build" not in vars(cls) else cls.build(*args, **named)  # type: ignore[attr-defined]
+
+    def __instancecheck__(cls, value: Any) -> bool:
+        return isinstance(value, cls.made) if "build" in vars(cls) else super().__instancecheck__(value)
+
+
+def _refuse(name: str, why: str, fix: str) -> ConfigError:
+    return ConfigError("deepspeed-optimizer", f"the optimizer {name} cannot be made.", why=why, fix=fix)
+
+
+def _clipped(name: str, max_grad_norm: float) -> None:
+    if max_grad_norm:
+        why = f"max_grad_norm={max_grad_norm}: the engine clips, and not the optimizer"
+        raise _refuse(name, why, f"leave it out, and write `gradient_clipping: {max_grad_norm}` in the config")
+
+
+def _adam(
+    name: str, params: Any, decoupled: bool, bias_correction: bool = True, max_grad_norm: float = 0.0, **named: Any
+) -> Optimizer:
+    _clipped(name, max_grad_norm)
+    if not bias_correction:
+        raise _refuse(name, "bias_correction=False: torch's Adam always corrects its averages", "leave it out")
+    named = {"weight_decay": 0.0, **named, "betas": tuple(named.get("betas", (0.9, 0.999)))}
+    return (torch.optim.AdamW if decoupled else torch.optim.Adam)(params, **named)
+
+
+class FusedAdam(torch.optim.Adam, metaclass=_StandsFor):
+    """torch's AdamW (Adam, with `adam_w_mode=False`)."""
+
+    made = (torch.optim.Adam,)
+
+    @staticmethod
+    def build(params: Any, lr: float = 1e-3, bias_correction: bool = True, betas: tuple[float, float] = (0.9, 0.999),
+              eps: float = 1e-8, adam_w_mode: bool = True, weight_decay: float = 0.0, amsgrad: bool = False,
+              set_grad_none: bool = True) -> Optimizer:  # fmt: skip
+        """Makes it; the arguments are DeepSpeed's."""
+        return _adam("FusedAdam", params, adam_w_mode, bias_correction, lr=lr, betas=betas, eps=eps,
+                     weight_decay=weight_decay, amsgrad=amsgrad)  # fmt: skip
+
+
+class DeepSpeedCPUAdam(torch.optim.Adam, metaclass=_StandsFor):
+    """torch's AdamW; where its states live, the config's `offload_optimizer` says."""
+
+    made = (torch.optim.Adam,)
+
+    @staticmethod
+    def build(model_params: Any, lr: float = 1e-3, bias_correction: bool = True,
+              betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8, weight_decay: float = 0.0,
+              amsgrad: bool = False, adamw_mode: bool = True, fp32_optimizer_states: bool = True) -> Optimizer:  # fmt: skip
+        """Makes it; the arguments are DeepSpeed's."""
+        return _adam("DeepSpeedCPUAdam", model_params, adamw_mode, bias_correction, lr=lr, betas=betas, eps=eps,
+                     weight_decay=weight_decay, amsgrad=amsgrad)  # fmt: skip
+
+
+class DeepSpeedCPUAdagrad(torch.optim.Adagrad, metaclass=_StandsFor):
+    """torch's Adagrad."""
+
+    made = (torch.optim.Adagrad,)
+
+    @staticmethod
+    def build(model_params: Any, lr: float = 1e-2, eps: float = 1e-10, weight_decay: float = 0.0, amsgrad: bool = False,
+              fp32_optimizer_states: bool = True) -> Optimizer:  # fmt: skip
+        """Makes it; the arguments are DeepSpeed's."""
+        return torch.optim.Adagrad(model_params, lr=lr, eps=eps, weight_decay=weight_decay)
+
+
+def _lamb(params: Any, max_grad_norm: float = 0.0, amsgrad: bool = False, **named: Any) -> Optimizer:
+    _clipped("Lamb", max_grad_norm)
+    if amsgrad:
+        raise _refuse("Lamb", "amsgrad=True: Lamb has no such form", "leave it out")
+    return Lamb(params, **named)
+
+
+class FusedLamb(Lamb, metaclass=_StandsFor):
+    """Our `Lamb`."""
+
+    made = (Lamb,)
+
+    @staticmethod
+    def build(params: Any, lr: float = 1e-3, bias_correction: bool = True, betas: tuple[float, float] = (0.9, 0.999),
+              eps: float = 1e-8, eps_inside_sqrt: bool = False, weight_decay: float = 0.0, max_grad_norm: float = 0.0,
+              max_coeff: float = 10.0, min_coeff: float = 0.01, amsgrad: bool = False) -> Optimizer:  # fmt: skip
+        """Makes it; the arguments are DeepSpeed's."""
+        return _lamb(params, max_grad_norm, amsgrad, lr=lr, bias_correction=bias_correction, betas=betas, eps=eps,
+                     eps_inside_sqrt=eps_inside_sqrt, weight_decay=weight_decay, max_coeff=max_coeff,
+                     min_coeff=min_coeff)  # fmt: skip
+
+
+def _muon(params: Any, lr: float = 1e-3, muon_lr: float | None = None, **named: Any) -> Optimizer:
+    """torch's Muon, which steps matrices alone."""
+    found = list(params)
+    flat = [each for group in found for each in (group["params"] if isinstance(group, Mapping) else [group])]
+    others = sum(each.dim() != 2 for each in flat)
+    if others:
+        why = f"Muon steps matrices, and {others} of {len(flat)} parameters are none (biases, norms, embeddings of more axes)"
+        raise _refuse("Muon", why, "use AdamW; or hand `initialize` an optimizer of your own that steps both kinds")
+    known = inspect.signature(torch.optim.Muon).parameters
+    return torch.optim.Muon(found, lr=muon_lr or lr, **{key: value for key, value in named.items() if key in known})
+
+
+def _of_config(name: str) -> Callable[..., Optimizer] | None:
+    """What makes one of DeepSpeed's own types, whatever its capital letters."""
+    return {
+        "adam": lambda params, **named: _adam("Adam", params, **named),
+        "adamw": lambda params, **named: _adam("AdamW", params, **named),
+        "lamb": _lamb,
+        "lion": Lion,
+        "muon": _muon,
+    }.get(name.lower())
+
+
+def build(
+    type: str, params: Mapping[str, Any], parameters: Iterable[Any], config: DeepSpeedConfig | None = None
+) -> Optimizer:
+    """The optimizer that a config asks for.
+
+    Args:
+        type: its name: one of DeepSpeed's, or of a class in `torch.optim`.
+        params: its arguments.
+        parameters: those that it steps; tensors or groups.
+        config: said in errors.
+
+    Raises:
+        ConfigError: `deepspeed-optimizer`.
+    """
+    said = {name: value for name, value in params.items() if value != "auto"}
+    _clipped(type, said.pop("max_grad_norm", 0.0))
+    named = {name: tuple(v) if isinstance(v, list) else v for name, v in said.items() if name not in _IDLE}
+    if type.lower() in ("adam", "adamw"):
+        mode = bool(said.get("adam_w_mode", said.get("adamw_mode", True)))
+        named["decoupled"] = mode or type.lower() == "adamw"
+        if said.get("torch_adam") and named["decoupled"]:
+            named.setdefault("weight_decay", 0.01)  # torch's own default then
+    make = _of_config(type) or getattr(torch.optim, {"adagrad": "Adagrad", "sgd": "SGD"}.get(type.lower(), type), None)
+    if make is None or (inspect.isclass(make) and not issubclass(make, Optimizer)):
+        why = f"{config.places.get('optimizer.type', config.source) if config else 'optimizer.type'} names it; neither "
+        raise _refuse(
+            type, f"{why}DeepSpeed nor torch.optim has it", "write AdamW, or the name of a class in torch.optim"
+        )
+    try:
+        return make(list(parameters), **named)
+    except TypeError as error:
+        raise _refuse(type, f"its params are {dict(params)}: {error}", "leave out what it does not take") from error

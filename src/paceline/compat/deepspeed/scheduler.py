@@ -1,0 +1,56 @@
+"""`EngineScheduler`: what a script gets as its scheduler, which the engine steps already."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from paceline.base.log import warn_once
+
+
+class EngineScheduler:
+    """Looks like the scheduler inside. `engine.step()` steps it; a script that does so too would go twice as fast.
+
+    Args:
+        prepared: the prepared scheduler.
+        engine: counts the optimizer steps.
+
+    Attributes:
+        calls: how often the script called `step()`.
+    """
+
+    def __init__(self, prepared: Any, engine: Any) -> None:
+        self.prepared, self.calls = prepared, 0
+        self._engine = engine
+
+    def step(self, *args: Any, **named: Any) -> None:
+        """Does nothing without arguments; with them (a position, a metric) it is the scheduler's own.
+
+        Once a script has called it as often as the engine stepped, this says so, with both numbers.
+        """
+        if args or named:
+            self.prepared.scheduler.step(*args, **named)
+            return
+        self.calls += 1
+        if self.calls == 1:
+            steps = self._engine.global_steps
+            warn_once(
+                "compat",
+                f"`lr_scheduler.step()` is left out: `engine.step()` has stepped the scheduler already ({steps} optimizer "
+                f"step{'s' if steps != 1 else ''} so far, {steps - self._engine.skipped_steps} scheduler "
+                f"step{'s' if steps - self._engine.skipped_steps != 1 else ''}; with yours there would be "
+                f"{steps - self._engine.skipped_steps + 1}). Delete the line; or, where twice the pace is wanted, write the "
+                "schedule so.",
+            )
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ("prepared", "_engine"):
+            raise AttributeError(name)
+        return getattr(self.prepared, name)
+
+    def state_dict(self) -> dict[str, Any]:
+        """State of the scheduler inside."""
+        return self.prepared.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Loads into the scheduler inside."""
+        self.prepared.load_state_dict(state_dict)
