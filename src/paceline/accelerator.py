@@ -25,6 +25,8 @@ from paceline.data.metrics import gather_for_metrics
 from paceline.data.skip import skip_first_batches
 from paceline.keeping import Keeping
 from paceline.observe.profile import profile as observe_profile
+from paceline.observe.profiles import NAME as PROFILES
+from paceline.observe.profiles import chosen
 from paceline.observe.trackers.group import Trackers
 from paceline.optim.accumulate import Accumulation
 from paceline.optim.clip import clip_grad_norm, clip_grad_value
@@ -33,6 +35,7 @@ from paceline.plan.resolve import draft
 from paceline.precision.policy import TABLE, autocast
 from paceline.precision.scaler import LossScaler
 from paceline.preparation import Preparation
+from paceline.profiling import profiles_of
 from paceline.states import States
 from paceline.steps import Steps
 from paceline.world import rendezvous
@@ -63,6 +66,8 @@ class Accelerator(Keeping):
         total_limit: how many automatically named checkpoints are kept; None keeps all.
         keep: a rule for that, in place of a number: `Keep(last=3, every=1000, best="loss")`.
         scaler: options of the loss scaler (`init_scale`, `growth_interval`, `hysteresis`, ...); see `precision.scale.Growth`.
+        profile: what is measured: some of "wall-clock", "flops", "comms", "memory", or "all"; as text, as a list, or with
+            options of each: `{"flops": {"step": 3}}`; see `accelerator.profiles`.
         debug: checks every collective across ranks and explains hangs.
         timeout_s: seconds after which a collective that some rank never enters fails.
 
@@ -90,18 +95,21 @@ class Accelerator(Keeping):
         total_limit: int | None = None,
         keep: Keep | None = None,
         scaler: Mapping[str, Any] | None = None,
+        profile: str | Sequence[str] | Mapping[str, Any] | None = None,
         debug: bool | None = None,
         timeout_s: float | None = None,
     ) -> None:
+        measured, options = chosen(profile, options)
         resolved = resolve_run(dict(
             mixed_precision=mixed_precision, accumulate=gradient_accumulation_steps, cpu=cpu, debug=debug,
             timeout_s=timeout_s, split_batches=split_batches, dispatch_batches=dispatch_batches,
-            even_batches=even_batches, data_seed=data_seed, non_blocking=non_blocking,
+            even_batches=even_batches, data_seed=data_seed, non_blocking=non_blocking, profile=measured,
         ), plan=plan, options=options)  # fmt: skip
         self.settings = settings = resolved.settings
         decisions = [Decision(**vars(choice)) for choice in resolved.decisions]
         found = World.detect()
-        started = draft(vars(settings), decisions, found.size, settings.options)
+        plain = {name: told for name, told in settings.options.items() if name != PROFILES}
+        started = draft(vars(settings), decisions, found.size, plain)
         for notice in resolved.notices:
             warn_once("config", notice)
         world = rendezvous.join(found, cpu=settings.cpu, timeout_s=settings.timeout_s)
@@ -122,6 +130,8 @@ class Accelerator(Keeping):
             self._prepared, self.collectives, self.scaler, self.project_dir, Keep.of(total_limit, keep),
             next(each for each in decisions if each.field == "resume"), self._active, self.gradients)  # fmt: skip
         self._steps = Steps(self._prepared, self.gradients, self.scaler, self._active, collectives, settings.debug)
+        self.profiles = profiles_of(
+            settings, self._prepared, self._active, collectives, world, device, self.project_dir, decisions)  # fmt: skip
         self._norm = torch.zeros((), device=device)
 
     # -- what this run is --------------------------------------------------------------------------------------
@@ -297,15 +307,17 @@ class Accelerator(Keeping):
         Returns the norm before clipping, 0-dim, the same on every rank; inside a window that of the window before.
         """
         if self.gradients.sync:
-            self.unscale_gradients()
-            self._norm = clip_grad_norm(parameters, max_norm, norm_type, self._prepared.across())
+            with self._prepared.phase("clip"):
+                self.unscale_gradients()
+                self._norm = clip_grad_norm(parameters, max_norm, norm_type, self._prepared.across())
         return self._norm
 
     def clip_grad_value_(self, parameters: Any, clip_value: float) -> None:
         """Clamps the window's gradients to [-clip_value, clip_value]; inside a window it does nothing."""
         if self.gradients.sync:
-            self.unscale_gradients()
-            clip_grad_value(parameters, clip_value)
+            with self._prepared.phase("clip"):
+                self.unscale_gradients()
+                clip_grad_value(parameters, clip_value)
 
     @contextmanager
     def join_uneven_inputs(self, joinables: Sequence[Any], even_batches: bool | None = None) -> Iterator[None]:
@@ -367,8 +379,13 @@ class Accelerator(Keeping):
         self.trackers.log(values, step)
 
     def end_training(self) -> None:
-        """Waits for a save that is under way, finishes trackers and leaves the process group. Ranks: all."""
+        """Waits for a save that is under way, finishes trackers and leaves the process group. Ranks: all.
+
+        What was measured is told, or written to `profile.jsonl` in `project_dir`.
+        """
         try:
+            if self.profiles is not None:
+                self.profiles.finish()
             self._states.end()
         finally:
             self.trackers.finish()

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
@@ -25,6 +25,7 @@ from paceline.data.active import ActiveLoaders
 from paceline.data.loader import PreparedLoader
 from paceline.data.prepare import prepare_loader
 from paceline.data.seed import follow
+from paceline.observe.profiles import Profiles
 from paceline.optim.accumulate import Accumulation
 from paceline.optim.clip import Across
 from paceline.optim.optimizer import PreparedOptimizer
@@ -82,6 +83,7 @@ class Preparation:
 
     Attributes:
         at_first_step: called once, before the first step of an optimizer.
+        profiles: what measures the run, or None.
     """
 
     def __init__(
@@ -102,6 +104,7 @@ class Preparation:
         self.loaders: list[PreparedLoader] = []
         self.device = device
         self.at_first_step: Callable[[], None] | None = None
+        self.profiles: Profiles | None = None
         self._collectives = collectives
         self._precision, self._accumulation, self._scaler, self._active = precision, accumulation, scaler, active
         self._loader_options = loader_options
@@ -192,6 +195,8 @@ class Preparation:
             if prepared.wrapped is not prepared.module or "forward" in vars(prepared.module):
                 watch(prepared.wrapped, self._situation)
             self.models.append(prepared)
+            if self.profiles is not None:
+                self.profiles.follow(prepared.wrapped, prepared.module, fact.parameters, chain.runner)
             result[at] = prepared.wrapped
         if new:
             self.plan = plan
@@ -341,7 +346,24 @@ class Preparation:
         if self.at_first_step is not None:
             first, self.at_first_step = self.at_first_step, None
             first()
-        return self.exhausted("step")
+        return self.exhausted("step") if self.profiles is None else self._measured_step()
+
+    @contextmanager
+    def _measured_step(self) -> Iterator[None]:
+        with self.exhausted("step"), self.phase("step"):
+            yield
+
+    def phase(self, name: str, loss: torch.Tensor | None = None) -> AbstractContextManager[Any]:
+        """While it is open, what runs counts as a phase of the step; see `observe.phases`. Nothing where nobody measures.
+
+        Args:
+            loss: the one whose backward pass runs inside.
+        """
+        if self.profiles is None:
+            return _UNMEASURED
+        if loss is not None:
+            self.profiles.phases.follow_loss(loss)
+        return self.profiles.phases.during(name)
 
     def exhausted(self, where: str) -> AbstractContextManager[None]:
         """While it is open, memory that does not suffice is told with what the plan needs."""
@@ -459,6 +481,7 @@ class Preparation:
             torch.accelerator.empty_cache()
 
 
+_UNMEASURED = nullcontext()
 _alive: weakref.WeakSet[Preparation] = weakref.WeakSet()
 
 

@@ -76,7 +76,8 @@ class Steps:
         mean = num_items is None
         if prepared is None or runner is None:
             return self._one_by_one(model, parts or (), loss_fn, factor, mean)
-        with self._prepared.exhausted("forward"), prepared.chain.hold_gradients(prepared.wrapped):
+        held = prepared.chain.hold_gradients(prepared.wrapped)
+        with self._prepared.exhausted("forward"), self._prepared.phase("pipeline"), held:
             if whole is not None:
                 loss = runner.forward_backward(prepared.wrapped, *whole, loss_fn, factor, mean)
             else:
@@ -101,7 +102,7 @@ class Steps:
         return total / len(parts) if mean else total
 
     def _back(self, loss: torch.Tensor, **named: Any) -> None:
-        with self._prepared.exhausted("backward"):
+        with self._prepared.exhausted("backward"), self._prepared.phase("backward", loss):
             try:
                 loss.backward(**named)
             except BaseException:
@@ -124,5 +125,6 @@ class Steps:
     def settle(self) -> None:
         """Finishes the window's gradients, where it ends here. Ranks: all."""
         if self._gradients.sync:
-            for each in self._prepared.models:
-                each.chain.settle(each.wrapped)
+            with self._prepared.phase("reduce"):
+                for each in self._prepared.models:
+                    each.chain.settle(each.wrapped)

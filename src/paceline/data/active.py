@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from paceline.data.loader import PreparedLoader
@@ -18,11 +18,13 @@ class ActiveLoaders:
     Attributes:
         between: called between two batches, where every batch of a loader that trains has been used up.
         trained: whether any loader trains.
+        batches: wraps what yields batches, where somebody measures how long they are waited for.
     """
 
     def __init__(self) -> None:
         self.between: Callable[[], None] | None = None
         self.trained = False
+        self.batches: Callable[[Iterator[Any]], Iterator[Any]] | None = None
         self._stack: list[PreparedLoader] = []
         self._interleaved: set[int] = set()  # ids of those that advance while loops that began later are under way
         self._unused = False  # whether a loader that trains gave a batch that no backward pass has followed

@@ -61,6 +61,8 @@ class PreparedLoader:
         start, note = self._begin()
         before, loaded, real = self._mark, 0, 0
         steps = on_device(self._feed.open(start, note), self.device, self._non_blocking)
+        if self._active.batches is not None:
+            steps = self._active.batches(steps)
         self._active.push(self)
         self._open += 1
         finished = False

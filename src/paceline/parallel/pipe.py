@@ -17,7 +17,7 @@ import sys
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache, wraps
 from inspect import Parameter, signature
 from types import MethodType
@@ -83,6 +83,7 @@ class Pipe:
     ) -> None:
         self.model, self.stages, self.copies = model, stages, copies
         self.meter: Meter | None = None
+        self.phase: Callable[[str], AbstractContextManager[Any]] | None = None  # told what a stage computes
         self._schedule, self._microbatches = schedule, microbatches
         self._collectives, self._peers, self._device = collectives, peers, device
         self._owners = [
@@ -357,9 +358,11 @@ class Pipe:
 
     # -- time ------------------------------------------------------------------------------------------------------
 
-    def computing(self) -> Any:
+    def computing(self, phase: str) -> Any:
         """Around each piece of a stage's computation: takes its time while somebody measures."""
-        return nullcontext() if self.meter is None else self._timed("busy_s")
+        if self.meter is not None:
+            return self._timed("busy_s")
+        return nullcontext() if self.phase is None else self.phase(phase)
 
     def _metered(self) -> Any:
         return nullcontext() if self.meter is None else self._timed("total_s")
@@ -449,15 +452,15 @@ def _stage_class() -> type:
                 parameter.grad = gradient
 
         def forward_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
-            with self._pipe.computing():
+            with self._pipe.computing("forward"):
                 return super().forward_one_chunk(*args, **kwargs)
 
         def backward_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
-            with self._pipe.computing():
+            with self._pipe.computing("backward"):
                 return super().backward_one_chunk(*args, **kwargs)
 
         def backward_weight_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
-            with self._pipe.computing():
+            with self._pipe.computing("backward"):
                 return super().backward_weight_one_chunk(*args, **kwargs)
 
     return Timed

@@ -11,7 +11,7 @@ paper: `stages`, `pipe`, `paceline.plan.pipeline`.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -211,6 +211,10 @@ class Pipeline(Strategy):
     ) -> Tensor:
         """The same for micro-batches that were made elsewhere; each counts the same, and shapes may differ."""
         return _piped(model).pipe.each(parts, loss_fn, factor, mean)
+
+    def follow(self, model: nn.Module, phase: Callable[[str], Any]) -> None:
+        """Opens `phase("forward")` and `phase("backward")` around what the stages of a model compute."""
+        _piped(model).pipe.phase = phase
 
     def stages(self, model: nn.Module) -> Stages:
         """The stages of a model that this rank holds."""

@@ -174,5 +174,5 @@ def _told(plan: Plan, names: tuple[str, ...]) -> Iterable[Decision]:
     """The decisions so far; options of a strategy that this plan does not use say that they have no effect."""
     for each in plan.decisions:
         parts = each.field.split(".", 2)
-        idle = parts[0] == "options" and parts[1] not in names
+        idle = parts[0] == "options" and parts[1] not in (*names, "profile")
         yield replace(each, reason=f"no effect: this plan does not use {parts[1]}") if idle else each

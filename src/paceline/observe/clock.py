@@ -1,0 +1,84 @@
+"""Clocks: moments that are taken now and compared later, so that measuring a device does not wait for it."""
+
+from __future__ import annotations
+
+import time
+from typing import Any, Protocol
+
+import torch
+
+
+class Clock(Protocol):
+    """Takes moments."""
+
+    def now(self) -> Any:
+        """A moment."""
+
+    def ms(self, begin: Any, end: Any) -> float:
+        """Milliseconds between two moments that have come."""
+
+    def come(self, moment: Any) -> bool:
+        """Whether the device has got to a moment."""
+
+    def wait(self, moment: Any) -> None:
+        """Returns once it has."""
+
+    def back(self, moment: Any) -> None:
+        """A moment that is not needed any more."""
+
+
+class HostClock:
+    """For a CPU, which has done what was asked of it when the call returns."""
+
+    def now(self) -> float:
+        """Seconds."""
+        return time.perf_counter()
+
+    def ms(self, begin: float, end: float) -> float:
+        """The difference in milliseconds."""
+        return (end - begin) * 1e3
+
+    def come(self, moment: float) -> bool:
+        """Always."""
+        return True
+
+    def wait(self, moment: float) -> None:
+        """Nothing to wait for."""
+
+    def back(self, moment: float) -> None:
+        """Nothing to keep."""
+
+
+class DeviceClock:
+    """For an accelerator: events on its current stream, kept and used again."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._kind = device.type
+        self._free: list[Any] = []
+
+    def now(self) -> Any:
+        """An event after what has been queued so far."""
+        event = self._free.pop() if self._free else torch.Event(self._kind, enable_timing=True)
+        event.record()
+        return event
+
+    def ms(self, begin: Any, end: Any) -> float:
+        """Time of the device between two events."""
+        return float(begin.elapsed_time(end))
+
+    def come(self, moment: Any) -> bool:
+        """Whether the event has passed."""
+        return bool(moment.query())
+
+    def wait(self, moment: Any) -> None:
+        """Waits for the event."""
+        moment.synchronize()
+
+    def back(self, moment: Any) -> None:
+        """Keeps the event for another moment."""
+        self._free.append(moment)
+
+
+def clock_of(device: torch.device) -> Clock:
+    """The clock of a device."""
+    return HostClock() if device.type == "cpu" else DeviceClock(device)

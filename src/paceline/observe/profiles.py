@@ -1,0 +1,227 @@
+"""`Profiles`: what a run measures of itself, as the setting `profile` says.
+
+phases      which part of the step runs (observe.phases); the others listen to it
+wall_clock  how long each part takes           flops   what a step computes, and where
+comms       what ranks send each other         memory  the most that each part holds
+
+Each of the four is None where it is off; where all are, there are no `Profiles` at all.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from paceline.base.errors import ConfigError
+from paceline.config.kinds import YES_NO, matching, whole
+from paceline.observe.clock import clock_of
+from paceline.observe.comms import Comms
+from paceline.observe.flops import Flops
+from paceline.observe.memory import Memory
+from paceline.observe.phases import Phases
+from paceline.observe.wall_clock import WallClock
+from paceline.plan.options import option, read
+
+NAME = "profile"  # of the setting, and of its options: `--option profile.flops_step=3`
+
+
+@dataclass(frozen=True)
+class ProfileOptions:
+    """How each profile is taken."""
+
+    wall_clock_every: int = option(1, whole(0), "Steps between two lines of the wall clock; 0 tells none.")
+    flops_step: int = option(2, whole(1), "The step that is counted, from 1; the one after it is timed.")
+    flops_depth: int = option(-1, whole(-1), "How deep the text goes into the modules; -1: all the way.")
+    flops_top: int = option(1, whole(1), "Modules listed at each depth.")
+    flops_detailed: bool = option(True, YES_NO, "The text holds the tree of modules.")
+    flops_file: str | None = option(None, matching(r".+", "a file", "FILE"), "Where the text goes instead of stderr.")
+    comms_ops: str = option(
+        "", matching(r".*", "operations", "OP,..."), "Those that are recorded, by commas; none: all."
+    )
+    comms_verbose: bool = option(False, YES_NO, "Tells each call.")
+
+
+def chosen(
+    profile: str | Sequence[str] | Mapping[str, Any] | None, options: Mapping[str, Mapping[str, Any]] | None
+) -> tuple[str | None, Mapping[str, Mapping[str, Any]] | None]:
+    """The setting and the options in what `Accelerator(profile=...)` was given.
+
+    Args:
+        profile: names as text or list; or names with a mapping of options each.
+        options: of strategies, to which those of profiles are added.
+    """
+    if profile is None or isinstance(profile, str):
+        return profile, options
+    names = ",".join(map(str, profile)) or "no"
+    if not isinstance(profile, Mapping):
+        return names, options
+    own = {
+        f"{str(name).replace('-', '_')}_{key}": value
+        for name, told in profile.items()
+        if isinstance(told, Mapping)
+        for key, value in told.items()
+    }
+    return names, {**(options or {}), NAME: {**(options or {}).get(NAME, {}), **own}} if own else options
+
+
+class Profiles:
+    """The profiles of one run.
+
+    Args:
+        names: those that are on.
+        options: as `ProfileOptions` has them.
+        device: of this rank.
+        main: whether this process tells.
+        collectives: of all ranks.
+        width: gives how many ranks read different samples.
+        predicted: bytes that the plan predicts for this rank.
+        folder: where `profile.jsonl` is written at the end; None tells the tables instead.
+        places: where each option was said.
+
+    Attributes:
+        phases: what runs now.
+        wall_clock, flops, comms, memory: None where off.
+        tell: is given lines of text, on the main process alone; another function may be put in its place.
+
+    Raises:
+        ConfigError: `profile-options`.
+    """
+
+    def __init__(
+        self,
+        names: Sequence[str],
+        options: Mapping[str, Any],
+        device: torch.device,
+        main: bool,
+        collectives: Any,
+        width: Callable[[], int] = lambda: 1,
+        predicted: Callable[[], Mapping[str, int]] = dict,
+        folder: str | None = None,
+        places: Mapping[str, str] | None = None,
+    ) -> None:
+        told, problems = read(ProfileOptions, _plain(options), NAME, places)
+        if problems:
+            raise ConfigError(
+                "profile-options",
+                "the profiles of this run have options that they do not take.",
+                why=[f"{each.what} {each.why}" for each in problems],
+                fix=problems[0].fix,
+            )
+        self.phases = Phases()
+        self.tell: Callable[[str], None] = _to_stderr
+        self._main, self._folder, self._collectives, self._width = main, folder, collectives, width
+        self._finished = False
+        clock = clock_of(device)
+        self.wall_clock = WallClock(clock, told.wall_clock_every, self._say) if "wall-clock" in names else None
+        self.flops = None
+        if "flops" in names:
+            self.flops = Flops(
+                told.flops_step, told.flops_depth, told.flops_top, told.flops_detailed,
+                told.flops_file if main else None, clock, self._totals, self._say,
+            )  # fmt: skip
+        self.memory = Memory(device, predicted) if "memory" in names else None
+        self.comms = None
+        if "comms" in names:
+            ops = [each.strip() for each in told.comms_ops.split(",") if each.strip()]
+            self.comms = Comms(device, ops, told.comms_verbose, self._say, lambda: self.phases.now)
+            self.comms.start()
+        # The wall clock comes first, so that what the others do falls into the phase that begins.
+        self.phases.listeners = [each for each in (self.wall_clock, self.flops, self.memory) if each is not None]
+
+    def _say(self, text: str) -> None:
+        if self._main:
+            self.tell(text)
+
+    def _totals(self, own: int) -> tuple[int, int]:
+        (total,) = self._collectives.sum_ints([own])
+        return total // self._width(), total
+
+    def follow(self, wrapped: nn.Module, module: nn.Module, parameters: int, runner: Any = None) -> None:
+        """Takes a prepared model in.
+
+        Args:
+            wrapped, module: as the loop calls it, and as the user wrote it.
+            parameters: elements of the whole model.
+            runner: of a pipeline, which says what its stages do.
+        """
+        self.phases.follow_model(wrapped)
+        if runner is not None:
+            runner.follow(wrapped, self.phases.during)
+        if self.flops is not None:
+            self.flops.follow_model(module, parameters)
+
+    # -- what it says --------------------------------------------------------------------------------------------
+
+    def summary(self, straggler: bool = False) -> dict[str, Any]:
+        """Everything that was measured on this rank, by profile, as plain values.
+
+        Ranks: with `straggler`, which compares the collectives of the ranks, all; else any.
+        """
+        found: dict[str, Any] = {}
+        if self.wall_clock is not None:
+            found["wall-clock"] = {**self.wall_clock.mean(), "steps": self.wall_clock.steps}
+        if self.flops is not None and self.flops.profile is not None:
+            found["flops"] = self.flops.profile.to_dict()
+        if self.comms is not None:
+            found["comms"] = self.comms.to_dict(straggler, self._collectives)
+        if self.memory is not None:
+            found["memory"] = self.memory.to_dict()
+        return found
+
+    def values(self) -> dict[str, float]:
+        """The few numbers for trackers: milliseconds of the last step by phase, peak of memory."""
+        last = self.wall_clock.last if self.wall_clock is not None else None
+        found = {f"profile/{name}_ms": ms for name, ms in last.phases.items()} if last is not None else {}
+        if last is not None:
+            found["profile/step_total_ms"] = last.total_ms
+        if self.memory is not None:
+            found["profile/peak_bytes"] = float(self.memory.peak)
+        return found
+
+    def text(self, straggler: bool = False) -> str:
+        """All tables. Ranks: as `summary`."""
+        tables = [self.wall_clock.text()] if self.wall_clock is not None else []
+        tables += [self.flops.text()] if self.flops is not None else []
+        tables += [self.comms.text(straggler, self._collectives)] if self.comms is not None else []
+        tables += [self.memory.text()] if self.memory is not None else []
+        return "\n\n".join(filter(None, tables))
+
+    def finish(self) -> None:
+        """Ends measuring; the main process writes `profile.jsonl`, or tells the tables where there is no folder."""
+        if self._finished:
+            return
+        self._finished = True
+        if self.wall_clock is not None:
+            self.wall_clock.finish()
+        self.phases.end()
+        if self.flops is not None:
+            self.flops.finish()
+        if self.comms is not None:
+            self.comms.stop()
+        if not self._main:
+            return
+        if self._folder is None:
+            shown = (self.wall_clock, self.comms, self.memory)  # a profile of flops was told when it was complete
+            self.tell("\n\n".join(each.text() for each in shown if each is not None))
+            return
+        Path(self._folder).mkdir(parents=True, exist_ok=True)
+        with open(Path(self._folder) / "profile.jsonl", "a", encoding="utf-8") as lines:
+            for name, measured in self.summary().items():
+                lines.write(json.dumps({"profile": name, **measured}) + "\n")
+
+
+def _plain(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Options, with a list of operations as text."""
+    ops = options.get("comms_ops", "")
+    return {**options, "comms_ops": ops if isinstance(ops, str) else ",".join(map(str, ops))}
+
+
+def _to_stderr(text: str) -> None:
+    sys.stderr.write(text + "\n")
