@@ -29,9 +29,10 @@ from paceline.checkpoint.deepspeed import newest
 from paceline.checkpoint.direct import sync_folder
 from paceline.checkpoint.files import replacing
 from paceline.checkpoint.manifest import NAME, verify
+from paceline.checkpoint.opening import open_weights
 from paceline.checkpoint.store import store_for
 from paceline.checkpoint.weight_files import SafeFile, TorchFile, WeightFile
-from paceline.checkpoint.weights import Entry, Weights, is_part, open_weights
+from paceline.checkpoint.weights import Entry, Weights, is_part
 from paceline.world.exchange import as_bytes
 
 TURN_BYTES, LEAST_TURN_BYTES = 64 << 20, 1 << 16

@@ -31,6 +31,7 @@ from paceline.checkpoint.deepspeed_state import DeepSpeedReader
 from paceline.checkpoint.local import STORE
 from paceline.checkpoint.model import alike, called, spelled
 from paceline.checkpoint.module_state import ModuleState
+from paceline.checkpoint.opening import open_weights
 from paceline.checkpoint.optimizer_state import OptimizerState
 from paceline.checkpoint.state import TrainState
 from paceline.checkpoint.translated import Translated, hyper_parameters
@@ -39,7 +40,6 @@ from paceline.checkpoint.weights import (
     TensorWeights,
     Weights,
     load_mapped,
-    open_weights,
 )
 
 # What numpy's random state is pickled with: harmless, but unknown to torch's safe reader.

@@ -24,7 +24,8 @@ from paceline.checkpoint.export import export_weights
 from paceline.checkpoint.held import Held
 from paceline.checkpoint.match import Mismatch
 from paceline.checkpoint.module_state import ModuleState, unwrap
-from paceline.checkpoint.weights import Weights, fill, open_weights
+from paceline.checkpoint.opening import open_weights
+from paceline.checkpoint.weights import Weights, fill
 from paceline.world.parts import part_of_whole
 from paceline.world.sharded import local
 

@@ -25,8 +25,8 @@ from paceline.checkpoint.export import Rows, export_weights
 from paceline.checkpoint.files import replacing, writing
 from paceline.checkpoint.held import Held
 from paceline.checkpoint.module_state import clean
+from paceline.checkpoint.opening import open_weights
 from paceline.checkpoint.store import Store, store_for
-from paceline.checkpoint.weights import open_weights
 from paceline.compat.deepspeed.attendance import Attendance
 from paceline.world.exchange import as_bytes
 
@@ -122,21 +122,11 @@ def _agreed_tag(engine: Any, tag: str) -> str:
 
 def _own_state(engine: Any, client_state: Mapping[str, Any]) -> dict[str, Any]:
     """What the engine keeps beside the accelerator."""
-    scheduler = _apart(engine)
     return {
         "counters": {name: getattr(engine, name) for name in _COUNTERS},
         "window": [engine.micro_steps % engine.batch.accumulate, engine.batch.accumulate],
-        "lr_scheduler": None if scheduler is None else scheduler.state_dict(),
         "client_state": dict(client_state),
     }
-
-
-def _apart(engine: Any) -> Any:
-    """The engine's scheduler, where the accelerator does not know it."""
-    scheduler = getattr(engine, "lr_scheduler", None)
-    known = engine.accelerator._prepared.schedulers
-    prepared = any(scheduler is each or scheduler is each.scheduler for each in known)
-    return None if prepared or not hasattr(scheduler, "state_dict") else scheduler
 
 
 def _write_latest(store: Store, folder: str, tag: str) -> None:
@@ -197,9 +187,6 @@ def load(
         states.run.load_state_dict(before)
     else:
         _take_counters(engine, own)
-        scheduler = _apart(engine)
-        if load_scheduler and scheduler is not None and own.get("lr_scheduler") is not None:
-            scheduler.load_state_dict(own["lr_scheduler"])
     return path, dict(own.get("client_state", {}))
 
 
