@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Sequence
 from dataclasses import asdict
 
 from paceline.config import schema
@@ -14,11 +15,19 @@ def configure(parser: argparse.ArgumentParser) -> None:
     """Takes the options of `launch`, and `--json`."""
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument("--changed", action="store_true", help="leave out what has its default")
+    parser.add_argument(
+        "--deepspeed", metavar="FILE", help="a DeepSpeed config: what it means, with --procs also its batch"
+    )
     schema.add_options(parser)
 
 
 def run(args: argparse.Namespace) -> int:
     """Prints what `paceline launch` with the same options would use."""
+    if args.deepspeed is not None:
+        from paceline.cli._deepspeed_plan import explain
+
+        print(explain(args.deepspeed, schema.given(args), as_json=args.json, changed=args.changed))
+        return 0
     told = resolve_launch(schema.given(args))
     if args.json:
         rows = {"settings": [asdict(row) for row in told.decisions], "unused": [asdict(row) for row in told.unused]}
@@ -35,9 +44,14 @@ def table(told: Launch, *, changed: bool = False) -> str:
         if each.source != "default" or not changed:
             origin = f"{each.source} ({each.where})" if each.where else each.source
             rows.append((each.field, schema.shown_value(each.value) or "-", origin, each.reason))
-    widths = [max(len(row[column]) for row in rows) for column in range(3)]
-    lines = [
-        "  ".join((*(cell.ljust(width) for cell, width in zip(row, widths, strict=False)), row[3])) for row in rows
-    ]
     heading = f"file: {told.file or 'none'}\n"
-    return "\n".join([heading, *(line.rstrip() for line in lines), *(f"\nnotice: {text}" for text in told.notices)])
+    return "\n".join([heading, *lined_up(rows), *(f"\nnotice: {text}" for text in told.notices)])
+
+
+def lined_up(rows: Sequence[tuple[str, str, str, str]]) -> list[str]:
+    """Lines of a table: a name, a value, where it comes from, and what there is to say."""
+    widths = [max(len(row[column]) for row in rows) for column in range(3)]
+    return [
+        "  ".join((*(cell.ljust(width) for cell, width in zip(row, widths, strict=False)), row[3])).rstrip()
+        for row in rows
+    ]

@@ -40,6 +40,7 @@ class DeepSpeedConfig:
         places: dotted name -> where it was given; defaults have none.
         given: what it means in our settings and options.
         unused: keys without effect, with the reason.
+        kept: keys that were given and are read as they are, by the engine or who else the table says.
     """
 
     source: str
@@ -47,6 +48,7 @@ class DeepSpeedConfig:
     places: Mapping[str, str] = field(default_factory=dict)
     given: tuple[Given, ...] = ()
     unused: tuple[Choice, ...] = ()
+    kept: tuple[Choice, ...] = ()
 
     def __getitem__(self, name: str) -> Any:
         return self.values[name]
@@ -114,4 +116,5 @@ def read(
     problems = [*said.problems, *meaning.problems]
     if problems:
         raise ConfigError.of(problems)
-    return DeepSpeedConfig(source, said.values, said.places, tuple(meaning.given), tuple(meaning.unused))
+    told = (tuple(meaning.given), tuple(meaning.unused), tuple(meaning.kept))
+    return DeepSpeedConfig(source, said.values, said.places, *told)

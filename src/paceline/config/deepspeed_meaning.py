@@ -33,11 +33,13 @@ class Meaning:
     Attributes:
         given: in our words.
         unused: keys without effect, each with the reason.
+        kept: keys whose values are read as they are.
         problems: keys that ask for what is not there, and keys that fight.
     """
 
     given: list[Given] = field(default_factory=list)
     unused: list[Choice] = field(default_factory=list)
+    kept: list[Choice] = field(default_factory=list)
     problems: list[Problem] = field(default_factory=list)
 
 
@@ -68,8 +70,8 @@ def _apply(row: Key, where: str, said: Said, found: Meaning) -> None:
         return
     case = next((each for each in row.cases if fits(each, _asked(value)) and _at_stage(each, said.values)), None)
     if case is None:
-        return
-    if case.fix:
+        found.kept.append(Choice(row.name, value, "code", where))
+    elif case.fix:
         shown = row.name if isinstance(value, Mapping | bool) else f"{row.name} {value}"
         found.problems.append(
             Problem("deepspeed-feature", f"{shown} is not supported.", f"{where}: {case.why}", case.fix)

@@ -40,3 +40,49 @@ def test_json(capsys):
     [row] = [each for each in report["settings"] if each["field"] == "procs"]
     assert row == {"field": "procs", "value": 2, "source": "command line", "where": "--num_processes", "reason": ""}
     assert report["file"] is None
+
+
+DEEPSPEED = """{
+  "train_batch_size": 32,
+  "gradient_accumulation_steps": 2,
+  "bf16": {"enabled": true},
+  "zero_optimization": {"stage": 2, "overlap_comm": true},
+  "flops_profiler": {"enabled": true},  # one step
+  "wall_clock_breakdown": true,
+}"""
+
+
+def test_what_a_deepspeed_config_means(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "ds.json").write_text(DEEPSPEED)
+    assert main(["explain", "--deepspeed", "ds.json", "--changed"]) == 0
+    out = capsys.readouterr().out
+    assert "batch: 32 = micro-batch open x accumulation 2 x processes (say how many: --procs N)" in out
+    assert main(["explain", "--deepspeed", "ds.json", "--changed", "-n", "4"]) == 0
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert ["zero", "2", "ds.json:5"] in lines and ["accumulate", "2", "ds.json:3"] in lines
+    assert ["profile", "wall-clock,flops", "ds.json:7,", "ds.json:6"] in lines
+    assert "batch: 32 = micro-batch 4 x accumulation 2 x 4 processes" in map(" ".join, lines)
+    assert ["train_batch_size", "32", "ds.json:2"] in lines
+    [unused] = [line for line in lines if line[:1] == ["zero_optimization.overlap_comm"]]
+    assert unused[1:3] == ["yes", "ds.json:5"] and "backward" in unused
+
+
+def test_what_it_means_as_json(tmp_path, capsys):
+    path = tmp_path / "ds.json"
+    path.write_text(DEEPSPEED)
+    assert main(["explain", "--deepspeed", str(path), "--json", "-n", "4", "--tp", "2"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["batch"] == {"train": 32, "micro": 8, "accumulate": 2, "width": 2} and told["processes"] == 4
+    [zero] = [row for row in told["settings"] if row["field"] == "zero"]
+    assert (zero["value"], zero["where"]) == (2, f"{path}:5")
+    assert {row["field"] for row in told["kept"]} == {"train_batch_size", "gradient_accumulation_steps"}
+    assert [row["field"] for row in told["unused"]] == ["zero_optimization.overlap_comm"] and len(told["notices"]) == 1
+
+
+@pytest.mark.parametrize(("procs", "words"), [("3", "32 is not 5 x 2 x 3"), ("0", "config-value")])
+def test_a_deepspeed_config_that_cannot_run(tmp_path, capsys, procs, words):
+    path = tmp_path / "ds.json"
+    path.write_text(DEEPSPEED)
+    assert main(["explain", "--deepspeed", str(path), "-n", procs]) == 2
+    assert words in capsys.readouterr().err

@@ -49,7 +49,8 @@ def sample(row, text):
         return word
     schema = row.kind.schema
     if "enum" in schema:
-        return next(each for each in schema["enum"] if each != row.default)
+        others = {word for case in row.cases for word in case.value.split("|")}
+        return next(each for each in schema["enum"] if each != row.default and (each not in others or not row.cases))
     kinds = {
         "boolean": not row.default,
         "integer": 3,
