@@ -19,6 +19,7 @@ from torch import nn
 from paceline.accelerator import Accelerator
 from paceline.base.errors import ConfigError, Problem, TrainError
 from paceline.base.log import warn_once
+from paceline.compat.deepspeed.checkpoint import attendance
 from paceline.compat.deepspeed.events import Events
 from paceline.compat.deepspeed.getters import Getters
 from paceline.compat.deepspeed.saving import Saving
@@ -153,6 +154,7 @@ class DeepSpeedEngine(Getters, Saving, nn.Module):
         if not (self.training and torch.is_grad_enabled()):
             return self._wrapped[0](*inputs, **named)
         self._compare_rows(inputs, named)
+        attendance(self).begins(self.micro_steps + 1)
         with self._hold():
             return self._wrapped[0](*inputs, **named)
 
