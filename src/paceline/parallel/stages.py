@@ -214,7 +214,7 @@ class Stages:
         self.count = len(begins)
         self.own = tuple(own)
         self.first = [blocks[begin] for begin in begins]
-        self._begins = tuple(begins)
+        self.begins = tuple(begins)
         self._begin_at = getattr(model, "pipeline_begin", None)
         self.visit: Visit | None = None
         self.outputs: dict[str, list[Any]] = {}
@@ -253,7 +253,7 @@ class Stages:
         """While it is open, the model is the stage `visit.stage`."""
         begin: AbstractContextManager[Any] = nullcontext()
         if self._begin_at is not None:
-            begin, visit.entered = self._begin_at(self._begins[visit.stage]), True
+            begin, visit.entered = self._begin_at(self.begins[visit.stage]), True
         swaps = self._swaps_of(visit.stage, visit.recorded is not None)
         for slots, key, there, _ in swaps:
             slots[key] = there

@@ -1,0 +1,389 @@
+"""`PipelineEngine`: DeepSpeed's `train_batch` and `eval_batch` on our pipeline strategy.
+
+train_batch   micro-batches of one step, pulled by every rank that has an iterator
+                -> all ranks agree how many came: all run, or all raise StopIteration
+                -> forward and backward of all, by the schedule -> one step
+                -> the mean loss over micro-batches and replicas, on every rank
+eval_batch    the same micro-batches forward
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from typing import Any, NoReturn
+
+import torch
+from torch import nn
+
+from paceline.base.errors import DataError, TrainError
+from paceline.base.log import warn_once
+from paceline.compat.deepspeed.engine import DeepSpeedEngine
+from paceline.compat.deepspeed.loader import loader_of
+from paceline.compat.deepspeed.pipe import PipelineModule
+from paceline.compat.deepspeed.topology import PipelineParallelGrid
+from paceline.config.deepspeed import Batch
+from paceline.config.given import Given
+from paceline.parallel.microbatches import Microbatches
+from paceline.precision.policy import to_float32
+from paceline.world.tree import first_rows, map_leaves, to_device
+
+_FAILED = -1  # in the place of a count: this rank's iterator raised an error
+
+
+class PipelineEngine(DeepSpeedEngine):
+    """Trains a `PipelineModule`. Arguments are those of `DeepSpeedEngine`.
+
+    Attributes:
+        grid: which stage and replica this rank is.
+    """
+
+    module: PipelineModule
+
+    def __init__(self, *args: Any, **named: Any) -> None:
+        super().__init__(*args, **named)
+        self.grid: PipelineParallelGrid = self.module.mpu()
+        interval = self.config["pipeline.activation_checkpoint_interval"]
+        if interval:
+            self.module.activation_checkpoint_interval = interval
+        if self.module.parts is None:
+            runner = self.accelerator._prepared.find(self._wrapped[0]).chain.runner
+            begins = runner.stages(self._wrapped[0]).begins
+            self.module.parts = [*begins, len(self.module.layer_names)]
+        self._data: Iterator[Any] | None = None
+        self._since = time.perf_counter()
+        self.agg_train_loss: torch.Tensor | None = None
+        if self.training_dataloader is not None:
+            self._data = _repeated(self.training_dataloader)
+
+    # -- how it is made --------------------------------------------------------------------------------------------
+
+    @classmethod
+    def settings(cls, model: nn.Module, batch: Batch, training_data: Any = None, collate_fn: Any = None) -> list[Given]:
+        """The stages, and one window for a whole step, since a schedule runs all of its micro-batches."""
+        assert isinstance(model, PipelineModule)
+        place = f"PipelineModule(num_stages={model.num_stages})"
+        found: dict[str, Any] = {"accumulate": 1}
+        if model.num_stages > 1:
+            names = model.layer_names
+            found |= {
+                "pp": model.num_stages,
+                "options.pipeline.blocks": names,
+                "options.pipeline.schedule": "1f1b" if batch.accumulate >= model.num_stages else "gpipe",
+                "options.pipeline.microbatches": batch.accumulate,
+            }
+            if model.parts is not None:
+                found["options.pipeline.split"] = [names[begin] for begin in model.parts[1:-1]]
+            else:
+                inputs = _example(model, batch, training_data, collate_fn)
+                found |= {"options.pipeline.split": "time", "options.pipeline.weights": model.measure(inputs)}
+        return [Given(name, value, "code", place) for name, value in found.items()]
+
+    @classmethod
+    def width(cls, model: nn.Module, world: int) -> int:
+        """How many of `world` ranks read different samples: those of one stage."""
+        assert isinstance(model, PipelineModule)
+        return world // model.num_stages
+
+    @classmethod
+    def shuffles(cls) -> bool:
+        """Whether a loader of `training_data` is shuffled."""
+        return False
+
+    def _rebatch(self, micro: int, accumulate: int) -> None:
+        super()._rebatch(micro, accumulate)
+        self.accelerator.gradient_accumulation_steps = 1
+
+    # -- where it stands -------------------------------------------------------------------------------------------
+
+    @property
+    def num_stages(self) -> int:
+        """How many stages there are."""
+        return self.module.num_stages
+
+    @property
+    def stage_id(self) -> int:
+        """This rank's stage."""
+        return self.grid.stage_id
+
+    def is_first_stage(self) -> bool:
+        """Whether this rank holds the first stage."""
+        return self.grid.is_first_stage()
+
+    def is_last_stage(self) -> bool:
+        """Whether this rank holds the last stage."""
+        return self.grid.is_last_stage()
+
+    # -- data ------------------------------------------------------------------------------------------------------
+
+    def set_dataiterator(self, iterator: Iterator[Any]) -> None:
+        """Takes an iterator for the steps to come."""
+        self._data = iterator
+
+    def set_dataloader(self, loader: Any) -> None:
+        """Takes a loader for the steps to come, over and over. On ranks between the first and the last stage it may lack."""
+        self.training_dataloader = loader
+        self._data = None if loader is None else _repeated(loader)
+
+    def _pull(self, iterator: Iterator[Any] | None, count: int) -> list[Any]:
+        """`count` micro-batches, `(inputs, labels)` each, on the device. Ranks: all.
+
+        A rank without an iterator learns what the others have, and gets no values: only the first stage computes with
+        inputs, and only the last with labels.
+
+        Raises:
+            StopIteration: on all ranks, where one of them has no more; the error of an iterator, on its rank.
+            DataError, TrainError: `pipe-data`, `pipe-batch`, `pipe-iterator`.
+        """
+        found: list[Any] = []
+        error: Exception | None = None
+        try:
+            while iterator is not None and len(found) < count:
+                found.append(to_device(_pair(next(iterator)), self.accelerator.device))
+        except StopIteration:
+            pass
+        except Exception as raised:
+            error = raised
+        has = iterator is not None
+        told = torch.tensor([[_FAILED if error is not None else len(found) if has else count, has]])
+        ranks = self.accelerator.collectives.gather(told).tolist()
+        self._agree(ranks, count, error)
+        if not all(here for _, here in ranks):
+            found = self._share(found)
+        self._compare_rows(tuple(each[0] for each in found[:1]), {})
+        return found
+
+    def _agree(self, ranks: list[list[int]], count: int, error: Exception | None) -> None:
+        ends = [rank for rank in range(len(ranks)) if self._end(rank) in (0, self.num_stages - 1)]
+        if error is not None:
+            raise error
+        failed = [rank for rank, (came, _) in enumerate(ranks) if came == _FAILED]
+        if failed:
+            raise TrainError(
+                "pipe-iterator",
+                f"the iterator of rank {failed[0]} raised an error, so no rank trains this batch.",
+                why="its traceback is printed by that rank",
+                fix="mend the loader; the step can be repeated, other ranks' iterators have advanced",
+            )
+        lacking = [rank for rank in ends if not ranks[rank][1]]
+        if lacking:
+            raise DataError(
+                "pipe-data",
+                f"rank {lacking[0]} holds the first or the last stage, and has no data.",
+                why="neither `train_batch(data_iter)`, `set_dataiterator`, `set_dataloader` nor "
+                "`initialize(training_data=...)` gave it any",
+                fix="pass the same iterator on all ranks: `engine.train_batch(data_iter=iter(loader))`",
+            )
+        if any(came < count for came, _ in ranks):
+            raise StopIteration
+
+    def _end(self, rank: int) -> int:
+        return int(getattr(self.grid.topology().get_coord(rank), "pipe", 0))
+
+    def _share(self, found: list[Any]) -> list[Any]:
+        """Shapes of the first stage's inputs, for ranks that read nothing. Ranks: all along `pp`."""
+        prepared = self.accelerator._prepared.find(self._wrapped[0])
+        group = prepared.chain.runner.copies(self._wrapped[0]).collectives
+        shapes = map_leaves(lambda leaf: leaf.to("meta") if isinstance(leaf, torch.Tensor) else leaf, found)
+        told = group.broadcast_object([inputs for inputs, _ in shapes] if group.rank == 0 else None)
+        return found or [(inputs, None) for inputs in told]
+
+    def _compare_rows(self, inputs: tuple[Any, ...], named: Any) -> None:
+        """Says once where micro-batches are larger than the config's."""
+        rows, batch = first_rows(inputs), self.batch
+        if rows is not None and rows > batch.micro:
+            total = rows * batch.accumulate * batch.width
+            warn_once(
+                "compat",
+                f"train_batch pulls {batch.accumulate} micro-batches, which came with {rows} rows each, but a micro-batch is "
+                f"{batch.micro}: a step sees {total} samples, and train_batch_size is {batch.train}. Give the loader "
+                f"batch_size={batch.micro} (`engine.train_micro_batch_size_per_gpu()`).",
+            )
+
+    # -- a step ----------------------------------------------------------------------------------------------------
+
+    def train_batch(self, data_iter: Iterator[Any] | None = None) -> torch.Tensor:
+        """One step on as many micro-batches as it accumulates.
+
+        Args:
+            data_iter: gives micro-batches, `(inputs, labels)` each; None takes the one that was set, or the training data.
+
+        Returns the mean loss over micro-batches and replicas, on every rank.
+
+        Ranks: all.
+
+        Raises:
+            StopIteration: on all ranks, before anything is computed, where an iterator is exhausted.
+            TrainError, DataError: `pipe-gradients`, and those of `_pull`.
+        """
+        if not torch.is_grad_enabled():
+            raise TrainError(
+                "pipe-gradients",
+                "train_batch() requires gradients enabled. Use eval_batch() instead.",
+                why="it was called under torch.no_grad()",
+                fix="call it outside of the block",
+            )
+        self._needs_optimizer("train_batch")
+        if data_iter is not None:
+            self.set_dataiterator(data_iter)
+        self.train()
+        batches = Microbatches(self._pull(self._data, self.batch.accumulate))
+        self.accelerator.gradients.sync = True
+        loss = self.accelerator.forward_backward(self._wrapped[0], batches, self._loss)
+        self.agg_train_loss = loss = self._over_replicas(loss)
+        self.micro_steps += self.batch.accumulate - 1
+        super().step()
+        self._tell(loss)
+        return loss
+
+    def _loss(self, output: Any, labels: Any) -> Any:
+        return output if self.module.loss_fn is None else self.module.loss_fn(output, labels)
+
+    def _over_replicas(self, value: Any) -> Any:
+        return self.accelerator._prepared.data.reduce(value, "mean")
+
+    def is_gradient_accumulation_boundary(self) -> bool:
+        """Whether the micro-batch at hand is the last of its window."""
+        return (self.micro_steps + 1) % self.batch.accumulate == 0
+
+    def _tell(self, loss: torch.Tensor) -> None:
+        if not self.accelerator.is_main_process:
+            return
+        if self.monitor.enabled:
+            self.monitor.write_events([("Train/Samples/train_loss", loss.item(), self.global_samples)])
+        every = self.config["steps_per_print"]
+        if every and self.global_steps % every == 0:
+            now = time.perf_counter()
+            each_s, self._since = (now - self._since) / every, now
+            print(
+                f"steps: {self.global_steps} loss: {loss.item():0.4f} iter time (s): {each_s:0.3f} "
+                f"samples/sec: {self.batch.train / each_s:0.3f}",
+                flush=True,
+            )
+
+    # -- evaluation ------------------------------------------------------------------------------------------------
+
+    def eval_batch(
+        self,
+        data_iter: Iterator[Any] | None = None,
+        return_logits: bool = False,
+        compute_loss: bool = True,
+        reduce_output: str | None = "avg",
+        bcast_loss: bool = True,
+        num_micro_batches: int | None = None,
+    ) -> Any:
+        """Micro-batches forward, without gradients; the training iterator stays where it is.
+
+        Args:
+            data_iter: as for `train_batch`.
+            return_logits: returns `(result, outputs)`, outputs being those of all micro-batches, one after the other.
+            compute_loss: False takes the outputs themselves for the result.
+            reduce_output: "avg" is the mean over micro-batches and replicas; None the list of each micro-batch's.
+            bcast_loss: False gives the result to the last stage alone, and None to others.
+            num_micro_batches: how many; None as many as a step has.
+
+        Ranks: all.
+
+        Raises:
+            StopIteration: on all ranks; and those of `_pull`. ValueError for another `reduce_output`.
+        """
+        if reduce_output not in ("avg", None):
+            raise ValueError(f"reduce_output is 'avg' or None, not {reduce_output!r}")
+        batches = self._pull(self._data if data_iter is None else data_iter, num_micro_batches or self.batch.accumulate)
+        training = self.training
+        self.eval()
+        results, outputs = [], []
+        with torch.no_grad():
+            for inputs, labels in batches:
+                with self.module.finishing(self._finisher(labels, return_logits, compute_loss)):
+                    result, output = self._wrapped[0](inputs)
+                results.append(result)
+                outputs.append(output)
+        self.train(training)
+        result = results if reduce_output is None else self._over_replicas(torch.stack(results).mean(dim=0))
+        if not (bcast_loss or self.is_last_stage()):
+            result = None
+        return (result, torch.cat(outputs)) if return_logits else result
+
+    def _finisher(self, labels: Any, logits: bool, compute_loss: bool) -> Callable[[Any], Any]:
+        """What the last stage makes of its output, so that no more than is asked for travels to the others."""
+
+        def finish(output: Any) -> Any:
+            output = to_float32(output)
+            with torch.autocast(self.accelerator.device.type, enabled=False):
+                result = self._loss(output, labels) if compute_loss else output
+            return result, output if logits else torch.zeros(0, device=self.accelerator.device)
+
+        return finish
+
+    # -- what a pipeline has not ---------------------------------------------------------------------------------------
+
+    def _only_whole_steps(self, what: str) -> NoReturn:
+        raise TrainError(
+            "pipe-train-batch",
+            "Only train_batch() is accessible in pipeline mode.",
+            why=f"`engine.{what}` was called, but a pipeline runs forward, backward and step of its stages together",
+            fix="write `loss = engine.train_batch(data_iter)`, and `engine.eval_batch(data_iter)` to evaluate",
+        )
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """There is none.
+
+        Raises:
+            TrainError: `pipe-train-batch`.
+        """
+        self._only_whole_steps("forward")
+
+    def backward(self, *args: Any, **kwargs: Any) -> Any:
+        """There is none.
+
+        Raises:
+            TrainError: `pipe-train-batch`.
+        """
+        self._only_whole_steps("backward")
+
+    def step(self, *args: Any, **kwargs: Any) -> Any:
+        """There is none.
+
+        Raises:
+            TrainError: `pipe-train-batch`.
+        """
+        self._only_whole_steps("step")
+
+
+def _pair(batch: Any) -> tuple[Any, Any]:
+    """`(inputs, labels)`; inputs that are a list become a tuple, which is what layers pass on."""
+    if not (isinstance(batch, (tuple, list)) and len(batch) == 2):
+        raise DataError(
+            "pipe-batch",
+            f"a micro-batch of a pipeline is `(inputs, labels)`, not {type(batch).__name__}.",
+            why="the first stage takes the one, the last stage the other; inputs may be a tuple of tensors",
+            fix="let the data set or the collate function give two values",
+        )
+    inputs, labels = batch
+    return tuple(inputs) if isinstance(inputs, list) else inputs, labels
+
+
+def _repeated(loader: Any) -> Iterator[Any]:
+    """A loader over and over; an empty one ends."""
+    while True:
+        came = False
+        for batch in loader:
+            came = True
+            yield batch
+        if not came:
+            return
+
+
+def _example(model: PipelineModule, batch: Batch, training_data: Any, collate_fn: Any) -> Any:
+    """What layers are measured with."""
+    if model.example_inputs is not None:
+        return model.example_inputs
+    if training_data is None:
+        raise DataError(
+            "pipe-profile",
+            "partition_method='profile' measures the layers, and there is nothing to measure them with.",
+            why="neither training_data nor example_inputs was given",
+            fix="write PipelineModule(..., partition_method='profile', example_inputs=torch.zeros(8, 784))",
+        )
+    return _pair(next(iter(loader_of(training_data, batch.micro, collate_fn, False, False))))[0]
