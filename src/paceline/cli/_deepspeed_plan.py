@@ -8,7 +8,7 @@ from dataclasses import asdict
 from typing import Any
 
 from paceline.base import env as environment
-from paceline.cli.explain import lined_up
+from paceline.cli._table import lined_up
 from paceline.config import schema
 from paceline.config.deepspeed import Batch, DeepSpeedConfig, read
 from paceline.config.deepspeed_batch import MICRO, STEPS, TRAIN

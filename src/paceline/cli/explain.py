@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Sequence
 from dataclasses import asdict
 
+from paceline.cli._table import lined_up
 from paceline.config import schema
 from paceline.config.sources import Launch, resolve_launch
 
@@ -46,12 +46,3 @@ def table(told: Launch, *, changed: bool = False) -> str:
             rows.append((each.field, schema.shown_value(each.value) or "-", origin, each.reason))
     heading = f"file: {told.file or 'none'}\n"
     return "\n".join([heading, *lined_up(rows), *(f"\nnotice: {text}" for text in told.notices)])
-
-
-def lined_up(rows: Sequence[tuple[str, str, str, str]]) -> list[str]:
-    """Lines of a table: a name, a value, where it comes from, and what there is to say."""
-    widths = [max(len(row[column]) for row in rows) for column in range(3)]
-    return [
-        "  ".join((*(cell.ljust(width) for cell, width in zip(row, widths, strict=False)), row[3])).rstrip()
-        for row in rows
-    ]
