@@ -447,9 +447,11 @@ def measure_blocks(model: nn.Module, blocks: Sequence[str], *inputs: Any, turns:
         for at, args, kwargs in calls:
             args, kwargs = map_tensors(lambda t: t.detach().requires_grad_(t.is_floating_point()), (args, kwargs))
             begin = _clock()
-            outputs = [t for t in tensors(model.get_submodule(blocks[at])(*args, **kwargs)) if t.requires_grad]
-            torch.autograd.grad([t.sum() for t in outputs], [p for p in model.get_submodule(blocks[at]).parameters()
-                                                            if p.requires_grad], allow_unused=True)  # fmt: skip
+            block = model.get_submodule(blocks[at])
+            outputs = [t.sum() for t in tensors(block(*args, **kwargs)) if t.requires_grad]
+            learn = [t for t in (*tensors((args, kwargs)), *block.parameters()) if t.requires_grad]
+            if outputs:
+                torch.autograd.grad(outputs, learn, allow_unused=True)
             taken[at] += _clock() - begin
         best = [min(pair) for pair in zip(best, taken, strict=True)]
     return best
