@@ -68,7 +68,7 @@ TABLE = {
 
 
 def device_of(text: str) -> Device:
-    """The device that a name means: one of `TABLE`, its beginning, or any NAME-<n>GB with that much memory.
+    """The device that a name means: one of `TABLE`, its beginning, or any NAME-<n>GB (or MB) with that much memory.
 
     Raises:
         ConfigError: `plan-device`.
@@ -77,7 +77,7 @@ def device_of(text: str) -> Device:
     for name, row in TABLE.items():
         if word in (name.lower(), name.lower().partition("-")[0]):
             return row
-    sized = re.fullmatch(r"([a-z][\w-]*?)-(\d+)gi?b", word)
+    sized = re.fullmatch(r"([a-z][\w-]*?)-(\d+)([gm])i?b", word)
     if sized is None:
         raise ConfigError(
             "plan-device",
@@ -86,7 +86,7 @@ def device_of(text: str) -> Device:
             fix="use one of these, or name yours with its memory, such as mine-24GB",
         )
     like = next((row for name, row in TABLE.items() if name.partition("-")[0] == sized[1]), TABLE["a100-40GB"])
-    return replace(like, name=word, memory=int(sized[2]) * GIB)
+    return replace(like, name=word, memory=int(sized[2]) * (GIB if sized[3] == "g" else 2**20))
 
 
 def of_this_host(local_size: int, *, cpu: bool = False) -> Device:
