@@ -62,6 +62,13 @@ class PreparedOptimizer(Optimizer):
             else object.__getattribute__(self, name)
         )
 
+    @property
+    def loss_scale(self) -> float:
+        """What the next loss is multiplied by: 1.0 but under fp16."""
+        return 1.0 if self._scaler is None else self._scaler.loss_scale
+
+    cur_scale = loss_scale  # as scripts written for DeepSpeed read it
+
     def step(self, closure: Any = None) -> Any:  # type: ignore[override]
         """One optimizer step where the window ends; nothing in between.
 

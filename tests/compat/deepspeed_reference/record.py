@@ -75,8 +75,10 @@ def schedules():
 
 def batch():
     """The three numbers, or the error, of each case."""
+    from deepspeed import comm
     from deepspeed.runtime.config import DeepSpeedConfig
 
+    comm.get_rank = lambda *_: 0  # without an answer the width is silently taken as 1
     keys = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
     found = []
     for *given, width in cases.BATCHES:
