@@ -71,27 +71,6 @@ class DeepSpeedConfig:
         rows = "; ".join(f"{row.field} ({row.where}): {row.reason.removeprefix('no effect here: ')}" for row in told)
         return (f"no effect here: {rows}.",) if rows else ()
 
-    @property
-    def profile(self) -> dict[str, dict[str, Any]]:
-        """What is measured, with its options, as `Accelerator(profile=...)` takes it; empty where nothing is."""
-        measured: dict[str, dict[str, Any]] = {}
-        if self["wall_clock_breakdown"]:
-            measured["wall-clock"] = {"every": 1}
-        if self["flops_profiler.enabled"]:
-            measured["flops"] = {
-                "step": self["flops_profiler.profile_step"],
-                "depth": self["flops_profiler.module_depth"],
-                "top": self["flops_profiler.top_modules"],
-                "detailed": self["flops_profiler.detailed"],
-                "file": self["flops_profiler.output_file"],
-            }
-        if self["comms_logger.enabled"]:
-            ops = [] if self["comms_logger.prof_all"] else self["comms_logger.prof_ops"]
-            measured["comms"] = {"ops": ops, "verbose": self["comms_logger.verbose"]}
-        if self["memory_breakdown"]:
-            measured["memory"] = {}
-        return measured
-
 
 def read(
     config: str | Path | Mapping[str, Any],

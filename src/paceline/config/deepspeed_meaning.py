@@ -8,9 +8,8 @@ from typing import Any
 
 from paceline.base.errors import Problem
 from paceline.config.deepspeed_keys import rows
-from paceline.config.deepspeed_row import Key, Staged
+from paceline.config.deepspeed_row import Derived, Key, Staged
 from paceline.config.deepspeed_values import Said
-from paceline.config.deepspeed_zero_keys import MIB
 from paceline.config.engine_fields import VALUE, Case
 from paceline.config.engines import fits, word
 from paceline.config.given import Choice, Given
@@ -97,8 +96,8 @@ def _met(need: str, values: Mapping[str, Any]) -> bool:
 
 
 def _ours(ours: Any, theirs: Any) -> Any:
-    if ours is MIB:
-        return round(theirs * 4 / 2**20, 3) or 0.001
+    if isinstance(ours, Derived):
+        return ours.of(theirs)
     return theirs if ours is VALUE else ours
 
 

@@ -2,13 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from paceline.config.engine_fields import Case
+from paceline.config.engine_fields import Case, Stands
 from paceline.config.kinds import Kind
 
 NOTHING = "it asks for nothing"
+
+
+class Derived(Stands):
+    """Stands for what follows from the value that was given.
+
+    Args:
+        text: the same in words, for the docs.
+        of: value -> ours.
+    """
+
+    def __init__(self, text: str, of: Callable[[Any], Any]) -> None:
+        super().__init__(text)
+        self.of = of
 
 
 @dataclass(frozen=True)

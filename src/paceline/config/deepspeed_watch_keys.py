@@ -5,9 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 from paceline.config.deepspeed_kinds import BLOCK, LIST, TEXT, count, number, word
-from paceline.config.deepspeed_row import NOTHING, Key, idle, key
-from paceline.config.engine_fields import Case
+from paceline.config.deepspeed_row import NOTHING, Derived, Key, idle, key
+from paceline.config.engine_fields import VALUE, Case
 from paceline.config.kinds import YES_NO, Kind
+
+_FROM_ONE = Derived("the number + 1", lambda step: step + 1)
+_JOINED = Derived("joined by commas", lambda ops: ",".join(map(str, ops)))
 
 
 def _flops(name: str, kind: Kind, default: Any, doc: str, *cases: Case) -> Key:
@@ -34,17 +37,24 @@ _PROFILES = (
     key("memory_breakdown", YES_NO, False, "memory is noted at each phase", Case("true", {"profile": "memory"})),
     _flops("enabled", YES_NO, False, "operations of one step are counted, module by module",
            Case("true", {"profile": "flops"})),
-    _flops("profile_step", count(1), 1, "which step"),
-    _flops("module_depth", count(-1), -1, "how deep the table of top modules goes; -1: the innermost"),
-    _flops("top_modules", count(1), 1, "how many modules it names at each depth"),
-    _flops("detailed", YES_NO, True, "the tree of all modules is printed too"),
-    _flops("output_file", TEXT, None, "where it is written; not given: the terminal"),
+    _flops("profile_step", count(0), 1, "which step, from 0", Case("*", {"options.profile.flops_step": _FROM_ONE})),
+    _flops("module_depth", count(-1), -1, "how deep the text goes into the modules; -1: all the way",
+           Case("*", {"options.profile.flops_depth": VALUE})),
+    _flops("top_modules", count(1), 1, "how many modules it names at each depth",
+           Case("*", {"options.profile.flops_top": VALUE})),
+    _flops("detailed", YES_NO, True, "the tree of all modules is printed too",
+           Case("*", {"options.profile.flops_detailed": VALUE})),
+    _flops("output_file", TEXT, None, "where it is written; not given: the terminal",
+           Case("*", {"options.profile.flops_file": VALUE})),
     _flops("recompute_fwd_factor", number(), 0.0, "what part of the forward pass is computed again in the backward pass",
            Case("0|0.0", why=NOTHING), Case("*", why="operations are counted as they run, those of the backward pass too")),
     key("comms_logger.enabled", YES_NO, False, "collectives are timed, by kind and size", Case("true", {"profile": "comms"})),
-    key("comms_logger.prof_all", YES_NO, True, "all of them; no: those of `prof_ops`"),
-    key("comms_logger.prof_ops", LIST, [], "which ones"),
-    key("comms_logger.verbose", YES_NO, False, "each one is printed as it ends"),
+    key("comms_logger.prof_all", YES_NO, True, "all of them; no: those of `prof_ops`",
+        Case("true", why=NOTHING), Case("false", why="`prof_ops` says which")),
+    key("comms_logger.prof_ops", LIST, [], "which ones", Case("*", {"options.profile.comms_ops": _JOINED}),
+        needs="comms_logger.prof_all=false"),
+    key("comms_logger.verbose", YES_NO, False, "each one is printed as it ends",
+        Case("*", {"options.profile.comms_verbose": VALUE})),
     idle("comms_logger.debug", YES_NO, False, "the callers of collectives are shown by --debug"),
 )  # fmt: skip
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 from paceline.config.deepspeed_kinds import BLOCK, STAGE, SWITCH, TEXT, count, number, word
-from paceline.config.deepspeed_row import NOTHING, Key, Staged, gone, idle, key
-from paceline.config.engine_fields import VALUE, Case, Stands
+from paceline.config.deepspeed_row import NOTHING, Derived, Key, Staged, gone, idle, key
+from paceline.config.engine_fields import VALUE, Case
 from paceline.config.kinds import YES_NO, Kind
 
-MIB = Stands("4 x elements / 2^20")
+_MIB = Derived("4 x elements / 2^20", lambda elements: round(elements * 4 / 2**20, 3) or 0.001)
 _IN = "zero_optimization"
 _AHEAD = "FSDP2 gathers the next unit while one computes; how many ahead: options.shard.prefetch"
 _UNITS = "FSDP2 gathers and reduces unit by unit, a repeated block each"
@@ -48,14 +48,14 @@ ZERO = (
     _idle("reduce_scatter", YES_NO, True, "each rank receives its own rows, or whole gradients where that is faster"),
     _zero("reduce_bucket_size", count(1), 500_000_000, "elements that are reduced together",
           Case("500000000", why=_DEFAULT_SIZE),
-          Staged("*", {"options.replicate.bucket_cap_mb": MIB}, stages="1"),
-          Staged("*", {"options.zero.bucket_cap_mb": MIB}, stages="2", unless=(f"{_IN}.allgather_bucket_size",)),
+          Staged("*", {"options.replicate.bucket_cap_mb": _MIB}, stages="1"),
+          Staged("*", {"options.zero.bucket_cap_mb": _MIB}, stages="2", unless=(f"{_IN}.allgather_bucket_size",)),
           Staged("*", why=_UNITS, stages="3"), Case("*", why="it counts at stages 1 and 2")),
     _idle("use_multi_rank_bucket_allreduce", YES_NO, True, "buckets hold rows of all ranks as it is"),
     _idle("allgather_partitions", YES_NO, True, "rows are gathered in buckets, always"),
     _zero("allgather_bucket_size", count(1), 500_000_000, "elements that are gathered together",
           Case("500000000", why=_DEFAULT_SIZE),
-          Staged("*", {"options.zero.bucket_cap_mb": MIB}, stages="12"),
+          Staged("*", {"options.zero.bucket_cap_mb": _MIB}, stages="12"),
           Staged("*", why=_UNITS, stages="3"), Case("*", why="it counts at stages 1 and 2")),
     _idle("overlap_comm", YES_NO, None, "gradients travel while the backward pass goes on, at every stage"),
     _zero("compute_grad_norm", YES_NO, True, "the norm of gradients is computed",

@@ -121,7 +121,7 @@ def test_what_it_means_can_be_merged_and_keeps_its_place():
 
 def test_defaults_say_nothing():
     found = read({})
-    assert not found.given and not found.unused and not found.notices and not found.profile
+    assert not found.given and not found.unused and not found.notices
     assert (
         found["gradient_clipping"] == 1.0 and found["fp16.hysteresis"] == 2 and found["comms_logger.prof_all"] is True
     )
@@ -142,18 +142,17 @@ def test_stages_and_buckets():
 
 
 def test_profiles_carry_their_options():
-    config = {
-        "flops_profiler": {"enabled": True, "top_modules": 3},
-        "comms_logger": {"enabled": False},
-        "memory_breakdown": 1,
-    }
-    assert read(config).profile == {
-        "flops": {"step": 1, "depth": -1, "top": 3, "detailed": True, "file": None}, "memory": {},
+    flops = {"enabled": True, "profile_step": 1, "top_modules": 3, "detailed": False, "output_file": "flops.txt"}
+    assert given({"flops_profiler": flops, "comms_logger": {"enabled": False, "verbose": True}, "memory_breakdown": 1}) == {
+        "profile": "memory,flops", "options.profile.flops_step": 2, "options.profile.flops_top": 3,
+        "options.profile.flops_detailed": False, "options.profile.flops_file": "flops.txt",
     }  # fmt: skip
-    some = {"comms_logger": {"enabled": True, "prof_all": False, "prof_ops": ["all_reduce"], "verbose": True}}
-    assert read({**some, "wall_clock_breakdown": True}).profile == {
-        "wall-clock": {"every": 1}, "comms": {"ops": ["all_reduce"], "verbose": True},
+    some = {"enabled": True, "prof_all": False, "prof_ops": ["all_reduce", "broadcast"], "verbose": True}
+    assert given({"comms_logger": some, "wall_clock_breakdown": True}) == {
+        "profile": "wall-clock,comms", "options.profile.comms_ops": "all_reduce,broadcast",
+        "options.profile.comms_verbose": True,
     }  # fmt: skip
+    assert "options.profile.comms_ops" not in given({"comms_logger": {**some, "prof_all": True}})
 
 
 def test_a_notice_tells_what_was_asked_for_in_vain():
