@@ -122,6 +122,7 @@ class Flops:
     Attributes:
         profile: what was found; None until the step has ended.
         complete: whether the timing step has ended too.
+        words: makes the text of a profile; None: ours.
     """
 
     def __init__(
@@ -138,6 +139,7 @@ class Flops:
         self.step, self.depth, self.top, self.detailed, self.file = step, depth, top, detailed, file
         self.profile: Profile | None = None
         self.complete = False
+        self.words: Callable[[Profile], str] | None = None
         self._clock = clock or HostClock()
         self._totals, self._tell = totals, tell
         self._models: list[tuple[nn.Module, int]] = []
@@ -243,7 +245,9 @@ class Flops:
         """The profile in words; "" before there is one."""
         from paceline.observe.flops_text import text
 
-        return "" if self.profile is None else text(self.profile, self.depth, self.top, self.detailed)
+        if self.profile is None:
+            return ""
+        return self.words(self.profile) if self.words else text(self.profile, self.depth, self.top, self.detailed)
 
 
 _COUNTED = ("forward", "backward", "reduce")
@@ -271,7 +275,8 @@ class Counter(TorchDispatchMode):
         packet = getattr(func, "_overloadpacket", func)
         formula = formulas().get(packet)
         if formula is None:
-            if isinstance(func, torch._ops.OpOverload) and func is not torch.ops.prim.device.default:
+            # Composite operators come in parts already, unless there is no autograd that takes them apart.
+            if torch.is_inference_mode_enabled() and isinstance(func, torch._ops.OpOverload) and func._can_decompose():
                 with self:
                     parts = func.decompose(*args, **kwargs)
                     if parts is not NotImplemented:
@@ -328,7 +333,7 @@ class Tree:
             part.children.append(self._part(child, f"{name}.{child_name}" if name else child_name))
 
         def before(*_: Any) -> None:
-            if self.open:
+            if self.open and torch._C._current_graph_task_id() == -1:  # else it is run again, in a backward pass
                 part.calls += 1
                 self._calls.append(part)
                 self._begun.append(self._clock.now())

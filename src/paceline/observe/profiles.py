@@ -88,6 +88,7 @@ class Profiles:
     Attributes:
         phases: what runs now.
         wall_clock, flops, comms, memory: None where off.
+        is_main, collectives: as given.
         tell: is given lines of text, on the main process alone; another function may be put in its place.
 
     Raises:
@@ -116,7 +117,7 @@ class Profiles:
             )
         self.phases = Phases()
         self.tell: Callable[[str], None] = _to_stderr
-        self._main, self._folder, self._collectives, self._width = main, folder, collectives, width
+        self.is_main, self.collectives, self._folder, self._width = main, collectives, folder, width
         self._finished = False
         clock = clock_of(device)
         self.wall_clock = WallClock(clock, told.wall_clock_every, self._say) if "wall-clock" in names else None
@@ -136,11 +137,11 @@ class Profiles:
         self.phases.listeners = [each for each in (self.wall_clock, self.flops, self.memory) if each is not None]
 
     def _say(self, text: str) -> None:
-        if self._main:
+        if self.is_main:
             self.tell(text)
 
     def _totals(self, own: int) -> tuple[int, int]:
-        (total,) = self._collectives.sum_ints([own])
+        (total,) = self.collectives.sum_ints([own])
         return total // self._width(), total
 
     def follow(self, wrapped: nn.Module, module: nn.Module, parameters: int, runner: Any = None) -> None:
@@ -170,7 +171,7 @@ class Profiles:
         if self.flops is not None and self.flops.profile is not None:
             found["flops"] = self.flops.profile.to_dict()
         if self.comms is not None:
-            found["comms"] = self.comms.to_dict(straggler, self._collectives)
+            found["comms"] = self.comms.to_dict(straggler, self.collectives)
         if self.memory is not None:
             found["memory"] = self.memory.to_dict()
         return found
@@ -189,7 +190,7 @@ class Profiles:
         """All tables. Ranks: as `summary`."""
         tables = [self.wall_clock.text()] if self.wall_clock is not None else []
         tables += [self.flops.text()] if self.flops is not None else []
-        tables += [self.comms.text(straggler, self._collectives)] if self.comms is not None else []
+        tables += [self.comms.text(straggler, self.collectives)] if self.comms is not None else []
         tables += [self.memory.text()] if self.memory is not None else []
         return "\n\n".join(filter(None, tables))
 
@@ -205,7 +206,7 @@ class Profiles:
             self.flops.finish()
         if self.comms is not None:
             self.comms.stop()
-        if not self._main:
+        if not self.is_main:
             return
         if self._folder is None:
             shown = (self.wall_clock, self.comms, self.memory)  # a profile of flops was told when it was complete

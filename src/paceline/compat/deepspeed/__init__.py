@@ -31,6 +31,8 @@ _CARRIED: dict[str, str | dict[str, str]] = {
     "paceline.base.errors": "DeepSpeedConfigError=ConfigError",
     f"{_HERE}.pipe": "LayerSpec PipelineModule TiedLayerSpec",
     f"{_HERE}.pipe_engine": "PipelineEngine",
+    f"{_HERE}.profiling": "FlopsProfiler SynchronizedWallClockTimer duration_to_string flops_to_string get_model_profile "
+    "log_summary macs_to_string number_to_string params_to_string",
     f"{_HERE}.topology": "PipeDataParallelTopology PipeModelDataParallelTopology PipelineParallelGrid ProcessTopology",
     f"{_HERE}.schedules": "LRRangeTest OneCycle TOTAL_NUM_STEPS VALID_LR_SCHEDULES WARMUP_LINEAR_RATE WARMUP_LOG_RATE "
     "WarmupCosineLR WarmupDecayLR WarmupLR add_tuning_arguments",

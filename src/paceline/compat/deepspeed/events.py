@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from paceline.compat.deepspeed.monitors import Monitors
+from paceline.compat.deepspeed.profiling import Timers
 
 
 class Events:
@@ -15,15 +16,18 @@ class Events:
 
     Attributes:
         monitors: where events go.
+        timers: tell how long phases take, where the config asks for it.
     """
 
     def __init__(self, engine: Any) -> None:
         self._engine = engine
         self.monitors = Monitors(engine.config, is_main=engine.accelerator.is_main_process)
+        self.timers = Timers(engine)
 
     def after_step(self, boundary: bool) -> None:
         """Tells what is due after a micro-batch; `boundary` where it ended a window."""
         engine = self._engine
+        self.timers.after_step(boundary)
         if not (boundary and engine.accelerator.is_main_process):
             return
         if self.monitors.enabled:
@@ -42,4 +46,6 @@ class Events:
         found = [("Train/Samples/lr", float(engine.get_lr()[0]), engine.global_samples)]
         if engine.fp16_enabled():
             found.append(("Train/Samples/loss_scale", engine.loss_scale(), engine.global_samples))
+        if engine.wall_clock_breakdown():
+            found += [(f"Train/Samples/{name}", ms, engine.global_samples) for name, ms in self.timers.values()]
         return found

@@ -47,6 +47,10 @@ class Getters:
 
     # -- the batch -------------------------------------------------------------------------------------------------
 
+    def get_wall_clock_timers(self) -> dict[str, float]:
+        """Milliseconds of the micro-batch and the step that ended last, by DeepSpeed's names."""
+        return dict(self.events.timers.last)
+
     def train_batch_size(self) -> int:
         """Samples of one optimizer step, over all ranks."""
         return self.batch.train

@@ -1,0 +1,546 @@
+"""DeepSpeed's words for what our profiles measure (`observe/`): lines of the wall clock, its profile of operations, its
+summary of communication.
+
+What differs, on purpose: a latency is that of one call, the root's latency is measured as the others are, a step has the
+number that the config gave it, and the backward pass is counted, not taken for twice the forward one.
+"""
+
+from __future__ import annotations
+
+import time
+import weakref
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from torch import nn
+
+from paceline.observe.clock import clock_of
+from paceline.observe.comms import size
+from paceline.observe.flops import Counter, Part, Profile, Tree, count_parameters
+from paceline.observe.flops_text import by_depth, number, share
+from paceline.observe.profiles import Profiles
+
+_RULE = "-" * 30
+
+
+def asked(config: Any) -> dict[str, dict[str, Any]] | None:
+    """What `Accelerator(profile=...)` is given for a config; None where it asks for nothing.
+
+    DeepSpeed counts steps from 0 and times the phases of a step whenever it counts operations.
+    """
+    found: dict[str, dict[str, Any]] = {}
+    if config["wall_clock_breakdown"] or config["flops_profiler.enabled"]:
+        found["wall-clock"] = {"every": 0}
+    if config["flops_profiler.enabled"]:
+        found["flops"] = {
+            "step": config["flops_profiler.profile_step"] + 1,
+            "depth": config["flops_profiler.module_depth"],
+            "top": config["flops_profiler.top_modules"],
+            "detailed": config["flops_profiler.detailed"],
+        }
+        if config["flops_profiler.output_file"]:
+            found["flops"]["file"] = config["flops_profiler.output_file"]
+    if config["comms_logger.enabled"]:
+        every = config["comms_logger.prof_all"]
+        ops = [] if every else list(config["comms_logger.prof_ops"])
+        found["comms"] = {"ops": ",".join(ops), "verbose": config["comms_logger.verbose"]}
+    if config["memory_breakdown"]:
+        found["memory"] = {}
+    return found or None
+
+
+class Timers:
+    """Tells the times of an engine's micro-batches and steps, on the main process.
+
+    Args:
+        engine: its owner.
+
+    Attributes:
+        last: milliseconds by DeepSpeed's names, of the micro-batch and of the step that ended last.
+    """
+
+    def __init__(self, engine: Any) -> None:
+        global _latest
+        self.last: dict[str, float] = {}
+        self._engine = weakref.proxy(engine)
+        self._profiles: Profiles | None = engine.accelerator.profiles
+        self._before: dict[str, float] = {}
+        if self._profiles is not None:
+            _latest = weakref.ref(self._profiles)
+            self._profiles.tell = _say
+            if self._profiles.flops is not None:
+                self._profiles.flops.words = self._words
+
+    def after_step(self, boundary: bool) -> None:
+        """Called by the engine at the end of each `step`."""
+        if self._profiles is None or self._profiles.wall_clock is None:
+            return
+        now = self._profiles.wall_clock.now().phases
+        micro = {name: ms - self._before.get(name, 0.0) for name, ms in now.items()}
+        self._before = {} if boundary else dict(now)
+        told = [_named(micro, "_microstep"), *([_named(now, "")] if boundary else [])]
+        for each in told:
+            self.last.update(each)
+            if self._engine.config["wall_clock_breakdown"] and self._engine.accelerator.is_main_process:
+                _say("[Rank 0] time (ms) | " + " | ".join(f"{name}: {ms:.2f}" for name, ms in each.items()))
+
+    def values(self) -> list[tuple[str, float]]:
+        """What monitors get of the step that ended last."""
+        names = {"forward": "fwd", "backward": "bwd", "backward_inner": "bwd_inner", "step": "step"}
+        names["backward_allreduce"] = "bwd_allreduce"
+        return [(f"elapsed_time_ms_{word}", self.last[name]) for word, name in names.items() if name in self.last]
+
+    def _words(self, profile: Profile) -> str:
+        config, engine = self._engine.config, self._engine
+        return profile_text(
+            profile,
+            profile.step - 1,
+            config["flops_profiler.module_depth"],
+            config["flops_profiler.top_modules"],
+            config["flops_profiler.detailed"],
+            {
+                "world size": engine.accelerator.num_processes,
+                "data parallel size": engine.batch.width,
+                "model parallel size": engine.accelerator.num_processes // engine.batch.width,
+                "batch size per GPU": engine.batch.micro,
+            },
+            engine.batch.train,
+        )
+
+
+def _named(ms: Mapping[str, float], suffix: str) -> dict[str, float]:
+    inner, reduce = ms.get("backward", 0.0), ms.get("reduce", 0.0)
+    values = {
+        "fwd": ms.get("forward", 0.0),
+        "bwd": inner + reduce,
+        "bwd_inner": inner,
+        "bwd_allreduce": reduce,
+        "step": ms.get("step", 0.0) + ms.get("clip", 0.0),
+    }
+    return {name + suffix: value for name, value in values.items()}
+
+
+def _say(text: str) -> None:
+    print(text, flush=True)
+
+
+# -- operations ----------------------------------------------------------------------------------------------------
+
+
+def profile_text(
+    profile: Profile,
+    step: int = 1,
+    depth: int = -1,
+    top: int = 1,
+    detailed: bool = True,
+    run: Mapping[str, Any] | None = None,
+    samples: int = 0,
+) -> str:
+    """A profile under DeepSpeed's headings.
+
+    Args:
+        step: its number, as the config counts.
+        run: rows about the run, which come first.
+        samples: of all ranks in one step.
+    """
+    backward, again = profile.backward, profile.recomputed
+    forward_s, backward_s, step_s = (ms / 1e3 for ms in (profile.forward_ms, profile.backward_ms, profile.step_ms))
+    rows: list[tuple[str, str]] = [(name, str(value)) for name, value in (run or {}).items()]
+    rows += [
+        ("params per GPU", params_to_string(profile.model.parameters)),
+        ("params of model", params_to_string(profile.parameters)),
+        ("fwd MACs per GPU", macs_to_string(profile.macs)),
+        ("fwd flops per GPU", number_to_string(profile.forward)),
+        ("fwd flops of model", number_to_string(profile.copy)),
+        ("fwd latency", duration_to_string(forward_s)),
+        ("fwd FLOPS per GPU", _rate(profile.forward, forward_s)),
+    ]
+    if backward_s:
+        whole_s = forward_s + backward_s
+        rows += [
+            ("bwd latency", duration_to_string(backward_s)),
+            ("bwd FLOPS per GPU", _rate(backward + again, backward_s)),
+            ("fwd+bwd FLOPS per GPU", _rate(profile.total, whole_s)),
+            ("step latency", duration_to_string(step_s)),
+            ("iter latency", duration_to_string(whole_s + step_s)),
+            ("FLOPS per GPU", _rate(profile.total, whole_s + step_s)),
+            ("samples/second", f"{samples / (whole_s + step_s):.2f}"),
+        ]
+    lines = [f"{_RULE} Flops Profiler {_RULE}", f"Profile Summary at step {step}:"]
+    lines += [f"{name + ':':<60}{value:<8}".rstrip() for name, value in rows]
+    lines += ["", f"{_RULE} Aggregated Profile per GPU {_RULE}", *_aggregated(profile.model, depth, top)]
+    if detailed:
+        lines += ["", f"{_RULE} Detailed Profile per GPU {_RULE}", *_detailed(profile.model)]
+    return "\n".join([*lines, "-" * 78])
+
+
+def _aggregated(model: Part, depth: int, top: int) -> list[str]:
+    kinds = by_depth(model)
+    last = max(kinds) if depth < 0 else min(depth, max(kinds))
+    lines = [f"Top {top} modules in terms of params, MACs or fwd latency at different model depths:"]
+    for level in range(last + 1):
+        lines.append(f"depth {level}:")
+        for name, value, words in (
+            ("params", lambda part: part.parameters, params_to_string),
+            ("MACs", lambda part: part.macs, macs_to_string),
+            ("fwd latency", lambda part: part.latency_ms / 1e3, duration_to_string),
+        ):
+            heavy = sorted(kinds[level].values(), key=value, reverse=True)[:top]
+            lines.append(f"    {name:<11} - { ({part.kind: words(value(part)) for part in heavy}) }")
+    return lines
+
+
+def _detailed(model: Part) -> list[str]:
+    lines = []
+    for level, part in model.walk():
+        told = [
+            f"{params_to_string(part.parameters)} = {share(part.parameters, model.parameters)} Params",
+            f"{macs_to_string(part.macs)} = {share(part.macs, model.macs)} MACs",
+            f"{duration_to_string(part.latency_ms / 1e3)} = {share(part.latency_ms, model.latency_ms)} latency",
+            _rate(part.flops, part.latency_ms / 1e3),
+        ]
+        name = f"({part.name.rpartition('.')[2]}): " if part.name else ""
+        lines.append(f"{'  ' * level}{name}{part.kind}({', '.join(told)})")
+    return lines
+
+
+def _rate(flops: float, seconds: float) -> str:
+    return flops_to_string(flops / seconds if seconds else 0.0)
+
+
+def number_to_string(num: float, units: Any = None, precision: int = 2) -> str:
+    """A count for people, such as `1.63 M`."""
+    return number(num, precision).rstrip()
+
+
+def params_to_string(params_num: float, units: Any = None, precision: int = 2) -> str:
+    """Parameters, such as `101.77 K`."""
+    return number_to_string(params_num, units, precision)
+
+
+def macs_to_string(macs: float, units: Any = None, precision: int = 2) -> str:
+    """Multiply-accumulates, such as `813.06 KMACs`."""
+    return f"{number(macs, precision)}MACs"
+
+
+def flops_to_string(flops: float, units: Any = None, precision: int = 2) -> str:
+    """Operations per second, such as `1.20 GFLOPS`."""
+    return f"{number(flops, precision)}FLOPS"
+
+
+def duration_to_string(duration: float, units: Any = None, precision: int = 2) -> str:
+    """Seconds for people."""
+    for unit, scale in (("s", 1.0), ("ms", 1e-3)):
+        if duration >= scale:
+            return f"{duration / scale:.{precision}f} {unit}"
+    return f"{duration * 1e6:.{precision}f} us"
+
+
+class FlopsProfiler:
+    """Counts what a model computes between `start_profile` and `stop_profile`.
+
+    Args:
+        model: any module.
+        ds_engine: not needed.
+        recompute_fwd_factor: not needed: what is computed again is counted.
+    """
+
+    def __init__(self, model: nn.Module, ds_engine: Any = None, recompute_fwd_factor: float = 0.0) -> None:
+        self.model = model
+        self.started = False
+        self._profile = Profile(Part("", type(model).__name__))
+        self._open: tuple[ExitStack, Counter, Tree] | None = None
+
+    def start_profile(self, ignore_list: Any = None) -> None:
+        """Begins to count."""
+        from paceline.observe.flops import counted
+
+        self.end_profile()
+        stack = ExitStack()
+        self._open = (stack, *stack.enter_context(counted([self.model])))
+        self.started = True
+
+    def stop_profile(self) -> None:
+        """Ends counting; what was found can be asked for."""
+        if self._open is None:
+            return
+        (stack, counter, tree), self._open = self._open, None
+        stack.close()
+        part = tree.take()
+        self._profile = Profile(part, count_parameters(self.model), 0, 1, counter.forward, counter.backward)
+        self._profile.recomputed, self._profile.copy = counter.recomputed, counter.forward
+        self._profile.forward_ms = part.latency_ms
+
+    def take_times(self, run: Callable[[], Any]) -> None:
+        """Takes the latencies of a pass in which nothing is counted, in the place of those of one that was slowed by it."""
+        like = next(self.model.parameters(), torch.empty(0))
+        tree = Tree([self.model], clock_of(like.device))
+        tree.open = True
+        try:
+            run()
+        finally:
+            tree.remove()
+        for (_, known), (_, other) in zip(self._profile.model.walk(), tree.take().walk(), strict=True):
+            known.latency_ms = other.latency_ms
+        self._profile.forward_ms = self._profile.model.latency_ms
+
+    def end_profile(self) -> None:
+        """Ends counting, and forgets nothing that was printed."""
+        self.stop_profile()
+        self.started = False
+
+    def reset_profile(self) -> None:
+        """Forgets what was counted."""
+        self._profile = Profile(Part("", type(self.model).__name__))
+
+    def get_total_flops(self, as_string: bool = False) -> Any:
+        """Operations of the forward passes."""
+        return number_to_string(self._profile.forward) if as_string else self._profile.forward
+
+    def get_total_macs(self, as_string: bool = False) -> Any:
+        """Multiply-accumulates of the forward passes."""
+        return macs_to_string(self._profile.macs) if as_string else self._profile.macs
+
+    def get_total_duration(self, as_string: bool = False) -> Any:
+        """Seconds of the forward passes."""
+        seconds = self._profile.forward_ms / 1e3
+        return duration_to_string(seconds) if as_string else seconds
+
+    def get_total_params(self, as_string: bool = False) -> Any:
+        """Elements of all parameters, tied ones once."""
+        count = count_parameters(self.model)
+        return params_to_string(count) if as_string else count
+
+    def print_model_profile(
+        self,
+        profile_step: int = 1,
+        module_depth: int = -1,
+        top_modules: int = 1,
+        detailed: bool = True,
+        output_file: str | None = None,
+    ) -> None:
+        """Prints the profile, or writes it to a file."""
+        text = profile_text(self._profile, profile_step, module_depth, top_modules, detailed)
+        if output_file is None:
+            _say(text)
+            return
+        with open(output_file, "w", encoding="utf-8") as out:
+            out.write(text + "\n")
+
+    def print_model_aggregated_profile(self, module_depth: int = -1, top_modules: int = 1) -> None:
+        """Prints the heaviest modules of each depth."""
+        _say("\n".join(_aggregated(self._profile.model, module_depth, top_modules)))
+
+
+def get_model_profile(
+    model: nn.Module,
+    input_shape: tuple[int, ...] | None = None,
+    args: Iterable[Any] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    print_profile: bool = True,
+    detailed: bool = True,
+    module_depth: int = -1,
+    top_modules: int = 1,
+    warm_up: int = 1,
+    as_string: bool = True,
+    output_file: str | None = None,
+    ignore_modules: Any = None,
+    mode: str = "forward",
+) -> tuple[Any, Any, Any]:
+    """Operations, multiply-accumulates and parameters of one forward pass.
+
+    Args:
+        input_shape: of a single input, in place of `args` and `kwargs`.
+        warm_up: passes before the one that is counted.
+        mode: "forward", or "generate" for a model that has it.
+    """
+    arguments = tuple(args)
+    if input_shape is not None:
+        like = next(model.parameters(), torch.empty(0))
+        arguments = (torch.ones(tuple(input_shape), dtype=like.dtype, device=like.device),)
+    call: Callable[..., Any] = model if mode == "forward" else model.generate  # type: ignore[assignment]
+    was = model.training
+    model.eval()
+    profiler = FlopsProfiler(model)
+    with torch.no_grad():
+        for _ in range(warm_up):
+            call(*arguments, **(kwargs or {}))
+        profiler.start_profile(ignore_modules)
+        try:
+            call(*arguments, **(kwargs or {}))
+        finally:
+            profiler.stop_profile()
+            model.train(was)
+        profiler.take_times(lambda: call(*arguments, **(kwargs or {})))
+    if print_profile:
+        profiler.print_model_profile(1, module_depth, top_modules, detailed, output_file)
+    return (
+        profiler.get_total_flops(as_string),
+        profiler.get_total_macs(as_string),
+        profiler.get_total_params(as_string),
+    )
+
+
+# -- communication -------------------------------------------------------------------------------------------------
+
+_latest: weakref.ref[Profiles] | None = None  # of the engine that was made last: `deepspeed.comm` knows no engine
+
+
+def log_summary(show_straggler: bool = False, return_dict: bool = False) -> dict[str, Any] | None:
+    """Prints, on rank 0, what was sent so far, by operation and size.
+
+    Args:
+        show_straggler: compares the ranks.
+        return_dict: gives the numbers, on every rank.
+
+    Ranks: all.
+    """
+    profiles = _latest() if _latest is not None else None
+    if profiles is None or profiles.comms is None:
+        return {"summary": {}} if return_dict else None
+    rows = profiles.comms.summary(show_straggler, profiles.collectives)
+    if profiles.is_main:
+        _say("\n".join(_summary(rows, show_straggler)))
+    if not return_dict:
+        return None
+    found: dict[str, Any] = {"summary": {}}
+    for one in rows:
+        found["summary"].setdefault(one.op, {})[one.size_bytes] = {
+            "count": one.count,
+            "total_latency_ms": one.total_ms,
+            "avg_latency_ms": one.mean_ms,
+            "tput_avg_gbps": one.algbw_gbps,
+            "busbw_avg_gbps": one.busbw_gbps,
+            "msg_size_bytes": one.size_bytes,
+            "msg_size_str": size(one.size_bytes),
+        }
+        if show_straggler:
+            found.setdefault("straggler_analysis", {}).setdefault(one.op, {})[one.size_bytes] = {
+                "count": one.count,
+                "total_comm_lat_ms": one.total_ms - (one.straggler_ms or 0.0),
+                "total_straggler_ms": one.straggler_ms,
+            }
+    return found
+
+
+def _summary(rows: Iterable[Any], straggler: bool) -> list[str]:
+    heads = ["Comm. Op", "Message Size", "Count", "Total Latency(ms)", "Avg Latency(ms)", "tput_avg (Gbps)"]
+    heads += ["busbw_avg (Gbps)", *(["Straggler(ms)"] * straggler)]
+    lines, op = ["".join(f"{head:<20}" for head in heads).rstrip()], ""
+    for one in rows:
+        if one.op != op:
+            op = one.op
+            lines.append(op)
+        cells = ["", size(one.size_bytes), str(one.count), f"{one.total_ms:.2f}", f"{one.mean_ms:.2f}"]
+        cells += [f"{one.algbw_gbps:.2f}", f"{one.busbw_gbps:.2f}"]
+        cells += [f"{one.straggler_ms:.2f}"] * straggler
+        lines.append("".join(f"{cell:<20}" for cell in cells).rstrip())
+    return lines
+
+
+# -- recomputed functions, and timers of a script's own --------------------------------------------------------------
+
+
+def timed(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A function whose calls are timed and told: forward at once, backward when it has passed.
+
+    On an accelerator it is the time until what was queued has been done.
+    """
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        begun = _moment()
+        output = function(*args, **kwargs)
+        _say(f"time (ms) | fwd: {(_moment() - begun) * 1e3:.2f}")
+        ins, outs = (_differentiable(each) for each in ((args, kwargs), output))
+        began: list[float] = []
+        for tensor in outs[:1]:
+            tensor.register_hook(lambda _: began.append(_moment()))
+        for tensor in ins[:1]:
+            if tensor.is_leaf or tensor.grad_fn is not None:
+                tensor.register_hook(
+                    lambda _: _say(f"time (ms) | backward: {(_moment() - began.pop()) * 1e3:.2f}") if began else None
+                )
+        return output
+
+    return call
+
+
+def _differentiable(tree: Any) -> list[torch.Tensor]:
+    leaves = torch.utils._pytree.tree_leaves(tree)
+    return [each for each in leaves if isinstance(each, torch.Tensor) and each.requires_grad]
+
+
+def _moment() -> float:
+    if torch.accelerator.is_available():
+        torch.accelerator.synchronize()
+    return time.perf_counter()
+
+
+class SynchronizedWallClockTimer:
+    """Timers by name: `timers("load").start()`, `.stop()`, `.elapsed()` in milliseconds."""
+
+    class Timer:
+        """One of them."""
+
+        def __init__(self, name: str) -> None:
+            self.name_ = name
+            self.started_ = False
+            self._begun, self._laps = 0.0, []  # type: tuple[float, list[float]]
+
+        def start(self) -> None:
+            """Begins a lap."""
+            self.started_, self._begun = True, _moment()
+
+        def stop(self, reset: bool = False, record: bool = False) -> None:
+            """Ends it."""
+            lap = (_moment() - self._begun) * 1e3
+            self._laps = [lap] if reset else [*self._laps, lap]
+            self.started_ = False
+
+        def reset(self) -> None:
+            """Forgets all laps."""
+            self._laps, self.started_ = [], False
+
+        def elapsed(self, reset: bool = True) -> float:
+            """Milliseconds of all laps together; one that runs goes on."""
+            runs = self.started_
+            if runs:
+                self.stop()
+            total = sum(self._laps)
+            if reset:
+                self.reset()
+            if runs:
+                self.start()
+            return total
+
+        def mean(self) -> float:
+            """Milliseconds of a lap."""
+            return sum(self._laps) / len(self._laps) if self._laps else 0.0
+
+    def __init__(self) -> None:
+        self.timers: dict[str, SynchronizedWallClockTimer.Timer] = {}
+
+    def __call__(self, name: str) -> SynchronizedWallClockTimer.Timer:
+        """The timer of a name."""
+        return self.timers.setdefault(name, self.Timer(name))
+
+    def get_timers(self) -> dict[str, SynchronizedWallClockTimer.Timer]:
+        """All of them."""
+        return self.timers
+
+    def log(
+        self,
+        names: Iterable[str],
+        normalizer: float = 1.0,
+        reset: bool = True,
+        memory_breakdown: bool = False,
+        ranks: Any = None,
+    ) -> None:
+        """Prints the times of some."""
+        known = [name for name in names if name in self.timers]
+        _say(
+            "time (ms) | "
+            + " | ".join(f"{name}: {self.timers[name].elapsed(reset) / normalizer:.2f}" for name in known)
+        )
