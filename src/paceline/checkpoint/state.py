@@ -167,7 +167,9 @@ class TrainState:
             kinds: of models, optimizers, schedulers, loaders, custom, scaler, rng and window; `run` always is loaded.
         """
         self._only = frozenset(kinds)
-        if "models" not in kinds:
+        if "models" not in kinds:  # their names are the optimizers' still
+            for each in self.optimizer_states().values():
+                self._names |= {parameter: name for name, parameter in each.parameters.items()}
             self.models = {}
         if "optimizers" not in kinds:
             self.optimizers = {}

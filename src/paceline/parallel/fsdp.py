@@ -297,13 +297,27 @@ def whole_parameters(model: nn.Module, writeback: bool) -> Iterator[None]:
                 gathered[id(parameter)] = nn.Parameter(whole(parameter.detach()), parameter.requires_grad)
             module._parameters[name] = gathered[id(parameter)]
     try:
-        yield
+        with undisturbed(model if places else nn.Module()):
+            yield
     finally:
         for module, name, parameter in places:
             own = module._parameters[name]
             module._parameters[name] = parameter
             if writeback and own is not None:
                 parameter.detach().to_local().copy_(part_of(own.detach(), parameter))
+
+
+@contextmanager
+def undisturbed(model: nn.Module) -> Iterator[None]:
+    """While it is open, FSDP2 does not look for its shards after a `load_state_dict` into what took their place."""
+    held = [each for group in _groups(model) for each in group.fsdp_params]
+    for each in held:
+        each.reset_sharded_param = lambda: None
+    try:
+        yield
+    finally:
+        for each in held:
+            del each.reset_sharded_param
 
 
 def part_like(tensor: torch.Tensor, like: Any, placements: tuple[Any, ...] | None) -> torch.Tensor:

@@ -222,7 +222,7 @@ def _notice_universal(engine: Any) -> None:
 def _load_by(engine: Any, custom_load_fn: Callable[..., Any], path: str) -> None:
     """Lets the script load the model, whose parameters are whole meanwhile. Ranks: all."""
     weights = open_weights(path)
-    found = {name: weights.read(name, tuple(map(slice, e.shape))) for name, e in weights.entries.items()}
+    found = {name: weights.read(name, tuple(slice(0, size) for size in e.shape)) for name, e in weights.entries.items()}
     with engine.accelerator.full_parameters(engine._wrapped[0], writeback=True):
         custom_load_fn(src=found, dst=engine.module)
 

@@ -1,0 +1,143 @@
+"""`deepspeed.utils.safe_get_*` and `safe_set_*`: values, gradients and optimizer states of a parameter, at every stage.
+
+full     the whole tensor, on every rank; all ranks call (it may be gathered), with the same parameter
+local    what this rank keeps of it: its rows, or all of it where nothing is divided
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from paceline import preparation
+from paceline.parallel.fsdp import part_of
+from paceline.world.sharded import division_of, is_sharded, local, whole
+
+
+def safe_get_full_fp32_param(param: Tensor) -> Tensor | None:
+    """The whole parameter in float32. Ranks: all."""
+    return _full(param.detach())
+
+
+def safe_get_full_grad(param: Tensor) -> Tensor | None:
+    """The whole gradient, between `backward` and `step`; None where there is none. Ranks: all.
+
+    Under fp16 it is multiplied by the loss scale until `step` divides it.
+    """
+    return None if param.grad is None else _full(param.grad)
+
+
+def safe_get_full_optimizer_state(param: Tensor, optim_state_key: str) -> Tensor | None:
+    """A state of the optimizer's (`exp_avg`), whole; None before the first step. Ranks: all."""
+    optimizer = _optimizer(param)
+    if optimizer is None:
+        return None
+    division = division_of(optimizer, param)
+    held = optimizer.state.get(param, {}).get(optim_state_key)
+    if division is None or not hasattr(division, "join"):
+        return None if held is None else _full(held)
+    if held is not None and division.keeps(param):
+        held = division.join(param, held)
+    if is_sharded(held):
+        return _full(held)
+    return _of_owner(param, division, held)
+
+
+def _of_owner(param: Tensor, division: Any, held: Any) -> Any:
+    """A state that one rank along `shard` keeps whole, on all of them; a number is the same everywhere."""
+    owners = getattr(division, "_owners", None)
+    if owners is None:
+        return held
+    shape = torch.tensor([-1] if held is None else [held.dim()])
+    dist.broadcast(shape, group=division.group, group_src=owners[param])
+    if shape.item() < 0:
+        return None
+    like = param.detach() if shape.item() else torch.zeros(())
+    data = torch.empty_like(like, dtype=torch.float32) if held is None else held.detach().float().clone()
+    dist.broadcast(data, group=division.group, group_src=owners[param])
+    return data
+
+
+def safe_set_full_fp32_param(param: Tensor, value: Tensor) -> None:
+    """Gives the parameter new values. Ranks: all, with the same values."""
+    _put(param, value)
+
+
+def safe_set_full_grad(param: Tensor, value: Tensor) -> None:
+    """Gives the gradient new values. Ranks: all, with the same values."""
+    if param.grad is not None:
+        _put(param.grad, value)
+
+
+def safe_set_full_optimizer_state(param: Tensor, value: Tensor, optim_state_key: str) -> None:
+    """Gives a state of the optimizer's new values. Ranks: all, with the same values."""
+    optimizer = _optimizer(param)
+    held = None if optimizer is None else optimizer.state.get(param, {}).get(optim_state_key)
+    if held is None:
+        return
+    division = division_of(optimizer, param)
+    if division is not None and hasattr(division, "join"):
+        held = division.join(param, held)
+    _put(held, value)
+
+
+def safe_get_local_fp32_param(param: Tensor) -> Tensor | None:
+    """What this rank keeps of the parameter, in float32."""
+    return local(param.detach()).float()  # type: ignore[no-any-return]
+
+
+def safe_get_local_grad(param: Tensor) -> Tensor | None:
+    """What this rank keeps of the gradient."""
+    return None if param.grad is None else local(param.grad.detach())
+
+
+def safe_get_local_optimizer_state(param: Tensor, optim_state_key: str) -> Tensor | None:
+    """What this rank keeps of a state of the optimizer's."""
+    optimizer = _optimizer(param)
+    held = None if optimizer is None else optimizer.state.get(param, {}).get(optim_state_key)
+    return None if held is None else local(held)
+
+
+def safe_set_local_fp32_param(param: Tensor, value: Tensor) -> None:
+    """Gives what this rank keeps of the parameter new values."""
+    with torch.no_grad():
+        local(param).copy_(value)
+
+
+def safe_set_local_grad(param: Tensor, value: Tensor) -> None:
+    """Gives what this rank keeps of the gradient new values."""
+    if param.grad is not None:
+        with torch.no_grad():
+            local(param.grad).copy_(value)
+
+
+def safe_set_local_optimizer_state(param: Tensor, value: Tensor, optim_state_key: str) -> None:
+    """Gives what this rank keeps of a state new values."""
+    held = safe_get_local_optimizer_state(param, optim_state_key)
+    if held is not None:
+        held.copy_(value)
+
+
+def _full(tensor: Tensor) -> Tensor:
+    found = whole(tensor.detach())
+    return found.float() if found.is_floating_point() else found  # type: ignore[no-any-return]
+
+
+def _put(held: Any, value: Tensor) -> None:
+    with torch.no_grad():
+        if is_sharded(held):
+            local(held).copy_(part_of(value.to(local(held).dtype), held))
+        else:
+            held.copy_(value)
+
+
+def _optimizer(param: Tensor) -> Any:
+    """The optimizer that steps a parameter."""
+    for prepared in list(preparation._alive):
+        for each in prepared.optimizers:
+            if any(param is p for group in each.param_groups for p in group["params"]):
+                return each.optimizer
+    return None
