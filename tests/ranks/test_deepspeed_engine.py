@@ -1,0 +1,410 @@
+"""DeepSpeed's engine on ours: its numbers are those of a plain loop on one process, at every stage and window."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import logging
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.functional import cross_entropy
+
+from paceline import ConfigError, TrainError
+from paceline.compat.deepspeed.initialize import initialize
+from paceline.compat.deepspeed.processes import init_distributed
+from paceline.testing import RankFailed, run_ranks
+
+ROWS = 12
+ADAM = {"type": "Adam", "params": {"lr": 1e-2, "weight_decay": 0.1}}
+
+
+def model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4))
+
+
+def batches(steps: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    draw = torch.Generator().manual_seed(1)
+    return [(torch.randn(ROWS, 8, generator=draw), torch.randint(0, 4, (ROWS,), generator=draw)) for _ in range(steps)]
+
+
+def config(**keys) -> dict:
+    return {"train_batch_size": ROWS, "optimizer": ADAM, "gradient_clipping": 0.0, **keys}
+
+
+def micro(engine, x: torch.Tensor, y: torch.Tensor, number: int) -> torch.Tensor:
+    """The loss of one micro-batch of a step."""
+    rows = engine.train_micro_batch_size_per_gpu()
+    at = (number * engine.dp_world_size + engine.get_data_parallel_rank()) * rows
+    return cross_entropy(engine(x[at : at + rows]), y[at : at + rows])
+
+
+def run(engine, steps: int = 3) -> dict[str, torch.Tensor]:
+    for x, y in batches(steps):
+        for number in range(engine.gradient_accumulation_steps()):
+            engine.backward(micro(engine, x, y, number))
+            engine.step()
+    return engine.module_state_dict()
+
+
+def plain(clip: float, steps: int = 3) -> dict[str, torch.Tensor]:
+    """What any of these runs should come to."""
+    net = model()
+    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2, weight_decay=0.1)
+    for x, y in batches(steps):
+        cross_entropy(net(x), y).backward()
+        if clip:
+            nn.utils.clip_grad_norm_(net.parameters(), clip)
+        optimizer.step()
+        optimizer.zero_grad()
+    return net.state_dict()
+
+
+def apart(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> float:
+    assert one.keys() == other.keys()
+    return max(float((one[name] - other[name]).abs().max()) for name in one)
+
+
+def start(keys: dict, **named):
+    return initialize(model=named.pop("net", None) or model(), config=keys, **named)[0]
+
+
+# -- numbers ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("world", "clips"), [(1, [0.1]), (2, [0.0, 0.1]), (3, [0.1])])
+def test_each_stage_window_and_clip_equals_one_process(world: int, clips: list[float]) -> None:
+    def work() -> dict:
+        found = {}
+        for stage, window, clip in itertools.product((0, 1, 2, 3), (1, 2), clips):
+            keys = config(
+                gradient_accumulation_steps=window, gradient_clipping=clip, zero_optimization={"stage": stage}
+            )
+            engine = start(keys)
+            found[stage, window, clip] = run(engine)
+            norm = engine.get_global_grad_norm()
+            assert norm is None if stage == 0 and not clip else 0.1 < norm < 10
+            assert (engine.global_steps, engine.micro_steps, engine.global_samples) == (3, 3 * window, 3 * ROWS)
+            assert engine.get_batch_info() == (ROWS, ROWS // world // window, window)
+        return found
+
+    for (stage, window, clip), weights in run_ranks(work, world)[-1].items():
+        assert apart(weights, plain(clip)) < 2e-6, f"stage {stage}, window {window}, clip {clip}"
+
+
+def test_clipping_is_one_unless_it_is_said() -> None:
+    def work() -> tuple[dict, dict]:
+        keys = config(optimizer={"type": "SGD", "params": {"lr": 0.1}})
+        del keys["gradient_clipping"]
+        steep = lambda engine: 1e4 * micro(engine, *batches(1)[0], 0)  # noqa: E731
+        found = []
+        for said in (keys, {**keys, "gradient_clipping": 0}):
+            engine = start(said)
+            engine.backward(steep(engine))
+            engine.step()
+            found.append(apart(engine.module_state_dict(), model().state_dict()))
+        return found
+
+    clipped, free = run_ranks(work, 1)[0]
+    assert clipped < 0.1 and free > 10
+
+
+def test_other_ways_through_a_window_come_to_the_same() -> None:
+    def by_hand(engine) -> dict:
+        for x, y in batches(3):
+            for number in range(engine.gradient_accumulation_steps()):
+                engine.scale(micro(engine, x, y, number)).backward()
+                engine.step()
+        return engine.module_state_dict()
+
+    def held(engine) -> dict:
+        for x, y in batches(3):
+            with engine.no_sync():
+                engine.backward(micro(engine, x, y, 0) / 2)
+                with pytest.raises(TrainError, match="deepspeed-step"):
+                    engine.step()
+            engine.backward(micro(engine, x, y, 1) / 2)
+            engine.step()
+        return engine.module_state_dict()
+
+    def said(engine) -> dict:
+        for x, y in batches(3):
+            for number in range(2):
+                engine.set_gradient_accumulation_boundary(number == 1)
+                assert engine.is_gradient_accumulation_boundary() is (number == 1)
+                engine.backward(micro(engine, x, y, number), scale_wrt_gas=number == 2)
+                engine.step()
+                assert engine.was_step_applied() is (number == 1)
+        return engine.module_state_dict()
+
+    def unmanaged(engine) -> dict:
+        for x, y in batches(3):
+            for number in range(2):
+                engine.backward(micro(engine, x, y, number))
+            engine.step()
+            assert engine.was_step_applied()
+        return engine.module_state_dict()
+
+    def rebatched(engine) -> dict:
+        engine.set_train_batch_size(ROWS)
+        assert engine.get_batch_info() == (ROWS, 3, 2)
+        return run(engine)
+
+    def work() -> list[dict]:
+        found = []
+        for stage in (0, 1, 2, 3):
+            keys = {"zero_optimization": {"stage": stage}}
+            window = config(**keys, gradient_accumulation_steps=2)
+            found.append(by_hand(start(window)))
+            half = config(**keys, train_batch_size=None, train_micro_batch_size_per_gpu=3)
+            found.append(held(start({name: value for name, value in half.items() if value is not None})))
+            found.append(
+                said(start({**window, "optimizer": {"type": "AdamW", "params": {**ADAM["params"], "eps": 1e-8}}}))
+            )
+            found.append(unmanaged(start({**window, "managed_gradient_accumulation": False})))
+            found.append(rebatched(start(config(**keys, gradient_accumulation_steps=1, train_batch_size=6))))
+        return found
+
+    for number, weights in enumerate(run_ranks(work, 2)[0]):
+        # Adam forgets the scale of gradients, so what was not divided by the window differs by its epsilon alone.
+        assert apart(weights, plain(0.0)) < (2e-6 if number % 5 != 2 else 2e-5), number
+
+
+# -- precision -------------------------------------------------------------------------------------------------
+
+
+def test_a_step_that_overflows_is_left_out() -> None:
+    def work() -> None:
+        schedule = {
+            "type": "WarmupLR",
+            "params": {"warmup_max_lr": 1e-2, "warmup_num_steps": 10, "warmup_type": "linear"},
+        }
+        for stage, kind in itertools.product((0, 2, 3), ("fp16", "bf16")):
+            keys = {kind: {"enabled": True}, "zero_optimization": {"stage": stage}, "scheduler": schedule}
+            engine, optimizer, *_ = initialize(model=model(), config=config(**keys))
+            assert engine.fp16_enabled() is (kind == "fp16") and engine.bfloat16_enabled() is (kind == "bf16")
+            run(engine, 2)
+            before, rates = copy.deepcopy(engine.module_state_dict()), []
+            for factor in (float("nan"), float("inf"), 1.0):
+                rates.append(engine.get_lr()[0])
+                engine.backward(micro(engine, *batches(1)[0], 0) * (factor if engine.global_rank == 0 else 1.0))
+                engine.step()
+                assert engine.was_step_applied() is (factor == 1.0)
+                assert optimizer.overflow is (factor != 1.0)
+                assert (apart(engine.module_state_dict(), before) == 0) is (factor != 1.0)
+                assert (engine.get_global_grad_norm() == -1) is (factor != 1.0) or (stage == 0 and kind == "fp16")
+            assert rates[0] == rates[1] == rates[2] < engine.get_lr()[0]
+            assert (engine.global_steps, engine.skipped_steps, engine.global_samples) == (5, 2, 5 * ROWS)
+            assert engine.loss_scale() == (2.0**15 if kind == "fp16" else 1.0)
+
+    run_ranks(work, 2)
+
+
+def test_bf16_steps_on_what_overflowed_where_nobody_checks() -> None:
+    def work() -> bool:
+        engine = start(config(bf16={"enabled": True, "check_grad_overflow": False}))
+        engine.backward(micro(engine, *batches(1)[0], 0) * float("nan"))
+        engine.step()
+        return engine.was_step_applied() and bool(torch.isnan(engine.module_state_dict()["0.weight"]).any())
+
+    assert run_ranks(work, 1) == [True]
+
+
+# -- what it is made of ----------------------------------------------------------------------------------------
+
+
+def test_the_arguments_of_initialize() -> None:
+    def work() -> None:
+        net = model()
+        groups = [{"params": net[0].parameters(), "lr": 0.5}, {"params": net[2].parameters()}]
+        engine, optimizer, loader, scheduler = initialize(model=net, model_parameters=groups, config=config())
+        assert (loader, scheduler, engine.get_lr()) == (None, None, [0.5, 1e-2])
+        assert engine.get_mom() == [(0.9, 0.999)] * 2 and engine.optimizer is optimizer
+        engine.set_lr(0.25)
+        assert [group["lr"] for group in optimizer.param_groups] == [0.25, 0.25]
+
+        made = []
+        keys = config(scheduler={"type": "WarmupLR", "params": {}})
+        net = model()
+        engine, *_ = initialize(
+            model=net,
+            config_params=keys,
+            model_parameters=filter(lambda parameter: parameter.dim() == 2, net.parameters()),
+            optimizer=lambda found: made.append(len(found)) or torch.optim.SGD(found, lr=1.0, momentum=0.3),
+            lr_scheduler=lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5),
+        )
+        assert made == [2] and engine.get_lr() == [1.0] and engine.get_mom() == [0.3]
+
+        net = model()
+        engine = start(config(), optimizer=torch.optim.SGD(net.parameters(), lr=1.0), net=net)
+        run(engine, 1)
+        assert engine.get_lr() == [1.0]
+
+        engine = start({"train_batch_size": ROWS})
+        engine.eval()
+        assert engine(batches(1)[0][0]).shape == (ROWS, 4) and engine.optimizer is None
+        with pytest.raises(TrainError, match="deepspeed-optimizer-missing"):
+            engine.backward(torch.zeros((), requires_grad=True))
+
+    run_ranks(work, 1)
+
+
+def test_what_a_script_sees_of_the_engine() -> None:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.fc = nn.Linear(8, 4)
+            self.kept = "of the model"
+
+        def forward(self, x: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+            return {"loss": cross_entropy(self.fc(x), labels), "logits": self.fc(x)}
+
+    def work() -> None:
+        engine = start(config(steps_per_print=2, fp16={"enabled": True}), net=Net())
+        assert engine.kept == "of the model" and not hasattr(engine, "nothing_like_it")
+        assert [name for name, _ in engine.named_parameters()] == ["module.fc.weight", "module.fc.bias"]
+        assert (engine.global_rank, engine.local_rank, engine.world_size, engine.mp_world_size) == (0, 0, 1, 1)
+        assert (
+            engine.device.type == "cpu" and engine.zero_optimization_stage() == 0 and engine.train_batch_size() == ROWS
+        )
+        assert engine.gradient_clipping() == 0.0 and engine.optimizer_name() == "Adam" and engine.dynamic_loss_scale()
+        assert engine.train(False) is engine and not engine.module.training and engine.train().module.training
+        x, labels = batches(1)[0]
+        loss = engine.train(x=x, labels=labels)
+        assert loss.dim() == 0
+        for _ in range(2):
+            engine.backward(engine(x, labels)["loss"])
+            engine.step()
+        with pytest.raises(TrainError, match="deepspeed-train-batch"):
+            engine.train_batch(iter([]))
+        with pytest.raises(TrainError, match="deepspeed-train-batch"):
+            engine.eval_batch(iter([]))
+        state = engine.module_state_dict()
+        engine.load_module_state_dict({"module": {name: torch.zeros_like(value) for name, value in state.items()}})
+        assert not engine.module.fc.weight.any()
+
+    said: list[str] = []
+    run_ranks(work, 1, output=said)
+    assert "step=2, skipped=0, lr=[0.01], mom=[(0.9, 0.999)], loss scale=65536" in "".join(said)
+
+
+def test_the_loader_gives_micro_batches_of_one_order() -> None:
+    class Numbers(torch.utils.data.Dataset):
+        def __len__(self) -> int:
+            return 26
+
+        def __getitem__(self, index: int) -> int:
+            return index
+
+    def work() -> list:
+        keys = config(gradient_accumulation_steps=2, dataloader_drop_last=True)
+        double = lambda rows: [2 * row for row in rows]  # noqa: E731
+        _, _, loader, _ = initialize(model=model(), config=keys, training_data=Numbers(), collate_fn=double)
+        return [list(loader), list(loader)]
+
+    first, second = run_ranks(work, 2)
+    epochs = [[sorted(a + b) for a, b in zip(*pair, strict=True)] for pair in zip(first, second, strict=True)]
+    order = torch.randperm(26, generator=torch.Generator().manual_seed(0)).tolist()
+    assert epochs[0] == [sorted(2 * row for row in order[at : at + 6]) for at in range(0, 24, 6)]
+    assert epochs[0] != epochs[1]
+
+
+def test_lines_that_mislead_are_said_once_with_both_numbers() -> None:
+    def work() -> list[str]:
+        said: list[str] = []
+        handler = logging.Handler()
+        handler.emit = lambda record: said.append(record.getMessage()) if record.levelno >= logging.WARNING else None
+        logging.getLogger("paceline").addHandler(handler)
+        keys = config(scheduler={"type": "WarmupLR", "params": {"warmup_max_lr": 1.0, "warmup_num_steps": 10}})
+        net = model()
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.5)
+        engine, _, _, scheduler = initialize(model=net, optimizer=optimizer, config=keys)
+        rates = []
+        for x, y in batches(3):
+            engine.backward(cross_entropy(engine(x), y))
+            engine.step()
+            scheduler.step()
+            rates.append(engine.get_lr()[0])
+        alone = start(keys)
+        for x, y in batches(3):
+            alone.backward(cross_entropy(alone(x), y))
+            alone.step()
+        assert rates[-1] == alone.get_lr()[0] and scheduler.calls == 3 and scheduler.get_last_lr() == [rates[-1]]
+        scheduler.step(7)
+        assert engine.get_lr()[0] > rates[-1], "a position that is named is the scheduler's own business"
+        return said
+
+    first, second = run_ranks(work, 2)
+    assert not second
+    for parts in (
+        ("two optimizers: the script's SGD (lr 0.5) is used, and the config's Adam (lr 0.01",),
+        ("a micro-batch of 12 rows was fed to the engine, but a micro-batch is 6", "a step sees 24 samples"),
+        ("`lr_scheduler.step()` is left out", "1 optimizer step so far", "with yours there would be 2"),
+    ):
+        assert sum(all(part in line for part in parts) for line in first) == 1, first
+
+
+# -- processes -------------------------------------------------------------------------------------------------
+
+
+def test_a_backend_that_is_not_here_becomes_the_devices_own() -> None:
+    def work(backend: str) -> tuple[str, int]:
+        import torch.distributed as dist
+
+        init_distributed(dist_backend=backend, timeout=30)
+        init_distributed("nccl")  # the group that stands is used
+        engine = start(config())
+        return dist.get_backend(), engine.world_size
+
+    for backend in ("hccl", "ccl", "gloo"):
+        assert run_ranks(work, 2, args=(backend,), group=False) == [("gloo", 2)] * 2
+
+
+def test_a_group_that_the_script_made_is_used() -> None:
+    def work() -> tuple[int, float]:
+        import torch.distributed as dist
+
+        dist.init_process_group("gloo")
+        engine = start(config())
+        return dist.get_world_size(), apart(run(engine), plain(0.0))
+
+    for size, difference in run_ranks(work, 2, group=False):
+        assert size == 2 and difference < 2e-6
+
+
+# -- bad input -------------------------------------------------------------------------------------------------
+
+
+def test_bad_arguments_are_all_told_at_once_before_anything_is_touched() -> None:
+    arguments = SimpleNamespace(local_rank=5, deepspeed_config="other.json")
+    unit = SimpleNamespace(get_model_parallel_world_size=lambda: 4)
+    with pytest.raises(ConfigError) as raised:
+        initialize(arguments, None, mpu=unit, config=config())
+    codes = [problem.code for problem in raised.value.problems]
+    assert codes == ["deepspeed-model", "deepspeed-mpu", "deepspeed-local-rank", "deepspeed-config-source"]
+    assert "other.json" in str(raised.value) and "args.local_rank is 5" in str(raised.value)
+    for wrong in ({"config": None}, {"config": 3}, {"config": config(), "config_params": config()}):
+        with pytest.raises(ConfigError, match="deepspeed-config-source"):
+            initialize(model=model(), **wrong)
+    with pytest.raises(RankFailed, match=r"deepspeed-batch-size[\s\S]*multiple of 6, such as 12"):
+        run_ranks(_wrong_batch, 2)
+
+
+def _wrong_batch() -> None:
+    start({"train_micro_batch_size_per_gpu": 3, "optimizer": ADAM}).set_train_batch_size(11)
+
+
+def test_two_names_of_one_argument(tmp_path) -> None:
+    def work() -> None:
+        engine = start(config())
+        with pytest.raises(ConfigError, match="deepspeed-alias"):
+            engine.save_checkpoint(tmp_path, tag="a", ckpt_id="b")
+        run(engine, 1)
+        engine.save_checkpoint(tmp_path, ckpt_id=7, client_sd={"step": 1, "epoch": 2})
+        path, told = start(config()).load_checkpoint(tmp_path, 7)
+        assert path.endswith("7") and told == {"step": 1, "epoch": 2}
+
+    run_ranks(work, 2)
