@@ -54,6 +54,16 @@ def test_mpirun(script: Path) -> None:
     assert sorted(done.stdout.splitlines()) == ["mpi 0 2 0 2", "mpi 1 2 1 2"], done.stderr
 
 
+@pytest.mark.skipif(bool(missing("mpirun")), reason="there is no mpirun")
+def test_a_launcher_that_mpirun_starts(script: Path, tmp_path: Path) -> None:
+    (tmp_path / "hf").write_text("localhost slots=2\n")
+    command = [sys.executable, "-m", "paceline.cli.main", "launch", "--hostfile", "hf", "--launcher", "openmpi"]
+    own = ["--launcher-args", "--allow-run-as-root --oversubscribe", str(script)]
+    done = subprocess.run([*command, *own], env=clean(), cwd=tmp_path, capture_output=True, text=True, timeout=90)
+    lines = [f"localhost: [rank{rank}]: torchrun {rank} 2 {rank} 2" for rank in range(2)]
+    assert sorted(done.stdout.splitlines()) == lines, done.stderr
+
+
 def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -158,3 +168,14 @@ def test_a_launcher_as_the_one_task(slurm: Slurm, script: Path) -> None:
     assert sorted(done.stdout.splitlines()) == ["torchrun 0 2 0 2", "torchrun 1 2 1 2"], done.stderr
     done = slurm("srun", "-n", 2, *launch, script)
     assert "[launch-tasks]" in done.stderr
+
+
+def test_a_launcher_that_srun_starts(slurm: Slurm, script: Path, tmp_path: Path) -> None:
+    (tmp_path / "hf").write_text("n1 slots=2\n")
+    words = (sys.executable, "-m", "paceline.cli.main", "deepspeed", "--hostfile", tmp_path / "hf", "--force_multi")
+    done = slurm(*words, "--launcher", "slurm", script)
+    assert sorted(done.stdout.splitlines()) == [f"n1: [rank{r}]: torchrun {r} 2 {r} 2" for r in range(2)], done.stderr
+    (tmp_path / "hf").write_text("n1 slots=2\nn9 slots=2\n")
+    done = slurm(*words, "--launcher", "slurm", script)
+    assert done.returncode == 1
+    assert "2 of 2 hosts cannot take part" in done.stderr, done.stderr

@@ -15,7 +15,7 @@ from paceline.launch import host
 from paceline.launch.contact import Contacts
 from paceline.launch.launcher import Job, Outcome, Rendered
 
-OPTIONS = ("BatchMode=yes", "ConnectTimeout=10", "ServerAliveInterval=15", "ServerAliveCountMax=4")
+OPTIONS = ("BatchMode=yes", "ConnectTimeout=10", "ServerAliveInterval=5", "ServerAliveCountMax=3")
 
 
 class SshLauncher:

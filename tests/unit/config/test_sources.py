@@ -23,6 +23,7 @@ SAMPLES = {  # four different values of each kind, one for each source that is n
     "zero": ("1", "2", "3", "1"),
     "recompute": ("blocks", "selective", "2", "3"),
     "offload": ("optimizer", "all", "no", "optimizer"),
+    "launcher": ("ssh", "pdsh", "openmpi", "slurm"),
 }
 STRENGTH = ("file", "environment", "command line", "code")
 
