@@ -83,10 +83,12 @@ class Notes:
         """Notes the batch of a step, from the loader that is being iterated."""
         gradients = optimizer._accumulation
         loader = gradients._active.top
-        if loader is not None and not self._engine:
+        info = loader.current if loader is not None else None
+        if info is not None and not self._engine:
             windows = gradients.steps if self.seen["windows"] else 1
-            self.seen["rows"] = loader.plan.global_batch // loader.plan.width
-            self.seen["batch"] = loader.plan.global_batch * windows
+            # The last batch of an epoch may be smaller than those before it.
+            self.seen["rows"] = max(self.seen["rows"] or 0, info.real[info.index])
+            self.seen["batch"] = max(self.seen["batch"] or 0, sum(info.real) * windows)
 
     def _window(self, window: Any) -> Any:
         def noted(gradients: Any, hold: Any) -> Any:

@@ -59,6 +59,7 @@ class Results:
                      f"{task.job.procs} processes, or with another script, config, device or metric"],
                 fix="begin anew there with --overwrite, or name another folder with --results",
             )  # fmt: skip
+        self._path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
         return {row["name"]: Measured(**row["result"]) for row in rows[1:]}
 
     def add(self, candidate: Candidate, measured: Measured) -> None:
