@@ -1,4 +1,7 @@
-"""`python -m paceline.compat script.py args...` (or `-m module args...`): one process, names of accelerate served."""
+"""`python -m paceline.compat script.py args...` (or `-m module args...`): one process, names of accelerate served.
+
+`--compat deepspeed` (or `--compat accelerate,deepspeed`) before the script serves those of other libraries.
+"""
 
 from __future__ import annotations
 
@@ -8,17 +11,20 @@ import sys
 
 from paceline.compat import install
 
-_USAGE = "usage: python -m paceline.compat [-m] script-or-module [args...]"
+_USAGE = "usage: python -m paceline.compat [--compat accelerate,deepspeed] [-m] script-or-module [args...]"
 
 
 def main(words: list[str]) -> None:
     """Becomes the script: its `sys.argv`, its folder on the path, its name `__main__`."""
+    libraries = "accelerate"
+    if words[:1] == ["--compat"] and len(words) > 1:
+        libraries, words = words[1], words[2:]
     as_module = words[:1] == ["-m"]
     words = words[1:] if as_module else words
     if not words or words[0] in ("-h", "--help"):
         print(_USAGE, file=sys.stdout if words else sys.stderr)
         sys.exit(0 if words else 2)
-    install(["accelerate"])
+    install(libraries.split(","))
     sys.argv = words
     if as_module:
         runpy.run_module(words[0], run_name="__main__", alter_sys=True)
