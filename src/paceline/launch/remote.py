@@ -243,7 +243,7 @@ def _launch(orders: Orders, node: int, place: Place | None) -> int:
     try:
         told = orders.on(node, place)
         job, notices = job_of(told, orders.script, orders.args, environment.snapshot())
-        for notice in notices:
+        for notice in notices if node == 0 else ():  # hosts are alike: once is enough
             print(f"paceline: {notice}", file=sys.stderr, flush=True)
         everything = dict.fromkeys(range(job.procs), 3)
         job = replace(job, tee=job.tee or everything, target=replace(job.target, local_rank=orders.local_rank))
