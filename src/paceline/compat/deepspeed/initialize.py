@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from paceline.accelerator import Accelerator
 from paceline.base.log import warn_once
-from paceline.compat.deepspeed import optimizers, schedules
+from paceline.compat.deepspeed import checkpointing, optimizers, schedules
 from paceline.compat.deepspeed.arguments import checked
 from paceline.compat.deepspeed.engine import DeepSpeedEngine
 from paceline.compat.deepspeed.loader import loader_of
@@ -61,6 +61,8 @@ def initialize(
     kind = _engine_of(model)
     told = checked(args, model, mpu, config, config_params, pipeline=kind is not DeepSpeedEngine)
     assert model is not None
+    for notice in told.notices:
+        warn_once("config", notice)
     batch = told.batch(kind.width(model, World.detect().size))
     init_distributed(dist_init_required=dist_init_required)
     place = told.places.get("gradient_accumulation_steps", told.source)
@@ -71,6 +73,7 @@ def initialize(
     ]
     scaler = scaler_options(told) if told["fp16.enabled"] else None
     accelerator = Accelerator(plan=given, scaler=scaler, profile=asked(told))
+    checkpointing.follow(told)
     made = _optimizer(told, model, optimizer, model_parameters)
     scheduler = None if made is None else _scheduler(told, made, lr_scheduler)
     loader = None

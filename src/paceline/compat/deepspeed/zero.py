@@ -16,7 +16,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from paceline import preparation
-from paceline.base.errors import CompatError
 from paceline.base.log import warn_once
 from paceline.parallel import shard
 from paceline.parallel.fsdp import part_of, undisturbed
@@ -86,10 +85,9 @@ class GatheredParameters:
         fwd_module: not needed.
         enabled: False does nothing.
 
-    Ranks: all open and close it.
+    Blocks can be nested; what an inner one changes counts when the outer one ends.
 
-    Raises:
-        CompatError: `deepspeed-gather-open`, where one of them is whole already in a block around this one.
+    Ranks: all open and close it.
     """
 
     def __init__(
@@ -113,32 +111,36 @@ class GatheredParameters:
         opened.__exit__(*failure)
 
 
-_WHOLE: set[int] = set()  # parameters that are whole at the moment, by `id`
+class _Whole:
+    """A parameter that is whole at the moment.
+
+    Attributes:
+        value: all of it.
+        modifier: whose changes count at the end; None: nobody's.
+    """
+
+    def __init__(self, value: Tensor, modifier: int | None) -> None:
+        self.value, self.modifier = value, modifier
+
+
+_WHOLE: dict[int, _Whole] = {}  # by the parameter's `id`
 
 
 @contextmanager
 def _gathered(params: list[Tensor], modifier: int | None) -> Iterator[None]:
     own = _of_engines(params)
-    divided = [p for p in own if is_sharded(p)]
-    nested = [p for p in own if id(p) in _WHOLE]
-    if nested:
-        raise CompatError(
-            "deepspeed-gather-open",
-            f"{len(nested)} parameters are gathered already, in a GatheredParameters block around this one.",
-            why="the inner block would take what the outer one is changing",
-            fix="gather all parameters in the outer block",
-        )
-    held: list[tuple[Any, Tensor, Any, Tensor]] = []
-    swapped: list[tuple[nn.Module, str, Any]] = []
-    for parameter in divided:
-        held.append((parameter, local(parameter), parameter._spec, whole(parameter.detach())))
-    _WHOLE.update(map(id, own))
-    for parameter, _, _, value in held:
+    again = [_WHOLE[id(p)] for p in own if id(p) in _WHOLE]  # in a block around this one, which puts them back
+    own = [p for p in own if id(p) not in _WHOLE]
+    held: list[tuple[Any, Tensor, Any]] = [(p, local(p), p._spec) for p in own if is_sharded(p)]
+    places = {id(p): _places(p) for p, _, _ in held}
+    for parameter in own:
+        _WHOLE[id(parameter)] = _Whole(whole(parameter.detach()), modifier)
+    for parameter, _, spec in held:
+        value = _WHOLE[id(parameter)].value
         plain = nn.Parameter(value, parameter.requires_grad)
-        for module, name in _places(parameter):
+        for module, name in places[id(parameter)]:
             module._parameters[name] = plain
-            swapped.append((module, name, parameter))
-        parameter._local_tensor, parameter._spec = value, _replicated(parameter._spec)
+        parameter._local_tensor, parameter._spec = value, _replicated(spec)
     try:
         with ExitStack() as stack:
             if held:
@@ -149,19 +151,23 @@ def _gathered(params: list[Tensor], modifier: int | None) -> Iterator[None]:
                     stack.enter_context(undisturbed(each.module))
             yield
     finally:
-        _WHOLE.difference_update(map(id, own))
-        for module, name, parameter in swapped:
-            module._parameters[name] = parameter
-        for parameter, part, spec, _ in held:
+        ended = {id(p): _WHOLE.pop(id(p)) for p in own}
+        for parameter, part, spec in held:
+            for module, name in places[id(parameter)]:
+                module._parameters[name] = parameter
             parameter._local_tensor, parameter._spec = part, spec
     if modifier is not None:
-        with torch.no_grad():
-            for parameter, part, _, value in held:
-                _broadcast(value, modifier)
-                part.copy_(part_of(value, parameter))
-            for parameter in own:
-                if not is_sharded(parameter):
-                    _broadcast(parameter.detach(), modifier)
+        for outer in again:
+            outer.modifier = modifier
+            _broadcast(outer.value, modifier)
+    parts = {id(p): part for p, part, _ in held}
+    with torch.no_grad():
+        for parameter in own:
+            seen = ended[id(parameter)]
+            if seen.modifier is not None:
+                _broadcast(seen.value, seen.modifier)
+                if id(parameter) in parts:
+                    parts[id(parameter)].copy_(part_of(seen.value, parameter))
 
 
 def _replicated(spec: Any) -> Any:
@@ -185,6 +191,7 @@ def _of_engines(params: list[Tensor]) -> list[Any]:
         if own and each.wrapped in shard._UNITS:
             shard._UNITS[each.wrapped].reshard()
         known |= own
+    known |= wanted & _WHOLE.keys()
     return [p for p in params if id(p) in known]
 
 

@@ -1,0 +1,236 @@
+"""`deepspeed.checkpointing`: functions whose activations are computed again in the backward pass, on torch's own.
+
+`configure(...)` or the config's block `activation_checkpointing` say how; without either, the defaults hold. Random
+draws and autocast are those of the first time, nested calls and keyword arguments work, and inputs need no gradient.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils.checkpoint import checkpoint as torch_checkpoint
+
+from paceline import preparation
+from paceline.base.errors import ConfigError
+from paceline.base.log import warn_once
+from paceline.compat.deepspeed.profiling import timed
+from paceline.config.deepspeed import read
+
+
+@dataclass
+class _Choices:
+    """How functions are recomputed.
+
+    Attributes:
+        configured: whether anyone said so.
+        on_host: inputs that are kept lie in the host's memory.
+        profile: each call is timed.
+    """
+
+    configured: bool = False
+    on_host: bool = False
+    profile: bool = False
+
+
+_chosen = _Choices()
+
+
+def configure(
+    mpu_: Any = None,
+    deepspeed_config: Any = None,
+    partition_activations: bool | None = None,
+    contiguous_checkpointing: bool | None = None,
+    num_checkpoints: int | None = None,
+    checkpoint_in_cpu: bool | None = None,
+    synchronize: bool | None = None,
+    profile: bool | None = None,
+) -> None:
+    """Says how `checkpoint` works from now on.
+
+    Args:
+        mpu_: not needed.
+        deepspeed_config: a file or a dict, whose block `activation_checkpointing` counts where no argument is given.
+        partition_activations: dividing kept inputs over tensor-parallel ranks: there are none, so it changes nothing.
+        contiguous_checkpointing, num_checkpoints: one buffer for kept inputs: torch's allocator needs none.
+        checkpoint_in_cpu: kept inputs lie in the host's memory.
+        synchronize: waiting for the device around each call: done where calls are timed.
+        profile: times each call, forward and backward, and logs both once a step.
+
+    Raises:
+        ConfigError: `deepspeed-checkpointing`, where a buffer is asked for without its size; those of the config.
+    """
+    config = None if deepspeed_config is None else read(deepspeed_config)
+
+    def said(value: Any, name: str) -> Any:
+        if value is not None or config is None:
+            return value
+        return config[f"activation_checkpointing.{name}"]
+
+    contiguous = said(contiguous_checkpointing, "contiguous_memory_optimization")
+    if contiguous and said(num_checkpoints, "number_checkpoints") is None:
+        raise ConfigError(
+            "deepspeed-checkpointing",
+            "contiguous checkpointing was asked for without the number of checkpoints.",
+            why="contiguous_checkpointing=True, num_checkpoints=None: the buffer's size is not known",
+            fix="leave contiguous_checkpointing out: torch's allocator needs no such buffer",
+        )
+    for name, value in (("partition_activations", said(partition_activations, "partition_activations")),
+                        ("contiguous_memory_optimization", contiguous)):  # fmt: skip
+        if value:
+            warn_once(
+                "compat",
+                f"activation_checkpointing.{name} changes nothing here: kept inputs are whole, one after the other. "
+                "Leave it out; `cpu_checkpointing` saves the device's memory.",
+            )
+    _chosen.configured = True
+    _chosen.on_host = bool(said(checkpoint_in_cpu, "cpu_checkpointing"))
+    _chosen.profile = bool(said(profile, "profile"))
+
+
+def follow(config: Any) -> None:
+    """Takes what an engine's config says, unless `configure` was called.
+
+    Args:
+        config: the engine's.
+    """
+    if not _chosen.configured and any(name.startswith("activation_checkpointing.") for name in config.places):
+        _chosen.configured = True
+        _chosen.on_host = bool(config["activation_checkpointing.cpu_checkpointing"])
+        _chosen.profile = bool(config["activation_checkpointing.profile"])
+
+
+def is_configured() -> bool:
+    """Whether `configure` was called, or an engine's config has the block."""
+    return _chosen.configured
+
+
+def reset() -> None:
+    """Nothing is kept between steps."""
+
+
+def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """`function(*args, **kwargs)`, of which inputs alone are kept; the rest is computed again in the backward pass."""
+    run = timed(_recomputed) if _chosen.profile else _recomputed
+    return run(function, *args, **kwargs)
+
+
+def _recomputed(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    elsewhere = torch.accelerator.is_available() and _chosen.on_host
+    keep: Any = torch.autograd.graph.save_on_cpu(pin_memory=True) if elsewhere else nullcontext()
+    with keep:
+        return torch_checkpoint(function, *args, use_reentrant=False, **kwargs)
+
+
+non_reentrant_checkpoint = checkpoint
+
+
+def partition_activations_in_checkpoint(partition_activation: bool) -> None:
+    """Nothing is divided: there are no tensor-parallel ranks."""
+
+
+def set_num_layers(nlayers: int) -> None:
+    """No buffer needs it."""
+
+
+class CudaRNGStatesTracker:
+    """Named random streams of this process's device.
+
+    Example:
+        >>> tracker.add("dropout", 1234)
+        >>> with tracker.fork("dropout"): x = dropout(x)
+    """
+
+    def __init__(self) -> None:
+        self.states_: dict[str, Any] = {}
+
+    def reset(self) -> None:
+        """Forgets all streams."""
+        self.states_ = {}
+
+    def get_states(self) -> dict[str, Any]:
+        """The streams, by name."""
+        return dict(self.states_)
+
+    def set_states(self, states: dict[str, Any]) -> None:
+        """Puts streams back."""
+        self.states_ = dict(states)
+
+    def add(self, name: str, seed: int) -> None:
+        """Begins a stream.
+
+        Raises:
+            ConfigError: `deepspeed-stream`, where there is one of that name.
+        """
+        if name in self.states_:
+            raise ConfigError(
+                "deepspeed-stream",
+                f"there is a random stream called {name!r} already.",
+                why=f"streams: {', '.join(self.states_)}",
+                fix="call `reset()` first, or take another name",
+            )
+        before = _state()
+        _generator().manual_seed(seed)
+        self.states_[name], _ = _state(), _put(before)
+
+    @contextmanager
+    def fork(self, name: str = "model-parallel-rng") -> Iterator[None]:
+        """While it is open, draws come from a stream, which goes on where it was.
+
+        Raises:
+            ConfigError: `deepspeed-stream`, for one that was not added.
+        """
+        if name not in self.states_:
+            raise ConfigError(
+                "deepspeed-stream",
+                f"there is no random stream called {name!r}.",
+                why=f"streams: {', '.join(self.states_) or 'none'}",
+                fix=f"begin it: `get_cuda_rng_tracker().add({name!r}, seed)`, or call model_parallel_cuda_manual_seed(seed)",
+            )
+        before = _state()
+        _put(self.states_[name])
+        try:
+            yield
+        finally:
+            self.states_[name] = _state()
+            _put(before)
+
+
+_tracker = CudaRNGStatesTracker()
+
+
+def get_cuda_rng_tracker() -> CudaRNGStatesTracker:
+    """The random streams of this process."""
+    return _tracker
+
+
+def model_parallel_cuda_manual_seed(seed: int) -> None:
+    """Seeds the device for what is alike on all ranks, and a stream for what would differ over tensor-parallel ranks."""
+    _tracker.reset()
+    _generator().manual_seed(seed)
+    _tracker.add("model-parallel-rng", seed + 2718)
+
+
+model_parallel_reconfigure_tp_seed = model_parallel_cuda_manual_seed
+
+
+def _generator() -> torch.Generator:
+    """The default generator of the device on which this process computes."""
+    kind = next((each.device.type for each in preparation._alive), None)
+    if kind is None:
+        accelerator = torch.accelerator.current_accelerator(check_available=True)
+        kind = "cpu" if accelerator is None else accelerator.type
+    if kind == "cpu":
+        return torch.default_generator
+    return torch.get_device_module(kind).default_generators[torch.accelerator.current_device_index()]  # type: ignore[no-any-return]
+
+
+def _state() -> torch.Tensor:
+    return _generator().get_state()
+
+
+def _put(state: torch.Tensor) -> None:
+    _generator().set_state(state)

@@ -1,0 +1,199 @@
+"""`deepspeed.comm`: torch.distributed under DeepSpeed's signatures, whose last arguments only its own log needs.
+
+The group is up after `deepspeed.init_distributed()` or `deepspeed.initialize()`, at one process too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from functools import wraps
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import P2POp, ProcessGroup, ReduceOp
+
+from paceline.base.log import warn_once
+from paceline.world import rendezvous
+from paceline.world.world import World
+
+__all__ = ["P2POp", "ProcessGroup", "ReduceOp"]
+
+_LOGGED = ("prof", "log_name", "debug")  # of DeepSpeed's log; ours sees every call without them
+
+
+def _served(function: Callable[..., Any], **theirs: str) -> Callable[..., Any]:
+    """A function of torch's that takes DeepSpeed's arguments, some of them under other names."""
+
+    @wraps(function)
+    def call(*args: Any, **named: Any) -> Any:
+        for name in _LOGGED:
+            named.pop(name, None)
+        return function(*args, **{theirs.get(name, name): value for name, value in named.items()})
+
+    return call
+
+
+all_reduce = _served(dist.all_reduce)
+inference_all_reduce = all_reduce
+all_gather = _served(dist.all_gather)
+all_gather_object = _served(dist.all_gather_object)
+# torch renamed two of them, and warns of the old names.
+_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+all_gather_into_tensor = _served(_gather_single, tensor="input_tensor")
+allgather_fn = all_gather_into_tensor
+reduce_scatter = _served(dist.reduce_scatter)
+reduce_scatter_tensor = _served(_scatter_single, output_tensor="output", tensor="input")
+reduce_scatter_fn = reduce_scatter_tensor
+all_to_all = _served(dist.all_to_all)
+all_to_all_single = _served(dist.all_to_all_single, tensor="input")
+broadcast = _served(dist.broadcast)
+broadcast_object_list = _served(dist.broadcast_object_list)
+reduce = _served(dist.reduce)
+gather = _served(dist.gather)
+scatter = _served(dist.scatter)
+send, recv = _served(dist.send), _served(dist.recv)
+isend, irecv = _served(dist.isend), _served(dist.irecv)
+batch_isend_irecv = _served(dist.batch_isend_irecv)
+barrier = _served(dist.barrier)
+
+
+def all_reduce_coalesced(
+    tensors: Sequence[Tensor], op: Any = ReduceOp.SUM, group: Any = None, async_op: bool = False, **logged: Any
+) -> Any:
+    """Each of some tensors, reduced. Ranks: all of the group."""
+    works = [dist.all_reduce(tensor, op, group, async_op) for tensor in tensors]
+    return _Works(works) if async_op else None
+
+
+def all_gather_coalesced(
+    output_tensors: Sequence[Tensor], input_tensors: Sequence[Tensor], group: Any = None, async_op: bool = False
+) -> Any:
+    """Each of some tensors, gathered. Ranks: all of the group."""
+    works = [
+        _gather_single(found, own, group, async_op) for found, own in zip(output_tensors, input_tensors, strict=True)
+    ]
+    return _Works(works) if async_op else None
+
+
+class _Works:
+    """Several operations that are under way."""
+
+    def __init__(self, works: Sequence[Any]) -> None:
+        self._works = works
+
+    def wait(self) -> None:
+        """Returns once all are done."""
+        for work in self._works:
+            work.wait()
+
+    def is_completed(self) -> bool:
+        """Whether all are done."""
+        return all(work.is_completed() for work in self._works)
+
+
+def monitored_barrier(
+    group: Any = None, timeout: timedelta | None = None, wait_all_ranks: bool = False, **logged: Any
+) -> None:
+    """Waits for all ranks; where the backend can, it names those that do not come. Ranks: all of the group."""
+    if dist.get_backend(group) == "gloo":
+        dist.monitored_barrier(group, timeout, wait_all_ranks)
+    else:
+        dist.barrier(group)
+
+
+def is_available() -> bool:
+    """Whether this torch can talk to other processes."""
+    return dist.is_available()
+
+
+def is_initialized() -> bool:
+    """Whether the process group is up."""
+    return dist.is_available() and dist.is_initialized()
+
+
+def destroy_process_group(group: Any = None) -> None:
+    """Ends a group; without one, leaves the group of all. Ranks: all."""
+    if group is None:
+        rendezvous.leave()
+    if group is not None or is_initialized():
+        dist.destroy_process_group(group)
+
+
+def new_group(ranks: Sequence[int] | None = None) -> Any:
+    """A group of some ranks. Ranks: all."""
+    return dist.new_group(ranks)
+
+
+def get_world_group() -> Any:
+    """The group of all."""
+    return dist.group.WORLD
+
+
+def get_rank(group: Any = None) -> int:
+    """Number of this process in a group."""
+    return dist.get_rank(group)
+
+
+def get_world_size(group: Any = None) -> int:
+    """How many ranks a group has."""
+    return dist.get_world_size(group)
+
+
+def get_local_rank() -> int:
+    """Number of this process on its host."""
+    return World.detect().local_rank
+
+
+def get_global_rank(group: Any = None, group_rank: int = 0) -> int:
+    """Number among all of a rank of a group."""
+    return dist.get_global_rank(group or dist.group.WORLD, group_rank)
+
+
+def get_all_ranks_from_group(group: Any = None) -> list[int]:
+    """The ranks of a group, as numbers among all."""
+    return dist.get_process_group_ranks(group or dist.group.WORLD)
+
+
+def get_world_rank_from_launcher() -> int:
+    """Number of this process, as the launcher says."""
+    return World.detect().rank
+
+
+def get_local_rank_from_launcher() -> int:
+    """Number of this process on its host, as the launcher says."""
+    return World.detect().local_rank
+
+
+def get_world_size_from_launcher() -> int:
+    """How many processes there are, as the launcher says."""
+    return World.detect().size
+
+
+def initialize_mesh_device(mesh_shape: Sequence[int], mesh_dim_names: Sequence[str]) -> Any:
+    """torch's `DeviceMesh` of all ranks. Ranks: all."""
+    from torch.distributed.device_mesh import init_device_mesh
+
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    kind = "cpu" if accelerator is None else accelerator.type
+    return init_device_mesh(kind, tuple(mesh_shape), mesh_dim_names=tuple(mesh_dim_names))
+
+
+def configure(deepspeed_config: Any = None, **options: Any) -> None:
+    """Says that the communication log is asked for in the config."""
+    warn_once(
+        "compat",
+        "deepspeed.comm.configure() does nothing: write a `comms_logger` block into the config of `initialize`, or run "
+        "`paceline launch --profile comms`.",
+    )
+
+
+def has_all_gather_into_tensor() -> bool:
+    """torch has it."""
+    return True
+
+
+has_reduce_scatter_tensor = has_all_reduce_coalesced = has_coalescing_manager = has_all_gather_into_tensor

@@ -1,0 +1,84 @@
+"""`deepspeed.utils.zero_to_fp32`: whole weights of a checkpoint, ours or DeepSpeed's, in float32.
+
+The command is `paceline checkpoint export FOLDER OUT`.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from paceline.base.log import warn_once
+from paceline.checkpoint.export import export_checkpoint
+from paceline.checkpoint.model import load_model
+from paceline.checkpoint.opening import open_weights
+
+
+def get_fp32_state_dict_from_zero_checkpoint(
+    checkpoint_dir: str | os.PathLike[str],
+    tag: str | None = None,
+    exclude_frozen_parameters: bool = False,
+    lazy_mode: bool = False,
+) -> dict[str, Tensor]:
+    """The whole weights, in this process's memory.
+
+    Args:
+        checkpoint_dir: what `save_checkpoint` was given.
+        tag: None takes what `latest` says.
+        exclude_frozen_parameters, lazy_mode: weights are whole and in memory in any case.
+    """
+    weights = open_weights(_place(checkpoint_dir, tag))
+    found = {}
+    for name, entry in weights.entries.items():
+        value = weights.read(name, tuple(slice(0, size) for size in entry.shape))
+        found[name] = value.float() if value.is_floating_point() else value.clone()
+    return found
+
+
+def convert_zero_checkpoint_to_fp32_state_dict(
+    checkpoint_dir: str | os.PathLike[str],
+    output_dir: str | os.PathLike[str],
+    max_shard_size: int | str | None = "5GB",
+    safe_serialization: bool = False,
+    tag: str | None = None,
+    exclude_frozen_parameters: bool = False,
+) -> None:
+    """Writes the whole weights into a folder, tensor by tensor: `pytorch_model.bin`, or several files and an index.
+
+    Args:
+        checkpoint_dir, tag: as above.
+        output_dir: made where it is missing.
+        max_shard_size: bytes after which a new file begins; None writes one.
+        safe_serialization: safetensors.
+        exclude_frozen_parameters: they are written all the same.
+    """
+    limit = 1 << 60 if max_shard_size is None else max_shard_size
+    place = _place(checkpoint_dir, tag)
+    export_checkpoint(place, output_dir, max_shard_size=limit, safe_serialization=safe_serialization)
+
+
+def convert_zero_checkpoint_to_state_dict(
+    checkpoint_dir: str | os.PathLike[str], output_dir: str | os.PathLike[str], dtype: Any = torch.float32, **named: Any
+) -> None:
+    """The same; weights stay in the precision in which they were kept."""
+    if dtype not in (torch.float32, "float32", "fp32", None):
+        warn_once(
+            "compat", f"weights are written as they were kept, and not as {dtype}: use `engine.save_16bit_model`."
+        )
+    convert_zero_checkpoint_to_fp32_state_dict(checkpoint_dir, output_dir, **named)
+
+
+def load_state_dict_from_zero_checkpoint(
+    model: nn.Module, checkpoint_dir: str | os.PathLike[str], tag: str | None = None
+) -> nn.Module:
+    """Reads the whole weights into a model on this process, and returns it."""
+    load_model(model, _place(checkpoint_dir, tag), strict=False)
+    return model
+
+
+def _place(checkpoint_dir: str | os.PathLike[str], tag: str | None) -> str:
+    folder = os.fspath(checkpoint_dir)
+    return folder if tag is None else os.path.join(folder, str(tag))

@@ -1,0 +1,232 @@
+"""`deepspeed.get_accelerator()`: this process's device under DeepSpeed's names, on `torch.accelerator`."""
+
+from __future__ import annotations
+
+import os
+import resource
+import sys
+from functools import cache
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from paceline.world.device import default_backend
+
+
+class DeepSpeedAccelerator:
+    """The kind of device that this machine has; the CPU where there is no other.
+
+    What is not named here is looked up in torch's module of the device (`torch.cuda`, `torch.xpu`, `torch.cpu`).
+    """
+
+    def __init__(self) -> None:
+        found = torch.accelerator.current_accelerator(check_available=True)
+        self._kind = "cpu" if found is None else found.type
+        self._name = self._kind
+        self._communication_backend_name = default_backend(torch.device(self._kind), None).split(":")[-1].split(",")[0]
+        self._module: Any = torch.get_device_module(self._kind)
+
+    @property
+    def _there(self) -> bool:
+        return self._kind != "cpu"
+
+    # -- which device ----------------------------------------------------------------------------------------------
+
+    def device_name(self, device_index: int | None = None) -> str:
+        """Name of the kind, or of one device."""
+        return self._kind if device_index is None or not self._there else f"{self._kind}:{device_index}"
+
+    def device(self, device_index: int | None = None) -> Any:
+        """A context in which a device is the current one."""
+        return torch.device(self.device_name(device_index))
+
+    def current_device(self) -> Any:
+        """Number of the current device."""
+        return torch.accelerator.current_device_index() if self._there else 0
+
+    def current_device_name(self) -> str:
+        """Name of the current device."""
+        return self.device_name(self.current_device())
+
+    def set_device(self, device_index: int) -> None:
+        """Makes a device the current one."""
+        if self._there:
+            torch.accelerator.set_device_index(device_index)
+
+    def device_count(self) -> int:
+        """How many devices there are; the CPU counts as one."""
+        return torch.accelerator.device_count() if self._there else 1
+
+    def is_available(self) -> bool:
+        """Whether there is one."""
+        return True
+
+    def is_synchronized_device(self) -> bool:
+        """Whether each operation is done when its call returns."""
+        return not self._there
+
+    def on_accelerator(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor lies on this kind of device."""
+        return tensor.device.type == self._kind
+
+    def communication_backend_name(self) -> str:
+        """torch.distributed's backend for it."""
+        return self._communication_backend_name
+
+    # -- work and memory -------------------------------------------------------------------------------------------
+
+    def synchronize(self, device_index: int | None = None) -> None:
+        """Returns once everything that was begun is done."""
+        if self._there:
+            torch.accelerator.synchronize(device_index)
+
+    def empty_cache(self) -> None:
+        """Gives cached memory back."""
+        if self._there:
+            torch.accelerator.empty_cache()
+
+    def memory_allocated(self, device_index: int | None = None) -> int:
+        """Bytes in tensors; of a CPU, the most that this process has held."""
+        return self._memory("allocated_bytes.all.current", device_index)
+
+    def max_memory_allocated(self, device_index: int | None = None) -> int:
+        """The most of them so far."""
+        return self._memory("allocated_bytes.all.peak", device_index)
+
+    def memory_reserved(self, device_index: int | None = None) -> int:
+        """Bytes that the allocator holds."""
+        return self._memory("reserved_bytes.all.current", device_index)
+
+    def max_memory_reserved(self, device_index: int | None = None) -> int:
+        """The most of them so far."""
+        return self._memory("reserved_bytes.all.peak", device_index)
+
+    def _memory(self, key: str, device_index: int | None) -> int:
+        if self._there:
+            stats: Any = torch.accelerator.memory_stats(device_index)
+            return int(stats.get(key, 0))
+        held = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        return held if sys.platform == "darwin" else held * 1024
+
+    def reset_peak_memory_stats(self, device_index: int | None = None) -> None:
+        """Begins to look for a new peak."""
+        if self._there:
+            torch.accelerator.reset_peak_memory_stats(device_index)
+
+    # -- random numbers --------------------------------------------------------------------------------------------
+
+    def manual_seed(self, seed: int) -> Any:
+        """Seeds this kind of device."""
+        return self._module.manual_seed(seed) if self._there else torch.manual_seed(seed)
+
+    manual_seed_all = manual_seed
+
+    def random(self) -> Any:
+        """torch's module of random numbers."""
+        return torch.random
+
+    def get_rng_state(self, device_index: int | None = None) -> torch.Tensor:
+        """The random stream."""
+        if not self._there:
+            return torch.get_rng_state()
+        return self._module.get_rng_state(self.current_device() if device_index is None else device_index)  # type: ignore[no-any-return]
+
+    def set_rng_state(self, new_state: torch.Tensor, device_index: int | None = None) -> None:
+        """Puts a random stream back."""
+        if not self._there:
+            torch.set_rng_state(new_state)
+        else:
+            self._module.set_rng_state(new_state, self.current_device() if device_index is None else device_index)
+
+    # -- precision -------------------------------------------------------------------------------------------------
+
+    def is_bf16_supported(self) -> bool:
+        """Whether it computes in bfloat16."""
+        return bool(self._module.is_bf16_supported()) if hasattr(self._module, "is_bf16_supported") else True
+
+    def is_fp16_supported(self) -> bool:
+        """Whether it computes in float16: every device here does, the CPU too."""
+        return True
+
+    def supported_dtypes(self) -> list[torch.dtype]:
+        """Those in which a model can be trained."""
+        return [torch.float32, torch.float16] + [torch.bfloat16] * self.is_bf16_supported()
+
+    # -- streams ---------------------------------------------------------------------------------------------------
+
+    @property
+    def Stream(self) -> Any:
+        """A stream of work; the CPU has one that does nothing."""
+        return torch.Stream if self._there else torch.cpu.Stream
+
+    @property
+    def Event(self) -> Any:
+        """A point in a stream."""
+        return torch.Event
+
+    def stream(self, stream: Any) -> Any:
+        """A context in which work goes to a stream."""
+        return stream if self._there else torch.cpu.stream(stream)
+
+    def current_stream(self, device_index: int | None = None) -> Any:
+        """The stream to which work goes."""
+        return torch.accelerator.current_stream(device_index) if self._there else torch.cpu.current_stream()
+
+    default_stream = current_stream
+
+    def amp(self) -> Any:
+        """torch's module of mixed precision for it."""
+        return torch.amp if not self._there else self._module.amp
+
+    def pin_memory(self, tensor: torch.Tensor, align_bytes: int = 1) -> torch.Tensor:
+        """The tensor in pinned memory of the host, where there is a device to copy it to."""
+        return tensor.pin_memory() if self._there else tensor
+
+    def is_pinned(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor lies in pinned memory."""
+        return self._there and tensor.is_pinned()
+
+    def range_push(self, msg: str) -> None:
+        """Begins a range for the device's profiler."""
+        if hasattr(self._module, "nvtx"):
+            self._module.nvtx.range_push(msg)
+
+    def range_pop(self) -> None:
+        """Ends it."""
+        if hasattr(self._module, "nvtx"):
+            self._module.nvtx.range_pop()
+
+    def get_device_properties(self, device_index: int | None = None) -> Any:
+        """What is known of a device."""
+        if self._there:
+            return self._module.get_device_properties(device_index)
+        return SimpleNamespace(name="cpu", total_memory=self.total_memory())
+
+    def total_memory(self, device_index: int | None = None) -> int:
+        """Bytes that it has."""
+        if self._there:
+            return int(torch.accelerator.get_memory_info(device_index)[1])
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+    def available_memory(self, device_index: int | None = None) -> int:
+        """Bytes that are free."""
+        if self._there:
+            return int(torch.accelerator.get_memory_info(device_index)[0])
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return getattr(self._module, name)
+
+
+@cache
+def get_accelerator() -> DeepSpeedAccelerator:
+    """The device of this process."""
+    return DeepSpeedAccelerator()
+
+
+def is_current_accelerator_supported() -> bool:
+    """Every device of torch's is."""
+    return True

@@ -1,0 +1,247 @@
+"""Small names of `deepspeed.utils` that scripts use around their loops: logs, loaders, groups, leaf modules."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from functools import wraps
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from paceline.base.errors import DataError
+from paceline.base.log import warn_once
+from paceline.compat.deepspeed.device import get_accelerator
+from paceline.world.world import World
+
+# -- logs ------------------------------------------------------------------------------------------------------------
+
+
+def _logger() -> logging.Logger:
+    """Prints to stdout from INFO on, as scripts expect of it."""
+    found = logging.getLogger("DeepSpeed")
+    if not found.handlers:
+        printer = logging.StreamHandler(sys.stdout)
+        printer.setFormatter(logging.Formatter("[%(asctime)s] [%(levelname)s] %(message)s"))
+        found.addHandler(printer)
+        found.setLevel(logging.INFO)
+        found.propagate = False
+    return found
+
+
+logger = _logger()
+_said: set[str] = set()
+
+
+def log_dist(message: str, ranks: Sequence[int] | None = None, level: int = logging.INFO) -> None:
+    """Logs on some ranks; None or [-1] means all."""
+    rank = World.detect().rank
+    if not ranks or -1 in ranks or rank in ranks:
+        logger.log(level, "[Rank %d] %s", rank, message)
+
+
+def log_dist_once(message: str, ranks: Sequence[int] | None = None, level: int = logging.INFO) -> None:
+    """The same, the first time that this message comes up."""
+    if message not in _said:
+        _said.add(message)
+        log_dist(message, ranks, level)
+
+
+def set_log_level_from_string(log_level: str, custom_logger: logging.Logger | None = None) -> None:
+    """Logs from a level on: debug, info, warning, error or critical."""
+    (custom_logger or logger).setLevel(log_level.upper())
+
+
+def see_memory_usage(message: str, force: bool = False) -> None:
+    """Logs what this process's device holds, on rank 0, where `force` is set."""
+    if force:
+        device = get_accelerator()
+        log_dist(
+            f"{message} | allocated {device.memory_allocated() / 2**30:.2f} GiB, most so far "
+            f"{device.max_memory_allocated() / 2**30:.2f} GiB", ranks=[0],
+        )  # fmt: skip
+
+
+def instrument_w_nvtx(func: Callable[..., Any]) -> Callable[..., Any]:
+    """A function that torch's profiler shows by its name, on any device."""
+
+    @wraps(func)
+    def shown(*args: Any, **kwargs: Any) -> Any:
+        with torch.profiler.record_function(func.__qualname__):
+            return func(*args, **kwargs)
+
+    return shown
+
+
+# -- data ------------------------------------------------------------------------------------------------------------
+
+
+class RepeatingLoader:
+    """Begins a loader anew whenever it ends.
+
+    A loader of Paceline's has a new order each time. Of another one with a `DistributedSampler` that shuffles, the order
+    stays what it was, as under DeepSpeed, unless the script calls `sampler.set_epoch`; a warning says so.
+
+    Args:
+        loader: anything that can be iterated more than once.
+
+    Raises:
+        DataError: `deepspeed-loader-empty`, where it gives nothing.
+    """
+
+    def __init__(self, loader: Iterable[Any]) -> None:
+        self.loader = loader
+        self.data_iter = iter(loader)
+
+    def __iter__(self) -> RepeatingLoader:
+        return self
+
+    def __next__(self) -> Any:
+        for _ in range(2):
+            try:
+                return next(self.data_iter)
+            except StopIteration:
+                self._warn()
+                self.data_iter = iter(self.loader)
+        raise DataError(
+            "deepspeed-loader-empty",
+            "a RepeatingLoader was asked for a batch, and its loader has none.",
+            why=f"a new pass over {type(self.loader).__name__} gave nothing: it is empty, or can be read once only",
+            fix="give it a loader with at least one batch (a smaller batch, or drop_last=False), not an iterator",
+        )
+
+    def __len__(self) -> int:
+        return len(self.loader)  # type: ignore[arg-type]
+
+    def _warn(self) -> None:
+        sampler = getattr(self.loader, "sampler", None)
+        if (
+            getattr(sampler, "shuffle", False)
+            and getattr(sampler, "epoch", None) == 0
+            and hasattr(sampler, "set_epoch")
+        ):
+            warn_once(
+                "compat",
+                "RepeatingLoader begins its loader anew in the order of the pass before, for nobody calls "
+                f"`{type(sampler).__name__}.set_epoch(n)`: call it once a pass, or give `training_data=` to `initialize`, "
+                "whose loader shuffles anew.",
+            )
+
+
+# -- building --------------------------------------------------------------------------------------------------------
+
+
+class OnDevice:
+    """While it is open, tensors are made on a device, floating-point ones in a precision.
+
+    Args:
+        dtype: of floating-point tensors.
+        device: such as "meta" or "cpu".
+        enabled: False does nothing.
+    """
+
+    def __init__(self, dtype: torch.dtype, device: Any = "meta", enabled: bool = True) -> None:
+        self.dtype, self.device, self.enabled = dtype, device, enabled
+        self._place: AbstractContextManager[Any] | None = None
+        self._before = torch.get_default_dtype()
+
+    def __enter__(self) -> OnDevice:
+        if self.enabled:
+            self._before = torch.get_default_dtype()
+            self._place = torch.device(self.device)
+            self._place.__enter__()
+            torch.set_default_dtype(self.dtype)
+        return self
+
+    def __exit__(self, *failure: Any) -> None:
+        if self._place is not None:
+            place, self._place = self._place, None
+            torch.set_default_dtype(self._before)
+            place.__exit__(*failure)
+
+
+def set_z3_leaf_modules(
+    model: nn.Module, leaf_module_classes: Sequence[Any], raise_if_not_found: bool = True
+) -> list[nn.Module]:
+    """The modules of these classes. Nothing else is needed: units are gathered whole here, whatever branch is taken."""
+    return [module for module in model.modules() if _is_one_of(module, leaf_module_classes)]
+
+
+unset_z3_leaf_modules = set_z3_leaf_modules
+
+
+def set_z3_leaf_module(model: nn.Module, flag: bool = True) -> None:
+    """Nothing is needed."""
+
+
+def z3_leaf_module(model: nn.Module) -> bool:
+    """Whether a module was made a leaf: none need be."""
+    return False
+
+
+z3_leaf_parameter = z3_leaf_module
+
+
+def get_z3_leaf_modules(model: nn.Module) -> list[nn.Module]:
+    """Modules that were made leaves: none need be."""
+    return []
+
+
+def _is_one_of(module: nn.Module, classes: Iterable[Any]) -> bool:
+    kind = type(module)
+    return any(kind is each or each in (kind.__name__, f"{kind.__module__}.{kind.__name__}") for each in classes)
+
+
+def recursive_getattr(model: Any, module_name: str) -> Any:
+    """What a dotted name means in a module."""
+    for part in module_name.split("."):
+        model = getattr(model, part)
+    return model
+
+
+def recursive_setattr(model: Any, module_name: str, module: Any) -> None:
+    """Gives a dotted name in a module another meaning."""
+    parent, _, name = module_name.rpartition(".")
+    setattr(recursive_getattr(model, parent) if parent else model, name, module)
+
+
+# -- groups: data parallel is the plan's, and the model is whole ---------------------------------------------------------
+
+
+def _prepared() -> Iterator[Any]:
+    from paceline import preparation
+
+    yield from list(preparation._alive)
+
+
+def get_data_parallel_group() -> Any:
+    """The ranks that read different samples."""
+    return next((each.mesh.data_group for each in _prepared() if each.mesh.data_group is not None), dist.group.WORLD)
+
+
+def get_data_parallel_rank() -> int:
+    """Number of this process among them."""
+    return dist.get_rank(get_data_parallel_group()) if dist.is_initialized() else 0
+
+
+def get_data_parallel_world_size() -> int:
+    """How many they are."""
+    return dist.get_world_size(get_data_parallel_group()) if dist.is_initialized() else 1
+
+
+def get_model_parallel_rank() -> int:
+    """Number of this process among the ranks that share a layer: it is alone."""
+    return 0
+
+
+def get_model_parallel_world_size() -> int:
+    """How many ranks share a layer."""
+    return 1
+
+
+get_tensor_model_parallel_rank = get_model_parallel_rank
+get_tensor_model_parallel_world_size = get_model_parallel_world_size
