@@ -254,8 +254,7 @@ def test_a_signal(name: str, code: int, network: Network, folder: Path) -> None:
         assert len(list(folder.glob("saved-*"))) == 4
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("silently", [False, True])
+@pytest.mark.parametrize("silently", [False, pytest.param(True, marks=pytest.mark.long)])
 def test_a_host_is_lost_on_the_way(silently: bool, network: Network, folder: Path) -> None:
     job = start(network, folder, "launch --hostfile hf --nodes 2")
     node1 = network.hosts[1]

@@ -35,7 +35,7 @@ _REASONS = (  # (what ssh says, what it means); the first that is found counts
     ("Could not resolve hostname", "there is no host of that name"),
     ("Connection refused", "it refuses connections{port}: no sshd listens there"),
     ("Permission denied", "permission denied: it does not accept this user's key (`ssh-copy-id {host}`)"),
-    ("No module named", "paceline is not installed for {python} there"),
+    ("No module named 'paceline", "paceline is not installed for {python} there"),
     ("Connection timed out", "it cannot be reached{port}: no answer"),
     ("No route to host", "it cannot be reached{port}: no route to it"),
     ("Network is unreachable", "it cannot be reached{port}: no network leads there"),

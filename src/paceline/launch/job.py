@@ -22,8 +22,20 @@ def job_of(told: Launch, script: str, args: Sequence[str], env: Mapping[str, str
         script: path of a file, name of a module, or a program.
         args: the script's own arguments.
         env: the environment of the launcher.
+
+    Raises:
+        ConfigError: `host-flags`, where a hostfile names other hosts; `bind-cores`; `config-value`.
+        LaunchError: `launch-tasks`, `launch-address`.
     """
     launch, notices = told.launch, list[str]()
+    if launch.hostfile is not None:
+        where = next(row.where for row in told.decisions if row.field == "hostfile")
+        raise ConfigError(
+            "host-flags",
+            "this starts processes of this host alone, and a hostfile names others.",
+            f"hostfile={launch.hostfile} ({where})",
+            "leave it out, or start the script with `paceline launch --hostfile`",
+        )
     found = _accelerators(told, env)
     procs = launch.procs if isinstance(launch.procs, int) else max(found.count, 1)
     if launch.procs == "auto" and not found.count:

@@ -68,6 +68,7 @@ class Orders:
         """
         slots = self.hosts[node].ids
         mine: dict[str, Any] = {
+            "hostfile": None,
             "nodes": len(self.hosts),
             "node_rank": node,
             "rdzv_backend": "static",
