@@ -204,7 +204,7 @@ for x, y in loader:
     engine.backward(loss)
     engine.step()
     steps += 1
-engine.save_checkpoint("saved")
+    engine.save_checkpoint("saved")
 if engine.global_rank == 0:
     print("ran", engine.train_micro_batch_size_per_gpu(), engine.zero_optimization_stage(), steps, flush=True)
 """
@@ -231,6 +231,7 @@ def test_the_autotuning_key(folder, capfd):
     best = json.loads((folder / "autotuning_results" / "ds_config_optimal.json").read_text())
     assert best["csv_monitor"]["enabled"] is True and "autotuning" not in best
     assert deepspeed.read(best).batch(2).train == 16
+    assert "came to no step" not in out
     assert not {"csv", "saved"} & {each.name for each in folder.iterdir()}
     assert json.loads((folder / "autotuning_exps" / "z2_gas1_tmbspg8" / "ds_config.json").read_text())[
         "zero_optimization"

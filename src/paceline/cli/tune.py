@@ -208,7 +208,7 @@ class Bar:
     def __init__(self) -> None:
         self._alive, self._width, self._began = sys.stderr.isatty(), 0, time.monotonic()
 
-    def tell(self, tuned: Tuned, candidate: Candidate, known: bool) -> None:
+    def tell(self, tuned: Tuned, candidate: Candidate, odd: str) -> None:
         """After a trial."""
         done, total = len(tuned.progress.results), min(len(tuned.queue), tuned.task.tuning.trials)
         seen = tuned.progress.results[candidate]
@@ -217,7 +217,7 @@ class Bar:
             what = f"{seen.seconds * 1e3:.1f} ms a step{rate}"
         else:
             what = f"{seen.status}: {seen.why}"
-        line = f"trial {done} of {total}  {candidate.name}  {what}{' (from an earlier run)' if known else ''}"
+        line = f"trial {done} of {total}  {candidate.name}  {what}{f' ({odd})' if odd else ''}"
         if not self._alive:
             _say(line)
             return

@@ -210,7 +210,10 @@ class Stage:
         replace_at("paceline.accelerator.Collectives", Echo)
         if "accelerate" in self.troupe.compat.split(","):
             replace_at("paceline.compat.accelerate.state.Collectives", Echo)
-        without_files()
+        if "deepspeed" in self.troupe.compat.split(","):
+            for call in ("begins", "call"):  # ranks that do not exist are not waited for
+                replace_at(f"paceline.compat.deepspeed.attendance.Attendance.{call}", nothing)
+        without_files(self.troupe.compat)
         replace_at("paceline.parallel.replicate.install", nothing)
         wrap_at("paceline.data.loader.on_device", self._batches)
         wrap_at("paceline.preparation.Preparation._prepare_models", self._preparing)
@@ -343,14 +346,21 @@ class Stage:
         return Rehearsal(self.plan, facts, memory, traffic, held, "" if memory else problem, seconds)
 
 
-def without_files() -> None:
-    """From now on what a script saves is not written, and what it would go on from is not looked for."""
+def without_files(compat: str) -> None:
+    """From now on what a script saves is not written, and what it would go on from is not looked for.
+
+    Args:
+        compat: libraries whose names are served to the script.
+    """
     nothing = lambda *_, **__: None  # noqa: E731
     for writes in ("states.States.load", "states.States.on_main", "states.States._source", "states.States._listen",
                    "states.States.wait", "keeping.save_object", "keeping.save_model",
                    "observe.trackers.group.Trackers.start"):  # fmt: skip
         replace_at(f"paceline.{writes}", nothing)
     replace_at("paceline.states.States.save", lambda states, path, plan, **_: path or "checkpoint")
+    if "deepspeed" in compat.split(","):
+        for writes in ("save_checkpoint", "save_16bit_model"):
+            replace_at(f"paceline.compat.deepspeed.engine.DeepSpeedEngine.{writes}", lambda *_, **__: True)
 
 
 def wrap_at(path: str, wrapper: Callable[[Any], Any]) -> None:

@@ -203,7 +203,7 @@ class Measured:
     Attributes:
         status: "measured", "does not fit" or "failed".
         seconds: of one step, the median of those measured, on the slowest rank.
-        noise: half of the range of the measured steps, in seconds.
+        noise: how far the measured steps are from that, in seconds: the median distance.
         batch: samples of one step over all ranks; None where nobody could count them.
         bytes: that the fullest rank took, at most.
         why: what stopped it, where it was not the end of the measurement.
@@ -333,14 +333,38 @@ class Progress:
         equal.sort(key=lambda each: each.simplicity)
         return equal[0], equal[1:]
 
+    def contenders(self) -> list[Candidate]:
+        """The fastest, and those that its lead over them may be mere noise: worth a second trial each, three at most."""
+        fastest = self.leader
+        fine = [each for each, seen in self.results.items() if seen.status == "measured"]
+        near = [
+            each
+            for each in fine
+            if each == fastest or (fastest and self._apart(each, fastest) <= self._noise(each, fastest))
+        ]
+        return sorted(near, key=self.score, reverse=True)[:3] if len(near) > 1 else []
+
+    def again(self, candidate: Candidate, measured: Measured) -> bool:
+        """Takes in a second trial; whether it counts. Other work on a machine only adds time, so the faster one does."""
+        if measured.status != "measured" or measured.seconds >= self.results[candidate].seconds:
+            return False
+        self.results[candidate] = measured
+        return True
+
     def score(self, candidate: Candidate) -> float:
         """How good a measured candidate is; more is better."""
         seen = self.results[candidate]
         return score(self.tuning.metric, seen.seconds, seen.batch, self.flops.get(candidate, 0.0))
 
     def _tie(self, one: Candidate, other: Candidate) -> bool:
-        """Whether two differ by no more than their own steps do among themselves, as shares of a step."""
-        first, second = self.results[one], self.results[other]
-        noise = max(first.noise / max(first.seconds, 1e-12), second.noise / max(second.seconds, 1e-12))
+        """Whether two differ by no more than their own steps do among themselves, and by no more than a tenth."""
+        return self._apart(one, other) <= min(self._noise(one, other), 0.1)
+
+    def _apart(self, one: Candidate, other: Candidate) -> float:
+        """By what share of the better one two differ."""
         a, b = self.score(one), self.score(other)
-        return abs(a - b) <= min(noise, 0.1) * max(abs(a), abs(b))
+        return abs(a - b) / max(abs(a), abs(b), 1e-12)
+
+    def _noise(self, *those: Candidate) -> float:
+        """The larger share of a step by which the measured steps of one are apart."""
+        return max(self.results[each].noise / max(self.results[each].seconds, 1e-12) for each in those)

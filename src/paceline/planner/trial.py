@@ -149,7 +149,7 @@ class Trial(Notes):
     def run(self, target: Target, compat: str) -> None:
         """Runs the script, to the last step that is timed. It does not return from there: the process ends."""
         self.path = self.folder / f"rank{environment.get('RANK')}.json"
-        without_files()
+        without_files(compat)
         self.set(compat)
         self._bound()
         with self.path.with_suffix(".stack").open("w") as file:

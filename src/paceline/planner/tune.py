@@ -79,6 +79,8 @@ class Tuned:
         why: why no more trials were run.
         before_s: seconds of rehearsals, before the first trial.
         reused: how many results are those of an earlier run.
+        again: how many were measured a second time, being too close to the fastest.
+        problem: why a rehearsal did not come to a step; "" where it did.
     """
 
     task: Task
@@ -92,6 +94,8 @@ class Tuned:
     why: str = ""
     before_s: float = 0.0
     reused: int = 0
+    again: int = 0
+    problem: str = ""
 
     def settings(self, candidate: Candidate) -> dict[str, Any]:
         """A candidate in our settings, but for what the script or the command line decides."""
@@ -107,7 +111,7 @@ class Tuner:
 
     Args:
         task: what to tune.
-        tell: called after each trial with what is known, the candidate, and whether its result was there before.
+        tell: called after each trial with what is known, the candidate, and what is odd about its result.
         earlier: results of an earlier run of the same tuning, by the candidate's name; asked for once it is known what
             is tuned.
         keep: writes one result down.
@@ -116,7 +120,7 @@ class Tuner:
     def __init__(
         self,
         task: Task,
-        tell: Callable[[Tuned, Candidate, bool], None],
+        tell: Callable[[Tuned, Candidate, str], None],
         earlier: Callable[[Task, Mapping[str, Any] | None], Mapping[str, Measured]],
         keep: Callable[[Candidate, Measured], None],
     ) -> None:
@@ -177,7 +181,7 @@ class Tuner:
         forecasts = {each: outlook.forecast(each, settings_of(each, space, width)) for each in candidates}
         queue, left = sort_out(candidates, forecasts, self.task.device.usable, self.task.tuning)
         progress = Progress(self.task.tuning, {each: found.flops for each, found in forecasts.items()})
-        return Tuned(self.task, width, space, forecasts, queue, left, progress, content)
+        return Tuned(self.task, width, space, forecasts, queue, left, progress, content, problem=seen.problem)
 
     def _rehearse(self, candidate: Candidate | None) -> tuple[Rehearsal, dict[str, Any]]:
         """One rehearsal, of the script as it is or with the micro-batch of a candidate; and what was noted."""
@@ -212,19 +216,25 @@ class Tuner:
         failures: list[str] = []
         for candidate in tuned.queue:
             if tuned.why:
-                return
+                break
             known = earlier.get(candidate.name)
             measured = known or self._try(tuned, candidate)
             if known is None:
                 self._keep(candidate, measured)
             tuned.reused += known is not None
             tuned.progress.add(candidate, measured)
-            self._tell(tuned, candidate, known is not None)
+            self._tell(tuned, candidate, "from an earlier run" if known is not None else "")
             failures = [*failures, measured.why] if measured.status == "failed" else []
             tuned.why = tuned.progress.done
             if failures[-_SAME_FAILURES:] == [measured.why] * _SAME_FAILURES and tuned.progress.leader is None:
                 tuned.why = f"{_SAME_FAILURES} trials failed alike, and none was measured"
         tuned.why = tuned.why or "all that fit were tried"
+        for candidate in tuned.progress.contenders() if not tuned.reused else []:
+            measured = self._try(tuned, candidate)
+            if tuned.progress.again(candidate, measured):
+                self._keep(candidate, measured)
+            tuned.again += 1
+            self._tell(tuned, candidate, "again")
 
     def _try(self, tuned: Tuned, candidate: Candidate) -> Measured:
         """One trial: processes forked from this one, to their end."""
@@ -294,7 +304,7 @@ class Tuner:
         return Measured(
             "measured",
             statistics.median(slowest),
-            (max(slowest) - min(slowest)) / 2,
+            statistics.median(abs(each - statistics.median(slowest)) for each in slowest),
             candidate.batch(width) or words[0].get("batch"),
             max(each["bytes"] for each in words),
         )

@@ -144,6 +144,10 @@ def summary(tuned: Tuned) -> str:
         f"{gib(device.usable)} a rank can be used",
         f"best by {tuning.metric}: {best.name}, {_said(tuned, best, seen)}",
     ]
+    if tuned.problem:
+        lines.insert(-2, f"memory is without activations, as the rehearsal came to no step: {tuned.problem}")
+    if tuned.again:
+        lines.insert(-2, f"{tuned.again} were too close to tell apart and ran a second time; the faster trial counts")
     if tuned.reused:
         lines.insert(-2, f"{tuned.reused} of these results were there from an earlier run")
     if equal:

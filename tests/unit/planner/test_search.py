@@ -109,6 +109,19 @@ def test_within_noise_the_simpler_one_is_taken():
     assert progress.since == 3  # a tie is no improvement
 
 
+def test_what_is_close_runs_again_and_the_faster_trial_counts():
+    progress = Progress(Tuning(metric="latency"), {})
+    progress.add(Candidate(0, 8, 1), measured(1.3, 0.5))
+    assert progress.contenders() == []  # alone
+    progress.add(Candidate(2, 8, 1), measured(1.0, 0.01))
+    progress.add(Candidate(3, 8, 1), measured(2.0, 0.01))
+    assert progress.contenders() == [Candidate(2, 8, 1), Candidate(0, 8, 1)]
+    assert not progress.again(Candidate(2, 8, 1), measured(1.1, 0.01))
+    assert not progress.again(Candidate(2, 8, 1), Measured("failed"))
+    assert progress.again(Candidate(0, 8, 1), measured(0.8, 0.01))
+    assert progress.best() == (Candidate(0, 8, 1), [])
+
+
 def test_values_that_cannot_be_searched_by_are_told_at_once():
     tuning = Tuning(metric="speed", first_step=1, last_step=0, trials=0, arguments={"stage": "--stage"})
     with pytest.raises(ConfigError) as caught:
