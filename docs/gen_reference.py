@@ -5,6 +5,7 @@ reference/command-line.md   `paceline COMMAND --help` of every command
 reference/settings.md       paceline.config.schema
 reference/strategies.md     options of each file of paceline.parallel
 reference/accelerate.md     paceline.config.engine_fields
+reference/deepspeed.md      paceline.config.deepspeed_keys, deepspeed_parts
 reference/environment.md    paceline.base.env.TABLE
 """
 
@@ -278,6 +279,57 @@ told of once, with the reason; `paceline explain` lists it all.
     return "\n".join(lines) + "\n"
 
 
+def deepspeed() -> str:
+    """What becomes of every key of a DeepSpeed config."""
+    from paceline.config.deepspeed_keys import rows
+    from paceline.config.deepspeed_parts import PARTS
+
+    head = """# Keys of a DeepSpeed config
+
+Every key that DeepSpeed 0.19 reads, and what it means here. *Read* is a key whose value the engine (or who else is named) takes
+as it is. What has no effect is told of once, with the reason, where it was asked for; what is refused says what to do
+instead. `paceline explain --deepspeed ds_config.json --procs 8` prints the plan that a config means, each value with its line.
+
+`null` is the default, everywhere. `"auto"` is what a trainer hands over as a hint, else the default. Comments, trailing commas
+and missing ones are understood. A key that is not below is an error that names the closest.
+
+Keys under `paceline` are ours, and change a habit of DeepSpeed's; DeepSpeed itself passes them over. Other habits have
+keys of its own: `gradient_clipping: 0` clips nothing, `adam_w_mode: false` in an optimizer's `params` makes Adam of Adam.
+"""
+    lines = [head]
+    blocks = dict.fromkeys(row.name.rpartition(".")[0].partition(".")[0] for row in rows())
+    for block in blocks:
+        own = [row for row in rows() if row.name.rpartition(".")[0].partition(".")[0] == block]
+        lines += ["", f"## {block or 'At the top'}", ""]
+        lines += ["| key | default | what it is for | value | here |", "|---|---|---|---|---|"]
+        for row in own:
+            plain = str(row.default).lower() if isinstance(row.default, bool) else str(row.default)
+            default = "" if row.default in (None, "", {}, []) else f"`{plain}`"
+            cases = [(_words(case), _meaning(case)) for case in row.cases]
+            if not any(_words(case) == "any" for case in row.cases):
+                cases.append(("else" if cases else "any", "read"))
+            first: tuple[str, ...] = (f"`{row.name.removeprefix(f'{block}.')}`", default, row.doc)
+            for value, meaning in cases:
+                lines.append("| " + " | ".join((*first, value, meaning)) + " |")
+                first = ("", "", "")
+    for role, parts in PARTS.items():
+        lines += ["", f"## Types of {role}", "", "| type | parameters |", "|---|---|"]
+        for part in parts:
+            if part.why:
+                told = f"**refused**: {part.why}; {part.fix}"
+            else:
+                taken = [name for name, each in (part.params or {}).items() if not each.why]
+                told = ", ".join(f"`{name}`" for name in taken) or "those of torch's"
+            lines.append(f"| `{part.name}` | {told} |")
+    return "\n".join(lines) + "\n"
+
+
+def _words(case: Any) -> str:
+    value = "any" if case.value == "*" else ", ".join(f"`{word}`" for word in case.value.split("|"))
+    stages = getattr(case, "stages", "0123")
+    return value if stages == "0123" else f"{value} at stage {', '.join(stages)}"
+
+
 def _meaning(case: Any) -> str:
     if case.fix:
         return f"**refused**: {case.why}; {case.fix}"
@@ -292,6 +344,7 @@ PAGES: dict[str, Callable[[], str]] = {
     "reference/settings.md": settings,
     "reference/strategies.md": strategies,
     "reference/accelerate.md": accelerate,
+    "reference/deepspeed.md": deepspeed,
     "reference/environment.md": environment,
 }
 

@@ -57,6 +57,19 @@ def test_every_option_is_described(reference: ModuleType) -> None:
         assert section and all(f"| `{name}` |" in section for name, *_ in rows(strategy.Options))
 
 
+def test_every_key_of_deepspeeds_is_described(reference: ModuleType) -> None:
+    from paceline.config.deepspeed_keys import blocks, rows
+    from paceline.config.deepspeed_parts import PARTS
+
+    page = reference.deepspeed()
+    for row in rows():
+        block = row.name.partition(".")[0] if row.name.partition(".")[0] in blocks() else ""
+        assert f"| `{row.name.removeprefix(f'{block}.')}` |" in page, row.name
+    assert all(f"| `{part.name}` |" in page for parts in PARTS.values() for part in parts)
+    widths = {line.count(" | ") for line in page.splitlines() if line.startswith("| ") and "| type |" not in line}
+    assert widths <= {1, 4}
+
+
 def test_every_field_of_accelerates_is_described(reference: ModuleType) -> None:
     from paceline.config.engine_fields import ROWS
 

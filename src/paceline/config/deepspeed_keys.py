@@ -59,7 +59,7 @@ _STEP = (
         Case("*", why="ZeRO divides the states of any optimizer; one that looks at whole matrices is divided by parameters")),
     idle("zero_force_ds_cpu_optimizer", YES_NO, True, "torch's fused optimizers step on the host"),
     idle("disable_python_gc", YES_NO, False, "Python's collector is left alone"),
-    key("dump_state", YES_NO, False, "the engine prints its config when it is made"),
+    idle("dump_state", YES_NO, False, "`paceline explain --deepspeed` prints a config, and `plan.explain()` what it became"),
     key("log_level", word("debug", "info", "warning", "error", "critical", "off"), "warning",
         "from which level on the engine's lines are printed"),
     key("data_types.grad_accum_dtype", DTYPE, None, "dtype in which gradients are added up",
