@@ -33,6 +33,34 @@ _CARRIED: dict[str, str | dict[str, str]] = {
     f"{_HERE}.pipe_engine": "PipelineEngine",
     f"{_HERE}.profiling": "FlopsProfiler SynchronizedWallClockTimer duration_to_string flops_to_string get_model_profile "
     "log_summary macs_to_string number_to_string params_to_string",
+    f"{_HERE}.comm": {
+        "deepspeed.comm deepspeed.comm.comm deepspeed.comm.torch": "P2POp ProcessGroup ReduceOp all_gather "
+        "all_gather_coalesced all_gather_into_tensor all_gather_object all_reduce all_reduce_coalesced all_to_all "
+        "all_to_all_single allgather_fn barrier batch_isend_irecv broadcast broadcast_object_list configure "
+        "destroy_process_group gather get_all_ranks_from_group get_global_rank get_local_rank get_local_rank_from_launcher "
+        "get_rank get_world_group get_world_rank_from_launcher get_world_size get_world_size_from_launcher "
+        "has_all_gather_into_tensor has_all_reduce_coalesced has_coalescing_manager has_reduce_scatter_tensor "
+        "inference_all_reduce initialize_mesh_device irecv is_available is_initialized isend monitored_barrier new_group "
+        "recv reduce reduce_scatter reduce_scatter_fn reduce_scatter_tensor scatter send"
+    },
+    f"{_HERE}.zero": "GatheredParameters Init ZeroParamStatus ZeroParamType register_external_parameter "
+    "unregister_external_parameter",
+    f"{_HERE}.values": "safe_get_full_fp32_param safe_get_full_grad safe_get_full_optimizer_state safe_get_local_fp32_param "
+    "safe_get_local_grad safe_get_local_optimizer_state safe_set_full_fp32_param safe_set_full_grad "
+    "safe_set_full_optimizer_state safe_set_local_fp32_param safe_set_local_grad safe_set_local_optimizer_state",
+    f"{_HERE}.checkpointing": {
+        "deepspeed.checkpointing deepspeed.runtime.activation_checkpointing.checkpointing": "CudaRNGStatesTracker checkpoint "
+        "configure get_cuda_rng_tracker is_configured model_parallel_cuda_manual_seed model_parallel_reconfigure_tp_seed "
+        "non_reentrant_checkpoint partition_activations_in_checkpoint reset set_num_layers"
+    },
+    f"{_HERE}.surroundings": "OnDevice RepeatingLoader get_data_parallel_group get_data_parallel_rank "
+    "get_data_parallel_world_size get_model_parallel_rank get_model_parallel_world_size get_tensor_model_parallel_rank "
+    "get_tensor_model_parallel_world_size get_z3_leaf_modules instrument_w_nvtx log_dist log_dist_once logger "
+    "recursive_getattr recursive_setattr see_memory_usage set_log_level_from_string set_z3_leaf_module set_z3_leaf_modules "
+    "unset_z3_leaf_modules z3_leaf_module z3_leaf_parameter",
+    f"{_HERE}.consolidation": "convert_zero_checkpoint_to_fp32_state_dict convert_zero_checkpoint_to_state_dict "
+    "get_fp32_state_dict_from_zero_checkpoint load_state_dict_from_zero_checkpoint",
+    f"{_HERE}.device": "DeepSpeedAccelerator get_accelerator is_current_accelerator_supported",
     f"{_HERE}.topology": "PipeDataParallelTopology PipeModelDataParallelTopology PipelineParallelGrid ProcessTopology",
     f"{_HERE}.schedules": "LRRangeTest OneCycle TOTAL_NUM_STEPS VALID_LR_SCHEDULES WARMUP_LINEAR_RATE WARMUP_LOG_RATE "
     "WarmupCosineLR WarmupDecayLR WarmupLR add_tuning_arguments",
