@@ -10,11 +10,11 @@ ARGS ?=
 PYTEST = $(BIN)/python -m pytest
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help setup quickstart test check ranks hosts gpu docs bench chaos clean
+.PHONY: help setup quickstart test check ranks hosts gpu docs bench bench-deepspeed chaos clean
 .DEFAULT_GOAL := help
 
 help:  ## list these entries
-	@sed -nE 's/^([a-z]+):.*## (.*)$$/  make \1\t\2/p' Makefile | expand -t 20
+	@sed -nE 's/^([a-z-]+):.*## (.*)$$/  make \1\t\2/p' Makefile | expand -t 24
 
 setup: $(STAMP)  ## make .venv with the pinned dependencies and the `paceline` command
 
@@ -58,8 +58,16 @@ bench:  ## measure against plain PyTorch and peers; writes benchmarks/reports/DA
 	.venv-bench/bin/python -m pip install --quiet -r benchmarks/peers.txt -e . -c constraints.txt
 	.venv-bench/bin/python benchmarks/run.py $(ARGS)
 
+# The peer compiles its operators at its first start (minutes, a C++ compiler); a build that is killed leaves a `lock` in
+# ~/.cache/torch_extensions, for which all later starts would wait.
+bench-deepspeed: setup  ## measure scripts written for DeepSpeed against the real one, in an environment of its own
+	test -x .venv-deepspeed/bin/python || $(PYTHON) -m venv .venv-deepspeed
+	.venv-deepspeed/bin/python -m pip install --quiet "$$(grep '^torch==' constraints.txt)" -c constraints.txt
+	.venv-deepspeed/bin/python -m pip install --quiet deepspeed==0.19.8 ninja
+	$(BIN)/python benchmarks/bench_deepspeed.py $(ARGS)
+
 chaos: setup  ## kill processes of one run 25 times at random; it must end with the weights of one left alone
 	$(BIN)/python examples/survive/chaos.py $(ARGS)
 
 clean:  ## remove what was built: .venv, site, caches
-	rm -rf .venv .venv-bench site build dist .pytest_cache .ruff_cache .mypy_cache
+	rm -rf .venv .venv-bench .venv-deepspeed site build dist .pytest_cache .ruff_cache .mypy_cache

@@ -1,4 +1,4 @@
-"""The same DeepSpeed script under the real DeepSpeed and under ours: a step, and the start.
+"""The same DeepSpeed script under the real DeepSpeed and under ours: a step, the start, and a trial of tuning.
 
     make bench-deepspeed                            makes .venv-deepspeed with the peer, then runs this
     python benchmarks/bench_deepspeed.py            all rows, as Markdown
@@ -7,7 +7,8 @@
 Steps: a GPT of 24 million parameters on 2 ranks, one thread each, float32 AdamW, no clipping, 8 x 64 tokens a rank. Both pairs
 of processes are up at once and step in turns, so the one that waits sleeps. The peer uses its own FusedAdam where it is
 built (`--torch-adam`: torch's); its operators are built before anything is timed. Start: from the launcher's command to the
-end of the first step, the peer's cache warm.
+end of the first step, the peer's cache warm. A trial of tuning is compared with that start too: the peer starts a job for each
+trial, so none of its trials can be shorter.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import re
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -135,6 +137,20 @@ def first_step(command: Sequence[str | Path], folder: Path, arguments: Sequence[
     return run
 
 
+def trial(arguments: Sequence[str]) -> float:
+    """Seconds of one trial of `paceline tune`, the mean over a few."""
+    with tempfile.TemporaryDirectory() as folder:
+        words = ["tune", "--compat", "deepspeed", "--procs", str(RANKS), "--trials", "4", "--results", folder]
+        done = subprocess.run(
+            [OURS / "paceline", *words, "--arg", "micro=--rows", PROGRAM, *arguments, "--steps", "20"],
+            env=environment(OURS), capture_output=True, text=True,
+        )  # fmt: skip
+    found = re.search(r"(\S+) s a trial", done.stdout + done.stderr)
+    if found is None:
+        raise SystemExit(f"paceline tune failed:\n{done.stdout[-1000:]}\n{done.stderr[-2000:]}")
+    return float(found[1])
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--turns", type=int, default=15)
@@ -164,8 +180,11 @@ def main() -> None:
             print(row, flush=True)
     if options.only in "start to first step":
         ours = first_step([OURS / "paceline", "deepspeed"], OURS, task)
-        row = pairs(ours, first_step([PEER / "deepspeed"], PEER, task), options.starts)
-        print(row.row("start to first step", peer, f"<= {START_MUST:.2f}"), flush=True)
+        found = pairs(ours, first_step([PEER / "deepspeed"], PEER, task), options.starts)
+        print(found.row("start to first step", peer, f"<= {START_MUST:.2f}"), flush=True)
+        each = trial(task)
+        start = f"{peer}, its start alone {found.peer_s:.1f} s"
+        print(f"| a trial of tuning | {each:.1f} s | {start} | {each / found.peer_s:.3f} | - |")
 
 
 if __name__ == "__main__":

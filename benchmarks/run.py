@@ -2,8 +2,8 @@
 
 python benchmarks/run.py [NAME ...] [--turns 15] [--quick] [--report FILE]
 
-NAME: step, launch, import, collectives, checkpoint, loader, parallel, pipeline, hosts, memory; all of them where none is
-named. `--quick` takes fewer turns and a smaller model, to see that everything runs: its numbers are none to compare.
+NAME: step, launch, import, collectives, checkpoint, loader, parallel, pipeline, deepspeed, hosts, memory; all of them where none
+is named. `--quick` takes fewer turns and a smaller model, to see that everything runs: its numbers are none to compare.
 """
 
 from __future__ import annotations
@@ -25,11 +25,13 @@ WITH_TURNS = {
     "import": [],
     "parallel": [],
     "pipeline": [],
+    "deepspeed": [],
 }
 QUICK = {
     "hosts": ["--faults", "worker", "--names", "paceline launch"],
     "checkpoint": ["--layers", "2"],
     "parallel": ["--size", "4M"],
+    "deepspeed": ["--size", "4M", "--starts", "2"],
     "memory": ["--size", "4M", "--world", "2"],
 }
 

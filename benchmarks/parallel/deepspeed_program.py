@@ -25,6 +25,7 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=8)
     parser.add_argument("--length", type=int, default=64)
     parser.add_argument("--torch-adam", action="store_true")
+    parser.add_argument("--steps", type=int, default=0)
     parser.add_argument("--once", action="store_true")
     parser.add_argument("--on-call", action="store_true")
     options = parser.parse_args()
@@ -57,6 +58,8 @@ def main() -> None:
         step()
         if dist.get_rank() == 0:
             os.write(1, f"first step done at {time.time()}\n".encode())
+    for _ in range(options.steps):
+        step()
     for _ in sys.stdin if options.on_call else ():
         os.write(1, f"step took {step()}\n".encode())
 
