@@ -88,7 +88,7 @@ class Comms:
         """Begins to record; ends when this object is gone, if not before."""
         if self._ended is None:
             listener = _Ear(self)
-            tap.listen(listener, (self.device.type,))
+            tap.listen(listener)
             self._ended = weakref.finalize(self, tap.ignore, listener)
 
     def stop(self) -> None:

@@ -159,7 +159,8 @@ class Flops:
         """
         self._models.append((model, count_parameters(model) if parameters is None else parameters))
         if self._number == self.step:
-            self._begin(Counter())
+            self._counter = Counter()
+            self._follow()
 
     # -- what phases tell ----------------------------------------------------------------------------------------
 
@@ -182,6 +183,9 @@ class Flops:
 
     def stepped(self) -> None:
         """See `observe.phases.Listener`."""
+        # Hooks are there before the step begins: it may begin in a call of the model, which would not see them.
+        if self._number + 1 == self.step:
+            self._follow()
         if self._counter is not None and self.profile is None and self._tree is not None:
             counter, model = self._counter, self._tree.take()
             self.profile = Profile(model, sum(count for _, count in self._models), self._number, self._micro)
@@ -191,15 +195,15 @@ class Flops:
 
     def ended(self) -> None:
         """See `observe.phases.Listener`."""
-        if self._tree is not None and self.profile is not None and not self.complete:
+        if self.profile is not None and not self.complete:
             self._take_times()
             if self._counter is None:
                 self._finish()
-        self._number, self._micro, self._counter = self._number + 1, 0, None
-        if self._number == self.step:
-            self._begin(Counter())
-        elif self._number == self.step + 1 and self.profile is not None:
-            self._begin()
+        self._number, self._micro = self._number + 1, 0
+        self._counter = Counter() if self._number == self.step else None
+        if self._tree is not None:
+            self._tree.restart(self._counter)
+            self._moments.clear()
 
     def finish(self) -> None:
         """At the end of training: what is known of a step that was counted, but after which none was timed."""
@@ -207,11 +211,9 @@ class Flops:
             self._finish()
         self._leave()
 
-    def _begin(self, counter: Counter | None = None) -> None:
+    def _follow(self) -> None:
         self._leave()
-        self._counter = counter
-        self._tree = Tree([model for model, _ in self._models], self._clock, counter)
-        self._moments.clear()
+        self._tree = Tree([model for model, _ in self._models], self._clock, self._counter)
 
     def _leave(self) -> None:
         if self._tree is not None:
@@ -225,9 +227,7 @@ class Flops:
         spent: dict[str, float] = {}
         for (name, begin), (_, end) in zip(self._moments, self._moments[1:], strict=False):
             spent[name] = spent.get(name, 0.0) + self._clock.ms(begin, end)
-        timed = self._tree.take()
-        for (_, known), (_, other) in zip(self.profile.model.walk(), timed.walk(), strict=True):
-            known.latency_ms = other.latency_ms
+        self.profile.model = self._tree.take()
         self.profile.forward_ms, self.profile.step_ms = spent.get("forward", 0.0), spent.get("step", 0.0)
         self.profile.backward_ms = spent.get("backward", 0.0) + spent.get("reduce", 0.0)
         self.profile.total_ms = sum(spent.values())
@@ -299,7 +299,7 @@ class Counter(TorchDispatchMode):
 
 @cache
 def formulas() -> Mapping[Any, Callable[..., int]]:
-    """torch's formulas by operator, and those of its attention on CPUs, which it has none for."""
+    """torch's formulas by operator, and for attention on CPUs and fused recurrent layers, which it has none for."""
     aten = torch.ops.aten
     known = dict(flop_registry)
     for device in ("for_cpu", "for_cpu_backward"):
@@ -308,7 +308,16 @@ def formulas() -> Mapping[Any, Callable[..., int]]:
         like = aten._scaled_dot_product_flash_attention_backward if device.endswith("backward") else like
         if hasattr(aten, name) and like in known:
             known.setdefault(getattr(aten, name), known[like])
+    known.setdefault(aten.mkldnn_rnn_layer, lambda rows, *weights, **_: _recurrent(rows, weights[:2]))
+    known.setdefault(aten.mkldnn_rnn_layer_backward, lambda rows, *weights, **_: 2 * _recurrent(rows, weights[:2]))
+    known.setdefault(aten._cudnn_rnn, lambda rows, weights, *_, **__: _recurrent(rows, weights))
+    known.setdefault(aten._cudnn_rnn_backward, lambda rows, weights, *_, **__: 2 * _recurrent(rows, weights))
     return known
+
+
+def _recurrent(rows: torch.Tensor, weights: Sequence[torch.Tensor]) -> int:
+    """Each row of each step meets each weight once. Shape of `rows`: [steps, batch, features], or the first two swapped."""
+    return 2 * rows.shape[0] * rows.shape[1] * sum(weight.numel() for weight in weights if weight.dim() == 2)
 
 
 class Tree:
@@ -334,22 +343,30 @@ class Tree:
 
         def before(*_: Any) -> None:
             if self.open and torch._C._current_graph_task_id() == -1:  # else it is run again, in a backward pass
-                part.calls += 1
                 self._calls.append(part)
                 self._begun.append(self._clock.now())
                 if self._counter is not None:
+                    part.calls += 1
                     self._counter.open.append(part)
 
         def after(*_: Any) -> None:
             if self._calls and self._calls[-1] is part:
                 self._calls.pop()
                 self._taken.append((part, self._begun.pop(), self._clock.now()))
-                if self._counter is not None:
+                if self._counter is not None and self._counter.open:
                     self._counter.open.pop()
 
         self._hooks.append(module.register_forward_pre_hook(before))
         self._hooks.append(module.register_forward_hook(after, always_call=True))
         return part
+
+    def restart(self, counter: Counter | None) -> None:
+        """Takes times anew, and counts with another counter or none."""
+        self._counter = counter
+        self._taken.clear()
+        for root in self._roots:
+            for _, part in root.walk():
+                part.latency_ms = 0.0
 
     def take(self) -> Part:
         """The tree with its times; waits for the device. Several models are the children of one part."""

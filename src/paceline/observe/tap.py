@@ -1,8 +1,9 @@
 """`Tap`: sees every collective of this process, whoever issues it.
 
 torch hands each collective to its backend through an operator (`c10d::allreduce_` and its siblings): those of DDP's C++
-reducer, of FSDP2, of DTensor and of pipelines as well as those of a script. While somebody listens, the kernels of these
-operators are replaced by ones that note the call and go on to the original. With the last listener they are put back.
+reducer, of FSDP2, of DTensor and of pipelines as well as those of a script. On the way to the kernel of its device each
+call passes a station of torch's dispatcher that these operators do not use. While somebody listens, a function there notes
+the call and passes it on. With the last listener it is taken away.
 
 issue       on the thread that issues it, before the backend gets it
 completion  through the work's future; a work without one (gloo's point to point) is completed when somebody has waited
@@ -11,8 +12,7 @@ completion  through the work's future; a work without one (gloo's point to point
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import cache
 from typing import Any, Protocol
 
@@ -41,6 +41,7 @@ _NAMES = {
     "recv_": "recv",
     "recv_any_source_": "recv",
 }
+_STATION = "BackendSelect"  # part of every call, whatever its tensors and its thread
 # Operators whose second argument, not the first, is what this rank brings.
 _SECOND = ("allgather", "_allgather", "gather_", "alltoall")
 
@@ -64,27 +65,18 @@ _listeners: list[Listener] = []
 _library: list[torch.library.Library] = []
 
 
-def listen(listener: Listener, devices: tuple[str, ...]) -> None:
-    """Begins to tell `listener`; what is in flight already is not told.
-
-    Args:
-        devices: types of the devices that have tensors of this run.
-    """
+def listen(listener: Listener) -> None:
+    """Begins to tell `listener`; what is in flight already is not told."""
     _listeners.append(listener)
-    if _library:
-        return
-    library = torch.library.Library("c10d", "IMPL")
-    with warnings.catch_warnings():  # torch tells of replaced kernels, which these are
-        warnings.filterwarnings("ignore", "Warning only once for all operators")
-        for key, device in _keys(devices):
-            for name in _NAMES:
-                if torch._C._dispatch_has_kernel_for_dispatch_key(f"c10d::{name}", key):
-                    library.impl(name, _kernel(name, key, device), key, with_keyset=True, allow_override=True)
-    _library.append(library)
+    if not _library:
+        library = torch.library.Library("c10d", "IMPL")
+        for name in _NAMES:
+            library.impl(name, _kernel(name), _STATION, with_keyset=True)
+        _library.append(library)
 
 
 def ignore(listener: Listener) -> None:
-    """Ends telling `listener`; after the last one torch's own kernels are back."""
+    """Ends telling `listener`; after the last one the operators are as they were."""
     if listener in _listeners:
         _listeners.remove(listener)
     if not _listeners and _library:
@@ -92,37 +84,33 @@ def ignore(listener: Listener) -> None:
 
 
 def installed() -> bool:
-    """Whether torch's kernels are replaced at the moment."""
+    """Whether calls are passed through here at the moment."""
     return bool(_library)
 
 
-def _keys(devices: tuple[str, ...]) -> Iterator[tuple[str, str]]:
-    for device in dict.fromkeys(("cpu", *devices)):
-        yield torch._C._dispatch_key_for_device(device), device
-
-
-def _kernel(name: str, key: str, device: str) -> Callable[..., Any]:
-    """A kernel that tells, and calls the one that stands there now."""
-    original = torch.library.get_kernel(f"c10d::{name}", key)
-    arguments = [each.name for each in getattr(torch.ops.c10d, name).default._schema.arguments]
-    group_at = arguments.index("process_group")
+def _kernel(name: str) -> Callable[..., Any]:
+    """Tells, and passes the call on."""
+    operator = getattr(torch.ops.c10d, name).default
+    group_at = [each.name for each in operator._schema.arguments].index("process_group")
     sized_at = int(name.startswith(_SECOND))
     op = _NAMES[name]
+    beyond = torch._C._dispatch_keyset_full_after(getattr(torch._C.DispatchKey, _STATION))
 
     def kernel(keyset: Any, *args: Any) -> Any:
-        size = 0 if op == "barrier" else _bytes(args[sized_at])
+        size, device = _sized(args[sized_at])
         ranks = dist.ProcessGroup.unbox(args[group_at]).size()
-        done = [each.issued(op, size, ranks, device) for each in _listeners]
-        out = original.call_boxed(keyset, *args)
+        done = [each.issued(op, 0 if op == "barrier" else size, ranks, device) for each in _listeners]
+        # Without the interpreter's lock, which a thread of the backend may wait for while it holds the backend's own.
+        out = operator.redispatch(keyset & beyond, *args)
         work = dist.Work.unbox(out[-1] if isinstance(out, tuple) else out)
-        if _has_future(type(work), op, str(key)):
+        if (type(work), op, device) not in _WITHOUT_FUTURE:
             try:
                 work.get_future().then(lambda _: _call(done))
                 return out
             except RuntimeError as error:
                 if "not implemented" not in str(error):
                     raise
-                _WITHOUT_FUTURE.add((type(work), op, str(key)))
+                _WITHOUT_FUTURE.add((type(work), op, device))
         awaited = _awaited()(work, done).boxed()
         return (*out[:-1], awaited) if isinstance(out, tuple) else awaited
 
@@ -134,19 +122,17 @@ _WITHOUT_FUTURE: set[tuple[type, str, str]] = set()
 _UNDER_WAY: set[Any] = set()
 
 
-def _has_future(kind: type, op: str, key: str) -> bool:
-    return (kind, op, key) not in _WITHOUT_FUTURE
-
-
 def _call(done: list[Callable[[], None]]) -> None:
     while done:
         done.pop()()
 
 
-def _bytes(tensors: Any) -> int:
+def _sized(tensors: Any) -> tuple[int, str]:
+    """Bytes of tensors in lists, and the type of their device."""
     if isinstance(tensors, Tensor):
-        return tensors.numel() * tensors.element_size()
-    return sum(map(_bytes, tensors))
+        return tensors.numel() * tensors.element_size(), tensors.device.type
+    sizes = [_sized(each) for each in tensors]
+    return sum(count for count, _ in sizes), sizes[0][1] if sizes else "cpu"
 
 
 @cache
