@@ -2,8 +2,8 @@
 
 python benchmarks/run.py [NAME ...] [--turns 15] [--quick] [--report FILE]
 
-NAME: step, launch, import, collectives, checkpoint, loader, parallel, pipeline, deepspeed, hosts, memory; all of them where none
-is named. `--quick` takes fewer turns and a smaller model, to see that everything runs: its numbers are none to compare.
+NAME: step, launch, import, collectives, checkpoint, loader, parallel, pipeline, deepspeed, hosts, memory; all of them where
+none is named. `--quick` takes fewer turns and a smaller model, to see that everything runs: its numbers are none to compare.
 """
 
 from __future__ import annotations
