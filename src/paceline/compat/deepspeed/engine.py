@@ -270,7 +270,7 @@ class DeepSpeedEngine(Getters, Saving, nn.Module):
             self.config["gradient_clipping"],
             self.bfloat16_enabled() and self.config["bf16.check_grad_overflow"],
         )
-        if not (clip or checks or self.zero_optimization()):
+        if not (clip or checks or self.fp16_enabled() or self.zero_optimization()):
             return True
         parameters = [each for each in self.module.parameters() if each.requires_grad]
         self._norm = self.accelerator.clip_grad_norm_(parameters, clip or math.inf)
