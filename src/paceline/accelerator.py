@@ -272,7 +272,8 @@ class Accelerator(Keeping):
 
         Args:
             batch: a pair or longer sequence `(*inputs, target)`, of which the model gets the inputs and `loss_fn(output,
-                target)` the last; or a mapping, which the model gets as keywords and `loss_fn(output, batch)` whole.
+                target)` the last; or a mapping, which the model gets as keywords and `loss_fn(output, batch)` whole; or
+                `parallel.microbatches.Microbatches` of these, which make one step.
             num_items: as in `backward`.
 
         Returns this rank's loss, 0-dim, detached.

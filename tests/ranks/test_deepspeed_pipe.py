@@ -271,7 +271,7 @@ def sparing(kind: str) -> Any:
         raise OSError("disk")
 
     engine.set_dataiterator(None if between else broken() if rank == 0 else data)
-    with pytest.raises(OSError if rank == 0 else TrainError, match="disk" if rank == 0 else "rank 0 raised"):
+    with pytest.raises(OSError if rank == 0 else TrainError, match="disk" if rank == 0 else "pipe-iterator"):
         engine.train_batch()
     engine.set_dataiterator(None)
     with pytest.raises(DataError, match="pipe-data"):
@@ -306,7 +306,7 @@ def from_a_dataset() -> Any:
         engine.backward(torch.zeros(()))
     with pytest.raises(TrainError, match="pipe-train-batch"):
         engine.step()
-    with torch.no_grad(), pytest.raises(TrainError, match="requires gradients enabled"):
+    with torch.no_grad(), pytest.raises(TrainError, match="requires gradients enabled.*pipe-gradients"):
         engine.train_batch()
     with pytest.raises(DataError, match="pipe-batch"):
         engine.train_batch(iter([torch.zeros(2, 6)] * 2))
