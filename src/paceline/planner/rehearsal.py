@@ -358,6 +358,11 @@ def without_files(compat: str) -> None:
                    "observe.trackers.group.Trackers.start"):  # fmt: skip
         replace_at(f"paceline.{writes}", nothing)
     replace_at("paceline.states.States.save", lambda states, path, plan, **_: path or "checkpoint")
+    if "accelerate" in compat.split(","):
+        replace_at(
+            "paceline.compat.accelerate.accelerator.Accelerator.save_state",
+            lambda accelerator, output_dir=None, *_, **__: output_dir or "checkpoint",
+        )
     if "deepspeed" in compat.split(","):
         for writes in ("save_checkpoint", "save_16bit_model"):
             replace_at(f"paceline.compat.deepspeed.engine.DeepSpeedEngine.{writes}", lambda *_, **__: True)
