@@ -1,0 +1,99 @@
+"""DeepSpeed's words for profiles."""
+
+import re
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from paceline.compat.deepspeed import profiling
+from paceline.compat.deepspeed.initialize import initialize
+from paceline.testing import run_ranks
+
+
+def simple():
+    return nn.Sequential(nn.Flatten(), nn.Linear(784, 128), nn.ReLU(), nn.Linear(128, 10))
+
+
+def test_a_model_has_the_numbers_that_people_know(capsys, tmp_path):
+    found = profiling.get_model_profile(simple(), (8, 1, 28, 28), top_modules=2)
+    assert found == ("1.63 M", "813.06 KMACs", "101.77 K")
+    shown = capsys.readouterr().out
+    assert "fwd MACs per GPU:" in shown and "depth 1:" in shown
+    profiling.get_model_profile(simple(), args=[torch.randn(8, 784)], output_file=str(tmp_path / "profile.txt"))
+    assert "813.06 KMACs = 100.0% MACs" in (tmp_path / "profile.txt").read_text()
+    numbers = profiling.get_model_profile(simple(), (8, 784), print_profile=False, as_string=False)
+    assert numbers == (1_626_112, 813_056, 101_770)
+
+
+def test_a_profiler_of_a_script_s_own(capsys):
+    model = simple()
+    profiler = profiling.FlopsProfiler(model)
+    profiler.start_profile()
+    model(torch.randn(8, 784)).sum().backward()
+    profiler.stop_profile()
+    model(torch.randn(8, 784))
+    assert profiler.get_total_macs() == 813_056 and profiler.get_total_params(as_string=True) == "101.77 K"
+    assert 0 < profiler.get_total_duration() < 60
+    profiler.print_model_profile(profile_step=5, detailed=False)
+    profiler.end_profile()
+    assert "Profile Summary at step 5:" in capsys.readouterr().out
+
+
+def test_a_recomputed_function_and_timers_are_told(capsys):
+    x = torch.randn(4, 4, requires_grad=True)
+    profiling.timed(torch.tanh)(x).sum().backward()
+    timers = profiling.SynchronizedWallClockTimer()
+    timers("load").start()
+    timers("load").stop()
+    assert timers("load").mean() >= 0
+    timers.log(["load", "other"])
+    lines = capsys.readouterr().out.splitlines()
+    for line, word in zip(lines, ("fwd", "backward", "load"), strict=True):
+        assert re.fullmatch(rf"time \(ms\) \| {word}: \d+\.\d\d", line)
+
+
+def engine_run():
+    lines = []
+    profiling._say, kept = lines.append, profiling._say
+    config = {
+        "train_batch_size": 32,
+        "gradient_accumulation_steps": 2,
+        "optimizer": {"type": "Adam", "params": {"lr": 1e-3, "torch_adam": True}},
+        "wall_clock_breakdown": True,
+        "flops_profiler": {"enabled": True},
+        "comms_logger": {"enabled": True},
+        "memory_breakdown": True,
+    }
+    try:
+        engine = initialize(model=simple(), config=config)[0]
+        for _ in range(8):
+            loss = functional.cross_entropy(engine(torch.randn(8, 784)), torch.randint(0, 10, (8,)))
+            engine.backward(loss)
+            engine.step()
+        found = profiling.log_summary(show_straggler=True, return_dict=True)
+        return lines, engine.get_wall_clock_timers(), found
+    finally:
+        profiling._say = kept
+
+
+def test_an_engine_tells_as_deepspeed_does():
+    (lines, timers, comms), (other, _, _) = run_ranks(engine_run, world=2)
+    told = [line for line in lines if line.startswith("[Rank 0] time (ms) | ")]
+    assert len(told) == 12 and other == []  # two micro-batches and their sum, four times
+    assert re.sub(r"[\d.]+", "0", told[0].split("| ", 1)[1]) == (
+        "fwd_microstep: 0 | bwd_microstep: 0 | bwd_inner_microstep: 0 | bwd_allreduce_microstep: 0 | step_microstep: 0"
+    )
+    assert set(timers) >= {"fwd", "bwd", "bwd_inner", "bwd_allreduce", "step", "fwd_microstep"}
+    (profile,) = [line for line in lines if "Flops Profiler" in line]
+    assert "Profile Summary at step 1:" in profile  # as the config counts
+    order = [profile.index(f"\n{name}:") for name in (
+        "world size", "data parallel size", "model parallel size", "batch size per GPU", "params per GPU",
+        "params of model", "fwd MACs per GPU", "fwd flops per GPU", "fwd flops of model", "fwd latency",
+        "fwd FLOPS per GPU", "bwd latency", "bwd FLOPS per GPU", "fwd+bwd FLOPS per GPU", "step latency",
+        "iter latency", "FLOPS per GPU", "samples/second",
+    )]  # fmt: skip
+    assert order == sorted(order)
+    sizes = comms["summary"]["all_reduce"]
+    assert sizes[4 * 101_770]["count"] == 4 and comms["straggler_analysis"]["all_reduce"][4 * 101_770]["count"] == 4
+    assert any("Comm. Op" in line and "Straggler(ms)" in line for line in lines)
