@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from safetensors.torch import load_file
 
 from paceline import Accelerator
@@ -23,6 +24,7 @@ from paceline.checkpoint.deepspeed import DeepSpeedFolder
 from paceline.checkpoint.export import export_checkpoint
 from paceline.checkpoint.model import load_model
 from paceline.compat.deepspeed import schedules
+from paceline.compat.deepspeed.initialize import initialize
 from paceline.testing import run_ranks
 
 _HERE = Path(__file__).parent / "deepspeed_reference" / "checkpoints"
@@ -79,6 +81,36 @@ def test_a_folder_of_deepspeed_goes_on_as_if_it_had_not_stopped(folders, name):
         assert own["client_state"] == {"epoch": 3, "note": "kept"}
         assert own["counters"] == {"global_steps": 4, "global_samples": 32, "skipped_steps": 0}
         assert step == 4
+
+
+def _engine_goes_on(folder: str, stage: int) -> tuple[list[float], dict, tuple]:
+    """The recorded script itself, on our engine."""
+    torch.manual_seed(1)
+    model = record.Net()
+    optimizer = torch.optim.AdamW(record.groups(model), lr=0.5)
+    told = record.config(stage, "fp32") | {"checkpoint": {"load_universal": True}}
+    world = dist.get_world_size()
+    told["train_micro_batch_size_per_gpu"] = 8 // world
+    engine = initialize(model=model, optimizer=optimizer, config=told)[0]
+    path, client = engine.load_checkpoint(folder)
+    assert path == os.path.join(folder, "global_step4")
+    losses = []
+    for step in range(record.STEPS, 2 * record.STEPS):
+        loss = engine(record.batch(step).chunk(world)[dist.get_rank()]).square().mean()
+        engine.backward(loss)
+        engine.step()
+        losses.append(float(engine.accelerator.reduce(loss.detach(), "mean")))
+    return losses, client, (engine.global_steps, engine.global_samples, engine.skipped_steps)
+
+
+@pytest.mark.parametrize(
+    ("name", "world", "stage"), [("stage2_fp32", 1, 0), ("stage3_fp32", 4, 2), ("stage0_fp32", 2, 3)]
+)
+def test_the_recorded_script_goes_on(folders, name, world, stage):
+    for losses, client, counters in run_ranks(_engine_goes_on, world=world, args=(str(folders / name), stage)):
+        assert losses == pytest.approx(_LOSSES[name][record.STEPS :], abs=1e-6)
+        assert client == {"epoch": 3, "note": "kept"}
+        assert counters == (8, 64, 0)
 
 
 def test_stage_3_loads_divided_as_it_was_and_otherwise(folders):
