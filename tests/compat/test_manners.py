@@ -64,7 +64,7 @@ def test_arguments_that_are_not_carried_are_refused_all_at_once() -> None:
             kwargs_handlers=[GradScalerKwargs(), GradScalerKwargs(), object()],
         )
     assert [problem.code for problem in caught.value.problems] == ["compat-argument"] * 6
-    assert "plan={'shard'" in str(caught.value) and "'pp': 2" in str(caught.value)
+    assert "give one `DeepSpeedPlugin`" in str(caught.value) and "'pp': 2" in str(caught.value)
 
 
 def test_a_code_argument_beats_the_environment() -> None:

@@ -58,7 +58,7 @@ _ROWS = (
     Foreign(
         "distributed_type",
         "it names how accelerate divides the work",
-        ("no", "multi_gpu", "multi_cpu", "multi_xpu", "multi_npu", "multi_mlu", "multi_musa", "multi_hpu"),
+        ("no", "multi_gpu", "multi_cpu", "multi_xpu", "multi_npu", "multi_mlu", "multi_musa", "multi_hpu", "deepspeed"),
         "set distributed_type to MULTI_GPU (MULTI_CPU without one)",
     ),
     Foreign("use_deepspeed", "it asks for DeepSpeed's engine", _OFF, _SHARDING, False),
@@ -142,8 +142,10 @@ def judge(given: Given) -> Choice | Problem | None:
 
 def notice(row: Choice) -> str:
     """What to tell the user about a value without effect; "" where `paceline explain` is enough."""
-    told = row.source == "command line" or (FOREIGN[row.field].tell and str(row.value).lower() not in _OFF)
-    return f"{row.field} ({row.where}) has no effect: {FOREIGN[row.field].why}." if told else ""
+    foreign = FOREIGN.get(row.field)  # None: a field of accelerate's DeepSpeed
+    asked = (foreign is None or foreign.tell) and str(row.value).lower() not in _OFF
+    reason = row.reason.removeprefix("no effect here: ")
+    return f"{row.field} ({row.where}) has no effect: {reason}." if asked or row.source == "command line" else ""
 
 
 def _refusal(name: str, where: str, why: str, fix: str) -> Problem:

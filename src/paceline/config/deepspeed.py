@@ -25,7 +25,7 @@ from paceline.config.deepspeed_batch import Batch as Batch
 from paceline.config.deepspeed_keys import by_name
 from paceline.config.deepspeed_meaning import Meaning, meaning_of
 from paceline.config.deepspeed_row import NOTHING
-from paceline.config.deepspeed_text import entries_of
+from paceline.config.deepspeed_text import Block, entries_of
 from paceline.config.deepspeed_values import values_of
 from paceline.config.given import Choice, Given
 
@@ -90,7 +90,12 @@ def read(
             `deepspeed-conflict`, `deepspeed-feature`: all problems at once.
     """
     source, block = entries_of(config, code)
-    said = values_of(block, hints or {})
+    return read_block(source, block, hints or {})
+
+
+def read_block(source: str, block: Block, hints: Mapping[str, Any]) -> DeepSpeedConfig:
+    """The same from keys that were found already."""
+    said = values_of(block, hints)
     meaning: Meaning = meaning_of(said)
     problems = [*said.problems, *meaning.problems]
     if problems:

@@ -53,6 +53,7 @@ def read(path: str) -> Content:
     content = Content()
     if root is not None:
         _read_block(path, root, "", content)
+        _read_deepspeed(path, root, content)
     return content
 
 
@@ -99,6 +100,30 @@ def _read_block(path: str, block: yaml.MappingNode, prefix: str, content: Conten
             continue
         else:
             _read_key(path, name, node, where, content)
+
+
+def _read_deepspeed(path: str, root: yaml.MappingNode, content: Content) -> None:
+    """accelerate's `deepspeed_config:`, which counts where `distributed_type` asks for it."""
+    nodes = {key.value: (node, f"{path}:{key.start_mark.line + 1}") for key, node in root.value}
+    kind, place = nodes.get("distributed_type", (None, ""))
+    if kind is None or str(kind.value).upper() != "DEEPSPEED":
+        return
+    from paceline.config.deepspeed_plugin import said_by
+
+    block, _ = nodes.get("deepspeed_config", (None, ""))
+    fields = [
+        Given(
+            key.value,
+            None if options.is_null(node) else options.value_of(node),
+            "file",
+            f"{path}:{key.start_mark.line + 1}",
+        )
+        for key, node in (block.value if isinstance(block, yaml.MappingNode) else ())
+    ]
+    told = said_by(fields, "file", place)
+    content.given += told.given
+    content.unused = [each for each in content.unused if each.field != "deepspeed_config"] + told.unused
+    content.problems += told.problems
 
 
 def _read_key(path: str, name: str, node: yaml.Node, where: str, content: Content) -> None:

@@ -89,7 +89,7 @@ def test_a_wish_that_is_not_met_is_noticed(told):
     assert "enable_cpu_affinity" in notice and "run.yaml:1" in notice and "numactl" in notice
 
 
-@pytest.mark.parametrize("kind", ["DEEPSPEED", "MEGATRON_LM", "XLA", "TPU"])
+@pytest.mark.parametrize("kind", ["MEGATRON_LM", "XLA", "TPU"])
 def test_engines_are_refused(problems, kind):
     [problem] = problems(f"compute_environment: LOCAL_MACHINE\ndistributed_type: {kind}\n")
     assert problem.code == "accelerate-feature"

@@ -21,7 +21,7 @@ _CARRIED = {
     f"{_HERE}.accelerator": "Accelerator",
     f"{_HERE}.arguments": """AutocastKwargs DataLoaderConfiguration DistributedDataParallelKwargs GradScalerKwargs
         GradientAccumulationPlugin InitProcessGroupKwargs KwargsHandler ProfileKwargs ProjectConfiguration""",
-    f"{_HERE}.plugins": """DeepSpeedSequenceParallelConfig FullyShardedDataParallelPlugin ParallelismConfig
+    f"{_HERE}.plugins": """DeepSpeedPlugin DeepSpeedSequenceParallelConfig FullyShardedDataParallelPlugin ParallelismConfig
         TorchContextParallelConfig TorchDynamoPlugin TorchTensorParallelConfig TorchTensorParallelPlugin""",
     f"{_HERE}.sharded": """disable_fsdp_ram_efficient_loading enable_fsdp_ram_efficient_loading fsdp2_canonicalize_names
         load_fsdp_model merge_fsdp_weights model_has_dtensor save_fsdp_model""",

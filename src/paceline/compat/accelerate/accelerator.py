@@ -33,7 +33,7 @@ from paceline.compat.accelerate.arguments import (
 )
 from paceline.compat.accelerate.checkpoint import Folder
 from paceline.compat.accelerate.loaders import skip_first_batches
-from paceline.compat.accelerate.plugins import ParallelismConfig
+from paceline.compat.accelerate.plugins import DeepSpeedPlugin, ParallelismConfig
 from paceline.compat.accelerate.preparation import AcceleratePreparation
 from paceline.compat.accelerate.state import AcceleratorState, GradientState
 from paceline.compat.accelerate.tracking import TrackerList
@@ -58,7 +58,7 @@ class Accelerator(NativeAccelerator):
         device_placement: whether `prepare` moves models and batches to the device.
         split_batches: taken for old scripts; `dataloader_config` says it now.
         gradient_accumulation_steps: the default of 1 leaves the choice to the environment; another value beats it.
-        others: as accelerate names them; those of DeepSpeed and Megatron-LM are refused, each with the native way.
+        others: as accelerate names them; those of Megatron-LM are refused, with the native way.
 
     Ranks: all construct it.
 
@@ -92,10 +92,8 @@ class Accelerator(NativeAccelerator):
         deepspeed_plugins: Any = None,
         parallelism_config: ParallelismConfig | None = None,
     ) -> None:
-        plugins = {
-            "deepspeed_plugin": deepspeed_plugin or deepspeed_plugins,
-            "megatron_lm_plugin": megatron_lm_plugin,
-        }
+        several = None if isinstance(deepspeed_plugin, DeepSpeedPlugin) else deepspeed_plugin or deepspeed_plugins
+        plugins = {"deepspeed_plugin": several, "megatron_lm_plugin": megatron_lm_plugin}
         _check(plugins, mixed_precision, gradient_accumulation_steps, gradient_accumulation_plugin, kwargs_handlers)
         for name, kind in _HANDLERS.items():
             setattr(self, name, next((each for each in kwargs_handlers or () if isinstance(each, kind)), None))
@@ -112,7 +110,9 @@ class Accelerator(NativeAccelerator):
             None if mixed_precision is None else str(getattr(mixed_precision, "value", mixed_precision)),
             window.num_steps if (window.num_steps or 1) != 1 else None,
             cpu or None,
-            plan=_said(fsdp_plugin, parallelism_config, torch_tp_plugin, dynamo_plugin, dynamo_backend),
+            plan=_said(
+                fsdp_plugin, parallelism_config, torch_tp_plugin, dynamo_plugin, dynamo_backend, deepspeed_plugin
+            ),
             options={"replicate": self.ddp_handler.options()} if self.ddp_handler else None,
             split_batches=loading.split_batches,
             dispatch_batches=loading.dispatch_batches,
@@ -126,6 +126,7 @@ class Accelerator(NativeAccelerator):
             else None,
         )
         self._adopt_manners(window, log_with)
+        self.deepspeed_plugin = deepspeed_plugin
         self.state.adopt(self, fsdp_plugin, torch_tp_plugin, dynamo_plugin)
 
     def _adopt_manners(self, window: GradientAccumulationPlugin, log_with: Any) -> None:
@@ -351,9 +352,12 @@ def _check(plugins: dict[str, Any], precision: Any, steps: int, window: Any, han
         raise CompatError.of(problems)
 
 
-def _said(fsdp: Any, axes: Any, tensor: Any, dynamo: Any, backend: Any) -> list[Given] | None:
+def _said(
+    fsdp: Any, axes: Any, tensor: Any, dynamo: Any, backend: Any, deepspeed: DeepSpeedPlugin | None
+) -> list[Given] | None:
     """What the plugins say, in accelerate's words; `config.engines` says it in ours."""
-    found = [given for plugin in (fsdp, axes, tensor, dynamo) if plugin is not None for given in said_by(plugin)]
+    found = deepspeed.said() if deepspeed is not None else []
+    found += [given for plugin in (fsdp, axes, tensor, dynamo) if plugin is not None for given in said_by(plugin)]
     if fsdp is not None:
         found.append(Given("use_fsdp", "true", "code", "Accelerator(fsdp_plugin=...)"))
     for name in ("tp", "cp", "sp"):
@@ -364,9 +368,8 @@ def _said(fsdp: Any, axes: Any, tensor: Any, dynamo: Any, backend: Any) -> list[
     return found or None
 
 
-_SHARD = "native: `paceline.Accelerator(plan={'shard': 4})` divides parameters, gradients and optimizer states"
 _WAYS = {
-    "deepspeed_plugin": _SHARD,
+    "deepspeed_plugin": "give one `DeepSpeedPlugin`",
     "megatron_lm_plugin": "native: `paceline.Accelerator(plan={'tp': 2, 'pp': 2})`",
 }
 

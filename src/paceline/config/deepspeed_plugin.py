@@ -1,0 +1,125 @@
+"""accelerate's words for DeepSpeed, read as a DeepSpeed config: its plugin, and the block `deepspeed_config:` of its files.
+
+zero_stage: 2, offload_optimizer_device: cpu      -> {"zero_optimization": {"stage": 2, "offload_optimizer": ...}}
+deepspeed_config_file: ds.json (hf_ds_config=...)  -> that config; the other fields are what its "auto" stands for
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+
+from paceline.base.errors import Problem
+from paceline.config.deepspeed import DeepSpeedConfig, read_block
+from paceline.config.deepspeed_text import Block, Entry, entries_of
+from paceline.config.given import Choice, Given, nearest
+
+_ZERO = "zero_optimization"
+FIELDS: Mapping[str, str] = MappingProxyType({
+    "zero_stage": f"{_ZERO}.stage",
+    "gradient_accumulation_steps": "gradient_accumulation_steps",
+    "gradient_clipping": "gradient_clipping",
+    "offload_optimizer_device": f"{_ZERO}.offload_optimizer.device",
+    "offload_param_device": f"{_ZERO}.offload_param.device",
+    "offload_optimizer_nvme_path": f"{_ZERO}.offload_optimizer.nvme_path",
+    "offload_param_nvme_path": f"{_ZERO}.offload_param.nvme_path",
+    "zero3_save_16bit_model": f"{_ZERO}.stage3_gather_16bit_weights_on_model_save",
+})  # fmt: skip
+FILES = ("deepspeed_config_file", "hf_ds_config")
+_LAUNCHED = "`paceline launch --nodes`, or --hostfile, says where a run takes place"
+IDLE: Mapping[str, str] = MappingProxyType({
+    "zero3_init_flag": "a model that is built on the meta device takes no memory until it is prepared",
+    "is_train_batch_min": "loaders keep the batch size that the script gives them",
+    "transformer_moe_cls_names": "units are found by themselves",
+    "deepspeed_moe_layer_cls_names": "units are found by themselves",
+    "deepspeed_multinode_launcher": _LAUNCHED,
+    "deepspeed_hostfile": _LAUNCHED,
+    "deepspeed_exclusion_filter": _LAUNCHED,
+    "deepspeed_inclusion_filter": _LAUNCHED,
+    "enable_msamp": "8-bit training is not built yet",
+    "msamp_opt_level": "8-bit training is not built yet",
+})  # fmt: skip
+_ENGINES = {
+    "gradient_clipping": "call `accelerator.clip_grad_norm_` in the script",
+    "optimizer": "the script's own optimizer is prepared",
+    "scheduler": "the script's own scheduler is prepared",
+}
+
+
+@dataclass
+class Said:
+    """What accelerate's words come to.
+
+    Attributes:
+        given: in our words.
+        unused: those without effect, each with the reason.
+        problems: names that there are not.
+    """
+
+    given: list[Given] = field(default_factory=list)
+    unused: list[Choice] = field(default_factory=list)
+    problems: list[Problem] = field(default_factory=list)
+
+
+def said_by(fields: Iterable[Given], source: str, place: str) -> Said:
+    """Reads fields of the plugin or of the block.
+
+    Args:
+        fields: each with its place; those that are None say nothing.
+        source: that of what is given: "file" or "code".
+        place: where DeepSpeed is asked for; without a config and a stage it is stage 2, as accelerate has it.
+
+    Raises:
+        ConfigError: as `deepspeed.read`.
+    """
+    found, config, said = Said(), None, dict[str, Given]()
+    for each in fields:
+        if each.value is None:
+            continue
+        if each.name in FILES:
+            config = each
+        elif each.name in FIELDS:
+            said[each.name] = each
+        elif each.name in IDLE:
+            found.unused.append(Choice(each.name, each.value, source, each.where, f"no effect here: {IDLE[each.name]}"))
+        else:
+            close = nearest(each.name, [*FIELDS, *FILES, *IDLE])
+            what = f"{each.where}: accelerate's DeepSpeed has no field {each.name!r}."
+            found.problems.append(Problem("config-key", what, "", f"write {close!r}" if close else "leave it out"))
+    if config is None and "zero_stage" not in said:
+        said["zero_stage"] = Given("zero_stage", 2, source, place)
+    told = _config(config, said)
+    found.given += [Given(each.name, each.value, source, each.where) for each in told.given]
+    steps = told["gradient_accumulation_steps"]
+    if steps is not None:
+        found.given.append(Given("accumulate", steps, source, told.places["gradient_accumulation_steps"]))
+    found.unused += told.unused
+    for row in told.kept:
+        why = _ENGINES.get(row.field.partition(".")[0])
+        if why:
+            found.unused.append(Choice(row.field, row.value, source, row.where, f"no effect here: {why}"))
+    return found
+
+
+def _config(config: Given | None, said: Mapping[str, Given]) -> DeepSpeedConfig:
+    hints = {FIELDS[name]: each.value for name, each in said.items()}
+    if config is not None:
+        source, block = entries_of(config.value, "DeepSpeedPlugin(hf_ds_config={})")
+        return read_block(source, block, hints)
+    block = Block()
+    for name, each in said.items():
+        _add(block, FIELDS[name].split("."), each)
+    return read_block("DeepSpeedPlugin(...)", block, {})
+
+
+def _add(block: Block, path: list[str], given: Given) -> None:
+    name, *rest = path
+    if not rest:
+        block.append(Entry(name, given.value, given.where))
+        return
+    inside = next((each.value for each in block if each.name == name), None)
+    if inside is None:
+        inside = Block()
+        block.append(Entry(name, inside, given.where))
+    _add(inside, rest, given)

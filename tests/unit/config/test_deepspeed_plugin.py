@@ -1,0 +1,79 @@
+"""accelerate's words for DeepSpeed: the block of its files, and the fields of its plugin."""
+
+import pytest
+
+from paceline.base.errors import ConfigError
+from paceline.compat.accelerate.plugins import DeepSpeedPlugin
+from paceline.config import Given, resolve_launch
+
+FILE = """\
+compute_environment: LOCAL_MACHINE
+deepspeed_config:
+  gradient_accumulation_steps: 4
+  gradient_clipping: 1.0
+  offload_optimizer_device: cpu
+  offload_param_device: none
+  zero3_init_flag: false
+  zero_stage: 2
+distributed_type: DEEPSPEED
+mixed_precision: bf16
+num_machines: 1
+num_processes: 2
+"""
+
+
+def told(tmp_path, text):
+    path = tmp_path / "run.yaml"
+    path.write_text(text)
+    return resolve_launch([Given("config", str(path), "command line", "--config")], {})
+
+
+def test_a_file_of_accelerates_that_asks_for_deepspeed(tmp_path):
+    found = told(tmp_path, FILE)
+    assert (found.run.zero, found.run.offload, found.run.accumulate, found.run.mixed_precision) == (
+        2,
+        "optimizer",
+        4,
+        "bf16",
+    )
+    where = {row.field: row.where.rpartition(":")[2] for row in found.decisions}
+    assert (where["zero"], where["offload"], where["accumulate"]) == ("8", "5", "3")
+    assert {"gradient_clipping", "zero3_init_flag"} <= {row.field for row in found.unused}
+
+
+def test_a_file_that_names_a_config(tmp_path):
+    config = tmp_path / "ds.json"
+    config.write_text('{"zero_optimization": {"stage": 3},\n "gradient_accumulation_steps": "auto"}')
+    text = FILE.replace("  zero_stage: 2\n", f"  deepspeed_config_file: {config}\n")
+    found = told(tmp_path, text)
+    assert (found.run.zero, found.run.accumulate) == (3, 4)
+    assert {row.field: row.where for row in found.decisions}["zero"] == f"{config}:1"
+
+
+def test_without_a_stage_it_is_the_second(tmp_path):
+    assert told(tmp_path, "distributed_type: DEEPSPEED\n").run.zero == 2
+
+
+def test_a_name_that_there_is_not(tmp_path):
+    with pytest.raises(ConfigError, match="'zero_stage'"):
+        told(tmp_path, FILE.replace("zero_stage", "zero_stagee"))
+
+
+def test_the_block_does_not_count_elsewhere(tmp_path):
+    assert told(tmp_path, FILE.replace("DEEPSPEED", "MULTI_GPU")).run.zero == "auto"
+
+
+def test_the_plugin():
+    said = DeepSpeedPlugin(zero_stage=3, offload_param_device="cpu", gradient_accumulation_steps=2).said()
+    assert {each.name: (each.value, each.where) for each in said} == {
+        "zero": (3, "DeepSpeedPlugin(zero_stage=...)"), "offload": ("all", "DeepSpeedPlugin(offload_param_device=...)"),
+        "accumulate": (2, "DeepSpeedPlugin(gradient_accumulation_steps=...)"),
+    }  # fmt: skip
+    with pytest.raises(ConfigError, match="nvme"):
+        DeepSpeedPlugin(offload_optimizer_device="nvme").said()
+
+
+def test_the_plugin_with_a_config_fills_in_what_is_auto():
+    config = {"zero_optimization": {"stage": "auto"}, "gradient_accumulation_steps": "auto", "bf16": {"enabled": True}}
+    said = DeepSpeedPlugin(hf_ds_config=config, zero_stage=1, gradient_accumulation_steps=8).said()
+    assert {each.name: each.value for each in said} == {"zero": 1, "accumulate": 8, "mixed_precision": "bf16"}
