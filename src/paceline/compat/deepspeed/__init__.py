@@ -28,6 +28,7 @@ _CARRIED: dict[str, str | dict[str, str]] = {
     "paceline.optim.lion": "DeepSpeedCPULion=Lion FusedLion=Lion",
     "paceline.optim.optimizer": "DeepSpeedOptimizer=PreparedOptimizer",
     "paceline.data.loader": "DeepSpeedDataLoader=PreparedLoader",
+    "paceline.data.seed": "set_random_seed=set_seed",
     "paceline.base.errors": "DeepSpeedConfigError=ConfigError",
     f"{_HERE}.pipe": "LayerSpec PipelineModule TiedLayerSpec",
     f"{_HERE}.pipe_engine": "PipelineEngine",
