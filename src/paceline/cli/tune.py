@@ -95,7 +95,8 @@ def tune(
     """
     from paceline.launch.job import job_of
     from paceline.planner import tune_results
-    from paceline.planner.device import device_of, of_this_host
+    from paceline.planner.device import device_of
+    from paceline.planner.fit import of_this_host
     from paceline.planner.rehearsal import in_child
     from paceline.planner.search import Tuning
     from paceline.planner.tune import Task, Tuner

@@ -87,20 +87,3 @@ def device_of(text: str) -> Device:
         )
     like = next((row for name, row in TABLE.items() if name.partition("-")[0] == sized[1]), TABLE["a100-40GB"])
     return replace(like, name=word, memory=int(sized[2]) * (GIB if sized[3] == "g" else 2**20))
-
-
-def of_this_host(local_size: int, *, cpu: bool = False) -> Device:
-    """The device that a rank has here, at the rates of the nearest known one. Touches it: for a process of its own."""
-    import torch
-
-    from paceline.planner.fit import memory_of
-
-    accelerated = torch.accelerator.is_available() and not cpu
-    found = torch.accelerator.current_accelerator() if accelerated else torch.device("cpu")
-    assert found is not None, "an accelerator that is available has a name"
-    memory = memory_of(found, local_size)
-    if found.type == "cpu":
-        return replace(TABLE["cpu-64GB"], name="cpu", memory=memory)
-    said = re.sub(r"[\s_]", "", str(getattr(torch, found.type).get_device_name())).lower()
-    like = next((row for name, row in TABLE.items() if name.partition("-")[0] in said), TABLE["a100-40GB"])
-    return replace(like, name=said or found.type, memory=memory)

@@ -6,7 +6,9 @@ draft (some of shard, zero, tp, pp on auto)  ->  facts of the models  ->  choose
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterable
+from dataclasses import replace
 
 import torch
 
@@ -14,6 +16,7 @@ from paceline.base.errors import PlanError
 from paceline.plan.facts import ModelFacts
 from paceline.plan.plan import Decision, Plan
 from paceline.plan.resolve import draft
+from paceline.planner.device import TABLE, Device
 from paceline.planner.estimate import Need, choose, gib
 from paceline.world.layout import AXES
 from paceline.world.world import World
@@ -26,6 +29,19 @@ def memory_of(device: torch.device, local_size: int) -> int:
     if device.type != "cpu":
         return int(torch.accelerator.get_memory_info(device)[1])
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // local_size
+
+
+def of_this_host(local_size: int, *, cpu: bool = False) -> Device:
+    """The device that a rank has here, at the rates of the nearest known one. Touches it: for a process of its own."""
+    accelerated = torch.accelerator.is_available() and not cpu
+    found = torch.accelerator.current_accelerator() if accelerated else torch.device("cpu")
+    assert found is not None, "an accelerator that is available has a name"
+    memory = memory_of(found, local_size)
+    if found.type == "cpu":
+        return replace(TABLE["cpu-64GB"], name="cpu", memory=memory)
+    said = re.sub(r"[\s_]", "", str(getattr(torch, found.type).get_device_name())).lower()
+    like = next((row for name, row in TABLE.items() if name.partition("-")[0] in said), TABLE["a100-40GB"])
+    return replace(like, name=said or found.type, memory=memory)
 
 
 def fit(plan: Plan, models: Iterable[ModelFacts], world: World, memory: int) -> Plan:
