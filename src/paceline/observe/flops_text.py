@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from paceline.observe.comms import table
-from paceline.observe.flops import Part, Profile
+from paceline.observe.operations import Part, Profile
 
 
 def text(profile: Profile, depth: int = -1, top: int = 1, detailed: bool = True) -> str:

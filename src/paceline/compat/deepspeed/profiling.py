@@ -18,8 +18,9 @@ from torch import nn
 
 from paceline.observe.clock import clock_of
 from paceline.observe.comms import size
-from paceline.observe.flops import Counter, Part, Profile, Tree, count_parameters
+from paceline.observe.flops import Counter, Tree, count_parameters
 from paceline.observe.flops_text import by_depth, number, share
+from paceline.observe.operations import Part, Profile
 from paceline.observe.profiles import Profiles
 
 _RULE = "-" * 30
@@ -435,7 +436,7 @@ def _summary(rows: Iterable[Any], straggler: bool) -> list[str]:
             lines.append(op)
         cells = ["", size(one.size_bytes), str(one.count), f"{one.total_ms:.2f}", f"{one.mean_ms:.2f}"]
         cells += [f"{one.algbw_gbps:.2f}", f"{one.busbw_gbps:.2f}"]
-        cells += [f"{one.straggler_ms:.2f}"] * straggler
+        cells += [f"{one.straggler_ms:.2f}"] if straggler else []
         lines.append("".join(f"{cell:<20}" for cell in cells).rstrip())
     return lines
 
