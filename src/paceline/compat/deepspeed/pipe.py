@@ -27,7 +27,7 @@ from torch.utils.checkpoint import checkpoint
 from paceline.base.errors import PlanError, PrepareError
 from paceline.base.log import logger, warn_once
 from paceline.compat.deepspeed import partition
-from paceline.compat.deepspeed.layers import Function, Tied, give_up, sharing, tie
+from paceline.compat.deepspeed.layers import Function, Tied, give_up, sharing, tie, trim
 from paceline.compat.deepspeed.topology import PipeDataParallelTopology, PipelineParallelGrid, ProcessTopology
 from paceline.parallel.stages import measure_blocks
 from paceline.world.world import World
@@ -256,6 +256,7 @@ class PipelineModule(nn.Module):
             return _outline(spec)
         layer = spec.build()
         give_up([layer], [])
+        trim()
         return layer
 
     def _tied(self, spec: TiedLayerSpec, tied: dict[str, nn.Module], needed: bool) -> nn.Module:
