@@ -5,7 +5,7 @@ reference/command-line.md   `paceline COMMAND --help` of every command
 reference/settings.md       paceline.config.schema
 reference/strategies.md     options of each file of paceline.parallel
 reference/accelerate.md     paceline.config.engine_fields
-reference/deepspeed.md      paceline.config.deepspeed_keys, deepspeed_parts
+reference/deepspeed.md      paceline.config.deepspeed.keys, deepspeed_parts
 reference/environment.md    paceline.base.env.TABLE
 """
 
@@ -281,8 +281,8 @@ told of once, with the reason; `paceline explain` lists it all.
 
 def deepspeed() -> str:
     """What becomes of every key of a DeepSpeed config."""
-    from paceline.config.deepspeed_keys import rows
-    from paceline.config.deepspeed_parts import PARTS
+    from paceline.config.deepspeed.keys import rows
+    from paceline.config.deepspeed.parts import PARTS
 
     head = """# Keys of a DeepSpeed config
 

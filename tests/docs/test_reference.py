@@ -58,8 +58,8 @@ def test_every_option_is_described(reference: ModuleType) -> None:
 
 
 def test_every_key_of_deepspeeds_is_described(reference: ModuleType) -> None:
-    from paceline.config.deepspeed_keys import blocks, rows
-    from paceline.config.deepspeed_parts import PARTS
+    from paceline.config.deepspeed.keys import blocks, rows
+    from paceline.config.deepspeed.parts import PARTS
 
     page = reference.deepspeed()
     for row in rows():

@@ -11,7 +11,7 @@ from paceline.base import env as environment
 from paceline.cli._table import lined_up
 from paceline.config import schema
 from paceline.config.deepspeed import Batch, DeepSpeedConfig, read
-from paceline.config.deepspeed_batch import MICRO, STEPS, TRAIN
+from paceline.config.deepspeed.batch import MICRO, STEPS, TRAIN
 from paceline.config.given import Choice, Given
 from paceline.config.sources import Launch, Resolved, resolve_launch, resolve_run
 

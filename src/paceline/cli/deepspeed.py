@@ -1,4 +1,4 @@
-"""Starts a script with the flags of the `deepspeed` command, whose names are served.
+"""Starts a script with the flags of the `deepspeed` command, its names served.
 
 paceline deepspeed [options] script.py [arguments of the script]
 """

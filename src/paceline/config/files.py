@@ -108,7 +108,7 @@ def _read_deepspeed(path: str, root: yaml.MappingNode, content: Content) -> None
     kind, place = nodes.get("distributed_type", (None, ""))
     if kind is None or str(kind.value).upper() != "DEEPSPEED":
         return
-    from paceline.config.deepspeed_plugin import said_by
+    from paceline.config.deepspeed.plugin import said_by
 
     block, _ = nodes.get("deepspeed_config", (None, ""))
     fields = [

@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 
 from paceline.base import env as environment
-from paceline.config.deepspeed_text import entries_of, plain
+from paceline.config.deepspeed.text import entries_of, plain
 from paceline.launch.launcher import Target
 from paceline.launch.worker import become, leave
 from paceline.optim.batch_size import is_out_of_memory

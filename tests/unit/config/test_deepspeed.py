@@ -6,9 +6,9 @@ import pytest
 
 from paceline.base.errors import ConfigError
 from paceline.config.deepspeed import read
-from paceline.config.deepspeed_keys import blocks, by_name, rows
-from paceline.config.deepspeed_parts import PARTS
-from paceline.config.deepspeed_row import Staged
+from paceline.config.deepspeed.keys import blocks, by_name, rows
+from paceline.config.deepspeed.parts import PARTS
+from paceline.config.deepspeed.row import Staged
 from paceline.config.options import NAME as OPTIONS
 from paceline.config.settings import RunSettings, settings_of
 from paceline.config.sources import resolve_run

@@ -12,7 +12,7 @@ from paceline.base import env as environment
 from paceline.base.log import warn_once
 from paceline.compat.accelerate.arguments import KwargsHandler
 from paceline.compat.accelerate.kinds import DynamoBackend
-from paceline.config.deepspeed_plugin import said_by
+from paceline.config.deepspeed.plugin import said_by
 from paceline.config.engine_fields import PLUGIN, ROWS
 from paceline.config.given import Given
 

@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from paceline.base.errors import Problem
-from paceline.config.deepspeed_keys import blocks, by_name, rows
-from paceline.config.deepspeed_parts import PARTS, Param, Part, part
-from paceline.config.deepspeed_row import Key
-from paceline.config.deepspeed_text import Block, Entry, plain
+from paceline.config.deepspeed.keys import blocks, by_name, rows
+from paceline.config.deepspeed.parts import PARTS, Param, Part, part
+from paceline.config.deepspeed.row import Key
+from paceline.config.deepspeed.text import Block, Entry, plain
 from paceline.config.given import nearest
 
 _OLD_BLOCKS = {"bfloat16": "bf16"}

@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from paceline.base.errors import Problem
-from paceline.config.deepspeed_keys import rows
-from paceline.config.deepspeed_row import Derived, Key, Staged
-from paceline.config.deepspeed_values import Said
+from paceline.config.deepspeed.keys import rows
+from paceline.config.deepspeed.row import Derived, Key, Staged
+from paceline.config.deepspeed.values import Said
 from paceline.config.engine_fields import VALUE, Case
 from paceline.config.engines import fits, word
 from paceline.config.given import Choice, Given

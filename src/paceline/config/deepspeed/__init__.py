@@ -9,7 +9,7 @@
 
     text  --deepspeed_text-->  keys with places  --deepspeed_values-->  values  --deepspeed_meaning-->  settings
 
-The table of keys is `deepspeed_keys`.
+The table of keys is `keys`.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from pathlib import Path
 from typing import Any
 
 from paceline.base.errors import ConfigError
-from paceline.config.deepspeed_batch import MICRO, STEPS, TRAIN, closed
-from paceline.config.deepspeed_batch import Batch as Batch
-from paceline.config.deepspeed_keys import by_name
-from paceline.config.deepspeed_meaning import Meaning, meaning_of
-from paceline.config.deepspeed_row import NOTHING
-from paceline.config.deepspeed_text import Block, entries_of
-from paceline.config.deepspeed_values import values_of
+from paceline.config.deepspeed.batch import MICRO, STEPS, TRAIN, closed
+from paceline.config.deepspeed.batch import Batch as Batch
+from paceline.config.deepspeed.keys import by_name
+from paceline.config.deepspeed.meaning import Meaning, meaning_of
+from paceline.config.deepspeed.row import NOTHING
+from paceline.config.deepspeed.text import Block, entries_of
+from paceline.config.deepspeed.values import values_of
 from paceline.config.given import Choice, Given
 
 

@@ -5,8 +5,8 @@
     a case with `fix` too    it is refused; what to do instead
     no case that fits        the engine (or who else `doc` names) reads its value
 
-Keys of ZeRO stand in `deepspeed_zero_keys`, those of what is measured, logged and tuned in `deepspeed_watch_keys`;
-parameters of optimizers and schedulers in `deepspeed_parts`.
+Keys of ZeRO stand in `zero_keys`, those of what is measured, logged and tuned in `watch_keys`;
+parameters of optimizers and schedulers in `parts`.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from collections.abc import Mapping
 from functools import cache
 from types import MappingProxyType
 
-from paceline.config.deepspeed_kinds import ANY, BLOCK, DTYPE, LIST, SWITCH, TEXT, count, number, word
-from paceline.config.deepspeed_row import NOTHING, Key, Staged, gone, idle, key
+from paceline.config.deepspeed.kinds import ANY, BLOCK, DTYPE, LIST, SWITCH, TEXT, count, number, word
+from paceline.config.deepspeed.row import NOTHING, Key, Staged, gone, idle, key
 from paceline.config.engine_fields import VALUE, Case
 from paceline.config.kinds import YES_NO
 
@@ -195,8 +195,8 @@ _REMOVED = (
 @cache
 def rows() -> tuple[Key, ...]:
     """The whole table."""
-    from paceline.config.deepspeed_watch_keys import WATCH
-    from paceline.config.deepspeed_zero_keys import ZERO
+    from paceline.config.deepspeed.watch_keys import WATCH
+    from paceline.config.deepspeed.zero_keys import ZERO
 
     return (*_BATCH, *_OPTIMIZER, *_STEP, *_PRECISION, *ZERO, *_ACTIVATIONS, *_CHECKPOINT, *WATCH, *_OURS, *_REMOVED)
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from paceline.config.deepspeed_kinds import BLOCK, LIST, TEXT, count, number, word
-from paceline.config.deepspeed_row import NOTHING, Derived, Key, idle, key
+from paceline.config.deepspeed.kinds import BLOCK, LIST, TEXT, count, number, word
+from paceline.config.deepspeed.row import NOTHING, Derived, Key, idle, key
 from paceline.config.engine_fields import VALUE, Case
 from paceline.config.kinds import YES_NO, Kind
 

@@ -12,7 +12,7 @@ from types import MappingProxyType
 
 from paceline.base.errors import Problem
 from paceline.config.deepspeed import DeepSpeedConfig, read_block
-from paceline.config.deepspeed_text import Block, Entry, entries_of
+from paceline.config.deepspeed.text import Block, Entry, entries_of
 from paceline.config.given import Choice, Given, nearest
 
 _ZERO = "zero_optimization"
