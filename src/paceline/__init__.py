@@ -8,8 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from paceline.base.lazy import lazy_names
-
-__version__ = "0.1.0"
+from paceline.base.version import VERSION as __version__
 
 _WHERE = {
     "Accelerator": "paceline.accelerator",

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-import paceline
+from paceline.base.version import VERSION
 from paceline.config.given import Choice
 from paceline.config.settings import LaunchSettings, RunSettings
 from paceline.config.sources import Launch
@@ -42,7 +42,7 @@ class Orders:
     env: Mapping[str, str]
     hosts: tuple[Slots, ...]
     local_rank: bool = False
-    version: str = paceline.__version__
+    version: str = VERSION
     python: str = python_version()
 
     def message(self) -> dict[str, Any]:

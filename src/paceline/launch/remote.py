@@ -29,6 +29,7 @@ from typing import Any
 
 from paceline.base import env as environment
 from paceline.base.errors import PacelineError
+from paceline.base.version import VERSION
 from paceline.launch import host
 from paceline.launch.launcher import LAUNCHERS, Target
 from paceline.launch.orders import VARIABLE, Orders, python_version
@@ -79,9 +80,7 @@ def survey(message: dict[str, Any], node: int) -> list[str]:
         message: the orders, perhaps of another version.
         node: which host this is.
     """
-    import paceline
-
-    mine, theirs = paceline.__version__, message["version"]
+    mine, theirs = VERSION, message["version"]
     if mine != theirs:
         return [f"paceline is {mine} there, and {theirs} here"]
     if python_version() != message["python"]:
