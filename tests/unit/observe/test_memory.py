@@ -1,5 +1,8 @@
 """What each phase held."""
 
+import os
+
+import pytest
 import torch
 
 from paceline.observe.memory import Memory, Resident
@@ -23,3 +26,18 @@ def test_the_peak_begins_anew_where_the_system_keeps_one():
     resident = Resident()
     now, peak = resident.read()
     assert 0 < now <= peak
+
+
+def test_a_fork_reads_of_itself_and_files_are_closed():
+    resident = Resident()
+    before, _ = resident.read()
+    child = os.fork()
+    if child == 0:
+        kept = b"x" * (64 * 2**20)
+        os._exit(int(resident.read()[0] - before < len(kept) // 2))
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    files = [each for each in (resident._status, resident._reset) if each >= 0]
+    del resident
+    for each in files:
+        with pytest.raises(OSError, match="Bad file descriptor"):
+            os.fstat(each)
