@@ -31,7 +31,11 @@ class Attendance:
     """
 
     def __init__(self, world: World, number: int, timeout_s: float | None = None) -> None:
-        self._world, self._begun, self._calls = world, 0, 0
+        self._world, self._calls = world, 0
+        self._begun, self._micro = (
+            0,
+            -1,
+        )  # micro-batches begun, which a load does not turn back; the number of the last one
         self._timeout_s = rendezvous.timeout(timeout_s)
         self._store: Any = None
         if world.size > 1:
@@ -39,18 +43,17 @@ class Attendance:
             rendezvous.on_leave(lambda why: self._store.set(f"ended/{world.rank}", why))
 
     def begins(self, micro_batch: int) -> None:
-        """This rank begins a micro-batch that trains."""
-        if self._store is not None and micro_batch != self._begun:
-            self._begun = micro_batch
-            self._store.set(f"at/{self._world.rank}", str(micro_batch))
+        """This rank begins a micro-batch that trains; one that began already, with several forward passes, counts once."""
+        if self._store is not None and micro_batch != self._micro:
+            self._begun, self._micro = self._begun + 1, micro_batch
+            self._store.set(f"at/{self._world.rank}", str(self._begun))
 
-    def call(self, name: str, fix: str, done: int) -> None:
+    def call(self, name: str, fix: str) -> None:
         """Returns once all ranks are here. Ranks: all.
 
         Args:
             name: what is called.
             fix: what the script should do, where ranks do not come.
-            done: micro-batches that this rank has done.
 
         Raises:
             CheckpointError: `checkpoint-ranks-missing`.
@@ -65,7 +68,7 @@ class Attendance:
             time.sleep(_POLL_S)
             waited = time.monotonic() - started
             missing = [rank for rank, key in keys.items() if not self._store.check([key])]
-            gone = {rank: why for rank in missing if (why := self._gone(rank, done))}
+            gone = {rank: why for rank in missing if (why := self._gone(rank))}
             if missing and ((gone and waited > _GRACE_S) or waited > self._timeout_s):
                 late = f"did not come within {self._timeout_s:g} s"
                 raise _missing(name, fix, self._world.rank, {rank: gone.get(rank, late) for rank in gone or missing})
@@ -78,12 +81,12 @@ class Attendance:
         if self._calls > 2:  # whoever is here has read what was written two calls ago
             self._store.delete_key(f"{self._calls - 2}/{self._world.rank}")
 
-    def _gone(self, rank: int, done: int) -> str:
+    def _gone(self, rank: int) -> str:
         """Why a rank will not come; "" where it may."""
         if self._store.check([f"ended/{rank}"]):
             return str(bytes(self._store.get(f"ended/{rank}")).decode())
-        if self._store.check([f"at/{rank}"]) and (at := int(self._store.get(f"at/{rank}"))) > done:
-            return f"went on to micro-batch {at}; this rank has done {done}"
+        if self._store.check([f"at/{rank}"]) and (at := int(self._store.get(f"at/{rank}"))) > self._begun:
+            return f"went on to micro-batch {at}; this rank has done {self._begun}"
         return ""
 
 

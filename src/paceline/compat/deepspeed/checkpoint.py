@@ -71,7 +71,7 @@ def save(
         ConfigError: `deepspeed-save-dir`, `deepspeed-tag`.
         CheckpointError: `checkpoint-ranks-missing` within seconds; those of `Accelerator.save_state`.
     """
-    attendance(engine).call("save_checkpoint", _EVERY_RANK, engine.micro_steps)
+    attendance(engine).call("save_checkpoint", _EVERY_RANK)
     folder = _folder(save_dir)
     tag = _agreed_tag(engine, f"global_step{engine.global_steps}" if tag is None else str(tag))
     accelerator, store = engine.accelerator, store_for(folder)
@@ -124,7 +124,7 @@ def _own_state(engine: Any, client_state: Mapping[str, Any]) -> dict[str, Any]:
     """What the engine keeps beside the accelerator."""
     return {
         "counters": {name: getattr(engine, name) for name in _COUNTERS},
-        "window": [engine.micro_steps % engine.batch.accumulate, engine.batch.accumulate],
+        "window": [engine.micro_steps - engine._opened, engine.batch.accumulate],
         "client_state": dict(client_state),
     }
 
@@ -164,7 +164,7 @@ def load(
         CheckpointError: those of `Accelerator.load_state`; nothing was touched.
     """
     accelerator = engine.accelerator
-    attendance(engine).call("load_checkpoint", "call it on every rank, outside of `if rank == 0`", engine.micro_steps)
+    attendance(engine).call("load_checkpoint", "call it on every rank, outside of `if rank == 0`")
     folder = os.fspath(load_dir)
     store = store_for(folder)
     tag = _latest(engine, store, folder) if tag is None else str(tag)
@@ -238,7 +238,8 @@ def _take_counters(engine: Any, own: Mapping[str, Any]) -> None:
             f"the window was saved after {done} of {steps} micro-batches, which is no whole number of "
             f"{engine.batch.accumulate}: this one step takes other samples than it would have.",
         )
-    engine.micro_steps = engine.global_steps * engine.batch.accumulate + inside
+    engine._opened = engine.global_steps * engine.batch.accumulate
+    engine.micro_steps = engine._opened + inside
 
 
 # -- 16 bits ---------------------------------------------------------------------------------------------------------
@@ -287,7 +288,7 @@ def save_16bit_model(
     Raises:
         CheckpointError: `checkpoint-ranks-missing`; those of `Accelerator.save_model`. An older file stays whole.
     """
-    attendance(engine).call("save_16bit_model", _EVERY_RANK, engine.micro_steps)
+    attendance(engine).call("save_16bit_model", _EVERY_RANK)
     accelerator, folder = engine.accelerator, _folder(save_dir)
     whole = accelerator._whole_of(engine._wrapped[0])
     source = Held.of(accelerator.unwrap_model(engine._wrapped[0]), **whole)

@@ -66,11 +66,14 @@ class DeepSpeedEngine(Getters, Saving, nn.Module):
         self.module = accelerator.unwrap_model(wrapped)
         self.lr_scheduler = None if prepared is None else EngineScheduler(prepared, self)
         self.micro_steps = self.global_steps = self.global_samples = self.skipped_steps = 0
+        self._opened = 0  # micro-steps before the window at hand
+        self._unreduced = False  # the last backward pass kept its gradients to this rank
         self._norm: torch.Tensor | None = None
         self._boundary: bool | None = None  # what a script said of the micro-batch at hand
         self._applied = self._held_back = False
         self._by_hand: ExitStack | None = None  # holds gradients until `step`, where a script calls backward itself
         self.events = Events(self)
+        attendance(self)  # engines are numbered in the order in which they are made
 
     def _prepare(self, model: nn.Module, optimizer: Any, loader: Any, scheduler: Any) -> tuple[Any, Any, Any, Any]:
         given = [each for each in (model, optimizer, loader, scheduler) if each is not None]
@@ -100,7 +103,9 @@ class DeepSpeedEngine(Getters, Saving, nn.Module):
         """Whether the micro-batch at hand is the last of its window."""
         if self._boundary is not None:
             return self._boundary
-        return not self.config["managed_gradient_accumulation"] or (self.micro_steps + 1) % self.batch.accumulate == 0
+        if not self.config["managed_gradient_accumulation"]:
+            return True
+        return (self.micro_steps - self._opened + 1) % self.batch.accumulate == 0
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
         """Says whether the micro-batch at hand ends its window; holds until it is said otherwise."""
@@ -125,7 +130,7 @@ class DeepSpeedEngine(Getters, Saving, nn.Module):
         """Another global batch, by another number of micro-batches in a step.
 
         Raises:
-            ConfigError: `deepspeed-batch-size`.
+            ConfigError: `deepspeed-batch-size`, also inside a window.
         """
         each = self.batch.micro * self.batch.width
         if train_batch_size < 1 or train_batch_size % each:
@@ -142,6 +147,14 @@ class DeepSpeedEngine(Getters, Saving, nn.Module):
         self._rebatch(micro_batch_size, self.batch.accumulate)
 
     def _rebatch(self, micro: int, accumulate: int) -> None:
+        done = self.micro_steps - self._opened
+        if done and accumulate != self.batch.accumulate:
+            raise ConfigError(
+                "deepspeed-batch-size",
+                f"a window of {self.batch.accumulate} micro-batches cannot become one of {accumulate} while it is open.",
+                why=f"{done} of its micro-batches {'was' if done == 1 else 'were'} divided by {self.batch.accumulate} already",
+                fix="change the batch after a step: `if engine.was_step_applied(): engine.set_train_batch_size(...)`",
+            )
         self.batch = replace(
             self.batch, train=micro * accumulate * self.batch.width, micro=micro, accumulate=accumulate
         )
@@ -209,6 +222,7 @@ class DeepSpeedEngine(Getters, Saving, nn.Module):
         with self._hold():
             more = {"retain_graph": True} if retain_graph else {}
             self.accelerator.backward(loss if scale_wrt_gas else loss * steps, **more)
+        self._unreduced = not self.accelerator.gradients.sync
         return loss.detach() / steps if scale_wrt_gas else loss.detach()
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
@@ -243,10 +257,14 @@ class DeepSpeedEngine(Getters, Saving, nn.Module):
         if self._by_hand is not None:
             by_hand, self._by_hand = self._by_hand, None
             by_hand.close()
-            self.accelerator._steps.settle()
+            self._unreduced = True
         if boundary:
+            if self._unreduced:  # backward did not know that it was the window's last
+                self.accelerator._steps.settle()
             self._update(dict(lr_kwargs or {}))
         self.micro_steps += 1
+        if boundary:
+            self._opened, self._unreduced = self.micro_steps, False
         self.events.after_step(boundary)
 
     def _update(self, lr_kwargs: dict[str, Any]) -> None:
@@ -282,6 +300,9 @@ class DeepSpeedEngine(Getters, Saving, nn.Module):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drops all gradients."""
+        self._wrapped[0].zero_grad()  # and what is kept elsewhere until it is reduced
+        if self.optimizer is not None:
+            self.optimizer.optimizer.zero_grad()
         for parameter in self.module.parameters():
             parameter.grad = None
 

@@ -244,7 +244,7 @@ class PipelineEngine(DeepSpeedEngine):
 
     def is_gradient_accumulation_boundary(self) -> bool:
         """Whether the micro-batch at hand is the last of its window."""
-        return (self.micro_steps + 1) % self.batch.accumulate == 0
+        return (self.micro_steps - self._opened + 1) % self.batch.accumulate == 0
 
     def _tell(self, loss: torch.Tensor) -> None:
         if not self.accelerator.is_main_process:
