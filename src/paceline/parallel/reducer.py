@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from itertools import count
 from typing import Any
@@ -234,6 +234,15 @@ class Reducer:
         return any(bucket.here for bucket in self._buckets) or any(
             p.grad is not None and not is_sharded(p.grad) for p in self._parameters
         )
+
+    def forget(self, parameters: Iterable[Tensor]) -> None:
+        """After some gradients were cleared: those that are on their way still (from a pass that another accelerator's loss
+        began) are brought to their end, for the ranks run in step, and cleared too. Ranks: all where there are any.
+        """
+        if any(bucket.here for bucket in self._buckets):
+            self.settle()
+            for parameter in parameters:
+                parameter.grad = None
 
     def failed(self) -> None:
         """A backward pass ended with an error: what it reduced is dropped as soon as the next one begins."""

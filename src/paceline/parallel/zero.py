@@ -27,6 +27,7 @@ from paceline.base.errors import Problem
 from paceline.base.log import logger
 from paceline.config.kinds import YES_NO, one_of, positive
 from paceline.parallel.division import ByParameters, ByRows, keep_divided
+from paceline.parallel.fsdp import forget_with
 from paceline.parallel.reducer import Reducer
 from paceline.parallel.stand_ins import closure_refused, step_held, swap_in_steps
 from paceline.parallel.strategy import Context, Strategy
@@ -148,6 +149,8 @@ class Zero(Strategy):
             mesh, [p for p in model.parameters() if p.requires_grad], limit
         )
         optimizer.register_step_pre_hook(partial(_refuse_held, weakref.ref(model)))
+        if model in _REDUCERS:
+            forget_with(optimizer, partial(_forget, weakref.ref(model), optimizer))
         keep_divided(optimizer, division)
         divide(optimizer, division)
         swap_in_steps(optimizer, division.stepping)
@@ -180,6 +183,11 @@ class Zero(Strategy):
         """Stage 2: the next backward pass begins anew."""
         if model in _REDUCERS:
             _REDUCERS[model].failed()
+
+
+def _forget(model: Any, optimizer: Optimizer) -> None:
+    if model() in _REDUCERS:
+        _REDUCERS[model()].forget(p for group in optimizer.param_groups for p in group["params"])
 
 
 def _refuse_held(model: Any, optimizer: Optimizer, *_: Any) -> None:
