@@ -17,6 +17,7 @@ import importlib
 import importlib.util
 import io
 import linecache
+import multiprocessing
 import os
 import pickle
 import sys
@@ -102,10 +103,15 @@ def pickled(thing: object, what: str) -> bytes:
 
 
 def leave(code: int) -> NoReturn:
-    """Ends a forked process whose stack is not its own."""
+    """Ends a forked process whose stack is not its own. Its daemons (workers of loaders) end before it, as they do where
+    Python ends: left alone they hold its output open, and its process group alive, for seconds."""
     rendezvous = sys.modules.get("paceline.world.rendezvous")
     if rendezvous is not None:
         rendezvous.leave()
+    for child in multiprocessing.active_children():
+        if child.daemon and child._parent_pid == os.getpid():  # type: ignore[attr-defined]  # a fork knows its parent's too
+            child.kill()
+            child.join()
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
