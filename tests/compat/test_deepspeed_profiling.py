@@ -97,3 +97,23 @@ def test_an_engine_tells_as_deepspeed_does():
     sizes = comms["summary"]["all_reduce"]
     assert sizes[4 * 101_770]["count"] == 4 and comms["straggler_analysis"]["all_reduce"][4 * 101_770]["count"] == 4
     assert any("Comm. Op" in line and "Straggler(ms)" in line for line in lines)
+
+
+def measured():
+    """What a config says is what is measured, and nothing else."""
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "flops_profiler": {"enabled": True, "profile_step": 3, "top_modules": 2},
+        "comms_logger": {"enabled": True, "prof_all": False, "prof_ops": ["all_reduce", "broadcast"]},
+        "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
+    }
+    profiles = initialize(model=nn.Linear(4, 4), config=config)[0].accelerator.profiles
+    assert (profiles.wall_clock, profiles.memory) == (None, None)
+    assert (profiles.flops.step, profiles.flops.top) == (4, 2)
+    assert profiles.comms.ops == {"all_reduce", "broadcast"}
+    clock = initialize(model=nn.Linear(4, 4), config={**config, "wall_clock_breakdown": True})[0].accelerator.profiles
+    return clock.wall_clock.every
+
+
+def test_the_profiles_are_those_of_the_config():
+    assert run_ranks(measured, world=1) == [0]

@@ -17,7 +17,7 @@ from paceline.compat.deepspeed.engine import DeepSpeedEngine
 from paceline.compat.deepspeed.loader import loader_of
 from paceline.compat.deepspeed.loss_scale import scaler_options
 from paceline.compat.deepspeed.processes import init_distributed
-from paceline.compat.deepspeed.profiling import asked
+from paceline.compat.deepspeed.profiling import told_here
 from paceline.config.deepspeed import DeepSpeedConfig
 from paceline.config.given import Given
 from paceline.world.world import World
@@ -68,11 +68,12 @@ def initialize(
     place = told.places.get("gradient_accumulation_steps", told.source)
     given = [
         *told.given,
+        *told_here(told),
         Given("accumulate", batch.accumulate, "code", place),
         *kind.settings(model, batch, training_data, collate_fn),
     ]
     scaler = scaler_options(told) if told["fp16.enabled"] else None
-    accelerator = Accelerator(plan=given, scaler=scaler, profile=asked(told))
+    accelerator = Accelerator(plan=given, scaler=scaler)
     checkpointing.follow(told)
     made = _optimizer(told, model, optimizer, model_parameters)
     scheduler = None if made is None else _scheduler(told, made, lr_scheduler)

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from paceline.config.given import Given
 from paceline.observe.clock import clock_of
 from paceline.observe.comms import size
 from paceline.observe.flops import Counter, Tree, count_parameters
@@ -26,30 +27,11 @@ from paceline.observe.profiles import Profiles
 _RULE = "-" * 30
 
 
-def asked(config: Any) -> dict[str, dict[str, Any]] | None:
-    """What `Accelerator(profile=...)` is given for a config; None where it asks for nothing.
-
-    DeepSpeed counts steps from 0 and times the phases of a step whenever it counts operations.
-    """
-    found: dict[str, dict[str, Any]] = {}
-    if config["wall_clock_breakdown"] or config["flops_profiler.enabled"]:
-        found["wall-clock"] = {"every": 0}
-    if config["flops_profiler.enabled"]:
-        found["flops"] = {
-            "step": config["flops_profiler.profile_step"] + 1,
-            "depth": config["flops_profiler.module_depth"],
-            "top": config["flops_profiler.top_modules"],
-            "detailed": config["flops_profiler.detailed"],
-        }
-        if config["flops_profiler.output_file"]:
-            found["flops"]["file"] = config["flops_profiler.output_file"]
-    if config["comms_logger.enabled"]:
-        every = config["comms_logger.prof_all"]
-        ops = [] if every else list(config["comms_logger.prof_ops"])
-        found["comms"] = {"ops": ",".join(ops), "verbose": config["comms_logger.verbose"]}
-    if config["memory_breakdown"]:
-        found["memory"] = {}
-    return found or None
+def told_here(config: Any) -> list[Given]:
+    """What a config with a wall clock adds to its settings: the engine words the times, so that nobody else does."""
+    if not config["wall_clock_breakdown"]:
+        return []
+    return [Given("options.profile.wall_clock_every", 0, "code", config.places["wall_clock_breakdown"])]
 
 
 class Timers:

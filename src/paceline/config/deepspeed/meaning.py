@@ -110,7 +110,8 @@ def _join_profiles(found: Meaning) -> None:
     measured = [each for each in found.given if each.name == "profile"]
     if measured:
         found.given = [each for each in found.given if each.name != "profile"]
-        names, places = ",".join(str(each.value) for each in measured), ", ".join(each.where for each in measured)
+        names = ",".join(str(each.value) for each in measured)
+        places = ", ".join(dict.fromkeys(each.where for each in measured))
         found.given.append(Given("profile", names, "code", places))
 
 
