@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from paceline.checkpoint.files import save_object
-from paceline.checkpoint.model import load_model, save_model
 from paceline.plan.plan import Plan
 from paceline.states import Hook, Start, States
 from paceline.world.participant import Participant
@@ -51,7 +50,9 @@ class Keeping(Participant):
         Raises:
             CheckpointError: on every rank; what was saved in the folder before is whole.
         """
-        save_model(
+        from paceline.checkpoint import model as files  # takes half a second: not before it is needed
+
+        files.save_model(
             self.unwrap_model(model), save_directory, max_shard_size, safe_serialization, **self._whole_of(model)
         )
 
@@ -69,7 +70,9 @@ class Keeping(Participant):
         Raises:
             CheckpointError: `checkpoint-other-model` with what is missing, unexpected or misshapen; nothing was touched.
         """
-        load_model(self.unwrap_model(model), directory, strict=strict, **self._whole_of(model, ("peers", "tied")))
+        from paceline.checkpoint import model as files
+
+        files.load_model(self.unwrap_model(model), directory, strict=strict, **self._whole_of(model, ("peers", "tied")))
 
     def _whole_of(self, model: nn.Module, wanted: Sequence[str] = ("peers", "order", "tied")) -> dict[str, Any]:
         """What the files of a model need to know of the ranks that hold it together."""

@@ -9,6 +9,8 @@ a save                      each rank signs in; whoever waits sees who is missin
 from __future__ import annotations
 
 import time
+import weakref
+from itertools import count
 from typing import Any
 
 from paceline.base.errors import CheckpointError
@@ -18,6 +20,7 @@ from paceline.world.world import World
 
 PATIENCE_S = 10.0
 _POLL_S = 0.02
+_numbers = count()
 _GRACE_S = 1.0  # what a rank has written may still be under way
 
 
@@ -98,3 +101,13 @@ def _missing(name: str, fix: str, here: int, ranks: dict[int, str]) -> Checkpoin
         why=[f"rank {rank} {why}" for rank, why in ranks.items()],
         fix=fix,
     )
+
+
+_attendances: weakref.WeakKeyDictionary[Any, Attendance] = weakref.WeakKeyDictionary()
+
+
+def attendance(engine: Any) -> Attendance:
+    """The engine's attendance list. Ranks: all make their engines in the same order."""
+    if engine not in _attendances:
+        _attendances[engine] = Attendance(engine.accelerator.world, next(_numbers))
+    return _attendances[engine]

@@ -10,10 +10,8 @@ Folders that DeepSpeed itself wrote are read too (`paceline.checkpoint.deepspeed
 from __future__ import annotations
 
 import os
-import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from itertools import count
 from typing import Any
 
 import torch
@@ -27,23 +25,14 @@ from paceline.checkpoint.held import Held
 from paceline.checkpoint.module_state import clean
 from paceline.checkpoint.opening import open_weights
 from paceline.checkpoint.store import Store, store_for
-from paceline.compat.deepspeed.attendance import Attendance
+from paceline.compat.deepspeed.attendance import attendance
 from paceline.world.exchange import as_bytes
 
 _KEY = "deepspeed"  # where the engine's own state lies among the run's counters
 _COUNTERS = ("global_steps", "global_samples", "skipped_steps")
 _ALL = frozenset({"models", "optimizers", "schedulers", "custom", "scaler", "rng", "window"})
-_numbers = count()
-_attendances: weakref.WeakKeyDictionary[Any, Attendance] = weakref.WeakKeyDictionary()
 _WHOLE = 1 << 60  # bytes: one file, however large
 _EVERY_RANK = "call it on every rank, outside of `if rank == 0`: each writes its part"
-
-
-def attendance(engine: Any) -> Attendance:
-    """The engine's attendance list. Ranks: all make their engines in the same order."""
-    if engine not in _attendances:
-        _attendances[engine] = Attendance(engine.accelerator.world, next(_numbers))
-    return _attendances[engine]
 
 
 # -- save ------------------------------------------------------------------------------------------------------------

@@ -19,7 +19,7 @@ from torch import nn
 from paceline.accelerator import Accelerator
 from paceline.base.errors import ConfigError, Problem, TrainError
 from paceline.base.log import warn_once
-from paceline.compat.deepspeed.checkpoint import attendance
+from paceline.compat.deepspeed.attendance import attendance
 from paceline.compat.deepspeed.events import Events
 from paceline.compat.deepspeed.getters import Getters
 from paceline.compat.deepspeed.saving import Saving

@@ -10,7 +10,6 @@ from torch import nn
 
 from paceline.accelerator import Accelerator
 from paceline.base.errors import ConfigError, Problem
-from paceline.compat.deepspeed import checkpoint
 
 
 def _one(name: str, value: Any, alias: str, other: Any) -> Any:
@@ -56,6 +55,8 @@ class Saving:
         """
         tag = _one("tag", tag, "ckpt_id", ckpt_id)
         state = _one("client_state", client_state, "client_sd", client_sd)
+        from paceline.compat.deepspeed import checkpoint
+
         return checkpoint.save(self, save_dir, tag, dict(state or {}), save_latest, exclude_frozen_parameters)
 
     def load_checkpoint(
@@ -75,6 +76,8 @@ class Saving:
         Returns the path and the script's own state; two Nones, with a warning, where there is none.
         """
         tag = _one("tag", tag, "ckpt_id", ckpt_id)
+        from paceline.compat.deepspeed import checkpoint
+
         return checkpoint.load(
             self, load_dir, tag, load_module_strict, load_optimizer_states, load_lr_scheduler_states, load_module_only,
             custom_load_fn,
@@ -84,6 +87,8 @@ class Saving:
         self, save_dir: str | Path, save_filename: str = "pytorch_model.bin", exclude_frozen_parameters: bool = False
     ) -> bool:
         """Writes the whole model into one file; returns True."""
+        from paceline.compat.deepspeed import checkpoint
+
         return checkpoint.save_16bit_model(self, save_dir, save_filename, exclude_frozen_parameters)
 
     save_fp16_model = save_16bit_model
