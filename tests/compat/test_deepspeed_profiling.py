@@ -1,5 +1,6 @@
 """DeepSpeed's words for profiles."""
 
+import os
 import re
 
 import torch
@@ -8,6 +9,8 @@ from torch.nn import functional
 
 from paceline.compat.deepspeed import profiling
 from paceline.compat.deepspeed.initialize import initialize
+from paceline.compat.deepspeed.pipe import PipelineModule
+from paceline.observe.operations import Part, Profile
 from paceline.testing import run_ranks
 
 
@@ -117,3 +120,29 @@ def measured():
 
 def test_the_profiles_are_those_of_the_config():
     assert run_ranks(measured, world=1) == [0]
+
+
+def piped():
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "gradient_accumulation_steps": 2,
+        "gradient_clipping": 1.0,
+        "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
+        "wall_clock_breakdown": True,
+        "flops_profiler": {"enabled": True, "output_file": os.devnull},
+    }
+    model = PipelineModule([nn.Linear(4, 4), nn.Linear(4, 4)], num_stages=2, loss_fn=functional.mse_loss)
+    engine = initialize(model=model, config=config)[0]
+    for _ in range(4):
+        engine.train_batch(iter([(torch.randn(2, 4), torch.randn(2, 4))] * 2))
+    return engine.accelerator.profiles.flops.profile, engine.events.timers.last
+
+
+def test_a_pipeline_waits_too():
+    for found, last in run_ranks(piped, world=2):
+        assert found.pipeline_ms > 0 and last["pipe"] > 0
+        assert found.total_ms >= found.forward_ms + found.backward_ms + found.pipeline_ms + found.step_ms
+    profile = Profile(Part("", "Net"), forward_ms=1.0, backward_ms=2.0, pipeline_ms=16.0, step_ms=1.0)
+    told = dict(line.split(":", 1) for line in profiling.profile_text(profile, samples=4).splitlines() if ":" in line)
+    rows = {name: value.strip() for name, value in told.items()}
+    assert (rows["pipe latency"], rows["iter latency"], rows["samples/second"]) == ("16.00 ms", "20.00 ms", "200.00")

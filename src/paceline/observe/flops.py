@@ -146,8 +146,9 @@ class Flops:
         for (name, begin), (_, end) in zip(self._moments, self._moments[1:], strict=False):
             spent[name] = spent.get(name, 0.0) + self._clock.ms(begin, end)
         self.profile.model = self._tree.take()
-        self.profile.forward_ms, self.profile.step_ms = spent.get("forward", 0.0), spent.get("step", 0.0)
+        self.profile.forward_ms, self.profile.pipeline_ms = spent.get("forward", 0.0), spent.get("pipeline", 0.0)
         self.profile.backward_ms = spent.get("backward", 0.0) + spent.get("reduce", 0.0)
+        self.profile.step_ms = spent.get("clip", 0.0) + spent.get("step", 0.0)
         self.profile.total_ms = sum(spent.values())
 
     def _finish(self) -> None:

@@ -43,6 +43,8 @@ def _whole(profile: Profile) -> list[list[str]]:
     ):
         if ms:
             rows.append([f"{name} time", f"{ms:.2f} ms, {number(flops / ms * 1e3)}FLOPS"])
+    if profile.pipeline_ms:
+        rows.append(["waiting for other stages", f"{profile.pipeline_ms:.2f} ms"])
     if seconds:
         rows.append(["optimizer time", f"{profile.step_ms:.2f} ms"])
         rows.append(["whole step", f"{profile.total_ms:.2f} ms, {number(profile.total / seconds)}FLOPS"])

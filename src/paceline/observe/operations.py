@@ -52,8 +52,8 @@ class Profile:
         micro_batches: in it.
         forward, backward, recomputed: operations of this rank in the step; `backward` without what was `recomputed`.
         copy, everywhere: forward operations of the ranks that hold one copy of the model together, and of all ranks.
-        forward_ms, backward_ms, step_ms, total_ms: of the step that was timed: the model's forward passes, backward
-            passes with their communication, the optimizer, all of it.
+        forward_ms, backward_ms, pipeline_ms, step_ms, total_ms: of the step that was timed: the model's forward passes,
+            backward passes with their communication, waiting for other stages, clipping and the optimizer, all of it.
     """
 
     model: Part
@@ -67,6 +67,7 @@ class Profile:
     everywhere: int = 0
     forward_ms: float = 0.0
     backward_ms: float = 0.0
+    pipeline_ms: float = 0.0
     step_ms: float = 0.0
     total_ms: float = 0.0
 

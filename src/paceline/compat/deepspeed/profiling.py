@@ -102,6 +102,8 @@ def _named(ms: Mapping[str, float], suffix: str) -> dict[str, float]:
         "bwd_allreduce": reduce,
         "step": ms.get("step", 0.0) + ms.get("clip", 0.0),
     }
+    if ms.get("pipeline"):  # waiting for other stages, and talking to them
+        values["pipe"] = ms["pipeline"]
     return {name + suffix: value for name, value in values.items()}
 
 
@@ -141,15 +143,17 @@ def profile_text(
         ("fwd FLOPS per GPU", _rate(profile.forward, forward_s)),
     ]
     if backward_s:
-        whole_s = forward_s + backward_s
+        passes_s = forward_s + backward_s
+        whole_s = passes_s + step_s + profile.pipeline_ms / 1e3
         rows += [
             ("bwd latency", duration_to_string(backward_s)),
             ("bwd FLOPS per GPU", _rate(backward + again, backward_s)),
-            ("fwd+bwd FLOPS per GPU", _rate(profile.total, whole_s)),
+            ("fwd+bwd FLOPS per GPU", _rate(profile.total, passes_s)),
+            *([("pipe latency", duration_to_string(profile.pipeline_ms / 1e3))] if profile.pipeline_ms else []),
             ("step latency", duration_to_string(step_s)),
-            ("iter latency", duration_to_string(whole_s + step_s)),
-            ("FLOPS per GPU", _rate(profile.total, whole_s + step_s)),
-            ("samples/second", f"{samples / (whole_s + step_s):.2f}"),
+            ("iter latency", duration_to_string(whole_s)),
+            ("FLOPS per GPU", _rate(profile.total, whole_s)),
+            ("samples/second", f"{samples / whole_s:.2f}"),
         ]
     lines = [f"{_RULE} Flops Profiler {_RULE}", f"Profile Summary at step {step}:"]
     lines += [f"{name + ':':<60}{value:<8}".rstrip() for name, value in rows]
