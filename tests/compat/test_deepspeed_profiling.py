@@ -146,3 +146,21 @@ def test_a_pipeline_waits_too():
     told = dict(line.split(":", 1) for line in profiling.profile_text(profile, samples=4).splitlines() if ":" in line)
     rows = {name: value.strip() for name, value in told.items()}
     assert (rows["pipe latency"], rows["iter latency"], rows["samples/second"]) == ("16.00 ms", "20.00 ms", "200.00")
+
+
+def overflowing():
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
+        "bf16": {"enabled": True, "check_grad_overflow": True},
+        "wall_clock_breakdown": True,
+    }
+    engine = initialize(model=nn.Linear(4, 4), config=config)[0]
+    for number in range(6):
+        engine.backward(engine(torch.randn(2, 4)).sum() * (float("inf") if number in (2, 3) else 1.0))
+        engine.step()
+    return engine.skipped_steps, engine.accelerator.profiles.wall_clock.last.step
+
+
+def test_a_step_that_is_left_out_is_a_step_of_the_clock():
+    assert run_ranks(overflowing, world=1) == [(2, 5)]  # the sixth ends with the seventh's beginning

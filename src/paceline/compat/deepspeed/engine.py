@@ -272,6 +272,9 @@ class DeepSpeedEngine(Getters, Saving, nn.Module):
         if not overflow:
             self.optimizer.step()
             overflow = self.optimizer.step_was_skipped
+        else:
+            with self.accelerator._prepared.phase("step"):
+                pass  # nothing is applied, but for whoever measures this step ends too
         self.optimizer.zero_grad()
         self.optimizer.overflow = overflow
         self._applied = not overflow
