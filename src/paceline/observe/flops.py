@@ -267,14 +267,21 @@ class Tree:
                     self._counter.open.append(part)
 
         def after(*_: Any) -> None:
-            if self._calls and self._calls[-1] is part:
-                self._calls.pop()
-                self._taken.append((part, self._begun.pop(), self._clock.now()))
-                if self._counter is not None and self._counter.open:
-                    self._counter.open.pop()
+            if not any(each is part for each in self._calls):
+                return
+            # Those inside it that are still open were left by an exception which runs no hooks: the end of a stage.
+            while self._leave_one() is not part:
+                pass
 
         self._hooks.append(module.register_forward_pre_hook(before))
         self._hooks.append(module.register_forward_hook(after, always_call=True))
+        return part
+
+    def _leave_one(self) -> Part:
+        part = self._calls.pop()
+        self._taken.append((part, self._begun.pop(), self._clock.now()))
+        if self._counter is not None and self._counter.open:
+            self._counter.open.pop()
         return part
 
     def restart(self, counter: Counter | None) -> None:

@@ -6,7 +6,7 @@ from torch import nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from paceline.observe.flops import Flops, of
+from paceline.observe.flops import Flops, counted, of
 from paceline.observe.flops_text import text
 from paceline.observe.phases import Phases
 
@@ -117,3 +117,39 @@ def test_how_deep_the_text_goes(depth, lines):
     shown = text(of(simple(), torch.randn(8, 784)), depth=depth, top=2)
     tree = shown[shown.index("\nmodules\n") :].splitlines()[3:-1]
     assert len(tree) == lines
+
+
+class Leaving(BaseException):
+    """As the end of a pipeline's stage, which no hook of a module sees."""
+
+
+class Inner(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x):
+        self.linear(x)
+        raise Leaving
+
+
+class Outer(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = Inner()
+
+    def forward(self, x):
+        try:
+            self.inner(x)
+        except Leaving:
+            return x
+
+
+def test_a_part_that_is_left_early_is_not_open_any_more():
+    model = Outer()
+    with counted([model]) as (counter, tree):
+        for _ in range(3):
+            model(torch.randn(2, 4))
+    names = {part.name: part for _, part in tree.take().walk()}
+    assert counter.forward == names[""].flops == names["inner"].flops == names["inner.linear"].flops == 3 * 64
+    assert names["inner"].calls == 3 and names[""].latency_ms >= names["inner"].latency_ms > 0
