@@ -354,7 +354,7 @@ def without_files(compat: str) -> None:
     """
     nothing = lambda *_, **__: None  # noqa: E731
     for writes in ("states.States.load", "states.States.on_main", "states.States._source", "states.States._listen",
-                   "states.States.wait", "keeping.save_object", "keeping.save_model",
+                   "states.States.wait", "keeping.save_object", "keeping.Keeping.save_model",
                    "observe.trackers.group.Trackers.start"):  # fmt: skip
         replace_at(f"paceline.{writes}", nothing)
     replace_at("paceline.states.States.save", lambda states, path, plan, **_: path or "checkpoint")
