@@ -13,6 +13,7 @@ from pathlib import Path
 
 from paceline.base.errors import LaunchError, Problem
 from paceline.launch.launcher import Job, Target
+from paceline.launch.warm import uncollected
 
 
 @dataclass(frozen=True)
@@ -40,7 +41,8 @@ def name() -> str:
 
 def accelerators() -> Accelerators:
     """Looks for accelerators; imports torch, and leaves a CPU build's process fit for forking."""
-    import torch
+    with uncollected():
+        import torch
 
     found = torch.accelerator.current_accelerator(check_available=True)
     return Accelerators(found.type, torch.accelerator.device_count()) if found else Accelerators()

@@ -33,6 +33,7 @@ from paceline.launch.processes import PARCEL, Reaper, Worker, settle, spawn, sto
 from paceline.launch.report import begun, describe
 from paceline.launch.rounds import End, Report, Round
 from paceline.launch.signals import Signals
+from paceline.launch.warm import warm
 
 _SIGN_OF_LIFE_S = 0.2
 _INTERRUPT_S = 3.0  # Ctrl-C is impatient; SIGTERM asks a script to save and go
@@ -137,8 +138,7 @@ class LocalHandle:
         folder = Path(tempfile.mkdtemp(prefix="paceline-"))
         self.reaper = Reaper(folder)
         if self.job.start == "fork":
-            import torch  # noqa: F401
-
+            warm(self.job.compat.split(","))
             if self.job.target.function is None:
                 gc.freeze()  # no collection touches, and so copies, what the processes share
         elif self.job.target.function is not None:

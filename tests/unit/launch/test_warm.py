@@ -1,0 +1,27 @@
+"""What is imported once, before processes are forked."""
+
+from __future__ import annotations
+
+import gc
+import subprocess
+import sys
+
+from paceline.launch.warm import uncollected
+
+
+def test_what_scripts_for_a_library_need_is_imported():
+    program = (
+        "import sys; from paceline.launch.warm import warm; door = 'paceline.compat.deepspeed.initialize'\n"
+        "warm(['']); assert 'torch' in sys.modules and door not in sys.modules\n"
+        "warm(['accelerate', 'deepspeed']); assert door in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True)
+
+
+def test_collection_goes_on_afterwards():
+    with uncollected():
+        assert not gc.isenabled()
+        with uncollected():
+            pass
+        assert not gc.isenabled()
+    assert gc.isenabled()
