@@ -77,7 +77,7 @@ class Outlook:
         told |= settings
         try:
             notes = [Decision(name, value, "derived", "tuning") for name, value in settings.items()]
-            plan = resolve(draft(told, notes, self.world_size), self.need.models, STRATEGIES)
+            plan = resolve(draft(told, notes, self.world_size, self.plan.options), self.need.models, STRATEGIES)
         except PlanError as error:
             return Forecast(problem=error.problems[0].what)
         extra = (candidate.micro - self.rows) if candidate.micro is not None and self.rows is not None else 0

@@ -28,6 +28,7 @@ from paceline.launch.launcher import Target
 from paceline.launch.worker import become, leave
 from paceline.optim.batch_size import is_out_of_memory
 from paceline.planner.rehearsal import without_files, wrap_at
+from paceline.world.tree import first_rows
 
 Change = Callable[[Mapping[str, Any]], Mapping[str, Any]]
 
@@ -59,6 +60,7 @@ class Notes:
             importlib.import_module("paceline.compat.deepspeed.initialize")
             self._configs()
             wrap_at("paceline.compat.deepspeed.engine.DeepSpeedEngine.forward", self._feeding)
+            wrap_at("paceline.compat.deepspeed.pipe_engine.PipelineEngine._compare_rows", self._pulling)
 
     def write(self, path: Path) -> None:
         """Writes what was seen."""
@@ -99,13 +101,23 @@ class Notes:
 
     def _feeding(self, forward: Any) -> Any:
         def fed(engine: Any, *inputs: Any, **named: Any) -> Any:
-            if self.seen["rows"] is None:
-                first = next((each for each in (*inputs, *named.values()) if isinstance(each, torch.Tensor)), None)
-                self.seen["rows"] = first.shape[0] if first is not None and first.ndim else None
-                self.seen["batch"] = engine.batch.train
+            self._fed(engine, (inputs, named))
             return forward(engine, *inputs, **named)
 
         return fed
+
+    def _pulling(self, compare: Any) -> Any:
+        def compared(engine: Any, inputs: Any, named: Any) -> Any:
+            self._fed(engine, (inputs, named))
+            return compare(engine, inputs, named)
+
+        return compared
+
+    def _fed(self, engine: Any, batch: Any) -> None:
+        """Notes the first micro-batch of an engine."""
+        if self.seen["rows"] is None:
+            self.seen["rows"] = first_rows(batch)
+            self.seen["batch"] = engine.batch.train
 
     def _configs(self) -> None:
         """Every place of ours that reads a DeepSpeed config reads a changed one."""
