@@ -154,6 +154,15 @@ def test_using_a_name_that_is_not_carried_names_the_native_way() -> None:
         DummyOptim.lr  # noqa: B018
 
 
+def test_what_transformers_imports_where_deepspeed_is_there() -> None:
+    from accelerate.utils import DeepSpeedSchedulerWrapper
+    from accelerate.utils.deepspeed import HfDeepSpeedConfig
+
+    assert isinstance(DeepSpeedSchedulerWrapper, type), "its Trainer asks `isinstance` of it"
+    with pytest.raises(CompatError, match=r"(?s)leave `deepspeed=` out of TrainingArguments.*--zero 2"):
+        HfDeepSpeedConfig({})
+
+
 def test_a_stand_in_can_be_inherited_from_and_asked_for() -> None:
     Stand = absent("accelerate.hooks.ModelHook", "why", "fix")
 

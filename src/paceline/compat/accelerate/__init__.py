@@ -57,6 +57,12 @@ _CARRIED = {
 # First match counts: pattern of a name, why it is not carried, what to do.
 _NATIVE_WAYS = (
     (
+        "HfDeepSpeedConfig",
+        "transformers' Trainer would drive DeepSpeed through it, and here it trains through accelerate alone",
+        "leave `deepspeed=` out of TrainingArguments, and say the stage at the start: `paceline launch --compat accelerate "
+        "--shard auto --zero 2`",
+    ),
+    (
         r"fsdp|FSDP|DeepSpeed|deepspeed|Dummy|DDP2",
         "parameters are divided when a model is prepared, by the plan",
         "native: `paceline.Accelerator(plan={'shard': 4})`",
