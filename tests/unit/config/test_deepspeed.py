@@ -353,3 +353,23 @@ def test_parts_of_torch_take_what_torch_takes():
     })  # fmt: skip
     assert found["optimizer.params"] == {"alpha": 0.9}
     assert found["scheduler.params"]["cycle_min_lr"] == [1e-4, 1e-5]
+
+
+def test_auto_among_parameters_of_torch() -> None:
+    parts = {
+        "optimizer": {"type": "RMSprop", "params": {"lr": "auto", "alpha": "auto", "momentum": 0.5}},
+        "scheduler": {"type": "StepLR", "params": {"step_size": 3, "gamma": "auto"}},
+    }
+    plain = read({"train_batch_size": 8, **parts})
+    assert plain["optimizer.params"] == {"momentum": 0.5} and plain["scheduler.params"] == {"step_size": 3}
+    told = read({"train_batch_size": 8, **parts}, hints={"learning_rate": 0.25, "scheduler.params.gamma": 0.5})
+    assert told["optimizer.params"] == {"lr": 0.25, "momentum": 0.5}
+    assert told["scheduler.params"] == {"step_size": 3, "gamma": 0.5}
+
+
+def test_of_two_buckets_the_one_that_does_not_count_is_told() -> None:
+    sizes = {"stage": 2, "reduce_bucket_size": 2e8, "allgather_bucket_size": 4e8}
+    told = read({"train_batch_size": 8, "zero_optimization": sizes})
+    assert [row.name for row in told.given] == ["zero", "options.zero.bucket_cap_mb"]
+    (row,) = told.unused
+    assert row.field == "zero_optimization.reduce_bucket_size" and "allgather_bucket_size" in row.reason

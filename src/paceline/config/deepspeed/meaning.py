@@ -77,7 +77,9 @@ def _apply(row: Key, where: str, said: Said, found: Meaning) -> None:
         )
     elif not case.means:
         found.unused.append(_unused(row, value, where, case.why))
-    elif not any(name in said.places for name in case.unless):
+    elif other := next((name for name in case.unless if name in said.places), None):
+        found.unused.append(_unused(row, value, where, f"{other} ({said.places[other]}) says it"))
+    else:
         found.given += [Given(name, _ours(ours, value), "code", where) for name, ours in case.means.items()]
 
 

@@ -103,8 +103,21 @@ def _read_part(role: str, hints: Mapping[str, Any], said: Said) -> None:
     elif found.why:
         what = f"{role}.type {found.name} is not supported."
         said.problems.append(Problem("deepspeed-feature", what, f"{place}: {found.why}", found.fix))
-    elif found.params is not None:
+    elif found.params is None:
+        said.values[f"{role}.params"] = _of_torch(role, params, hints)
+    else:
         said.values[f"{role}.params"] = _params(role, found, params, where, hints, said)
+
+
+def _of_torch(role: str, params: Mapping[str, Any], hints: Mapping[str, Any]) -> dict[str, Any]:
+    """Parameters of one of torch's own, which knows its defaults: "auto" is what was said, else nothing."""
+    read = {}
+    for name, value in params.items():
+        if _is_auto(value):
+            value = _hint(f"{role}.params.{name}", {"lr": "learning_rate"}.get(name, name), hints)
+        if value is not None or params[name] is None:
+            read[name] = value
+    return read
 
 
 def _params(
