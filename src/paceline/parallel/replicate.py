@@ -234,7 +234,8 @@ class Replicate(Strategy):
                 "some parameters took no part in this loss, so their gradients were not averaged over the ranks.",
                 why="all were used in the first step, so DDP does not search for unused ones: "
                 + str(error).splitlines()[0],
-                fix="set options={'replicate': {'find_unused_parameters': True}}",
+                fix="set options={'replicate': {'find_unused_parameters': True}}, or start with `paceline launch --option "
+                "replicate.find_unused_parameters=true`",
             ) from None
 
     def failed(self, model: nn.Module) -> None:
