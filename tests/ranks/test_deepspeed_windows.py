@@ -11,6 +11,7 @@ from torch.nn.functional import cross_entropy
 
 from paceline import ConfigError
 from paceline.compat.deepspeed.initialize import initialize
+from paceline.compat.deepspeed.pipe import PipelineModule
 from paceline.testing import run_ranks
 
 ROWS, STAGES = 12, (0, 1, 2, 3)
@@ -142,6 +143,21 @@ def test_another_batch_begins_a_window_of_its_own(tmp_path) -> None:
         assert lengths(other, [None, None]) == [3, 4]
 
     run_ranks(work, 2)
+
+
+def test_a_pipeline_steps_with_each_batch_whatever_its_size() -> None:
+    def work() -> list[tuple[bool, int]]:
+        keys = {"train_micro_batch_size_per_gpu": 3, "gradient_accumulation_steps": 2, "optimizer": ADAM}
+        net = PipelineModule(list(model()), num_stages=2, loss_fn=cross_entropy)
+        engine = initialize(model=net, config=keys)[0]
+        data, found = ((x[:3], y[:3]) for x, y in batches(20)), []
+        for size in (6, 9, 3, 6, 12):
+            engine.set_train_batch_size(size)
+            engine.train_batch(data)
+            found.append((engine.was_step_applied(), engine.micro_steps))
+        return found
+
+    assert run_ranks(work, 2)[0] == [(True, 2), (True, 5), (True, 6), (True, 8), (True, 12)]
 
 
 def test_two_engines_whose_losses_meet() -> None:
