@@ -17,7 +17,7 @@ from paceline.compat.deepspeed.initialize import initialize
 from paceline.compat.deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
 from paceline.compat.deepspeed.topology import PipeDataParallelTopology
 from paceline.parallel.strategy import STRATEGIES
-from paceline.testing import run_ranks
+from paceline.testing import RankFailed, run_ranks
 from paceline.world.sharded import local, whole
 
 list(STRATEGIES)  # imported here, not by each rank of each test
@@ -492,3 +492,17 @@ def refused() -> list[str]:
 def test_what_cannot_be_laid_out() -> None:
     codes = ["pipe-stages", "pipe-topology", "pipe-empty", "pipe-unprepared", "pipe-profile"]
     assert run_ranks(refused, world=2) == [codes, codes]
+
+
+def saved_on_rank_0(folder: str) -> None:
+    engine, data = made("plain", 2, 2, config(2)), shown("plain", 0, 1)
+    engine.train_batch(data)
+    if engine.global_rank == 0:
+        engine.save_checkpoint(folder)
+    else:
+        engine.train_batch(data)
+
+
+def test_a_save_on_one_rank_while_others_train_does_not_hang(tmp_path) -> None:
+    with pytest.raises(RankFailed, match="checkpoint-ranks-missing"):
+        run_ranks(saved_on_rank_0, world=2, args=(str(tmp_path),))

@@ -18,6 +18,7 @@ from torch import nn
 
 from paceline.base.errors import DataError, TrainError
 from paceline.base.log import warn_once
+from paceline.compat.deepspeed.checkpoint import attendance
 from paceline.compat.deepspeed.engine import DeepSpeedEngine
 from paceline.compat.deepspeed.loader import loader_of
 from paceline.compat.deepspeed.pipe import PipelineModule
@@ -227,6 +228,7 @@ class PipelineEngine(DeepSpeedEngine):
         if data_iter is not None:
             self.set_dataiterator(data_iter)
         self.train()
+        attendance(self).begins(self.micro_steps + 1)
         batches = Microbatches(self._pull(self._data, self.batch.accumulate))
         self.accelerator.gradients.sync = True
         loss = self.accelerator.forward_backward(self._wrapped[0], batches, self._loss)
