@@ -306,7 +306,7 @@ def from_a_dataset() -> Any:
         engine.backward(torch.zeros(()))
     with pytest.raises(TrainError, match="pipe-train-batch"):
         engine.step()
-    with torch.no_grad(), pytest.raises(TrainError, match="requires gradients enabled.*pipe-gradients"):
+    with torch.no_grad(), pytest.raises(TrainError, match=r"requires gradients enabled.*pipe-gradients"):
         engine.train_batch()
     with pytest.raises(DataError, match="pipe-batch"):
         engine.train_batch(iter([torch.zeros(2, 6)] * 2))
