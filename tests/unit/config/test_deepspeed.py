@@ -373,3 +373,8 @@ def test_of_two_buckets_the_one_that_does_not_count_is_told() -> None:
     assert [row.name for row in told.given] == ["zero", "options.zero.bucket_cap_mb"]
     (row,) = told.unused
     assert row.field == "zero_optimization.reduce_bucket_size" and "allgather_bucket_size" in row.reason
+
+
+def test_a_first_scale_that_no_float_holds() -> None:
+    with pytest.raises(ConfigError, match=r"initial_scale_power cannot be 2000[\s\S]*from 0 to 127"):
+        read({"train_batch_size": 8, "fp16": {"enabled": True, "initial_scale_power": 2000}})

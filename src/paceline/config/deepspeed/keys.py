@@ -81,7 +81,7 @@ _PRECISION = (
         hint="fp16"),
     idle("fp16.auto_cast", YES_NO, False, "autocast casts inputs of each operation, always"),
     key("fp16.loss_scale", number(), 0.0, "a fixed scale of the loss; 0: it is found"),
-    key("fp16.initial_scale_power", count(0), 16, "the scale begins at 2 to this power"),
+    key("fp16.initial_scale_power", count(0, 127), 16, "the scale begins at 2 to this power"),
     key("fp16.loss_scale_window", count(1), 1000, "steps without overflow after which the scale doubles"),
     key("fp16.hysteresis", count(1), 2, "overflows until the scale is halved"),
     key("fp16.consecutive_hysteresis", YES_NO, False, "each good step fills `hysteresis` up again"),
