@@ -76,6 +76,32 @@ def test_labels_are_the_same_where_they_are_made_and_where_they_are_read():
     assert made == read
 
 
+# -- the script written for DeepSpeed ------------------------------------------------------------------------------
+
+
+@pytest.mark.timeout(300)
+def test_a_deepspeed_program_learns_alike_on_one_process_and_two_and_writes_what_its_config_asks(sentences, tmp_path):
+    example = EXAMPLES / "emotion_deepspeed"
+    losses = {}
+    for width in (1, 2):
+        words = ["-m", "paceline", "deepspeed", "--num_gpus", str(width), str(example / "train.py"), "--deepspeed"]
+        words += ["--deepspeed_config", str(example / "ds_config.json"), "--data", str(sentences), "--epochs", "1"]
+        folder = tmp_path / str(width)
+        folder.mkdir()
+        done = subprocess.run([sys.executable, *words, "--log-step", "5"], capture_output=True, text=True, cwd=folder)
+        assert done.returncode == 0, done.stderr
+        assert done.stdout.count("macro avg") == 1
+        losses[width] = [float(loss) for loss in re.findall(r"step \d+ loss ([\d.]+)", done.stdout)]
+    assert len(losses[1]) == 12  # of 62 steps
+    assert losses[2][:4] == pytest.approx(losses[1][:4], abs=5e-3)  # float16; later steps magnify what rounding did
+    assert "all_reduce" in done.stdout.split("Comm. Op")[1]
+    written = tmp_path / "2" / "runs" / "emotion_deepspeed"
+    rates = (written / "logs" / "csv" / "Train_Samples_lr.csv").read_text().splitlines()
+    assert rates[:2] == ["step,lr", "32,0.0"] and len(rates) == 63
+    assert "BertEncoder" in (written / "flops.txt").read_text()
+    assert list((written / "logs" / "tensorboard").iterdir()) and (written / "checkpoints" / "latest").exists()
+
+
 # -- the notebooks -----------------------------------------------------------------------------------------------
 
 

@@ -378,3 +378,10 @@ def test_of_two_buckets_the_one_that_does_not_count_is_told() -> None:
 def test_a_first_scale_that_no_float_holds() -> None:
     with pytest.raises(ConfigError, match=r"initial_scale_power cannot be 2000[\s\S]*from 0 to 127"):
         read({"train_batch_size": 8, "fp16": {"enabled": True, "initial_scale_power": 2000}})
+
+
+def test_a_block_is_read_as_scripts_write_it():
+    told = read({"train_batch_size": 8, "fp16": {"enabled": True}})
+    assert told["fp16"]["enabled"] is told["fp16.enabled"] is True and told["zero_optimization"]["stage"] == 0
+    with pytest.raises(KeyError):
+        told["no_such_block"]

@@ -51,7 +51,15 @@ class DeepSpeedConfig:
     kept: tuple[Choice, ...] = ()
 
     def __getitem__(self, name: str) -> Any:
-        return self.values[name]
+        """A value by dotted name, or a whole block: `config["fp16"]["enabled"]` is `config["fp16.enabled"]`."""
+        if name in self.values:
+            return self.values[name]
+        block = {
+            key.removeprefix(f"{name}."): value for key, value in self.values.items() if key.startswith(f"{name}.")
+        }
+        if not block:
+            raise KeyError(name)
+        return DeepSpeedConfig(self.source, block)
 
     def batch(self, width: int) -> Batch:
         """The batch triangle for `width` ranks that read different samples.
