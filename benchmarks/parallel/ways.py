@@ -125,6 +125,7 @@ def deepspeed(stage: int) -> Way:
             "train_micro_batch_size_per_gpu": task.rows,
             "zero_optimization": zero,
             "zero_allow_untested_optimizer": True,
+            "gradient_clipping": 0.0,  # 1.0 unless it is said, and none of the others clips
         }
         engine, _, _, _ = peer.initialize(
             model=model, optimizer=adamw(model.parameters()), config=settings, dist_init_required=False
