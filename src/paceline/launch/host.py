@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from paceline.base.errors import LaunchError, Problem
+from paceline.base.lazy import uncollected
 from paceline.launch.launcher import Job, Target
-from paceline.launch.warm import uncollected
 
 
 @dataclass(frozen=True)

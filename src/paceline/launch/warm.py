@@ -2,25 +2,13 @@
 
 from __future__ import annotations
 
-import gc
 import importlib
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
+
+from paceline.base.lazy import uncollected
 
 # A script for DeepSpeed makes an engine and an optimizer; torch loads its compiler's front (0.8 s) with the first of those.
 _BY_LIBRARY = {"deepspeed": ("torch._dynamo", "paceline.compat.deepspeed.initialize")}
-
-
-@contextmanager
-def uncollected() -> Iterator[None]:
-    """Inside, no collection runs: imports only add objects, and looking through them takes a fifth of torch's import."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
 
 
 def warm(libraries: Iterable[str]) -> None:

@@ -6,7 +6,7 @@ import gc
 import subprocess
 import sys
 
-from paceline.launch.warm import uncollected
+from paceline.base.lazy import uncollected
 
 
 def test_what_scripts_for_a_library_need_is_imported():
