@@ -87,9 +87,11 @@ def main(args: argparse.Namespace) -> None:
     deepspeed.init_distributed()
     first = deepspeed.comm.get_rank() == 0
     train_data, dev_data, test_data = read(args)
-    collate = Collate([text for text, _ in train_data], args.out / f"vocab_{deepspeed.comm.get_rank()}.txt", args.length)
+    collate = Collate(
+        [text for text, _ in train_data], args.out / f"vocab_{deepspeed.comm.get_rank()}.txt", args.length
+    )
     model = build_model(args, len(collate.tokenizer))
-    engine, _, _, scheduler = deepspeed.initialize(args=args, model=model, model_parameters=model.parameters())
+    engine, _, _, _ = deepspeed.initialize(args=args, model=model, model_parameters=model.parameters())
     sampler = DistributedSampler(train_data, seed=args.seed)
     micro = engine.train_micro_batch_size_per_gpu()
     loader = DataLoader(train_data, micro, sampler=sampler, collate_fn=collate, drop_last=True)

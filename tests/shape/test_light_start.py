@@ -5,7 +5,15 @@ from __future__ import annotations
 import subprocess
 import sys
 
-HEAVY = ("torch.distributed.checkpoint", "torch.distributed.tensor", "torch._dynamo", "sympy", "hjson", "fsspec", "s3fs")
+HEAVY = (
+    "torch.distributed.checkpoint",
+    "torch.distributed.tensor",
+    "torch._dynamo",
+    "sympy",
+    "hjson",
+    "fsspec",
+    "s3fs",
+)
 
 
 def loaded(program: str) -> list[str]:

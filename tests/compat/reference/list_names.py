@@ -2,7 +2,7 @@
 
 Run with the real library (1.15.0) in an environment of its own. The list is what tells a name that Paceline does not
 carry from one that never existed; it goes to `src/paceline/compat/accelerate/names.txt`. Where deepspeed is installed too,
-`accelerate.utils` has the names of `accelerate.utils.deepspeed` as well: both libraries are served together, so they are listed.
+`accelerate.utils` has the names of `accelerate.utils.deepspeed` as well: served together, they are listed.
 """
 
 import importlib
