@@ -16,8 +16,10 @@ import importlib.metadata
 import importlib.util
 import sys
 from collections.abc import Iterable, Iterator, Sequence
+from functools import cache
 from importlib.abc import Loader
 from importlib.machinery import ModuleSpec
+from pathlib import Path
 from types import ModuleType
 from typing import Any, Protocol
 
@@ -37,6 +39,16 @@ class Names(Protocol):
 
     def native_way(self, name: str) -> tuple[str, str]:
         """Why a name is not carried, and what to do instead."""
+
+
+@cache
+def listed(file: Path) -> dict[str, frozenset[str]]:
+    """The modules that a `names.txt` lists, a line each, with their public names."""
+    found = {}
+    for line in file.read_text(encoding="utf-8").splitlines():
+        name, _, names = line.partition(":")
+        found[name] = frozenset(names.split())
+    return found
 
 
 class Server(importlib.metadata.DistributionFinder, Loader):

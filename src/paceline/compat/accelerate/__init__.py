@@ -13,6 +13,8 @@ import re
 from functools import cache
 from pathlib import Path
 
+from paceline.compat.served import listed
+
 VERSION = "1.15.0"
 
 _HERE = "paceline.compat.accelerate"
@@ -105,14 +107,9 @@ _DEFAULT_WAY = (
 )
 
 
-@cache
 def modules() -> dict[str, frozenset[str]]:
     """Names of accelerate's modules, each with its public names."""
-    found = {}
-    for line in Path(__file__).with_name("names.txt").read_text(encoding="utf-8").splitlines():
-        name, _, names = line.partition(":")
-        found[name] = frozenset(names.split())
-    return found
+    return listed(Path(__file__).with_name("names.txt"))
 
 
 @cache

@@ -14,6 +14,8 @@ from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
+from paceline.compat.served import listed
+
 VERSION = "0.19.8"
 
 _HERE = "paceline.compat.deepspeed"
@@ -116,14 +118,9 @@ _DEFAULT_WAY = (
 )
 
 
-@cache
 def modules() -> dict[str, frozenset[str]]:
     """Names of DeepSpeed's modules, each with its public names."""
-    found = {}
-    for line in Path(__file__).with_name("names.txt").read_text(encoding="utf-8").splitlines():
-        name, _, names = line.partition(":")
-        found[name] = frozenset(names.split())
-    return found
+    return listed(Path(__file__).with_name("names.txt"))
 
 
 @cache
