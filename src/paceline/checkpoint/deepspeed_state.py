@@ -33,7 +33,7 @@ class DeepSpeedReader:
     Args:
         folder: DeepSpeed's `SAVE_DIR/TAG`.
         state: of this run.
-        rank: of this process.
+        rank: of this process; readers of all libraries are made alike, and this one reads the same on each.
         names: of all tensors of each model, of all ranks.
         orders: for each optimizer, its parameters and their groups in their order, of all ranks.
     """
