@@ -68,6 +68,19 @@ TABLE: dict[str, Variable] = _table(
         "PACELINE_SETTINGS", str, "", "Settings that the launcher hands to its workers, as JSON with their sources."
     ),
     Variable("PACELINE_RUN", str, "", "Name of this run and no other, in all its rounds; set by `paceline launch`."),
+    Variable(
+        "PACELINE_RUN_SECRET",
+        str,
+        None,
+        "Secret by which the launchers of one run know each other, the same on every node; at least 16 characters.",
+        secret=True,
+    ),
+    Variable(
+        "PACELINE_RUN_SECRET_FILE",
+        str,
+        None,
+        "File that holds that secret instead, readable by its owner alone; without either, ~/.paceline/secret.",
+    ),
     Variable("PACELINE_DEBUG", parse_bool, False, "Checks every collective across ranks and explains hangs."),
     Variable("PACELINE_TIMEOUT_S", float, None, "Seconds after which a collective that some rank never enters fails."),
     Variable(

@@ -74,6 +74,24 @@ def hold_port(port: int) -> socket.socket:
     return held
 
 
+def listen_at(address: str, port: int) -> socket.socket:
+    """A socket that listens at one address of this host alone, at a port (0: a free one).
+
+    Raises:
+        OSError: the address is none of this host's, or the port cannot be had.
+    """
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((address, port))
+        listener.listen(128)
+    except OSError:
+        listener.close()
+        raise
+    return listener
+
+
 def check(job: Job) -> None:
     """Finds everything that would fail at once, before anything is started.
 

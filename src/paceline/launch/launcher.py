@@ -95,6 +95,7 @@ class Job:
         compat: libraries whose names are served to the script, joined by commas; "" for none.
         cores: cores of this node that are divided among its processes; () leaves each process all of them.
         orders, reach: what other hosts run and how they are reached, where this one starts it there.
+        secret: by which the launchers of several nodes know each other; "" for the user's own (`secret.py`).
     """
 
     target: Target
@@ -120,6 +121,7 @@ class Job:
     cores: tuple[int, ...] = ()
     orders: Orders | None = None
     reach: Reach = Reach()
+    secret: str = field(default="", repr=False)
 
 
 @dataclass(frozen=True)

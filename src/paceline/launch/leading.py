@@ -10,12 +10,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import asdict, replace
-from typing import TYPE_CHECKING, Any
+from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from paceline.base.exits import PREEMPTED
 from paceline.launch import objections
+from paceline.launch.messages import (
+    Bye,
+    Expelled,
+    Go,
+    Halt,
+    Here,
+    Home,
+    How,
+    Joined,
+    Leaving,
+    Message,
+    Move,
+    Over,
+    Probe,
+    Proposal,
+    Ready,
+    Rest,
+)  # fmt: skip
 from paceline.launch.rounds import Cause, End, Member, Place, Report, Round, may_go_on
 
 if TYPE_CHECKING:
@@ -56,27 +73,26 @@ class Lead:
         self.first_rest: float | None = None
         for who in own.links:
             own.heard_at[who] = now
-            own.say(who, joined=asdict(own.me), member=who in members)
+            own.say(who, Joined(own.me, who in members))
             if own.round is not None and who in members:
-                own.say(who, halt=["end" if lost[0] == "lost" else "save", lost[1]])
+                own.say(who, Halt("end" if lost[0] == "lost" else "save", lost[1]))
         if own.report is not None:
             self.at_rest[own.me.id] = own.report
 
     # What comes in
 
-    def heard(self, who: str, message: dict[str, Any], now: float) -> None:
+    def heard(self, who: str, message: Message, now: float) -> None:
         """A word from a member, or from one that waits to be taken in."""
-        if "rest" in message:
-            self.rested(who, Report(**message["rest"]), now)
-        elif "ready" in message and self.proposed is not None and message["ready"] == self.proposed.number:
+        if isinstance(message, Rest):
+            self.rested(who, message.report, now)
+        elif isinstance(message, Ready) and self.proposed is not None and message.round == self.proposed.number:
             self.ready.add(who)
-        elif "leaving" in message:
-            how, why = message["leaving"]
-            self.leaves(who, how, why, now)
-        elif "bye" in message:
+        elif isinstance(message, Leaving):
+            self.leaves(who, message.how, message.why, now)
+        elif isinstance(message, Bye):
             self.own.dead.add(who)
             self.own.drop(who)
-            self._without(who, Cause("left", message["bye"] or f"{self.own._name(who)} left", who), now)
+            self._without(who, Cause("left", message.why or f"{self.own._name(who)} left", who), now)
 
     def rested(self, who: str, report: Report, now: float) -> None:
         """All processes of a member have ended."""
@@ -85,7 +101,7 @@ class Lead:
         if report.kind == "failed" and who in self.members:
             self._end_round(Cause("failed", f"{self.own._name(who)}: {report.what}", who, report.at), "end", now)
 
-    def leaves(self, who: str, how: str, why: str, now: float) -> None:
+    def leaves(self, who: str, how: How, why: str, now: float) -> None:
         """A member was asked to end: all save, and the others go on without it."""
         if who in self.members:
             self.leaving.add(who)
@@ -96,28 +112,29 @@ class Lead:
         if who in self.members:  # it has lost us, and ended its processes, before we noticed
             self._without(who, Cause("lost", f"{self.own._name(who)} lost its connection", who), now)
         self.waiting.setdefault(who, now)
-        self.own.say(who, joined=asdict(self.own.me), member=False)
+        self.own.say(who, Joined(self.own.me, False))
 
     def closed(self, who: str, now: float) -> None:
         """A connection has ended: asks at once whether that launcher is still there."""
         if who in self.members:
             self.doubts.add(who)
-            self.own.open(self.own.known[who].place, who, "probe", now, probe=1)
+            self.own.open(self.own.known[who].place, who, "probe", now, Probe())
         self._without(who, Cause("lost", f"{self.own._name(who)} was lost (its connection ended)", who), now)
 
     def silent(self, who: str, now: float) -> None:
         """A member has given no sign of life for too long."""
         why = f"{self.own._name(who)} was lost (silent for {self.rules.limit_s:g} s)"
-        self.own.drop(who, expelled=1)
+        self.own.drop(who, Expelled())
         self._without(who, Cause("lost", why, who), now)
 
-    def found(self, ask: Ask, message: Mapping[str, Any], now: float) -> None:
-        """What came of a question that was asked at some place; an empty message for no answer."""
+    def found(self, ask: Ask, answer: Here | None, now: float) -> None:
+        """What came of a question that was asked at some place; None for no answer."""
+        leads = answer is not None and answer.leads
         if ask.purpose == "probe":
             self.doubts.discard(ask.who)
-            if message.get("leads") and message["round"] > self.number:
+            if answer is not None and leads and answer.round > self.number:
                 self.own.stand_down("the others went on without this node; it joins them", now)
-        elif message.get("leads") and message["here"] != self.own.me.id and message["born"] < self.own.born:
+        elif answer is not None and leads and answer.here != self.own.me.id and answer.born < self.own.born:
             self.disband(ask.place)
             self.own.move(ask.place, now)
 
@@ -143,7 +160,7 @@ class Lead:
             self.members.remove(who)
             self._end_round(cause, "save" if cause.kind == "left" and who in self.leaving else "end", now)
 
-    def _end_round(self, cause: Cause, how: str, now: float) -> None:
+    def _end_round(self, cause: Cause, how: How, now: float) -> None:
         """Has all processes ended, and keeps what explains it best."""
         if self.stage == "run":
             self.stage, self.noticed, self.cause = "halt", now, cause
@@ -156,7 +173,7 @@ class Lead:
             return  # processes that end at different moments disturb each other: those that save may go on doing so
         for member in self.members:
             if member not in self.at_rest:
-                self.own.say(member, halt=[how, cause.why])
+                self.own.say(member, Halt(how, cause.why))
         self.own.stop(how, cause.why)
 
     def _look(self, now: float) -> None:
@@ -243,7 +260,7 @@ class Lead:
         self.ready, self.stage = {self.own.me.id}, "propose"
         self.own.views = [*self.committed, self.proposed.ids]
         for who in self.members:
-            self.own.say(who, members=self.proposed.message(), views=[list(view) for view in self.committed])
+            self.own.say(who, Proposal(self.proposed, tuple(self.committed)))
 
     def _go(self, now: float) -> None:
         """All know: begins."""
@@ -251,7 +268,7 @@ class Lead:
         took = f"; {now - self.noticed:.1f} s to end all and decide" if self.cause.kind else ""
         reason = self.cause.why + took
         for who in self.members:
-            self.own.say(who, go=self.proposed.number, reason=reason)
+            self.own.say(who, Go(self.proposed.number, reason))
         self.own.start(replace(self.proposed, reason=reason))
         self.committed = [self.proposed.ids]
         for who in self.members:
@@ -261,13 +278,13 @@ class Lead:
     def finish(self, end: End) -> None:
         """The end of all."""
         for who in (*self.members, *self.waiting):
-            self.own.say(who, end=asdict(end))
+            self.own.say(who, Over(end))
         self.own.end = end
 
     def disband(self, place: Place) -> None:
         """Sends all to another run."""
         for who in (*self.members, *self.waiting):
-            self.own.say(who, move=list(place))
+            self.own.say(who, Move(place))
 
     def _call_home(self, now: float) -> None:
         """Asks who is where a run may be looked for: a host that comes back may know of no other place."""
@@ -278,8 +295,8 @@ class Lead:
         asked = {ask.place for ask in self.own.asks.values() if ask.purpose == "home"}
         for place in self.own.contacts:
             if place not in here and place not in asked:
-                home = {"home": list(self.own.me.place), "run": self.rules.run, "id": self.own.me.id}
-                self.own.open(place, "", "home", now, born=self.own.born, **home)
+                home = Home(self.own.me.place, self.rules.run, self.own.me.id, self.own.born)
+                self.own.open(place, "", "home", now, home)
 
     def _place(self, who: str) -> Place:
         known: Member = self.own.known[who]

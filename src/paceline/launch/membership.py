@@ -14,11 +14,34 @@ signals. What goes out: `actions` for the network; `begin`, `halt` and `end` for
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from paceline.launch import objections
 from paceline.launch.leading import Lead
+from paceline.launch.messages import (
+    Beat,
+    Bye,
+    Expelled,
+    Go,
+    Halt,
+    Hello,
+    Here,
+    Home,
+    How,
+    Joined,
+    Later,
+    Leaving,
+    Message,
+    Move,
+    Over,
+    Probe,
+    Proposal,
+    Ready,
+    Refused,
+    Rest,
+    Wait,
+)  # fmt: skip
 from paceline.launch.rounds import End, Member, Place, Report, Round, Rules, called, may_go_on
 
 _ASK_AGAIN_S = 0.5
@@ -26,6 +49,9 @@ _ANSWER_S = 1.0  # a launcher that is there answers within this
 _SETTLE_S = 2.0  # a new leader waits this long for others that were members
 _FRESH_S = 1.5  # until then nobody else can have taken the lead without this launcher
 _ASKED_AT_ONCE = 16
+_SECRET_S = 2.0  # a launcher whose secret differs asks for this long before it gives up
+# Places where no launcher of this run has answered. Who cannot prove the secret counts no more than silence does.
+_NO_LAUNCHER = ("silent", "stranger", "secret")
 
 
 @dataclass
@@ -80,7 +106,7 @@ class Membership:
         self.whose: dict[int, str] = {}
         self.heard_at: dict[str, float] = {}
         self.asks: dict[int, Ask] = {}
-        self.answers: dict[Place, str] = {}  # while seeking: "refused", "silent", "wait" or "later"
+        self.answers: dict[Place, str] = {}  # while seeking: "wait", "later", or how `closed` says that it ended
         self.leader = ""
         self.leader_key = -1
         self.leaving = ""
@@ -94,7 +120,7 @@ class Membership:
 
     # What comes in
 
-    def heard(self, key: int, message: dict[str, Any], now: float) -> None:
+    def heard(self, key: int, message: Message, now: float) -> None:
         """A message over a connection."""
         if key in self.asks:
             self._answer(key, message, now)
@@ -105,16 +131,20 @@ class Membership:
                 self.lead.heard(who, message, now)
             elif who == self.leader:
                 self._obey(message, now)
-        elif "hello" in message:
+        elif isinstance(message, Hello):
             self._greet(key, message, now)
-        elif "probe" in message:
-            self._say(key, **self._here())
-        elif "home" in message:
+        elif isinstance(message, Probe):
+            self._say(key, self._here())
+        elif isinstance(message, Home):
             self._called_home(key, message, now)
         self._step(now)
 
     def closed(self, key: int, how: str, now: float) -> None:
-        """A connection has ended: "refused", "silent" (never came to be), or "closed"."""
+        """A connection has ended.
+
+        `how` is "refused" (nobody listens there), "silent" (it never came to be), "closed", "secret" (a launcher with
+        another secret listens there) or "stranger" (no launcher does).
+        """
         ask = self.asks.pop(key, None)
         if ask is not None:
             self._no_answer(ask, how, now)
@@ -137,7 +167,7 @@ class Membership:
         if now - self._beaten >= self.rules.beat_s:
             self._beaten = now
             for key in (*self.whose, *(key for key, ask in self.asks.items() if ask.answered)):
-                self._say(key, beat=1)
+                self._say(key, Beat())
         for key, ask in list(self.asks.items()):
             if now - ask.since > (self.rules.limit_s if ask.answered else _ANSWER_S):
                 del self.asks[key]
@@ -152,18 +182,18 @@ class Membership:
         self._report(now)
         self._step(now)
 
-    def leave(self, how: str, why: str, now: float) -> None:
+    def leave(self, how: How, why: str, now: float) -> None:
         """This launcher was asked to end; its processes have been told. `how` is "save" or "end"."""
         self.leaving = f"{self._name(self.me.id)} {why}"
         if self.lead is not None:
             self.lead.leaves(self.me.id, how, self.leaving, now)
         elif self.leader:
-            self._say(self.leader_key, leaving=[how, self.leaving])
+            self._say(self.leader_key, Leaving(how, self.leaving))
 
     def bye(self) -> None:
         """This launcher ends now: a planned end, that needs no majority of those who stay."""
         for key in self.whose:
-            self._say(key, bye=self.leaving)
+            self._say(key, Bye(self.leaving))
 
     @property
     def latest(self) -> int:
@@ -172,28 +202,28 @@ class Membership:
 
     # The network
 
-    def open(self, place: Place, who: str, purpose: str, now: float, **message: Any) -> int:
+    def open(self, place: Place, who: str, purpose: str, now: float, message: Message) -> int:
         """Asks a place something over a new connection."""
         key, self._next_key = self._next_key, self._next_key + 2
         self.asks[key] = Ask(place, who, purpose, now)
         self.actions.append(("open", key, place))
-        self._say(key, **message)
+        self._say(key, message)
         return key
 
-    def _say(self, key: int, **message: Any) -> None:
+    def _say(self, key: int, message: Message) -> None:
         self.actions.append(("send", key, message))
 
-    def say(self, who: str, **message: Any) -> None:
+    def say(self, who: str, message: Message) -> None:
         """Sends to a member that has a connection to us."""
         if who in self.links:
-            self._say(self.links[who], **message)
+            self._say(self.links[who], message)
 
-    def drop(self, who: str, **last_word: Any) -> None:
+    def drop(self, who: str, last_word: Message | None = None) -> None:
         """Ends the connection of a member."""
         key = self.links.pop(who, None)
         if key is not None:
-            if last_word:
-                self._say(key, **last_word)
+            if last_word is not None:
+                self._say(key, last_word)
             self.whose.pop(key, None)
             self.actions.append(("close", key))
 
@@ -209,52 +239,55 @@ class Membership:
             elif silent_s > 2 * self.rules.beat_s and not any(
                 ask.who == who and now - ask.since < _ASK_AGAIN_S for ask in self.asks.values()
             ):
-                self.open(self.known[who].place, who, "probe", now, probe=1)
+                self.open(self.known[who].place, who, "probe", now, Probe())
 
-    def _here(self) -> dict[str, Any]:
-        return {"here": self.me.id, "round": self.round.number if self.round else 0, "leads": self.lead is not None}
+    def _here(self) -> Here:
+        return Here(self.me.id, self.round.number if self.round else 0, self.lead is not None, self.born)
 
     def _name(self, who: str) -> str:
         return called(who, self.round, self.known)
 
     # Asked by others
 
-    def _greet(self, key: int, message: dict[str, Any], now: float) -> None:
+    def _greet(self, key: int, message: Hello, now: float) -> None:
         """A launcher that seeks a run."""
-        member = Member(**message["hello"])
+        member = message.member
+        if member.id == self.me.id:
+            return
         if self.leader:
-            self._say(key, later=list(self.known[self.leader].place), here=self.me.id)
+            self._say(key, Later(self.known[self.leader].place, self.me.id))
             return
         members = self.lead.members if self.lead is not None else [self.me.id]
         present = [self.known[who] for who in members if who != member.id]
-        problem = objections.disagreement(self.me, self.rules, present, member, message["rules"])
+        problem = objections.disagreement(self.me, self.rules, present, member, message.rules)
         if problem is not None:
-            self._say(key, refused=asdict(problem))
-            if self.lead is not None and self.round is None:
+            self._say(key, Refused(problem))
+            # Somebody has started this run's nodes differently; a launcher of another run has only come to a wrong place.
+            same_run = message.rules[-1] == self.rules.run
+            if self.lead is not None and self.round is None and same_run:
                 self.lead.finish(End(1, problem.what, error=problem))
             return
         self.drop(member.id)
         self.known[member.id] = member
         self.links[member.id], self.whose[key] = key, member.id
         self.heard_at[member.id] = now
-        self.newest = max(self.newest, message["round"])
+        self.newest = max(self.newest, message.round)
         if self.lead is not None:
             self.lead.welcome(member.id, now)
         else:
-            self._say(key, wait=self.latest, here=self.me.id)
+            self._say(key, Wait(self.latest, self.me.id))
 
-    def _called_home(self, key: int, message: dict[str, Any], now: float) -> None:
+    def _called_home(self, key: int, message: Home, now: float) -> None:
         """A run that began through this launcher's place, and went on elsewhere, asks who is here now."""
-        self._say(key, **self._here(), born=self.born)
-        place = (str(message["home"][0]), int(message["home"][1]))
-        if self.leader or message["run"] != self.rules.run:
+        self._say(key, self._here())
+        if self.leader or message.run != self.rules.run:
             return
-        if self.lead is not None and message["born"] < self.born and message["id"] != self.me.id:
+        if self.lead is not None and message.born < self.born and message.id != self.me.id:
             self.notes.append("another run of this name is older: this one ends, and its nodes join that one")
-            self.lead.disband(place)
-            self.move(place, now)
-        elif self.lead is None and place not in self.contacts:
-            self.contacts.append(place)
+            self.lead.disband(message.place)
+            self.move(message.place, now)
+        elif self.lead is None and message.place not in self.contacts:
+            self.contacts.append(message.place)
             self.founds = False
 
     # Seeking
@@ -275,7 +308,7 @@ class Membership:
         if self.leader:
             self.actions.append(("close", self.leader_key))
         for who in list(self.links):
-            self.drop(who, expelled=1)
+            self.drop(who, Expelled())
         self.leader, self.leader_key, self.lead = "", -1, None
         self.lost, self.since, self.candidate_since = (how, why), now, None
         self.fresh_until = now + _FRESH_S if fresh else now
@@ -289,7 +322,7 @@ class Membership:
         self.notes.append(why)
         self._orphan("lost", why, now)
 
-    def stop(self, how: str, why: str) -> None:
+    def stop(self, how: How, why: str) -> None:
         """Has this launcher's own processes ended."""
         if self.report is None and (self.halt is None or self.halt[0] != "end"):
             self.halt = (how, why)
@@ -308,8 +341,7 @@ class Membership:
             self._asked = now
             for place, who in self._to_ask().items():
                 if place not in asked:
-                    hello = {"hello": asdict(self.me), "rules": self.rules.common}
-                    self.open(place, who, "hello", now, **hello, round=self.latest)
+                    self.open(place, who, "hello", now, Hello(self.me, self.rules.common, self.latest))
         if self.report is None and not self.views:
             return
         if not self.views:
@@ -352,7 +384,7 @@ class Membership:
             return False
         view = self.views[-1]
         before = [each for each in view[: view.index(self.me.id)] if each not in self.dead]
-        return all(self.answers.get(self.known[each].place) == "silent" for each in before)
+        return all(self.answers.get(self.known[each].place) in _NO_LAUNCHER for each in before)
 
     def _take_the_lead(self, members: list[str], now: float) -> None:
         self._forget_asks()
@@ -368,58 +400,62 @@ class Membership:
                 here = len({self.me.id, *self.links} & set(self.views[-1]))
                 problem = objections.cut_off(self.lost[1], here, len(self.views[-1]))
                 self.end = End(1, self.lost[1], error=problem)
+            return
+        answers = set(self.answers.values())
+        if waited_s > _SECRET_S and "secret" in answers and not answers & {"wait", "later"}:
+            places = [place for place, answer in self.answers.items() if answer == "secret"]
+            self.end = End(1, error=objections.other_secret(places))
         elif waited_s > self.rules.join_s:
             self.end = End(1, error=objections.unanswered(self.rules.join_s, self.answers))
 
-    def _answer(self, key: int, message: dict[str, Any], now: float) -> None:
+    def _answer(self, key: int, message: Message, now: float) -> None:
         ask = self.asks[key]
-        if "here" in message:
-            self._nobody_else_at(ask.place, now, message["here"])
+        if isinstance(message, Here | Wait | Later) and message.here:
+            self._nobody_else_at(ask.place, now, message.here)
         if ask.purpose != "hello":
             del self.asks[key]
             self.actions.append(("close", key))
-            self._here_is(ask, message, now)
-        elif "joined" in message:
+            self._here_is(ask, message if isinstance(message, Here) else None, now)
+        elif isinstance(message, Joined):
             self._follow(key, message, now)
-        elif "wait" in message:
-            self.answers[ask.place] = "wait" if not message["wait"] else "later"  # it was in a run that may go on
-            self.newest = max(self.newest, message["wait"])
+        elif isinstance(message, Wait):
+            self.answers[ask.place] = "wait" if not message.round else "later"  # it was in a run that may go on
+            self.newest = max(self.newest, message.round)
             ask.answered, ask.since = True, now
-        elif "beat" in message:
+        elif isinstance(message, Beat):
             ask.since = now
         else:
             del self.asks[key]
             self.actions.append(("close", key))
-            if "refused" in message:
-                self.end = End(1, error=objections.travelled(message["refused"]))
-            elif "later" in message:
+            if isinstance(message, Refused):
+                self.end = End(1, error=message.problem)
+            elif isinstance(message, Later):
                 self.answers[ask.place] = "later"
-                place = (str(message["later"][0]), int(message["later"][1]))
-                if place != self.me.place and place not in self._to_ask():
-                    self.contacts.append(place)
+                if message.place != self.me.place and message.place not in self._to_ask():
+                    self.contacts.append(message.place)
                     self._asked = -1e9
-            else:  # "expelled": that one has lost its own leader
+            else:  # `Expelled`: that one has lost its own leader
                 self.answers.pop(ask.place, None)
 
-    def _here_is(self, ask: Ask, message: dict[str, Any], now: float) -> None:
+    def _here_is(self, ask: Ask, answer: Here | None, now: float) -> None:
         """Who is at a place that was asked."""
-        if ask.purpose == "probe" and ask.who in self.heard_at:
-            if message["here"] == ask.who:
+        if answer is not None and ask.purpose == "probe" and ask.who in self.heard_at:
+            if answer.here == ask.who:
                 self.heard_at[ask.who] = now
             elif self.lead is not None:
                 self.lead.silent(ask.who, now)  # another launcher is in its place: the one of before is no more
         if self.lead is not None:
-            self.lead.found(ask, message, now)
+            self.lead.found(ask, answer, now)
 
     def _no_answer(self, ask: Ask, how: str, now: float) -> None:
         if how == "refused":
             self._nobody_else_at(ask.place, now)
         if ask.purpose == "hello":
-            self.answers[ask.place] = "silent" if how == "silent" else "refused"
+            self.answers[ask.place] = how
             if how == "closed":  # it was there a moment ago: ask again
                 self.answers.pop(ask.place)
         elif self.lead is not None:
-            self.lead.found(ask, {}, now)
+            self.lead.found(ask, None, now)
 
     def _nobody_else_at(self, place: Place, now: float, who: str = "") -> None:
         """No launcher that was at a place is alive, apart from the one that answers there now.
@@ -436,19 +472,19 @@ class Membership:
 
     # Following
 
-    def _follow(self, key: int, message: dict[str, Any], now: float) -> None:
+    def _follow(self, key: int, message: Joined, now: float) -> None:
         ask = self.asks.pop(key)
         self._forget_asks()
         # What it calls itself may mean this host here (127.0.1.1): what reached it is its address.
-        leader = replace(Member(**message["joined"]), address=ask.place[0], port=ask.place[1])
+        leader = replace(message.leader, address=ask.place[0], port=ask.place[1])
         self.known[leader.id] = leader
-        self.leader, self.leader_key = message["joined"]["id"], key
+        self.leader, self.leader_key = leader.id, key
         self.whose[key] = self.leader
         self.heard_at[self.leader] = now
-        if not message["member"]:  # the others have gone on: what this launcher knew of them is out of date
+        if not message.member:  # the others have gone on: what this launcher knew of them is out of date
             self.views, self.round, self.proposed, self.newest = [], None, None, 0
         for who in list(self.links):
-            self.drop(who, later=list(self.known[self.leader].place))
+            self.drop(who, Later(leader.place))
         self._report(now)
 
     def _report(self, now: float) -> None:
@@ -456,26 +492,28 @@ class Membership:
         if self.report is not None and self.lead is not None:
             self.lead.rested(self.me.id, self.report, now)
         elif self.report is not None and self.leader:
-            self._say(self.leader_key, rest=asdict(self.report))
+            self._say(self.leader_key, Rest(self.report))
 
-    def _obey(self, message: dict[str, Any], now: float) -> None:
+    def _obey(self, message: Message, now: float) -> None:
         """What the leader says."""
-        if "members" in message:
-            self.proposed = Round.of(message["members"])
+        if isinstance(message, Proposal):
+            if self.me.id not in message.round.ids or self.leader not in message.round.ids:
+                return
+            self.proposed = message.round
             self.known.update((each.id, each) for each in self.proposed.members if each.id != self.leader)
-            self.views = [*(tuple(view) for view in message["views"]), self.proposed.ids]
-            self._say(self.leader_key, ready=self.proposed.number)
-        elif "go" in message and self.proposed is not None and message["go"] == self.proposed.number:
-            self.start(replace(self.proposed, reason=message["reason"]))
-        elif "halt" in message:
-            self.stop(*message["halt"])
-        elif "end" in message:
-            self.end = End(**{**message["end"], "error": objections.travelled(message["end"]["error"])})
-        elif "move" in message:
-            self.move((str(message["move"][0]), int(message["move"][1])), now)
-        elif "bye" in message:
-            self._orphan("left", message["bye"], now, fresh=True)
-        elif "expelled" in message:
+            self.views = [*message.views, self.proposed.ids]
+            self._say(self.leader_key, Ready(self.proposed.number))
+        elif isinstance(message, Go) and self.proposed is not None and message.round == self.proposed.number:
+            self.start(replace(self.proposed, reason=message.reason))
+        elif isinstance(message, Halt):
+            self.stop(message.how, message.why)
+        elif isinstance(message, Over):
+            self.end = message.end
+        elif isinstance(message, Move):
+            self.move(message.place, now)
+        elif isinstance(message, Bye):
+            self._orphan("left", message.why, now, fresh=True)
+        elif isinstance(message, Expelled):
             self._orphan("lost", f"{self._name(self.leader)} took this node for lost", now)
 
     def start(self, decided: Round) -> None:

@@ -1,27 +1,29 @@
 """The launchers of several nodes, joined by connections: what carries the messages of `membership.py`.
 
-Each launcher listens at a port of its own. All have a connection to the one that leads; over others they only ask who
-is there. Lines of JSON; nothing else of the run goes this way. There is no thread: `tend` does what is due, and is
-called from every place where the launcher waits.
+Each launcher listens at a port of its own, on the interface by which it reaches the others. All have a connection to the
+one that leads; over others they only ask who is there. Nobody is listened to who has not proved to have the run's secret
+(`proof.py`); nothing else of the run goes this way. There is no thread: `tend` does what is due, and is called from every
+place where the launcher waits.
 """
 
 from __future__ import annotations
 
 import errno
-import json
 import os
 import selectors
 import socket
+import sys
 import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
-from typing import Any
 
 from paceline.base.errors import LaunchError
-from paceline.launch import host
+from paceline.launch import host, secret
+from paceline.launch.connection import Connection
 from paceline.launch.launcher import Job
 from paceline.launch.membership import Membership
+from paceline.launch.messages import Hello, Home, How
 from paceline.launch.rounds import Member, Place, Report, Round, Rules
 
 _PATIENCE_S = 300.0
@@ -29,54 +31,8 @@ _TICK_S = 0.2
 _GOODBYE_S = 2.0  # how long to wait at the end for the others to have read the last word
 _LINGER_S = 30.0  # a connection closed with what it still held unread would lose the last word
 _FEWEST_KEEP_ALIVES = 3
-
-
-class Connection:
-    """One connection to another launcher.
-
-    Attributes:
-        peer: the other's address, where it opened the connection.
-    """
-
-    def __init__(self, key: int, link: socket.socket, connecting: bool, peer: str = "") -> None:
-        self.key, self.link, self.connecting, self.peer = key, link, connecting, peer
-        self.out = b""
-        self.rest = b""
-        self.closing_since: float | None = None
-        link.setblocking(False)
-
-    def say(self, message: dict[str, Any]) -> None:
-        """Sends a message, now or as soon as it can be."""
-        self.out += json.dumps(message).encode() + b"\n"
-        self.flush()
-
-    def flush(self) -> None:
-        """Sends what waits; a peer that is gone is noticed by reading."""
-        if self.connecting or not self.out:
-            return
-        try:
-            self.out = self.out[self.link.send(self.out) :]
-        except BlockingIOError:
-            pass
-        except OSError:
-            self.out = b""
-        if not self.out and self.closing_since is not None:
-            with suppress(OSError):
-                self.link.shutdown(socket.SHUT_WR)
-
-    def hear(self) -> tuple[list[Any], bool]:
-        """The messages that have come, and whether the peer is still there."""
-        try:
-            data = self.link.recv(1 << 16)
-        except BlockingIOError:
-            return [], True
-        except OSError:
-            data = b""
-        *lines, self.rest = (self.rest + data).split(b"\n")
-        try:
-            return [json.loads(line) for line in lines], bool(data)
-        except ValueError:  # no launcher
-            return [], False
+_PROVE_S = 5.0  # how long whoever connects may take to prove that it has the secret
+_MOST_UNPROVED = 64  # so many may be about it at the same time; the oldest goes for the next
 
 
 class Nodes:
@@ -84,19 +40,20 @@ class Nodes:
 
     Attributes:
         machine: who takes part.
+        secret: what the others must prove that they have.
         held: keeps a port for the next round's rank 0 from being given to anybody else.
     """
 
-    def __init__(self, job: Job, listener: socket.socket | None, machine: Membership) -> None:
-        self.job, self.machine = job, machine
+    def __init__(self, job: Job, listener: socket.socket | None, machine: Membership, secret: str = "") -> None:
+        self.job, self.machine, self.secret = job, machine, secret
         self.listener = listener
         self.held: socket.socket | None = None
         self._connections: dict[int, Connection] = {}
         self._incoming = 2  # numbers of incoming connections are even, those of outgoing ones odd
         self._ticked = 0.0
+        self._strangers, self._told_at = 0, 1  # the count of strangers at which the next line says so
         self._selector = selectors.DefaultSelector()
         if listener is not None:
-            listener.listen(128)
             listener.setblocking(False)
             self._selector.register(listener, selectors.EVENT_READ)
 
@@ -105,12 +62,14 @@ class Nodes:
         """Gets ready to find the others; finding them goes on in `next`.
 
         Raises:
-            LaunchError: `launch-address`, where no place to ask has a known name; `launch-keep-alive`; `launch-port`.
+            LaunchError: `launch-address`, where no place to ask has a known name; `launch-keep-alive`; `launch-port`;
+                `launch-secret`.
         """
         rules = rules_of(job)
         who = Member(f"{os.getpid()}-{os.urandom(6).hex()}", host.name(), job.procs)
         if rules.most == 1:
             return cls(job, None, Membership(who, rules, True, (), time.monotonic(), time.time()))
+        shared = job.secret or secret.of_user()
         places = _places(job)
         listener, mine = _listen(job, places)
         node = job.node_rank if job.numbered else -1
@@ -118,7 +77,7 @@ class Nodes:
         address = places[mine][0] if mine is not None else "127.0.0.1"
         who = replace(who, node=node, address=address, port=listener.getsockname()[1])
         contacts = [place for number, place in enumerate(places) if number != mine]
-        return cls(job, listener, Membership(who, rules, founds, contacts, time.monotonic(), time.time()))
+        return cls(job, listener, Membership(who, rules, founds, contacts, time.monotonic(), time.time()), shared)
 
     def fileno(self) -> int:
         """Becomes readable when there is something to tend to."""
@@ -148,7 +107,7 @@ class Nodes:
         self.machine.rest(replace(report, store_port=self.held.getsockname()[1]), time.monotonic())
         self._act()
 
-    def leave(self, how: str, why: str) -> None:
+    def leave(self, how: How, why: str) -> None:
         """This node was asked to end."""
         self.machine.leave(how, why, time.monotonic())
         self._act()
@@ -175,14 +134,21 @@ class Nodes:
             for each in list(self._connections.values()):
                 if each.closing_since is not None and now - each.closing_since > _LINGER_S:
                     self._forget(each)
+                elif each.peer and not each.proved and now - each.since > _PROVE_S:
+                    self._turn_away(each)
         self._act()
 
     def _accept(self) -> None:
         assert self.listener is not None, "only a listener has no connection"
         with suppress(OSError):  # it has hung up already
             link, (peer, *_) = self.listener.accept()
-            self._add(Connection(self._incoming, link, False, peer.removeprefix("::ffff:")))
+            unproved = [each for each in self._connections.values() if each.peer and not each.proved]
+            if len(unproved) >= _MOST_UNPROVED:
+                self._turn_away(unproved[0])
+            connection = Connection(self._incoming, link, self.secret, False, peer.removeprefix("::ffff:"))
             self._incoming += 2
+            connection.flush()
+            self._add(connection)
 
     def _add(self, connection: Connection) -> None:
         self._connections[connection.key] = connection
@@ -191,7 +157,7 @@ class Nodes:
 
     def _watch(self, connection: Connection) -> None:
         if connection.key in self._connections:
-            writes = selectors.EVENT_WRITE * bool(connection.out or connection.connecting)
+            writes = selectors.EVENT_WRITE * bool(connection.unsent or connection.connecting)
             self._selector.modify(connection.link, selectors.EVENT_READ | writes, connection)
 
     def _serve(self, connection: Connection) -> None:
@@ -201,17 +167,30 @@ class Nodes:
         connection.flush()
         messages, there = connection.hear()
         for message in messages:
-            if connection.closing_since is None and isinstance(message, dict):
-                for name in ("hello", "home"):  # how it is reached is seen best from outside
-                    if name in message:
-                        said, address = message[name], connection.peer
-                        message[name] = {**said, "address": address} if name == "hello" else [address, said[1]]
+            if connection.closing_since is None:
+                # How a launcher is reached is seen best from outside.
+                if isinstance(message, Hello):
+                    message = replace(message, member=replace(message.member, address=connection.peer))
+                elif isinstance(message, Home):
+                    message = replace(message, place=(connection.peer, message.place[1]))
                 self.machine.heard(connection.key, message, time.monotonic())
                 self._act()
         if there:
             self._watch(connection)
+        elif connection.peer and connection.problem:
+            self._turn_away(connection)
         else:
-            self._end(connection, "closed")
+            self._end(connection, connection.problem or "closed")
+
+    def _turn_away(self, connection: Connection) -> None:
+        """Ends a connection that a stranger opened, and says so now and then."""
+        self._strangers += 1
+        if self._strangers == self._told_at:
+            self._told_at *= 10
+            port = self.machine.me.port
+            text = f"{self._strangers} so far at port {port}, the last from {connection.peer}"
+            self.machine.notes.append(f"refused a connection that did not prove this run's secret ({text})")
+        self._end(connection, "closed")
 
     def _connected(self, connection: Connection) -> None:
         error = connection.link.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
@@ -239,6 +218,9 @@ class Nodes:
 
     def _act(self) -> None:
         """Does what the machine asks for."""
+        for note in self.machine.notes:
+            print(f"paceline: {note}", file=sys.stderr, flush=True)
+        self.machine.notes.clear()
         while self.machine.actions:
             kind, key, *rest = self.machine.actions.pop(0)
             if kind == "open":
@@ -251,17 +233,14 @@ class Nodes:
             elif key in self._connections:
                 connection = self._connections[key]
                 connection.closing_since = time.monotonic()
-                if connection.connecting:
-                    self._forget(connection)
-                else:
+                if connection.proved:
                     connection.flush()
-                    if not connection.out:
-                        with suppress(OSError):
-                            connection.link.shutdown(socket.SHUT_WR)
+                else:  # nothing that waits could ever be read
+                    self._forget(connection)
 
     def _open(self, key: int, place: Place) -> None:
         family = socket.AF_INET6 if ":" in place[0] else socket.AF_INET
-        connection = Connection(key, socket.socket(family, socket.SOCK_STREAM), True)
+        connection = Connection(key, socket.socket(family, socket.SOCK_STREAM), self.secret, True)
         code = connection.link.connect_ex(place)
         if code in (0, errno.EINPROGRESS):
             self._add(connection)
@@ -292,6 +271,8 @@ class Nodes:
                     event.data.flush()
                     if not event.data.hear()[1]:
                         self._forget(event.data)
+                    else:
+                        self._watch(event.data)
         self.leave_in_child()
         self._connections.clear()
 
@@ -351,28 +332,42 @@ def _listen(job: Job, places: list[Place]) -> tuple[socket.socket, int | None]:
         listener = _bind(address, port, anywhere=job.numbered)
         if listener is not None:
             return listener, number
-    listener = host.hold_port(0)
-    return listener, None
+    return _listen_towards(places), None
+
+
+def _listen_towards(places: list[Place]) -> socket.socket:
+    """A socket at a free port of the address by which this host reaches the first place that it has a way to."""
+    for address, port in places:
+        with suppress(OSError):
+            family = socket.AF_INET6 if ":" in address else socket.AF_INET
+            with socket.socket(family, socket.SOCK_DGRAM) as probe:
+                probe.connect((address, port or 9))  # sends nothing: the system only chooses the way
+                return host.listen_at(probe.getsockname()[0], 0)
+    listener = host.hold_port(0)  # no network leads there yet
+    listener.listen(128)
+    return listener
 
 
 def _bind(address: str, port: int, anywhere: bool) -> socket.socket | None:
-    """A socket at a place, where that is on this host and nobody listens there."""
-    local = address.startswith("127.")
+    """A socket at a place, where that is on this host and nobody listens there.
+
+    Args:
+        address, port: the place.
+        anywhere: listen on all interfaces where the address is none of this host's (it may be one that is forwarded here).
+    """
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     with socket.socket(family, socket.SOCK_DGRAM) as test:
         try:
             test.bind((address, 0))
+            here = address != "127.0.1.1"  # as Debian calls the host itself, for no other host to use
         except OSError:
             if not anywhere:
                 return None
-            local = False
+            here = False
     try:
-        if not local or address == "127.0.1.1":  # as Debian calls the host itself
-            held = host.hold_port(port)
-        else:
-            held = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
-            held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            held.bind((address, port))
+        if here:
+            return host.listen_at(address, port)
+        held = host.hold_port(port)
     except OSError:
         return None
     try:

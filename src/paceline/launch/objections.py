@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 from paceline.base.errors import Problem
 from paceline.launch.rounds import Member, Place, Rules
 
 _TOLD = ("number of nodes", "number of nodes", "number of restarts", "name of the run (--rdzv-conf run_id)")
+
+_ANSWERS = {"stranger": "is no launcher of Paceline", "secret": "has another secret"}
 
 
 def disagreement(
@@ -51,12 +52,23 @@ def cut_off(lost: str, here: int, before: int) -> Problem:
 
 def unanswered(join_s: float, answers: Mapping[Place, str]) -> Problem:
     """No run was found."""
-    told = ", ".join(f"{place[0]}:{place[1]} {how}" for place, how in answers.items())
+    told = ", ".join(f"{place[0]}:{place[1]} {_ANSWERS.get(how, how)}" for place, how in answers.items())
     return Problem(
         "launch-address",
         f"node 0 does not answer within {join_s:g} s.",
         f"--main-address, --main-port: {told or 'this host'}",
         "start node 0 too, let its firewall pass that port, or wait longer with --rdzv-conf timeout=600",
+    )
+
+
+def other_secret(places: Sequence[Place]) -> Problem:
+    """A run was found, and this launcher cannot prove that it belongs to it."""
+    listed = ", ".join(f"{address}:{port}" for address, port in places)
+    return Problem(
+        "launch-secret",
+        f"the launcher at {listed} has another secret than this one.",
+        "all launchers of a run prove that they have the same secret before they read anything from each other",
+        "copy ~/.paceline/secret of node 0 to this host, or set PACELINE_RUN_SECRET to the same value on every node",
     )
 
 
@@ -71,11 +83,6 @@ def too_few(rules: Rules, members: Sequence[Member], port: int, lost: str) -> Pr
         f"node 0 waits at port {port}{f'; before, {lost}' if lost else ''}",
         "start the same command on each of them, with --main-address naming this host",
     )
-
-
-def travelled(message: Mapping[str, Any] | None) -> Problem | None:
-    """A problem that another launcher has found."""
-    return replace(Problem("launch-nodes", ""), **message) if message else None
 
 
 def _called(member: Member) -> str:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import platform
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from paceline.base.version import VERSION
 from paceline.config.given import Choice
 from paceline.config.settings import LaunchSettings, RunSettings
 from paceline.config.sources import Launch
+from paceline.launch import secret
 from paceline.launch.hostfile import Slots
 
 VARIABLE = "PACELINE_ORDERS"  # where they travel through the environment of mpirun or srun
@@ -32,6 +33,7 @@ class Orders:
         env: variables that go along; they may hold secrets.
         hosts: who takes part, in the order of their ranks.
         local_rank: whether `--local_rank=N` goes before the script's own arguments.
+        secret: made for this run, by which its launchers know each other.
         version, python: of the host that gave the orders.
     """
 
@@ -42,6 +44,7 @@ class Orders:
     env: Mapping[str, str]
     hosts: tuple[Slots, ...]
     local_rank: bool = False
+    secret: str = field(default_factory=secret.new, repr=False)
     version: str = VERSION
     python: str = python_version()
 

@@ -245,7 +245,8 @@ def _launch(orders: Orders, node: int, place: Place | None) -> int:
         for notice in notices if node == 0 else ():  # hosts are alike: once is enough
             print(f"paceline: {notice}", file=sys.stderr, flush=True)
         everything = dict.fromkeys(range(job.procs), 3)
-        job = replace(job, tee=job.tee or everything, target=replace(job.target, local_rank=orders.local_rank))
+        target = replace(job.target, local_rank=orders.local_rank)
+        job = replace(job, tee=job.tee or everything, target=target, secret=orders.secret)
         local = LAUNCHERS.get("local")
         outcome = local.submit(local.render(job)).wait()
     except PacelineError as error:

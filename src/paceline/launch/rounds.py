@@ -4,12 +4,17 @@ processes (`Round`), how a launcher's processes ended (`Report`) and how everyth
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
+from typing import Annotated, Literal
 
 from paceline.base.errors import Problem
+from paceline.launch.typed import Between
 
-Place = tuple[str, int]  # address and port of a launcher
+# Launchers read each other's words by these types (`messages.py`): so they carry their bounds.
+Name = Annotated[str, Between(0, 255)]  # of a host, an address, a launcher, a run
+Port = Annotated[int, Between(0, 65_535)]
+Count = Annotated[int, Between(1, 100_000)]  # of processes, of nodes
+Place = tuple[Name, Port]  # address and port of a launcher
 
 
 @dataclass(frozen=True)
@@ -24,12 +29,12 @@ class Member:
         node: the number that it was given; -1 where it takes the next free place.
     """
 
-    id: str
-    host: str
-    procs: int
-    address: str = "127.0.0.1"
-    port: int = 0
-    node: int = -1
+    id: Name
+    host: Name
+    procs: Count
+    address: Name = "127.0.0.1"
+    port: Port = 0
+    node: Annotated[int, Between(-1, 100_000)] = -1
 
     @property
     def place(self) -> Place:
@@ -68,9 +73,9 @@ class Rules:
         return self.least == self.most
 
     @property
-    def common(self) -> list[Any]:
+    def common(self) -> tuple[int, int, int, str]:
         """What must be the same on all."""
-        return [self.least, self.most, self.max_restarts, self.run]
+        return self.least, self.most, self.max_restarts, self.run
 
 
 @dataclass(frozen=True)
@@ -89,7 +94,7 @@ class Round:
     number: int
     restarts: int
     members: tuple[Member, ...]
-    store_port: int = 0
+    store_port: Port = 0
     reason: str = ""
     born: float = 0.0
 
@@ -106,15 +111,6 @@ class Round:
         """What to call a member in messages."""
         return f"node {self.where(who)} ({self.members[self.where(who)].host})"
 
-    def message(self) -> dict[str, Any]:
-        """As it travels."""
-        return asdict(self)
-
-    @classmethod
-    def of(cls, message: dict[str, Any]) -> Round:
-        """As it has travelled."""
-        return cls(**{**message, "members": tuple(Member(**each) for each in message["members"])})
-
 
 @dataclass(frozen=True)
 class Report:
@@ -127,10 +123,10 @@ class Report:
         store_port: a port that is free here, for the next round's rank 0.
     """
 
-    kind: str
+    kind: Literal["new", "done", "preempted", "failed", "stopped"]
     what: str = ""
     at: float = 0.0
-    store_port: int = 0
+    store_port: Port = 0
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import random
 from collections.abc import Callable
 from dataclasses import replace
@@ -11,6 +10,7 @@ from typing import Any
 import pytest
 
 from paceline.launch.membership import Membership
+from paceline.launch.messages import Message, decode, encode
 from paceline.launch.rounds import Member, Place, Report, Round, Rules, may_go_on
 
 FAST = Rules(least=1, most=3, max_restarts=3, join_s=60)
@@ -119,13 +119,13 @@ class Network:
             elif (host, key) in self.wires:
                 other, theirs = self.wires[host, key]
                 if kind == "send":
-                    message = json.loads(json.dumps(rest[0]))
+                    message = decode(encode(rest[0]))
                     self._post(host, other, theirs, lambda o=other, t=theirs, m=message: self._deliver(o, t, m))
                 else:
                     del self.wires[host, key]
                     self._post(host, other, theirs, lambda o=other, t=theirs: self._hang_up(o, t))
 
-    def _deliver(self, host: Host, key: int, message: dict[str, Any]) -> None:
+    def _deliver(self, host: Host, key: int, message: Message) -> None:
         if (host, key) in self.wires:
             host.own.heard(key, message, self.now)
 

@@ -1,33 +1,82 @@
-"""Connections of launchers: what one event does to the next of the same moment."""
+"""Connections of launchers: what one event does to the next of the same moment, and who is turned away."""
 
 from __future__ import annotations
 
 import socket
-from typing import Any
+import time
+from collections.abc import Iterator
 
+import pytest
+
+from paceline.launch import host, nodes
+from paceline.launch.connection import Connection
 from paceline.launch.launcher import Job, Target
 from paceline.launch.membership import Membership
-from paceline.launch.nodes import Connection, Nodes
+from paceline.launch.messages import Beat, Message
+from paceline.launch.nodes import Nodes
 from paceline.launch.rounds import Member, Rules
+
+SECRET = "0123456789abcdef"
 
 
 class Closing(Membership):
     """Ends connection 3 as soon as anything is heard."""
 
-    def heard(self, key: int, message: dict[str, Any], now: float) -> None:
+    def heard(self, key: int, message: Message, now: float) -> None:
         self.actions.append(("close", 3))
 
 
+def meeting(machine: Membership, listener: socket.socket | None = None) -> Nodes:
+    return Nodes(Job(Target("script", "train.py")), listener, machine, SECRET)
+
+
 def test_a_connection_that_was_ended_by_what_came_before_it_is_not_served() -> None:
-    machine = Closing(Member("a", "here", 1), Rules(1, 2), True, [], 0.0)
-    nodes = Nodes(Job(Target("script", "train.py")), None, machine)
+    own = meeting(Closing(Member("a", "here", 1), Rules(1, 2), True, [], 0.0))
     mine, theirs = socket.socketpair()
     other, far = socket.socketpair()
-    nodes._add(Connection(2, mine, False))
-    theirs.send(b"{}\n")
-    nodes._add(Connection(3, other, True))
-    nodes.tend()
-    assert list(nodes._connections) == [2] and other.fileno() == -1
-    nodes.leave_in_child()
+    own._add(Connection(2, mine, SECRET, False))
+    own._connections[2].flush()
+    caller = Connection(1, theirs, SECRET, True)
+    caller.connecting = False
+    caller.hear()
+    own.tend()
+    caller.say(Beat())
+    caller.hear()
+    own._add(Connection(3, other, SECRET, True))
+    own.tend()
+    assert list(own._connections) == [2] and other.fileno() == -1
+    own.leave_in_child()
     theirs.close()
     far.close()
+
+
+@pytest.fixture
+def leader() -> Iterator[Nodes]:
+    listener = host.listen_at("127.0.0.1", 0)
+    me = Member("a", "here", 1, *listener.getsockname())
+    own = meeting(Membership(me, Rules(1, 2), True, [], time.monotonic()), listener)
+    yield own
+    own.leave_in_child()
+    own._connections.clear()
+
+
+def test_strangers_have_little_room_and_little_time(
+    leader: Nodes, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    place = leader.machine.me.place
+    links = [socket.create_connection(place) for _ in range(nodes._MOST_UNPROVED + 5)]
+    for _ in range(2 * len(links)):
+        leader.tend()
+    assert len(leader._connections) == nodes._MOST_UNPROVED
+    monkeypatch.setattr(nodes, "_PROVE_S", -1.0)
+    leader._ticked = 0.0
+    leader.tend()
+    assert not leader._connections
+    for link in links:
+        link.close()
+    assert len(capsys.readouterr().err.splitlines()) == 2  # at 1 and at 10
+
+
+def test_a_host_of_the_longest_name_is_told_apart() -> None:
+    longest = "n" * 64  # Linux allows it for a host; a label of a DNS name has at most 63
+    assert nodes._places(Job(Target("script", "train.py"), main_address=f"{longest},127.0.0.1")) == [("127.0.0.1", 0)]

@@ -1,0 +1,103 @@
+"""One connection between two launchers: a socket, the proof of the other end, and messages."""
+
+from __future__ import annotations
+
+import socket
+import time
+from contextlib import suppress
+
+from paceline.launch.messages import Message, decode, encode
+from paceline.launch.proof import Proof, Unproved
+
+
+class Connection:
+    """One connection to another launcher; nothing that comes is read as a message before the other end is proved.
+
+    Args:
+        key: its number.
+        link: its socket.
+        secret: the run's.
+        connecting: whether this end opens it.
+        peer: the other's address, where that one opened it.
+
+    Attributes:
+        since: when it came to be.
+        closing_since: since when the last word is on its way; None while more may be said.
+        problem: why the other end is no launcher of this run: "secret" or "stranger" (`Unproved`); "" while it may be.
+    """
+
+    def __init__(self, key: int, link: socket.socket, secret: str, connecting: bool, peer: str = "") -> None:
+        self.key, self.link, self.connecting, self.peer = key, link, connecting, peer
+        self.since = time.monotonic()
+        self.closing_since: float | None = None
+        self.problem = ""
+        self._proof = Proof(secret, caller=connecting)
+        self._out = self._proof.greeting
+        self._waiting: list[Message] = []
+        link.setblocking(False)
+
+    @property
+    def proved(self) -> bool:
+        """Whether the other end has proved that it has the secret."""
+        return self._proof.proved
+
+    @property
+    def unsent(self) -> bool:
+        """Whether there is something to send once the network takes it."""
+        return bool(self._out)
+
+    @property
+    def done(self) -> bool:
+        """Whether all has been sent that was said."""
+        return not self._out and not self._waiting
+
+    def say(self, message: Message) -> None:
+        """Sends a message, now or as soon as it can be."""
+        self._waiting.append(message)
+        self._seal()
+        self.flush()
+
+    def _seal(self) -> None:
+        if self.proved:
+            for message in self._waiting:
+                self._out += self._proof.seal(encode(message))
+            self._waiting.clear()
+
+    def flush(self) -> None:
+        """Sends what waits; a peer that is gone is noticed by reading."""
+        if self.connecting:
+            return
+        try:
+            while self._out:
+                self._out = self._out[self.link.send(self._out) :]
+        except BlockingIOError:
+            pass
+        except OSError:
+            self._out, self._waiting = b"", []
+        if self.done and self.closing_since is not None:
+            with suppress(OSError):
+                self.link.shutdown(socket.SHUT_WR)
+
+    def hear(self) -> tuple[list[Message], bool]:
+        """The messages that have come, and whether the connection goes on."""
+        try:
+            data = self.link.recv(1 << 16)
+        except BlockingIOError:
+            return [], True
+        except OSError:
+            data = b""
+        try:
+            lines, answer = self._proof.receive(data)
+            messages = [decode(line) for line in lines]
+        except Unproved as error:
+            self.problem = error.how
+            self._out = error.reply
+            self.flush()
+            return [], False
+        except ValueError:  # it has the secret, and speaks as no launcher of this version does
+            self.problem = "stranger"
+            return [], False
+        self._out += answer
+        self._seal()
+        self.flush()
+        return messages, bool(data)

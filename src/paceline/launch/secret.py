@@ -1,0 +1,81 @@
+"""The secret by which the launchers of one run know each other.
+
+Where one command starts all launchers, it makes a secret for that run, which travels with the orders (`orders.py`).
+Where somebody starts each launcher by hand, all read the same one: from PACELINE_RUN_SECRET, from the file that
+PACELINE_RUN_SECRET_FILE names, or from ~/.paceline/secret, which the first launcher on a host makes.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import stat
+from contextlib import suppress
+from pathlib import Path
+
+from paceline.base import env as environment
+from paceline.base.errors import LaunchError
+
+_SHORTEST = 16
+_LONGEST = 4096
+_FIX = "set PACELINE_RUN_SECRET to one value on every node (`openssl rand -hex 32` makes one)"
+
+
+def new() -> str:
+    """A secret that nobody knows yet."""
+    return secrets.token_hex(32)
+
+
+def of_user() -> str:
+    """The secret of launchers that this user starts by hand.
+
+    Raises:
+        LaunchError: `launch-secret`, where it is too short, cannot be read or made, or may be read by others.
+    """
+    said = environment.get("PACELINE_RUN_SECRET")
+    if said:
+        return _checked(said, "PACELINE_RUN_SECRET")
+    named = environment.get("PACELINE_RUN_SECRET_FILE")
+    try:
+        path = Path(named) if named else Path.home() / ".paceline" / "secret"
+        if not named and not path.exists():
+            _make(path)
+        return _checked(_read(path), str(path))
+    except (OSError, RuntimeError) as error:  # RuntimeError: this user has no home
+        why = f"{named or '~/.paceline/secret'}: {getattr(error, 'strerror', None) or error}"
+        raise LaunchError("launch-secret", "the secret of this run cannot be read or made.", why, _FIX) from None
+
+
+def _make(path: Path) -> None:
+    """Writes a new secret, unless another launcher, perhaps of another host on a shared home, does so first."""
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    draft = path.with_name(f".secret-{secrets.token_hex(8)}")
+    with os.fdopen(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+        file.write(new() + "\n")
+    try:
+        with suppress(FileExistsError):
+            os.link(draft, path)  # whole at once, and only for the first
+    finally:
+        draft.unlink()
+
+
+def _read(path: Path) -> str:
+    with path.open(encoding="utf-8", errors="replace") as file:
+        status = os.fstat(file.fileno())
+        others = stat.S_IMODE(status.st_mode) & 0o077
+        if others or status.st_uid not in (os.getuid(), 0):
+            who = f"mode {stat.S_IMODE(status.st_mode):04o}, owner {status.st_uid}"
+            raise LaunchError(
+                "launch-secret",
+                f"the secret in {path} may be known to other users.",
+                why=f"{who}; it must be of user {os.getuid()} (or root), and readable by nobody else",
+                fix=f"rm {path} on every host and start again, which makes a new one; or chmod 600 {path}",
+            )
+        return file.read(_LONGEST).strip()
+
+
+def _checked(secret: str, where: str) -> str:
+    if len(secret) < _SHORTEST:
+        why = f"{where} has {len(secret)} characters, and {_SHORTEST} are the fewest"
+        raise LaunchError("launch-secret", "the secret of this run is too short.", why, _FIX)
+    return secret

@@ -1,0 +1,131 @@
+"""What launchers say to each other: read strictly, and harmless to the machine whatever is said, and by whom."""
+
+from __future__ import annotations
+
+import json
+import random
+from dataclasses import fields
+from typing import Annotated, Any, Literal, get_args, get_origin
+
+import pytest
+import strangers
+
+from paceline.base.errors import Problem
+from paceline.launch import messages
+from paceline.launch.membership import Membership
+from paceline.launch.messages import Halt, Hello, Message, Over, Proposal, decode, encode
+from paceline.launch.rounds import End, Member, Report, Round, Rules
+from paceline.launch.typed import hints
+
+A, B = Member("a", "host a", 1, "10.0.0.1", 1), Member("b", "host b", 2, "10.0.0.2", 2)
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        Hello(A, (1, 3, 0, "paceline"), 0),
+        Proposal(Round(1, 0, (A, B), 29500, "a failed", 1.5), (("a",), ("a", "b"))),
+        Over(End(1, "why", "a", Problem("launch-nodes", "what", ("one", "two"), "fix"))),
+        Over(End(0)),
+    ],
+)
+def test_a_message_arrives_as_it_was_sent(message: Message) -> None:
+    assert decode(encode(message)) == message
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "{}", "5", "[]", '"halt"', '{"kind": 5}', '{"kind": []}', '{"kind": "nothing"}', "[" * 100_000, "1" * 5000,
+        '{"kind": "halt", "how": "save"}', '{"kind": "halt", "how": "later", "why": ""}',
+        '{"kind": "halt", "how": "save", "why": "", "more": 1}', '{"kind": "ready", "round": true}',
+        '{"kind": "ready", "round": 1.5}', '{"kind": "ready", "round": -1}', '{"kind": "move", "place": ["x"]}',
+        '{"kind": "move", "place": ["x", 65536]}', '{"kind": "here", "here": "x", "round": 0, "leads": 0, "born": 0}',
+        '{"kind": "here", "here": "x", "round": 0, "leads": true, "born": NaN}',
+        '{"kind": "here", "here": "x", "round": 0, "leads": true, "born": 1e999}',
+        '{"kind": "bye", "why": "' + "x" * 30_000 + '"}', '{"kind": "rest", "report": 5}',
+    ],
+)  # fmt: skip
+def test_what_is_no_message_is_read_by_nobody(text: str) -> None:
+    with pytest.raises(ValueError):
+        decode(text.encode())
+
+
+def test_nothing_but_messages_is_read() -> None:
+    draw = random.Random(0)
+    read = 0
+    for _ in range(3000):
+        line = strangers.message(draw)
+        try:
+            said = decode(line)
+        except ValueError:  # a UnicodeDecodeError is one too
+            continue
+        read += 1
+        assert decode(encode(said)) == said
+    assert read < 100
+
+
+def some(kind: Any, draw: random.Random) -> Any:
+    """A value of a type, with names and places that the machine may know."""
+    origin, args = get_origin(kind), get_args(kind)
+    if origin is Annotated:
+        if args[0] is str:
+            return draw.choice(["", "a", "b", "c", "10.0.0.1", "10.0.0.2", "paceline"])
+        return draw.choice([args[1].low, 1, 2, args[1].high])
+    if origin is tuple:
+        parts = [args[0]] * draw.randrange(3) if args[1:] == (...,) else args
+        return tuple(some(part, draw) for part in parts)
+    if origin is Literal:
+        return draw.choice(args)
+    if kind is Problem or kind == Problem | None:
+        return draw.choice([Problem("launch-nodes", "what")] + [None] * (kind is not Problem))
+    if hasattr(kind, "__dataclass_fields__"):
+        return kind(**{each.name: some(hints(kind)[each.name], draw) for each in fields(kind)})
+    return {int: 1, float: draw.random(), bool: draw.random() < 0.5, str: "why"}[kind]
+
+
+def machine(draw: random.Random) -> tuple[Membership, list[int]]:
+    """A launcher in some state, and the numbers of its connections."""
+    rules = Rules(1, 3, max_restarts=3)
+    own = Membership(A, rules, draw.random() < 0.5, [B.place], 0.0, 1.0)
+    if draw.random() < 0.7:
+        own.rest(Report("new"), 0.0)
+    keys = [1, 2, 4]
+    for key in keys[1:]:
+        if draw.random() < 0.5:
+            own.heard(key, Hello(B, rules.common, 0), 0.1)
+    if draw.random() < 0.5:  # it follows another one, in a round
+        own.heard(1, messages.Joined(B, True), 0.2)
+        own.heard(1, Proposal(Round(1, 0, (B, A)), ()), 0.2)
+        own.heard(1, messages.Go(1, ""), 0.2)
+    for tenth in range(draw.randrange(40)):
+        own.tick(0.3 + tenth / 10)
+    return own, keys
+
+
+@pytest.mark.parametrize("count", [300, pytest.param(20_000, marks=[pytest.mark.long, pytest.mark.timeout(600)])])
+def test_no_message_at_any_moment_is_a_fault_of_the_machine(count: int) -> None:
+    """Five messages to each machine, of those that have the secret, too: none raises, and all that it says can be sent."""
+    draw, said = random.Random(1), 0
+    for _ in range(count):
+        own, keys = machine(draw)
+        now = 5.0
+        for _ in range(5):
+            kind = draw.choice(get_args(Message))
+            own.heard(draw.choice([*keys, 99]), some(kind, draw), now)
+            if draw.random() < 0.2:
+                own.closed(draw.choice(keys), draw.choice(["closed", "refused", "silent", "secret", "stranger"]), now)
+            if draw.random() < 0.2:
+                own.rest(Report(draw.choice(["done", "failed", "preempted"])), now)
+            now += draw.choice([0.1, 3.0])
+            own.tick(now)
+            for action in own.actions:
+                if action[0] == "send":
+                    said += 1
+                    assert decode(encode(action[2])) == action[2]
+            own.actions.clear()
+    assert said > count
+
+
+def test_halt_is_one_of_two() -> None:
+    assert json.loads(encode(Halt("end", "lost"))) == {"kind": "halt", "how": "end", "why": "lost"}
