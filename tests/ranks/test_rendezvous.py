@@ -8,6 +8,7 @@ import socket
 import time
 from dataclasses import replace
 from datetime import timedelta
+from pathlib import Path
 
 import pytest
 import torch
@@ -89,6 +90,26 @@ def test_without_rank_0_the_address_is_named() -> None:
 
     code, text = run_ranks(work, 2, group=False)[1]
     assert code == "rendezvous-unreachable" and "could not reach rank 0 at 127.0.0.1:" in text
+
+
+def listens_at() -> set[str]:
+    """The addresses at which this process listens, as /proc writes them."""
+    folder = Path("/proc/self")
+    sockets = {os.readlink(each) for each in (folder / "fd").iterdir() if each.is_symlink()}
+    rows = [line.split() for name in ("tcp", "tcp6") for line in (folder / "net" / name).read_text().splitlines()[1:]]
+    listening = [row for row in rows if row[3] == "0A" and f"socket:[{row[9]}]" in sockets]
+    return {row[1].partition(":")[0] for row in listening}
+
+
+def test_ranks_of_one_host_listen_on_loopback_alone() -> None:
+    def work():
+        before = listens_at()
+        rendezvous.join(launched(), cpu=True)
+        assert total() == 3.0
+        return listens_at() - before, environment.snapshot()["GLOO_SOCKET_IFNAME"]
+
+    for addresses, card in run_ranks(work, 2, group=False):
+        assert (addresses, card) == ({"0100007F"}, "lo")  # 127.0.0.1; 0 and 32 times 0 are all interfaces
 
 
 def test_an_address_that_does_not_exist() -> None:

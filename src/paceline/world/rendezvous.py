@@ -35,6 +35,7 @@ from paceline.base import env as environment
 from paceline.base.env import Variable
 from paceline.base.errors import Problem, WorldError
 from paceline.world import device as devices
+from paceline.world import interface
 from paceline.world.world import World
 
 DEFAULT_TIMEOUT_S = 600.0
@@ -124,6 +125,7 @@ def join(
         own: Any = _dist.HashStore()
     else:
         root = store if store is not None else _connect(world, seconds)
+        interface.keep_gloo_on_loopback(interface.meeting_address(world))
         own = _dist.PrefixStore(f"paceline/{_roll_call(root, world, device, chosen, seconds)}", root)
     _initialise(world, device, chosen, own, seconds)
     own.add(_CONNECTED, 1)
@@ -247,7 +249,7 @@ def _connect(world: World, seconds: float) -> Any:
     if world.rank == 0 and not environment.get("TORCHELASTIC_USE_AGENT_STORE"):
         try:
             _stores[key] = _tcp_store(world, seconds, listens=True)
-        except RuntimeError as error:  # torch's DistError family
+        except (OSError, RuntimeError) as error:  # RuntimeError: torch's DistError family
             raise WorldError(
                 "rendezvous-port",
                 f"rank 0 cannot listen at {place}.",
@@ -281,14 +283,18 @@ def _connect_to(world: World, seconds: float, found: list[Any]) -> None:
 
 
 def _tcp_store(world: World, seconds: float, *, listens: bool) -> Any:
-    limit = timedelta(seconds=seconds)
-    return _dist.TCPStore(world.address, world.port, world.size, listens, timeout=limit, wait_for_workers=False)
+    limit, address = timedelta(seconds=seconds), interface.meeting_address(world)
+    # Left to itself, torch's store listens on all interfaces, and anybody who reaches it may read and change all keys.
+    listener = interface.listen(address, world.port or 0) if listens else None
+    return _dist.TCPStore(
+        address, world.port, world.size, listens, timeout=limit, wait_for_workers=False, master_listen_fd=listener
+    )
 
 
 def _resolution(address: str) -> str:
     try:
         return f"{address} is {socket.getaddrinfo(address, None)[0][4][0]}, seen from {socket.gethostname()}"
-    except OSError as error:
+    except (OSError, UnicodeError) as error:
         return f"{socket.gethostname()} cannot resolve {address!r}: {error}"
 
 

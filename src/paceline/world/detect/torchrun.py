@@ -16,7 +16,7 @@ _LOCAL_RANK = (
     "MV2_COMM_WORLD_LOCAL_RANK",
     "MPI_LOCALRANKID",
 )
-_LOCAL_SIZE = ("LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "MV2_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS")
+LOCAL_SIZE = ("LOCAL_WORLD_SIZE", "OMPI_COMM_WORLDLOCAL_SIZE", "MV2_COMM_WORLDLOCAL_SIZE", "MPI_LOCALNRANKS")
 
 
 def detect(env: Mapping[str, str]) -> World | None:
@@ -68,7 +68,7 @@ def detect(env: Mapping[str, str]) -> World | None:
 
 def _place(read: Reading, rank: int, size: int) -> tuple[int, int]:
     """This process's number on its host, and how many the host runs."""
-    local_rank, local_size = read.number(*_LOCAL_RANK), read.number(*_LOCAL_SIZE)
+    local_rank, local_size = read.number(*_LOCAL_RANK), read.number(*LOCAL_SIZE)
     if local_rank is None:
         return (rank, size) if local_size is None else (rank % max(local_size, 1), max(local_size, 1))
     if local_size is None:
