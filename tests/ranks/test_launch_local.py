@@ -51,7 +51,10 @@ def clean() -> dict[str, str]:
 
 def launch(*words: object, cwd: Path, **env: str) -> subprocess.CompletedProcess[str]:
     command = [*PACELINE, *(str(word) for word in words)]
-    return subprocess.run(command, cwd=cwd, env={**clean(), **env}, capture_output=True, text=True, timeout=60)
+    environ = {**clean(), **env}
+    return subprocess.run(
+        command, cwd=cwd, env=environ, capture_output=True, text=True, errors="backslashreplace", timeout=60
+    )
 
 
 @pytest.fixture
@@ -366,8 +369,9 @@ def test_output_goes_to_files_and_marked_to_the_terminal(script: Callable[..., P
     done = launch("-n", 2, "--log-dir", "quiet", "--tee", "0:1", path, cwd=tmp_path)
     assert done.stdout == "[rank0]: out\n"
     assert (tmp_path / "quiet" / "rank1.out").read_text() == "out\n"
-    done = launch("-n", 2, "--tee", "3", path, cwd=tmp_path)
-    assert sorted(done.stdout.splitlines()) == ["[rank0]: out", "[rank1]: out"]
+    path = script(r"import sys; sys.stdout.buffer.write(b'\xff \xc3\xa9\n')")  # no UTF-8, and letters that ASCII lacks
+    done = launch("-n", 2, "--tee", "3", path, cwd=tmp_path, PYTHONIOENCODING="ascii")
+    assert sorted(done.stdout.splitlines()) == ["[rank0]: \\xff é", "[rank1]: \\xff é"], done.stderr
 
 
 def test_a_port_in_use_is_told_before_anything_starts(script: Callable[..., Path], tmp_path: Path) -> None:

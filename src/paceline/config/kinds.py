@@ -66,17 +66,19 @@ def whole(minimum: int, *, auto: bool = False, maximum: int | None = None) -> Ki
     return Kind(f"a whole number {bound}{', or auto' if auto else ''}", parse, schema, "N|auto" if auto else "N")
 
 
-def whole_or_range(minimum: int) -> Kind:
-    """A whole number of at least `minimum`, or two of them as "LEAST:MOST"."""
+def whole_or_range(minimum: int, maximum: int) -> Kind:
+    """A whole number from `minimum` to `maximum`, or two of them as "LEAST:MOST"."""
 
     def parse(text: str) -> int | str:
         numbers = [int(part) for part in text.split(":")]
-        if len(numbers) > 2 or numbers[0] < minimum or numbers[-1] < numbers[0]:
+        if len(numbers) > 2 or not minimum <= numbers[0] <= numbers[-1] <= maximum:
             raise ValueError(text)
         return numbers[0] if numbers[0] == numbers[-1] else f"{numbers[0]}:{numbers[-1]}"
 
-    schema = {"anyOf": [{"type": "integer", "minimum": minimum}, {"type": "string", "pattern": r"^\d+:\d+$"}]}
-    return Kind(f"a whole number of at least {minimum}, or a range such as {minimum}:3", parse, schema, "N|LEAST:MOST")
+    number = {"type": "integer", "minimum": minimum, "maximum": maximum}
+    schema = {"anyOf": [number, {"type": "string", "pattern": r"^\d+:\d+$"}]}
+    expected = f"a whole number from {minimum} to {maximum}, or a range such as {minimum}:3"
+    return Kind(expected, parse, schema, "N|LEAST:MOST")
 
 
 def seconds() -> Kind:

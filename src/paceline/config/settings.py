@@ -170,8 +170,8 @@ class LaunchSettings:
     """What `paceline launch` is told on top of `RunSettings`: how many processes, where, and how they are watched."""
 
     procs: int | str = setting(
-        "auto", whole(1, auto=True), "Processes on each node; auto: one for each accelerator, 1 where there is none.",
-        _PROCESSES, short="-n",
+        "auto", whole(1, auto=True, maximum=4096),
+        "Processes on each node; auto: one for each accelerator, 1 where there is none.", _PROCESSES, short="-n",
     )  # fmt: skip
     gpu_ids: str = setting(
         "all", matching(r"all|\d+(,\d+)*", "all, or numbers such as 0,2", "ID,..."),
@@ -182,7 +182,7 @@ class LaunchSettings:
         _PROCESSES, accelerate=("num_cpu_threads_per_process",),
     )  # fmt: skip
     nodes: int | str = setting(
-        1, whole_or_range(1),
+        1, whole_or_range(1, 100_000),
         "How many nodes (hosts) take part; start the command on each. 1:3: goes on while at least 1 is there, takes in "
         "up to 3.", _NODES,
         accelerate=("num_machines",),

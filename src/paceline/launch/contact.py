@@ -20,6 +20,7 @@ from typing import Any
 from paceline.base.errors import LaunchError
 from paceline.launch.launcher import Job
 from paceline.launch.orders import Orders
+from paceline.launch.output import show
 from paceline.launch.remote import MARK
 from paceline.launch.signals import Signals
 
@@ -86,7 +87,7 @@ class Contact:
             if stream == 1 and text.startswith(MARK):
                 self.answers.append(json.loads(text.removeprefix(MARK)))
             elif self.begun:
-                print(text, file=sys.stdout if stream == 1 else sys.stderr, flush=True)
+                show(sys.stdout if stream == 1 else sys.stderr, line + b"\n")
             else:
                 self.told += text + "\n"
 

@@ -26,8 +26,8 @@ def first_failure(workers: list[Worker], node: int, pause: Callable[[float], obj
     """
     if all(each.failed_at() is None for each in workers):
         return None
-    until = time.time() + _SETTLE_S
-    while time.time() < until and any([each.poll() is None for each in workers]):
+    until = time.monotonic() + _SETTLE_S
+    while time.monotonic() < until and any([each.poll() is None for each in workers]):
         pause(0.01)
     failed = {each.pid: at for each in workers if (at := each.failed_at()) is not None}
     # Nobody is killed because a peer has failed, but many a peer fails because somebody is killed.
@@ -35,7 +35,7 @@ def first_failure(workers: list[Worker], node: int, pause: Callable[[float], obj
         (each for each in workers if each.pid in failed),
         key=lambda each: (each.code != -signal.SIGKILL, failed[each.pid]),
     )
-    while first.poll() is None and time.time() - failed[first.pid] < _LEAVING_S:
+    while first.poll() is None and first.failing_s() < _LEAVING_S:
         pause(0.01)
     code = first.code if first.code else 1
     frozen = [str(each.process.rank) for each in workers if each.frozen_s()]
@@ -63,8 +63,7 @@ def end_frozen(workers: list[Worker], limit_s: float) -> None:
 
 def stuck(running: Worker) -> bool:
     """Whether its script has failed, yet the process does not end (a thread that nobody stops, say)."""
-    failed_at = running.failed_at() if running.code is None else None
-    return failed_at is not None and time.time() - failed_at > _LEAVING_S
+    return running.code is None and running.failing_s() > _LEAVING_S
 
 
 def _after(report: str, later: list[Worker]) -> Iterator[str]:

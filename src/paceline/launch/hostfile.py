@@ -16,8 +16,9 @@ from dataclasses import dataclass
 from paceline.base.errors import ConfigError, Problem
 from paceline.config.given import nearest
 
-_LINE = re.compile(r"(?P<host>[A-Za-z0-9_][\w.@-]*)\s+slots=(?P<slots>[1-9]\d*)")
+_LINE = re.compile(r"(?P<host>[A-Za-z0-9_][\w.@-]*)\s+slots=(?P<slots>[1-9][0-9]*)")
 _FORM = "expected: HOST slots=N, such as `node0 slots=4`"
+_MOST_SLOTS = 4096  # of one host: each is a process
 
 
 @dataclass(frozen=True)
@@ -48,7 +49,10 @@ def read(text: str, where: str) -> tuple[Slots, ...]:
             continue
         match = _LINE.fullmatch(words)
         if match is None:
-            problems.append(Problem("hostfile", f"{where}:{number}: {words!r} names no host.", _FORM, fix))
+            problems.append(Problem("hostfile", f"{where}:{number}: {words[:80]!r} names no host.", _FORM, fix))
+        elif len(match["slots"]) > len(str(_MOST_SLOTS)) or int(match["slots"]) > _MOST_SLOTS:
+            what = f"{where}:{number} gives a host more than {_MOST_SLOTS} slots."
+            problems.append(Problem("hostfile", what, f"slots={match['slots'][:20]}", f"write {_MOST_SLOTS} or fewer"))
         elif match["host"] in found:
             why = f"{where}:{places[match['host']]} and {where}:{number}"
             problems.append(Problem("hostfile", f"the host {match['host']} is there twice.", why, fix))

@@ -11,6 +11,7 @@ from paceline.launch.launcher import Job, Target
 from paceline.world.world import World
 
 _SEVERAL_NODES_PORT = 29500
+_MOST_CORES = 65_536
 _VISIBLE = {"cuda": "CUDA_VISIBLE_DEVICES", "xpu": "ZE_AFFINITY_MASK", "npu": "ASCEND_RT_VISIBLE_DEVICES"}
 
 
@@ -139,7 +140,8 @@ def _cores(told: Launch, procs: int) -> tuple[int, ...]:
 def _span(part: str) -> range:
     """The numbers of "3" or "0-7"."""
     first, _, last = part.partition("-")
-    return range(int(first), int(last or first) + 1)
+    # What lies beyond the cores of any host is refused by its first number; there is no need to list the rest.
+    return range(int(first), min(int(last or first), int(first) + _MOST_CORES) + 1)
 
 
 def _listed(cores: Sequence[int]) -> str:

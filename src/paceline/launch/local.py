@@ -345,7 +345,7 @@ class LocalHandle:
     def _left_behind(self) -> bool:
         """Whether some have saved and left, and others have had time enough to do so too."""
         left = [each.ended for each in self.workers if each.code == PREEMPTED]
-        return bool(left) and time.time() - min(left) > self.job.grace_s
+        return bool(left) and time.monotonic() - min(left) > self.job.grace_s
 
     def _pass_on(self, number: int) -> None:
         for each in self.workers:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import codecs
 import os
 import sys
 from collections.abc import Mapping
@@ -22,10 +21,9 @@ class _Pipe:
     """A process's stream that the launcher copies."""
 
     read: int
-    mark: str
+    mark: bytes
     terminal: Any
     file: IO[bytes] | None
-    decoder: Any
     fresh: bool = True  # at the start of a line
 
 
@@ -71,8 +69,7 @@ class Output:
         read, write = os.pipe()
         os.set_blocking(read, False)
         terminal = sys.stdout if bit == 1 else sys.stderr
-        decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
-        self.pipes[read] = _Pipe(read, mark, terminal, file, decoder)
+        self.pipes[read] = _Pipe(read, mark.encode(), terminal, file)
         return write
 
     def started(self) -> None:
@@ -90,10 +87,8 @@ class Output:
             return True
         if pipe.file is not None:
             pipe.file.write(data)
-        text = pipe.decoder.decode(data, final=not data)
-        if text:
-            pipe.terminal.write(_marked(text, pipe))
-            pipe.terminal.flush()
+        if data:
+            show(pipe.terminal, _marked(data, pipe))
         return bool(data)
 
     def finish(self) -> None:
@@ -102,7 +97,7 @@ class Output:
             while self._has_data(read) and self.copy(read):
                 pass
             if not pipe.fresh and pipe.mark:
-                pipe.terminal.write("\n")
+                show(pipe.terminal, b"\n")
             self._close(pipe)
         self.pipes.clear()
 
@@ -126,11 +121,24 @@ class Output:
             pipe.file.close()
 
 
-def _marked(text: str, pipe: _Pipe) -> str:
-    """`text` with the pipe's mark at the start of each line; a line may come in pieces."""
+def show(terminal: Any, data: bytes) -> None:
+    """Writes what a process has written, as it is: the terminal's encoding need not be that of a script.
+
+    A notebook's stream takes text alone.
+    """
+    if hasattr(terminal, "buffer"):
+        terminal.flush()
+        terminal.buffer.write(data)
+    else:
+        terminal.write(data.decode(errors="backslashreplace"))
+    terminal.flush()
+
+
+def _marked(data: bytes, pipe: _Pipe) -> bytes:
+    """`data` with the pipe's mark at the start of each line; a line may come in pieces."""
     if not pipe.mark:
-        return text
-    lines = text.splitlines(keepends=True)
+        return data
+    lines = data.splitlines(keepends=True)
     first = pipe.fresh
-    pipe.fresh = text.endswith(("\n", "\r"))
-    return "".join(line if number == 0 and not first else pipe.mark + line for number, line in enumerate(lines))
+    pipe.fresh = data.endswith((b"\n", b"\r"))
+    return b"".join(line if number == 0 and not first else pipe.mark + line for number, line in enumerate(lines))

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
@@ -35,10 +35,11 @@ class Worker:
         leads: whether it leads a process group, in which all that it starts stays.
         popen: the handle of a fresh process; None of a forked one.
         code: how it ended: exit code, or the negative number of the signal; None while it runs.
-        ended: when that was seen (seconds since the epoch).
-        alive: when it was last seen running.
+        ended: when that was seen; as all times here but `alive`, of a clock that only goes forward.
+        alive: when it was last seen running (seconds since the epoch): compared with when reports were written.
         stopped: whether we ended it, so that its end is no failure of its own.
-        frozen: since when a signal keeps it from running; 0 where none does.
+        failing: since when its script is known to have failed; None while it is not.
+        frozen: since when a signal keeps it from running; None where none does.
     """
 
     process: Process
@@ -48,9 +49,10 @@ class Worker:
     popen: subprocess.Popen[bytes] | None = None
     code: int | None = None
     ended: float = 0.0
-    alive: float = 0.0
+    alive: float = field(default_factory=time.time)
     stopped: bool = False
-    frozen: float = 0.0
+    failing: float | None = None
+    frozen: float | None = None
 
     def poll(self) -> int | None:
         """Looks whether it has ended."""
@@ -61,7 +63,7 @@ class Worker:
                 pid, status = os.waitpid(self.pid, os.WNOHANG)
                 self.code = os.waitstatus_to_exitcode(status) if pid else None
             if self.code is not None:
-                self.ended = time.time()
+                self.ended = time.monotonic()
             else:
                 self.alive = time.time()
         return self.code
@@ -72,8 +74,12 @@ class Worker:
             state = Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()[0]
         except (OSError, IndexError):
             state = ""
-        self.frozen = (self.frozen or time.time()) if state == "T" and self.code is None else 0.0
-        return max(time.time() - self.frozen, 1e-9) if self.frozen else 0.0
+        if state != "T" or self.code is not None:
+            self.frozen = None
+            return 0.0
+        if self.frozen is None:
+            self.frozen = time.monotonic()
+        return max(time.monotonic() - self.frozen, 1e-9)
 
     def send(self, signum: int, *, everyone: bool = False) -> bool:
         """Sends a signal to it, or to everyone in its process group; False where nobody is left."""
@@ -88,8 +94,14 @@ class Worker:
             return False
         return True
 
+    def failing_s(self) -> float:
+        """How long it has been known that its script failed; 0 where it did not."""
+        if self.failing is None and self.failed_at() is not None:
+            self.failing = time.monotonic()
+        return time.monotonic() - self.failing if self.failing is not None else 0.0
+
     def failed_at(self) -> float | None:
-        """When it failed by itself: as it wrote its report, else as it was last seen; None where it has not.
+        """When it failed by itself (seconds since the epoch): as it wrote its report, else as it was last seen; or None.
 
         One that was killed writes nothing, and its peers may write that they miss it before anybody looks at it again.
         One that has saved and left, as it was asked to, has not failed.
@@ -100,7 +112,7 @@ class Worker:
             found = self.report.stat()
             if found.st_size:
                 return found.st_mtime
-        return (self.alive or self.ended) if self.code not in (None, 0) and not self.stopped else None
+        return self.alive if self.code not in (None, 0) and not self.stopped else None
 
     def told(self) -> str:
         """Its traceback, or ""."""

@@ -112,7 +112,7 @@ def addresses(towards: list[str]) -> list[str]:
             with socket.socket(family, socket.SOCK_DGRAM) as probe:
                 probe.connect((other, 9))  # sends nothing: the system only chooses the way
                 found.append(str(probe.getsockname()[0]))
-    with suppress(OSError):
+    with suppress(OSError, UnicodeError):  # a host's name may be longer than a part of a DNS name
         found += [str(row[4][0]) for row in socket.getaddrinfo(host.name(), None, type=socket.SOCK_STREAM)]
     return [each for each in dict.fromkeys(found) if not each.startswith("127.") and each != "::1"]
 
@@ -121,7 +121,7 @@ def reachable(candidates: list[str], port: int) -> list[str]:
     """Which of node 0's addresses answer."""
     found = []
     for address in candidates:
-        with suppress(OSError), socket.create_connection((address, port), _CONNECT_S):
+        with suppress(OSError, UnicodeError), socket.create_connection((address, port), _CONNECT_S):
             found.append(address)
     return found
 

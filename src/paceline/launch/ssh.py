@@ -106,7 +106,7 @@ def is_local(name: str, known: Sequence[str] = ("localhost", "127.0.0.1")) -> bo
         address = socket.gethostbyname(name)
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
             probe.bind((address, 0))
-    except OSError:
+    except (OSError, UnicodeError):  # UnicodeError: a part of the name is longer than DNS allows
         return False
     return not address.startswith("127.")
 

@@ -35,6 +35,8 @@ def test_a_hostfile() -> None:
         ("# nothing\n\n", ["hf names no host"]),
         ("a slots=1\nb\n", ["hf:2: 'b' names no host"]),
         ("a slots=0\n", ["hf:1:"]),
+        ("a slots=4096\nb slots=99999999\n", ["hf:2 gives a host more than 4096 slots", "slots=99999999"]),
+        ("a slots=" + "9" * 10_000, ["hf:1 gives a host more than 4096 slots"]),
         ("a slots=x\nb slots=1\nb slots=2\n-oProxyCommand=x slots=1", ["hf:1:", "hf:2 and hf:3", "hf:4:"]),
     ],
 )

@@ -165,6 +165,17 @@ def test_several_launchers_on_one_node_are_refused() -> None:
         told({**here, "SLURM_STEP_TASKS_PER_NODE": "2"}, procs=4)
 
 
+@pytest.mark.parametrize("counts", [{"procs": 99_999_999}, {"nodes": 99_999_999}, {"nodes": "1:99999999"}])
+def test_counts_that_no_cluster_has_are_refused(counts: dict[str, object]) -> None:
+    with pytest.raises(ConfigError, match="config-value"):
+        told(**counts)
+
+
+def test_a_span_of_cores_is_not_listed_to_its_end() -> None:
+    with pytest.raises(ConfigError, match="bind-cores"):
+        told(procs=1, bind_cores="0-99999999999")
+
+
 def test_several_nodes_need_an_address() -> None:
     with pytest.raises(LaunchError, match=r"(?s)node 1 does not know where node 0 is.*launch-address"):
         told(nodes=2, node_rank=1)
