@@ -280,9 +280,12 @@ def test_from_one_of_the_hosts(network: Network, folder: Path) -> None:
 def test_without_ssh(network: Network, folder: Path) -> None:
     """As under Kubernetes: the same command on each host, with its number."""
     words = "deepspeed --hostfile hf --num_nodes 2 --no_ssh --master_addr node0 --master_port 29555"
+    (folder / "secret").touch(mode=0o600)
+    (folder / "secret").write_text("of this test alone")
+    environment = f"env -C {folder} OMP_NUM_THREADS=1 PACELINE_RUN_SECRET_FILE=secret"
     jobs = [
         host.start(
-            f"env -C {folder} OMP_NUM_THREADS=1 {PACELINE} {words} --node_rank {rank} train.py collective",
+            f"{environment} {PACELINE} {words} --node_rank {rank} train.py collective",
             folder / f"{host.name}.log",
         )
         for rank, host in enumerate(network.hosts[:2])

@@ -38,7 +38,10 @@ def network() -> Iterator[Network]:
 @pytest.fixture
 def run(tmp_path: Path, network: Network) -> Run:
     """A run that can go on with one to three hosts; not started yet."""
+    (tmp_path / "secret").touch(mode=0o600)
+    (tmp_path / "secret").write_text("of this test alone")
     environment = f"env OMP_NUM_THREADS=1 PACELINE_CPU=1 PACELINE_TIMEOUT_S={TIMEOUT_S} PYTHONPATH={PYTHONPATH}"
+    environment += f" PACELINE_RUN_SECRET_FILE={tmp_path}/secret"
     together = "--rdzv-conf last_call_timeout=20"  # at the start; a busy machine is not to split it in two rounds
     launch = (
         f"{sys.executable} -m paceline.cli.main launch --nodes 1:3 --main-address node0 --max-restarts 5 {together}"
@@ -72,6 +75,12 @@ def workers(host: Host) -> list[str]:
     return [each for each in host.processes() if SCRIPT.name in each and " launch " not in each]
 
 
+def listens_at(host: Host) -> set[str]:
+    """The addresses at which programs of a host listen, its sshd apart."""
+    rows = [line.split() for line in host.run("ss -Hltnp").stdout.splitlines()]
+    return {row[3].rpartition(":")[0] for row in rows if "sshd" not in row[-1]}
+
+
 def check(run: Run, network: Network, undisturbed: Callable[[int], dict[int, float]]) -> None:
     """What must be true after every story."""
     assert still_running(network.hosts) == {}, run.told()
@@ -90,6 +99,7 @@ def test_a_life(
     node0, node1, node2 = network.hosts
     run.start(*network.hosts)
     run.steps(network.hosts, world=3, count=12)
+    assert [listens_at(host) for host in network.hosts] == [{host.address} for host in network.hosts]
 
     killed = run.kill_worker(node1)
     record_property("worker killed, s", again := run.steps(network.hosts, world=3, since=killed))

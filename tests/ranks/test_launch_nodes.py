@@ -34,7 +34,8 @@ def port() -> int:
 def node(tmp_path: Path, port: int) -> Iterator[Callable[..., subprocess.Popen[str]]]:
     """Starts the launcher of one node."""
     started: list[subprocess.Popen[str]] = []
-    env = {k: v for k, v in os.environ.items() if not k.startswith(("PACELINE", "SLURM"))} | {"OMP_NUM_THREADS": "1"}
+    env = {k: v for k, v in os.environ.items() if not k.startswith(("PACELINE", "SLURM"))}
+    env |= {"OMP_NUM_THREADS": "1", "PACELINE_RUN_SECRET": "of these tests alone"}
 
     def start(rank: int, text: str, *words: object, address: str = "127.0.0.1") -> subprocess.Popen[str]:
         (tmp_path / "train.py").write_text(dedent(text))
