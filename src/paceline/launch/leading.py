@@ -13,6 +13,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from paceline.base.errors import Problem
 from paceline.base.exits import PREEMPTED
 from paceline.launch import objections
 from paceline.launch.messages import (
@@ -20,6 +21,7 @@ from paceline.launch.messages import (
     Expelled,
     Go,
     Halt,
+    Hello,
     Here,
     Home,
     How,
@@ -113,6 +115,12 @@ class Lead:
             self._without(who, Cause("lost", f"{self.own._name(who)} lost its connection", who), now)
         self.waiting.setdefault(who, now)
         self.own.say(who, Joined(self.own.me, False))
+
+    def refused(self, problem: Problem, message: Hello) -> None:
+        """A launcher was told something else: before the first round, this run's nodes were started differently, and none
+        can begin. A launcher of another run has only come to a wrong place."""
+        if self.own.round is None and message.rules[-1] == self.rules.run:
+            self.finish(End(1, problem.what, error=problem))
 
     def closed(self, who: str, now: float) -> None:
         """A connection has ended: asks at once whether that launcher is still there."""

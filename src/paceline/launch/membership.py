@@ -107,9 +107,8 @@ class Membership:
         self.heard_at: dict[str, float] = {}
         self.asks: dict[int, Ask] = {}
         self.answers: dict[Place, str] = {}  # while seeking: "wait", "later", or how `closed` says that it ended
-        self.leader = ""
+        self.leader = self.leaving = ""
         self.leader_key = -1
-        self.leaving = ""
         self.lead: Lead | None = None
         self.lost = ("lost", "")  # how and why the leader went
         self.since = self.fresh_until = now
@@ -140,11 +139,7 @@ class Membership:
         self._step(now)
 
     def closed(self, key: int, how: str, now: float) -> None:
-        """A connection has ended.
-
-        `how` is "refused" (nobody listens there), "silent" (it never came to be), "closed", "secret" (a launcher with
-        another secret listens there) or "stranger" (no launcher does).
-        """
+        """A connection has ended: "refused", "silent" (never came to be), "closed", "secret" or "stranger" (`Unproved`)."""
         ask = self.asks.pop(key, None)
         if ask is not None:
             self._no_answer(ask, how, now)
@@ -262,10 +257,8 @@ class Membership:
         problem = objections.disagreement(self.me, self.rules, present, member, message.rules)
         if problem is not None:
             self._say(key, Refused(problem))
-            # Somebody has started this run's nodes differently; a launcher of another run has only come to a wrong place.
-            same_run = message.rules[-1] == self.rules.run
-            if self.lead is not None and self.round is None and same_run:
-                self.lead.finish(End(1, problem.what, error=problem))
+            if self.lead is not None:
+                self.lead.refused(problem, message)
             return
         self.drop(member.id)
         self.known[member.id] = member
@@ -373,10 +366,8 @@ class Membership:
             for each in dict.fromkeys(others)
             if each not in self.dead and each != self.me.id and each in self.known
         ]
-        return {
-            **dict.fromkeys(self.contacts, ""),
-            **{self.known[each].place: each for each in living[:_ASKED_AT_ONCE]},
-        }
+        places = dict.fromkeys(self.contacts, "")
+        return places | {self.known[each].place: each for each in living[:_ASKED_AT_ONCE]}
 
     def _is_candidate(self) -> bool:
         """Whether nobody who comes before me can lead, and nobody knows of a later decision."""
@@ -401,10 +392,9 @@ class Membership:
                 problem = objections.cut_off(self.lost[1], here, len(self.views[-1]))
                 self.end = End(1, self.lost[1], error=problem)
             return
-        answers = set(self.answers.values())
-        if waited_s > _SECRET_S and "secret" in answers and not answers & {"wait", "later"}:
-            places = [place for place, answer in self.answers.items() if answer == "secret"]
-            self.end = End(1, error=objections.other_secret(places))
+        other_secret = objections.other_secret(self.answers)
+        if other_secret is not None and waited_s > _SECRET_S:
+            self.end = End(1, error=other_secret)
         elif waited_s > self.rules.join_s:
             self.end = End(1, error=objections.unanswered(self.rules.join_s, self.answers))
 

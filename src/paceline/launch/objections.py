@@ -61,9 +61,12 @@ def unanswered(join_s: float, answers: Mapping[Place, str]) -> Problem:
     )
 
 
-def other_secret(places: Sequence[Place]) -> Problem:
-    """A run was found, and this launcher cannot prove that it belongs to it."""
-    listed = ", ".join(f"{address}:{port}" for address, port in places)
+def other_secret(answers: Mapping[Place, str]) -> Problem | None:
+    """The launchers that answer all have another secret than this one; None where they do not."""
+    places = [f"{address}:{port}" for (address, port), answer in answers.items() if answer == "secret"]
+    if not places or {"wait", "later"} & set(answers.values()):
+        return None
+    listed = ", ".join(places)
     return Problem(
         "launch-secret",
         f"the launcher at {listed} has another secret than this one.",

@@ -78,7 +78,7 @@ def test_questions_and_answers(talk):
     child, path = talk
     child.expect_exact("procs [auto]: ")
     child.sendline("many")
-    child.expect_exact("expected: a whole number of at least 1, or auto")
+    child.expect_exact("expected: a whole number from 1 to 4096, or auto")
     child.expect_exact("procs [auto]: ")
     child.sendline("2")
     child.expect_exact("cpu [no]: ")

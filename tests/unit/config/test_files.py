@@ -113,7 +113,7 @@ def test_all_problems_with_lines_and_closest_keys(problems):
     text = [str(each) for each in found]
     expected = {
         ":1: there is no setting 'mixed_precison'": "write 'mixed_precision'",
-        "procs cannot be 'two'": "a whole number of at least 1, or auto",
+        "procs cannot be 'two'": "a whole number from 1 to 4096, or auto",
         ":4: there is no setting 'num_machine'": "write 'num_machines'",
         "tp cannot be a block of keys": ":5",
         ":7: dry_run cannot stand in a file": "say --dry-run",
