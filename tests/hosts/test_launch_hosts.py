@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from textwrap import dedent
 
@@ -70,6 +71,15 @@ def nothing_is_left(network: Network) -> Iterator[None]:
 def at_desk(network: Network, folder: Path, words: str, **env: str) -> subprocess.CompletedProcess[str]:
     told = " ".join(f"{name}={value}" for name, value in {"OMP_NUM_THREADS": "1", **env}.items())
     return network.at_desk("sh", "-c", f"cd {folder}; {told} {PACELINE} {words}", timeout_s=90)
+
+
+def command_lines() -> list[str]:
+    """What `ps` shows of this machine, the hosts' processes included."""
+    lines = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        with suppress(OSError):  # it has ended
+            lines.append(path.read_bytes().replace(b"\0", b" ").decode(errors="replace"))
+    return lines
 
 
 def marked(text: str) -> list[str]:
@@ -247,6 +257,7 @@ def test_the_launcher_is_killed(launcher: str, network: Network, folder: Path) -
 @pytest.mark.parametrize(("name", "code"), [("TERM", 75), pytest.param("INT", 130, marks=pytest.mark.long)])
 def test_a_signal(name: str, code: int, network: Network, folder: Path) -> None:
     job = start(network, folder, "launch --hostfile hf --nodes 2")
+    assert not [line for line in command_lines() if '"secret"' in line]  # the orders, which hold the run's secret
     job.send_signal(getattr(signal, f"SIG{name}"))
     assert job.wait(30) == code, (folder / "log").read_text()
     assert still_running(network.hosts) == {}

@@ -18,7 +18,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 
-from paceline.base.errors import LaunchError
+from paceline.base.errors import ConfigError, LaunchError
 from paceline.launch import host, secret
 from paceline.launch.connection import Connection
 from paceline.launch.launcher import Job
@@ -31,6 +31,7 @@ _TICK_S = 0.2
 _GOODBYE_S = 2.0  # how long to wait at the end for the others to have read the last word
 _LINGER_S = 30.0  # a connection closed with what it still held unread would lose the last word
 _FEWEST_KEEP_ALIVES = 3
+_LONGEST_NAME = 255
 _PROVE_S = 5.0  # how long whoever connects may take to prove that it has the secret
 _MOST_UNPROVED = 64  # so many may be about it at the same time; the oldest goes for the next
 
@@ -282,8 +283,17 @@ def rules_of(job: Job) -> Rules:
 
     Raises:
         LaunchError: `launch-keep-alive`.
+        ConfigError: `config-value`, where the run's name is too long for a message.
     """
     told = job.options
+    run = told.get("run_id", "paceline")
+    if len(run) > _LONGEST_NAME:
+        raise ConfigError(
+            "config-value",
+            f"the name of the run has {len(run)} characters.",
+            why=f"--rdzv-conf run_id={run[:40]}...; expected: at most {_LONGEST_NAME}",
+            fix="give it a shorter name",
+        )
     beat_s, attempts = float(told.get("keep_alive_interval", 1)), int(told.get("keep_alive_max_attempt", 5))
     if attempts < _FEWEST_KEEP_ALIVES:
         raise LaunchError(
@@ -293,7 +303,7 @@ def rules_of(job: Job) -> Rules:
             fix=f"say {_FEWEST_KEEP_ALIVES} or more, with a shorter keep_alive_interval",
         )
     return Rules(
-        job.least or job.nodes, job.nodes, job.max_restarts, told.get("run_id", "paceline"), beat_s, beat_s * attempts,
+        job.least or job.nodes, job.nodes, job.max_restarts, run, beat_s, beat_s * attempts,
         float(told.get("timeout", told.get("join_timeout", _PATIENCE_S))),
         float(told.get("last_call_timeout", 2)), job.grace_s,
     )  # fmt: skip

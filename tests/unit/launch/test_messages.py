@@ -43,7 +43,7 @@ def test_a_message_arrives_as_it_was_sent(message: Message) -> None:
         '{"kind": "move", "place": ["x", 65536]}', '{"kind": "here", "here": "x", "round": 0, "leads": 0, "born": 0}',
         '{"kind": "here", "here": "x", "round": 0, "leads": true, "born": NaN}',
         '{"kind": "here", "here": "x", "round": 0, "leads": true, "born": 1e999}',
-        '{"kind": "bye", "why": "' + "x" * 30_000 + '"}', '{"kind": "rest", "report": 5}',
+        '{"kind": "bye", "why": "' + "x" * (1 << 20) + 'x"}', '{"kind": "rest", "report": 5}',
     ],
 )  # fmt: skip
 def test_what_is_no_message_is_read_by_nobody(text: str) -> None:

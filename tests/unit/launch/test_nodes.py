@@ -8,6 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from paceline.base.errors import ConfigError
 from paceline.launch import host, nodes
 from paceline.launch.connection import Connection
 from paceline.launch.launcher import Job, Target
@@ -75,6 +76,11 @@ def test_strangers_have_little_room_and_little_time(
     for link in links:
         link.close()
     assert len(capsys.readouterr().err.splitlines()) == 2  # at 1 and at 10
+
+
+def test_a_runs_name_fits_in_a_message() -> None:
+    with pytest.raises(ConfigError, match="has 300 characters"):
+        nodes.rules_of(Job(Target("script", "train.py"), nodes=2, options={"run_id": "x" * 300}))
 
 
 def test_a_host_of_the_longest_name_is_told_apart() -> None:
