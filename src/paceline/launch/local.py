@@ -24,6 +24,7 @@ from pathlib import Path
 
 from paceline.base.errors import LaunchError
 from paceline.base.exits import PREEMPTED
+from paceline.base.temporary import temporary_folder
 from paceline.launch import host, worker
 from paceline.launch.failure import AFTER_FAILURE_S, end_frozen, first_failure, stuck
 from paceline.launch.launcher import Failure, Job, Outcome, Process, Rendered
@@ -134,8 +135,9 @@ class LocalHandle:
             LaunchError: those of `Nodes.meet`; `launch-address`, where the nodes do not find each other; `launch-nodes`,
                 where they were told different things; `launch-cut-off`, where too few are left to go on.
         """
+        place = temporary_folder()
         self.nodes = Nodes.meet(self.job)
-        folder = Path(tempfile.mkdtemp(prefix="paceline-"))
+        folder = Path(tempfile.mkdtemp(prefix="paceline-", dir=place))
         self.reaper = Reaper(folder)
         if self.job.start == "fork":
             warm(self.job.compat.split(","))
