@@ -1,5 +1,7 @@
 """Without a folder for temporary files every command says so, and how to name one."""
 
+import subprocess
+import sys
 import tempfile
 
 import pytest
@@ -7,7 +9,7 @@ import pytest
 from paceline import ConfigError
 from paceline.base import env
 from paceline.base.temporary import temporary_folder
-from paceline.cli.main import main
+from paceline.planner.rehearsal import in_child
 
 
 @pytest.fixture(params=["none", "gone"])
@@ -28,13 +30,28 @@ def test_no_folder(no_folder):
     assert "TMPDIR is /nonexistent" in message and "fix: name a folder" in message
 
 
-def test_launch_and_plan_say_so(no_folder, capfd):
-    script = no_folder / "train.py"
-    script.write_text("import torch\nfrom paceline import Accelerator\nAccelerator().prepare(torch.nn.Linear(1, 1))\n")
-    assert main(["launch", str(script)]) == 2
-    assert main(["plan", "--procs", "2", str(script)]) == 2
-    output = capfd.readouterr().err
-    assert output.count("[temporary-folder]") == 2 and "Traceback" not in output
+LAUNCH = """
+import sys, tempfile
+from paceline.cli.main import main
+tempfile._candidate_tempdir_list = lambda: ["/nonexistent"]
+sys.exit(main(["launch", sys.argv[1]]))
+"""
+
+
+def test_launch_says_so(tmp_path):
+    script = tmp_path / "train.py"
+    script.write_text("")
+    done = subprocess.run([sys.executable, "-c", LAUNCH, script], capture_output=True, text=True)
+    assert done.returncode == 2
+    assert "paceline.ConfigError: there is no folder for temporary files.  [temporary-folder]" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_a_rehearsal_says_so(no_folder):
+    """What `paceline plan` and `tune` begin with."""
+    with pytest.raises(ConfigError) as caught:
+        in_child(lambda: None)
+    assert caught.value.code == "temporary-folder"
 
 
 def test_a_folder(tmp_path, monkeypatch):
