@@ -132,7 +132,7 @@ class Keeping(Participant):
 
         `resume` (`--resume`, PACELINE_RESUME) is "auto" unless said otherwise: the newest checkpoint in
         `<project_dir>/checkpoints` that verifies, if there is one. From here on SIGTERM lets the batch at hand end, saves,
-        and leaves with exit code 75 (`paceline.base.exits.PREEMPTED`).
+        and leaves with exit code 75 (`paceline.base.exits.PREEMPTED`); so does Ctrl-C, with exit code 130.
 
         Returns where to go on; of a run that begins, epoch 0 and step 0.
 

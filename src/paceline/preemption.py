@@ -1,6 +1,6 @@
-"""Preemption: after SIGTERM all ranks stop after the same step, save, and leave with an exit code of its own.
+"""Preemption: after SIGTERM or Ctrl-C all ranks stop after the same step, save, and leave with an exit code of its own.
 
-    SIGTERM     noted, never raised: the step at hand goes on
+    a signal    noted, never raised: the step at hand goes on
     step ends   the rank that was asked writes into the store after which step all stop: a little ahead of itself
     every rank  looks into the store at the end of a step, and stops at the one that stands there
     stop        save_state -> one line -> sys.exit(PREEMPTED), through every `finally`
@@ -8,10 +8,13 @@
 No collective is needed, because gradients are averaged in every step: a rank that has come to the end of step n knows
 that all others have come to the end of step n - 2 at least (n - 1 where collectives wait for each other on the host). What
 one of them wrote there is in the store by now. So a stop two steps ahead is seen by all in time.
+
+In an evaluation, where no step ends, ranks agree on one of its batches: `evaluation_stop`.
 """
 
 from __future__ import annotations
 
+import builtins
 import os
 import signal
 import sys
@@ -25,9 +28,11 @@ from typing import Any
 
 import torch
 
+from paceline.base import env
 from paceline.base.errors import TrainError
-from paceline.base.exits import PREEMPTED
+from paceline.base.exits import INTERRUPTED, PREEMPTED
 from paceline.base.log import logger
+from paceline.evaluation_stop import EvaluationAgreement, StepEnd
 from paceline.optim.accumulate import Accumulation
 from paceline.world import rendezvous
 from paceline.world.collectives import Collectives
@@ -37,6 +42,9 @@ PACED = 32  # the step after which rank 0 says how often to look
 _LOOK_S, _MOST = 0.1, 32  # about this often, but at every 32nd step at least
 _SAME_S = 1.0  # a launcher and a batch system may both pass on one request
 _numbers = count()
+# Runs that save and leave. They are kept until the process has ended: a launcher's SIGTERM after Ctrl-C, which comes when
+# leaving takes some seconds, still finds who has noted the request.
+_leaving: list[Preemption] = []
 
 
 class Agreement:
@@ -107,7 +115,7 @@ class Agreement:
 
 
 class Preemption:
-    """Saves and leaves after SIGTERM.
+    """Saves and leaves after SIGTERM or Ctrl-C.
 
     Args:
         optimizers: prepared; one that has stepped marks the end of a step.
@@ -115,9 +123,11 @@ class Preemption:
         collectives: the ranks that stop together.
         device: what computes.
         save: saves under an automatic name; returns it.
+        step_end: puts the run back to the end of its last step, where it leaves in an evaluation.
 
     Attributes:
-        over: whether it has saved, or `end` was called.
+        over: whether it saves, has saved, or `end` was called.
+        ended: whether `end` was called.
 
     Ranks: all make one, and call `between` between their batches.
     """
@@ -129,79 +139,156 @@ class Preemption:
         collectives: Collectives,
         device: torch.device,
         save: Callable[[], str | None],
+        step_end: StepEnd,
     ) -> None:
-        self._optimizers, self._gradients, self._save = optimizers, gradients, save
+        self._optimizers, self._gradients, self._save, self._step_end = optimizers, gradients, save, step_end
         self._world = collectives.world
         self._steps = self._taken()
-        self._asked: float | None = None  # when
-        self.over = False
+        self._requests: dict[int, float] = {}  # signal -> when it first came
+        self._evaluated = (-1, 0)  # steps taken before the evaluation at hand, and batches of it
+        self.over = self.ended = False
         number = next(_numbers)
-        self._agreement = None
+        self._agreement = self._in_evaluation = None
         if self._world.size > 1:
-            self._agreement = Agreement(rendezvous.part(f"preemption/{number}"), self._world.rank, device)
+            store = rendezvous.part(f"preemption/{number}")
+            self._agreement = Agreement(store, self._world.rank, device)
+            self._in_evaluation = EvaluationAgreement(
+                rendezvous.part(f"preemption/{number}/evaluation"), self._world.rank, self._world.size
+            )
         self._release = _listen(self)
 
     def _taken(self) -> int:
         return sum(each.steps for each in self._optimizers)
 
-    def note(self) -> bool:
-        """Notes a request; whether it can wait for the end of a step, as a second one does not."""
+    def note(self, number: int) -> bool:
+        """Notes a request; whether it can wait for the end of a step, as a second one of the same kind does not.
+
+        A launcher that was interrupted sends SIGTERM after SIGINT: that is one request, and not two.
+        """
         now = time.monotonic()
-        self._asked = self._asked or now
-        return now - self._asked <= _SAME_S
+        if number == signal.SIGINT and not self._requests and self._world.is_main:
+            _tell("interrupted: the run saves after this step and ends; Ctrl-C again ends it at once, without a save")
+        first = self._requests.setdefault(number, now)
+        return now - first <= _SAME_S
 
     def between(self) -> None:
         """Between two batches: saves and leaves where a step is over and all ranks stop here.
 
         Raises:
-            SystemExit: with `PREEMPTED`. CheckpointError: what `save` raised; then the exit code is another.
+            SystemExit: with `PREEMPTED` or `INTERRUPTED`. CheckpointError: what `save` raised; then the exit code is another.
         """
         taken = self._taken()
         if self.over or taken == self._steps or not self._gradients.sync or self._gradients.apart:
             return
         self._steps = taken
-        asked = self._asked is not None
-        if not (asked if self._agreement is None else self._agreement.reached(asked)):
+        asked = bool(self._requests)
+        if asked if self._agreement is None else self._agreement.reached(asked):
+            self._leave()
+
+    def in_evaluation(self) -> None:
+        """Between two batches of an evaluation: the same, the run being saved as it was at the end of its last step.
+
+        Raises:
+            As `between`.
+        """
+        taken = self._taken()
+        if self.over or not taken or not self._gradients.sync or self._gradients.apart:
             return
+        batches = self._evaluated[1] if self._evaluated[0] == taken else 0
+        self._evaluated = (taken, batches + 1)
+        # Where several optimizers take turns, gradients of the last pass belong to the one that stepped last.
+        if all(each.pending for each in self._optimizers) or not self._step_end.can_return(taken):
+            return
+        asked = bool(self._requests)
+        if asked if self._in_evaluation is None else self._in_evaluation.reached(*self._evaluated, asked):
+            self._step_end.go_back()
+            # The script may be in inference mode, in which no tensor can be written that training goes on with.
+            with torch.inference_mode(False), torch.no_grad():
+                self._leave()
+
+    def epoch_over(self) -> None:
+        """Where all batches of a training epoch were given: an evaluation may follow."""
+        if not self.over:
+            self._step_end.remember(self._taken())
+
+    def _leave(self) -> None:
         self.over = True
+        _leaving.append(self)
         path = self._save()
+        number = next(iter(self._requests), signal.SIGTERM)
+        code = INTERRUPTED if number == signal.SIGINT else PREEMPTED
         if self._world.is_main:
             logger("preemption").warning(
-                "asked to end (SIGTERM): saved %s and left with exit code %d; the same command goes on from there.",
+                "asked to end (%s): saved %s and left with exit code %d; the same command goes on from there.",
+                signal.Signals(number).name,
                 path,
-                PREEMPTED,
+                code,
             )
-        sys.exit(PREEMPTED)
+        # A launcher of ours tells by `PREEMPTED` that the run was saved, and itself ends with what its signal means.
+        sys.exit(PREEMPTED if env.get("PACELINE_RUN") else code)
 
     def end(self) -> None:
-        """SIGTERM means again what it meant before. May be called again."""
-        self.over = True
+        """The signals mean again what they meant before. May be called again."""
+        self.over = self.ended = True
         self._release()
 
 
 def _listen(preemption: Preemption) -> Callable[[], None]:
-    """Has SIGTERM noted, where Python lets this thread say so; returns what puts the handler back that was there.
+    """Has the signals noted, where Python lets this thread say so; returns what puts the handlers back that were there."""
+    if threading.current_thread() is not threading.main_thread():
+        return lambda: None
+    numbers = [signal.SIGTERM] if _interactive() else [signal.SIGTERM, signal.SIGINT]
+    releases = [_listen_for(number, preemption) for number in numbers]
+
+    def release() -> None:
+        for each in releases:
+            each()
+
+    return release
+
+
+def _interactive() -> bool:
+    """Whether somebody types at a prompt or in a notebook, where Ctrl-C ends a line or a cell and not the process."""
+    prompt = hasattr(sys, "ps1") or hasattr(builtins, "__IPYTHON__")
+    return prompt and not env.get("PACELINE_RUN")
+
+
+def _listen_for(wanted: signal.Signals, preemption: Preemption) -> Callable[[], None]:
+    """The same for one signal.
 
     A handler that the script installed is called first. The reference is weak: a run that is gone hears nothing.
     """
-    before = signal.getsignal(signal.SIGTERM)
-    if threading.current_thread() is not threading.main_thread() or before is signal.SIG_IGN:
+    before = signal.getsignal(wanted)
+    if before is signal.SIG_IGN:
         return lambda: None
-    heard_by, process = weakref.ref(preemption), os.getpid()
+    own = before if callable(before) and before is not signal.default_int_handler else None
+    listener_of, process = weakref.ref(preemption), os.getpid()
 
     def hear(number: int, frame: FrameType | None) -> None:
-        listener = heard_by() if os.getpid() == process else None  # a forked child is another process
-        heard = listener is not None
-        waits = listener is not None and listener.note()
-        if callable(before):
-            before(number, frame)
-        if not waits and (heard or not callable(before)):
-            signal.signal(number, signal.SIG_DFL)
-            os.kill(os.getpid(), number)
+        listener = listener_of() if os.getpid() == process else None  # a forked child is another process
+        if listener is not None and listener.ended:
+            listener = None
+        waits = listener is not None and listener.note(number)
+        if own is not None:
+            own(number, frame)
+        if waits or (own is not None and listener is None):
+            return
+        if number == signal.SIGINT:
+            if listener is not None:
+                _tell("interrupted again: the run ends at once, without a save")
+            signal.signal(number, signal.default_int_handler)
+            signal.default_int_handler(number, frame)
+        signal.signal(number, signal.SIG_DFL)
+        os.kill(os.getpid(), number)
 
     def release() -> None:
-        if signal.getsignal(signal.SIGTERM) is hear:
-            signal.signal(signal.SIGTERM, before or signal.SIG_DFL)
+        if signal.getsignal(wanted) is hear:
+            signal.signal(wanted, before or signal.SIG_DFL)
 
-    signal.signal(signal.SIGTERM, hear)
+    signal.signal(wanted, hear)
     return release
+
+
+def _tell(line: str) -> None:
+    """Writes a line from within a handler, where a stream that is being written to cannot be used."""
+    os.write(2, f"paceline: {line}\n".encode())

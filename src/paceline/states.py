@@ -19,6 +19,7 @@ from paceline.checkpoint.store import store_for
 from paceline.checkpoint.window import Gradients, Window
 from paceline.data.active import ActiveLoaders
 from paceline.data.loader import PreparedLoader
+from paceline.evaluation_stop import StepEnd
 from paceline.optim.accumulate import Accumulation
 from paceline.plan.plan import Decision, Plan
 from paceline.preemption import Preemption
@@ -183,7 +184,7 @@ class States:
             self._checkpointer.wait()
 
     def resume(self) -> Start:
-        """Loads what the setting `resume` says; from here on SIGTERM saves and leaves. Ranks: all."""
+        """Loads what the setting `resume` says; from here on SIGTERM and Ctrl-C save and leave. Ranks: all."""
         self._prepared.at_first_step = None
         source = self._source()
         if source is not None:
@@ -220,15 +221,17 @@ class States:
         return [each for each in self._prepared.loaders if isinstance(each, PreparedLoader)]
 
     def _listen(self) -> None:
-        """Has SIGTERM end the run after a step, where there are steps and a place to save."""
+        """Has SIGTERM and Ctrl-C end the run after a step, where there are steps and a place to save."""
         prepared = self._prepared
         if self._preemption is not None or self._root is None or not prepared.optimizers:
             return
         self._preemption = Preemption(
             prepared.optimizers, self._gradients, self._collectives, prepared.device,
-            self._save_and_leave,
+            self._save_and_leave, StepEnd(prepared, self._active),
         )  # fmt: skip
         self._active.between = self._preemption.between
+        self._active.in_evaluation = self._preemption.in_evaluation
+        self._active.epoch_over = self._preemption.epoch_over
 
     def _save_and_leave(self) -> str | None:
         """The last save of a run that was asked to end: neither an earlier one that failed nor a metric that nobody has
@@ -241,10 +244,10 @@ class States:
         return self.save(None, self._prepared.plan, metrics=self._keep.unknown)
 
     def end(self) -> None:
-        """Waits for a save that is under way; SIGTERM means again what it meant before `resume`. Ranks: all."""
+        """Waits for a save that is under way; SIGTERM and Ctrl-C mean again what they meant before. Ranks: all."""
         if self._preemption is not None:
             self._preemption.end()
-            self._active.between = None
+            self._active.between = self._active.in_evaluation = self._active.epoch_over = None
         self.wait()
 
     def _refuse_unused(self) -> None:

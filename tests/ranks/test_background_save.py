@@ -222,7 +222,8 @@ def test_a_peer_that_dies_while_writing(tmp_path) -> None:
 
 
 SCRIPT = """
-import os, sys, time
+import atexit, os, sys, time
+atexit.register(print, "a function of atexit", flush=True)
 import torch
 from paceline import Accelerator
 from paceline.checkpoint import checkpointer
@@ -238,10 +239,11 @@ assert not os.path.exists("saved")
 
 
 @pytest.mark.parametrize(("ending", "code", "broken"), [
-    ("", 0, ""), ("sys.exit(3)", 3, ""), ("raise RuntimeError('of mine')", 1, ""), ("", 0, "1 / 0,"),
+    ("", 0, ""), ("sys.exit(3)", 3, ""), ("raise RuntimeError('of mine')", 1, ""), ("", 1, "1 / 0,"),
     ("from paceline.launch import worker; worker.leave(4)", 4, ""),
 ], ids=["end", "exit", "exception", "failing", "function"])  # fmt: skip
 def test_the_process_ends_after_its_save(tmp_path, ending, code, broken) -> None:
+    """And with an exit code of its own where that save has failed: no exception can say so any more."""
     script = tmp_path / "script.py"
     script.write_text(SCRIPT.format(ending=ending, broken=broken))
     done = subprocess.run(
@@ -253,8 +255,27 @@ def test_the_process_ends_after_its_save(tmp_path, ending, code, broken) -> None
     )
     assert done.returncode == code, done.stderr
     assert (tmp_path / "saved/manifest.json").exists() == (not broken)
-    assert ("the last save, in the background, has failed" in done.stderr) == bool(broken)
+    assert ("This was the last save, in the background" in done.stderr) == bool(broken)
+    assert "a function of atexit" in done.stdout or "leave" in ending
     assert not list(tmp_path.glob(".*"))
+
+
+@pytest.mark.parametrize("launcher", ["paceline", "torchrun"])
+def test_a_launcher_hears_of_a_last_save_that_failed(tmp_path, launcher) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT.format(ending="", broken="1 / 0,"))
+    own = ["-m", "paceline", "launch"] if launcher == "paceline" else ["-m", "torch.distributed.run"]
+    number = "--procs=1" if launcher == "paceline" else "--nproc-per-node=1"
+    done = subprocess.run(
+        [sys.executable, *own, number, script],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    assert done.returncode == 1, done.stderr
+    assert "checkpoint-failed" in done.stderr and "This was the last save, in the background" in done.stderr
+    assert launcher == "torchrun" or "[rank-failed]" in done.stderr
 
 
 def test_what_is_kept(tmp_path) -> None:

@@ -13,7 +13,17 @@ FLOORS = [
     {"plan", "launch"},
     {"parallel", "precision", "optim", "data", "checkpoint", "observe"},
     {"planner"},
-    {"__init__", "accelerator", "keeping", "preemption", "preparation", "profiling", "states", "steps"},
+    {
+        "__init__",
+        "accelerator",
+        "evaluation_stop",
+        "keeping",
+        "preemption",
+        "preparation",
+        "profiling",
+        "states",
+        "steps",
+    },
     {"cli", "compat", "testing", "__main__"},
 ]
 FLOOR = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}

@@ -18,18 +18,74 @@ Each error has a `code`, a section of that name in `docs/errors.md`, and a test 
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+
+# Long enough for a traceback that is a reason; a value of a file or of a script can be of any length.
+_MAX_TEXT = 4000
+_MAX_REASONS = 40
+_MAX_PROBLEMS = 20
+_MAX_VALUE = 200
+
+
+def cut(text: str, length: int = _MAX_TEXT) -> str:
+    """A text of at most `length` characters: where it is longer, its beginning, its end and how much was left out."""
+    if len(text) <= length:
+        return text
+    end = length // 4
+    beginning = length - end
+    left_out = len(text) - length
+    return f"{text[:beginning]} ... ({left_out:,} characters left out) ... {text[-end:]}"
+
+
+class _ShortRepr(reprlib.Repr):
+    """`repr` that never builds more of a nested value than it shows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.maxlevel = 4
+        self.maxdict = self.maxlist = self.maxtuple = self.maxset = self.maxfrozenset = 8
+        self.maxstring = self.maxlong = self.maxother = _MAX_VALUE
+
+    def repr_int(self, x: int, level: int) -> str:
+        """Python refuses to write an integer of more than 4300 digits."""
+        if x.bit_length() > 4 * _MAX_VALUE:
+            return f"<an integer of {x.bit_length():,} bits>"
+        return repr(x)
+
+
+_short = _ShortRepr()
+
+
+def short_repr(value: object) -> str:
+    """`repr(value)` for a message, of at most about 200 characters, however large the value is."""
+    return cut(_short.repr(value), _MAX_VALUE)
 
 
 @dataclass(frozen=True)
 class Problem:
-    """One thing that is wrong, before it is raised: checks collect problems and raise them together."""
+    """One thing that is wrong, before it is raised: checks collect problems and raise them together.
+
+    Each text is cut to a few thousand characters, so that a value in it may be of any length.
+    """
 
     code: str
     what: str
     why: str | Sequence[str] = ()
     fix: str = ""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "what", cut(self.what))
+        object.__setattr__(self, "fix", cut(self.fix))
+        if isinstance(self.why, str):
+            object.__setattr__(self, "why", cut(self.why))
+            return
+        reasons = [cut(reason) for reason in self.why[:_MAX_REASONS]]
+        if len(self.why) > _MAX_REASONS:
+            reasons.append(f"and {len(self.why) - _MAX_REASONS:,} more reasons")
+        if reasons != list(self.why):
+            object.__setattr__(self, "why", reasons)
 
     def __str__(self) -> str:
         reasons = [self.why] if isinstance(self.why, str) else list(self.why)
@@ -67,14 +123,17 @@ class PacelineError(Exception):
 
     @classmethod
     def of(cls, problems: Iterable[Problem]) -> PacelineError:
-        """Makes one error that holds all of `problems` (at least one)."""
-        found = tuple(problems)
-        assert found, "an error needs a problem"
-        error = cls(found[0].code, found[0].what, found[0].why, found[0].fix)
-        if len(found) > 1:
-            error.problems = found
-            listed = "\n".join(f"{number}. {problem}" for number, problem in enumerate(found, 1))
-            error.args = (f"{len(found)} problems:\n{listed}",)
+        """Makes one error that holds all of `problems` (at least one); its message lists the first 20."""
+        all_problems = tuple(problems)
+        assert all_problems, "an error needs a problem"
+        first = all_problems[0]
+        error = cls(first.code, first.what, first.why, first.fix)
+        if len(all_problems) > 1:
+            error.problems = all_problems
+            lines = [f"{number}. {problem}" for number, problem in enumerate(all_problems[:_MAX_PROBLEMS], 1)]
+            if len(all_problems) > _MAX_PROBLEMS:
+                lines.append(f"and {len(all_problems) - _MAX_PROBLEMS:,} more problems.")
+            error.args = ("\n".join([f"{len(all_problems):,} problems:", *lines]),)
         return error
 
     def __reduce__(self) -> tuple[object, ...]:

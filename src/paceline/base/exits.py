@@ -2,3 +2,6 @@
 
 # A process that was asked to end has saved and left: start it again and it goes on. (EX_TEMPFAIL of sysexits.h)
 PREEMPTED = 75
+
+# Ctrl-C, as a shell counts it: 128 + the number of SIGINT.
+INTERRUPTED = 130

@@ -28,7 +28,7 @@ from paceline.checkpoint.agree import Alone, Peers, agreed, distinct, raise_alik
 from paceline.checkpoint.background import Background
 from paceline.checkpoint.foreign import is_foreign, translate
 from paceline.checkpoint.lock import this_run
-from paceline.checkpoint.manifest import NAME, Checksummed, FileFact, Manifest, measure, verify
+from paceline.checkpoint.manifest import NAME, Checksummed, FileFact, Manifest, measure, read_json, verify
 from paceline.checkpoint.match import Mismatch
 from paceline.checkpoint.shards import INDEX, SavePlanner, read_index, read_shards, shapes, write_index, write_shard
 from paceline.checkpoint.share import Share, layout, local
@@ -489,9 +489,7 @@ def _write_json(store: Store, path: str, tree: Any) -> FileFact:
 
 
 def _read_state(store: Store, place: str) -> dict[str, Any]:
-    with store.open(store.join(place, STATE), "rb") as file:
-        tree: dict[str, Any] = json.loads(file.read())
-    return tree
+    return read_json(store, store.join(place, STATE))
 
 
 def _check_present(store: Store, home: str) -> None:

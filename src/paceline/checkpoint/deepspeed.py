@@ -24,6 +24,8 @@ import torch
 from torch import Tensor
 
 from paceline.base.errors import CheckpointError
+from paceline.checkpoint.local import STORE
+from paceline.checkpoint.store import confined
 from paceline.checkpoint.weights import Box, Entry, load_mapped
 
 _MODEL = re.compile(r"(?:zero_pp_rank_(\d+)_)?mp_rank_(\d+)_model_states\.pt")
@@ -56,6 +58,9 @@ _SAFE: list[Any] = [
 ]  # fmt: skip
 
 
+_LONGEST_TAG = 4096  # bytes of a path
+
+
 def is_deepspeed(folder: str) -> bool:
     """Whether a folder is one checkpoint of DeepSpeed's."""
     return os.path.isdir(folder) and any(_MODEL.fullmatch(name) for name in os.listdir(folder))
@@ -66,8 +71,13 @@ def newest(folder: str) -> str:
     path = os.path.join(folder, "latest")
     if "://" in folder or not os.path.isfile(path):
         return folder
-    with open(path, encoding="utf-8") as file:
-        return os.path.join(folder, file.read().strip())
+    with open(path, "rb") as file:
+        return confined(STORE, folder, tag_in(file.read(_LONGEST_TAG)), path)
+
+
+def tag_in(content: bytes) -> str:
+    """What a file `latest` names; bytes that are no text become marks that no folder's name has."""
+    return content.decode("utf-8", "replace").strip()
 
 
 class Pieces:

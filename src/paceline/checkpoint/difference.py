@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -11,9 +10,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from paceline.base.errors import CheckpointError
 from paceline.checkpoint.listing import home_of, is_checkpoint, the_checkpoint
-from paceline.checkpoint.manifest import Manifest
+from paceline.checkpoint.manifest import Manifest, read_json
 from paceline.checkpoint.shards import read_index, read_shards, shapes
 
 _MODELS = "models/"
@@ -63,8 +61,7 @@ class Saved:
         self._files, self._place = manifest.files, manifest.place(self._store, home)
         self._index = read_index(self._store, self._place)
         self.facts = shapes(self._index)
-        with self._store.open(self._store.join(self._place, "state.json"), "rb") as file:
-            self.values = dict(leaves(json.loads(file.read())))
+        self.values = dict(leaves(read_json(self._store, self._store.join(self._place, "state.json"))))
 
     def read(self, name: str) -> Tensor:
         """One tensor, whole, on the CPU."""
@@ -86,26 +83,21 @@ class Weights:
         paths = [os.path.join(home, name) for name in names if name.endswith(_ENDING)]
         if not paths:
             the_checkpoint(home)  # raises: it has no manifest
-        from safetensors import SafetensorError, safe_open
+        from safetensors import safe_open
+
+        from paceline.checkpoint.files import reading
 
         self.values: dict[str, Any] = {}
         self.facts: dict[str, tuple[torch.Size, torch.dtype]] = {}
         self._files: dict[str, Any] = {}
         for path in paths:
-            try:
+            with reading(path):
                 file: Any = safe_open(path, framework="pt")
-            except SafetensorError as error:
-                raise CheckpointError(
-                    "checkpoint-damaged",
-                    f"{path} cannot be read.",
-                    why=str(error),
-                    fix="write it again; this file was cut, or is no safetensors file",
-                ) from None
-            for name in file.keys():  # noqa: SIM118  (it is no mapping)
-                part = file.get_slice(name)
-                empty = part[0:0] if part.get_shape() else file.get_tensor(name)
-                self.facts[f"{_MODELS}model/{name}"] = (torch.Size(part.get_shape()), empty.dtype)
-                self._files[f"{_MODELS}model/{name}"] = file
+                for name in file.keys():  # noqa: SIM118  (it is no mapping)
+                    part = file.get_slice(name)
+                    empty = part[0:0] if part.get_shape() else file.get_tensor(name)
+                    self.facts[f"{_MODELS}model/{name}"] = (torch.Size(part.get_shape()), empty.dtype)
+                    self._files[f"{_MODELS}model/{name}"] = file
 
     def read(self, name: str) -> Tensor:
         """One tensor, whole, on the CPU."""

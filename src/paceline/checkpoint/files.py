@@ -48,6 +48,8 @@ def reading(path: str) -> Iterator[None]:
             why=_beside(path),
             fix="check the path",
         ) from None
+    except OSError as error:
+        raise CheckpointError.of([os_problem(error, "reading")]) from None
     except pickle.UnpicklingError as error:
         named = re.search(r"GLOBAL (\S+)", str(error))
         raise CheckpointError(

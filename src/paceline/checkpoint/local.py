@@ -66,7 +66,8 @@ class LocalStore:
         for base, _, names in os.walk(folder):
             for name in names:
                 path = os.path.join(base, name)
-                found[os.path.relpath(path, folder).replace(os.sep, "/")] = os.path.getsize(path)
+                if os.path.exists(path):  # not a link to what is gone
+                    found[os.path.relpath(path, folder).replace(os.sep, "/")] = os.path.getsize(path)
         return dict(sorted(found.items()))
 
     def open(self, path: str, mode: str) -> BinaryIO:
@@ -122,19 +123,29 @@ class LocalStore:
             if not kind or not mine(name):
                 continue
             left, home = os.path.join(folder, entry), os.path.join(folder, name)
+            if not _is_real_folder(left):
+                # No save leaves a link or a file under such a name. What a link points to is somebody else's.
+                if clean:
+                    os.unlink(left)
+                continue
             files = owned(left)
             if files is not None and kind == _ASIDE and not os.path.lexists(home):
                 os.rename(left, home)
                 continue
             if not clean:
                 continue
-            if files is not None and os.path.isdir(home):
+            if files is not None and _is_real_folder(home):
                 _adopt(left, home, frozenset(files))
             shutil.rmtree(left)
 
     def hold(self, folder: str, who: Mapping[str, str]) -> Callable[[], None]:
         """A record lock on `.NAME.lock` beside the folder; see `lock`."""
         return hold_local(folder, who)
+
+
+def _is_real_folder(path: str) -> bool:
+    """Whether a folder lies there itself, and no link to one."""
+    return os.path.isdir(path) and not os.path.islink(path)
 
 
 def _partial(folder: str, name: str) -> str:
@@ -195,7 +206,7 @@ def _adopt(old: str, new: str, owned: frozenset[str], below: str = "") -> None:
         source, target = os.path.join(old, entry), os.path.join(new, entry)
         if name in owned:
             continue
-        if os.path.isdir(source) and os.path.isdir(target):
+        if _is_real_folder(source) and _is_real_folder(target):
             _adopt(source, target, owned, f"{name}/")
         elif any(file.startswith(f"{name}/") for file in owned):
             os.makedirs(target, exist_ok=True)

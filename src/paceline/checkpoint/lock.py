@@ -9,6 +9,7 @@ alone opens it, once a process.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import json
@@ -16,6 +17,7 @@ import logging
 import os
 import shlex
 import socket
+import stat
 import sys
 import threading
 import time
@@ -107,7 +109,9 @@ def _take(path: str, folder: str, who: Mapping[str, str]) -> int:
     """
     until, said = time.monotonic() + LOST_S, False
     while True:
-        file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        file = _open(path)
+        if file is None:
+            continue
         try:
             other = _lock(file, path)
             if other is None and _has_name(file, path):
@@ -131,6 +135,44 @@ def _take(path: str, folder: str, who: Mapping[str, str]) -> int:
         time.sleep(_LOOK_S)
 
 
+def _open(path: str) -> int | None:
+    """Opens the lock's file, which it makes where there is none; None where something else had its name and was removed.
+
+    A link there, symbolic or hard, is never followed: what is behind it belongs to somebody else and would be overwritten.
+
+    Raises:
+        CheckpointError: `checkpoint-not-writable`, for what is no file at all.
+    """
+    try:
+        file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, 0o644)
+    except OSError as error:
+        if error.errno not in (errno.ELOOP, errno.EMLINK):
+            raise
+        _remove_link(path)
+        return None
+    status = os.fstat(file)
+    if stat.S_ISREG(status.st_mode) and status.st_nlink <= 1:
+        return file
+    os.close(file)
+    if stat.S_ISREG(status.st_mode):
+        _remove_link(path)
+        return None
+    raise CheckpointError(
+        "checkpoint-not-writable",
+        f"{path} is no ordinary file, and stands where the lock of the folder belongs.",
+        why="a run locks the folder that it saves into",
+        fix=f"look at what it is, and remove it: `rm {shlex.quote(path)}`",
+    )
+
+
+def _remove_link(path: str) -> None:
+    _log.warning(
+        "%s was a link, where the lock of a folder belongs: the link was removed, not what it pointed to", path
+    )
+    with contextlib.suppress(FileNotFoundError):  # another process removed it first
+        os.unlink(path)
+
+
 def _lock(file: int, path: str) -> dict[str, str] | None:
     """Locks the file; returns who holds it, where another does."""
     try:
@@ -150,7 +192,7 @@ def _lock(file: int, path: str) -> dict[str, str] | None:
 
 def _has_name(file: int, path: str) -> bool:
     try:
-        return os.path.samestat(os.fstat(file), os.stat(path))
+        return os.path.samestat(os.fstat(file), os.lstat(path))
     except FileNotFoundError:
         return False
 

@@ -10,6 +10,7 @@ checkpoint_7/
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import time
@@ -19,7 +20,7 @@ from dataclasses import asdict, dataclass, field
 from importlib import metadata
 from typing import Any, BinaryIO
 
-from paceline.base.errors import CheckpointError, Problem
+from paceline.base.errors import CheckpointError, Problem, short_repr
 from paceline.checkpoint.store import Store
 
 NAME = "manifest.json"
@@ -99,6 +100,7 @@ class Manifest:
         created: seconds since 1970, UTC.
         paceline, torch: versions that wrote it.
         version: of the format; a reader refuses a newer one.
+        checksum: of the manifest itself, as it was read; empty where an older Paceline wrote it without one.
     """
 
     files: dict[str, FileFact]
@@ -112,11 +114,12 @@ class Manifest:
     paceline: str = field(default_factory=lambda: metadata.version("paceline"))
     torch: str = field(default_factory=lambda: metadata.version("torch"))  # torch itself is not needed to look at one
     version: int = VERSION
+    checksum: str = ""
 
     def write(self, store: Store, folder: str) -> None:
         """Writes `manifest.json`, durable when this returns."""
         with store.open(store.join(folder, NAME), "wb") as file:
-            file.write(json.dumps({"format": FORMAT, **asdict(self)}, indent=1).encode())
+            file.write(encoded({"format": FORMAT, **asdict(self)}))
 
     def place(self, store: Store, folder: str) -> str:
         """Where the files lie, given the folder of the manifest."""
@@ -129,16 +132,16 @@ class Manifest:
     def _check(self) -> None:
         """Refuses what no save writes: values of other kinds, and files that lie outside of the folder."""
         kinds: dict[str, Any] = {"step": int, "world_size": int, "plan": dict, "metrics": dict, "within": str}
-        kinds |= {"created": (int, float), "run": str}
+        kinds |= {"created": (int, float), "run": str, "checksum": str}
         for name, kind in kinds.items():
             if not isinstance(getattr(self, name), kind):
-                raise ValueError(f"its {name} is {getattr(self, name)!r}")
+                raise ValueError(f"its {name} is {short_repr(getattr(self, name))}")
         if not all(isinstance(value, (int, float)) for value in self.metrics.values()):
-            raise ValueError(f"its metrics are {self.metrics!r}")
+            raise ValueError(f"its metrics are {short_repr(self.metrics)}")
         for name in self.paths():
             parts = name.split("/")
             if {"", ".", ".."} & set(parts) or (os.sep != "/" and os.sep in name):
-                raise ValueError(f"its file {name!r} lies outside of it")
+                raise ValueError(f"its file {short_repr(name)} lies outside of it")
         if "/" in self.within:
             raise ValueError(f"its files lie too deep: {self.within}")
 
@@ -153,16 +156,19 @@ class Manifest:
         try:
             with store.open(path, "rb") as file:
                 read = json.loads(file.read())
-            if read.pop("format") != FORMAT:
+            if read["format"] != FORMAT:
                 raise ValueError(f"its format is not {FORMAT}")
             if read["version"] > VERSION:
                 raise _newer(path, read)
+            expected = read.get("checksum", "")
+            if expected and expected != (actual := _checksum(read)):
+                raise ValueError(f"its own checksum should be {short_repr(expected)} and is {actual!r}")
             read["files"] = {str(name): FileFact(**fact) for name, fact in read["files"].items()}
             known = {name: read[name] for name in cls.__dataclass_fields__ if name in read}
             found = cls(**known)
             found._check()
             return found
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             if isinstance(error, CheckpointError):
                 raise
             raise CheckpointError(
@@ -183,6 +189,40 @@ class Manifest:
             if error.code not in ("checkpoint-damaged", "checkpoint-newer"):
                 raise  # a store that does not answer has not said that there is none
             return None
+
+
+def encoded(fields: dict[str, Any]) -> bytes:
+    """The bytes of a manifest with these fields: JSON, with a checksum of its own."""
+    return json.dumps({**fields, "checksum": _checksum(fields)}, indent=1).encode()
+
+
+def _checksum(fields: dict[str, Any]) -> str:
+    """Of what a manifest says, however it is laid out, but for the checksum itself."""
+    others = {name: value for name, value in fields.items() if name != "checksum"}
+    canonical = json.dumps(others, sort_keys=True, separators=(",", ":"))
+    return f"sha256:{hashlib.sha256(canonical.encode()).hexdigest()}"
+
+
+def read_json(store: Store, path: str) -> dict[str, Any]:
+    """What a JSON file of a checkpoint holds.
+
+    Raises:
+        CheckpointError: `checkpoint-damaged`.
+    """
+    with store.open(path, "rb") as file:
+        content = file.read()
+    try:
+        tree = json.loads(content)
+        if not isinstance(tree, dict):
+            raise ValueError(f"it holds {short_repr(tree)}")
+        return tree
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(
+            "checkpoint-damaged",
+            f"{path} cannot be read.",
+            why=f"it has {len(content)} bytes; {type(error).__name__}: {error}",
+            fix="load another checkpoint, or copy this file again from where it is whole",
+        ) from None
 
 
 def _newer(path: str, read: dict[str, Any]) -> CheckpointError:

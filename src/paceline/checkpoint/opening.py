@@ -5,16 +5,16 @@ from __future__ import annotations
 import json
 import os
 import re
-from typing import cast
 
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from paceline.base.errors import CheckpointError
 from paceline.checkpoint.deepspeed import DeepSpeedFolder, is_deepspeed, newest
 from paceline.checkpoint.files import is_safetensors, reading
+from paceline.checkpoint.local import STORE
 from paceline.checkpoint.manifest import NAME, Manifest, verify
 from paceline.checkpoint.shards import INDEX, read_index
-from paceline.checkpoint.store import Store, store_for
+from paceline.checkpoint.store import Store, confined, store_for
 from paceline.checkpoint.weights import KINDS, DividedWeights, SafeWeights, Weights, torch_weights
 
 
@@ -96,8 +96,9 @@ def parts_of(folder: str) -> list[str]:
             return [os.path.join(folder, single)]
         if os.path.exists(index):
             with reading(index), open(index, "rb") as file:
-                names = dict.fromkeys(json.loads(file.read())["weight_map"].values())
-            return [os.path.join(folder, os.path.basename(cast(str, name))) for name in names]
+                names = list(json.loads(file.read())["weight_map"].values())
+            unique_names = dict.fromkeys(name if isinstance(name, str) else repr(name) for name in names)
+            return [confined(STORE, folder, name, index) for name in unique_names]
     there = ", ".join(sorted(os.listdir(folder))[:8]) if os.path.isdir(folder) else "no such folder"
     raise CheckpointError(
         "checkpoint-missing",

@@ -26,7 +26,7 @@ from typing import Any, BinaryIO, cast
 from paceline.base.errors import CheckpointError
 from paceline.checkpoint import objects
 from paceline.checkpoint.lease import Lease
-from paceline.checkpoint.manifest import NAME
+from paceline.checkpoint.manifest import NAME, encoded
 from paceline.checkpoint.remote_files import Upload, open_reader
 
 _log = logging.getLogger("paceline.checkpoint")
@@ -113,7 +113,7 @@ class RemoteStore:
         for lease in self._over(path):
             lease.check()
         with self.open(self.join(path, last), "wb") as out:
-            out.write(json.dumps({**manifest, "within": save}, indent=1).encode())
+            out.write(encoded({**manifest, "within": save}))
         try:
             objects.delete(self.join(staged, last))
             for name in replaces or ():

@@ -155,10 +155,17 @@ def tensor_of(view: Any, name: str) -> Tensor:
         name: of the file, for an error.
 
     Raises:
-        CheckpointError: `checkpoint-unsafe`.
+        CheckpointError: `checkpoint-unsafe`, `checkpoint-damaged`.
     """
     try:
         return cast(Tensor, torch.load(view, map_location="cpu", weights_only=True))
+    except (EOFError, RuntimeError, ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(
+            "checkpoint-damaged",
+            f"{name} cannot be read where a tensor should be.",
+            why=f"{type(error).__name__}: {error}",
+            fix="load another checkpoint, or copy this file again from where it is whole",
+        ) from None
     except pickle.UnpicklingError as error:
         raise CheckpointError(
             "checkpoint-unsafe",

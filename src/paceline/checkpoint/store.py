@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable, Collection, Mapping
 from typing import BinaryIO, Protocol
 
-from paceline.base.errors import CheckpointError
+from paceline.base.errors import CheckpointError, short_repr
 from paceline.base.registry import Registry
 
 STORES = Registry("paceline.checkpoint", "STORE", "paceline.stores")
@@ -96,6 +96,31 @@ class Store(Protocol):
         Raises:
             CheckpointError: `checkpoint-locked`, naming the run that holds it.
         """
+
+
+def confined(store: Store, folder: str, name: object, source: str) -> str:
+    """The path of a name that a file gave, which must lie within that file's folder.
+
+    The last part may be a link, which is followed for reading: in a cache of Hugging Face's every file of weights is one.
+    A file that somebody sends can hold any text, but no link that is not sent along.
+
+    Args:
+        store, folder: where the file that names it lies.
+        name: what it names.
+        source: that file, for the error.
+
+    Raises:
+        CheckpointError: `checkpoint-unsafe`.
+    """
+    parts = name.split("/") if isinstance(name, str) else []
+    if not parts or {"", ".", ".."} & set(parts) or "\0" in str(name) or (os.sep != "/" and os.sep in str(name)):
+        raise CheckpointError(
+            "checkpoint-unsafe",
+            f"{source} names {short_repr(name)}, which is no file or folder of {folder}.",
+            why="a checkpoint reads its own files alone: no absolute path, and no `..`",
+            fix="do not use this checkpoint, and find out who changed it",
+        )
+    return store.join(folder, *parts)
 
 
 def store_for(path: str | os.PathLike[str]) -> Store:

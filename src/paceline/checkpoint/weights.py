@@ -22,8 +22,8 @@ from torch.distributed.checkpoint.utils import _create_file_view
 
 from paceline.base.errors import CheckpointError
 from paceline.checkpoint.files import reading
-from paceline.checkpoint.shards import read_index, tensor_of
-from paceline.checkpoint.store import Store
+from paceline.checkpoint.shards import INDEX, read_index, tensor_of
+from paceline.checkpoint.store import Store, confined
 from paceline.world.parts import Part, regions
 
 Box = tuple[slice, ...]
@@ -218,17 +218,20 @@ class DividedWeights:
             self._kept = (name, {})
         if offset not in self._kept[1]:
             info = self._places[self._prefix + name][offset]
-            with self._store.open(self._store.join(self._folder, info.relative_path), "rb") as file:
+            with self._store.open(self._path(info), "rb") as file:
                 view = _create_file_view(cast(Any, file), info.offset, info.length)
                 self._kept[1][offset] = tensor_of(view, info.relative_path)
         return self._kept[1][offset]
+
+    def _path(self, info: Any) -> str:
+        return confined(self._store, self._folder, info.relative_path, self._store.join(self._folder, INDEX))
 
     def objects(self) -> Iterator[tuple[str, Any]]:
         """What is no tensor: name and value, read without running code."""
         for name, infos in self._places.items():
             if name.startswith(self._prefix) and name.removeprefix(self._prefix) not in self.entries:
                 (info,) = infos.values()
-                with self._store.open(self._store.join(self._folder, info.relative_path), "rb") as file:
+                with self._store.open(self._path(info), "rb") as file:
                     view = _create_file_view(cast(Any, file), info.offset, info.length)
                     yield name.removeprefix(self._prefix), tensor_of(view, info.relative_path)
 

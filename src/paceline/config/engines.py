@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from paceline.base.env import parse_bool
-from paceline.base.errors import Problem
+from paceline.base.errors import Problem, short_repr
 from paceline.config.engine_fields import FIELDS, NODES, ROWS, VALUE, Case, Field
 from paceline.config.given import SOURCES, Choice, Given
 
@@ -94,7 +94,7 @@ def _translate(row: Field, given: Given, said: Mapping[str, Given], nodes: int, 
     if case is None:
         expected = ", ".join(each.value.replace("|", ", ") for each in row.cases)
         found.problems.append(
-            Problem("config-value", f"{row.name} cannot be {given.value!r}.",
+            Problem("config-value", f"{row.name} cannot be {short_repr(given.value)}.",
                     f"it comes from {given.where}; expected: {expected}", f"give {given.where} such a value, or leave it out")
         )  # fmt: skip
     elif case.fix:

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import yaml
 
-from paceline.base.errors import ConfigError, Problem
-from paceline.config import accelerate, engines, options
+from paceline.base.errors import ConfigError, Problem, short_repr
+from paceline.config import accelerate, engines, limits, options
 from paceline.config.given import Choice, Given, nearest
 from paceline.config.settings import settings_of
 
@@ -47,7 +47,7 @@ def read(path: str) -> Content:
         path: the file, as the user wrote it; it stands so in each `where`.
 
     Raises:
-        ConfigError: `config-file` where it cannot be opened, `config-syntax` where it is no YAML (or JSON).
+        ConfigError: `config-file` where it cannot be opened, `config-syntax` where it is no YAML (or JSON), `config-size`.
     """
     root = _parse(path, _text(path))
     content = Content()
@@ -59,7 +59,7 @@ def read(path: str) -> Content:
 
 def _text(path: str) -> str:
     try:
-        text = Path(path).expanduser().read_text(encoding="utf-8-sig")
+        text = limits.read_text(Path(path).expanduser(), f"the config file {path}")
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
         fix = "`paceline config --output FILE` writes one; or name another with --config"
@@ -69,8 +69,10 @@ def _text(path: str) -> str:
 
 def _parse(path: str, text: str) -> yaml.MappingNode | None:
     try:
-        root = yaml.compose(text, Loader=yaml.SafeLoader)
-    except (yaml.YAMLError, ValueError, OverflowError, RecursionError) as error:  # the last three leak out of PyYAML
+        root = limits.compose(text, f"the config file {path}")
+    except ConfigError:
+        raise
+    except (yaml.YAMLError, ValueError, OverflowError) as error:  # the last two leak out of PyYAML
         mark = getattr(error, "problem_mark", None)
         where = f"{path}:{mark.line + 1}" if mark else path
         what = getattr(error, "problem", None) or str(error).split("\n")[0]
@@ -174,7 +176,7 @@ def _unknown(name: str, where: str, *, on_command_line: bool) -> Problem:
     own = [each.name for each in settings_of().values() if each.in_file]
     close = nearest(name, own) or nearest(name, accelerate.names())
     fix = f"write {close!r}" if close else "`paceline explain` lists all settings"
-    return Problem("config-key", f"{where}: there is no setting {name!r}.", "", fix)
+    return Problem("config-key", f"{where}: there is no setting {short_repr(name)}.", "", fix)
 
 
 def _kind(node: yaml.Node) -> str:

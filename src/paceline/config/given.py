@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
+_LONGEST_NAME = 200  # a longer word is a name that nobody meant
 SOURCES = ("default", "file", "environment", "command line", "code")  # the later one wins
 
 
@@ -52,6 +53,8 @@ def nearest(word: str, words: Iterable[str]) -> str:
     """The word of `words` that `word` was probably meant to be; "" where none is close."""
     from difflib import get_close_matches
 
+    if len(word) > _LONGEST_NAME:
+        return ""
     known = {each.replace("-", "_").lower(): each for each in words}
     found = get_close_matches(word.replace("-", "_").lower(), known, n=1, cutoff=0.6)
     return known[found[0]] if found else ""

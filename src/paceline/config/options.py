@@ -13,7 +13,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from paceline.base.errors import Problem
+from paceline.base.errors import ConfigError, Problem, short_repr
+from paceline.config import limits
 from paceline.config.given import SOURCES, Choice, Given
 
 if TYPE_CHECKING:
@@ -137,10 +138,12 @@ def _compose(text: str) -> Any:
     import yaml
 
     try:
-        return yaml.compose(text, Loader=yaml.SafeLoader)
+        return limits.compose(text, short_repr(text))
+    except ConfigError as error:
+        return error.problems[0]
     except (yaml.YAMLError, ValueError) as error:
         what = getattr(error, "problem", None) or str(error).split("\n")[0]
-        return Problem("config-syntax", f"{text!r} is not YAML.", str(what), "close every bracket and quote")
+        return Problem("config-syntax", f"{short_repr(text)} is not YAML.", str(what), "close every bracket and quote")
 
 
 def _is_block(node: yaml.Node) -> bool:
@@ -160,7 +163,7 @@ def _place(node: yaml.Node, file: str) -> str:
 def _wrong(name: str, given: Given, expected: str, value: Any = None) -> Problem:
     return Problem(
         "config-value",
-        f"{name} cannot be {given.value if value is None else value!r}.",
+        f"{name} cannot be {short_repr(given.value if value is None else value)}.",
         f"it comes from {given.where}; expected: {expected}",
         f"write it as {_FORM}" if given.source == "command line" else "write it so, or leave it out",
     )

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 from paceline.base import env as environment
-from paceline.base.errors import ConfigError, Problem
+from paceline.base.errors import ConfigError, Problem, short_repr
 from paceline.config import accelerate, engines
 from paceline.config import options as strategy_options
 from paceline.config.given import SOURCES, Choice, Given, nearest
@@ -336,7 +336,7 @@ def _unknown(given: Given) -> Problem:
     close = nearest(given.name, settings_of())
     return Problem(
         "config-key",
-        f"there is no setting {given.name!r}.",
+        f"there is no setting {short_repr(given.name)}.",
         f"it stands in {given.where}",
         f"write {close!r}" if close else "`paceline explain` lists all settings",
     )
@@ -345,7 +345,7 @@ def _unknown(given: Given) -> Problem:
 def _bad_value(given: Given, expected: str, default: object) -> Problem:
     return Problem(
         "config-value",
-        f"{given.name} cannot be {given.value!r}.",
+        f"{given.name} cannot be {short_repr(given.value)}.",
         f"it comes from {given.where}; expected: {expected}",
         f"give {given.where} such a value, or leave it out" + (f" (then {default})" if default is not None else ""),
     )

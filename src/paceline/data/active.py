@@ -17,17 +17,22 @@ class ActiveLoaders:
 
     Attributes:
         between: called between two batches, where every batch of a loader that trains has been used up.
+        in_evaluation: called between two batches of a loader that does not train, once any does.
+        epoch_over: called where all batches of a loader that trains were given, before its position moves on.
         trained: whether any loader trains.
+        unused: whether a loader that trains gave a batch that no backward pass has followed.
         batches: wraps what yields batches, where somebody measures how long they are waited for.
     """
 
     def __init__(self) -> None:
         self.between: Callable[[], None] | None = None
+        self.in_evaluation: Callable[[], None] | None = None
+        self.epoch_over: Callable[[], None] | None = None
         self.trained = False
         self.batches: Callable[[Iterator[Any]], Iterator[Any]] | None = None
         self._stack: list[PreparedLoader] = []
         self._interleaved: set[int] = set()  # ids of those that advance while loops that began later are under way
-        self._unused = False  # whether a loader that trains gave a batch that no backward pass has followed
+        self.unused = False
         # Weak: a loader that the user drops must end its workers, not wait for the next loop.
         self._finished: weakref.ref[PreparedLoader] | None = None
 
@@ -57,13 +62,13 @@ class ActiveLoaders:
 
     def train(self) -> None:
         """Called by each backward pass: the loaders that are being iterated are those that train."""
-        self._unused = False
+        self.unused = False
         for loader in self._stack:
             loader.trains = self.trained = True
 
     def give(self, loader: PreparedLoader) -> None:
         """Called by a loader's iterator as it gives a batch."""
-        self._unused |= loader.trains
+        self.unused |= loader.trains
         if loader is not self.top:
             self._interleaved.add(id(loader))
 
@@ -73,11 +78,24 @@ class ActiveLoaders:
         It is not where a batch of another loader waits for its backward pass, nor inside the body of a loop over another
         loader that trains. One that has advanced meanwhile is no such loop around this one, but goes beside it.
         """
-        if self.between is None or self._unused or not loader.trains:
+        if not loader.trains:
+            if self.in_evaluation is not None and self.trained:
+                self.in_evaluation()
+            return
+        if self.between is None or self.unused:
             return
         around = self._stack[: self._stack.index(loader)]
         if not any(each.trains and id(each) not in self._interleaved for each in around):
             self.between()
+
+    def end(self, loader: PreparedLoader) -> None:
+        """Called by a loader's iterator once all batches were given, while its position is still that of the last one."""
+        if loader.trains and self.epoch_over is not None:
+            self.epoch_over()
+
+    def training(self) -> list[PreparedLoader]:
+        """Loaders that train and are being iterated, the outermost first."""
+        return [loader for loader in self._stack if loader.trains]
 
     def __len__(self) -> int:
         return len(self._stack)

@@ -51,6 +51,8 @@ class PreparedLoader:
         self._position, self._note = Position(), NOTHING  # where the next epoch starts, unless one has been begun
         self._mark: Mark | None = None  # of the batch handed out last, in an epoch that was begun and not finished
         self._chosen: Position | None = None  # what `set_epoch` chose while an epoch was under way
+        self._previous: Mark | None = None  # of the batch before it, in the same iteration
+        self._began: tuple[Position, Mapping[str, Any]] = (self._position, self._note)  # where the last iteration began
         self._open = 0  # iterations under way
         self.arguments: Mapping[str, Any] = {}  # what it was prepared with
         self.asked: Mapping[str, Any] = {}  # the settings of the script that decide the global batch, but for the width
@@ -60,6 +62,7 @@ class PreparedLoader:
     def __iter__(self) -> Iterator[Any]:
         start, note = self._begin()
         before, loaded, real = self._mark, 0, 0
+        self._began, previous = (start, note), None
         steps = on_device(self._feed.open(start, note), self.device, self._non_blocking)
         if self._active.batches is not None:
             steps = self._active.batches(steps)
@@ -68,13 +71,14 @@ class PreparedLoader:
         finished = False
         try:
             for batch, mark in steps:
-                self._mark = mark
-                info = mark.info
+                self._previous, self._mark = previous, mark
+                previous, info = mark, mark.info
                 loaded += info.loaded
                 real += info.real[info.index]
                 self._active.give(self)
                 yield batch
                 self._active.ask(self)
+            self._active.end(self)
             finished = True
         finally:
             self._open -= 1
@@ -203,6 +207,32 @@ class PreparedLoader:
         else:
             note = f"a global batch stays {was}, as in the run that saved, divided over {plan.width}"
             warn_once("data", f"{note} (this width alone would take {now}); change batch_size to choose another.")
+
+    # -- back, for a run that leaves and is saved as it was before (`evaluation_stop`) ----------------------------
+
+    @property
+    def under_way(self) -> bool:
+        """Whether a loop over it is running."""
+        return self._open > 0
+
+    def place(self) -> Any:
+        """Where it stands, for `put_back`."""
+        return self._mark, self._position, self._note
+
+    def put_back(self, place: Any) -> None:
+        """Has `state_dict` say what it would have said when `place` was taken."""
+        self._mark, self._position, self._note = place
+
+    def take_back_batch(self) -> None:
+        """Has `state_dict` say that the batch at hand was not given yet."""
+        if self._previous is None:
+            self.take_back_epoch()
+        else:
+            self._mark = self._previous
+
+    def take_back_epoch(self) -> None:
+        """Has `state_dict` say that no batch of the loop that is running was given yet."""
+        self._start_at(*self._began)
 
     def _start_at(self, position: Position, note: Mapping[str, Any]) -> None:
         self._mark, self._chosen, self._position, self._note = None, None, position, note

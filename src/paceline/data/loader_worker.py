@@ -1,4 +1,4 @@
-"""Loader workers outlast a SIGTERM that goes to everybody, as batch systems send it: batches are needed till all is saved.
+"""Loader workers outlast a SIGTERM or a Ctrl-C that goes to everybody: batches are needed till all is saved.
 
 torch gives a worker a handler that ends it at SIGTERM, after which its process fails: `DataLoader worker is killed by
 signal`. So here the signal is blocked, and a thread takes it: from the worker's own process, or where that has ended, it
@@ -26,6 +26,7 @@ class Outlasting:
         self.then = then
 
     def __call__(self, worker: int) -> None:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # the run decides what Ctrl-C means, and ends its workers
         if hasattr(signal, "sigwaitinfo"):  # not everywhere
             signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
             threading.Thread(target=_take_sigterm, name="paceline-sigterm", daemon=True).start()

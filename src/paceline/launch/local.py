@@ -24,19 +24,20 @@ from pathlib import Path
 
 from paceline.base.errors import LaunchError
 from paceline.base.exits import PREEMPTED
+from paceline.base.temporary import temporary_folder
 from paceline.launch import host, worker
 from paceline.launch.failure import AFTER_FAILURE_S, end_frozen, first_failure, stuck
 from paceline.launch.launcher import Failure, Job, Outcome, Process, Rendered
 from paceline.launch.nodes import Nodes
 from paceline.launch.output import Output
-from paceline.launch.processes import PARCEL, Reaper, Worker, settle, spawn, stop, sweep
+from paceline.launch.processes import PARCEL, Reaper, Worker, ask, settle, spawn, stop, sweep
 from paceline.launch.report import begun, describe
 from paceline.launch.rounds import End, Report, Round
 from paceline.launch.signals import Signals
 from paceline.launch.warm import warm
 
 _SIGN_OF_LIFE_S = 0.2
-_INTERRUPT_S = 3.0  # Ctrl-C is impatient; SIGTERM asks a script to save and go
+_INTERRUPT_S = 3.0  # an ordinary script ends by Ctrl-C at once; one that is here still saves, or hangs
 
 
 class LocalLauncher:
@@ -134,8 +135,9 @@ class LocalHandle:
             LaunchError: those of `Nodes.meet`; `launch-address`, where the nodes do not find each other; `launch-nodes`,
                 where they were told different things; `launch-cut-off`, where too few are left to go on.
         """
+        place = temporary_folder()
         self.nodes = Nodes.meet(self.job)
-        folder = Path(tempfile.mkdtemp(prefix="paceline-"))
+        folder = Path(tempfile.mkdtemp(prefix="paceline-", dir=place))
         self.reaper = Reaper(folder)
         if self.job.start == "fork":
             warm(self.job.compat.split(","))
@@ -193,14 +195,15 @@ class LocalHandle:
             raise LaunchError.of([end.error])
         if end is None:  # a signal
             asked = self.signals.ending[0]
-            saved = self.report.kind == "preempted" and asked != signal.SIGINT
+            saved = self.report.kind == "preempted"
             if saved:
                 _say("all processes have saved and left, as they were asked to")
             late = [str(each.process.rank) for each in self.workers if each.stopped and each.code == -signal.SIGKILL]
-            if late and asked == signal.SIGTERM and len(self.signals.ending) == 1:
+            if late and asked in (signal.SIGTERM, signal.SIGINT):
                 ranks = f"rank{'s' * (len(late) > 1)} {', '.join(late)}"
-                _say(f"{ranks} had not ended after {self.job.grace_s:g} s (--grace-s): killed, without a save")
-            return Outcome(PREEMPTED if saved else 128 + asked, restarts=self._restarts)
+                why = f"{self.job.grace_s:g} s (--grace-s)" if not self._asked_again() else "a second signal"
+                _say(f"{ranks} had not ended after {why}: killed, without a save")
+            return Outcome(PREEMPTED if saved and asked != signal.SIGINT else 128 + asked, restarts=self._restarts)
         if end.code == 0:
             value = worker.value_of(self.workers[0].report)
             return Outcome(0, restarts=self._restarts, value=value)
@@ -289,11 +292,19 @@ class LocalHandle:
     def _asked_to_end(self) -> Report:
         """A signal asks to end: passes it on, and waits for the processes to save; a second one waits no longer."""
         asked = self.signals.ending[0]
-        interrupted = asked == signal.SIGINT
-        self.nodes.leave("end" if interrupted else "save", f"was asked to end by {signal.Signals(asked).name}")
-        grace_s = _INTERRUPT_S if interrupted else self.job.grace_s
-        stop(self.workers, asked, grace_s, self.nodes.pause, lambda: len(self.signals.ending) > 1)
+        self.nodes.leave("save", f"was asked to end by {signal.Signals(asked).name}")
+        if asked == signal.SIGINT:
+            if ask(self.workers, asked, _INTERRUPT_S, self.nodes.pause, self._asked_again):
+                return self._report()
+            if not self._asked_again():
+                _say(f"processes have {self.job.grace_s:g} s to save (--grace-s); Ctrl-C again ends them at once")
+            # Of a process that saves this changes nothing; one that ignores Ctrl-C, or hangs outside of Python, ends.
+            asked = signal.SIGTERM
+        stop(self.workers, asked, self.job.grace_s, self.nodes.pause, self._asked_again)
         return self._report()
+
+    def _asked_again(self) -> bool:
+        return len(self.signals.ending) > 1
 
     def _hurry(self, how: str) -> bool:
         """Whether processes that may save are to be ended at once, as another node was lost or somebody asks twice."""

@@ -211,30 +211,42 @@ def settle(process: Process, streams: Mapping[int, int], launcher: int, *, leads
 
 def stop(
     workers: list[Worker],
-    first: int,
+    signum: int,
     grace_s: float,
     pause: Callable[[float], object] = time.sleep,
     hurry: Callable[[], object] = bool,
 ) -> None:
-    """Ends workers and all they started: `first` to each, and SIGKILL to its whole group after `grace_s`.
+    """Ends workers and all they started: a signal to each, and SIGKILL to its whole group after `grace_s`.
 
     Args:
         workers: whom.
-        first: number of the signal that asks them.
+        signum: number of the signal that asks them.
         grace_s: seconds that they have.
         pause: waits a moment, and does meanwhile what else must go on.
         hurry: whether to wait no longer.
     """
-    steps = [(first, grace_s)] + [(signal.SIGTERM, 2.0)] * (first == signal.SIGINT)
-    for signum, wait_s in steps:
-        for worker in workers:
-            if worker.poll() is None:
-                worker.stopped = True
-                worker.send(signum)
-        deadline = time.monotonic() + wait_s
-        while any(worker.poll() is None for worker in workers) and time.monotonic() < deadline and not hurry():
-            pause(0.01)
+    ask(workers, signum, grace_s, pause, hurry)
     sweep(workers, pause)
+
+
+def ask(
+    workers: list[Worker],
+    signum: int,
+    grace_s: float,
+    pause: Callable[[float], object] = time.sleep,
+    hurry: Callable[[], object] = bool,
+) -> bool:
+    """Asks workers to end, and waits until they have; whether all have within `grace_s`. Arguments as of `stop`."""
+    for worker in workers:
+        if worker.poll() is None:
+            worker.stopped = True
+            worker.send(signum)
+    deadline = time.monotonic() + grace_s
+    while any(worker.poll() is None for worker in workers):
+        if time.monotonic() > deadline or hurry():
+            return False
+        pause(0.01)
+    return True
 
 
 def sweep(workers: list[Worker], pause: Callable[[float], object] = time.sleep, grace_s: float = 2.0) -> None:

@@ -20,7 +20,6 @@ import select
 import signal
 import socket
 import sys
-import tempfile
 import time
 from contextlib import suppress
 from dataclasses import replace
@@ -29,6 +28,7 @@ from typing import Any
 
 from paceline.base import env as environment
 from paceline.base.errors import PacelineError
+from paceline.base.temporary import temporary_folder
 from paceline.base.version import VERSION
 from paceline.launch import host
 from paceline.launch.launcher import LAUNCHERS, Target
@@ -163,14 +163,14 @@ def converse() -> int:
 
 def keep(name: str, kept: dict[str, Any]) -> None:
     """Keeps orders in a file of this user alone."""
-    path = Path(tempfile.gettempdir(), name)
+    path = Path(temporary_folder(), name)
     with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
         json.dump(kept, file)
 
 
 def run_kept(name: str) -> int:
     """Runs orders that were kept."""
-    path = Path(tempfile.gettempdir(), name)
+    path = Path(temporary_folder(), name)
     try:
         kept = json.loads(path.read_text())
     except FileNotFoundError:

@@ -122,12 +122,15 @@ def watched(work: Callable[[], object], report: str) -> int:
     with open(report, "ab", buffering=0) as file:
         faulthandler.enable(file)  # a crash (SIGSEGV, SIGABRT) leaves Python's stack there
         try:
-            work()
+            try:
+                work()
+            except SystemExit as error:
+                code, text = _exit_code(error)
+                file.write(text.encode(errors="replace"))
+                if code:
+                    return code
+            _finish()
             return 0
-        except SystemExit as error:
-            code, text = _exit_code(error)
-            file.write(text.encode(errors="replace"))
-            return code
         except KeyboardInterrupt:
             return 130
         except BaseException as error:
@@ -135,6 +138,13 @@ def watched(work: Callable[[], object], report: str) -> int:
             return 1
         finally:
             faulthandler.disable()
+
+
+def _finish() -> None:
+    """Waits for a save in the background that the script left under way; raises what it raised."""
+    background = sys.modules.get("paceline.checkpoint.background")  # a floor above this one: looked up, not imported
+    if background is not None:
+        background.finish()
 
 
 def whole_lines() -> None:

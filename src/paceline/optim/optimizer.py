@@ -132,6 +132,11 @@ class PreparedOptimizer(Optimizer):
         """Whether its gradients, if there are any, have been stepped: a window has ended, and nothing came since."""
         return self._accumulation.sync and self._over == self._accumulation.passes
 
+    @property
+    def pending(self) -> bool:
+        """Whether a backward pass came since its last step whose gradients were not cleared either."""
+        return self._accumulation.passes > max(self._over, 0)
+
     def restart(self, steps: int) -> None:
         """After a load: goes on after so many steps, with gradients that were loaded too."""
         self.steps, self._settled, self._over = steps, False, -1

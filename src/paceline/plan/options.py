@@ -10,7 +10,7 @@ from dataclasses import MISSING, dataclass, field, fields
 from difflib import get_close_matches
 from typing import Any, TypeVar
 
-from paceline.base.errors import Problem
+from paceline.base.errors import Problem, short_repr
 from paceline.config.kinds import Kind
 
 T = TypeVar("T")
@@ -71,7 +71,7 @@ def read(
             problems.append(
                 Problem(
                     "strategy-value",
-                    f"{strategy}.{name} cannot be {value!r}.",
+                    f"{strategy}.{name} cannot be {short_repr(value)}.",
                     why=f"{said}expected: {error}",
                     fix="give it such a value" + ("" if default is MISSING else f", or leave it out (then {default})"),
                 )

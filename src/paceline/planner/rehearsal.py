@@ -32,6 +32,7 @@ from torch.utils._pytree import tree_leaves
 
 from paceline.base import env as environment
 from paceline.base.errors import PacelineError, PlanError
+from paceline.base.temporary import temporary_folder
 from paceline.plan.facts import ModelFacts
 from paceline.plan.plan import Plan
 from paceline.planner.echo import Echo
@@ -108,7 +109,8 @@ def rehearse(work: Callable[[], object], troupe: Troupe) -> Rehearsal:
 
 def in_child(work: Callable[[], object]) -> tuple[str, Any]:
     """What `work` gives in a forked process: a result, an error of ours, or what else happened, in words."""
-    with tempfile.TemporaryFile() as parcel, tempfile.TemporaryFile("w+") as said:
+    place = temporary_folder()
+    with tempfile.TemporaryFile(dir=place) as parcel, tempfile.TemporaryFile("w+", dir=place) as said:
         sys.stdout.flush()
         sys.stderr.flush()
         child = os.fork()

@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.base.errors import PacelineError, PlanError
+from paceline.base.temporary import temporary_folder
 from paceline.config.given import Choice
 from paceline.config.sources import HANDED, hand_over
 from paceline.launch.launcher import LAUNCHERS, Job, Outcome, Target
@@ -136,7 +137,7 @@ class Tuner:
         # Once, for all rehearsals and trials; torch._dynamo is what DistributedDataParallel takes a second to load.
         _import(["torch", "torch._dynamo", "paceline.accelerator"])
         began = time.monotonic()
-        with tempfile.TemporaryDirectory(prefix="paceline-tune-") as folder:
+        with tempfile.TemporaryDirectory(prefix="paceline-tune-", dir=temporary_folder()) as folder:
             self._folder = Path(folder)
             tuned = self._look()
             tuned.before_s = time.monotonic() - began

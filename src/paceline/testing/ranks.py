@@ -33,6 +33,7 @@ import torch
 import torch.distributed as dist
 
 from paceline.base import env as environment
+from paceline.base.temporary import temporary_folder
 from paceline.world import rendezvous
 from paceline.world.world import World
 
@@ -127,7 +128,8 @@ def run_ranks(
     """
     __tracebackhide__ = True
     _warm_up()
-    with tempfile.TemporaryDirectory(prefix="paceline-ranks-") as folder, socket.socket() as listener:
+    place = temporary_folder()
+    with tempfile.TemporaryDirectory(prefix="paceline-ranks-", dir=place) as folder, socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         listener.listen(world + 8)
         job = _Job(fn, args, world, env or {}, group, timeout_s, listener, listener.getsockname()[1], Path(folder))

@@ -15,7 +15,7 @@ from torch import nn
 from paceline.base.errors import CheckpointError
 from paceline.checkpoint import Checkpointer, Manifest, RunState, TrainState, store_for, verify
 from paceline.checkpoint.local import LocalStore
-from paceline.checkpoint.manifest import NAME, measure
+from paceline.checkpoint.manifest import NAME, encoded, measure
 from paceline.checkpoint.retention import Keep
 
 
@@ -38,7 +38,7 @@ def reseal(folder) -> None:
     files = {name: measure(store, str(folder / name)) for name in manifest.files}
     text = json.loads((folder / NAME).read_text())
     text["files"] = {name: {"bytes": fact.bytes, "checksum": fact.checksum} for name, fact in files.items()}
-    (folder / NAME).write_text(json.dumps(text))
+    (folder / NAME).write_bytes(encoded(text))
 
 
 def test_resume_is_exact(make_run, tmp_path) -> None:
@@ -544,7 +544,7 @@ def test_an_edited_manifest(make_run, tmp_path, change) -> None:
     run = make_run()
     path = Checkpointer().save(tmp_path / "checkpoint_1", run.state())
     text = json.loads((tmp_path / "checkpoint_1" / NAME).read_text())
-    (tmp_path / "checkpoint_1" / NAME).write_text(json.dumps({**text, **change}))
+    (tmp_path / "checkpoint_1" / NAME).write_bytes(encoded({**text, **change}))
     failing("checkpoint-damaged", Checkpointer().load, path, run.state())
     assert Checkpointer(keep=Keep(last=1, every=5)).save(tmp_path / "checkpoint_2", run.state())
     assert Checkpointer().latest(tmp_path) == str(tmp_path / "checkpoint_2")

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+from paceline.base.errors import CheckpointError
 from paceline.checkpoint import Checkpointer, RunState, TrainState, save_model
 from paceline.cli.main import main
 
@@ -195,3 +196,64 @@ def test_prune_leaves_a_folder_alone_that_a_run_holds(run_folder, capsys):
     said = capsys.readouterr()
     assert "[checkpoint-locked]" in said.err and "host here, pid 7" in said.err and not said.out
     assert (run_folder / "checkpoints" / "checkpoint_0").exists()
+
+
+@pytest.mark.parametrize("field", ["step", "metrics", "created", "run", "plan", "torch"])
+def test_a_manifest_in_which_something_was_flipped(tmp_path, capsys, field):
+    save(tmp_path / "one")
+    path = tmp_path / "one" / "manifest.json"
+    manifest = json.loads(path.read_text())
+    other = {"step": 4, "metrics": {"loss": 0.0}, "created": 1.0, "run": "other", "plan": {}, "torch": "1.0"}
+    path.write_text(json.dumps({**manifest, field: other[field]}))
+    assert main(["checkpoint", "verify", str(tmp_path / "one")]) == 1
+    output = capsys.readouterr().out
+    assert output.startswith("one: damaged") and "its own checksum should be" in output
+    with pytest.raises(CheckpointError, match="its own checksum"):
+        Checkpointer().load(tmp_path / "one", TrainState(models={"model": nn.Linear(1, 1)}))
+
+
+def test_a_manifest_of_an_older_paceline_has_no_checksum_and_loads(tmp_path, capsys):
+    saved = save(tmp_path / "one")
+    path = tmp_path / "one" / "manifest.json"
+    manifest = json.loads(path.read_text())
+    del manifest["checksum"]
+    path.write_text(json.dumps(manifest))
+    assert main(["checkpoint", "verify", str(tmp_path / "one")]) == 0
+    assert "no checksum of its own" in capsys.readouterr().out
+    model = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 1))
+    Checkpointer().load(tmp_path / "one", TrainState(models={"model": model}))
+    assert torch.equal(model[0].weight, saved[0].weight)
+
+
+@pytest.mark.parametrize("name", ["manifest.json", "state.json", ".metadata", "__0_0.distcp"])
+@pytest.mark.parametrize(
+    "content", [b"\xff\xfe\x80" * 40, b"", b"[" * 100_000, b"7"], ids=["bytes", "empty", "deep", "number"]
+)
+def test_foreign_bytes_in_a_checkpoint(tmp_path, capsys, name, content):
+    save(tmp_path / "one")
+    save(tmp_path / "two")
+    (tmp_path / "two" / name).write_bytes(content)
+    path = str(tmp_path / "two")
+    for words in (["diff", path, str(tmp_path / "one")], ["diff", str(tmp_path / "one"), path], ["show", "--tensors", path],
+                  ["ls", path], ["verify", path], ["ls", str(tmp_path)], ["verify", str(tmp_path)],
+                  ["export", path, str(tmp_path / "out")]):  # fmt: skip
+        code = main(["checkpoint", *words])
+        output = capsys.readouterr()
+        assert code in (0, 1) and len(output.err) < 5000, words
+        assert code == 0 or "[checkpoint-" in output.err or "damaged" in output.out, words
+
+
+@pytest.mark.parametrize("content", [b"\xff\xfe\x80" * 40, b"", b"\x08\0\0\0\0\0\0\0{}      ", b"\x02\0\0\0\0\0\0\0[]"])
+def test_foreign_bytes_as_safetensors(tmp_path, capsys, content):
+    save_model(nn.Linear(2, 1), tmp_path / "one")
+    (tmp_path / "two.safetensors").write_bytes(content)
+    code = main(["checkpoint", "diff", str(tmp_path / "one"), str(tmp_path / "two.safetensors")])
+    assert code == 1
+    assert "[checkpoint-damaged]" in capsys.readouterr().err or content.endswith(b"{}      ")
+
+
+def test_a_folder_named_as_safetensors(tmp_path, capsys):
+    save_model(nn.Linear(2, 1), tmp_path / "one")
+    (tmp_path / "two" / "model.safetensors").mkdir(parents=True)
+    assert main(["checkpoint", "diff", str(tmp_path / "one"), str(tmp_path / "two")]) == 1
+    assert "[checkpoint-" in capsys.readouterr().err

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import argparse
+from typing import TYPE_CHECKING
 
 from paceline.cli.checkpoint import _text
+
+if TYPE_CHECKING:
+    from paceline.checkpoint.listing import Entry
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -31,7 +35,17 @@ def run(args: argparse.Namespace) -> int:
             problems = tuple(verify(each.path, store, manifest=each.manifest, seen=progress))
         damaged += bool(problems)
         progress.clear()
-        print(f"{each.name}: {'damaged' if problems else 'unfinished' if each.unfinished else 'sound'}", flush=True)
+        print(f"{each.name}: {_verdict(each, damaged=bool(problems))}", flush=True)
         for problem in problems:
             print(f"  {in_words(problem)}")
     return 1 if damaged else 0
+
+
+def _verdict(checkpoint: Entry, *, damaged: bool) -> str:
+    if damaged:
+        return "damaged"
+    if checkpoint.unfinished or checkpoint.manifest is None:
+        return "unfinished"
+    if not checkpoint.manifest.checksum:
+        return "sound, but for its manifest, which has no checksum of its own (an older Paceline wrote it)"
+    return "sound"

@@ -19,12 +19,13 @@ import torch
 from paceline.base.errors import ConfigError
 from paceline.base.log import logger, warn_once
 from paceline.checkpoint.agree import agreed
+from paceline.checkpoint.deepspeed import tag_in
 from paceline.checkpoint.export import Rows, export_weights
 from paceline.checkpoint.files import replacing, writing
 from paceline.checkpoint.held import Held
 from paceline.checkpoint.module_state import clean
 from paceline.checkpoint.opening import open_weights
-from paceline.checkpoint.store import Store, store_for
+from paceline.checkpoint.store import Store, confined, store_for
 from paceline.compat.deepspeed.attendance import attendance
 from paceline.world.exchange import as_bytes
 
@@ -187,7 +188,9 @@ def _latest(engine: Any, store: Store, folder: str) -> str | None:
         if not store.exists(path):
             return None
         with store.open(path, "rb") as file:
-            return file.read().decode().strip()
+            tag = tag_in(file.read())
+        confined(store, folder, tag, path)
+        return tag
 
     accelerator = engine.accelerator
     tag = agreed(accelerator.collectives, f"reading {folder}/latest", read)

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
-from paceline.base.errors import Problem
+from paceline.base.errors import Problem, short_repr
 from paceline.config.deepspeed import DeepSpeedConfig, read_block
 from paceline.config.deepspeed.text import Block, Entry, entries_of
 from paceline.config.given import Choice, Given, nearest
@@ -85,7 +85,7 @@ def said_by(fields: Iterable[Given], source: str, place: str) -> Said:
             found.unused.append(Choice(each.name, each.value, source, each.where, f"no effect here: {IDLE[each.name]}"))
         else:
             close = nearest(each.name, [*FIELDS, *FILES, *IDLE])
-            what = f"{each.where}: accelerate's DeepSpeed has no field {each.name!r}."
+            what = f"{each.where}: accelerate's DeepSpeed has no field {short_repr(each.name)}."
             found.problems.append(Problem("config-key", what, "", f"write {close!r}" if close else "leave it out"))
     if config is None and "zero_stage" not in said:
         said["zero_stage"] = Given("zero_stage", 2, source, place)

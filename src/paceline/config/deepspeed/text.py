@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import base64
 import binascii
+import bisect
 import json
 import re
 from collections.abc import Mapping
@@ -15,7 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from paceline.base.errors import ConfigError
+from paceline.base.errors import ConfigError, cut
+from paceline.config import limits
 
 
 class Pairs(list[tuple[str, Any]]):
@@ -42,6 +44,10 @@ class Block(list[Entry]):
 
 
 _FORM = 'write `{"key": value, ...}`: every bracket and quote closed, a colon after each key'
+# What stands before a colon. Each alternative begins where nothing of its own kind ends, so that a search is linear.
+_KEY = re.compile(
+    r"""(?P<mark>["'])(?P<quoted>(?:\\.|(?!(?P=mark))[^\\\n])*)(?P=mark)\s*:|(?<![^\s"'{}\[\],:])(?P<plain>[^\s"'{}\[\],:]+)\s*:"""
+)
 _COLON = re.compile(r"\s*:")
 _TOKENS = re.compile(r'"(?:\\.|[^"\\\n])*"|\'(?:\\.|[^\'\\\n])*\'|#[^\n]*|//[^\n]*|/\*.*?\*/', re.DOTALL)
 
@@ -54,12 +60,15 @@ def entries_of(config: str | Path | Mapping[str, Any], code: str) -> tuple[str, 
         code: what stands around a dict in its places, such as "deepspeed.initialize(config={})" with {} for the dict.
 
     Raises:
-        ConfigError: `config-file`, `config-syntax`.
+        ConfigError: `config-file`, `config-syntax`, `config-size`.
     """
     if isinstance(config, Mapping):
+        limits.check_size(config, code.replace("{}", "{...}"))
         return code.replace("{}", "{...}"), _of_dict(config, code)
     text, source = _text(config)
-    return source, _with_lines(text, _parse(text, source), source)
+    pairs = _parse(text, source)
+    limits.check_size(pairs, source)
+    return source, _with_lines(text, pairs, source)
 
 
 def plain(value: Any) -> Any:
@@ -87,17 +96,18 @@ def _text(config: str | Path) -> tuple[str, str]:
     path = Path(config).expanduser()
     try:
         if path.is_file():
-            return path.read_text(encoding="utf-8-sig"), str(config)
+            return limits.read_text(path, str(config)), str(config)
         reason = "there is no such file"
+    except ConfigError:
+        raise
     except (OSError, UnicodeDecodeError, ValueError) as error:  # ValueError: a text with null bytes is no path
         reason = (error.strerror if isinstance(error, OSError) else None) or "it is not UTF-8 text"
     try:
         return base64.urlsafe_b64decode(str(config)).decode("utf-8"), "config (base64)"
     except (binascii.Error, ValueError):
-        shown = str(config) if len(str(config)) <= 200 else f"{str(config)[:200]}..."
         raise ConfigError(
             "config-file",
-            f"the DeepSpeed config {shown} cannot be read.",
+            f"the DeepSpeed config {cut(str(config), 200)} cannot be read.",
             [reason, "it is no base64 of JSON either"],
             "name a file of JSON that exists, or hand over the dict itself",
         ) from None
@@ -135,18 +145,23 @@ def _parse_loosely(text: str, source: str, strict: Exception) -> Any:
 
 def _with_lines(text: str, pairs: Pairs, source: str) -> Block:
     """Finds the line of each key: parsers keep the order of the text, so each search starts where the last one ended."""
-    bare = _bare(text)
-    position = 0
+    places: dict[str, list[int]] = {}
+    for match in _KEY.finditer(_bare(text)):
+        places.setdefault(match["quoted"] if match["plain"] is None else match["plain"], []).append(match.start())
+    line_ends = [match.start() for match in re.finditer("\n", text)]
+    position = -1
 
     def of(block: Pairs) -> Block:
         nonlocal position
-        found = Block()
+        entries = Block()
         for name, value in block:
-            hit = re.compile(rf"""(?<![\w.-])(["']?){re.escape(name)}\1\s*:""").search(bare, position)
-            position = hit.end() if hit else position
-            where = f"{source}:{text.count(chr(10), 0, hit.start() if hit else position) + 1}"
-            found.append(Entry(name, of(value) if isinstance(value, Pairs) else plain(value), where))
-        return found
+            candidates = places.get(name, [])
+            following = bisect.bisect_right(candidates, position)
+            if following < len(candidates):
+                position = candidates[following]
+            where = f"{source}:{bisect.bisect_left(line_ends, position) + 1}"
+            entries.append(Entry(name, of(value) if isinstance(value, Pairs) else plain(value), where))
+        return entries
 
     return of(pairs)
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from paceline.base.errors import Problem
+from paceline.base.errors import Problem, short_repr
 from paceline.config.deepspeed.keys import blocks, by_name, rows
 from paceline.config.deepspeed.parts import PARTS, Param, Part, part
 from paceline.config.deepspeed.row import Key
@@ -98,7 +98,7 @@ def _read_part(role: str, hints: Mapping[str, Any], said: Said) -> None:
         close = nearest(name, [each.name for each in PARTS[role]])
         known = ", ".join(each.name for each in PARTS[role] if not each.why)
         fix = f"write {close!r}" if close else f"use one of these, or hand `initialize` the {role} itself"
-        said.problems.append(Problem("config-value", f"{role}.type cannot be {name!r}.",
+        said.problems.append(Problem("config-value", f"{role}.type cannot be {short_repr(name)}.",
                                      f"it comes from {place}; there are: {known}", fix))  # fmt: skip
     elif found.why:
         what = f"{role}.type {found.name} is not supported."
@@ -179,7 +179,7 @@ def _no_default(name: str, where: str) -> Problem:
 def _unknown(entry: Entry, above: str) -> Problem:
     here = {name[len(above) :].partition(".")[0] for name in by_name() if name.startswith(above)}
     block = above.rstrip(".")
-    what = f"{entry.where}: DeepSpeed has no key {entry.name!r}{f' in {block}' if block else ''}."
+    what = f"{entry.where}: DeepSpeed has no key {short_repr(entry.name)}{f' in {block}' if block else ''}."
     elsewhere = [name for name in by_name() if name.rpartition(".")[2] == entry.name]
     if elsewhere:
         return Problem("config-key", what, "", f"it is {elsewhere[0]}: move it")
@@ -191,6 +191,6 @@ def _unknown(entry: Entry, above: str) -> Problem:
 
 def wrong_value(name: str, value: Any, where: str, expected: str, default: Any = None) -> Problem:
     """A value of another kind."""
-    shown = "a block of keys" if isinstance(value, Mapping | Block) else repr(value)
+    what = "a block of keys" if isinstance(value, Mapping | Block) else short_repr(value)
     fix = "give it such a value, or leave it out" + (f" (then {default})" if default not in (None, {}, []) else "")
-    return Problem("config-value", f"{name} cannot be {shown}.", f"it comes from {where}; expected: {expected}", fix)
+    return Problem("config-value", f"{name} cannot be {what}.", f"it comes from {where}; expected: {expected}", fix)
