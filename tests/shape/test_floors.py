@@ -8,7 +8,7 @@ import sys
 import pytest
 
 FLOORS = [
-    {"base"},
+    {"base", "torch_internals"},
     {"config", "world"},
     {"plan", "launch"},
     {"parallel", "precision", "optim", "data", "checkpoint", "observe"},
