@@ -66,7 +66,7 @@ class Units:
     def _before_forward(self, model: Any, args: Any) -> None:
         """Forgets a pass that an exception ended midway; FSDP2 would take this one for its continuation."""
         if internals.left_unfinished(model):
-            model.reset_iter_state()
+            internals.reset_unfinished(model)
 
     def _after_forward(self, model: Any, args: Any, output: Any) -> None:
         if not torch.is_grad_enabled():

@@ -29,7 +29,14 @@ def replicate_function() -> Callable[..., Any]:
 
 def parameter_groups(unit: Any) -> list[Any]:
     """The parameter groups of one unit; none where it has no parameters of its own."""
-    return list(unit._get_fsdp_state()._fsdp_param_groups)
+    return _groups_of(unit._get_fsdp_state())
+
+
+def _groups_of(state: Any) -> list[Any]:
+    if hasattr(state, "_fsdp_param_groups"):
+        return list(state._fsdp_param_groups)
+    # In torch 2.11 a unit has one group at most.
+    return [state._fsdp_param_group] if state._fsdp_param_group is not None else []
 
 
 def group_parameters(group: Any) -> list[Any]:
@@ -115,6 +122,34 @@ def left_unfinished(root: Any) -> bool:
     """Whether an exception ended the last forward or backward pass of this root midway."""
     context = root._get_fsdp_state()._state_ctx
     return context.iter_forward_root is not None or context.post_backward_final_callback_queued
+
+
+def reset_unfinished(root: Any) -> None:
+    """Makes a root ready for the next forward pass after an exception ended the last pass midway.
+
+    Public as `FSDPModule.reset_iter_state`, which torch 2.11 does not have.
+    """
+    if hasattr(root, "reset_iter_state"):
+        root.reset_iter_state()
+        return
+    from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
+
+    state = root._get_fsdp_state()
+    context, communication = state._state_ctx, state._comm_ctx
+    if state._device.type != "cpu":
+        torch.accelerator.synchronize(state._device)  # instead of a wait for each event of a collective under way
+    communication.all_gather_state = communication.reduce_scatter_state = None
+    communication.post_forward_order.clear()
+    for member in context.all_states:
+        member._modules_to_run_forward.clear()
+        member._training_state = TrainingState.IDLE
+        for group in _groups_of(member):
+            group.finalize_backward()
+            group._partial_reduce_output = None
+            group._training_state = TrainingState.IDLE
+            group._to_sharded()
+    context.iter_forward_root = None
+    context.post_backward_final_callback_queued = False
 
 
 def reduces_gradients(group: Any) -> bool:

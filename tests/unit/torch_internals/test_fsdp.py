@@ -138,7 +138,7 @@ def test_a_pass_that_failed_midway_is_seen_and_can_be_reset(model: nn.Module) ->
     with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
         model(torch.ones(5, 7))
     assert fsdp.left_unfinished(model)
-    model.reset_iter_state()
+    fsdp.reset_unfinished(model)
     assert not fsdp.left_unfinished(model)
     backward(model, communicate=True)
 
