@@ -11,7 +11,7 @@ ARGS ?=
 PYTEST = $(BIN)/python -m pytest
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help setup quickstart test test-torch torch-env check ranks hosts gpu docs bench bench-deepspeed chaos clean
+.PHONY: help setup quickstart test test-torch check ranks hosts gpu docs bench bench-deepspeed chaos clean
 .DEFAULT_GOAL := help
 
 help:  ## list these entries
@@ -44,18 +44,18 @@ TORCH_TESTS := tests/unit tests/ranks/test_checkpoint_ranks.py $(wildcard tests/
 test-torch:  ## unit, parity, checkpoint and door tests under another torch: make test-torch TORCH=2.15.0 [PYTHON=python3.12]
 	@test -n "$(TORCH)" || { echo "say which release of torch: make test-torch TORCH=2.15.0"; exit 2; }
 	@$(PYTHON) --version
-	@test -e $(TORCH_STAMP) || $(MAKE) --no-print-directory torch-env
+	@test -e $(TORCH_STAMP) || $(MAKE) --no-print-directory $(TORCH_STAMP)
 	$(TORCH_ENV)/bin/python -m paceline env
 	$(TORCH_ENV)/bin/python -m pytest $(TORCH_TESTS) -m "not long" -n $(JOBS) --dist loadgroup $(ARGS)
 
-torch-env:
+.venv-torch-%/.setup-done-$(SUM):
 	test -x $(TORCH_ENV)/bin/python || $(PYTHON) -m venv $(TORCH_ENV)
-	grep -v '^torch==' constraints.txt > $(TORCH_ENV)/constraints.txt
-	$(TORCH_PIP) "torch==$(TORCH)"
+	sed 's/^torch==.*/torch==$(TORCH)/' constraints.txt > $(TORCH_ENV)/constraints.txt
+	$(TORCH_PIP) torch
 	$(TORCH_PIP) hatchling editables
 	$(TORCH_PIP) --no-build-isolation -e ".[$(EXTRAS)]"
 	rm -f $(TORCH_ENV)/.setup-done-*
-	touch $(TORCH_STAMP)
+	touch $@
 
 check: setup  ## format, lint, types, shape and unit tests: run it before each commit
 	$(BIN)/python -m ruff format --check .
