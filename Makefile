@@ -2,7 +2,8 @@
 PYTHON ?= python3
 BIN := .venv/bin
 # The stamp carries a checksum of what was installed and where: unchanged pins mean no install and no network.
-STAMP := .venv/.setup-done-$(shell cat constraints.txt pyproject.toml | (cat; pwd) | cksum | cut -d' ' -f1)
+SUM := $(shell cat constraints.txt pyproject.toml | (cat; pwd) | cksum | cut -d' ' -f1)
+STAMP := .venv/.setup-done-$(SUM)
 EXTRAS := dev,docs,examples,notebook,s3,tensorboard
 # Two workers: test processes spend much of their time waiting for each other. `make test JOBS=8` on a larger machine.
 JOBS ?= 2
@@ -10,7 +11,7 @@ ARGS ?=
 PYTEST = $(BIN)/python -m pytest
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help setup quickstart test check ranks hosts gpu docs bench bench-deepspeed chaos clean
+.PHONY: help setup quickstart test test-torch check ranks hosts gpu docs bench bench-deepspeed chaos clean
 .DEFAULT_GOAL := help
 
 help:  ## list these entries
@@ -32,6 +33,29 @@ quickstart: setup  ## train a small network on handwritten digits, on 2 processe
 
 test: setup  ## run the whole test suite (set-up included)
 	$(PYTEST) tests -m "not long" -n $(JOBS) --dist loadgroup $(ARGS)
+
+# An environment for each release, named after it and after the Python where that is not 3.11: .venv-torch-2.15.0-py312.
+TORCH ?=
+TORCH_ENV = .venv-torch-$(TORCH)$(shell $(PYTHON) -c "import sys; v = sys.version_info; print('' if v[:2] == (3, 11) else f'-py{v[0]}{v[1]}')")
+TORCH_STAMP = $(TORCH_ENV)/.setup-done-$(SUM)
+TORCH_PIP = $(TORCH_ENV)/bin/python -m pip install --quiet -c $(TORCH_ENV)/constraints.txt
+TORCH_TESTS := tests/unit tests/ranks/test_checkpoint_ranks.py $(wildcard tests/ranks/test_parity*.py tests/ranks/test_res*.py) tests/compat
+
+test-torch:  ## unit, parity, checkpoint and door tests under another torch: make test-torch TORCH=2.15.0 [PYTHON=python3.12]
+	@test -n "$(TORCH)" || { echo "say which release of torch: make test-torch TORCH=2.15.0"; exit 2; }
+	@$(PYTHON) --version
+	@test -e $(TORCH_STAMP) || $(MAKE) --no-print-directory $(TORCH_STAMP)
+	$(TORCH_ENV)/bin/python -m paceline env
+	$(TORCH_ENV)/bin/python -m pytest $(TORCH_TESTS) -m "not long" -n $(JOBS) --dist loadgroup $(ARGS)
+
+.venv-torch-%/.setup-done-$(SUM):
+	test -x $(TORCH_ENV)/bin/python || $(PYTHON) -m venv $(TORCH_ENV)
+	sed 's/^torch==.*/torch==$(TORCH)/' constraints.txt > $(TORCH_ENV)/constraints.txt
+	$(TORCH_PIP) torch
+	$(TORCH_PIP) hatchling editables
+	$(TORCH_PIP) --no-build-isolation -e ".[$(EXTRAS)]"
+	rm -f $(TORCH_ENV)/.setup-done-*
+	touch $@
 
 check: setup  ## format, lint, types, shape and unit tests: run it before each commit
 	$(BIN)/python -m ruff format --check .
@@ -70,4 +94,4 @@ chaos: setup  ## kill processes of one run 25 times at random; it must end with 
 	$(BIN)/python examples/survive/chaos.py $(ARGS)
 
 clean:  ## remove what was built: .venv, site, caches
-	rm -rf .venv .venv-bench .venv-deepspeed site build dist .pytest_cache .ruff_cache .mypy_cache
+	rm -rf .venv .venv-bench .venv-deepspeed .venv-torch-* site build dist .pytest_cache .ruff_cache .mypy_cache

@@ -38,7 +38,7 @@ from paceline.preparation import Preparation
 from paceline.profiling import profiles_of
 from paceline.states import States
 from paceline.steps import Steps
-from paceline.world import rendezvous
+from paceline.world import rendezvous, torch_version
 from paceline.world.collectives import Collectives
 from paceline.world.mesh import Mesh
 from paceline.world.world import World
@@ -99,6 +99,7 @@ class Accelerator(Keeping):
         debug: bool | None = None,
         timeout_s: float | None = None,
     ) -> None:
+        torch_version.check(torch.__version__)
         measured, options = chosen(profile, options)
         resolved = resolve_run(dict(
             mixed_precision=mixed_precision, accumulate=gradient_accumulation_steps, cpu=cpu, debug=debug,

@@ -238,6 +238,9 @@ def test_the_first_failing_rank_is_reported_once(script: Callable[..., Path], tm
     [
         ("os.kill(os.getpid(), signal.SIGKILL)", 137, "rank 1 was ended by SIGKILL"),
         ("os.abort()", 134, "rank 1 was ended by SIGABRT"),
+        # A crash leaves Python's stacks, once the script has ended too, and says how to learn more.
+        ("__import__('ctypes').string_at(0)", 139, 'in string_at\n  File "{script}", line 3 in <module>'),
+        ("__import__('atexit').register(__import__('ctypes').string_at, 0); sys.exit()", 139, "in string_at\n"),
         ("sys.exit(7)", 7, "rank 1 failed with exit code 7"),
         ("sys.exit('in words')", 1, "in words"),
         ("os._exit(9)", 9, "rank 1 failed with exit code 9"),
@@ -248,7 +251,8 @@ def test_every_way_to_fail(act: str, code: int, told: str, script: Callable[...,
     path = script(f"import os, signal, sys, time\nif os.environ['RANK'] == '1':\n    {act}\ntime.sleep(60)\n")
     begun = time.monotonic()
     done = launch("-n", 2, path, cwd=tmp_path)
-    assert (done.returncode, told in done.stderr) == (code, True), done.stderr
+    assert (done.returncode, told.format(script=path) in done.stderr) == (code, True), done.stderr
+    assert done.stderr.count("Fatal Python error: ") == (code in (134, 139))
     assert time.monotonic() - begun < 15
 
 

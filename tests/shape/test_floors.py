@@ -8,7 +8,7 @@ import sys
 import pytest
 
 FLOORS = [
-    {"base"},
+    {"base", "torch_internals"},
     {"config", "world"},
     {"plan", "launch"},
     {"parallel", "precision", "optim", "data", "checkpoint", "observe"},
@@ -70,6 +70,17 @@ def test_base_needs_the_standard_library_alone(modules) -> None:
         if module.room == "base"
         for line, name in module.imported()
         if name.split(".")[0] not in sys.stdlib_module_names | {"paceline", "__future__"}
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_torch_internals_needs_torch_and_the_standard_library_alone(modules) -> None:
+    wrong = [
+        f"{module.where}:{line} imports {name}"
+        for module in modules.values()
+        if module.room == "torch_internals"
+        for line, name in module.imported()
+        if name.split(".")[0] not in sys.stdlib_module_names | {"torch", "__future__"}
     ]
     assert not wrong, "\n".join(wrong)
 

@@ -17,6 +17,7 @@ from paceline.base import env as environment
 from paceline.base.errors import PacelineError
 from paceline.config.places import accelerate_default, own_default
 from paceline.config.settings import settings_of
+from paceline.world import torch_version
 from paceline.world.world import World
 
 PACKAGES = ("numpy", "safetensors", "pyyaml", "transformers", "accelerate", "deepspeed", "lightning")
@@ -78,6 +79,9 @@ def _versions() -> dict[str, str]:
     import paceline
 
     found = {"paceline": paceline.__version__, "python": platform.python_version(), "torch": torch.__version__}
+    standing = torch_version.compare(torch.__version__)
+    note = "" if standing == "tested" else f" (this one is {standing}: {torch.__version__})"
+    found["torch, tested"] = torch_version.range_text() + note
     for name in PACKAGES:
         try:
             found[name] = version(name)

@@ -253,6 +253,9 @@ class LaunchSettings:
         "Streams that go to log_dir as well as to the terminal: 0 none, 1 stdout, 2 stderr, 3 both.",
         _SUPERVISION, short="-t",
     )  # fmt: skip
+    cores: bool = setting(
+        False, YES_NO, "A process that crashes leaves a core file, and its backtrace (by gdb) is printed.", _SUPERVISION
+    )
     config: str | None = setting(
         None, matching(r".+", "a file", "FILE"),
         "File of settings; not set: ~/.config/paceline/config.yaml where that exists.",

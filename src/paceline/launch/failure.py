@@ -14,15 +14,19 @@ AFTER_FAILURE_S = 2.0
 _SETTLE_S = 0.1  # a process that is killed closes its connections, which its peers notice, before its end can be seen
 _LEAVING_S = 5.0  # what a process may take to end, once its script has failed
 _LINE = 160
+_CRASHED = "Fatal Python error: "  # how faulthandler begins
 
 
-def first_failure(workers: list[Worker], node: int, pause: Callable[[float], object] = time.sleep) -> Failure | None:
+def first_failure(
+    workers: list[Worker], node: int, pause: Callable[[float], object] = time.sleep, core_s: float = 0.0
+) -> Failure | None:
     """Stops the other processes where one has failed, and says which was the first; None where none has.
 
     Args:
         workers: the processes of this node.
         node: its number.
         pause: waits a moment, and does meanwhile what else must go on.
+        core_s: what a process that has crashed may take to end: the kernel writes its core file before that.
     """
     if all(each.failed_at() is None for each in workers):
         return None
@@ -35,7 +39,8 @@ def first_failure(workers: list[Worker], node: int, pause: Callable[[float], obj
         (each for each in workers if each.pid in failed),
         key=lambda each: (each.code != -signal.SIGKILL, failed[each.pid]),
     )
-    while first.poll() is None and first.failing_s() < _LEAVING_S:
+    leaving_s = max(core_s, _LEAVING_S) if _CRASHED in first.told() else _LEAVING_S
+    while first.poll() is None and first.failing_s() < leaving_s:
         pause(0.01)
     code = first.code if first.code else 1
     frozen = [str(each.process.rank) for each in workers if each.frozen_s()]
@@ -77,6 +82,7 @@ def _after(report: str, later: list[Worker]) -> Iterator[str]:
 
 
 def _headline(ended: Worker) -> str:
-    """The last line of its report that begins the message of an exception."""
+    """The line of its report that says of a crash which it was, else the last that begins the message of an exception."""
     lines = [line for line in ended.told().splitlines() if line[:1].strip()]
+    lines += [line for line in lines if line.startswith(_CRASHED)]
     return lines[-1][:_LINE] if lines else f"ended with {ended.code}"

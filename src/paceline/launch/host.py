@@ -14,6 +14,7 @@ from pathlib import Path
 from paceline.base.errors import LaunchError, Problem
 from paceline.base.lazy import uncollected
 from paceline.launch.launcher import Job, Target
+from paceline.world import torch_version
 
 
 @dataclass(frozen=True)
@@ -44,6 +45,7 @@ def accelerators() -> Accelerators:
     with uncollected():
         import torch
 
+    torch_version.check(torch.__version__, warn=False)  # an older one may lack what comes next
     found = torch.accelerator.current_accelerator(check_available=True)
     return Accelerators(found.type, torch.accelerator.device_count()) if found else Accelerators()
 

@@ -59,7 +59,7 @@ def job_of(told: Launch, script: str, args: Sequence[str], env: Mapping[str, str
         timeout_s=told.run.timeout_s or 600.0,
         log_dir=launch.log_dir, tee=_streams(told, procs), backend=launch.rdzv_backend,
         options=dict(pair.split("=", 1) for pair in launch.rdzv_conf.split(",") if pair), compat=launch.compat or "",
-        cores=cores,
+        cores=cores, core_files=launch.cores,
     )  # fmt: skip
     return job, notices
 

@@ -94,6 +94,7 @@ class Job:
         backend, options: how several nodes find each other, and what that backend is told.
         compat: libraries whose names are served to the script, joined by commas; "" for none.
         cores: cores of this node that are divided among its processes; () leaves each process all of them.
+        core_files: whether a process that crashes leaves a core file, which is then read.
         orders, reach: what other hosts run and how they are reached, where this one starts it there.
         secret: by which the launchers of several nodes know each other; "" for the user's own (`secret.py`).
     """
@@ -119,6 +120,7 @@ class Job:
     options: Mapping[str, str] = field(default_factory=dict)
     compat: str = ""
     cores: tuple[int, ...] = ()
+    core_files: bool = False
     orders: Orders | None = None
     reach: Reach = Reach()
     secret: str = field(default="", repr=False)

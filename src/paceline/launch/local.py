@@ -25,7 +25,7 @@ from pathlib import Path
 from paceline.base.errors import LaunchError
 from paceline.base.exits import PREEMPTED
 from paceline.base.temporary import temporary_folder
-from paceline.launch import host, worker
+from paceline.launch import cores, host, worker
 from paceline.launch.failure import AFTER_FAILURE_S, end_frozen, first_failure, stuck
 from paceline.launch.launcher import Failure, Job, Outcome, Process, Rendered
 from paceline.launch.nodes import Nodes
@@ -137,6 +137,8 @@ class LocalHandle:
         """
         place = temporary_folder()
         self.nodes = Nodes.meet(self.job)
+        if self.job.core_files and (obstacle := cores.allow()):
+            _say(obstacle)
         folder = Path(tempfile.mkdtemp(prefix="paceline-", dir=place))
         self.reaper = Reaper(folder)
         if self.job.start == "fork":
@@ -277,7 +279,10 @@ class LocalHandle:
                 grace_s = self.job.grace_s if how == "save" else AFTER_FAILURE_S
                 stop(self.workers, signal.SIGTERM, grace_s, pause, lambda: self._hurry(how))
                 return self._report()
-            self.failure = first_failure(self.workers, self.round.where(machine.me.id), pause)
+            core_s = cores.WRITE_S if self.job.core_files else 0.0
+            self.failure = first_failure(self.workers, self.round.where(machine.me.id), pause, core_s)
+            if self.failure is not None and self.job.core_files:
+                self.failure = cores.with_backtrace(self.failure, self.job.target, pause)
             if self.failure is not None:
                 return Report("failed", self.failure.what, self.failure.at)
             stop(self.workers, signal.SIGTERM, AFTER_FAILURE_S, pause)

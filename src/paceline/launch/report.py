@@ -11,9 +11,10 @@ from paceline.launch.rounds import Round
 _HINTS = {
     signal.SIGKILL: "if nobody sent it, the system did for want of memory (see `dmesg`): use a smaller batch or fewer "
     "processes",
-    signal.SIGSEGV: "a crash in compiled code: run with `--procs 1`, and look at the stack above",
+    signal.SIGSEGV: "a crash in compiled code: the stack above says what called it; run again with `--cores` for a "
+    "backtrace of the compiled code",
     signal.SIGABRT: "compiled code gave up: look for its message above; with PACELINE_DEBUG=1 collectives that differ "
-    "between ranks are named",
+    "between ranks are named; with `--cores` there is a backtrace of the compiled code",
 }
 
 
@@ -51,6 +52,8 @@ def problem_of(outcome: Outcome, job: Job) -> Problem:
             fix = f"`paceline launch --compat {library}` serves {library}'s names"
     if failure.code < 0:
         fix = _HINTS.get(-failure.code, "find out who sent that signal")  # type: ignore[call-overload]
+        if job.core_files and "core file" in failure.report:
+            fix = "a crash in compiled code: the stack and the backtrace above say where"
     where = f"local rank {failure.local_rank}, node {failure.node}, " if job.nodes > 1 else ""
     why = [f"it failed first ({where}pid {failure.pid}); the other processes were then stopped"]
     why += failure.later

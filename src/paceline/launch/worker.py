@@ -119,8 +119,10 @@ def leave(code: int) -> NoReturn:
 
 def watched(work: Callable[[], object], report: str) -> int:
     """Calls `work`; an uncaught exception or a crash goes to the file `report`. Returns the exit code."""
+    # A crash (SIGSEGV, SIGABRT, SIGBUS, SIGFPE) leaves Python's stacks there. This end stays open: exit handlers and the
+    # ends of threads run after this function, and a crash in one of them is to be seen too.
+    faulthandler.enable(os.open(report, os.O_WRONLY | os.O_CREAT | os.O_APPEND))
     with open(report, "ab", buffering=0) as file:
-        faulthandler.enable(file)  # a crash (SIGSEGV, SIGABRT) leaves Python's stack there
         try:
             try:
                 work()
@@ -136,8 +138,6 @@ def watched(work: Callable[[], object], report: str) -> int:
         except BaseException as error:
             file.write(told(error).encode(errors="replace"))
             return 1
-        finally:
-            faulthandler.disable()
 
 
 def _finish() -> None:

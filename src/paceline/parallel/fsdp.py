@@ -27,6 +27,7 @@ from paceline.parallel import agreement, gloo
 from paceline.parallel.averages import CHUNK, average_gradients
 from paceline.parallel.stand_ins import step_held
 from paceline.parallel.sync_batch_norm import SyncBatchNorm
+from paceline.torch_internals import fsdp as internals
 from paceline.world.held import Held
 from paceline.world.sharded import is_sharded, whole
 from paceline.world.tree import map_tensors
@@ -64,9 +65,8 @@ class Units:
 
     def _before_forward(self, model: Any, args: Any) -> None:
         """Forgets a pass that an exception ended midway; FSDP2 would take this one for its continuation."""
-        context = model._get_fsdp_state()._state_ctx
-        if context.iter_forward_root is not None or context.post_backward_final_callback_queued:
-            model.reset_iter_state()
+        if internals.left_unfinished(model):
+            internals.reset_unfinished(model)
 
     def _after_forward(self, model: Any, args: Any, output: Any) -> None:
         if not torch.is_grad_enabled():
@@ -104,7 +104,6 @@ class Units:
         if self._held:
             return
         _refuse_hooks(self.model)
-        state = self.model._get_fsdp_state()
         groups = _groups(self.model)
         outstanding = any(_outstanding(group) for group in groups)
         if self._number is not None:
@@ -112,9 +111,7 @@ class Units:
         if outstanding:
             self.model.set_is_last_backward(True)
             self._sync(True)
-            for group in reversed(groups):  # in one order on all ranks
-                group.post_backward()
-            state._root_post_backward_final_callback()
+            internals.reduce_pending(self.model, reversed(groups))
         if self._alone:
             average_gradients(self._alone, self._group)
         if self._statistics and self.model.training:
@@ -132,24 +129,19 @@ class Units:
     def forget(self, parameters: Iterable[torch.Tensor] | None = None) -> None:
         """Clears whole gradients that no communication has seen, of some parameters or of all."""
         chosen = None if parameters is None else {id(parameter) for parameter in parameters}
-        for group in _groups(self.model):
-            for each in group.fsdp_params:
-                if chosen is None or id(each.sharded_param) in chosen:
-                    each.unsharded_accumulated_grad = None
-                    if hasattr(each, "_unsharded_param"):
-                        each._unsharded_param.grad = None
+        for parameter in _parameters(self.model):
+            if chosen is None or id(internals.sharded_parameter(parameter)) in chosen:
+                internals.set_pending_gradient(parameter, None)
 
     def held(self) -> Held:
         """Gradients that no communication has seen, by the parameters of which this rank keeps shards."""
         self.reshard()
-        found = {}
-        for group in _groups(self.model):
-            for each in group.fsdp_params:
-                if each.unsharded_accumulated_grad is not None:
-                    found[each.sharded_param] = each.unsharded_accumulated_grad
-                elif _has_gradient(each):
-                    found[each.sharded_param] = each._unsharded_param.grad
-        return Held(found)
+        gradients = {}
+        for parameter in _parameters(self.model):
+            gradient = internals.pending_gradient(parameter)
+            if gradient is not None:
+                gradients[internals.sharded_parameter(parameter)] = gradient
+        return Held(gradients)
 
     def take(self, held: Held) -> None:
         """Takes back what `held` gave. Ranks: all of the group, which gather each unit once where there is anything."""
@@ -160,13 +152,13 @@ class Units:
         for unit in _units(self.model):  # FSDP2 reduces nothing of a unit that was never gathered
             unit.unshard()
             unit.reshard()
-        for group in _groups(self.model):
-            for each in group.fsdp_params:
-                gradient = held.gradients.get(each.sharded_param)
-                if gradient is not None:
-                    like = each._unsharded_param
-                    placements = held.placements.get(each.sharded_param)
-                    each.unsharded_accumulated_grad = part_like(gradient, like, placements)
+        for parameter in _parameters(self.model):
+            shard = internals.sharded_parameter(parameter)
+            gradient = held.gradients.get(shard)
+            if gradient is not None:
+                like = internals.whole_parameter(parameter)
+                own = part_like(gradient, like, held.placements.get(shard))
+                internals.set_pending_gradient(parameter, own)
 
     def agree(self) -> None:
         """From now on every rank is told what the others are about to gather and reduce. Ranks: all of the group."""
@@ -174,7 +166,7 @@ class Units:
         self._number = agreement.number(kind)
         names = {module: name for name, module in self.model.named_modules()}
         for group in _groups(self.model):
-            name = ", ".join(names[module] for module in group.modules)
+            name = ", ".join(names[module] for module in internals.group_modules(group))
             _agree(group, self._group, agreement.number(f"{kind}.{name}" if name else kind))
 
 
@@ -197,26 +189,28 @@ def _units(model: nn.Module) -> Iterable[Any]:
 
 def _groups(model: nn.Module) -> list[Any]:
     """What is gathered and reduced together, in the order of modules."""
-    return list(dict.fromkeys(g for unit in _units(model) for g in unit._get_fsdp_state()._fsdp_param_groups))
+    return list(dict.fromkeys(group for unit in _units(model) for group in internals.parameter_groups(unit)))
+
+
+def _parameters(model: nn.Module) -> Iterator[Any]:
+    """The group parameters of all groups."""
+    for group in _groups(model):
+        yield from internals.group_parameters(group)
 
 
 def refresh(model: nn.Module) -> None:
     """Lets every unit take up parameters that were put in the place of its own."""
-    for unit in _units(model):
-        for group in unit._get_fsdp_state()._fsdp_param_groups:
-            for parameter in group.fsdp_params:
-                parameter.reset_sharded_param()
+    for parameter in _parameters(model):
+        internals.take_up_sharded_parameter(parameter)
 
 
 def _outstanding(group: Any) -> bool:
     """Whether a parameter group holds gradients that no communication has seen."""
-    return any(_has_gradient(parameter) for parameter in group.fsdp_params)
+    return any(_has_gradient(parameter) for parameter in internals.group_parameters(group))
 
 
 def _has_gradient(parameter: Any) -> bool:
-    return parameter.unsharded_accumulated_grad is not None or (
-        hasattr(parameter, "_unsharded_param") and parameter._unsharded_param.grad is not None
-    )
+    return internals.pending_gradient(parameter) is not None
 
 
 # -- what cannot work ----------------------------------------------------------------------------------------------------
@@ -310,14 +304,8 @@ def whole_parameters(model: nn.Module, writeback: bool) -> Iterator[None]:
 @contextmanager
 def undisturbed(model: nn.Module) -> Iterator[None]:
     """While it is open, FSDP2 does not look for its shards after a `load_state_dict` into what took their place."""
-    held = [each for group in _groups(model) for each in group.fsdp_params]
-    for each in held:
-        each.reset_sharded_param = lambda: None
-    try:
+    with internals.without_taking_up(_parameters(model)):
         yield
-    finally:
-        for each in held:
-            del each.reset_sharded_param
 
 
 def part_like(tensor: torch.Tensor, like: Any, placements: tuple[Any, ...] | None) -> torch.Tensor:
@@ -380,9 +368,9 @@ def divided(tensor: torch.Tensor, like: Any) -> torch.Tensor:
 
 def _agree(group: Any, ranks: Any, number: int) -> None:
     """Lets a parameter group gather and reduce through `parallel.gloo`, 2 to 3 times as fast, and tell other ranks so."""
-    from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
+    gather_class, scatter_class = internals.communication_classes()
 
-    class Gather(AllGather):
+    class Gather(gather_class):  # type: ignore[misc, valid-type]
         def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
             return torch.empty(*size, dtype=dtype, device=device)
 
@@ -392,23 +380,21 @@ def _agree(group: Any, ranks: Any, number: int) -> None:
             said.heard()
             under_way.wait()
 
-    class Scatter(ReduceScatter):
-        allocate = Gather.allocate  # type: ignore[assignment]
+    class Scatter(scatter_class):  # type: ignore[misc, valid-type]
+        allocate = Gather.allocate
 
         def __call__(self, output_tensor: Any, input_tensor: Any, group: Any, op: Any, async_op: bool = False) -> None:
             average = op == dist.ReduceOp.AVG
             gloo.reduce_scatter(output_tensor, input_tensor, group, average=average, tag=number).wait()
 
-    plain = group.post_backward
-
-    def post_backward(*unused: Any) -> None:
-        """With zeros for what only other ranks have gradients of."""
-        if group.reduce_grads:
-            have = [_has_gradient(parameter) for parameter in group.fsdp_params]
+    def add_zeros() -> None:
+        """Zeros for what only other ranks have gradients of."""
+        if internals.reduces_gradients(group):
+            parameters = internals.group_parameters(group)
+            have = [_has_gradient(parameter) for parameter in parameters]
             used = agreement.Statement(ranks, agreement.REDUCE, number, have).heard()
-            for parameter, mine, any_rank in zip(group.fsdp_params, have, used, strict=True):
+            for parameter, mine, any_rank in zip(parameters, have, used, strict=True):
                 if any_rank and not mine:
-                    parameter._unsharded_param.grad = torch.zeros_like(parameter._unsharded_param)
-        plain(*unused)
+                    internals.add_zero_gradient(parameter)
 
-    group._all_gather_comm, group._reduce_scatter_comm, group.post_backward = Gather(), Scatter(), post_backward
+    internals.replace_communication(group, Gather(), Scatter(), before_reduction=add_zeros)

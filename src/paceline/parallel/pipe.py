@@ -34,6 +34,7 @@ from paceline.parallel.microbatches import Part
 from paceline.parallel.schedules import build
 from paceline.parallel.stages import Hidden, Leave, Spec, Stage, Stages, Visit, specs
 from paceline.plan.pipeline import SCHEDULES, choose, rank_of
+from paceline.torch_internals.fsdp import kept_gathered
 from paceline.world.tree import describe, first_rows, map_leaves, map_tensors, tensors
 
 _KEPT = 4  # schedules with their buffers, of the shapes that came last
@@ -392,17 +393,8 @@ def _gathered(model: nn.Module, schedule: str) -> Iterator[None]:
     if not (units and SCHEDULES[schedule].halves):
         yield
         return
-    groups = [group for unit in units for group in unit._get_fsdp_state()._fsdp_param_groups]
-    before = [(group, group.post_forward_mesh_info, group.reshard_after_backward) for group in groups]
-    for group in groups:
-        group.post_forward_mesh_info, group.reshard_after_backward = None, False
-    for unit in units:
-        unit.unshard()
-    try:
+    with kept_gathered(units):
         yield
-    finally:
-        for group, forward, backward in before:
-            group.post_forward_mesh_info, group.reshard_after_backward = forward, backward
 
 
 def _wait(device: torch.device) -> None:

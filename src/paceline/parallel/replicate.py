@@ -40,6 +40,7 @@ from paceline.plan.cost import Bytes
 from paceline.plan.facts import ModelFacts
 from paceline.plan.options import option
 from paceline.plan.plan import Decision, Plan
+from paceline.torch_internals.fsdp import replicate_function
 from paceline.world.held import Held
 from paceline.world.layout import GRADIENT_AXES
 
@@ -251,8 +252,7 @@ def _composed(plan: Plan) -> bool:
 
 def _compose(model: nn.Module, context: Context, group: Any) -> nn.Module:
     """FSDP2 states on the repeated blocks and the root, that reduce gradients and divide nothing."""
-    from torch.distributed._composable.replicate_with_fsdp import replicate
-
+    replicate = replicate_function()
     broadcast_values(model, group)
     mesh = context.mesh.along(GRADIENT_AXES)
     alone = [parameter for parameter in model.parameters() if parameter.dim() == 0]

@@ -26,6 +26,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
 from paceline.planner.ledger import Ledger
+from paceline.torch_internals.fake import fake_like
 
 LARGE = 1024  # elements; smaller tensors cost nothing, and their values are often looked at
 _aten = torch.ops.aten
@@ -140,8 +141,7 @@ class Witness(TorchDispatchMode):
         assert self.fakes is not None
         if isinstance(tensor, FakeTensor):
             return tensor
-        with self.fakes:
-            made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
+        made = fake_like(tensor, self.fakes)
         self.ledger.enter(made)
         return made
 

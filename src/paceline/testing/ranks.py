@@ -243,6 +243,7 @@ def _redirect(job: _Job, rank: int) -> None:
     os.dup2(out, 2)
     sys.stdout = os.fdopen(1, "w", buffering=1, closefd=False)
     sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)
+    faulthandler.enable(2)  # a crash leaves Python's stacks in what this rank has printed
     faulthandler.register(_STACKS_SIGNAL, file=(job.folder / f"{rank}.stacks").open("w"), all_threads=True)
 
 

@@ -1,0 +1,127 @@
+"""Core files of processes that crash (`--cores`): allowed before they start, found and read after one has crashed.
+
+Where a core file goes is the kernel's affair: /proc/sys/kernel/core_pattern names a file, or a program (`|program`) that
+is given it, such as systemd-coredump or apport.
+"""
+
+from __future__ import annotations
+
+import glob
+import os
+import re
+import resource
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+from paceline.launch.launcher import Failure, Target
+
+# What the kernel may take to write a core file, and gdb to read it: several GB of memory and libraries.
+WRITE_S = 300.0
+_READ_S = 180.0
+_FRAMES = 60
+_CLOCK_S = 1.0  # times of files are coarse; anything older is another crash's
+_PATTERN = Path("/proc/sys/kernel/core_pattern")
+_USES_PID = Path("/proc/sys/kernel/core_uses_pid")
+
+
+def allow() -> str:
+    """Lets this process, and all that it starts, leave core files. Returns why there will be none here, or ""."""
+    _, hard = resource.getrlimit(resource.RLIMIT_CORE)
+    if hard == 0:
+        return (
+            "--cores: this system allows no core files (`ulimit -Hc` is 0); as root, add `* hard core unlimited` to "
+            "/etc/security/limits.conf and log in again (in a container: `docker run --ulimit core=-1`)"
+        )
+    resource.setrlimit(resource.RLIMIT_CORE, (hard, hard))
+    pattern = _pattern()
+    return f"--cores: {_to_a_program(pattern)}" if pattern.startswith("|") else ""
+
+
+def with_backtrace(failure: Failure, target: Target, pause: Callable[[float], object] = time.sleep) -> Failure:
+    """Adds to the report of a process that crashed where its core file is, and its backtrace.
+
+    Args:
+        failure: as it is without them; one that did not crash comes back as it is.
+        target: what the process ran.
+        pause: waits a moment, and does meanwhile what else must go on.
+    """
+    if failure.code >= 0:
+        return failure
+    pattern = _pattern()
+    if pattern.startswith("|"):
+        lines = [_to_a_program(pattern, failure.pid)]
+    elif core := _core_file(pattern, failure.pid, failure.at - _CLOCK_S):
+        lines = _read(core, _program(target), pause)
+    else:
+        lines = [
+            f"there is no core file: the kernel was to write {pattern!r} (/proc/sys/kernel/core_pattern) in the working "
+            f"directory of the process, and {os.getcwd()} has none of process {failure.pid}"
+        ]
+    return replace(failure, report="\n".join([failure.report, "", *lines]).strip())
+
+
+def _pattern() -> str:
+    """The kernel's pattern; "core" where the system has none to read."""
+    return _PATTERN.read_text().strip() if _PATTERN.exists() else "core"
+
+
+def _to_a_program(pattern: str, pid: int | None = None) -> str:
+    program = pattern[1:].split()[0]
+    look = f"`coredumpctl gdb {pid or 'PID'}`" if "systemd-coredump" in program else f"the documentation of {program}"
+    return (
+        f"the kernel gives core files to {program} and writes none itself: look with {look}; for files in the working "
+        "directory, run as root: sysctl -w kernel.core_pattern=core.%p"
+    )
+
+
+def _core_file(pattern: str, pid: int, since: float) -> Path | None:
+    """The newest file of the kernel's pattern that was written since."""
+    names_pid = "%p" in pattern
+    parts = re.split(r"(%.)", pattern)
+    meanings = {"%p": str(pid), "%%": "%"}
+    wanted = "".join(meanings.get(part, "*") if part.startswith("%") else glob.escape(part) for part in parts)
+    if not names_pid and _USES_PID.exists() and _USES_PID.read_text().strip() != "0":
+        wanted += f".{pid}"
+    files = [Path(name).absolute() for name in glob.glob(wanted)]
+    fresh = [file for file in files if file.stat().st_mtime >= since]
+    return max(fresh, key=lambda file: file.stat().st_mtime, default=None)
+
+
+def _program(target: Target) -> str:
+    """The program of which the core file is."""
+    name = shutil.which(target.name) if target.kind == "program" else None
+    return os.path.realpath(name or sys.executable)
+
+
+def _read(core: Path, program: str, pause: Callable[[float], object]) -> list[str]:
+    """Where the core file is, and the backtrace of the thread that crashed."""
+    lines = [f"core file: {core} ({core.stat().st_size / 1e6:.0f} MB)"]
+    if shutil.which("gdb") is None:
+        return [*lines, "its backtrace: gdb is not installed here; then: " + _by_hand(core, program)]
+    # debuginfod would ask a server for symbols, and wait for it.
+    command = ["gdb", "-nx", "-batch", "-iex", "set debuginfod enabled off", "-ex", f"backtrace {_FRAMES}"]
+    with open(f"{core}.backtrace", "w+", encoding="utf-8", errors="replace") as output:
+        gdb = subprocess.Popen(
+            [*command, program, str(core)], stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.DEVNULL
+        )
+        until = time.monotonic() + _READ_S
+        while gdb.poll() is None and time.monotonic() < until:
+            pause(0.05)
+        if gdb.poll() is None:
+            gdb.kill()
+            gdb.wait()
+        output.seek(0)
+        frames = [line.rstrip() for line in output if line.startswith("#")][1:]  # gdb shows the first one twice
+    Path(output.name).unlink()
+    if not frames:
+        return [*lines, f"its backtrace: gdb gave none in {_READ_S:g} s; try " + _by_hand(core, program)]
+    return [*lines, "its backtrace (the thread that crashed):", *frames, f"all threads: {_by_hand(core, program)}"]
+
+
+def _by_hand(core: Path, program: str) -> str:
+    return f"gdb -batch -ex 'thread apply all backtrace' {program} {core}"

@@ -1,0 +1,193 @@
+"""What we rely on of FSDP2's private names: one contract a function. A failing one says what a release of torch changed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+from paceline.torch_internals import fsdp
+
+
+@pytest.fixture
+def mesh() -> Iterator[Any]:
+    """A mesh of this process alone, over gloo: parameters are sharded, gathered and reduced as ever."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield init_device_mesh("cpu", (1,))
+    dist.destroy_process_group()
+
+
+@pytest.fixture
+def model(mesh: Any) -> nn.Module:
+    """Two units, of which the root holds the second layer."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
+    fully_shard(model[0], mesh=mesh)
+    return fully_shard(model, mesh=mesh)
+
+
+def backward(model: nn.Module, communicate: bool) -> None:
+    model.set_requires_gradient_sync(communicate)
+    model(torch.ones(5, 3)).sum().backward()
+
+
+def groups_of(model: nn.Module) -> list[Any]:
+    return [*fsdp.parameter_groups(model), *fsdp.parameter_groups(model[0])]
+
+
+def parameters_of(model: nn.Module) -> list[Any]:
+    return [parameter for group in groups_of(model) for parameter in fsdp.group_parameters(group)]
+
+
+def gradients(model: nn.Module) -> list[torch.Tensor]:
+    return [parameter.grad.full_tensor() for parameter in model.parameters()]
+
+
+def test_groups_hold_the_parameters_of_their_own_modules(model: nn.Module) -> None:
+    root, inner = groups_of(model)
+    assert fsdp.group_modules(root) == (model,)
+    assert fsdp.group_modules(inner) == (model[0],)
+    shards = [fsdp.sharded_parameter(parameter) for parameter in fsdp.group_parameters(inner)]
+    assert [id(shard) for shard in shards] == [id(parameter) for parameter in model[0].parameters()]
+
+
+def test_a_whole_parameter_is_there_once_it_was_gathered(model: nn.Module) -> None:
+    parameter = parameters_of(model)[0]
+    assert fsdp.whole_parameter(parameter) is None
+    model.unshard()
+    assert fsdp.whole_parameter(parameter) is model[1].weight
+    model.reshard()
+    assert fsdp.whole_parameter(parameter).shape == model[1].weight.shape
+
+
+def test_replicate_makes_units_of_the_same_kind(mesh: Any) -> None:
+    model = fsdp.replicate_function()(nn.Linear(3, 2), mesh=mesh)
+    (group,) = fsdp.parameter_groups(model)
+    assert len(fsdp.group_parameters(group)) == 2
+
+
+def test_gradients_are_pending_until_they_are_reduced(model: nn.Module) -> None:
+    backward(model, communicate=True)
+    expected = gradients(model)
+    assert [fsdp.pending_gradient(parameter) for parameter in parameters_of(model)] == [None] * 4
+    model.zero_grad()
+    assert all(fsdp.reduces_gradients(group) for group in groups_of(model))
+    backward(model, communicate=False)
+    assert not any(fsdp.reduces_gradients(group) for group in groups_of(model))
+    shapes = [tuple(fsdp.pending_gradient(parameter).shape) for parameter in parameters_of(model)]
+    assert shapes == [(2, 4), (2,), (4, 3), (4,)]
+    assert [parameter.grad for parameter in model.parameters()] == [None] * 4
+    model.set_requires_gradient_sync(True)
+    fsdp.reduce_pending(model, reversed(groups_of(model)))
+    torch.testing.assert_close(gradients(model), expected)
+    assert [fsdp.pending_gradient(parameter) for parameter in parameters_of(model)] == [None] * 4
+    model.zero_grad()
+    backward(model, communicate=True)  # and the next pass begins as if nothing had been
+    torch.testing.assert_close(gradients(model), expected)
+
+
+def test_pending_gradients_can_be_taken_out_and_put_back(model: nn.Module) -> None:
+    backward(model, communicate=False)
+    pending = [fsdp.pending_gradient(parameter).clone() for parameter in parameters_of(model)]
+    for parameter in parameters_of(model):
+        fsdp.set_pending_gradient(parameter, None)
+    assert [fsdp.pending_gradient(parameter) for parameter in parameters_of(model)] == [None] * 4
+    for parameter, gradient in zip(parameters_of(model), pending, strict=True):
+        fsdp.set_pending_gradient(parameter, gradient)
+    model.set_requires_gradient_sync(True)
+    fsdp.reduce_pending(model, groups_of(model))
+    torch.testing.assert_close(gradients(model), [pending[2], pending[3], pending[0], pending[1]])
+
+
+def test_pending_gradients_wait_in_the_dtype_of_the_reduction(mesh: Any) -> None:
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    model = fully_shard(nn.Linear(3, 2), mesh=mesh, mp_policy=policy)
+    model.set_requires_gradient_sync(False)
+    model(torch.ones(5, 3)).float().sum().backward()
+    (group,) = fsdp.parameter_groups(model)
+    for parameter in fsdp.group_parameters(group):
+        gradient = fsdp.pending_gradient(parameter)
+        assert gradient.dtype == torch.float32
+        fsdp.set_pending_gradient(parameter, gradient * 2)
+    model.set_requires_gradient_sync(True)
+    fsdp.reduce_pending(model, [group])
+    assert model.weight.grad.full_tensor().tolist() == [[10.0] * 3] * 2
+
+
+def test_a_parameter_without_a_gradient_can_take_part_in_a_reduction(model: nn.Module) -> None:
+    backward(model, communicate=False)
+    parameter = parameters_of(model)[0]
+    fsdp.set_pending_gradient(parameter, None)
+    fsdp.add_zero_gradient(parameter)
+    assert not fsdp.pending_gradient(parameter).any()
+    model.set_requires_gradient_sync(True)
+    fsdp.reduce_pending(model, groups_of(model))
+    assert not model[1].weight.grad.full_tensor().any()
+
+
+def test_a_pass_that_failed_midway_is_seen_and_can_be_reset(model: nn.Module) -> None:
+    assert not fsdp.left_unfinished(model)
+    backward(model, communicate=True)
+    assert not fsdp.left_unfinished(model)
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+        model(torch.ones(5, 7))
+    assert fsdp.left_unfinished(model)
+    fsdp.reset_unfinished(model)
+    assert not fsdp.left_unfinished(model)
+    backward(model, communicate=True)
+
+
+def test_communication_goes_through_our_objects(model: nn.Module) -> None:
+    gather_class, scatter_class = fsdp.communication_classes()
+    events: list[str] = []
+
+    class Gather(gather_class):
+        def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+            return torch.empty(*size, dtype=dtype, device=device)
+
+        def __call__(self, output_tensor: Any, input_tensor: Any, group: Any, async_op: bool = False) -> None:
+            events.append("gather")
+            output_tensor.copy_(input_tensor)
+
+    class Scatter(scatter_class):
+        allocate = Gather.allocate
+
+        def __call__(self, output_tensor: Any, input_tensor: Any, group: Any, op: Any, async_op: bool = False) -> None:
+            events.append("scatter")
+            output_tensor.copy_(input_tensor)
+
+    for group in groups_of(model):
+        fsdp.replace_communication(group, Gather(), Scatter(), before_reduction=lambda: events.append("before"))
+    backward(model, communicate=True)
+    # On one process torch skips the communication itself, but never what comes before it.
+    assert events.count("before") >= 2
+
+
+def test_parameters_stay_whole_while_they_are_kept_gathered(model: nn.Module) -> None:
+    first = parameters_of(model)[2]
+    with fsdp.kept_gathered([model, model[0]]):
+        output = model(torch.ones(5, 3))
+        assert fsdp.whole_parameter(first) is model[0].weight
+        output.sum().backward()
+        assert fsdp.whole_parameter(first) is model[0].weight
+    model.reshard()
+    model[0].reshard()
+    model(torch.ones(5, 3))
+    assert fsdp.sharded_parameter(first) is model[0].weight  # given up after the forward pass again
+
+
+def test_parameters_in_the_place_of_shards_are_taken_up_on_request(model: nn.Module) -> None:
+    parameter = parameters_of(model)[2]
+    replacement = nn.Parameter(fsdp.sharded_parameter(parameter).detach() * 0)
+    model[0].weight = replacement
+    with fsdp.without_taking_up(parameters_of(model)):
+        model[0].load_state_dict({}, strict=False)
+        assert fsdp.sharded_parameter(parameter) is not replacement
+    fsdp.take_up_sharded_parameter(parameter)
+    assert fsdp.sharded_parameter(parameter) is replacement
