@@ -111,6 +111,7 @@ class Steps:
                 for each in self._prepared.models:
                     each.chain.failed(each.wrapped)
                 raise
+            hangs.backward_passed()
 
     def scaled(self, loss: torch.Tensor, num_items: int | torch.Tensor | None = None) -> torch.Tensor:
         """The loss as autograd should see it; who calls `backward` on it calls `settle` after."""

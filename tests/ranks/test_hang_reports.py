@@ -99,7 +99,7 @@ def test_a_rank_that_has_left_is_named_by_the_others() -> None:
     gather, _, backward = run_ranks(work, 3, env=SETTINGS)
     for operation, text in (("gather", gather), ("backward", backward)):
         assert f"{operation} failed, as rank 1 has left.  [collective-failed]" in text
-        assert "rank 1 has left: its script ended without an error; it was the first to leave" in text
+        assert "rank 1 has left: it ended, or left the group, without an error; it was the first to leave" in text
         assert "--debug" in text and "why: gloo says: " in text
 
 

@@ -10,7 +10,7 @@ _CLOSED = re.compile(
     r"another rank has ended\.|has left\.  \[collective-failed\]"
 )
 # What a rank writes of one that has left without an error (`world/departures.py`), in its own error.
-LEFT = "its script ended without an error"
+LEFT = "it ended, or left the group, without an error"
 
 
 def closed(text: str) -> bool:

@@ -216,6 +216,11 @@ def _open_session() -> _Session:
     return _session
 
 
+def suggestion() -> str:
+    """What to add to the fix of a failed collective: debug mode, unless it is on."""
+    return "" if _session is not None else "; with `--debug` (PACELINE_DEBUG=1) the line is named at which each rank is"
+
+
 def _said(post: dict[str, str]) -> str:
     return f"{post['op']}{' (' + post['detail'] + ')' if post['detail'] else ''} at {post['where']}"
 

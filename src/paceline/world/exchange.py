@@ -26,7 +26,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from paceline.base.errors import CollectiveError
-from paceline.world.debug import Watch
+from paceline.world.debug import Watch, suggestion
 from paceline.world.failures import communicate
 from paceline.world.mesh import Group, cpu_group
 
@@ -222,7 +222,8 @@ class Exchange:
             f"{topic.op}: the ranks do not agree about what to do.",
             why=[f"rank {', '.join(map(str, ranks))}: {what}" for what, ranks in told.items()],
             fix="let all ranks call the same operation with the same structure and dtypes, and with shapes that "
-            "differ at most in dim 0 (pad_across_processes makes other dims equal; gather_object takes anything)",
+            "differ at most in dim 0 (pad_across_processes makes other dims equal; gather_object takes anything)"
+            + suggestion(),
         )
 
 

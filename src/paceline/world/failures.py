@@ -15,12 +15,11 @@ import torch.distributed as dist
 
 from paceline.base.connections import closed
 from paceline.base.errors import CollectiveError, PacelineError
-from paceline.world import rendezvous
+from paceline.world import debug, rendezvous
 from paceline.world.departures import Departure, departures
 
 _LATE = re.compile(r"Timed out waiting (\d+)ms|[Tt]imed out")
 _SAME_CALLS = "every rank must make the same calls, as often"
-_DEBUG = "`--debug` (PACELINE_DEBUG=1) names the line at which each rank is"
 _MOST = 160  # characters of the backend's own words
 _WORD_S = 0.5  # how long a rank waits to learn who has left: the word and the closed connection travel apart
 _POLL_S = 0.02
@@ -65,7 +64,7 @@ def explain(operation: str, error: BaseException) -> CollectiveError | None:
             "collective-failed",
             f"{operation} did not end in time: at least one rank did not come.",
             why=[said, "the limit is timeout_s (--timeout-s, PACELINE_TIMEOUT_S)"],
-            fix=f"{_SAME_CALLS}; {_DEBUG}",
+            fix=f"{_SAME_CALLS}{debug.suggestion()}",
         )
     left = _departures()
     what = f"{operation} failed, as another rank has ended."
@@ -76,7 +75,7 @@ def explain(operation: str, error: BaseException) -> CollectiveError | None:
     elif not rendezvous.store_answers():
         why = "the store, which rank 0 (or the launcher's agent) keeps, has ended too"
     return CollectiveError(
-        "collective-failed", what, why=[why, said], fix=f"look at what it ran last: {_SAME_CALLS}; {_DEBUG}"
+        "collective-failed", what, why=[why, said], fix=f"look at what it ran last: {_SAME_CALLS}{debug.suggestion()}"
     )
 
 

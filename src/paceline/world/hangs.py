@@ -48,7 +48,7 @@ class State:
         path: all lines of the script that led there.
         operation: what it waits in; "" where it does not wait for other ranks.
         since_s: how long it has waited.
-        failed: the last error of a backward pass on this rank alone; "" for none.
+        failed: the error of its last backward pass; "" where that passed.
     """
 
     rank: int
@@ -81,7 +81,13 @@ def watch(report_s: float, timeout_s: float | None, computes_on_cpu: bool) -> No
 def backward_failed(error: BaseException) -> None:
     """Leaves word that the backward pass of this rank ended with an error, which may come up on this rank alone."""
     if _reports is not None and _reports.alive:
-        _reports.backward_failed(error)
+        _reports.set_failure(f"{type(error).__name__}: {error}".strip().splitlines()[0])
+
+
+def backward_passed() -> None:
+    """Takes that word back, as a later backward pass of this rank has ended well."""
+    if _reports is not None and _reports.failure and _reports.alive:
+        _reports.set_failure("")
 
 
 class HangReports:
@@ -99,7 +105,7 @@ class HangReports:
         self._store = rendezvous.store()
         self._own_store: Any = None  # a connection of the thread's own, made where the main thread may hold the other
         self._round = 0
-        self._failures: list[str] = []
+        self.failure = ""
         self._main = threading.main_thread()
         self._clock = _clock_of(self._main)
         self._cpu_s = self._waits_since = 0.0
@@ -118,11 +124,11 @@ class HangReports:
         self._stop.set()
         self._thread.join(_ANSWER_S)
 
-    def backward_failed(self, error: BaseException) -> None:
-        """See the function of this name."""
-        self._failures.append(f"{type(error).__name__}: {error}".strip().splitlines()[0])
+    def set_failure(self, failure: str) -> None:
+        """Leaves word of the error of a backward pass; "" takes it back."""
+        self.failure = failure
         try:
-            self._store.set(f"hangs/failed/{self.rank}", json.dumps(self._failures))
+            self._store.set(f"hangs/failed/{self.rank}", failure)
             self._store.add("hangs/failed", 1)
         except RuntimeError:  # the store has ended, and with it the run
             self._stop.set()
@@ -152,7 +158,7 @@ class HangReports:
         now, cpu_s = time.monotonic(), self._clock()
         busy = cpu_s - self._cpu_s > _BUSY * self._look_s
         self._cpu_s = cpu_s
-        failed = self._failures[-1] if self._failures else ""
+        failed = self.failure
         if waiting is None:
             self._waits_since, self._next_report_s = now, self._report_s
             return State(self.rank, site.where, path_of(frame), failed=failed)
@@ -206,14 +212,13 @@ class HangReports:
 
     def _end_if_hopeless(self, store: Any, state: State) -> None:
         """Ends this process where it waits for a rank whose backward pass has failed, and has not failed itself."""
-        if "backward" not in state.operation or not store.check(["hangs/failed"]):
+        if self.failure or "backward" not in state.operation or not store.check(["hangs/failed"]):
             return
         for rank in range(self.size):
             key = f"hangs/failed/{rank}"
-            failures = json.loads(store.get(key)) if rank != self.rank and store.check([key]) else []
-            if len(failures) > len(self._failures):
-                text = hopeless(state, rank, failures[-1])
-                sys.stderr.write(f"{text}\n")
+            failure = bytes(store.get(key)).decode() if store.check([key]) else ""
+            if failure:
+                sys.stderr.write(f"{hopeless(state, rank, failure)}\n")
                 sys.stderr.flush()
                 os._exit(1)
 

@@ -163,7 +163,8 @@ def leave(at_exit: bool = False) -> None:
     why = f"has ended: {type(failure).__name__}: {failure}" if failure is not None else "has ended, or left"
     for tell in joined.on_leave:
         tell(why)
-    if store_answers(joined.store):
+    # A group of the user's may go on after `end_training`.
+    if (joined.ours or at_exit) and store_answers(joined.store):
         # Where the store ends at this very moment, rank 0 is gone and nobody is left to read.
         with contextlib.suppress(RuntimeError):
             announce(joined.store, joined.rank, failure)
