@@ -115,7 +115,9 @@ class Accelerator(Keeping):
             warn_once("config", notice)
         world = rendezvous.join(found, cpu=settings.cpu, timeout_s=settings.timeout_s)
         device = torch.device(world.device)
-        collectives = Collectives(world, device=device, debug=settings.debug, timeout_s=settings.timeout_s)
+        collectives = Collectives(
+            world, device=device, debug=settings.debug, timeout_s=settings.timeout_s,
+            hang_report_s=settings.hang_report_s)  # fmt: skip
         super().__init__(world, device, collectives)
         self._precision = TABLE[started.precision]
         self.scaler = LossScaler(device, collectives, **(scaler or {})) if self._precision.scales else None

@@ -18,6 +18,7 @@ from paceline.data.active import ActiveLoaders
 from paceline.optim.accumulate import Accumulation
 from paceline.parallel.microbatches import Microbatches, Part
 from paceline.preparation import Preparation
+from paceline.world import hangs
 from paceline.world.collectives import Collectives
 
 
@@ -105,10 +106,12 @@ class Steps:
         with self._prepared.exhausted("backward"), self._prepared.phase("backward", loss):
             try:
                 loss.backward(**named)
-            except BaseException:
+            except BaseException as error:
+                hangs.backward_failed(error)
                 for each in self._prepared.models:
                     each.chain.failed(each.wrapped)
                 raise
+            hangs.backward_passed()
 
     def scaled(self, loss: torch.Tensor, num_items: int | torch.Tensor | None = None) -> torch.Tensor:
         """The loss as autograd should see it; who calls `backward` on it calls `settle` after."""

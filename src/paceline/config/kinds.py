@@ -81,15 +81,17 @@ def whole_or_range(minimum: int, maximum: int) -> Kind:
     return Kind(expected, parse, schema, "N|LEAST:MOST")
 
 
-def seconds() -> Kind:
-    """A time above zero, in seconds."""
+def seconds(zero: bool = False) -> Kind:
+    """A time above zero, in seconds; with `zero` also none."""
 
     def parse(text: str) -> float:
         number = float(text)
-        if not isfinite(number) or number <= 0:
+        if not isfinite(number) or number < 0 or (number == 0 and not zero):
             raise ValueError(text)
         return number
 
+    if zero:
+        return Kind("a number of seconds, 0 or above", parse, {"type": "number", "minimum": 0}, "SECONDS")
     return Kind("a number of seconds above 0", parse, {"type": "number", "exclusiveMinimum": 0}, "SECONDS")
 
 

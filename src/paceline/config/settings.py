@@ -101,6 +101,10 @@ class RunSettings:
         None, seconds(), "Seconds after which a collective that some rank never enters fails; not set: 600.",
         _DEVICE,
     )  # fmt: skip
+    hang_report_s: float = setting(
+        30.0, seconds(zero=True),
+        "Seconds that a rank waits for others before it is reported who waits where, and for whom; 0: never.", _DEVICE,
+    )  # fmt: skip
     replicate: int | str = setting(
         "auto", whole(1, auto=True), "Copies of the model, each fed other samples; auto: what the other axes leave.",
         _LAYOUT,

@@ -25,6 +25,7 @@ from paceline.plan.data import DataPlan, Position
 from paceline.world.collectives import Collectives
 from paceline.world.mesh import cpu_group
 from paceline.world.tree import map_leaves, map_tensors, tensors
+from paceline.world.works import wait_all
 
 
 class Channel:
@@ -45,8 +46,7 @@ class Channel:
             head, body = _packed(message)
             held += [head, body]  # a buffer must live until it has gone
             works += [dist.isend(part, group=self._group, group_dst=rank) for part in (head, body)]
-        for work in works:
-            work.wait()
+        wait_all(works)
 
     def receive(self) -> Any:
         """What rank 0 sent to this rank. Ranks: all but rank 0."""

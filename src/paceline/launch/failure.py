@@ -6,6 +6,8 @@ import signal
 import time
 from collections.abc import Callable, Iterator
 
+from paceline.base.connections import LEFT, closed
+from paceline.base.exits import PREEMPTED
 from paceline.launch.launcher import Failure
 from paceline.launch.processes import Worker, stop
 
@@ -42,9 +44,20 @@ def first_failure(
     leaving_s = max(core_s, _LEAVING_S) if _CRASHED in first.told() else _LEAVING_S
     while first.poll() is None and first.failing_s() < leaving_s:
         pause(0.01)
+    # It names a rank that is on its way out, and whose exit code is wanted: rank 0 stays a moment for its store.
+    until = time.monotonic() + _LEAVING_S
+    while LEFT in first.told() and time.monotonic() < until and _left_before(first, until, workers) is None:
+        pause(0.01)
     code = first.code if first.code else 1
     frozen = [str(each.process.rank) for each in workers if each.frozen_s()]
+    left = _left_before(first, until, workers)
     stop(workers, signal.SIGTERM, AFTER_FAILURE_S, pause)
+    if left is not None:
+        waiting = tuple(each.process.rank for each in workers if each.pid in failed)
+        return Failure(
+            left.process.rank, left.process.local_rank, node, left.pid, left.code or 0, left.alive, first.told(),
+            tuple(_after("", [each for each in workers if each.pid in failed])), waiting,
+        )  # fmt: skip
     return Failure(
         first.process.rank, first.process.local_rank, node, first.pid, code, failed[first.pid], first.told(),
         (
@@ -52,6 +65,14 @@ def first_failure(
             *(f"rank {rank} did not run: a signal had stopped it" for rank in frozen),
         ),
     )  # fmt: skip
+
+
+def _left_before(first: Worker, until: float, workers: list[Worker]) -> Worker | None:
+    """The process whose end without an error cost `first` its connection; None where none ended so by `until`."""
+    if not closed(first.told()):
+        return None
+    left = [each for each in workers if each.poll() in (0, PREEMPTED) and each.ended <= until]
+    return min(left, key=lambda each: each.ended, default=None)
 
 
 def end_frozen(workers: list[Worker], limit_s: float) -> None:

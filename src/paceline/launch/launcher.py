@@ -198,6 +198,7 @@ class Failure:
         at: when (seconds since the epoch).
         report: its traceback, or "" where it left none.
         later: what to say of the processes that failed by themselves afterwards, a line each.
+        waiting: the ranks that failed because this one left, without an error of its own, while they waited for it.
     """
 
     rank: int
@@ -208,10 +209,14 @@ class Failure:
     at: float = 0.0
     report: str = ""
     later: tuple[str, ...] = ()
+    waiting: tuple[int, ...] = ()
 
     @property
     def what(self) -> str:
         """What happened, in one sentence."""
+        if self.waiting:
+            others = f"rank{'s' * (len(self.waiting) > 1)} {', '.join(map(str, self.waiting))}"
+            return f"rank {self.rank} left with exit code {self.code} while {others} still waited for it."
         if self.code >= 0:
             return f"rank {self.rank} failed with exit code {self.code}."
         known = -self.code in set(signal.Signals)
@@ -220,6 +225,8 @@ class Failure:
     @property
     def exit_code(self) -> int:
         """As a shell counts: 128 + the signal's number, where one ended the process."""
+        if self.waiting:
+            return 1  # its own says that nothing went wrong
         return self.code if self.code >= 0 else 128 - self.code
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 
+from paceline.base.connections import closed
 from paceline.base.errors import Problem
 from paceline.launch.launcher import Job, Outcome
 from paceline.launch.rounds import Round
@@ -46,7 +47,12 @@ def problem_of(outcome: Outcome, job: Job) -> Problem:
         return Problem("node-failed", "another node failed, and this one was stopped.", why, "look at its messages")
     failure = outcome.failure
     assert failure is not None, "this run did not fail"
-    fix = "mend the error above" if failure.report else "its own output above tells more"
+    fix = "correct the error that is shown above" if failure.report else "its own output above tells more"
+    if failure.waiting:
+        fix = f"find out why rank {failure.rank} ended before the others (sys.exit, os._exit, a shorter loop): every rank "
+        fix += "must make the same calls, as often. `--debug` names the line at which each rank is"
+    elif closed(failure.report) and "--debug" not in failure.report:
+        fix += "; with `--debug` the line is named at which each rank is"
     for library in ("accelerate", "deepspeed"):
         if f"No module named '{library}'" in failure.report and library not in job.compat:
             fix = f"`paceline launch --compat {library}` serves {library}'s names"
@@ -55,7 +61,8 @@ def problem_of(outcome: Outcome, job: Job) -> Problem:
         if job.core_files and "core file" in failure.report:
             fix = "a crash in compiled code: the stack and the backtrace above say where"
     where = f"local rank {failure.local_rank}, node {failure.node}, " if job.nodes > 1 else ""
-    why = [f"it failed first ({where}pid {failure.pid}); the other processes were then stopped"]
+    how = "left" if failure.waiting else "failed"
+    why = [f"it {how} first ({where}pid {failure.pid}); the other processes were then stopped"]
     why += failure.later
     if job.nodes * job.procs == 1:
         why = [f"pid {failure.pid}"]

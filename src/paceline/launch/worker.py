@@ -107,7 +107,7 @@ def leave(code: int) -> NoReturn:
     Python ends: left alone they hold its output open, and its process group alive, for seconds."""
     rendezvous = sys.modules.get("paceline.world.rendezvous")
     if rendezvous is not None:
-        rendezvous.leave()
+        rendezvous.leave(at_exit=True)
     for child in multiprocessing.active_children():
         if child.daemon and child._parent_pid == os.getpid():  # type: ignore[attr-defined]  # a fork knows its parent's too
             child.kill()

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from paceline.base.errors import PlanError
+from paceline.world.works import wait_all
 
 GATHER, REDUCE, END = range(3)
 _DOES = ("gathers the parameters of {}", "reduces the gradients of {}", "has ended the backward pass of {}")
@@ -61,15 +62,13 @@ class Statement:
         Raises:
             PlanError: `shard-diverged`, on every rank, where some rank is about to do something else.
         """
-        for work in self._works:
-            work.wait()
+        wait_all(self._works)
         for peer, heard in self._heard.items():
             if (other := tuple(heard.tolist())) != self._said:
                 raise self._diverged(peer, other)
         if not self._own:
             return []
-        for work in self._later:
-            work.wait()
+        wait_all(self._later)
         return [max(flags) for flags in zip(self._own, *(f.tolist() for f in self._flags.values()), strict=True)]
 
     def _diverged(self, peer: int, other: tuple[int, ...]) -> PlanError:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from paceline.parallel.fsdp import part_like
 from paceline.world.held import Held
 from paceline.world.sharded import is_sharded
+from paceline.world.works import wait_all
 
 Holders = dict[int, str]  # rank along pp -> the name under which it holds the parameter
 
@@ -107,8 +108,7 @@ class Copies:
                 peer = dist.get_global_rank(group, holder)
                 operations.append(dist.P2POp(dist.isend, mine, peer, group))
                 operations.append(dist.P2POp(dist.irecv, parts[holder], peer, group))
-        for work in dist.batch_isend_irecv(operations):
-            work.wait()
+        wait_all(dist.batch_isend_irecv(operations))
         total = parts[holders[0]].clone()
         for holder in holders[1:]:
             total += parts[holder]

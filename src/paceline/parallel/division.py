@@ -22,6 +22,7 @@ from torch.optim import Optimizer
 from paceline.parallel.gloo import Handle, all_gather, collect_parts, gather_parts
 from paceline.parallel.stand_ins import stand_in, stand_ins
 from paceline.world.sharded import is_sharded, local
+from paceline.world.works import wait_all
 
 DIRECT = 1 << 18  # bytes from which a tensor travels by itself, without a copy; smaller ones are packed
 
@@ -182,13 +183,14 @@ class ByRows(_Divided):
         """Large tensors go from and to where they are; small ones are packed."""
         tensors = [p.detach() for p in parameters if p.dim()]
         under_way = [self._gather(t) for t in tensors if travels_alone(t)]
-        for batch in batches([t for t in tensors if not travels_alone(t)], self._limit):
-            flat = batch[0].new_empty((self.ranks, packed_width(batch, self.ranks)))
-            pack(flat, batch, self.rank)
-            all_gather(flat.view(-1), flat[self.rank], self.group).wait()
-            unpack(flat, batch)
-        for handle in under_way:
-            handle.wait()
+        try:
+            for batch in batches([t for t in tensors if not travels_alone(t)], self._limit):
+                flat = batch[0].new_empty((self.ranks, packed_width(batch, self.ranks)))
+                pack(flat, batch, self.rank)
+                all_gather(flat.view(-1), flat[self.rank], self.group).wait()
+                unpack(flat, batch)
+        finally:
+            wait_all(under_way)
 
     def _gather(self, tensor: Tensor) -> Handle:
         if even(tensor, self.ranks):
@@ -269,8 +271,7 @@ class ByParameters(_Divided):
                 dist.broadcast(flat, group=self.group, group_src=owner)
                 parts = flat.split([t.numel() for t in batch])
                 torch._foreach_copy_(batch, [part.view(t.shape) for part, t in zip(parts, batch, strict=True)])
-        for work in under_way:
-            work.wait()
+        wait_all(under_way)
 
     # -- states ----------------------------------------------------------------------------------------------
 

@@ -20,6 +20,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from paceline.world.works import wait_all
+
 _TAG = 7061  # apart from sends of the user's in the same group
 
 
@@ -146,9 +148,10 @@ class _Pairwise:
 
     def wait(self) -> None:
         """Until all are done."""
-        for work in self._works:
-            work.wait()
-        self._works.clear()
+        try:
+            wait_all(self._works)
+        finally:
+            self._works.clear()
 
 
 class _PairwiseSum(_Pairwise):

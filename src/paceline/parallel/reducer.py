@@ -28,6 +28,7 @@ from paceline.parallel.gloo import Handle, reduce_parts, reduce_scatter
 from paceline.world.held import Held
 from paceline.world.mesh import cpu_group
 from paceline.world.sharded import is_sharded
+from paceline.world.works import wait_all
 
 _NUMBERS = count()
 
@@ -292,8 +293,7 @@ class Reducer:
             under_way.append(dist.all_reduce(whole, group=self._all, async_op=True))
         if self._rest is not None:
             under_way += [dist.all_reduce(output, group=self._rest, async_op=True) for output in self._outputs]
-        for work in under_way:
-            work.wait()
+        wait_all(under_way)
 
     def _give(self, parameter: Tensor) -> None:
         part = self._reduced[parameter]

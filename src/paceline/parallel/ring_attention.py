@@ -23,6 +23,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from paceline.parallel.sequence_split import Region
+from paceline.world.works import wait_all
 
 _ALL = slice(None)
 
@@ -141,8 +142,7 @@ class _Flight:
 
     def wait(self) -> tuple[Tensor, ...]:
         """What the previous rank sent, shaped as what was sent from here."""
-        for work in self._works:
-            work.wait()
+        wait_all(self._works)
         parts = self._received.split([tensor.numel() for tensor in self._like])
         return tuple(part.view(like.shape) for part, like in zip(parts, self._like, strict=True))
 

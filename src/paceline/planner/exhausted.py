@@ -19,6 +19,7 @@ from paceline.optim.batch_size import is_out_of_memory
 from paceline.plan.facts import ModelFacts
 from paceline.plan.plan import Plan
 from paceline.planner.estimate import Need, choose, estimate, gib, shown
+from paceline.world import failures
 
 Situation = Callable[[], tuple[Plan, tuple[ModelFacts, ...], int, int]]
 
@@ -44,6 +45,9 @@ def told(situation: Situation, where: str) -> Iterator[None]:
     try:
         yield
     except (RuntimeError, MemoryError) as error:
+        lost = failures.explain(where, error)
+        if lost is not None:
+            raise lost from error
         if isinstance(error, OutOfMemory) or not is_out_of_memory(error):
             raise
         raise explain(error, where, *situation()) from error

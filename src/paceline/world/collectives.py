@@ -16,9 +16,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from paceline.base.errors import CollectiveError
+from paceline.world import hangs
 from paceline.world import tree as trees
 from paceline.world.debug import Watch
 from paceline.world.exchange import Arrived, Exchange, Sent, Topic, as_bytes
+from paceline.world.failures import communicate
 from paceline.world.form import Form, Forms, dtype_name
 from paceline.world.mesh import Group, apart
 from paceline.world.tree import Tree
@@ -36,6 +38,7 @@ class Collectives:
         group: the ranks that take part; by default all.
         debug: check before each operation that all ranks enter the same one from the same line of the script.
         timeout_s: seconds after which `debug` calls a rank missing.
+        hang_report_s: seconds after which a rank that waits is reported, in the whole process; 0 for never.
 
     Attributes:
         rank, size: number of this process in the group, and how many there are.
@@ -54,6 +57,7 @@ class Collectives:
         group: Group = None,
         debug: bool = False,
         timeout_s: float | None = None,
+        hang_report_s: float = 0,
     ) -> None:
         self.world = world
         self.device = device
@@ -68,7 +72,7 @@ class Collectives:
         self._exchange: Exchange | None = None
         if self.size > 1:
             self._exchange = Exchange(group, device, Watch(group, timeout_s) if debug else None)
-
+            hangs.watch(hang_report_s, timeout_s, computes_on_cpu=device.type == "cpu")
         self._timeout_s = timeout_s
 
     def over(self, group: Group) -> Collectives:
@@ -184,7 +188,8 @@ class Collectives:
             for places, group in ((form.on_cpu, exchange.cpu_group), (form.on_device, exchange.group)):
                 if places:
                     data = torch.cat([parts[i] for i in places])
-                    dist.broadcast(data, dist.get_global_rank(group, src), group=group)
+                    source = dist.get_global_rank(group, src)
+                    communicate(form.topic.op, dist.broadcast, data, source, group=group)
                     found |= zip(places, _split(data, [leaves[i] for i in places]), strict=True)
             return trees.unflatten(tree, [found[i] for i in range(len(leaves))])
 
@@ -239,7 +244,8 @@ class Collectives:
         if start >= 0:
             return obj if data is not None else _unpickle(arrived.cpu[start : start + count])
         buffer = data if data is not None else torch.empty(count, dtype=torch.uint8, device="cpu")
-        dist.broadcast(buffer, dist.get_global_rank(exchange.cpu_group, src), group=exchange.cpu_group)
+        source = dist.get_global_rank(exchange.cpu_group, src)
+        communicate(topic.op, dist.broadcast, buffer, source, group=exchange.cpu_group)
         return obj if data is not None else _unpickle(buffer)
 
     def barrier(self) -> None:
@@ -318,7 +324,8 @@ class Collectives:
         for kind in dict.fromkeys(kinds):
             places = [i for i, other in enumerate(kinds) if other == kind]
             flat = torch.cat([leaves[i].reshape(-1) for i in places])
-            dist.all_reduce(flat, group=exchange.group if kind[0] else exchange.cpu_group)
+            group = exchange.group if kind[0] else exchange.cpu_group
+            communicate(form.topic.op, dist.all_reduce, flat, group=group)
             summed = torch.split(flat, [leaves[i].numel() for i in places])
             found |= {i: part.view(leaves[i].shape) for i, part in zip(places, summed, strict=True)}
         return [found[i] for i in range(len(leaves))]

@@ -17,28 +17,24 @@ import contextlib
 import faulthandler
 import itertools
 import json
-import linecache
 import os
 import signal
 import sys
 import threading
 import time
-from pathlib import Path
 from typing import Any, cast
 
-import torch
 import torch.distributed as dist
 
 from paceline.base.errors import CollectiveError
 from paceline.world import rendezvous
+from paceline.world.places import call_site
 
 _POLL_S = 0.02  # of a rank that waits for another
 _LOOK_S = 0.25  # of the thread that looks for word of a failure
 _LINGER_S = 2.0  # how long rank 0, with which the store may vanish, stays for the others
 _GRACE_S = 5.0  # how long the main thread may take to be interrupted
 _SIGNAL = getattr(signal, "SIGURG", None)  # harmless where nobody handles it; unknown on Windows
-_OURS = tuple(str(Path(file).parent) + os.sep for file in (sys.modules["paceline"].__file__, torch.__file__) if file)
-_PASSED_THROUGH = ("contextlib.py", "functools.py")  # of the standard library: decorators and `with` blocks of ours
 
 _numbers = itertools.count()
 _session: _Session | None = None
@@ -67,7 +63,7 @@ class Watch:
             CollectiveError: `collective-diverged` where operation, detail or call site differ; `collective-missing`
                 where a rank has ended or does not come in time.
         """
-        session, mine = self.session, {"op": op, "detail": detail, **call_site()}
+        session, mine = self.session, {"op": op, "detail": detail, **vars(call_site())}
         self.seq += 1
         keys = {rank: f"{self.prefix}/{self.seq}/{rank}" for rank in self.ranks}
         try:
@@ -220,19 +216,9 @@ def _open_session() -> _Session:
     return _session
 
 
-def call_site() -> dict[str, str]:
-    """The innermost frame that is neither ours nor torch's: what the user wrote."""
-    frame: Any = sys._getframe(1)
-    while frame is not None:
-        code = frame.f_code
-        if not code.co_filename.startswith(_OURS) and not code.co_filename.endswith(_PASSED_THROUGH):
-            line = linecache.getline(code.co_filename, frame.f_lineno).strip()
-            where = f"{code.co_filename}:{frame.f_lineno} in {code.co_name}"
-            # Hosts may keep the script in different folders.
-            key = f"{os.path.basename(code.co_filename)}:{frame.f_lineno} in {code.co_name}"
-            return {"key": key, "where": f"{where}: {line}" if line else where}
-        frame = frame.f_back
-    return {"key": "", "where": "an unknown place"}
+def suggestion() -> str:
+    """What to add to the fix of a failed collective: debug mode, unless it is on."""
+    return "" if _session is not None else "; with `--debug` (PACELINE_DEBUG=1) the line is named at which each rank is"
 
 
 def _said(post: dict[str, str]) -> str:

@@ -26,7 +26,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from paceline.base.errors import CollectiveError
-from paceline.world.debug import Watch
+from paceline.world.debug import Watch, suggestion
+from paceline.world.failures import communicate
 from paceline.world.mesh import Group, cpu_group
 
 _HEAD = struct.Struct("<5q")
@@ -143,7 +144,7 @@ class Exchange:
             struct.pack_into(f"<{len(rows)}q", self._writable, _HEAD.size, *rows)
         if parts and body + count <= self.limit:
             torch.cat(list(parts), out=self._message[body : body + count])
-        _all_gather(self._messages, self._message, group=self.cpu_group)
+        communicate(topic.op, _all_gather, self._messages, self._message, group=self.cpu_group)
         sent, agreed = [], True
         for start in range(0, self.limit * self.size, self.limit):
             fingerprint, aux, count, device_bytes, leaves = _HEAD.unpack_from(self._readable, start)
@@ -172,28 +173,28 @@ class Exchange:
         """
         arrived = self.announce(topic, rows, parts, sum(part.numel() for part in device_parts), aux)
         if any(one.cpu_start < 0 for one in arrived.sent):
-            self._fetch_cpu(arrived, rows, parts)
+            self._fetch_cpu(topic, arrived, rows, parts)
         most = max(one.device_bytes for one in arrived.sent)
         if most:
-            arrived.device = self._fetch(device_parts, most, self.group, self.device)
+            arrived.device = self._fetch(topic, device_parts, most, self.group, self.device)
             for rank, one in enumerate(arrived.sent):
                 one.device_start = rank * most
         return arrived
 
-    def _fetch_cpu(self, arrived: Arrived, rows: Sequence[int], parts: Sequence[Tensor]) -> None:
+    def _fetch_cpu(self, topic: Topic, arrived: Arrived, rows: Sequence[int], parts: Sequence[Tensor]) -> None:
         """Exchanges the bytes that did not fit; also the rows, where there are thousands of leaves."""
         most, ahead = max(one.cpu_bytes for one in arrived.sent), 0
         if not self.fits(len(rows), 0):
             ahead = 8 * len(rows)
             most = (ahead + most + 7) // 8 * 8  # so that each rank's numbers lie where int64 may lie
             parts = [torch.tensor(rows, dtype=torch.int64, device="cpu").view(torch.uint8), *parts]
-        arrived.cpu, arrived.fresh = self._fetch(parts, most, self.cpu_group, torch.device("cpu")), True
+        arrived.cpu, arrived.fresh = self._fetch(topic, parts, most, self.cpu_group, torch.device("cpu")), True
         for rank, one in enumerate(arrived.sent):
             one.cpu_start = rank * most + ahead
             if ahead:
                 one.rows = arrived.cpu[rank * most : one.cpu_start].view(torch.int64).tolist()
 
-    def _fetch(self, parts: Sequence[Tensor], most: int, group: Group, device: torch.device) -> Tensor:
+    def _fetch(self, topic: Topic, parts: Sequence[Tensor], most: int, group: Group, device: torch.device) -> Tensor:
         """The bytes of every rank, each in its own run of `most`."""
         count = sum(part.numel() for part in parts)
         if len(parts) == 1 and count == most:
@@ -201,7 +202,7 @@ class Exchange:
         else:
             data = torch.cat([*parts, torch.empty(most - count, dtype=torch.uint8, device=device)])
         gathered = torch.empty(most * self.size, dtype=torch.uint8, device=device)
-        _all_gather(gathered, data, group=group)
+        communicate(topic.op, _all_gather, gathered, data, group=group)
         return gathered
 
     def _mismatch(self, topic: Topic) -> CollectiveError:
@@ -209,7 +210,7 @@ class Exchange:
         text = f"{topic.op}: {topic.detail}".encode()[: self.limit - 8]
         struct.pack_into("<q", self._writable, 0, len(text))
         self._writable[8 : 8 + len(text)] = text
-        _all_gather(self._messages, self._message, group=self.cpu_group)
+        communicate(topic.op, _all_gather, self._messages, self._message, group=self.cpu_group)
         told: dict[str, list[int]] = {}
         for rank in range(self.size):
             start = rank * self.limit
@@ -221,7 +222,8 @@ class Exchange:
             f"{topic.op}: the ranks do not agree about what to do.",
             why=[f"rank {', '.join(map(str, ranks))}: {what}" for what, ranks in told.items()],
             fix="let all ranks call the same operation with the same structure and dtypes, and with shapes that "
-            "differ at most in dim 0 (pad_across_processes makes other dims equal; gather_object takes anything)",
+            "differ at most in dim 0 (pad_across_processes makes other dims equal; gather_object takes anything)"
+            + suggestion(),
         )
 
 

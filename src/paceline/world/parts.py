@@ -19,6 +19,7 @@ from torch import Tensor
 
 from paceline.world.mesh import cpu_group
 from paceline.world.sharded import is_sharded
+from paceline.world.works import wait_all
 
 Run = tuple[int, int]  # first row and the one after the last
 Part = tuple[tuple[Run, ...], ...]  # for each dim, in the order in which they lie in the rank's own tensor
@@ -103,7 +104,5 @@ def deliver(group: Any, outgoing: Mapping[int, Tensor], incoming: Mapping[int, i
     arrived = {rank: torch.empty(count, dtype=torch.uint8, device="cpu") for rank, count in incoming.items()}
     works = [dist.irecv(buffer, group=peers, group_src=rank) for rank, buffer in arrived.items()]
     works += [dist.isend(data, group=peers, group_dst=rank) for rank, data in outgoing.items()]
-    for work in works:
-        assert work is not None, "both ranks belong to the group"
-        work.wait()
+    wait_all(works)
     return arrived

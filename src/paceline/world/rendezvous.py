@@ -34,12 +34,15 @@ import torch.distributed as dist
 from paceline.base import env as environment
 from paceline.base.env import Variable
 from paceline.base.errors import Problem, WorldError
+from paceline.base.log import logger, warn_once
 from paceline.world import device as devices
 from paceline.world import interface
+from paceline.world.departures import announce
+from paceline.world.works import finish_threads
 from paceline.world.world import World
 
 DEFAULT_TIMEOUT_S = 600.0
-_dist: Any = dist  # its stores have no type stubs
+_dist: Any = dist  # its stores and debug levels have no type stubs
 _POLL_S = 0.01
 _LINGER_S = 2.0
 
@@ -60,6 +63,7 @@ class _Joined:
     store: Any
     ours: bool  # whether `join` made the group, so that `leave` may end it
     pid: int
+    rank: int
     on_leave: list[Callable[[str], None]] = field(default_factory=list)
 
 
@@ -67,10 +71,13 @@ _CONNECTED = "connected"  # how many ranks have the group up
 _CONNECT_S = 10.0  # how long rank 0 waits for that as it ends
 _LEFT = "left"  # how many ranks are done with it
 _LEAVE_S = 3.0  # how long rank 0 waits for that
+_KNOCK_S = 2.0
+_UNFINISHED_S = 5.0  # how long a process waits, as it ends, for works that its script began and did not wait for
+_UNFINISHED_AFTER_FAILURE_S = 0.5
 
 _joined: _Joined | None = None
 _before: dict[object, tuple[int, Callable[[], None]]] = {}  # what `leave` calls first, with the process that asked
-atexit.register(lambda: leave())
+atexit.register(lambda: leave(at_exit=True))
 # Rank 0 listens for as long as it lives: a process that leaves and joins again finds its port still its own.
 _stores: dict[tuple[int, str, int], Any] = {}
 
@@ -127,16 +134,21 @@ def join(
         root = store if store is not None else _connect(world, seconds)
         interface.keep_gloo_on_loopback(interface.meeting_address(world))
         own = _dist.PrefixStore(f"paceline/{_roll_call(root, world, device, chosen, seconds)}", root)
+    if chosen == "gloo":
+        _lower_debug_level()
     _initialise(world, device, chosen, own, seconds)
     own.add(_CONNECTED, 1)
-    _joined = _Joined(own, ours=True, pid=os.getpid())
+    _joined = _Joined(own, ours=True, pid=os.getpid(), rank=world.rank)
     return world
 
 
-def leave() -> None:
+def leave(at_exit: bool = False) -> None:
     """Ends the group if `join` made it; a group that the user made stays. May be called at any time, and again.
 
     A save in the background ends first (`before_leaving`). Runs by itself when the interpreter ends.
+
+    Args:
+        at_exit: nothing comes after it, so that works in a group of the user's are waited for too.
 
     Ranks:
         Every rank for itself; the others must have finished their collectives with it.
@@ -150,20 +162,37 @@ def leave() -> None:
     if joined is None or joined.pid != os.getpid():
         return
     failure = sys.exception() or getattr(sys, "last_value", None)
+    why = f"has ended: {type(failure).__name__}: {failure}" if failure is not None else "has ended, or left"
     for tell in joined.on_leave:
-        tell(f"has ended: {type(failure).__name__}: {failure}" if failure is not None else "has ended, or left")
-    if not joined.ours or not dist.is_initialized():
+        tell(why)
+    # A group of the user's may go on after `end_training`.
+    if (joined.ours or at_exit) and store_answers(joined.store):
+        # Where the store ends at this very moment, rank 0 is gone and nobody is left to read.
+        with contextlib.suppress(RuntimeError):
+            announce(joined.store, joined.rank, failure)
+            joined.store.add(_LEFT, 1)
+    if not dist.is_initialized():
+        return
+    if joined.ours or at_exit:
+        _finish_works(failure is not None)
+    if not joined.ours:
         return
     if failure is None:
         _wait_for_others(joined.store)
     # After an error peers may be gone, and NCCL would wait for them.
     if failure is None or dist.get_backend() == "gloo":
-        # A thread of gloo's that waits to let go of a communication hook lets go of the group with it, and the last to
-        # do so joins that thread: not by itself ("Resource deadlock avoided").
-        group = dist.group.WORLD
-        time.sleep(0.01)
         dist.destroy_process_group()
-        del group
+
+
+def _finish_works(failed: bool) -> None:
+    """Waits a while for asynchronous works that the script did not wait for; says so where some do not end."""
+    if finish_threads(_UNFINISHED_AFTER_FAILURE_S if failed else _UNFINISHED_S) or failed:
+        return
+    logger("world").warning(
+        "rank %d ends while a collective that its script began with async_op=True is not finished (waited for %g s). "
+        "Keep what the call returns, call wait() on it before the script ends, and let every rank make the call.",
+        dist.get_rank(), _UNFINISHED_S,
+    )  # fmt: skip
 
 
 def _wait_for_others(store: Any) -> None:
@@ -171,7 +200,6 @@ def _wait_for_others(store: Any) -> None:
     or made a group of their own."""
     size = dist.get_world_size()
     try:
-        store.add(_LEFT, 1)
         for key, seconds in ((_CONNECTED, _CONNECT_S), (_LEFT, _LEAVE_S)) if dist.get_rank() == 0 else ():
             until = time.monotonic() + seconds
             while store.add(key, 0) < size and time.monotonic() < until:
@@ -201,6 +229,28 @@ def part(name: str) -> Any:
     return _dist.PrefixStore(name, _current().store)
 
 
+def store() -> Any:
+    """The store behind the current group, which must stand."""
+    return _current().store
+
+
+def store_answers(at: Any = None) -> bool:
+    """Whether the store (by default that behind the current group) is still there.
+
+    Torch prints a page of C++ frames where it finds out by itself, also in a run that has done all its work.
+    """
+    at = _current().store if at is None else at
+    while hasattr(at, "underlying_store"):
+        at = at.underlying_store
+    if not isinstance(at, _dist.TCPStore):
+        return True
+    try:
+        socket.create_connection((at.host, at.port), _KNOCK_S).close()
+    except OSError:
+        return False
+    return True
+
+
 def timeout(timeout_s: float | None = None) -> float:
     """Seconds until a collective counts as stuck: `timeout_s`, else PACELINE_TIMEOUT_S, else 600."""
     seconds = timeout_s if timeout_s is not None else environment.get("PACELINE_TIMEOUT_S")
@@ -211,8 +261,23 @@ def _current() -> _Joined:
     """What is known of the group that stands; one that the user made becomes known here."""
     global _joined
     if _joined is None or _joined.pid != os.getpid():
-        _joined = _Joined(_dist.distributed_c10d._get_default_store(), ours=False, pid=os.getpid())
+        _joined = _Joined(
+            _dist.distributed_c10d._get_default_store(), ours=False, pid=os.getpid(), rank=dist.get_rank()
+        )
     return _joined
+
+
+def _lower_debug_level() -> None:
+    """torch crashes as DistributedDataParallel is made over gloo in its DETAIL mode (`Logger::set_env_variables`)."""
+    if _dist.get_debug_level() != _dist.DebugLevel.DETAIL:
+        return
+    warn_once(
+        "world",
+        "TORCH_DISTRIBUTED_DEBUG=DETAIL is lowered to INFO: over gloo torch ends with a segmentation fault in that mode. "
+        "To have each collective compared between ranks, use --debug (or PACELINE_DEBUG=1) instead.",
+    )
+    environment.export({"TORCH_DISTRIBUTED_DEBUG": "INFO"})
+    _dist.set_debug_level(_dist.DebugLevel.INFO)
 
 
 def _adopt(world: World) -> World:

@@ -51,7 +51,9 @@ class PartialState(Participant):
             told = resolve_run({"cpu": cpu or None, "timeout_s": seconds}).settings
             world = rendezvous.join(World.detect(), cpu=told.cpu, timeout_s=told.timeout_s)
             device = torch.device(world.device)
-            talk = Collectives(world, device=device, debug=told.debug, timeout_s=told.timeout_s)
+            talk = Collectives(
+                world, device=device, debug=told.debug, timeout_s=told.timeout_s, hang_report_s=told.hang_report_s
+            )
             super().__init__(world, device, talk)
 
     def __reduce__(self) -> tuple[Any, ...]:

@@ -1,0 +1,106 @@
+"""Where a thread is: in which line of the script, and inside which operation that may wait for other ranks."""
+
+from __future__ import annotations
+
+import linecache
+import os
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+
+import torch
+
+_PACELINE = str(Path(str(sys.modules["paceline"].__file__)).parent) + os.sep
+_TORCH = str(Path(torch.__file__).parent) + os.sep
+_LIBRARIES = (_PACELINE, _TORCH)
+# Decorators, `with` blocks and threads of the standard library: never what a user wrote, nor what waits.
+_PASSED_THROUGH = (
+    "contextlib.py",
+    "functools.py",
+    f"{os.sep}threading.py",
+    f"concurrent{os.sep}futures{os.sep}_base.py",
+)
+# The code that may wait for other ranks. The loaders of `paceline/data` wait too, but for samples.
+_MAY_WAIT = (
+    *(f"{_PACELINE}{package}{os.sep}" for package in ("world", "parallel", "checkpoint")),
+    f"{_TORCH}distributed{os.sep}",
+    f"{_TORCH}nn{os.sep}parallel{os.sep}distributed.py",
+    f"{_TORCH}autograd{os.sep}graph.py",  # calls the engine, which runs the hooks that reduce gradients
+)
+_TORCH_CALLS = (f"{_TORCH}_ops.py", f"{_TORCH}utils{os.sep}")  # between an operator and whoever calls it
+_NO_NAMES = frozenset({"wrapper", "inner", "decorate_context"})  # of functions around the one that was called
+
+
+@dataclass(frozen=True)
+class Place:
+    """A line of the script.
+
+    Attributes:
+        key: the same on all hosts, which may keep the script in different folders.
+        where: for people: file, line, function and source.
+    """
+
+    key: str
+    where: str
+
+
+def call_site(frame: FrameType | None = None) -> Place:
+    """The innermost frame that is neither ours nor torch's: what the user wrote.
+
+    Args:
+        frame: where to begin; by default the caller.
+    """
+    for own in _users_frames(frame or sys._getframe(1)):
+        code = own.f_code
+        line = linecache.getline(code.co_filename, own.f_lineno).strip()
+        where = f"{code.co_filename}:{own.f_lineno} in {code.co_name}"
+        return Place(_key(own), f"{where}: {line}" if line else where)
+    return Place("", "an unknown place")
+
+
+def path_of(frame: FrameType) -> str:
+    """All lines of the script that led to this frame: one function may be called from several places."""
+    return " < ".join(_key(own) for own in _users_frames(frame))
+
+
+def waiting_frame(frame: FrameType | None) -> FrameType | None:
+    """The innermost frame of the operation that may wait for other ranks; None where the thread is in none."""
+    while frame is not None:
+        file = frame.f_code.co_filename
+        if file.startswith(_MAY_WAIT):
+            return frame
+        if not file.startswith(_TORCH_CALLS) and not file.endswith(_PASSED_THROUGH):
+            return None
+        frame = frame.f_back
+    return None
+
+
+def operation(frame: FrameType) -> str:
+    """What the user called: the name of the outermost public function between the user's line and this frame."""
+    name = ""
+    current: FrameType | None = frame
+    while current is not None and _of_library(current):
+        called = current.f_code.co_name
+        if not called.startswith(("_", "<")) and called not in _NO_NAMES:
+            name = called
+        current = current.f_back
+    return name or frame.f_code.co_name
+
+
+def _users_frames(frame: FrameType | None) -> Iterator[FrameType]:
+    while frame is not None:
+        if not _of_library(frame):
+            yield frame
+        frame = frame.f_back
+
+
+def _of_library(frame: FrameType) -> bool:
+    file = frame.f_code.co_filename
+    return file.startswith(_LIBRARIES) or file.endswith(_PASSED_THROUGH)
+
+
+def _key(frame: FrameType) -> str:
+    code = frame.f_code
+    return f"{os.path.basename(code.co_filename)}:{frame.f_lineno} in {code.co_name}"

@@ -1,0 +1,66 @@
+"""Which process is named as the first that failed, or as the one whose end made others fail."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import pytest
+
+from paceline.launch import failure
+from paceline.launch.failure import first_failure
+from paceline.launch.launcher import Job, Outcome, Process, Target
+from paceline.launch.processes import Worker
+from paceline.launch.report import problem_of
+
+GLOO = "RuntimeError: [pair.cc:553] Connection closed by peer [127.0.0.1]:33717. This is typically caused by a crash"
+
+
+def ended(folder: Path, rank: int, code: int, report: str = "") -> Worker:
+    """A process that has ended; a later rank ended later."""
+    path = folder / str(rank)
+    path.write_text(report)
+    now = time.time() + rank / 100
+    return Worker(Process(rank, rank, {}), 1000 + rank, path, leads=False, code=code, ended=now, alive=now)
+
+
+@pytest.mark.parametrize(
+    "report", [GLOO, "paceline.CollectiveError: gather failed, as rank 0 has left.  [collective-failed]"]
+)
+def test_a_rank_that_left_without_an_error_is_named_with_its_code(tmp_path: Path, report: str) -> None:
+    found = first_failure([ended(tmp_path, 0, 0), ended(tmp_path, 1, 1, report), ended(tmp_path, 2, 1, report)], 0)
+    assert found is not None and (found.rank, found.code, found.waiting, found.exit_code) == (0, 0, (1, 2), 1)
+    problem = str(problem_of(Outcome(1, found), Job(Target("script", "train.py"), procs=3)))
+    assert "rank 0 left with exit code 0 while ranks 1, 2 still waited for it.  [rank-failed]" in problem
+    assert "failed after it: rank 1: " in problem and "--debug" in problem
+
+
+def test_an_error_of_its_own_is_no_complaint_about_others(tmp_path: Path) -> None:
+    found = first_failure([ended(tmp_path, 0, 0), ended(tmp_path, 1, 1, "ValueError: a bad sample")], 0)
+    assert found is not None and (found.rank, found.waiting) == (1, ())
+
+
+def test_a_lost_connection_without_anybody_to_name_suggests_debug_mode(tmp_path: Path) -> None:
+    found = first_failure([ended(tmp_path, 0, 1, GLOO)], 0)
+    problem = problem_of(Outcome(1, found), Job(Target("script", "train.py"), procs=2))
+    assert found is not None and found.rank == 0 and "--debug" in problem.fix and "mend" not in problem.fix
+
+
+def test_an_exit_that_is_announced_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 0 keeps the store for a moment as it leaves: its exit code comes after the error of the others."""
+    monkeypatch.setattr(failure, "stop", lambda *_: None)
+    leaving = ended(tmp_path, 0, 0)
+    leaving.code, leaving.popen = None, Later()  # type: ignore[assignment]
+    text = "paceline.CollectiveError: gather failed, as rank 0 has left.  [collective-failed]\n  why: rank 0 has left: "
+    found = first_failure([leaving, ended(tmp_path, 1, 1, text + failure.LEFT)], 0)
+    assert found is not None and (found.rank, found.waiting) == (0, (1,))
+
+
+class Later:
+    """A process that ends with 0, and not at the first look."""
+
+    def __init__(self) -> None:
+        self.until = time.monotonic() + 0.3
+
+    def poll(self) -> int | None:
+        return 0 if time.monotonic() > self.until else None
