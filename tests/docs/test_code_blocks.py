@@ -1,129 +1,24 @@
-"""Every code block of the README and the documentation runs.
-
-The blocks of a page run in order, as a reader would type them: in one folder, the Python ones in one session.
-
-    ```python                    runs
-    ```python title="train.py"   is written to a file that a later block must use; so is yaml, which has a title
-    ```bash                      runs; it must end well
-    ```text title="prints"       is what the block before it printed, exactly
-    <!-- not run: REASON -->     directly above a block: it is not run
-"""
+"""Every code block of the README and the documentation runs; `page_reader.py` says how."""
 
 from __future__ import annotations
 
-import io
-import linecache
-import multiprocessing
 import os
 import re
+import signal
 import subprocess
 import sys
-import textwrap
-import traceback
-import warnings
-from contextlib import redirect_stderr, redirect_stdout
-from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType
 
+import page_reader
 import pytest
-import torch  # noqa: F401  (each page runs in a fork of this process: torch is imported once)
+from page_reader import blocks
+from warm_python import WarmPython
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
-FENCE = re.compile(
-    r"^(?P<indent> *)(?P<ticks>```+)(?P<info>[^`\n]*)\n(?P<text>.*?)^(?P=indent)(?P=ticks) *$", re.MULTILINE | re.DOTALL
-)
-NOT_RUN = re.compile(r"<!-- not run: (?P<reason>.+?) -->\s*\Z", re.DOTALL)
+# Read with the commands of the environment itself, as a user has them; all others start in forks of one warm process.
+COLD = {ROOT / "docs" / "tutorial" / "first-run.md"}
 SECONDS = 240
-
-
-@dataclass(frozen=True)
-class Block:
-    """A fenced block: its language, title, text, first line on the page, and why it is not run, if it is not."""
-
-    language: str
-    title: str
-    text: str
-    line: int
-    skipped: str
-
-
-def blocks(page: Path) -> list[Block]:
-    """The fenced blocks of a page, in order."""
-    text = page.read_text(encoding="utf-8")
-    found = []
-    for match in FENCE.finditer(text):
-        language, _, rest = match["info"].strip().partition(" ")
-        title = re.search(r'title="([^"]*)"', rest)
-        reason = NOT_RUN.search(text[: match.start()])
-        found.append(
-            Block(
-                language=language,
-                title=title[1] if title else "",
-                text=textwrap.dedent(match["text"]),
-                line=text.count("\n", 0, match.start()) + 2,
-                skipped=reason["reason"] if reason else "",
-            )
-        )
-    return found
-
-
-class Reader:
-    """Someone who types a page's blocks one after the other."""
-
-    def __init__(self, page: Path, folder: Path) -> None:
-        self.page = page
-        self.folder = folder
-        self.printed = ""
-        self.main = ModuleType("__main__")
-
-    def read(self, found: list[Block]) -> None:
-        """Runs the blocks; raises at the first that fails."""
-        os.chdir(self.folder)
-        os.environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-        sys.modules["__main__"] = self.main
-        sys.path.insert(0, str(self.folder))
-        for block in found:
-            if block.language == "text" and block.title == "prints":
-                expected, got = block.text.strip(), self.printed.strip()
-                assert got == expected, f"line {block.line} promises\n{expected}\nbut this was printed:\n{got}"
-            elif block.skipped or block.language not in ("python", "bash", "yaml"):
-                continue
-            elif block.title:
-                path = self.folder / block.title
-                path.parent.mkdir(parents=True, exist_ok=True)
-                path.write_text(block.text, encoding="utf-8")
-            elif block.language == "python":
-                self._python(block)
-            else:
-                self._bash(block)
-
-    def _python(self, block: Block) -> None:
-        output = io.StringIO()
-        name = str(self.page)
-        linecache.checkcache(name)
-        with redirect_stdout(output):
-            exec(compile("\n" * (block.line - 1) + block.text, name, "exec"), self.main.__dict__)
-        self.printed = output.getvalue()
-
-    def _bash(self, block: Block) -> None:
-        done = subprocess.run(["bash", "-euo", "pipefail", "-c", block.text], capture_output=True, text=True)
-        assert done.returncode == 0, f"line {block.line}: exit code {done.returncode}\n{done.stdout}\n{done.stderr}"
-        self.printed = done.stdout
-
-
-def _follow(page: Path, folder: Path, report: Path) -> None:
-    """Runs a page in a process of its own; what went wrong is left in `report`."""
-    os.setsid()  # what the page starts can be ended with it
-    with report.open("w", encoding="utf-8") as file, redirect_stderr(file):
-        try:
-            Reader(page, folder).read(blocks(page))
-        except BaseException:
-            traceback.print_exc(file=file)
-            file.flush()
-            os._exit(1)
-    os._exit(0)
 
 
 def has_code(page: Path) -> bool:
@@ -134,21 +29,23 @@ def has_code(page: Path) -> bool:
 @pytest.mark.parametrize(
     "page", [page for page in PAGES if has_code(page)], ids=lambda page: str(page.relative_to(ROOT))
 )
-def test_a_page_runs(page: Path, tmp_path: Path) -> None:
+def test_a_page_runs(page: Path, tmp_path: Path, warm_python: WarmPython) -> None:
+    executable = sys.executable if page in COLD else warm_python.executable
+    # Commands such as `torchrun` are those of the environment in any case.
+    folders = [os.path.dirname(executable), os.path.dirname(sys.executable), os.environ["PATH"]]
+    environment = {**os.environ, "PATH": os.pathsep.join(folders)}
     folder, report = tmp_path / "work", tmp_path / "report"
     folder.mkdir()
-    process = multiprocessing.get_context("fork").Process(target=_follow, args=(page, folder, report))
-    with warnings.catch_warnings():
-        warnings.simplefilter(
-            "ignore", DeprecationWarning
-        )  # Python 3.12 warns of threads, which the child does not use
-        process.start()
-    process.join(SECONDS)
-    if process.is_alive():
-        os.killpg(process.pid, 9)
-        process.join()
-        pytest.fail(f"{page.name} did not end within {SECONDS} s")
-    assert process.exitcode == 0, report.read_text(encoding="utf-8")
+    with report.open("w") as file:
+        words = [executable, page_reader.__file__, str(page)]
+        reader = subprocess.Popen(words, cwd=folder, env=environment, stderr=file, start_new_session=True)
+        try:
+            reader.wait(SECONDS)
+        except subprocess.TimeoutExpired:
+            os.killpg(reader.pid, signal.SIGKILL)  # with all that the page has started
+            reader.wait()
+            raise
+    assert reader.returncode == 0, report.read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))

@@ -7,19 +7,37 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
+from warm_python import WarmPython
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"
 LAUNCH = {1: [], 2: ["-m", "paceline", "launch", "--procs", "2"]}
+# One worker, which imports transformers once and makes what several tests look at once.
+TRANSFORMERS = pytest.mark.xdist_group("transformers")
+MODULES = (
+    "transformers.models.bert.modeling_bert",
+    "transformers.models.bert.tokenization_bert",
+    "transformers.models.gpt2.modeling_gpt2",
+    "sklearn.metrics",
+)
 
 
-def run(width: int, script: str, arguments: Sequence[object], folder: Path, fails: bool = False) -> tuple[str, str]:
+@pytest.fixture(scope="module")
+def python(tmp_path_factory) -> Iterator[str]:
+    """A Python that has imported what the examples with transformers import."""
+    with WarmPython(tmp_path_factory.mktemp("warm"), MODULES) as warm:
+        yield warm.executable
+
+
+def run(
+    python: str, width: int, script: str, arguments: Sequence[object], folder: Path, fails: bool = False
+) -> tuple[str, str]:
     """What a run of an example printed to stdout and stderr."""
-    command = [sys.executable, *LAUNCH[width], str(EXAMPLES / script), *map(str, arguments)]
+    command = [python, *LAUNCH[width], str(EXAMPLES / script), *map(str, arguments)]
     done = subprocess.run(command, capture_output=True, text=True, cwd=folder)
     assert (done.returncode != 0) == fails, done.stderr
     return done.stdout, done.stderr
@@ -37,16 +55,17 @@ def logged(file: Path) -> list[dict]:
 @pytest.fixture(scope="module")
 def sentences(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("sentences")
-    run(1, "text_classification/make_data.py", ["--to", "train.json", "--sentences", 2500], folder)
+    run(sys.executable, 1, "text_classification/make_data.py", ["--to", "train.json", "--sentences", 2500], folder)
     return folder / "train.json"
 
 
+@TRANSFORMERS
 @pytest.mark.timeout(300)
-def test_sentences_are_told_apart_alike_on_one_process_and_two(sentences, tmp_path):
+def test_sentences_are_told_apart_alike_on_one_process_and_two(python, sentences, tmp_path):
     arguments = ["--data", sentences, "--epochs", 2, "--eval-step", 60, "--batch-size", 32, "--learning-rate", "2e-3"]
     losses = {}
     for width in LAUNCH:
-        said, _ = run(width, "text_classification/train.py", [*arguments, "--out", f"out{width}"], tmp_path)
+        said, _ = run(python, width, "text_classification/train.py", [*arguments, "--out", f"out{width}"], tmp_path)
         assert said.count("macro avg") == 1 and f"{width} process" in said
         assert (
             0.4 < float(re.search(r"accuracy +([\d.]+) +250", said)[1]) < 1.0
@@ -56,9 +75,10 @@ def test_sentences_are_told_apart_alike_on_one_process_and_two(sentences, tmp_pa
     assert losses[2][:4] == pytest.approx(losses[1][:4], abs=1e-3)  # later steps have magnified what rounding did
 
 
-def test_a_malformed_file_of_the_user_is_explained_once(tmp_path):
+@TRANSFORMERS
+def test_a_malformed_file_of_the_user_is_explained_once(python, tmp_path):
     (tmp_path / "mine.json").write_text('[["好", 3], ["x", 6], [1, 2], "q"]', encoding="utf-8")
-    _, said = run(2, "text_classification/train.py", ["--data", "mine.json"], tmp_path, fails=True)
+    _, said = run(python, 2, "text_classification/train.py", ["--data", "mine.json"], tmp_path, fails=True)
     assert said.count("mine.json: 3 of 4 entries are not like") == 1
     for line in (
         "entry 1: the label id is 6; it should be 0 to 5",
@@ -79,8 +99,11 @@ def test_labels_are_the_same_where_they_are_made_and_where_they_are_read():
 # -- the script written for DeepSpeed ------------------------------------------------------------------------------
 
 
+@TRANSFORMERS
 @pytest.mark.timeout(300)
-def test_a_deepspeed_program_learns_alike_on_one_process_and_two_and_writes_what_its_config_asks(sentences, tmp_path):
+def test_a_deepspeed_program_learns_alike_on_one_process_and_two_and_writes_what_its_config_asks(
+    sentences, tmp_path, warm_python
+):
     example = EXAMPLES / "emotion_deepspeed"
     losses = {}
     for width in (1, 2):
@@ -88,7 +111,8 @@ def test_a_deepspeed_program_learns_alike_on_one_process_and_two_and_writes_what
         words += ["--deepspeed_config", str(example / "ds_config.json"), "--data", str(sentences), "--epochs", "1"]
         folder = tmp_path / str(width)
         folder.mkdir()
-        done = subprocess.run([sys.executable, *words, "--log-step", "5"], capture_output=True, text=True, cwd=folder)
+        command = [warm_python.executable, *words, "--log-step", "5"]
+        done = subprocess.run(command, capture_output=True, text=True, cwd=folder)
         assert done.returncode == 0, done.stderr
         assert done.stdout.count("macro avg") == 1
         losses[width] = [float(loss) for loss in re.findall(r"step \d+ loss ([\d.]+)", done.stdout)]
@@ -105,10 +129,10 @@ def test_a_deepspeed_program_learns_alike_on_one_process_and_two_and_writes_what
 # -- the notebooks -----------------------------------------------------------------------------------------------
 
 
-def test_the_loop_gives_the_same_accuracies_on_one_process_and_two(tmp_path):
+def test_the_loop_gives_the_same_accuracies_on_one_process_and_two(warm_python, tmp_path):
     found = {}
     for width in LAUNCH:
-        said, bars = run(width, "notebook_loop/loop.py", [], tmp_path)
+        said, bars = run(warm_python.executable, width, "notebook_loop/loop.py", [], tmp_path)
         accuracies = re.findall(r"(\d)/5: 100%\|█+\| 100/100 \[[^\]]*((?:train|val)/acc)=([\d.]+)\]", bars)
         found[width] = list(dict.fromkeys(accuracies))  # a bar is drawn again when it is closed
         assert len(found[width]) == 10
@@ -172,14 +196,15 @@ SMALL = ["--modules", 2, "--layers", 1, "--width", 64, "--block", 64, "--vocab-s
 
 
 @pytest.fixture(scope="module")
-def language_model(tmp_path_factory) -> Path:
+def language_model(python, tmp_path_factory) -> Path:
     """A folder in which the example was compared on one process and two."""
     folder = tmp_path_factory.mktemp("language_model")
-    said, _ = run(1, "language_model/compare.py", SMALL, folder)
+    said, _ = run(python, 1, "language_model/compare.py", SMALL, folder)
     (folder / "said.txt").write_text(said)
     return folder
 
 
+@TRANSFORMERS
 @pytest.mark.timeout(300)
 def test_losses_are_those_of_one_process(language_model):
     one, two = (logged(language_model / "runs" / f"language_model_{width}" / "metrics.jsonl") for width in LAUNCH)
@@ -193,12 +218,13 @@ def test_losses_are_those_of_one_process(language_model):
     assert "difference" in table and "times as many" in table
 
 
+@TRANSFORMERS
 @pytest.mark.timeout(300)
-def test_an_interrupted_run_resumes_at_another_width_with_the_same_losses(language_model):
+def test_an_interrupted_run_resumes_at_another_width_with_the_same_losses(python, language_model):
     arguments = [*SMALL, "--out", "runs/interrupted"]
-    said, _ = run(2, "language_model/train.py", [*arguments, "--stop-after", 7], language_model)
+    said, _ = run(python, 2, "language_model/train.py", [*arguments, "--stop-after", 7], language_model)
     assert said.count("stopped after step 7") == 1
-    said, _ = run(1, "language_model/train.py", [*arguments, "--resume"], language_model)
+    said, _ = run(python, 1, "language_model/train.py", [*arguments, "--resume"], language_model)
     assert "resumed after step 7, in epoch 1" in said and said.count("it writes") == 1
     whole = logged(language_model / "runs" / "language_model_1" / "metrics.jsonl")
     parts = logged(language_model / "runs" / "interrupted" / "metrics.jsonl")
@@ -206,11 +232,12 @@ def test_an_interrupted_run_resumes_at_another_width_with_the_same_losses(langua
     assert [line.get("loss") for line in parts[:-1]] == pytest.approx([line["loss"] for line in whole[:-1]], rel=2e-4)
 
 
+@TRANSFORMERS
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
-def test_it_learns_in_half_precision(precision, language_model):
+def test_it_learns_in_half_precision(precision, python, language_model):
     arguments = [*SMALL, "--out", f"runs/{precision}", "--mixed-precision", precision, "--stop-after", 8]
-    said, _ = run(2, "language_model/train.py", arguments, language_model)
+    said, _ = run(python, 2, "language_model/train.py", arguments, language_model)
     assert f"{precision} mixed precision; 2 processes" in said
     half = logged(language_model / "runs" / precision / "metrics.jsonl")
     whole = logged(language_model / "runs" / "language_model_1" / "metrics.jsonl")
@@ -221,12 +248,12 @@ def test_it_learns_in_half_precision(precision, language_model):
 
 
 @pytest.mark.timeout(300)
-def test_one_script_learns_alike_under_every_plan(tmp_path):
+def test_one_script_learns_alike_under_every_plan(warm_python, tmp_path):
     small = ["--steps", 20, "--width", 32, "--layers", 2, "--batch-size", 16, "--length", 32]
     plans = {"one": "", "zero": "--procs 2 --zero 2", "both": "--procs 4 --shard 2 --tp 2", "pipe": "--procs 2 --pp 2"}
     losses = {}
     for name, flags in plans.items():
-        command = [sys.executable, "-m", "paceline", "launch", "--threads", "1", *flags.split()]
+        command = [warm_python.executable, "-m", "paceline", "launch", "--threads", "1", *flags.split()]
         command += [str(EXAMPLES / "any_plan/train.py"), "--out", name, *map(str, small)]
         done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
         assert done.returncode == 0, done.stderr

@@ -1,0 +1,208 @@
+"""A Python that has imported torch: each command runs in a fork of it, and so without the seconds of those imports.
+
+    with WarmPython(folder) as python:
+        subprocess.run([python.executable, "train.py", "--epochs", "1"], cwd=..., env=..., capture_output=True)
+        subprocess.run([python.executable, "-m", "paceline", "launch", "--procs", "2", "train.py"])
+
+Whoever starts such a command sees an ordinary process: its standard streams, working directory, environment, exit code
+and signals are those of the command. In truth it is a small client (`_run_command`). It hands all of these over a
+socket to the server (`_serve`), which forks and becomes the script. No command can see what another one did: the server
+itself runs nothing but the imports. `sys.executable` of a command is this Python too.
+
+What begins neither with a script nor with `-m` is left to an ordinary interpreter. Linux only.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from types import TracebackType
+from typing import Any, NoReturn, Self
+
+# What most commands import. `torch._dynamo` comes with any optimizer of torch.
+_MODULES = ("torch", "torch._dynamo", "torch.distributed.fsdp", "torch.distributed.tensor", "paceline.accelerator")
+_HERE = Path(__file__).resolve()
+_PASSED_ON = (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
+_STREAMS = (0, 1, 2)
+_MESSAGE_BYTES = 1 << 20
+
+
+class WarmPython:
+    """A server in a fresh interpreter, from the beginning of a `with` to its end.
+
+    Args:
+        folder: for its socket; its path must be short (a socket's is at most 107 bytes).
+        modules: imported beside those that most commands need.
+
+    Attributes:
+        bin: a folder for the front of `PATH`, with the commands `python` and `paceline`.
+        executable: the path of that `python`.
+    """
+
+    def __init__(self, folder: Path, modules: tuple[str, ...] = ()) -> None:
+        self.bin = folder / "bin"
+        self.executable = str(self.bin / "python")
+        self._socket = folder / "socket"
+        self._modules = (*_MODULES, *modules)
+        self._server: subprocess.Popen[bytes] | None = None
+
+    def __enter__(self) -> Self:
+        client = f"{sys.executable} -I -S {_HERE} run {self._socket}"
+        self.bin.mkdir()
+        self._write("python", f'case "$1" in -m|[!-]*) exec {client} "$@";; *) exec {sys.executable} "$@";; esac')
+        self._write("paceline", f'exec {client} -m paceline "$@"')
+        command = [sys.executable, str(_HERE), "serve", str(self._socket), self.executable, *self._modules]
+        # A session of its own: Ctrl-C is for those who started the commands, and they pass it on.
+        self._server = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True)
+        assert self._server.stdout is not None
+        ready = self._server.stdout.readline()
+        if ready != b"ready\n":
+            raise RuntimeError(f"the server ended with exit code {self._server.wait()}; its error stands above")
+        return self
+
+    def _write(self, name: str, line: str) -> None:
+        script = self.bin / name
+        script.write_text(f"#!/bin/sh\n{line}\n", encoding="utf-8")
+        script.chmod(0o755)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        assert self._server is not None
+        # The end of its standard input is what ends it, so that it also ends where this process is killed.
+        self._server.communicate()
+
+
+# -- the client ----------------------------------------------------------------------------------------------------
+
+
+def _run_command(address: str, words: list[str]) -> int:
+    """Has the server run `python WORDS` and passes signals on to it; returns its exit code."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
+        connection.connect(address)
+        request = {"words": words, "folder": os.getcwd(), "environment": dict(os.environ)}
+        socket.send_fds(connection, [json.dumps(request).encode()], _STREAMS)
+        pid = int(connection.recv(_MESSAGE_BYTES))
+        for number in _PASSED_ON:
+            signal.signal(number, lambda number, _frame: os.kill(pid, number))
+        code = int(connection.recv(_MESSAGE_BYTES) or -signal.SIGKILL)
+    if code < 0:
+        if -code in _PASSED_ON:
+            signal.signal(-code, signal.SIG_DFL)
+        os.kill(os.getpid(), -code)
+    return code
+
+
+# -- the server ----------------------------------------------------------------------------------------------------
+
+
+def _serve(address: str, executable: str, modules: list[str]) -> list[str]:
+    """Forks for each command until its standard input ends. It returns in a fork, with the words of that command."""
+    for module in modules:
+        importlib.import_module(module)
+    sys.executable = executable
+    gc.collect()
+    gc.freeze()  # no collection in a fork touches, and so copies, what all of them share
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    listener.bind(address)
+    listener.listen()
+    print("ready", flush=True)
+    # By the file descriptor that becomes readable at the end of the command: its pid, and who waits for it.
+    commands: dict[int, tuple[int, socket.socket]] = {}
+    while True:
+        connections = {connection: end for end, (_, connection) in commands.items()}
+        ready, _, _ = select.select([0, listener, *commands, *connections], [], [])
+        if 0 in ready:
+            for pid, _ in commands.values():
+                os.killpg(pid, signal.SIGKILL)
+            os._exit(0)
+        if listener in ready:
+            connection, _ = listener.accept()
+            message, streams, _, _ = socket.recv_fds(connection, _MESSAGE_BYTES, len(_STREAMS))
+            pid = os.fork()
+            if pid == 0:
+                for other in (listener, connection, *connections):
+                    other.close()
+                for end in commands:
+                    os.close(end)
+                request = json.loads(message)
+                _settle(request, streams)
+                return request["words"]
+            for stream in streams:
+                os.close(stream)
+            connection.send(str(pid).encode())
+            commands[os.pidfd_open(pid)] = (pid, connection)
+        for end in set(ready) & commands.keys():
+            pid, connection = commands.pop(end)
+            code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+            with contextlib.suppress(BrokenPipeError):  # whoever waited has just been killed
+                connection.send(str(code).encode())
+            connection.close()
+            os.close(end)
+        for connection in ready:
+            # Nobody sends twice: whoever waited has been killed, and the command goes with it.
+            if connections.get(connection) in commands:
+                os.killpg(commands[connections[connection]][0], signal.SIGKILL)
+
+
+def _settle(request: dict[str, Any], streams: list[int]) -> None:
+    """In a fork: its session, streams, folder, environment, paths and what a library read from the environment."""
+    os.setsid()  # it can be ended with all that it starts
+    for number, stream in zip(_STREAMS, streams, strict=True):
+        os.dup2(stream, number)
+        os.close(stream)
+    os.chdir(request["folder"])
+    os.environ.clear()
+    os.environ.update(request["environment"])
+    sys.path[1:1] = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
+    threads = os.environ.get("OMP_NUM_THREADS", "")
+    if threads.isdigit():
+        sys.modules["torch"].set_num_threads(int(threads))
+    sys.modules["numpy"].random.seed()  # as in a fresh process; Python's own `random` does so by itself
+
+
+def _become(words: list[str]) -> NoReturn:
+    """Runs a script or module as `python WORDS` would, and ends this process.
+
+    It ends as Python does, but for taking all modules apart at last: of those that were imported before the fork that
+    would copy every page of memory (0.35 s for torch's).
+    """
+    from paceline.launch.launcher import Target
+    from paceline.launch.worker import become
+
+    kind, name, *arguments = words if words[0] == "-m" else ["script", *words]
+    code: object = None
+    try:
+        become(Target("module" if kind == "-m" else kind, name, tuple(arguments)))
+    except SystemExit as error:
+        code = error.code
+    except BaseException:
+        sys.excepthook(*sys.exc_info())
+        code = 1
+    if isinstance(code, str):
+        print(code, file=sys.stderr)
+    threading._shutdown()  # waits for threads, as at every end
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code & 0xFF if isinstance(code, int) else int(code is not None))
+
+
+if __name__ == "__main__":
+    role, address, *words = sys.argv[1:]
+    if role == "run":
+        sys.exit(_run_command(address, words))
+    # The client does without these: it begins in 15 ms.
+    import atexit
+    import contextlib
+    import gc
+    import importlib
+    import select
+    import threading
+
+    _become(_serve(address, words[0], words[1:]))
