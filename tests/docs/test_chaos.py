@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 CHAOS = Path(__file__).parents[2] / "examples" / "survive" / "chaos.py"
-SMALL = ["--epochs", "2", "--save-every", "10", "--width", "16", "--batch-size", "48"]
+SMALL = ["--epochs", "1", "--save-every", "10", "--width", "16", "--batch-size", "96", "--length", "32"]
 
 
 @pytest.mark.timeout(300)
