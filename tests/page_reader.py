@@ -4,6 +4,7 @@ python tests/page_reader.py PAGE
 
 ```python                    runs; all of a page's in one session
 ```python title="train.py"   is written to a file that a later block must use; so is yaml, which has a title
+```diff title="train.py"     is a whole file: `before.py` is written as it was, `train.py` as it becomes
 ```bash                      runs; it must end well
 ```text title="prints"       is what the block before it printed, exactly
 <!-- not run: REASON -->     directly above a block: it is not run
@@ -77,8 +78,10 @@ class Reader:
             if block.language == "text" and block.title == "prints":
                 expected, got = block.text.strip(), self.printed.strip()
                 assert got == expected, f"line {block.line} promises\n{expected}\nbut this was printed:\n{got}"
-            elif block.skipped or block.language not in ("python", "bash", "yaml"):
+            elif block.skipped or block.language not in ("python", "bash", "yaml", "diff"):
                 continue
+            elif block.language == "diff":
+                self._diff(block)
             elif block.title:
                 path = self.folder / block.title
                 path.parent.mkdir(parents=True, exist_ok=True)
@@ -87,6 +90,12 @@ class Reader:
                 self._python(block)
             else:
                 self._bash(block)
+
+    def _diff(self, block: Block) -> None:
+        lines = block.text.splitlines()
+        for name, others in (("before.py", "+"), (block.title, "-")):
+            side = [line[1:] for line in lines if not line.startswith(others)]
+            (self.folder / name).write_text("\n".join(side) + "\n", encoding="utf-8")
 
     def _python(self, block: Block) -> None:
         output = io.StringIO()

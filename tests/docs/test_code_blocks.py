@@ -56,7 +56,9 @@ def test_blocks_are_well_formed(page: Path) -> None:
     for at, block in enumerate(found):
         where = f"line {block.line}"
         assert block.language, f"{where}: say the language; `text` for plain text"
-        assert block.language != "yaml" or block.title or block.skipped, f"{where}: name the file: title=..."
+        assert block.language not in ("yaml", "diff") or block.title or block.skipped, (
+            f"{where}: name the file: title=..."
+        )
         if block.title == "prints":
             before = found[at - 1] if at else None
             assert before and before.language in ("python", "bash") and not before.skipped, f"{where}: printed by what?"
