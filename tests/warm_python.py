@@ -25,7 +25,7 @@ from types import TracebackType
 from typing import Any, NoReturn, Self
 
 # What most commands import. `torch._dynamo` comes with any optimizer of torch.
-_MODULES = ("torch", "torch._dynamo", "torch.distributed.fsdp", "torch.distributed.tensor", "paceline.accelerator")
+MODULES = ("torch", "torch._dynamo", "torch.distributed.fsdp", "torch.distributed.tensor", "paceline.accelerator")
 _HERE = Path(__file__).resolve()
 _PASSED_ON = (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 _STREAMS = (0, 1, 2)
@@ -37,18 +37,18 @@ class WarmPython:
 
     Args:
         folder: for its socket; its path must be short (a socket's is at most 107 bytes).
-        modules: imported beside those that most commands need.
+        modules: what it imports.
 
     Attributes:
         bin: a folder for the front of `PATH`, with the commands `python` and `paceline`.
         executable: the path of that `python`.
     """
 
-    def __init__(self, folder: Path, modules: tuple[str, ...] = ()) -> None:
+    def __init__(self, folder: Path, modules: tuple[str, ...] = MODULES) -> None:
         self.bin = folder / "bin"
         self.executable = str(self.bin / "python")
         self._socket = folder / "socket"
-        self._modules = (*_MODULES, *modules)
+        self._modules = modules
         self._server: subprocess.Popen[bytes] | None = None
 
     def __enter__(self) -> Self:
@@ -161,9 +161,10 @@ def _settle(request: dict[str, Any], streams: list[int]) -> None:
     os.environ.update(request["environment"])
     sys.path[1:1] = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
     threads = os.environ.get("OMP_NUM_THREADS", "")
-    if threads.isdigit():
+    if threads.isdigit() and "torch" in sys.modules:
         sys.modules["torch"].set_num_threads(int(threads))
-    sys.modules["numpy"].random.seed()  # as in a fresh process; Python's own `random` does so by itself
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed()  # as in a fresh process; Python's own `random` does so by itself
 
 
 def _become(words: list[str]) -> NoReturn:

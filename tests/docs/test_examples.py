@@ -11,14 +11,15 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
-from warm_python import WarmPython
+from warm_python import MODULES, WarmPython
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"
 LAUNCH = {1: [], 2: ["-m", "paceline", "launch", "--procs", "2"]}
 # One worker, which imports transformers once and makes what several tests look at once.
 TRANSFORMERS = pytest.mark.xdist_group("transformers")
-MODULES = (
+TRANSFORMERS_MODULES = (
+    *MODULES,
     "transformers.models.bert.modeling_bert",
     "transformers.models.bert.tokenization_bert",
     "transformers.models.gpt2.modeling_gpt2",
@@ -29,7 +30,7 @@ MODULES = (
 @pytest.fixture(scope="module")
 def python(tmp_path_factory) -> Iterator[str]:
     """A Python that has imported what the examples with transformers import."""
-    with WarmPython(tmp_path_factory.mktemp("warm"), MODULES) as warm:
+    with WarmPython(tmp_path_factory.mktemp("warm"), TRANSFORMERS_MODULES) as warm:
         yield warm.executable
 
 

@@ -1,10 +1,8 @@
-"""The generated reference pages hold every public name, setting, variable and command; the site builds strictly."""
+"""The generated reference pages hold every public name, setting, variable and command."""
 
 from __future__ import annotations
 
 import importlib.util
-import subprocess
-import sys
 from pathlib import Path
 from types import ModuleType
 
@@ -115,10 +113,3 @@ def test_signatures_are_plain(reference: ModuleType) -> None:
     assert reference.signature("function", function, bound=True) == (
         "```text\nfunction(first: int | None, second: str = 'text') -> list[int]\n```"
     )
-
-
-def test_the_site_builds_strictly(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(tmp_path)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=110)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert (tmp_path / "reference" / "api" / "index.html").exists()

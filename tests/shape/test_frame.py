@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import subprocess
 import tomllib
+from itertools import pairwise
 from pathlib import Path
 
 
@@ -47,6 +48,28 @@ def test_ci_runs_make_test(root: Path) -> None:
 
 def test_the_readme_is_short(root: Path) -> None:
     assert len((root / "README.md").read_text(encoding="utf-8").splitlines()) < 120
+
+
+def test_the_readme_begins_with_gpus_and_says_what_was_not_run(root: Path) -> None:
+    first = (root / "README.md").read_text(encoding="utf-8").splitlines()[:12]
+    assert "any number of GPUs" in first[2]
+    assert any(line.startswith("paceline launch train.py") for line in first)
+    assert any(line.startswith("srun ") for line in first)
+    assert any("has not run on a GPU yet" in line for line in first)
+
+
+def test_the_readme_names_its_peers_in_the_tables_heads(root: Path) -> None:
+    lines = (root / "README.md").read_text(encoding="utf-8").splitlines()
+    heads = [before for before, line in pairwise(lines) if line.startswith("|---")]
+    assert heads
+    for head in heads:
+        peers = [cell for cell in head.split("|") if " over " in cell or " of " in cell]
+        assert any(re.search(r"(PyTorch|accelerate|DeepSpeed) \d+\.\d+", cell) for cell in peers), head
+
+
+def test_the_readme_has_a_picture_that_is_there(root: Path) -> None:
+    pictures = re.findall(r"!\[([^\]]+)\]\(([^)]+)\)", (root / "README.md").read_text(encoding="utf-8"))
+    assert pictures and all(len(text.split()) > 5 and (root / path).is_file() for text, path in pictures)
 
 
 def test_every_decision_is_in_the_index(root: Path) -> None:

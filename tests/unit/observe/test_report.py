@@ -61,6 +61,17 @@ def test_the_page_stands_alone_and_is_well_formed(tmp_path):
     assert page.count('class="wrong"') == 1 and "is cat" in page
 
 
+def test_a_page_is_readable_on_a_phone():
+    page = whole().html()
+    assert '<meta name="viewport" content="width=device-width, initial-scale=1">' in page
+    assert all("viewBox" in tag for tag in re.findall("<svg[^>]*>", page))
+    phone = page.partition("@media (max-width: 560px)")[2].partition("</style>")[0]
+    # Drawings of 460 units are scaled to about 350 pixels there.
+    size = float(re.search(r"svg\.chart text { font-size: ([\d.]+)px", phone)[1])
+    assert size * 350 / 460 >= 12
+    assert "pre { font" in page and "white-space: pre-wrap" in page
+
+
 def test_a_line_with_a_gap_and_the_last_value_in_its_legend():
     chart = line_chart({"loss": [(1, 0.9), (2, math.nan), (3, 0.4)]}, "epoch", ".2f")
     assert re.search(r'd="M[\d. ]+ M[\d. ]+"', chart)
