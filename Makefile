@@ -72,7 +72,7 @@ hosts: setup  ## tests on several hosts of this machine (root; tests/hosts/insta
 gpu: setup  ## tests that need an accelerator; says what is missing
 	$(PYTEST) tests/gpu -rs $(ARGS)
 
-docs: setup  ## build the documentation into site/, strictly
+docs: setup  ## build the documentation, strictly; open site/index.html, no server is needed
 	$(BIN)/python -m mkdocs build --strict --quiet
 
 # An environment of their own: the peers must not be where tests check that Paceline does without them.
