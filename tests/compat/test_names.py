@@ -8,6 +8,7 @@ import inspect
 import json
 import subprocess
 import sys
+from enum import Enum
 from pathlib import Path
 from types import ModuleType
 
@@ -118,7 +119,8 @@ def test_what_is_carried_takes_the_real_keywords() -> None:
         if not hasattr(where, member):
             wrong += [] if name in _IN_INSTANCES else [f"{name} is missing"]
             continue
-        if wanted is None:
+        # How an enumeration is called is Python's own affair, which changed it in 3.12.
+        if wanted is None or (isinstance(getattr(where, member), type) and issubclass(getattr(where, member), Enum)):
             continue
         ours = inspect.signature(getattr(where, member)).parameters
         if not any(each.kind is each.VAR_KEYWORD for each in ours.values()):

@@ -40,6 +40,7 @@ from paceline.plan.cost import Bytes
 from paceline.plan.facts import ModelFacts
 from paceline.plan.options import option
 from paceline.plan.plan import Decision, Plan
+from paceline.torch_internals import ddp
 from paceline.torch_internals.fsdp import replicate_function
 from paceline.world.held import Held
 from paceline.world.layout import GRADIENT_AXES
@@ -228,7 +229,7 @@ class Replicate(Strategy):
         if state.touched:
             state.touched = state.armed = False
         try:
-            model._check_reducer_finalized()
+            ddp.check_finished(model)
         except RuntimeError as error:
             raise PlanError(
                 "unused-parameters",
@@ -321,15 +322,10 @@ def _begin_anew(model: Any, order: Iterable[int]) -> None:
     DDP would rebuild its buckets after its first step; then a run that was resumed would add up its first gradients in
     another order than one that was not. So the buckets are final from the start.
     """
-    built, expect_sparse = model._build_params_for_reducer()
     own = list(model.module.parameters())
     place = {id(own[number]): at for at, number in enumerate(order)}
-    pairs = sorted(zip(built, expect_sparse, strict=True), key=lambda pair: place.get(id(pair[0]), len(place)))
-    built, expect_sparse = [pair[0] for pair in pairs], [pair[1] for pair in pairs]
-    model._ddp_init_helper(built, expect_sparse, model._build_debug_param_to_name_mapping(built), model.static_graph)
-    if place and not model.find_unused_parameters and not model.static_graph:
-        model.reducer._push_all_rebuilt_params()
-        model.reducer._rebuild_buckets()
+    final = bool(place) and not model.find_unused_parameters and not model.static_graph
+    ddp.replace_reducer(model, lambda parameter: place.get(id(parameter), len(place)), final)
 
 
 _STATES: weakref.WeakKeyDictionary[DistributedDataParallel, _State] = weakref.WeakKeyDictionary()
@@ -393,10 +389,8 @@ def _told(parameters: list[nn.Parameter], order: list[nn.Parameter], group: Any)
 
 def _average_as_ddp(model: Any, order: list[nn.Parameter], used: set[nn.Parameter]) -> None:
     """Averages gradients bucket by bucket as DDP will: with the same bits, wherever a run is resumed."""
-    limits = [model._bucket_config.first_bucket_bytes_cap, model._bucket_config.bucket_bytes_cap]
-    buckets, _ = dist._compute_bucket_assignment_by_size(order, limits, [False] * len(order))
     ranks = dist.get_world_size(model.process_group)
-    for bucket in buckets:
+    for bucket in ddp.buckets_of(model, order):
         members = [order[number] for number in bucket]
         # In the memory order of the parameters, as DDP's buckets are.
         parts = [torch.zeros_like(p, memory_format=torch.preserve_format) for p in members]

@@ -1,0 +1,52 @@
+"""The private side of `DistributedDataParallel`: its reducer and the sizes of its buckets."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+
+def check_finished(model: DistributedDataParallel) -> None:
+    """Raises torch's RuntimeError where the last backward pass left gradients that were not averaged."""
+    model._check_reducer_finalized()
+
+
+def buckets_of(model: DistributedDataParallel, parameters: Sequence[nn.Parameter]) -> list[list[int]]:
+    """How DDP divides parameters into buckets, once it knows in which order their gradients come.
+
+    Args:
+        parameters: all that are reduced, in the order in which their gradients come.
+
+    Returns the positions in `parameters` of each bucket's members.
+    """
+    buckets, _ = dist._compute_bucket_assignment_by_size(parameters, _bucket_limits(model), [False] * len(parameters))
+    return [list(bucket) for bucket in buckets]
+
+
+def _bucket_limits(model: Any) -> list[int]:
+    """Bytes of the first bucket, and of all others."""
+    if hasattr(model, "_bucket_config"):
+        return [model._bucket_config.first_bucket_bytes_cap, model._bucket_config.bucket_bytes_cap]
+    # torch 2.11 has no such object: the first bucket is small where the size is the default.
+    first = dist._DEFAULT_FIRST_BUCKET_BYTES if model.bucket_bytes_cap_default else model.bucket_bytes_cap
+    return [first, model.bucket_bytes_cap]
+
+
+def replace_reducer(model: Any, place: Callable[[nn.Parameter], int], final: bool) -> None:
+    """Puts a new reducer in the place of a model's.
+
+    Args:
+        place: where a parameter's gradient comes; the parameters are reduced in this order.
+        final: buckets follow that order from the start, and not from the second step on.
+    """
+    built, expect_sparse = model._build_params_for_reducer()
+    pairs = sorted(zip(built, expect_sparse, strict=True), key=lambda pair: place(pair[0]))
+    built, expect_sparse = [pair[0] for pair in pairs], [pair[1] for pair in pairs]
+    model._ddp_init_helper(built, expect_sparse, model._build_debug_param_to_name_mapping(built), model.static_graph)
+    if final:
+        model.reducer._push_all_rebuilt_params()
+        model.reducer._rebuild_buckets()
