@@ -76,6 +76,6 @@ def _read(path: Path) -> str:
 
 def _checked(secret: str, where: str) -> str:
     if len(secret) < _SHORTEST:
-        why = f"{where} has {len(secret)} characters, and {_SHORTEST} are the fewest"
+        why = f"{where} has a length of {len(secret)}; expected: {_SHORTEST} characters or more"
         raise LaunchError("launch-secret", "the secret of this run is too short.", why, _FIX)
     return secret

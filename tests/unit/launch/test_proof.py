@@ -112,7 +112,7 @@ def test_a_secret_that_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     path.write_text("short\n")
     path.chmod(0o600)
     with environment.patched({"PACELINE_RUN_SECRET_FILE": str(path)}):
-        with pytest.raises(LaunchError, match="has 5 characters, and 16 are the fewest"):
+        with pytest.raises(LaunchError, match="has a length of 5; expected: 16 characters or more"):
             secret.of_user()
         path.write_bytes(os.urandom(64))
         assert secret.of_user()
