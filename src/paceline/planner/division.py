@@ -24,7 +24,10 @@ def division_of(plan: Plan, facts: ModelFacts) -> str:
     layout = plan.layout
     parts = []
     if layout.shard > 1:
-        parts.append(f"zero={plan.zero} divides {_BY_STAGE[plan.zero]} over {layout.shard} ranks")
+        # FSDP2 divides parameters whatever the stage, and over ranks along cp too, which hold the same ones.
+        stage = 3 if plan.fully_sharded else plan.zero
+        ranks = layout.size("shard", "cp") if plan.fully_sharded else layout.shard
+        parts.append(f"zero={plan.zero} divides {_BY_STAGE[stage]} over {ranks} ranks")
     for axis, divided in _BY_AXIS.items():
         size = getattr(layout, axis)
         if size > 1:

@@ -102,7 +102,7 @@ def test_how_a_model_is_divided_is_one_line(need):
     assert [line.partition(": ")[2].partition(", with Adam")[0] for line in said.values()] == [
         "zero=2 divides gradients and optimizer states over 4 ranks; about 7.0 bytes a parameter on each",
         "zero=3 divides parameters, gradients and optimizer states over 2 ranks; about 8.0 bytes a parameter on each",
-        "zero=3 divides parameters, gradients and optimizer states over 2 ranks, cp=2 divides each sequence over 2 ranks; "
-        "about 8.0 bytes a parameter on each",
+        "zero=3 divides parameters, gradients and optimizer states over 4 ranks, cp=2 divides each sequence over 2 ranks; "
+        "about 4.0 bytes a parameter on each",
     ]
     assert all(line.startswith("Sequential (264.7 thousand parameters): ") for line in said.values())
