@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import ast
+import importlib
 import re
 import subprocess
 import sys
 from pathlib import Path
+
+import pytest
 
 # A torch of a few names: analysing the real one takes 20 s. The types are Paceline's own.
 STUBS = {
@@ -59,6 +62,7 @@ from paceline import Accelerator, Keep, LocalSGD, PlanError, find_executable_bat
 from paceline import Acelerator  # attr-defined
 from paceline.testing import Fault, run_ranks
 from paceline.testing import run_rank  # attr-defined
+from paceline.checkpoint import Chekpointer  # attr-defined
 
 class Net(nn.Module):
     def width(self) -> int:
@@ -144,13 +148,14 @@ def test_the_marker_of_typed_packages_is_there(root) -> None:
     assert (root / "src/paceline/py.typed").exists()
 
 
-def test_the_three_lists_of_public_names_agree(root) -> None:
-    import paceline
-
-    tree = ast.parse((root / "src/paceline/__init__.py").read_text(encoding="utf-8"))
+@pytest.mark.parametrize("package", ["paceline", "paceline.checkpoint"])
+def test_the_three_lists_of_public_names_agree(package) -> None:
+    module = importlib.import_module(package)
+    tree = ast.parse(Path(module.__file__).read_text(encoding="utf-8"))
     (block,) = [node for node in tree.body if isinstance(node, ast.If)]
     imported = {
         name.name: node.module for node in block.body if isinstance(node, ast.ImportFrom) for name in node.names
     }
-    assert imported == paceline._WHERE, "what type checkers see, and what is loaded on first use"
-    assert sorted(paceline.__all__) == sorted(["__version__", *imported])
+    loaded = {name: where if "." in where else f"{package}.{where}" for name, where in module._WHERE.items()}
+    assert imported == loaded, "what type checkers see, and what is loaded on first use"
+    assert sorted({*module.__all__} - {"__version__"}) == sorted(imported)
