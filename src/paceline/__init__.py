@@ -23,6 +23,7 @@ _WHERE = {
     "set_seed": "paceline.data.seed",
     "skip_first_batches": "paceline.data.skip",
     # the exception tree
+    "ArgumentError": "paceline.base.errors",
     "CheckpointError": "paceline.base.errors",
     "CollectiveError": "paceline.base.errors",
     "CompatError": "paceline.base.errors",
@@ -37,16 +38,62 @@ _WHERE = {
     "WorldError": "paceline.base.errors",
 }
 
-__all__ = ["__version__", *sorted(_WHERE)]
+__all__ = [
+    "Accelerator",
+    "ArgumentError",
+    "CheckpointError",
+    "CollectiveError",
+    "CompatError",
+    "ConfigError",
+    "DataError",
+    "Keep",
+    "LaunchError",
+    "LocalSGD",
+    "PacelineError",
+    "Plan",
+    "PlanError",
+    "PrepareError",
+    "TrackerError",
+    "TrainError",
+    "World",
+    "WorldError",
+    "__version__",
+    "debug_launcher",
+    "find_executable_batch_size",
+    "get_logger",
+    "notebook_launcher",
+    "set_seed",
+    "skip_first_batches",
+]
 
-if TYPE_CHECKING:
-    from paceline.accelerator import Accelerator as Accelerator
-    from paceline.base.errors import PacelineError as PacelineError
-    from paceline.data.seed import set_seed as set_seed
-    from paceline.launch.notebook import notebook_launcher as notebook_launcher
-
-
-__getattr__ = lazy_names(__name__, _WHERE)
+if TYPE_CHECKING:  # what type checkers see: to them a module with a `__getattr__` has every name, misspelt ones too
+    from paceline.accelerator import Accelerator
+    from paceline.base.errors import (
+        ArgumentError,
+        CheckpointError,
+        CollectiveError,
+        CompatError,
+        ConfigError,
+        DataError,
+        LaunchError,
+        PacelineError,
+        PlanError,
+        PrepareError,
+        TrackerError,
+        TrainError,
+        WorldError,
+    )
+    from paceline.checkpoint.retention import Keep
+    from paceline.data.seed import set_seed
+    from paceline.data.skip import skip_first_batches
+    from paceline.launch.notebook import debug_launcher, notebook_launcher
+    from paceline.observe.logs import get_logger
+    from paceline.optim.batch_size import find_executable_batch_size
+    from paceline.optim.local_sgd import LocalSGD
+    from paceline.plan.plan import Plan
+    from paceline.world.world import World
+else:
+    __getattr__ = lazy_names(__name__, _WHERE)
 
 
 def __dir__() -> list[str]:

@@ -11,16 +11,17 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict, TypeVar, TypeVarTuple, Unpack, cast, overload
 
 import torch
 from torch import nn
 
+from paceline.base.errors import PlanError
 from paceline.base.log import warn_once
 from paceline.checkpoint.retention import Keep
 from paceline.config import resolve_run
+from paceline.config.keywords import checked_keywords, refuse_unknown
 from paceline.data.active import ActiveLoaders
-from paceline.data.loader import PreparedLoader
 from paceline.data.metrics import gather_for_metrics
 from paceline.data.skip import skip_first_batches
 from paceline.keeping import Keeping
@@ -43,7 +44,21 @@ from paceline.world.collectives import Collectives
 from paceline.world.mesh import Mesh
 from paceline.world.world import World
 
+Prepared = TypeVar("Prepared")
+Several = TypeVarTuple("Several")
+Model = TypeVar("Model", bound=nn.Module)
 
+
+class BackwardOptions(TypedDict, total=False):
+    """What `Tensor.backward` takes besides."""
+
+    gradient: torch.Tensor | None
+    retain_graph: bool | None
+    create_graph: bool
+    inputs: torch.Tensor | Sequence[torch.Tensor] | None
+
+
+@checked_keywords
 class Accelerator(Keeping):
     """Runs an ordinary PyTorch loop on any number of processes, with the same numbers.
 
@@ -120,7 +135,9 @@ class Accelerator(Keeping):
             hang_report_s=settings.hang_report_s)  # fmt: skip
         super().__init__(world, device, collectives)
         self._precision = TABLE[started.precision]
-        self.scaler = LossScaler(device, collectives, **(scaler or {})) if self._precision.scales else None
+        # Options are checked under every precision: a misspelt one must not wait for the first run in fp16.
+        loss_scaler = LossScaler(device, collectives, **(scaler or {})) if self._precision.scales or scaler else None
+        self.scaler = loss_scaler if self._precision.scales else None
         self._active = ActiveLoaders()
         self.gradients = Accumulation(started.accumulate, started.layout.width, self._active, collectives)
         self._prepared = self._preparation(
@@ -161,6 +178,13 @@ class Accelerator(Keeping):
 
     @gradient_accumulation_steps.setter
     def gradient_accumulation_steps(self, steps: int) -> None:
+        if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
+            raise PlanError(
+                "plan-accumulate",
+                f"{steps!r} micro-batches cannot make an optimizer step.",
+                why=f"accelerator.gradient_accumulation_steps = {steps!r}; it is a whole number, 1 or more",
+                fix="set gradient_accumulation_steps to 1 or more",
+            )
         self.gradients.steps = steps
 
     @property
@@ -181,8 +205,15 @@ class Accelerator(Keeping):
 
     # -- prepare -----------------------------------------------------------------------------------------------
 
+    @overload
+    def prepare(self, prepared: Prepared, /, *, device_placement: Sequence[bool] | None = None) -> Prepared: ...
+    @overload
+    def prepare(self, *objects: *Several, device_placement: Sequence[bool] | None = None) -> tuple[*Several]: ...
     def prepare(self, *objects: Any, device_placement: Sequence[bool] | None = None) -> Any:
         """Prepares models, optimizers, loaders and schedulers, any number in any order.
+
+        To type checkers each comes back as what it was: a loop uses it alike. Where a plan wraps a model,
+        `unwrap_model` gives the module with attributes of its own; a prepared loader is no `DataLoader` for `isinstance`.
 
         Args:
             device_placement: for each object, whether it (a loader: its batches) is moved to the device; None moves all.
@@ -198,12 +229,12 @@ class Accelerator(Keeping):
 
     def prepare_model(
         self,
-        model: nn.Module,
+        model: Model,
         device_placement: bool | None = None,
         evaluation_mode: bool = False,
         *,
         plan: Mapping[str, Any] | None = None,
-    ) -> nn.Module:
+    ) -> Model:
         """Prepares one model. Ranks: all.
 
         Args:
@@ -213,21 +244,21 @@ class Accelerator(Keeping):
         """
         place = device_placement is not False
         if evaluation_mode:
-            return self._prepared.evaluation_model(model, place=place)
+            return cast(Model, self._prepared.evaluation_model(model, place=place))
         with self._prepared.under(plan):
             return self.prepare(model, device_placement=[place])
 
-    def prepare_data_loader(self, data_loader: Any, device_placement: bool | None = None) -> PreparedLoader:
+    def prepare_data_loader(self, data_loader: Prepared, device_placement: bool | None = None) -> Prepared:
         """Prepares one loader. Ranks: all."""
-        return self._prepared.loader(data_loader, place=device_placement is not False)
+        return cast(Prepared, self._prepared.loader(data_loader, place=device_placement is not False))
 
-    def prepare_optimizer(self, optimizer: torch.optim.Optimizer) -> Any:
+    def prepare_optimizer(self, optimizer: Prepared) -> Prepared:
         """Prepares one optimizer of models that were prepared before."""
-        return self._prepared.optimizer(optimizer)
+        return cast(Prepared, self._prepared.optimizer(optimizer))
 
-    def prepare_scheduler(self, scheduler: Any) -> Any:
+    def prepare_scheduler(self, scheduler: Prepared) -> Prepared:
         """Prepares one scheduler."""
-        return self._prepared.scheduler(scheduler)
+        return cast(Prepared, self._prepared.scheduler(scheduler))
 
     def free_memory(self, *objects: Any) -> list[None]:
         """Forgets everything that was prepared and empties the device's cache; returns as many Nones as objects."""
@@ -253,7 +284,9 @@ class Accelerator(Keeping):
         """Backward passes inside accumulate gradients without communication."""
         return self._prepared.hold_gradients(models)
 
-    def backward(self, loss: torch.Tensor, num_items: int | torch.Tensor | None = None, **kwargs: Any) -> None:
+    def backward(
+        self, loss: torch.Tensor, num_items: int | torch.Tensor | None = None, **kwargs: Unpack[BackwardOptions]
+    ) -> None:
         """Computes gradients such that a window's gradient is the mean over its samples (or items), at every width.
 
         Args:
@@ -266,6 +299,8 @@ class Accelerator(Keeping):
         Raises:
             PlanError, TrainError: `backward-pipeline`, `unused-parameters`, `backward-loss`, `accumulate-outside`.
         """
+        if kwargs:
+            refuse_unknown("backward", kwargs, ("num_items", *BackwardOptions.__annotations__))
         self._steps.backward(loss, num_items, **kwargs)
 
     def forward_backward(
@@ -348,18 +383,16 @@ class Accelerator(Keeping):
 
     # -- models and files --------------------------------------------------------------------------------------
 
-    def unwrap_model(
-        self, model: nn.Module, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True
-    ) -> nn.Module:
+    def unwrap_model(self, model: Model, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True) -> Model:
         """The module that the user wrote.
 
         Args:
             keep_fp32_wrapper: False also takes off the mixed-precision forward.
             keep_torch_compile: False also takes the module out of `torch.compile`.
         """
-        return self._prepared.unwrap(model, keep_fp32_wrapper, keep_torch_compile)
+        return cast(Model, self._prepared.unwrap(model, keep_fp32_wrapper, keep_torch_compile))
 
-    def skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> Any:
+    def skip_first_batches(self, dataloader: Prepared, num_batches: int = 0) -> Prepared:
         """A loader without the first `num_batches` batches of each epoch."""
         return skip_first_batches(dataloader, num_batches)
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from paceline.checkpoint.files import save_object
+from paceline.config.keywords import checked_keywords
 from paceline.plan.plan import Plan
 from paceline.states import Hook, Start, States
 from paceline.world.participant import Participant
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
     from paceline.preparation import Preparation
 
 
+@checked_keywords
 class Keeping(Participant):
     """Saves and loads what an `Accelerator` holds."""
 

@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from paceline.base.errors import PlanError, PrepareError, Problem
-from paceline.base.log import logger
+from paceline.base.log import logger, warn_once
 from paceline.checkpoint.module_state import clean
 from paceline.data.active import ActiveLoaders
 from paceline.data.loader import PreparedLoader
@@ -37,8 +37,10 @@ from paceline.plan.facts import ModelFacts, model_facts
 from paceline.plan.plan import Decision, Plan
 from paceline.plan.resolve import draft, resolve
 from paceline.planner import fit
+from paceline.planner.division import division_of
 from paceline.planner.exhausted import told, watch
 from paceline.precision.policy import Precision, unwrap_forward, wrap_forward
+from paceline.preparation_errors import checked_placement, refused
 from paceline.world.collectives import Collectives
 from paceline.world.layout import DATA_AXES
 from paceline.world.mesh import Mesh
@@ -120,7 +122,7 @@ class Preparation:
     def prepare(self, objects: Sequence[Any], placement: Sequence[bool] | None = None) -> list[Any]:
         """Prepares objects of any kind in any order; see `Accelerator.prepare`."""
         kinds = [self._kind(each) for each in objects]
-        places = list(placement) if placement is not None else [True] * len(objects)
+        places = [True] * len(objects) if placement is None else checked_placement(placement, len(objects))
         result = list(objects)
         models = [(at, each) for at, (each, kind) in enumerate(zip(objects, kinds, strict=True)) if kind == "model"]
         optimizers = [each for each, kind in zip(objects, kinds, strict=True) if kind == "optimizer"]
@@ -147,12 +149,7 @@ class Preparation:
             return "scheduler"
         if hasattr(value, "__iter__") and not isinstance(value, (str, bytes, dict, list, tuple, torch.Tensor)):
             return "loader"
-        raise PrepareError(
-            "prepare-kind",
-            f"`prepare` was given a {type(value).__name__}, which is no model, optimizer, loader or scheduler.",
-            why="it prepares torch.nn.Module, torch.optim.Optimizer, torch.utils.data.DataLoader and learning-rate schedulers",
-            fix="leave it out of the call; it needs no preparation",
-        )
+        raise refused(value)
 
     def _prepare_models(
         self, models: list[tuple[int, Any]], places: list[bool], result: list[Any], optimizers: list[Optimizer]
@@ -201,6 +198,8 @@ class Preparation:
         if new:
             self.plan = plan
             logger("plan").info("%s", plan.explain())
+            for line in filter(None, (division_of(plan, fact) for fact in facts)):
+                warn_once("plan", line)
         return before
 
     def _materialise(self, recipe: Recipe, model: nn.Module, plan: Plan) -> None:

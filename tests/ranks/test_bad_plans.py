@@ -75,7 +75,7 @@ def on_several_devices():
 def test_widths_that_do_not_multiply_to_the_number_of_processes(plan):
     codes, text = raised(lambda: Accelerator(cpu=True, plan=plan))
     assert codes == ["plan-size"]
-    assert "but 2 are running" in text
+    assert "but there are 2" in text
     for axis, width in plan.items():
         assert f"{axis}={width}" in text
 

@@ -115,6 +115,27 @@ def test_clipping_is_one_unless_it_is_said() -> None:
     assert clipped < 0.1 and free > 10
 
 
+def test_a_scheduler_without_its_metric_and_an_optimizer_without_its_closure() -> None:
+    def work() -> None:
+        engine = start(config(scheduler={"type": "ReduceLROnPlateau", "params": {"patience": 0, "factor": 0.5}}))
+        before = copy.deepcopy(engine.module_state_dict())
+        engine.backward(micro(engine, *batches(1)[0], 0))
+        with pytest.raises(TrainError, match=r"engine.step\(lr_kwargs=\{'metrics': loss.item\(\)\}\)") as caught:
+            engine.step()
+        assert caught.value.code == "deepspeed-metric"
+        assert apart(engine.module_state_dict(), before) == 0.0
+        engine.step(lr_kwargs={"metrics": 1.0})
+        engine.backward(micro(engine, *batches(1)[0], 0))
+        engine.step(lr_kwargs={"metrics": 2.0})
+        assert engine.global_steps == 2 and engine.get_lr() == [0.005]
+        net, keys = model(), config()
+        del keys["optimizer"]
+        with pytest.raises(ConfigError, match="deepspeed-optimizer"):
+            start(keys, optimizer=torch.optim.LBFGS(net.parameters()), net=net)
+
+    run_ranks(work, 1)
+
+
 def test_other_ways_through_a_window_come_to_the_same() -> None:
     def by_hand(engine) -> dict:
         for x, y in batches(3):

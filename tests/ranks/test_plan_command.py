@@ -81,9 +81,9 @@ def test_bytes_are_those_of_the_textbook(folder):
 def test_auto_takes_the_cheapest_plan_that_fits_and_says_why_not_another(folder):
     big = SCRIPT.replace("1024", "65536").replace("range(4)", "range(8)")
     (folder / "big.py").write_text(big)
-    text = plan(folder, "big.py", "--procs", "8", "--device", "mine-4GB", code=1)
+    text = plan(folder, "big.py", "--procs", "8", "--device", "a100-4GB", code=1)
     assert "DOES NOT FIT" in text and "fits instead: --shard 8" in text
-    found = json.loads(plan(folder, "big.py", "--procs", "8", "--device", "mine-4GB", "--shard", "auto", "--json"))
+    found = json.loads(plan(folder, "big.py", "--procs", "8", "--device", "a100-4GB", "--shard", "auto", "--json"))
     assert found["chosen"] == {"replicate": 1, "shard": 8, "zero": 1} and found["fits"]
     (rejected,) = found["rejected"]
     assert rejected["settings"]["replicate"] == 8 and rejected["reason"].startswith("needs 4.1 GiB a rank, 3.8 GiB")

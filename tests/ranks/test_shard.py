@@ -3,6 +3,7 @@
 The suite over plans (`test_parity_plans.py`) crosses plans; here one loop goes through the options of `shard` itself.
 """
 
+import logging
 from copy import deepcopy
 from dataclasses import dataclass
 from functools import cache
@@ -14,8 +15,10 @@ import torch.distributed.fsdp
 import torch.distributed.tensor
 from parity_models import GPT, loss_of
 from torch import nn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
-from paceline.base.errors import PlanError, TrainError
+from paceline import Accelerator
+from paceline.base.errors import PlanError, PrepareError, TrainError
 from paceline.testing import run_ranks
 
 ROWS, STEPS = 8, 3
@@ -581,3 +584,37 @@ def test_whole_states_are_loaded() -> None:
             torch.testing.assert_close(value, plain_model.state_dict()[name], atol=1e-6, rtol=0)
 
     run_ranks(body, world=2)
+
+
+def test_an_average_of_weights_is_copied_before_prepare_and_what_is_divided_is_said() -> None:
+    def averaged(plan: dict[str, int] | None) -> dict[str, torch.Tensor]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 2))
+        average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.5))
+        accelerator = Accelerator(cpu=True, plan=plan)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+        model, average, optimizer = accelerator.prepare(model, average, optimizer)
+        for _ in range(3):
+            accelerator.backward(model(torch.ones(2, 4)).pow(2).mean())
+            optimizer.step()
+            optimizer.zero_grad()
+            average.update_parameters(model)
+        if accelerator.num_processes > 1:
+            for copied in (lambda: deepcopy(model), lambda: AveragedModel(accelerator.unwrap_model(model))):
+                with pytest.raises(PrepareError) as caught:
+                    copied()
+                assert caught.value.code == "model-copy"
+                assert "accelerator.prepare(model, average, optimizer)" in str(caught.value)
+        return accelerator.get_state_dict(average)
+
+    def work() -> tuple[dict[str, torch.Tensor], list[str]]:
+        said: list[str] = []
+        handler = logging.Handler(logging.WARNING)
+        handler.emit = lambda record: said.append(record.getMessage())
+        logging.getLogger("paceline.plan").addHandler(handler)
+        return averaged({"shard": 2}), said
+
+    (first, said), (_, elsewhere) = run_ranks(work, world=2)
+    torch.testing.assert_close(first, averaged(None))
+    assert any(line.startswith("Sequential (44 parameters): zero=3 divides parameters, gradients and") for line in said)
+    assert elsewhere == []

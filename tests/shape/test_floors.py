@@ -20,6 +20,7 @@ FLOORS = [
         "keeping",
         "preemption",
         "preparation",
+        "preparation_errors",
         "profiling",
         "states",
         "steps",

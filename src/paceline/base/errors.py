@@ -1,6 +1,7 @@
 """The exception tree: every error says what happened, why, and one fix that works.
 
     PacelineError
+     +- ArgumentError    (TypeError)           a call with an argument that there is not
      +- ConfigError      (ValueError)          a setting, a config file or a flag
      +- WorldError       (RuntimeError)        ranks, devices, process groups
      +- CollectiveError  (RuntimeError)        ranks that disagree about a collective, or never enter it
@@ -145,6 +146,10 @@ def _rebuild(cls: type[PacelineError], problems: tuple[Problem, ...]) -> Pacelin
 
 
 PacelineError.__module__ = "paceline"
+
+
+class ArgumentError(PacelineError, TypeError):
+    """A call with an argument that the function does not take."""
 
 
 class ConfigError(PacelineError, ValueError):

@@ -49,7 +49,7 @@ def filesystem(url: str) -> Any:
             "checkpoint-store",
             f"{url} needs a package that is not installed.",
             why=str(error),
-            fix='`pip install "paceline[s3]"`' if protocol in ("s3", "s3a") else "install what the reason names",
+            fix="`pip install s3fs`" if protocol in ("s3", "s3a") else "install what the reason names",
         ) from None
     if protocol in ("s3", "s3a"):
         found.retries = 2

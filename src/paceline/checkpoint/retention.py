@@ -12,11 +12,13 @@ from typing import Any
 from paceline.base.errors import CheckpointError
 from paceline.checkpoint.manifest import NAME, Manifest
 from paceline.checkpoint.store import Store
+from paceline.config.keywords import checked_keywords
 
 PATTERN = re.compile(r"checkpoint_(\d+)")
 _log = logging.getLogger("paceline.checkpoint")
 
 
+@checked_keywords
 @dataclass(frozen=True)
 class Keep:
     """Which automatically named checkpoints stay: each that any rule names, and the one just saved. No rule keeps all.
@@ -38,14 +40,9 @@ class Keep:
     mode: str = "min"
 
     def __post_init__(self) -> None:
-        wrong = [number for number in (self.last, self.every) if number is not None and number < 1]
-        if wrong:
-            raise CheckpointError(
-                "checkpoint-keep",
-                f"{wrong[0]} checkpoints cannot be kept.",
-                why="the one just saved is always kept",
-                fix="keep 1 or more, or None for all",
-            )
+        for name, number in (("last", self.last), ("every", self.every)):
+            if number is not None:
+                _check_count(f"Keep({name}=...)", number)
         if self.mode not in ("min", "max"):
             raise CheckpointError(
                 "checkpoint-keep",
@@ -56,8 +53,17 @@ class Keep:
     @classmethod
     def of(cls, total_limit: int | None, keep: Keep | None) -> Keep:
         """The rule that a number or a rule means."""
+        if total_limit is not None:
+            _check_count("total_limit", total_limit)
         if keep is None:
             return cls(last=total_limit)
+        if not isinstance(keep, Keep):
+            raise CheckpointError(
+                "checkpoint-keep",
+                f"{keep!r} is no rule for keeping checkpoints.",
+                why="Accelerator(keep=...) takes a `Keep`; a number of checkpoints is total_limit",
+                fix=f"write total_limit={keep}" if type(keep) is int else "write keep=Keep(last=3)",
+            )
         if total_limit is not None:
             raise CheckpointError(
                 "checkpoint-keep",
@@ -111,6 +117,22 @@ class Keep:
             if not math.isnan(value) and (best is None or value >= best[0]):
                 best = (value, path)
         return kept | ({best[1]} if best else set())
+
+
+def _check_count(argument: str, value: object) -> None:
+    """Refuses what cannot count checkpoints or steps.
+
+    Raises:
+        CheckpointError: `checkpoint-keep`.
+    """
+    if isinstance(value, int) and not isinstance(value, bool) and value >= 1:
+        return
+    raise CheckpointError(
+        "checkpoint-keep",
+        f"{argument} cannot be {value!r}.",
+        why="it is a whole number of at least 1: the checkpoint just saved is always kept",
+        fix="write a number such as 3, or None, which keeps all of them",
+    )
 
 
 def number(store: Store, path: str) -> int | None:

@@ -71,8 +71,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Runs the script to its end; returns the exit code of the first failing rank, else 0."""
     from paceline.cli.launch import carry_out
+    from paceline.launch.host import check_target
     from paceline.launch.hosts import job_on_hosts
-    from paceline.launch.job import job_of
+    from paceline.launch.job import job_of, target_of
 
     _check(args)
     env, notices = environment.snapshot(), _idle(args)
@@ -86,6 +87,7 @@ def run(args: argparse.Namespace) -> int:
             told, args.script, args.script_args, env, local_rank=not args.no_local_rank, activate=activate
         )
     else:
+        check_target(target_of(told.launch, args.script, args.script_args))
         job, more = job_of(told, args.script, args.script_args, env)
         notices += [each.replace("--procs 2", "--num_gpus 2") for each in more]  # this command's own flag
         job = replace(job, target=replace(job.target, local_rank=not args.no_local_rank))

@@ -14,6 +14,7 @@ from paceline.base.errors import ConfigError
 from paceline.config import schema
 from paceline.config.sources import Launch, resolve_launch
 from paceline.launch.launcher import LAUNCHERS, Job, Launcher
+from paceline.world.layout import AXES
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -26,8 +27,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Runs the script to its end; returns the exit code of the first failing rank, else 0."""
+    from paceline.launch.host import check_target
     from paceline.launch.hosts import job_on_hosts, without_hostfile
-    from paceline.launch.job import job_of
+    from paceline.launch.job import job_of, target_of
 
     told = resolve_launch(schema.given(args))
     if args.script is None:
@@ -39,12 +41,32 @@ def run(args: argparse.Namespace) -> int:
         job = job_on_hosts(told, args.script, args.script_args, env)
     else:
         without_hostfile(told)
+        check_target(target_of(told.launch, args.script, args.script_args))
         job, notices = job_of(told, args.script, args.script_args, env)
+    check_plan(told, job)
     for notice in (*told.notices, *notices):
         print(f"paceline: {notice}", file=sys.stderr)
     if told.launch.dry_run:
         return _show(job, told)
     return carry_out(job, told)
+
+
+def check_plan(told: Launch, job: Job) -> None:
+    """Refuses axes that do not divide the processes, before any is started; what the model decides is for the script.
+
+    Raises:
+        PlanError: `plan-size`, `plan-zero`.
+    """
+    axes = {"shard", "zero", *AXES}
+    if job.least or not any(row.field in axes and row.source != "default" for row in told.decisions):
+        return  # nobody divides anything, or the number of nodes may change
+    from paceline.plan.plan import Decision
+    from paceline.plan.resolve import draft
+
+    world_size = job.procs * job.nodes
+    if job.orders is not None:
+        world_size = sum(len(host.ids) for host in job.orders.hosts)
+    draft(vars(told.run), [Decision(**vars(row)) for row in told.decisions], world_size)
 
 
 def _show(job: Job, told: Launch) -> int:

@@ -17,6 +17,10 @@ from paceline.base.errors import ConfigError
 from paceline.config import schema
 from paceline.config.given import Given
 from paceline.config.sources import Launch, resolve_launch
+from paceline.launch.host import check_target
+from paceline.launch.job import target_of
+from paceline.launch.launcher import Target
+from paceline.planner.device import Device, device_of
 
 if TYPE_CHECKING:
     from paceline.planner.report import Report
@@ -28,7 +32,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     """Takes all settings of `launch`, and what the run is for."""
     parser.usage = "paceline plan [options] script.py -- [arguments of the script]"
     own = parser.add_argument_group("planning")
-    own.add_argument("--device", metavar="NAME", help="what it will run on, such as h200-141GB or mine-24GB")
+    own.add_argument("--device", metavar="NAME", help="what it will run on, such as h200-141GB or a100-24GB")
     own.add_argument("--auto", action="store_true", help="choose every axis that nobody gave")
     own.add_argument("--draw", action="store_true", help="draw the schedule of the pipeline")
     own.add_argument("--json", action="store_true", help="print JSON")
@@ -43,6 +47,10 @@ def run(args: argparse.Namespace) -> int:
     launch = resolve_launch(given)
     if args.script is None:
         raise ConfigError("command-line", "paceline plan: which script?", fix="paceline plan --procs 8 train.py")
+    target = target_of(launch.launch, args.script, args.after_dashes)
+    # A wrong name does not wait for torch, which the rehearsal imports.
+    device = device_of(args.device) if args.device else None
+    check_target(target)
     opened = _opened(launch, asked, args.auto)
     if opened and args.device is None:
         raise ConfigError(
@@ -51,7 +59,7 @@ def run(args: argparse.Namespace) -> int:
             why="auto takes the cheapest plan that fits, and nobody said how much memory there is",
             fix="say what it will run on, such as `--device h200-141GB`",
         )
-    report = _predict(args, launch, opened)
+    report = _predict(target, launch, opened, device)
     if args.json:
         print(json.dumps(report.json(), indent=2, default=str))
     else:
@@ -78,17 +86,14 @@ def _opened(launch: Launch, asked: Sequence[str], everything: bool) -> tuple[str
     return tuple(name for name in _SEARCHED if name in chosen)
 
 
-def _predict(args: argparse.Namespace, launch: Launch, opened: tuple[str, ...]) -> Report:
+def _predict(target: Target, launch: Launch, opened: tuple[str, ...], device: Device | None) -> Report:
     from functools import partial
 
-    from paceline.launch.launcher import Target
     from paceline.launch.worker import become
-    from paceline.planner.device import device_of
     from paceline.planner.predict import predict
     from paceline.planner.rehearsal import Troupe
 
     settings = launch.launch
-    device = device_of(args.device) if args.device else None
     local = 1 if settings.procs == "auto" else int(settings.procs)
     troupe = Troupe(
         world_size=local * settings.nodes,
@@ -97,7 +102,6 @@ def _predict(args: argparse.Namespace, launch: Launch, opened: tuple[str, ...]) 
         compat=settings.compat or "",
         memory=device.usable if device is not None else 0,
     )
-    target = Target("module" if settings.module else "script", args.script, tuple(args.after_dashes))
     return predict(
         partial(become, target, settings.compat or ""),
         troupe,

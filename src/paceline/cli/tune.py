@@ -54,7 +54,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         help="an argument of the script that follows micro or accumulate",
     )
     add("--thorough", action="store_true", help="bucket sizes and gathering of parameters are tried, too")
-    add("--device", metavar="NAME", help="has this memory, such as mine-24GB; not set: what this host has")
+    add("--device", metavar="NAME", help="has this memory, such as a100-24GB; not set: what this host has")
     add("--results", metavar="DIR", help="where results are written [autotuning_results]")
     add("--overwrite", action="store_true", help="measures anew what is there from an earlier run")
     schema.add_options(parser)
@@ -179,7 +179,7 @@ def _result(kind: str, value: Any) -> Any:
         "tune-device",
         "this host's devices could not be looked at.",
         why=str(value),
-        fix="say what a rank has, such as `--device mine-24GB`, or `--cpu`",
+        fix="say what a rank has, such as `--device a100-24GB`, or `--cpu`",
     )
 
 

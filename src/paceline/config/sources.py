@@ -114,8 +114,17 @@ def _from_code(code: Mapping[str, Any], plan: Any, options: Any, problems: list[
             for name, value in plan.items()
             if value is not None
         ]
-    elif plan is not None and not isinstance(plan, str | Path):
+    elif isinstance(plan, Sequence) and not isinstance(plan, str) and all(isinstance(each, Given) for each in plan):
         given += plan
+    elif plan is not None and not isinstance(plan, str | Path):
+        problems.append(
+            Problem(
+                "config-value",
+                f"plan cannot be {plan!r}.",
+                why="it comes from Accelerator(plan=...); expected: a mapping of settings, or the name of a config file",
+                fix='write it as a mapping, such as plan={"shard": 2, "zero": 1}',
+            )
+        )
     if options is not None:
         given.append(Given(strategy_options.NAME, options, "code", "Accelerator(options=...)"))
     given += [

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from paceline.base.errors import ConfigError
+from paceline.config.keywords import checked_keywords
 from paceline.world.layout import Layout
 from paceline.world.world import World
 
@@ -22,6 +23,7 @@ def follow(layout: Layout) -> None:
     _layout = layout
 
 
+@checked_keywords
 def set_seed(seed: int, device_specific: bool = False, deterministic: bool = False) -> int:
     """Seeds Python, NumPy and torch, on the CPU and on every accelerator.
 

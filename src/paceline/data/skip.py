@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from itertools import islice
-from typing import Any
+from typing import Any, TypeVar, cast
 
 from torch.utils.data import DataLoader, IterableDataset
 
 from paceline.base.errors import DataError
+from paceline.config.keywords import checked_keywords
 from paceline.data.feed import rewired
 from paceline.data.loader import PreparedLoader
+
+Loader = TypeVar("Loader")  # to type checkers a loader stays what it was
 
 
 class SkippedLoader:
@@ -54,7 +57,8 @@ class _Rest:
         return islice(iter(self.sampler), self.count, None)
 
 
-def skip_first_batches(loader: Any, count: int = 0) -> Any:
+@checked_keywords
+def skip_first_batches(loader: Loader, count: int = 0) -> Loader:
     """`loader` without the first `count` batches of each epoch.
 
     For a prepared loader the count is from the epoch's start, also where `load_state_dict` has just put it into the
@@ -78,7 +82,7 @@ def skip_first_batches(loader: Any, count: int = 0) -> Any:
             fix="pass the number of batches of this epoch that were used, such as `step % len(loader)`",
         )
     if isinstance(loader, SkippedLoader):
-        return SkippedLoader(loader.loader, loader.count + count)
+        return cast(Loader, SkippedLoader(loader.loader, loader.count + count))
     if not isinstance(loader, PreparedLoader | DataLoader):
         raise DataError(
             "data-loader-kind",
@@ -86,4 +90,4 @@ def skip_first_batches(loader: Any, count: int = 0) -> Any:
             why="it is neither a prepared loader nor a torch.utils.data.DataLoader",
             fix="pass the loader itself, or use itertools.islice",
         )
-    return SkippedLoader(loader, count)
+    return cast(Loader, SkippedLoader(loader, count))

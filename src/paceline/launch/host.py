@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import errno
-import importlib.util
+import importlib.machinery
 import os
+import pkgutil
 import shutil
 import socket
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from paceline.base.errors import LaunchError, Problem
 from paceline.base.lazy import uncollected
+from paceline.config.given import nearest
 from paceline.launch.launcher import Job, Target
 from paceline.world import torch_version
 
@@ -116,29 +119,67 @@ def _node(job: Job) -> Problem | None:
     )
 
 
+def check_target(target: Target) -> None:
+    """Refuses a target that is not there: before torch is imported, which takes seconds.
+
+    Raises:
+        LaunchError: `launch-script`.
+    """
+    problem = unusable(target)
+    if problem is not None:
+        raise LaunchError.of([problem])
+
+
 def unusable(target: Target) -> Problem | None:
     """Why a target cannot be run here; None where it can."""
     fix = "give the path of a Python file; `-m` for a module's name, `--no-python` for a program"
     if target.kind == "script":
-        path = Path(target.name)
-        if path.is_file() and os.access(path, os.R_OK):
-            return None
-        why = (
-            "it is a directory" if path.is_dir() else "it cannot be read" if path.exists() else "there is no such file"
-        )
-        return Problem("launch-script", f"the script {target.name!r} cannot be run.", f"{why} ({path.absolute()})", fix)
+        return _unusable_script(Path(target.name), target.name, fix)
     if target.kind == "module":
-        sys.path.insert(0, os.getcwd())  # as `python -m` does
-        try:
-            known = importlib.util.find_spec(target.name.split(".")[0]) is not None
-        except ValueError:
-            known = True  # it is loaded already
-        finally:
-            sys.path.pop(0)
-        why = f"looked for {target.name.split('.')[0]} in {os.getcwd()} and Python's path"
-        return None if known else Problem("launch-script", f"there is no module {target.name!r}.", why, fix)
+        return _unusable_module(target.name, fix)
     if target.kind == "program" and shutil.which(target.name) is None:
         return Problem("launch-script", f"there is no program {target.name!r}.", "looked for it on PATH", fix)
+    return None
+
+
+def _unusable_script(path: Path, written: str, fix: str) -> Problem | None:
+    """Why a script cannot be run; the fix names a file that was probably meant."""
+    if path.is_file() and os.access(path, os.R_OK):
+        return None
+    if path.is_dir():
+        why = "it is a directory"
+        scripts = sorted(each.name for each in path.glob("*.py"))
+        main = next((name for name in ("__main__.py", "main.py", "train.py") if name in scripts), "")
+        close = str(Path(written) / main) if main else ""
+    elif path.exists():
+        why, close = "it cannot be read", ""
+    else:
+        why = "there is no such file"
+        folder = path.parent if path.parent.is_dir() else Path()
+        name = nearest(path.name, [each.name for each in folder.iterdir() if each.is_file()])
+        close = str(folder / name) if name else ""
+    fix = f"write {close}" if close else fix
+    return Problem("launch-script", f"the script {written!r} cannot be run.", f"{why} ({path.absolute()})", fix)
+
+
+def _unusable_module(name: str, fix: str) -> Problem | None:
+    """Why a module cannot be run. Nothing is imported, since a package may do anything when it is."""
+    search: Sequence[str] | None = [os.getcwd(), *sys.path]  # as `python -m` does
+    parts = name.split(".")
+    for depth, part in enumerate(parts, 1):
+        full = ".".join(parts[:depth])
+        if full in sys.modules or full in sys.builtin_module_names:
+            return None
+        spec = importlib.machinery.PathFinder.find_spec(full, search)
+        if spec is None:
+            why = f"looked for {full} in {'its package' if depth > 1 else f'{os.getcwd()} and on the path of Python'}"
+            neighbours = [module.name for module in pkgutil.iter_modules(search if depth > 1 else ["."])]
+            close = nearest(part, neighbours) if depth == len(parts) else ""
+            fix = f"write {'.'.join([*parts[:-1], close])}" if close else fix
+            return Problem("launch-script", f"there is no module {name!r}.", why, fix)
+        if spec.origin is not None and "__path__" in Path(spec.origin).read_text(encoding="utf-8", errors="replace"):
+            return None  # such a package says itself where its modules are
+        search = spec.submodule_search_locations or []
     return None
 
 

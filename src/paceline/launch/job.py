@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from paceline.base.errors import ConfigError, LaunchError
+from paceline.config.settings import LaunchSettings
 from paceline.config.sources import Launch
 from paceline.launch import host
 from paceline.launch.launcher import Job, Target
@@ -41,8 +42,7 @@ def job_of(told: Launch, script: str, args: Sequence[str], env: Mapping[str, str
     procs = launch.procs if isinstance(launch.procs, int) else max(found.count, 1)
     if launch.procs == "auto" and not found.count:
         notices.append("1 process, as there is no accelerator; `--procs 2` starts two on the CPU.")
-    kind = "program" if launch.no_python else "module" if launch.module else "script"
-    target = Target(kind, script, tuple(args))
+    target = target_of(launch, script, args)
     cores = _cores(told, procs)
     variables = {**told.hand_over(), **_threads(told, procs, env, notices, cores)}
     if launch.gpu_ids != "all":
@@ -62,6 +62,12 @@ def job_of(told: Launch, script: str, args: Sequence[str], env: Mapping[str, str
         cores=cores, core_files=launch.cores,
     )  # fmt: skip
     return job, notices
+
+
+def target_of(launch: LaunchSettings, script: str, args: Sequence[str]) -> Target:
+    """What each process is to run."""
+    kind = "program" if launch.no_python else "module" if launch.module else "script"
+    return Target(kind, script, tuple(args))
 
 
 def _range(nodes: int | str) -> tuple[int, int]:

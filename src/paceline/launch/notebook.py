@@ -21,6 +21,7 @@ from typing import Any
 from paceline.base import env as environment
 from paceline.base.errors import ConfigError, LaunchError
 from paceline.config.given import Choice
+from paceline.config.keywords import checked_keywords
 from paceline.config.settings import RunSettings, settings_of
 from paceline.config.sources import hand_over
 from paceline.launch import host
@@ -31,6 +32,7 @@ from paceline.launch.report import problem_of
 _USUAL_PORT = "29500"
 
 
+@checked_keywords
 def notebook_launcher(
     function: Callable[..., Any],
     args: Sequence[Any] = (),
@@ -103,6 +105,7 @@ def notebook_launcher(
     return _carry_out(job)
 
 
+@checked_keywords
 def debug_launcher(function: Callable[..., Any], args: Sequence[Any] = (), num_processes: int = 2) -> Any:
     """Calls a function in several processes on the CPU, to try out whether it works on several at all.
 

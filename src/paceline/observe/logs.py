@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from paceline.base import env
 from paceline.base.errors import ConfigError, WorldError
+from paceline.config.keywords import checked_keywords
 from paceline.world.world import World
 
 
@@ -60,6 +61,7 @@ class RankLogger(logging.LoggerAdapter[logging.Logger]):
             self.warning(msg, *args, **{**kwargs, "stacklevel": kwargs.get("stacklevel", 1) + 1})
 
 
+@checked_keywords
 def get_logger(name: str, log_level: str | None = None) -> RankLogger:
     """A logger called `name` that speaks on the main process only, unless a call says otherwise.
 

@@ -11,8 +11,10 @@ import torch
 from torch.profiler import ProfilerActivity, supported_activities
 
 from paceline.base.errors import ConfigError
+from paceline.config.keywords import checked_keywords
 
 
+@checked_keywords
 @contextmanager
 def profile(
     *,

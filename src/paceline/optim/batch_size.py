@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from paceline.base.errors import ConfigError, TrainError
+from paceline.config.keywords import checked_keywords
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -28,6 +29,7 @@ def find_executable_batch_size(function: Sized[P, R], starting_batch_size: int =
 def find_executable_batch_size(
     function: None = None, starting_batch_size: int = 128
 ) -> Callable[[Sized[P, R]], Callable[P, R]]: ...
+@checked_keywords
 def find_executable_batch_size(function: Any = None, starting_batch_size: int = 128) -> Any:
     """Calls `function(batch_size, ...)`, halving `batch_size` until memory suffices.
 

@@ -17,9 +17,11 @@ from typing import Any, Self
 import torch
 
 from paceline.base.errors import ConfigError, PlanError
+from paceline.config.keywords import checked_keywords
 from paceline.world.sharded import is_sharded
 
 
+@checked_keywords
 class LocalSGD:
     """Averages parameters every `local_sgd_steps` optimizer steps instead of gradients at every one.
 

@@ -15,14 +15,14 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import wraps
 from types import MethodType
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from paceline.base.errors import PlanError
+from paceline.base.errors import PlanError, PrepareError
 from paceline.parallel import agreement, gloo
 from paceline.parallel.averages import CHUNK, average_gradients
 from paceline.parallel.stand_ins import step_held
@@ -168,6 +168,30 @@ class Units:
         for group in _groups(self.model):
             name = ", ".join(names[module] for module in internals.group_modules(group))
             _agree(group, self._group, agreement.number(f"{kind}.{name}" if name else kind))
+
+
+def refuse_copies(model: nn.Module) -> None:
+    """Lets `copy.deepcopy` of a divided model say what to do instead: FSDP2 refuses it with a bare AssertionError.
+
+    Args:
+        model: after `fully_shard`, which gave each unit a class of its own; that class is told.
+    """
+    from torch.distributed.fsdp import FSDPModule
+
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            type(module).__deepcopy__ = _refuse_copy  # type: ignore[attr-defined]
+
+
+def _refuse_copy(module: nn.Module, memo: Any) -> NoReturn:
+    name = type(module).__name__.removeprefix("FSDP")
+    raise PrepareError(
+        "model-copy",
+        f"a {name} whose parameters are divided over ranks cannot be copied.",
+        why="each rank holds a part of them, and what gathers the parts belongs to this model alone",
+        fix="copy it before `prepare`, and prepare the copy too: "
+        "`model, average, optimizer = accelerator.prepare(model, average, optimizer)`",
+    )
 
 
 def forget_with(owner: Any, forget: Any) -> None:

@@ -30,6 +30,7 @@ from paceline.parallel.fsdp import (
     Units,
     broadcast_values,
     forget_with,
+    refuse_copies,
     take_whole_states,
     take_whole_values,
     whole_parameters,
@@ -183,6 +184,7 @@ class Shard(Strategy):
         for unit in reversed(units):
             fully_shard(unit, reshard_after_forward=reshard, **named)
         fully_shard(model, reshard_after_forward=False if reshard is False else None, **named)
+        refuse_copies(model)
         if options.prefetch != "auto":
             _prefetch(units, options.prefetch)
         _UNITS[model] = made = Units(model, group, alone, keeps=reshard is False)

@@ -8,6 +8,7 @@ from math import prod
 from typing import Any, Protocol
 
 from paceline.base.errors import PlanError, Problem
+from paceline.config.given import nearest
 from paceline.plan.facts import ModelFacts
 from paceline.plan.options import read
 from paceline.plan.plan import Decision, Plan
@@ -143,19 +144,8 @@ def resolve(
                     fix=f"leave {axis} at 1",
                 )
             )
-    for name in plan.options:
-        if name not in {strategy.name for strategy in known}:
-            problems.append(
-                Problem(
-                    "plan-option",
-                    f"options are given for {name!r}, which is no strategy.",
-                    why=f"strategies: {', '.join(strategy.name for strategy in known)}",
-                    fix="use one of these names",
-                )
-            )
-    places = {each.field: each.where or each.source for each in plan.decisions}
+    problems += _option_problems(plan, known)
     for strategy in chosen:
-        problems.extend(read(strategy.Options, plan.options.get(strategy.name, {}), strategy.name, places)[1])
         for one in facts:
             problems.extend(strategy.check(plan, one))
     if problems:
@@ -168,6 +158,28 @@ def resolve(
         strategies=names,
         decisions=(*_told(plan, names), *made, Decision("strategies", names, "derived", reason=reason)),
     )
+
+
+def _option_problems(plan: Plan, strategies: Iterable[Pass]) -> list[Problem]:
+    """What is wrong with the options, those of strategies that this plan does not use included."""
+    by_name = {strategy.name: strategy for strategy in strategies}
+    places = {decision.field: decision.where or decision.source for decision in plan.decisions}
+    problems: list[Problem] = []
+    for name, given in plan.options.items():
+        if name in by_name:
+            problems += read(by_name[name].Options, given, name, places)[1]
+            continue
+        where = next((place for field, place in places.items() if field.startswith(f"options.{name}.")), "")
+        close = nearest(name, by_name)
+        problems.append(
+            Problem(
+                "plan-option",
+                f"options are given for {name!r}, which is no strategy.",
+                why=f"{f'they come from {where}; ' if where else ''}strategies: {', '.join(by_name)}",
+                fix=f"write {close!r}" if close else "use one of these names",
+            )
+        )
+    return problems
 
 
 def _told(plan: Plan, names: tuple[str, ...]) -> Iterable[Decision]:

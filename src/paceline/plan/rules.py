@@ -29,9 +29,9 @@ def size_matches(plan: Plan, world_size: int) -> list[Problem]:
     return [
         Problem(
             "plan-size",
-            f"the plan needs {needed} processes, but {world_size} {'is' if world_size == 1 else 'are'} running.",
+            f"the plan needs {needed} processes, but there {'is' if world_size == 1 else 'are'} {world_size}.",
             why=" x ".join(origin(plan, axis) for axis in given),
-            fix=f"launch with `--procs {needed}`, or leave one of these axes on `auto`",
+            fix=f"start {needed} processes (`--procs {needed}` on one node), or change {' or '.join(given)}",
         )
     ]
 

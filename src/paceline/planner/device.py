@@ -68,22 +68,28 @@ TABLE = {
 
 
 def device_of(text: str) -> Device:
-    """The device that a name means: one of `TABLE`, its beginning, or any NAME-<n>GB (or MB) with that much memory.
+    """The device that a name means: one of `TABLE`, its beginning, or that with another memory, such as "a100-24GB".
+
+    A name that is not in the table is refused even with its memory: nobody would see whose rates the times are of.
 
     Raises:
         ConfigError: `plan-device`.
     """
-    word = text.strip().lower()
+    word = text.strip().lower().replace("_", "-")
     for name, row in TABLE.items():
         if word in (name.lower(), name.lower().partition("-")[0]):
             return row
     sized = re.fullmatch(r"([a-z][\w-]*?)-(\d+)([gm])i?b", word)
-    if sized is None:
+    like = None
+    if sized is not None:
+        like = next((row for name, row in TABLE.items() if name.partition("-")[0] == sized[1]), None)
+    if sized is None or like is None:
+        memory = f"{sized[2]}{sized[3].upper()}B" if sized is not None else "24GB"
         raise ConfigError(
             "plan-device",
             f"there is no device called {text!r}.",
             why=f"known: {', '.join(TABLE)}",
-            fix="use one of these, or name yours with its memory, such as mine-24GB",
+            fix="use one of these; for another device write the one whose rates are nearest, with the memory of yours, "
+            f"such as a100-{memory}",
         )
-    like = next((row for name, row in TABLE.items() if name.partition("-")[0] == sized[1]), TABLE["a100-40GB"])
     return replace(like, name=word, memory=int(sized[2]) * (GIB if sized[3] == "g" else 2**20))

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from paceline.base.errors import ConfigError, Problem
+from paceline.config.given import nearest
 
 _LARGEST = 3.4028234663852886e38  # of float32, in which a loss is scaled
 
@@ -58,14 +59,15 @@ class Growth:
             ConfigError: `scaler-option`, for names that are not known and numbers that cannot work; all at once.
         """
         known = {each.name: each.default for each in fields(cls) if each.init}
+        names = (*known, "enabled", "bad_loss")
         found = [
             Problem(
                 "scaler-option",
                 f"the loss scaler has no option {name!r}.",
-                f"options: {', '.join(known)}, enabled, bad_loss",
-                "see `paceline.precision.scale.Growth`",
+                f"options: {', '.join(names)}",
+                f"write {close!r}" if (close := nearest(name, names)) else "use one of these, or leave it out",
             )
-            for name in options.keys() - known.keys()
+            for name in sorted(options.keys() - known.keys())
         ]
         bounds = {
             "init_scale": (0.0, _LARGEST),
@@ -78,7 +80,8 @@ class Growth:
         }
         for name, (low, high) in bounds.items():
             value = options.get(name, known[name])
-            if not low <= value <= high or (name == "init_scale" and value == 0):
+            is_number = isinstance(value, int | float) and not isinstance(value, bool)
+            if not is_number or not low <= value <= high or (name == "init_scale" and value == 0):
                 why = f"it goes from {low} to {high}" + (", 0 excluded" if name == "init_scale" else "")
                 fix = f"leave it out for {known[name]}"
                 found.append(Problem("scaler-option", f"scaler option {name}={value!r} cannot work.", why, fix))

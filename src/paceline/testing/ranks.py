@@ -27,15 +27,18 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from paceline.base import env as environment
 from paceline.base.temporary import temporary_folder
+from paceline.config.keywords import checked_keywords
 from paceline.world import rendezvous
 from paceline.world.world import World
+
+Result = TypeVar("Result")
 
 _PR_SET_PDEATHSIG = 1  # of Linux's prctl
 _STACKS_SIGNAL = signal.SIGUSR2
@@ -92,8 +95,9 @@ class _Child:
         return self.status is not None and self.result is None
 
 
+@checked_keywords
 def run_ranks(
-    fn: Callable[..., Any],
+    fn: Callable[..., Result],
     world: int = 4,
     *,
     args: Sequence[Any] = (),
@@ -101,7 +105,7 @@ def run_ranks(
     timeout_s: float = 60,
     group: bool = True,
     output: list[str] | None = None,
-) -> list[Any]:
+) -> list[Result]:
     """Runs `fn(*args)` on `world` processes that form a process group, and gives back what each returned.
 
     Each process finds torchrun's variables (RANK, WORLD_SIZE, MASTER_ADDR, ...) set, computes on the CPU with one

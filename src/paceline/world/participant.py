@@ -5,18 +5,21 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import wraps
-from typing import Any, Literal, ParamSpec, TypeVar
+from typing import Any, Literal, ParamSpec, TypeVar, cast
 
 import torch
 
 from paceline.base.errors import DataError
+from paceline.config.keywords import checked_keywords
 from paceline.world.collectives import Collectives
 from paceline.world.world import World
 
 P = ParamSpec("P")
 R = TypeVar("R")
+T = TypeVar("T")  # tensors, and any nesting of them, come back as they went in
 
 
+@checked_keywords
 class Participant:
     """Identity of this process and work that only some processes do.
 
@@ -145,17 +148,17 @@ class Participant:
         """
         yield split_part(inputs, self.world.rank, self.world.size, apply_padding)
 
-    def gather(self, tensor: Any) -> Any:
+    def gather(self, tensor: T) -> T:
         """Concatenates tensors of all ranks along dim 0; 0-dim ones become [num_processes]. Padding is kept. Ranks: all."""
-        return self.collectives.gather(tensor)
+        return cast(T, self.collectives.gather(tensor))
 
-    def reduce(self, tensor: Any, reduction: Literal["sum", "mean", "none"] = "sum", scale: float = 1.0) -> Any:
+    def reduce(self, tensor: T, reduction: Literal["sum", "mean", "none"] = "sum", scale: float = 1.0) -> T:
         """Sum or mean over ranks of each tensor of a structure. Ranks: all; all get the result."""
-        return self.collectives.reduce(tensor, reduction, scale)
+        return cast(T, self.collectives.reduce(tensor, reduction, scale))
 
-    def pad_across_processes(self, tensor: Any, dim: int = 0, pad_index: int = 0, pad_first: bool = False) -> Any:
+    def pad_across_processes(self, tensor: T, dim: int = 0, pad_index: int = 0, pad_first: bool = False) -> T:
         """Pads tensors along `dim` to the longest of all ranks. Ranks: all."""
-        return self.collectives.pad_across(tensor, dim, pad_index, pad_first)
+        return cast(T, self.collectives.pad_across(tensor, dim, pad_index, pad_first))
 
     def set_trigger(self) -> None:
         """Raises a flag on this rank, for `check_trigger` on all."""

@@ -34,6 +34,8 @@ SCRIPT = """
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "train.py").write_text(dedent(SCRIPT))
+    for name in ("a.py", "x.py"):
+        (tmp_path / name).touch()
     (tmp_path / "hf").write_text(f"{socket.gethostname()} slots=2\nnode1 slots=3\n")
     return tmp_path
 

@@ -280,6 +280,11 @@ def test_auto_without_hints_is_the_default_or_an_error():
     assert problems({"optimizer": {"type": "auto"}})[0].code == "deepspeed-auto"
 
 
+def test_an_optimizer_that_needs_a_closure_is_refused():
+    (problem,) = problems({"train_batch_size": 4, "optimizer": {"type": "LBFGS", "params": {"lr": 0.1}}})
+    assert problem.code == "deepspeed-feature" and "closure" in problem.why and problem.fix.startswith("use AdamW")
+
+
 # -- the batch triangle --------------------------------------------------------------------------------------------
 
 

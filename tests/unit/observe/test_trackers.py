@@ -161,7 +161,9 @@ def test_all_problems_are_raised_at_once_and_on_every_rank(tmp_path):
         requires = ("moon_client",)
 
     for is_main in (True, False):
-        with pytest.raises(TrackerError, match=r"3 problems(.|\n)*pip install moon_client") as caught:
+        with pytest.raises(
+            TrackerError, match=r"3 problems(.|\n)*needs moon_client(.|\n)*leave this tracker out"
+        ) as caught:
             Trackers(["wandb", object(), NeedsMoon], tmp_path, is_main=is_main)
         assert [problem.code for problem in caught.value.problems] == [
             "tracker-unknown",
@@ -170,9 +172,9 @@ def test_all_problems_are_raised_at_once_and_on_every_rank(tmp_path):
         ]
 
 
-def test_a_missing_tensorboard_names_the_extra(tmp_path, monkeypatch):
+def test_a_missing_tensorboard_names_its_package(tmp_path, monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(TrackerError, match=r"pip install 'paceline\[tensorboard\]'") as caught:
+    with pytest.raises(TrackerError, match=r"fix: pip install tensorboard$") as caught:
         Trackers("tensorboard", tmp_path)
     assert caught.value.code == "tracker-missing"
 

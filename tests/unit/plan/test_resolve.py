@@ -35,7 +35,7 @@ def test_a_plan_of_the_wrong_size_names_each_value_and_its_source():
         draft({"shard": 3, "tp": 2, "replicate": 1}, [CODE, Decision("tp", 2, "command line", "--tp")], world_size=4)
     text = str(caught.value)
     assert caught.value.code == "plan-size"
-    assert "needs 6 processes, but 4 are running" in text
+    assert "needs 6 processes, but there are 4" in text
     assert "shard=3 (run.yaml:12) x tp=2 (--tp)" in text
     assert "--procs 6" in text
 

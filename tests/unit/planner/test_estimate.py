@@ -8,6 +8,7 @@ from paceline.parallel.strategy import STRATEGIES
 from paceline.plan.facts import model_facts
 from paceline.plan.resolve import draft, resolve
 from paceline.planner.device import GIB, TABLE, device_of
+from paceline.planner.division import division_of
 from paceline.planner.estimate import Need, candidates, choose, estimate, shown
 
 
@@ -82,9 +83,26 @@ def test_the_order_is_from_cheap_to_dear():
 
 def test_devices_by_name_by_beginning_and_by_memory():
     assert device_of("H200").name == "h200-141GB"
-    assert device_of("mine-24GB").memory == 24 * GIB
+    assert device_of("a100-24GB").memory == 24 * GIB
     assert device_of("h100-96GB").half == TABLE["h100-80GB"].half
     assert device_of("cpu-2GB").usable == int(2 * GIB * 0.95)
+    assert device_of("A100_80GB") is TABLE["a100-80GB"]
     with pytest.raises(ConfigError) as caught:
         device_of("h2000")
     assert caught.value.code == "plan-device"
+
+
+def test_how_a_model_is_divided_is_one_line(need):
+    (facts,) = need.models
+    said = {
+        str(settings): division_of(planned(need, 4, **settings), facts)
+        for settings in ({}, {"shard": 4, "zero": 2}, {"shard": 2, "zero": 3, "replicate": 2}, {"shard": 2, "cp": 2})
+    }
+    assert said.pop("{}") == ""
+    assert [line.partition(": ")[2].partition(", with Adam")[0] for line in said.values()] == [
+        "zero=2 divides gradients and optimizer states over 4 ranks; about 7.0 bytes a parameter on each",
+        "zero=3 divides parameters, gradients and optimizer states over 2 ranks; about 8.0 bytes a parameter on each",
+        "zero=3 divides parameters, gradients and optimizer states over 4 ranks, cp=2 divides each sequence over 2 ranks; "
+        "about 4.0 bytes a parameter on each",
+    ]
+    assert all(line.startswith("Sequential (264.7 thousand parameters): ") for line in said.values())

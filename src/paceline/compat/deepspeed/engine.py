@@ -46,6 +46,8 @@ class DeepSpeedEngine(Getters, Saving, nn.Module):
         monitor: takes events of the script's own: `engine.monitor.write_events([(name, value, step)])`.
     """
 
+    _metric_fix = "give it one: `engine.step(lr_kwargs={'metrics': loss.item()})`"
+
     def __init__(
         self,
         accelerator: Accelerator,
@@ -242,7 +244,7 @@ class DeepSpeedEngine(Getters, Saving, nn.Module):
             lr_kwargs: for the scheduler.
 
         Raises:
-            TrainError: `deepspeed-step`, `deepspeed-optimizer-missing`; `backward-missing`.
+            TrainError: `deepspeed-step`, `deepspeed-metric`, `deepspeed-optimizer-missing`; `backward-missing`.
         """
         self._needs_optimizer("step")
         if self._held_back:
@@ -253,6 +255,8 @@ class DeepSpeedEngine(Getters, Saving, nn.Module):
                 fix="call it after the block, and after one more backward pass outside of it",
             )
         boundary, self._applied = self.is_gradient_accumulation_boundary(), False
+        if boundary:
+            self._check_metric(lr_kwargs or {})
         self.accelerator.gradients.sync = boundary
         if self._by_hand is not None:
             by_hand, self._by_hand = self._by_hand, None
@@ -266,6 +270,17 @@ class DeepSpeedEngine(Getters, Saving, nn.Module):
         if boundary:
             self._opened, self._unreduced = self.micro_steps, False
         self.events.after_step(boundary)
+
+    def _check_metric(self, lr_kwargs: Mapping[str, Any]) -> None:
+        """Refuses a step whose scheduler waits for a metric that nobody gives, before a weight has changed."""
+        scheduler = getattr(getattr(self.lr_scheduler, "prepared", None), "scheduler", None)
+        if isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau) and "metrics" not in lr_kwargs:
+            raise TrainError(
+                "deepspeed-metric",
+                "ReduceLROnPlateau cannot step: it needs a metric, and the engine steps it without one.",
+                why=f"the scheduler of this engine steps with each optimizer step; lr_kwargs={dict(lr_kwargs)}",
+                fix=self._metric_fix,
+            )
 
     def _update(self, lr_kwargs: dict[str, Any]) -> None:
         overflow = not self._measure()

@@ -102,6 +102,7 @@ def _optimizer(told: DeepSpeedConfig, model: nn.Module, optimizer: Any, model_pa
     if optimizer is None:
         return None if name is None else optimizers.build(name, params, parameters, told)
     made = optimizer if isinstance(optimizer, Optimizer) else optimizer(parameters)
+    optimizers.refuse_closure(made)
     if name is not None:
         warn_once(
             "compat",

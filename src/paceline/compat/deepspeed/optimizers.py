@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 
 from paceline.base.errors import ConfigError
 from paceline.config.deepspeed import DeepSpeedConfig
+from paceline.config.deepspeed.parts import CLOSURE
 from paceline.optim.lamb import Lamb
 from paceline.optim.lion import Lion
 
@@ -40,6 +41,17 @@ class _StandsFor(type):
 
 def _refuse(name: str, why: str, fix: str) -> ConfigError:
     return ConfigError("deepspeed-optimizer", f"the optimizer {name} cannot be made.", why=why, fix=fix)
+
+
+def refuse_closure(optimizer: Optimizer) -> None:
+    """Refuses an optimizer of the script's that steps with a closure.
+
+    Raises:
+        ConfigError: `deepspeed-optimizer`.
+    """
+    if isinstance(optimizer, torch.optim.LBFGS):
+        why, fix = CLOSURE
+        raise ConfigError("deepspeed-optimizer", "LBFGS cannot be the optimizer of an engine.", why=why, fix=fix)
 
 
 def _clipped(name: str, max_grad_norm: float) -> None:

@@ -40,6 +40,7 @@ class PipelineEngine(DeepSpeedEngine):
     """
 
     module: PipelineModule
+    _metric_fix = "leave `scheduler` out, and step one of the script's own: `ReduceLROnPlateau(engine.optimizer)`"
 
     def __init__(self, *args: Any, **named: Any) -> None:
         super().__init__(*args, **named)

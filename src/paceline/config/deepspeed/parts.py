@@ -79,6 +79,10 @@ _COMPRESSED = (
     "gradients are not compressed to one bit",
     "use Adam (Lamb); `communication_data_type` halves what travels",
 )
+CLOSURE = (
+    "it computes the loss several times in each step, by a closure, and `engine.step()` has none",
+    "use AdamW; or train with paceline.Accelerator, whose prepared optimizer takes `optimizer.step(closure)`",
+)
 _MU = ("parametrisations are the model's own", "make the groups with `mup`, and hand `initialize` the optimizer")
 
 _OWN_OPTIMIZERS = (
@@ -96,8 +100,9 @@ _OWN_OPTIMIZERS = (
                maximize=Param(YES_NO), foreach=Param(YES_NO), differentiable=Param(YES_NO), fused=Param(YES_NO)),
     *(Part(name, None, *_COMPRESSED) for name in ("OneBitAdam", "ZeroOneAdam", "OneBitLamb")),
     *(Part(name, None, *_MU) for name in ("MuAdam", "MuAdamW", "MuSGD")),
+    Part("LBFGS", None, *CLOSURE),
 )  # fmt: skip
-_TORCH_OPTIMIZERS = "Adadelta Adafactor Adamax ASGD LBFGS NAdam RAdam RMSprop Rprop SparseAdam"
+_TORCH_OPTIMIZERS = "Adadelta Adafactor Adamax ASGD NAdam RAdam RMSprop Rprop SparseAdam"
 
 _STEPS = Param(count(1), 1000, "warmup_steps")
 _TOTAL = Param(count(1), None, "max_steps", required=True)

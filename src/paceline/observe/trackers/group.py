@@ -167,12 +167,14 @@ def _problem(one: Any) -> Problem | None:
         )
     missing = _missing(tracker)
     if missing:
-        extra = getattr(tracker, "extra", None)
+        package = getattr(tracker, "package", None)
         return Problem(
             "tracker-missing",
             f"the tracker {tracker.name!r} needs {', '.join(missing)}, which is not installed.",
             why=f"log_with names {tracker.name!r}; looked in {sys.prefix}",
-            fix="pip install " + (f"'paceline[{extra}]'" if extra else " ".join(missing)),
+            fix=f"pip install {package}"
+            if package
+            else "install what provides it, or leave this tracker out of log_with",
         )
     return None
 

@@ -20,7 +20,7 @@ class TensorBoardTracker:
 
     name = "tensorboard"
     requires = ("tensorboard",)
-    extra = "tensorboard"
+    package = "tensorboard"
 
     def __init__(self, folder: str | Path, **options: Any) -> None:
         self.folder = Path(folder)

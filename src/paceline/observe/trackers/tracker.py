@@ -19,7 +19,8 @@ class Tracker(Protocol):
 
     A class is constructed as `Class(folder, **options)`: `folder` is where the run's files go, `options` are those of
     `init_kwargs[name]`. It may name the modules that it needs in `requires`; they are looked for on every rank before
-    anything is written. A tracker that wraps another object may offer it as `native`.
+    anything is written, and in `package` what pip installs for them. A tracker that wraps another object may offer it as
+    `native`.
     """
 
     name: str

@@ -1,0 +1,62 @@
+"""What errors and docs tell to install exists: Paceline itself is not on PyPI, so neither is any of its extras."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+# Names on PyPI, spelt as pip takes them. `{package}` stands for one of these, and is filled in where it is written.
+ON_PYPI = {
+    "accelerate",
+    "cloudpickle",
+    "comet_ml",
+    "deepspeed",
+    "ninja",
+    "numpy",
+    "s3fs",
+    "tensorboard",
+    "torch",
+    "wandb",
+    "{package}",
+}
+INSTALL = re.compile(r"pip install ([^`'\"\n)]*(?:\"[^\"\n]*\")?)")
+OPTIONS_WITH_A_VALUE = ("-c", "-r", "-e")
+
+
+def installed(text: str) -> list[str]:
+    """What the commands of a text install: names without versions; folders and files are left out."""
+    names = []
+    for command in INSTALL.findall(text):
+        words = command.replace('"', "").split()
+        for before, word in zip(["", *words], words, strict=False):
+            if word.startswith(("-", "#")) or before in OPTIONS_WITH_A_VALUE:
+                continue
+            if word in ("&&", "||", ";", "for"):  # the command, or the sentence's part about it, is over
+                break
+            names.append(re.split(r"[=<>,;]", word)[0])
+    return names
+
+
+def hints(root: Path) -> dict[str, list[str]]:
+    places = [root / "README.md", root / "CONTRIBUTING.md"]
+    for folder in ("src", "docs", "examples", "benchmarks", "tests/compat"):
+        places += [path for path in (root / folder).rglob("*") if path.suffix in (".py", ".md", ".txt")]
+    found = {str(path.relative_to(root)): installed(path.read_text(encoding="utf-8")) for path in places}
+    return {place: names for place, names in found.items() if names}
+
+
+def test_every_package_that_is_named_can_be_installed(root) -> None:
+    found = hints(root)
+    wrong = {place: sorted(set(names) - ON_PYPI) for place, names in found.items() if set(names) - ON_PYPI}
+    assert not wrong, f"not on PYPI in this form, or missing in this test's list: {wrong}"
+    assert "src/paceline/checkpoint/objects.py" in found and "docs/how-to/checkpoint-to-s3.md" in found
+
+
+def test_the_name_of_each_package_that_a_tracker_needs_is_known() -> None:
+    from paceline.compat.deepspeed import monitors
+    from paceline.observe.trackers.tracker import TRACKERS
+
+    named = {tracker.package for tracker in TRACKERS if getattr(tracker, "requires", ())}
+    for cls in vars(monitors).values():
+        named |= set(getattr(cls, "requires", ()))
+    assert {"tensorboard", "wandb", "comet_ml"} <= named <= ON_PYPI
