@@ -253,7 +253,7 @@ def _interactive() -> bool:
     return prompt and not env.get("PACELINE_RUN")
 
 
-class _Handler:
+class _SignalListener:
     """What Python calls for one signal.
 
     A handler that the script installed is called first. The reference is weak: a run that is gone hears nothing.
@@ -276,7 +276,7 @@ class _Handler:
     def __call__(self, number: int, frame: FrameType | None) -> None:
         listener, before = self.listener, self.before
         # Of an earlier run in this process, which is over, the handler may still stand beneath this one.
-        while isinstance(before, _Handler) and (before.listener is None or before.listener.over):
+        while isinstance(before, _SignalListener) and (before.listener is None or before.listener.over):
             before = before.before
         waits = listener is not None and listener.note(number)
         own = callable(before) and before is not signal.default_int_handler
@@ -298,7 +298,7 @@ def _listen_for(number: signal.Signals, preemption: Preemption) -> Callable[[], 
     before = signal.getsignal(number)
     if before is signal.SIG_IGN:
         return lambda: None
-    handler = _Handler(preemption, before)
+    handler = _SignalListener(preemption, before)
     signal.signal(number, handler)
 
     def release() -> None:

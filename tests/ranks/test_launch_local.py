@@ -452,7 +452,7 @@ def test_ctrl_c_leaves_time_to_save_and_a_second_one_does_not(
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda number, frame: asked.append(number))
     """
-    path = script(noting, PIDS, "while len(asked) < 2: time.sleep(0.1)", "time.sleep(0.3)", "sys.exit(75)")
+    path = script(noting, PIDS, "while len(asked) < 2: time.sleep(0.1)\n", "time.sleep(0.3)\n", "sys.exit(75)")
     launcher = begin("-n", 1, path)
     await_files(tmp_path, "0.pid")
     launcher.send_signal(signal.SIGINT)
