@@ -253,25 +253,36 @@ def _interactive() -> bool:
     return prompt and not env.get("PACELINE_RUN")
 
 
-def _listen_for(wanted: signal.Signals, preemption: Preemption) -> Callable[[], None]:
-    """The same for one signal.
+class _SignalListener:
+    """What Python calls for one signal.
 
     A handler that the script installed is called first. The reference is weak: a run that is gone hears nothing.
-    """
-    before = signal.getsignal(wanted)
-    if before is signal.SIG_IGN:
-        return lambda: None
-    own = before if callable(before) and before is not signal.default_int_handler else None
-    listener_of, process = weakref.ref(preemption), os.getpid()
 
-    def hear(number: int, frame: FrameType | None) -> None:
-        listener = listener_of() if os.getpid() == process else None  # a forked child is another process
-        if listener is not None and listener.ended:
-            listener = None
+    Args:
+        preemption: who notes the signal.
+        before: the handler that was there.
+    """
+
+    def __init__(self, preemption: Preemption, before: Any) -> None:
+        self._listener, self._process = weakref.ref(preemption), os.getpid()
+        self.before = before
+
+    @property
+    def listener(self) -> Preemption | None:
+        """Who notes the signal; None where the run is over, or in a forked child, which is another process."""
+        listener = self._listener() if os.getpid() == self._process else None
+        return None if listener is None or listener.ended else listener
+
+    def __call__(self, number: int, frame: FrameType | None) -> None:
+        listener, before = self.listener, self.before
+        # Of an earlier run in this process, which is over, the handler may still stand beneath this one.
+        while isinstance(before, _SignalListener) and (before.listener is None or before.listener.over):
+            before = before.before
         waits = listener is not None and listener.note(number)
-        if own is not None:
-            own(number, frame)
-        if waits or (own is not None and listener is None):
+        own = callable(before) and before is not signal.default_int_handler
+        if own:
+            before(number, frame)
+        if waits or (own and listener is None):
             return
         if number == signal.SIGINT:
             if listener is not None:
@@ -281,11 +292,19 @@ def _listen_for(wanted: signal.Signals, preemption: Preemption) -> Callable[[], 
         signal.signal(number, signal.SIG_DFL)
         os.kill(os.getpid(), number)
 
-    def release() -> None:
-        if signal.getsignal(wanted) is hear:
-            signal.signal(wanted, before or signal.SIG_DFL)
 
-    signal.signal(wanted, hear)
+def _listen_for(number: signal.Signals, preemption: Preemption) -> Callable[[], None]:
+    """The same for one signal."""
+    before = signal.getsignal(number)
+    if before is signal.SIG_IGN:
+        return lambda: None
+    handler = _SignalListener(preemption, before)
+    signal.signal(number, handler)
+
+    def release() -> None:
+        if signal.getsignal(number) is handler:
+            signal.signal(number, before or signal.SIG_DFL)
+
     return release
 
 

@@ -178,11 +178,29 @@ def _bad(folder: str) -> list:
     with pytest.raises(CheckpointError) as caught:
         engine.load_checkpoint(folder, "nowhere")
     found.append(caught.value.code)
+    latest = os.path.join(folder, "latest")
+    together = engine.accelerator.wait_for_everyone
+    together()
+    if not rank:
+        os.unlink(latest)
+        os.symlink("../victim.txt", latest)
+    together()
+    engine.save_checkpoint(folder, tag="linked")
+    together()
+    found.append(os.path.islink(latest))
+    if not rank:
+        with open(latest, "w") as file:
+            file.write("../elsewhere")
+    together()
+    with pytest.raises(CheckpointError) as caught:
+        engine.load_checkpoint(folder)
+    found.append(caught.value.code)
     return found
 
 
 def test_bad_input(tmp_path):
-    for found in run_ranks(_bad, world=2, args=(str(tmp_path),)):
+    (tmp_path / "victim.txt").write_text("mine")
+    for found in run_ranks(_bad, world=2, args=(str(tmp_path / "run"),)):
         assert found == [
             "deepspeed-save-dir",
             "checkpoint-value",
@@ -190,7 +208,10 @@ def test_bad_input(tmp_path):
             ["from0"],
             "deepspeed-tag",
             "checkpoint-missing",
+            False,
+            "checkpoint-unsafe",
         ]
+    assert (tmp_path / "victim.txt").read_text() == "mine", "a link named `latest` is replaced, not followed"
 
 
 def _only_rank_0(folder: str, then: str) -> None:
@@ -229,5 +250,9 @@ def _sixteen_bits(folder: str) -> None:
 
 
 def test_whole_weights_in_16_bits(tmp_path):
-    run_ranks(_sixteen_bits, world=2, args=(str(tmp_path),))
-    assert sorted(os.listdir(tmp_path)) == ["stage1.bin", "stage3.bin"]
+    victim, folder = tmp_path / "victim", tmp_path / "run"
+    victim.mkdir()
+    folder.mkdir()
+    (folder / ".stage1.bin.new").symlink_to(victim)
+    run_ranks(_sixteen_bits, world=2, args=(str(folder),))
+    assert sorted(os.listdir(folder)) == ["stage1.bin", "stage3.bin"] and not os.listdir(victim)

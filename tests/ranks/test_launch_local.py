@@ -442,6 +442,35 @@ def test_processes_that_saved_and_left_have_not_failed(
     assert "LaunchError" not in done.stderr
 
 
+def test_ctrl_c_leaves_time_to_save_and_a_second_one_does_not(
+    script: Callable[..., Path], begin: Callable[..., subprocess.Popen[str]], tmp_path: Path
+) -> None:
+    """A run that can resume notes the signal, and may take longer to save than an ordinary script has to end."""
+    noting = """
+    import signal, sys, time
+    asked = []
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda number, frame: asked.append(number))
+    """
+    path = script(noting, PIDS, "while len(asked) < 2: time.sleep(0.1)\n", "time.sleep(0.3)\n", "sys.exit(75)")
+    launcher = begin("-n", 1, path)
+    await_files(tmp_path, "0.pid")
+    launcher.send_signal(signal.SIGINT)
+    assert launcher.wait(20) == 130
+    output = launcher.communicate()[1]
+    assert "processes have 30 s to save (--grace-s); Ctrl-C again ends them at once" in output
+    assert "all processes have saved and left" in output
+    (tmp_path / "0.pid").unlink()
+    path = script(noting, PIDS, "time.sleep(60)")
+    launcher = begin("-n", 1, path)
+    await_files(tmp_path, "0.pid")
+    launcher.send_signal(signal.SIGINT)
+    time.sleep(0.3)
+    launcher.send_signal(signal.SIGINT)
+    assert launcher.wait(5) == 130
+    assert "rank 0 had not ended after a second signal: killed, without a save" in launcher.communicate()[1]
+
+
 def test_a_second_signal_waits_no_longer_and_grace_has_an_end(
     script: Callable[..., Path], begin: Callable[..., subprocess.Popen[str]], tmp_path: Path
 ) -> None:

@@ -106,3 +106,117 @@ def train_with_workers(folder: str) -> Any:
 def test_loader_workers_outlast_a_signal_to_everybody(tmp_path):
     left = run_ranks(train_with_workers, 2, args=(str(tmp_path),))
     assert left == [(4, PREEMPTED, [0, 0], ["checkpoint_0"])] * 2
+
+
+def evaluate_and_train(
+    folder: str, place: str, asked: dict[int, int], plan: dict[str, Any] | None = None
+) -> tuple[Any, dict[str, float], list[str]]:
+    """Trains two epochs with evaluations; rank r gets SIGTERM in its evaluation batch `asked[r]`, counted from 1.
+
+    Args:
+        place: of the evaluation: "after" the epoch and the step of its schedule, or in the "body" of the training loop:
+            after its step, or at its "top".
+
+    Returns the exit code, what was computed by name, and the names in their order.
+    """
+    torch.manual_seed(0)
+    accelerator = Accelerator(cpu=True, data_seed=2, split_batches=True, project_dir=folder, plan=plan)
+    data = TensorDataset(torch.randn(ROWS, 3, generator=torch.Generator().manual_seed(1)))
+    model = nn.Sequential(nn.Linear(3, 4), nn.Dropout(0.3), nn.Linear(4, 2))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+    model, optimizer, schedule, loader, evaluation = accelerator.prepare(
+        model, optimizer, schedule, DataLoader(data, BATCH, shuffle=True), DataLoader(data, 2)
+    )
+    start = accelerator.resume()
+    step, batches, numbers = start.step, 0, {}
+
+    def evaluate(name: str) -> None:
+        nonlocal batches
+        model.eval()
+        total = 0.0
+        # FSDP2 keeps memory that its first forward pass took: in inference mode none could be trained with afterwards.
+        with torch.no_grad() if plan else torch.inference_mode():
+            for (x,) in evaluation:
+                total += accelerator.gather_for_metrics(model(x)).sum().item()
+                batches += 1
+                if asked.get(accelerator.process_index) == batches:
+                    os.kill(os.getpid(), signal.SIGTERM)
+        model.train()
+        numbers[name] = total
+
+    code = 0
+    try:
+        for epoch in range(start.epoch, 2):
+            for (x,) in loader:
+                if place == "top" and step % 2:
+                    evaluate(f"evaluation before step {step + 1}")
+                loss = model(x).square().mean()
+                accelerator.backward(loss)
+                optimizer.step()
+                optimizer.zero_grad()
+                step += 1
+                numbers[f"loss {step}"] = accelerator.reduce(loss.detach(), "mean").item()
+                numbers[f"rate {step}"] = optimizer.param_groups[0]["lr"]
+                if place == "body" and step % 2:
+                    evaluate(f"evaluation after step {step}")
+            schedule.step()
+            if place == "after":
+                evaluate(f"evaluation of epoch {epoch}")
+    except SystemExit as left:
+        code = left.code
+    accelerator._states.end()  # the signal means again what it did, while the process group stays
+    return code, numbers, list(numbers)
+
+
+PLACES = ("after", "body", "top")
+
+
+def in_each_place(folder: str, asked: dict[int, int]) -> dict[str, Any]:
+    found = {place: evaluate_and_train(f"{folder}/{place}", place, asked) for place in PLACES}
+    found["divided"] = evaluate_and_train(f"{folder}/divided", "after", asked, {"shard": 2})
+    return found
+
+
+def test_an_evaluation_is_left_and_repeated(tmp_path):
+    """All numbers of the two runs together are those of one that was never stopped, bit for bit."""
+    whole = run_ranks(in_each_place, 2, args=(str(tmp_path / "whole"), {}))[0]
+    # The fourth batch of rank 1 lies in the first evaluation, the 28th of rank 0 in the second.
+    for name, asked in (("early", {1: 4}), ("late", {0: 28, 1: 30})):
+        first, other = run_ranks(in_each_place, 2, args=(str(tmp_path / name), asked))
+        rest = run_ranks(in_each_place, 2, args=(str(tmp_path / name), {}))[0]
+        for place, (code, numbers, order) in whole.items():
+            assert code == 0 and first[place][0] == other[place][0] == PREEMPTED, place
+            both = {**first[place][1], **rest[place][1]}
+            repeated = set(first[place][2]) & set(rest[place][2])
+            missing = [key for key in order if key not in both]
+            assert not repeated and {key: numbers[key] for key in both} == both, place
+            # In the body of the training loop an evaluation is the script's own, and goes on with the next batch.
+            assert len(missing) == (place == "body") and all("evaluation" in key for key in missing), (place, missing)
+
+
+def train_in_evaluation_without_a_loader(folder: str) -> Any:
+    """An evaluation over no prepared loader has no place to leave at: the next step's end is one."""
+    accelerator = Accelerator(cpu=True, project_dir=folder)
+    model = nn.Linear(3, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, DataLoader(torch.randn(8, 3), 2))
+    accelerator.resume()
+    batches = 0
+    try:
+        for _ in range(3):
+            for x in loader:
+                accelerator.backward(model(x).square().mean())
+                optimizer.step()
+                optimizer.zero_grad()
+            for _ in DataLoader(torch.randn(6, 3)):
+                batches += 1
+                if batches == 2:
+                    os.kill(os.getpid(), signal.SIGTERM)
+    except SystemExit as left:
+        return left.code, batches
+    return "all"
+
+
+def test_an_evaluation_that_has_no_prepared_loader_goes_on(tmp_path):
+    assert run_ranks(train_in_evaluation_without_a_loader, 1, args=(str(tmp_path),)) == [(PREEMPTED, 6)]

@@ -82,10 +82,11 @@ class Problem:
         if isinstance(self.why, str):
             object.__setattr__(self, "why", cut(self.why))
             return
-        reasons = [cut(reason) for reason in self.why[:_MAX_REASONS]]
-        if len(self.why) > _MAX_REASONS:
-            reasons.append(f"and {len(self.why) - _MAX_REASONS:,} more reasons")
-        if reasons != list(self.why):
+        given = list(self.why)
+        reasons = [cut(reason) for reason in given[:_MAX_REASONS]]
+        if len(given) > _MAX_REASONS:
+            reasons.append(f"and {len(given) - _MAX_REASONS:,} more reasons")
+        if reasons != given:
             object.__setattr__(self, "why", reasons)
 
     def __str__(self) -> str:

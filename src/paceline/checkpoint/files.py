@@ -71,14 +71,19 @@ def reading(path: str) -> Iterator[None]:
 
 
 @contextmanager
-def replacing(path: str) -> Iterator[BinaryIO]:
+def replacing(path: str, *, follow: bool = True) -> Iterator[BinaryIO]:
     """A file that takes its place, durable, when the `with` block ends well; until then the old one stays.
 
-    Its `name` is where it lies till then, for libraries that open a file themselves. A link stays one, and a device or
-    a pipe (/dev/null) is written to rather than replaced.
+    Its `name` is where it lies till then, for libraries that open a file themselves. A device or a pipe (/dev/null) is
+    written to rather than replaced.
+
+    Args:
+        path: where it belongs.
+        follow: a link there stays one, and the file behind it is replaced; else the link is. The first is for paths that
+            the script named, the second for names of ours.
     """
-    path = os.path.realpath(path)
-    if os.path.exists(path) and not os.path.isfile(path) and not os.path.isdir(path):
+    path = os.path.realpath(path) if follow else os.path.abspath(path)
+    if follow and os.path.exists(path) and not os.path.isfile(path) and not os.path.isdir(path):
         with open(path, "wb") as file:
             yield file
         return

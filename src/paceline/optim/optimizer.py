@@ -140,6 +140,10 @@ class PreparedOptimizer(Optimizer):
     def restart(self, steps: int) -> None:
         """After a load: goes on after so many steps, with gradients that were loaded too."""
         self.steps, self._settled, self._over = steps, False, -1
+        if steps:
+            # torch's schedulers warn where they are stepped before their optimizer, which they ask for this mark. A run
+            # that goes on at the end of an epoch steps them first, rightly.
+            self.optimizer._opt_called = True  # type: ignore[attr-defined]
 
     def settle(self) -> None:
         """Multiplies the gradients by the window's correction, once; see `Accumulation`."""

@@ -121,7 +121,7 @@ def _own_state(engine: Any, client_state: Mapping[str, Any]) -> dict[str, Any]:
 
 def _write_latest(store: Store, folder: str, tag: str) -> None:
     path = store.join(store.resolve(folder), "latest")
-    with writing(f"writing {path}"), store.open(path, "wb") if "://" in path else replacing(path) as file:
+    with writing(f"writing {path}"), store.open(path, "wb") if "://" in path else replacing(path, follow=False) as file:
         file.write(tag.encode())
 
 
@@ -290,6 +290,7 @@ def save_16bit_model(
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(accelerator.mixed_precision)
     safe = save_filename.endswith(".safetensors")
     beside = os.path.join(folder, f".{save_filename}.new")
+    accelerator._states.on_main(lambda: _remove_link(beside))
     cast = source if dtype is None else _Cast(source, dtype, accelerator.collectives.rank)
     (name, *_) = export_weights(cast, beside, _WHOLE, safe, accelerator.collectives)
 
@@ -300,3 +301,10 @@ def save_16bit_model(
 
     accelerator._states.on_main(publish)
     return True
+
+
+def _remove_link(path: str) -> None:
+    """Removes a link that has the name of a folder of ours, which would be written through."""
+    if os.path.islink(path):
+        with writing(f"removing the link {path}"):
+            os.unlink(path)
