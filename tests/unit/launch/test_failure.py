@@ -13,7 +13,7 @@ from paceline.launch.launcher import Job, Outcome, Process, Target
 from paceline.launch.processes import Worker
 from paceline.launch.report import problem_of
 
-GLOO = "RuntimeError: [pair.cc:553] Connection closed by peer [127.0.0.1]:33717. This is typically caused by a crash"
+GLOO = "RuntimeError: [gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:33717."
 
 
 def ended(folder: Path, rank: int, code: int, report: str = "") -> Worker:
