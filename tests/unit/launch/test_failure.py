@@ -20,8 +20,9 @@ def ended(folder: Path, rank: int, code: int, report: str = "") -> Worker:
     """A process that has ended; a later rank ended later."""
     path = folder / str(rank)
     path.write_text(report)
-    now = time.time() + rank / 100
-    return Worker(Process(rank, rank, {}), 1000 + rank, path, leads=False, code=code, ended=now, alive=now)
+    later = rank / 100
+    times = {"ended": time.monotonic() + later, "alive": time.time() + later}
+    return Worker(Process(rank, rank, {}), 1000 + rank, path, leads=False, code=code, **times)
 
 
 @pytest.mark.parametrize(
