@@ -13,12 +13,11 @@ from typing import Any
 
 import torch.distributed as dist
 
-from paceline.base.connections import closed
+from paceline.base.connections import closed, late
 from paceline.base.errors import CollectiveError, PacelineError
 from paceline.world import debug, rendezvous
 from paceline.world.departures import Departure, departures
 
-_LATE = re.compile(r"Timed out waiting (\d+)ms|[Tt]imed out")
 _SAME_CALLS = "every rank must make the same calls, as often"
 _MOST = 160  # characters of the backend's own words
 _WORD_S = 0.5  # how long a rank waits to learn who has left: the word and the closed connection travel apart
@@ -55,7 +54,7 @@ def communicate(operation: str, call: Callable[..., Any], *arguments: Any, **nam
 def explain(operation: str, error: BaseException) -> CollectiveError | None:
     """The error to raise in place of `error`; None where that is no error of the connection between ranks."""
     text = str(error)
-    if isinstance(error, PacelineError) or not dist.is_initialized() or not (closed(text) or _LATE.search(text)):
+    if isinstance(error, PacelineError) or not dist.is_initialized() or not (closed(text) or late(text)):
         return None
     words = re.sub(r"^\[\S+:\d+\] ", "", text.strip().splitlines()[0])  # the place in the backend's own source
     said = f"{dist.get_backend()} says: {words[:_MOST]}"

@@ -153,7 +153,8 @@ class HangReports:
 
     def _look(self) -> State:
         """Where the main thread is, and since when it has been waiting there."""
-        frame = sys._current_frames()[self._main.ident or 0]
+        assert self._main.ident is not None, "the main thread has begun"
+        frame = sys._current_frames()[self._main.ident]
         site, waiting = call_site(frame), waiting_frame(frame)
         now, cpu_s = time.monotonic(), self._clock()
         busy = cpu_s - self._cpu_s > _BUSY * self._look_s

@@ -9,7 +9,8 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
-import torch.distributed as dist
+
+from paceline.torch_internals import gloo
 
 _POLL_S = 0.001
 
@@ -44,19 +45,8 @@ def finish_threads(timeout_s: float) -> bool:
         Whether all were through in time; a work that waits for other ranks may never be.
     """
     until = time.monotonic() + timeout_s
-    pools = [_Threads(backend) for backend in _gloo_backends()]
+    pools = [_Threads(backend) for backend in gloo.backends()]
     return all([pool.finish(until) for pool in pools])
-
-
-def _gloo_backends() -> list[Any]:
-    backends = []
-    for group in dist.distributed_c10d._world.pg_map:
-        for device in group._device_types:
-            backend = group._get_backend(device)
-            # In torch's DETAIL mode a wrapper stands in front, which hands nothing on without the other ranks.
-            if isinstance(backend, dist.ProcessGroupGloo) and backend not in backends:
-                backends.append(backend)
-    return backends
 
 
 class _Threads:
@@ -64,7 +54,7 @@ class _Threads:
 
     def __init__(self, backend: Any) -> None:
         self._backend = backend
-        self._count: int = backend.options._threads
+        self._count = gloo.num_threads(backend)
         self._seen: set[int] = set()
         self._main = threading.get_ident()
         self._nothing = torch.empty(0)  # ours to the end, so that no thread frees it
@@ -79,7 +69,7 @@ class _Threads:
         # A thread that still holds one of our callbacks needs the interpreter once more, to let go of it.
         while any(callback() is not None for callback in self._callbacks) and time.monotonic() < until:
             time.sleep(_POLL_S)
-        return len(self._seen) >= int(self._count)
+        return len(self._seen) >= self._count
 
     def _begin(self) -> None:
         def note(_: Any) -> None:
@@ -89,4 +79,4 @@ class _Threads:
                 time.sleep(_POLL_S)  # so that another thread takes the next one
 
         self._callbacks.append(weakref.ref(note))
-        self._backend.allreduce([self._nothing]).get_future().then(note)
+        gloo.begin_nothing(self._backend, self._nothing).then(note)

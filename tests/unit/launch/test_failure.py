@@ -13,15 +13,16 @@ from paceline.launch.launcher import Job, Outcome, Process, Target
 from paceline.launch.processes import Worker
 from paceline.launch.report import problem_of
 
-GLOO = "RuntimeError: [pair.cc:553] Connection closed by peer [127.0.0.1]:33717. This is typically caused by a crash"
+GLOO = "RuntimeError: [gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:33717."
 
 
 def ended(folder: Path, rank: int, code: int, report: str = "") -> Worker:
     """A process that has ended; a later rank ended later."""
     path = folder / str(rank)
     path.write_text(report)
-    now = time.time() + rank / 100
-    return Worker(Process(rank, rank, {}), 1000 + rank, path, leads=False, code=code, ended=now, alive=now)
+    later = rank / 100
+    times = {"ended": time.monotonic() + later, "alive": time.time() + later}
+    return Worker(Process(rank, rank, {}), 1000 + rank, path, leads=False, code=code, **times)
 
 
 @pytest.mark.parametrize(
