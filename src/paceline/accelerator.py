@@ -30,6 +30,7 @@ from paceline.observe.profiles import chosen
 from paceline.observe.trackers.group import Trackers
 from paceline.optim.accumulate import Accumulation
 from paceline.optim.clip import clip_grad_norm, clip_grad_value
+from paceline.parallel.batch_norm import local_statistics
 from paceline.plan.plan import Decision, Plan
 from paceline.plan.resolve import draft
 from paceline.precision.policy import TABLE, autocast
@@ -329,7 +330,8 @@ class Accelerator(Keeping):
         from torch.distributed.algorithms.join import Join, Joinable
 
         wrapped = [each for each in joinables if isinstance(each, Joinable)]
-        with Join(wrapped) if wrapped and self.use_distributed else nullcontext():
+        models = [each.module for each in self._prepared.models]
+        with local_statistics(models), Join(wrapped) if wrapped and self.use_distributed else nullcontext():
             yield
 
     # -- between ranks -----------------------------------------------------------------------------------------

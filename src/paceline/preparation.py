@@ -181,7 +181,7 @@ class Preparation:
         plan = resolve(self._draft(), facts, STRATEGIES, found) if new else self.plan
         divided = plan.fully_sharded or plan.layout.size("tp", "pp") > 1
         for (at, model), fact, recipe in zip(new, facts, recipes, strict=True):
-            chain = Chain(plan, self.mesh, self._collectives, self.device, fact)
+            chain = Chain(plan, self.mesh, self._collectives, self.device, fact, lambda: self._active.idle)
             if places[at]:
                 move = lambda tensor: tensor if tensor.is_meta else tensor.to(self.device)  # noqa: E731
                 model._apply(move) if fact.meta else model.to(self.device)

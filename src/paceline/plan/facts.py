@@ -96,7 +96,7 @@ def model_facts(model: Any) -> ModelFacts:
         dtypes=_sorted_text(parameter.dtype for parameter in trainable),
         half_names=tuple(names[id(p)][0] for p in trainable if str(p.dtype) == "torch.float16"),
         buffers=sum(1 for _ in model.buffers()),
-        batch_norms=tuple(name for name, module in modules if "BatchNorm" in type(module).__name__),
+        batch_norms=tuple(name for name, module in modules if _normalises_batches(module)),
         sparse=any(getattr(module, "sparse", False) is True for _, module in modules),
         blocks=blocks,
         meta=not apart and any(tensor.is_meta for tensor in tensors),
@@ -107,6 +107,11 @@ def model_facts(model: Any) -> ModelFacts:
         tensor_plan=_tensor_plan(model),
         hooked=tuple(names[id(p)][0] for p in trainable if _hooked(p)),
     )
+
+
+def _normalises_batches(module: Any) -> bool:
+    """Whether a module is one of torch's batch norms; those that never train (`FrozenBatchNorm2d`) are none."""
+    return any(base.__name__ == "_BatchNorm" for base in type(module).__mro__)
 
 
 def _hooked(parameter: Any) -> bool:

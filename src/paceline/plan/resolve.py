@@ -25,6 +25,8 @@ class Pass(Protocol):
 
     def wanted(self, plan: Plan) -> bool: ...
 
+    def concerns(self, models: Iterable[ModelFacts]) -> bool: ...
+
     def check(self, plan: Plan, facts: ModelFacts) -> list[Problem]: ...
 
     def decide(self, plan: Plan, facts: ModelFacts) -> list[Decision]: ...
@@ -130,7 +132,7 @@ def resolve(
     """
     facts = list(models)
     known = sorted(strategies, key=lambda strategy: strategy.stage)
-    chosen = [strategy for strategy in known if strategy.wanted(plan)]
+    chosen = [strategy for strategy in known if strategy.wanted(plan) and strategy.concerns(facts)]
     served = {axis for strategy in chosen for axis in strategy.axes}
     problems = [*found, *model_problems(plan, facts)]
     for axis in AXES:
