@@ -42,6 +42,7 @@ from paceline.steps import Steps
 from paceline.world import rendezvous, torch_version
 from paceline.world.collectives import Collectives
 from paceline.world.mesh import Mesh
+from paceline.world.places import user_frame
 from paceline.world.world import World
 
 
@@ -76,6 +77,7 @@ class Accelerator(Keeping):
     Raises: ConfigError, PlanError, WorldError: before the group is up, all problems at once.
     """
 
+    constructed_at = ("", 0)  # file and line, of an instance
     _preparation = Preparation  # a class of its own where `prepare` has other manners
 
     def __init__(
@@ -101,6 +103,8 @@ class Accelerator(Keeping):
         timeout_s: float | None = None,
     ) -> None:
         torch_version.check(torch.__version__)
+        frame = user_frame()
+        self.constructed_at = ("", 0) if frame is None else (frame.f_code.co_filename, frame.f_lineno)
         measured, options = chosen(profile, options)
         resolved = resolve_run(dict(
             mixed_precision=mixed_precision, accumulate=gradient_accumulation_steps, cpu=cpu, debug=debug,
