@@ -91,13 +91,13 @@ class BatchNorm(Strategy):
         if width == 1 or not facts.batch_norms:
             return []
         names = ", ".join(facts.batch_norms[:_SHOWN]) + (", ..." if len(facts.batch_norms) > _SHOWN else "")
-        layers = f"{len(facts.batch_norms)} layers ({names})"
+        layers = f"{len(facts.batch_norms)} layer{'s' * (len(facts.batch_norms) > 1)} ({names})"
         statistics = self.options(plan).statistics
         if statistics == "local":
-            reason = f"{layers} normalise by each rank's part of the batch: other numbers than on one process"
+            reason = f"{layers} normalised by each rank's part of the batch: other numbers than on one process"
         else:
             reason = (
-                f"{layers} normalise by the batch of all {width} data-parallel ranks, as on one process; it costs one small "
+                f"{layers} normalised by the batch of all {width} data-parallel ranks, as on one process; it costs one small "
                 "all-reduce per layer in each forward and each backward pass; `--option batch_norm.statistics=local` "
                 "takes each rank's own"
             )

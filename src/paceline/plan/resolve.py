@@ -11,6 +11,7 @@ from paceline.base.errors import PlanError, Problem
 from paceline.plan.facts import ModelFacts
 from paceline.plan.options import read
 from paceline.plan.plan import Decision, Plan
+from paceline.plan.randomness import random_layers
 from paceline.plan.rules import model_problems, origin, run_problems
 from paceline.world.layout import AXES, Layout
 
@@ -163,6 +164,7 @@ def resolve(
     if problems:
         raise PlanError.of(problems)
     made = {each: None for strategy in chosen for one in facts for each in strategy.decide(plan, one)}
+    made |= {each: None for one in facts for each in random_layers(plan, one)}
     names = tuple(strategy.name for strategy in chosen)
     reason = ", ".join(f"{s.name} serves {'/'.join(s.axes)}" for s in chosen) or "one process needs none"
     return replace(

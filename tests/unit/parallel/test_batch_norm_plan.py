@@ -20,13 +20,13 @@ def explained(layout: Layout, facts=NET, **other) -> str:
 def test_statistics_of_all_ranks_are_the_default_and_the_plan_says_so_with_their_cost():
     text = explained(Layout(replicate=2))
     assert "strategies batch_norm -> replicate" in text
-    assert "batch_norm.statistics = synced  <- derived: 1 layers (1) normalise by the batch of all 2" in text
+    assert "batch_norm.statistics = synced  <- derived: 1 layer (1) normalised by the batch of all 2" in text
     assert "one small all-reduce per layer" in text
 
 
 def test_local_statistics_are_a_choice_that_the_plan_names():
     text = explained(Layout(replicate=2), options={"batch_norm": {"statistics": "local"}}, decisions=(CHOSEN,))
-    assert "batch_norm.statistics = local  <- derived (--option): 1 layers (1) normalise by each rank's part" in text
+    assert "batch_norm.statistics = local  <- derived (--option): 1 layer (1) normalised by each rank's part" in text
 
 
 @pytest.mark.parametrize(
