@@ -59,14 +59,14 @@ def test_the_first_training_pass_shows_who_drew():
     watch_first_pass(model, torch.device("cpu"), reports.append)
     before = torch.get_rng_state()
     with torch.no_grad():
-        model(torch.ones(1, 2))  # no training pass
+        model(-torch.ones(16, 2))  # no training pass
     torch.set_rng_state(before)
     copied, loaded = copy.deepcopy(model), pickle.loads(pickle.dumps(model))
-    want = copied(torch.ones(1, 2))
-    loaded(torch.ones(1, 2))
+    want = copied(-torch.ones(16, 2))
+    loaded(-torch.ones(16, 2))
     assert reports == []
     torch.set_rng_state(before)
-    assert torch.equal(model(torch.ones(1, 2)), want)
-    model(torch.ones(1, 2))
-    assert reports == [["0", "3", "4"]]  # nothing negative met the RReLU
+    assert torch.equal(model(-torch.ones(16, 2)), want)
+    model(-torch.ones(16, 2))
+    assert reports == [["0", "2", "3", "4"]]
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
