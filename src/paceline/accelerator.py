@@ -77,7 +77,7 @@ class Accelerator(Keeping):
     Raises: ConfigError, PlanError, WorldError: before the group is up, all problems at once.
     """
 
-    constructed_at = ("", 0)  # file and line, of an instance
+    _constructed_at = ("", 0)  # file and line, of an instance
     _preparation = Preparation  # a class of its own where `prepare` has other manners
 
     def __init__(
@@ -104,7 +104,7 @@ class Accelerator(Keeping):
     ) -> None:
         torch_version.check(torch.__version__)
         frame = user_frame()
-        self.constructed_at = ("", 0) if frame is None else (frame.f_code.co_filename, frame.f_lineno)
+        self._constructed_at = ("", 0) if frame is None else (frame.f_code.co_filename, frame.f_lineno)
         measured, options = chosen(profile, options)
         resolved = resolve_run(dict(
             mixed_precision=mixed_precision, accumulate=gradient_accumulation_steps, cpu=cpu, debug=debug,

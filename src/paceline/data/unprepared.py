@@ -22,7 +22,7 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from paceline.base.log import logger
 from paceline.world import rendezvous
-from paceline.world.debug import user_frame
+from paceline.world.places import user_frame
 from paceline.world.world import World
 
 _TRIES = 3  # backward passes after which a rank no longer looks: each look takes some ten milliseconds

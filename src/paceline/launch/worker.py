@@ -89,7 +89,7 @@ def pickled(thing: object, what: str) -> bytes:
 
     class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         def reducer_override(self, value: Any) -> Any:
-            place = getattr(type(value), "constructed_at", None) and value.constructed_at
+            place = getattr(type(value), "_constructed_at", None) and value._constructed_at
             if place:
                 raise _accelerator_outside(place)
             return super().reducer_override(value)
