@@ -63,7 +63,7 @@ class GPT(nn.Module):
 
 
 class ConvNet(nn.Module):
-    """Convolutions with batch norms, synchronised so that statistics are those of the global batch."""
+    """Convolutions with batch norms, whose statistics are those of the global batch."""
 
     def __init__(self) -> None:
         super().__init__()

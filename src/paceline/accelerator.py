@@ -31,6 +31,7 @@ from paceline.observe.profiles import chosen
 from paceline.observe.trackers.group import Trackers
 from paceline.optim.accumulate import Accumulation
 from paceline.optim.clip import clip_grad_norm, clip_grad_value
+from paceline.parallel.batch_norm import local_statistics
 from paceline.plan.plan import Decision, Plan
 from paceline.plan.resolve import draft
 from paceline.precision.policy import TABLE, autocast
@@ -42,6 +43,7 @@ from paceline.steps import Steps
 from paceline.world import rendezvous, torch_version
 from paceline.world.collectives import Collectives
 from paceline.world.mesh import Mesh
+from paceline.world.places import user_frame
 from paceline.world.world import World
 
 Prepared = TypeVar("Prepared")
@@ -90,6 +92,7 @@ class Accelerator(Keeping):
     Raises: ConfigError, PlanError, WorldError: before the group is up, all problems at once.
     """
 
+    _constructed_at = ("", 0)  # file and line, of an instance
     _preparation = Preparation  # a class of its own where `prepare` has other manners
 
     def __init__(
@@ -115,6 +118,8 @@ class Accelerator(Keeping):
         timeout_s: float | None = None,
     ) -> None:
         torch_version.check(torch.__version__)
+        frame = user_frame()
+        self._constructed_at = ("", 0) if frame is None else (frame.f_code.co_filename, frame.f_lineno)
         measured, options = chosen(profile, options)
         resolved = resolve_run(dict(
             mixed_precision=mixed_precision, accumulate=gradient_accumulation_steps, cpu=cpu, debug=debug,
@@ -364,7 +369,8 @@ class Accelerator(Keeping):
         from torch.distributed.algorithms.join import Join, Joinable
 
         wrapped = [each for each in joinables if isinstance(each, Joinable)]
-        with Join(wrapped) if wrapped and self.use_distributed else nullcontext():
+        models = [each.module for each in self._prepared.models]
+        with local_statistics(models), Join(wrapped) if wrapped and self.use_distributed else nullcontext():
             yield
 
     # -- between ranks -----------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -31,8 +31,10 @@ from paceline.optim.clip import Across
 from paceline.optim.optimizer import PreparedOptimizer
 from paceline.optim.rebind import choose_fused, parameter_names, rebind, shared_parameters, started_optimizers
 from paceline.optim.schedule import PreparedScheduler, compare_lengths, is_scheduler
+from paceline.parallel.draws import watch_first_pass
 from paceline.parallel.materialise import Recipe
 from paceline.parallel.strategy import STRATEGIES, Chain
+from paceline.plan import randomness
 from paceline.plan.facts import ModelFacts, model_facts
 from paceline.plan.plan import Decision, Plan
 from paceline.plan.resolve import draft, resolve
@@ -178,7 +180,7 @@ class Preparation:
         plan = resolve(self._draft(), facts, STRATEGIES, found) if new else self.plan
         divided = plan.fully_sharded or plan.layout.size("tp", "pp") > 1
         for (at, model), fact, recipe in zip(new, facts, recipes, strict=True):
-            chain = Chain(plan, self.mesh, self._collectives, self.device, fact)
+            chain = Chain(plan, self.mesh, self._collectives, self.device, fact, lambda: self._active.idle)
             if places[at]:
                 move = lambda tensor: tensor if tensor.is_meta else tensor.to(self.device)  # noqa: E731
                 model._apply(move) if fact.meta else model.to(self.device)
@@ -192,6 +194,9 @@ class Preparation:
             if prepared.wrapped is not prepared.module or "forward" in vars(prepared.module):
                 watch(prepared.wrapped, self._situation)
             self.models.append(prepared)
+            # A compiled block is compiled anew when hooks come and go. Along tp, cp and pp, generators are seeded inside.
+            if plan.layout.size() == plan.layout.width > 1 and not plan.compile:
+                watch_first_pass(prepared.module, self.device, partial(self._note_draws, fact))
             if self.profiles is not None:
                 self.profiles.follow(prepared.wrapped, prepared.module, fact.parameters, chain.runner)
             result[at] = prepared.wrapped
@@ -201,6 +206,16 @@ class Preparation:
             for line in filter(None, (division_of(plan, fact) for fact in facts)):
                 warn_once("plan", line)
         return before
+
+    def _note_draws(self, facts: ModelFacts, names: list[str]) -> None:
+        """Adds to the plan the modules that drew random numbers, and do not say so."""
+        said = dict(facts.random_layers)
+        kinds = dict(facts.modules)
+        others = [(name, kinds.get(name, "module")) for name in names if name not in said]
+        if others:
+            noted = randomness.decision(facts.name, others, "seen in the first pass")
+            self._note(noted)
+            logger("plan").info("%s", noted)
 
     def _materialise(self, recipe: Recipe, model: nn.Module, plan: Plan) -> None:
         """Gives a model from the meta device its values: rank 0's seed, so the same on all ranks and under every plan."""

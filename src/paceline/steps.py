@@ -15,6 +15,7 @@ from torch import nn
 
 from paceline.base.errors import PlanError
 from paceline.data.active import ActiveLoaders
+from paceline.data.unprepared import UnpreparedLoaders
 from paceline.optim.accumulate import Accumulation
 from paceline.parallel.microbatches import Microbatches, Part
 from paceline.preparation import Preparation
@@ -32,6 +33,9 @@ class Steps:
         active: the loaders being iterated, which learn here that they train.
         collectives: of all ranks.
         debug: checks before communication that all ranks came here.
+
+    Attributes:
+        unprepared: warns of loaders that were never prepared; None where scripts divide samples themselves.
     """
 
     def __init__(
@@ -45,6 +49,7 @@ class Steps:
     ) -> None:
         self._prepared, self._gradients, self._scaler, self._active = prepared, gradients, scaler, active
         self._collectives, self._debug = collectives, debug
+        self.unprepared: UnpreparedLoaders | None = UnpreparedLoaders(collectives.world)
 
     def backward(self, loss: torch.Tensor, num_items: int | torch.Tensor | None, **named: Any) -> None:
         """See `Accelerator.backward`."""
@@ -117,6 +122,8 @@ class Steps:
         """The loss as autograd should see it; who calls `backward` on it calls `settle` after."""
         loss = self._gradients.scale(loss, num_items)
         self._active.train()
+        if self.unprepared is not None and self._active.top is None and self._prepared.plan.layout.width > 1:
+            self.unprepared.look(self._prepared.loaders)
         if self._debug and self._gradients.sync:
             self._collectives.check("backward")
         if self._scaler is not None:

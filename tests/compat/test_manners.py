@@ -75,6 +75,14 @@ def test_a_code_argument_beats_the_environment() -> None:
     assert (unsaid.gradient_accumulation_steps, unsaid.mixed_precision) == (8, "fp16")
 
 
+def test_batch_norms_keep_their_statistics_as_under_accelerate_unless_somebody_asks(monkeypatch) -> None:
+    name = "options.batch_norm.statistics"
+    unasked = next(each for each in Accelerator(cpu=True).plan.decisions if each.field == name)
+    assert (unasked.value, unasked.source, unasked.where) == ("local", "default", "as under accelerate")
+    monkeypatch.setenv("PACELINE_OPTIONS", "{batch_norm: {statistics: synced}}")
+    assert Accelerator(cpu=True).plan.options["batch_norm"] == {"statistics": "synced"}
+
+
 def test_keyword_bundles_reach_what_they_are_for() -> None:
     ddp = DistributedDataParallelKwargs(
         find_unused_parameters=True, comm_hook=DDPCommunicationHookType.BF16, comm_state_option={"a": 1}

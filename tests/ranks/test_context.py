@@ -1,6 +1,6 @@
 """Context parallel: the user's model and loop, sequences divided, one process's numbers."""
 
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import pytest
@@ -212,21 +212,34 @@ def test_bf16() -> None:
 # -- random numbers, copies, gradients of inputs ---------------------------------------------------------------------
 
 
-def drop() -> tuple[torch.Tensor, torch.Tensor, float]:
+class DropsByHand(Rotary):
+    """Drops without a dropout module; its attribute has no name that speaks of dropout."""
+
+    def __init__(self):
+        super().__init__()
+        self.attn_drop = 0.5
+
+    def forward(self, x, cos, sin, mask=None):
+        return functional.dropout(super().forward(x, cos, sin, mask), self.attn_drop, self.training)
+
+
+def drop(block) -> tuple[torch.Tensor, torch.Tensor, float]:
     accelerator = Accelerator(plan={"cp": 2}, options={"context": {"trial": False}}, cpu=True)
     torch.manual_seed(0)
-    model = accelerator.prepare(Decoder(block=lambda: Rotary(dropout=0.5)))
+    model = accelerator.prepare(Decoder(block=block))
     kept = []
-    inner = accelerator.unwrap_model(model).layers[0].drop
-    inner.register_forward_hook(lambda _, args, output: kept.append(output != 0))
+    first = accelerator.unwrap_model(model).layers[0]
+    dropping = first if block is DropsByHand else first.drop
+    dropping.register_forward_hook(lambda _, args, output: kept.append(output != 0))
     output = model(torch.ones(2, 16, dtype=torch.long))
     after = float(torch.rand(()))
     accelerator.end_training()
     return kept[-1], output.detach(), after
 
 
-def test_ranks_drop_different_elements_inside_and_draw_the_same_outside() -> None:
-    (mask0, output0, after0), (mask1, output1, after1) = run_ranks(drop, world=2)
+@pytest.mark.parametrize("block", [partial(Rotary, dropout=0.5), DropsByHand], ids=["module", "function"])
+def test_ranks_drop_different_elements_inside_and_draw_the_same_outside(block) -> None:
+    (mask0, output0, after0), (mask1, output1, after1) = run_ranks(drop, world=2, args=(block,))
     assert not torch.equal(mask0, mask1)
     assert torch.equal(output0, output1)
     assert after0 == after1
@@ -369,7 +382,26 @@ def test_without_gradients_short_sequences_and_caches_are_computed_whole() -> No
             torch.testing.assert_close(mine, reference, atol=2e-6, rtol=0)
 
 
+class Flat(nn.Module):
+    """Blocks without a sequence: [batch, features], or images [batch, channels, height, width]."""
+
+    def __init__(self, images):
+        super().__init__()
+        self.images = images
+        make = (lambda: nn.Conv2d(8, 8, 3, padding=1)) if images else (lambda: nn.Linear(8, 8))
+        self.layers = nn.ModuleList(nn.Sequential(make(), nn.Tanh()) for _ in range(3))
+
+    def forward(self, tokens):
+        x = tokens.float()
+        x = x[:, :, None, None].expand(-1, -1, 4, 4) if self.images else x
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
 REFUSED = [
+    ("features", lambda: Flat(images=False), {"trial": False}, (2, 8), "context-dimension"),
+    ("images", lambda: Flat(images=True), {}, (2, 8), "context-dimension"),
     ("by hand", lambda: Decoder(block=ByHand), {"trial": False}, (2, 8), "context-attention"),
     ("by hand, tried", lambda: Decoder(block=ByHand), {}, (2, 8), "context-differs"),
     ("by hand besides", lambda: Decoder(block=SometimesByHand), {}, (2, 64), "context-differs"),

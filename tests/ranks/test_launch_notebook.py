@@ -52,20 +52,21 @@ def _text(output: Any) -> str:
     return str(output.data.get("text/plain", ""))
 
 
-# One thread: forked; two threads: the function travels to fresh processes.
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("threads", ["1", "2"])
-def test_in_a_real_notebook(threads: str, tmp_path: Path) -> None:
+def test_in_a_real_notebook(tmp_path: Path) -> None:
     use = "torch.randn(600, 600, requires_grad=True).square().sum().backward()  # OpenMP's threads have run"
     launch = "value = notebook_launcher(training_loop, ('hello',), num_processes=2, mixed_precision='bf16')\n"
-    _, _, shown, value, failed = run_notebook(
+    outside = "def uses_it():\n    return accelerator.num_processes\nnotebook_launcher(uses_it, num_processes=2)"
+    _, _, shown, value, failed, _, refused = run_notebook(
         tmp_path,
         SUM,
         use + "\nfrom paceline import notebook_launcher",
         launch,
         "value",
         "notebook_launcher(training_loop, ('hello', True), num_processes=2)",
-        threads=threads,
+        "%matplotlib inline\nfrom paceline import Accelerator\naccelerator = Accelerator(cpu=True)",
+        outside,
+        threads="2",
         errors=True,
     )
     assert shown.startswith("Launching training on 2 CPU processes."), shown
@@ -76,11 +77,14 @@ def test_in_a_real_notebook(threads: str, tmp_path: Path) -> None:
     assert failed.count("ValueError: the cause") == 1
     assert 'raise ValueError("the cause")' in failed  # the line of the cell
     assert "rank 1 failed with exit code 1.  [rank-failed]" in failed
+    assert "[launch-accelerator]" in refused
+    assert "constructed in cell In[6], line 3: `accelerator = Accelerator(cpu=True)`" in refused
 
 
 def session(folder: Path, text: str, **env: str) -> subprocess.CompletedProcess[str]:
     (folder / "session.py").write_text(dedent(SUM) + dedent(text))
     everything = {**os.environ, "OMP_NUM_THREADS": "1", **env}
+    everything = {name: value for name, value in everything.items() if value}  # "" takes a variable out
     command = [sys.executable, "session.py"]
     return subprocess.run(command, cwd=folder, env=everything, capture_output=True, text=True, timeout=60)
 
@@ -125,12 +129,36 @@ def test_debug_launcher_restarts_and_prefixes(tmp_path: Path) -> None:
         ("notebook_launcher(print, mixed_precision='fp9')", "mixed_precision cannot be 'fp9'.  [config-value]"),
         ("notebook_launcher(lambda: __import__('threading').Lock(), num_processes=2)", "[launch-pickle]"),
         ("debug_launcher(lambda: debug_launcher(print))", "[launch-inside]"),
+        ("notebook_launcher(training_loop, args=(1))", "write args=(1,)"),
+        ("notebook_launcher(training_loop, args='hi', num_processes=2)", "[launch-arguments]"),
     ],
 )
 def test_misuse(call: str, told: str, tmp_path: Path) -> None:
     done = session(tmp_path, f"from paceline import debug_launcher, notebook_launcher\n{call}\n")
     assert done.returncode == 1
     assert told in done.stderr
+
+
+def test_processes_use_as_many_threads_as_they_like_after_threads_have_run_here(tmp_path: Path) -> None:
+    """A forked copy of a process whose OpenMP threads have run waits for ever at its own first parallel region."""
+    done = session(
+        tmp_path,
+        """
+        from paceline import Accelerator, notebook_launcher
+        torch.set_num_threads(2)
+        torch.randn(600, 600).square().sum()
+        def twice():
+            torch.set_num_threads(2)
+            return float(torch.ones(600, 600).square().sum())
+        assert notebook_launcher(twice, num_processes=2) == 600 * 600
+        accelerator = Accelerator(cpu=True)
+        notebook_launcher(lambda: accelerator.num_processes, num_processes=2)
+        """,
+        OMP_NUM_THREADS="",
+    )
+    assert done.returncode == 1
+    assert "[launch-accelerator]" in done.stderr
+    assert "session.py:" in done.stderr and "`accelerator = Accelerator(cpu=True)`" in done.stderr
 
 
 def test_ctrl_c_ends_the_processes_and_the_session(tmp_path: Path) -> None:

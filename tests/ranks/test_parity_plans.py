@@ -93,8 +93,6 @@ def ours(case: Case, plan: Plan, options: Plan) -> dict[str, Any]:
     from paceline import Accelerator
 
     model, optimizer = made(case)
-    if case.model == "conv":
-        model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
     accelerator = Accelerator(case.precision, case.accumulate, plan=plan, options=options, cpu=True)
     width = accelerator.plan.layout.width
     loader = DataLoader(data_of(case), BATCH // width)

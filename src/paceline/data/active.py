@@ -46,6 +46,12 @@ class ActiveLoaders:
         """The loader whose epoch ended last, until another iteration begins: what was collected over it is known yet."""
         return self._finished() if self._finished is not None else None
 
+    @property
+    def idle(self) -> bool:
+        """Whether the batch at hand has no sample for this rank, and a filler row of weight 0 instead."""
+        current = self.top.current if self.top is not None else None
+        return current is not None and current.weights[current.index] == 0
+
     def push(self, loader: PreparedLoader) -> None:
         """Called by a loader's iterator as it starts."""
         self._stack.append(loader)

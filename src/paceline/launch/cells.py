@@ -1,8 +1,9 @@
-"""Which cell of a notebook, or which import in it, has touched an accelerator."""
+"""Which cell of a notebook, or which import in it, has touched an accelerator; and which cell a line stands in."""
 
 from __future__ import annotations
 
 import ast
+import linecache
 import re
 import subprocess
 import sys
@@ -25,9 +26,23 @@ def who_touched(kind: str) -> str:
     module = getattr(torch, kind, None) if torch is not None else None
     if module is None or not getattr(module, "is_initialized", lambda: False)():
         return ""
-    shell = sys.modules["IPython"].get_ipython() if "IPython" in sys.modules else None
-    cells = list(shell.user_ns.get("In", [])) if shell is not None else []
-    return search(cells[:-1], lambda statement: _imports_touch(statement, kind)) or "no cell shows where"
+    return search(_cells()[:-1], lambda statement: _imports_touch(statement, kind)) or "no cell shows where"
+
+
+def place_of(file: str, line: int) -> str:
+    """Where a line stands, in words: a cell of a notebook by its number, any other line by its file.
+
+    Args:
+        file: as the code object names it; of a cell, a name that Jupyter has made up.
+        line: from 1.
+    """
+    text = linecache.getline(file, line).strip()
+    code = f": `{text}`" if text else ""
+    source = "".join(linecache.getlines(file)).strip()
+    for number, cell in enumerate(_cells()):
+        if cell.strip() == source and source:
+            return f"cell In[{number}], line {line}{code}"
+    return f"{file}:{line}{code}"
 
 
 def search(cells: Sequence[str], touches: Callable[[str], bool]) -> str:
@@ -46,6 +61,12 @@ def search(cells: Sequence[str], touches: Callable[[str], bool]) -> str:
             if touches(statement):
                 return f"cell [{number}]: `{statement}`"
     return ""
+
+
+def _cells() -> list[str]:
+    """The cells that were run, by their numbers; none outside of a notebook."""
+    shell = sys.modules["IPython"].get_ipython() if "IPython" in sys.modules else None
+    return list(shell.user_ns.get("In", [])) if shell is not None else []
 
 
 def _tree(cell: str) -> ast.Module:

@@ -1,11 +1,10 @@
 """Several processes from a notebook, or from any Python session: `notebook_launcher` and `debug_launcher`.
 
-    one process             the function is called here
-    several, on the CPU     forked, where each has one thread: the notebook's variables are simply there
-    otherwise               packed by cloudpickle, and unpacked in fresh processes
+    one process     the function is called here
+    several         packed by cloudpickle, with the variables that it uses, and unpacked in fresh processes
 
-A process that has used an accelerator cannot be forked, nor can one whose OpenMP threads have run, unless the copies use
-one thread each: they would wait for threads that a copy does not have.
+A process that has used an accelerator cannot be forked, nor can one whose OpenMP threads have run: a copy waits for ever
+for threads that it does not have.
 """
 
 from __future__ import annotations
@@ -56,7 +55,7 @@ def notebook_launcher(
 
     Args:
         function: what to run; it may be defined in a cell.
-        args: its arguments.
+        args: its arguments, a tuple or a list.
         num_processes: processes on this node; None for one for each accelerator, or 1 where there is none.
         mixed_precision: "no", "fp16" or "bf16", unless the function's `Accelerator` says otherwise.
         use_port: port of node 0; on one node the usual one stands for any free one.
@@ -73,12 +72,13 @@ def notebook_launcher(
         What the function returned on rank 0; None on the other nodes.
 
     Raises:
-        LaunchError: `rank-failed` or `node-failed` after the report, `launch-inside`, `launch-pickle`, those of
-            `host.check` and, on several nodes, those of `Nodes.meet`.
-        ConfigError: `config-value`.
+        LaunchError: `rank-failed` or `node-failed` after the report, `launch-inside`, `launch-pickle`,
+            `launch-accelerator`, those of `host.check` and, on several nodes, those of `Nodes.meet`.
+        ConfigError: `config-value`, `launch-arguments`.
     """
     del rdzv_id
     _alone()
+    _check_arguments(args)
     handed = _handed(mixed_precision=mixed_precision) if mixed_precision != "no" else {}
     found = host.accelerators()
     procs = _count(num_processes, found)
@@ -121,6 +121,7 @@ def debug_launcher(function: Callable[..., Any], args: Sequence[Any] = (), num_p
         LaunchError: as `notebook_launcher`.
     """
     _alone()
+    _check_arguments(args)
     found = host.Accelerators()
     job = _job(function, args, _count(num_processes, found), found, _handed(cpu=True))
     return _carry_out(job)
@@ -131,7 +132,6 @@ def _job(
 ) -> Job:
     said = environment.get("OMP_NUM_THREADS")
     threads = said or max(host.cores() // procs, 1)
-    fork = not found.count and threads == 1
     if found.count and (place := who_touched(found.kind)):
         print(
             f"paceline: {found.kind} is in use in this session already ({place}). The processes start afresh, so they "
@@ -139,20 +139,12 @@ def _job(
             file=sys.stderr,
         )
     name = getattr(function, "__qualname__", type(function).__name__)
-    target = Target("function", name, function=partial(_call, function, tuple(args), threads))
+    target = Target("function", name, function=partial(function, *args))
     served = any(getattr(finder, "library", None) == "accelerate" for finder in sys.meta_path)
     return Job(
-        target, procs, start="fork" if fork else "exec", env={**handed, "OMP_NUM_THREADS": str(threads)},
+        target, procs, start="exec", env={**handed, "OMP_NUM_THREADS": str(threads)},
         tee=dict.fromkeys(range(procs), 3), mark="", compat="accelerate" if served else "",
     )  # fmt: skip
-
-
-def _call(function: Callable[..., Any], args: tuple[Any, ...], threads: int) -> Any:
-    """Runs in each process."""
-    import torch
-
-    torch.set_num_threads(threads)  # a copy's OpenMP has read OMP_NUM_THREADS long ago
-    return function(*args)
 
 
 def _carry_out(job: Job) -> Any:
@@ -185,6 +177,22 @@ def _alone() -> None:
             why=f"RANK={rank}, WORLD_SIZE={size} in the environment",
             fix="call the function itself, or start the script with plain `python`",
         )
+
+
+def _check_arguments(args: Any) -> None:
+    """Arguments come as a tuple or a list.
+
+    Raises:
+        ConfigError: `launch-arguments`.
+    """
+    if isinstance(args, (tuple, list)):
+        return
+    raise ConfigError(
+        "launch-arguments",
+        f"the function's arguments cannot be {args!r}, which is of type {type(args).__name__}.",
+        why="args is a tuple or a list with one entry for each argument; (x) is x, and (x,) is a tuple with one entry",
+        fix=f"write args=({args!r},)",
+    )
 
 
 def _count(num_processes: int | None, found: host.Accelerators) -> int:

@@ -3,8 +3,8 @@
     fork: the launcher's child calls `run` and returns up the launcher's stack, so that Python ends as always
     exec: `python -m paceline.launch.worker` does the same in a fresh process
 
-A function (from a notebook) is called in a forked child, or travels by cloudpickle to a fresh process; rank 0's value
-travels back through a file beside the report. Such a child leaves by `os._exit`: the stack above is not its own.
+A function (from a notebook) travels by cloudpickle to a fresh process; rank 0's value travels back through a file beside
+the report.
 
 An uncaught exception goes to the report file and not to the terminal: the launcher prints the first failing rank's
 one, once, instead of a mixture of all.
@@ -17,7 +17,6 @@ import importlib
 import importlib.util
 import io
 import linecache
-import multiprocessing
 import os
 import pickle
 import sys
@@ -26,7 +25,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from types import CodeType, ModuleType
-from typing import Any, NoReturn
+from typing import Any
 
 from paceline.base import env as environment
 from paceline.base.errors import LaunchError
@@ -81,40 +80,50 @@ def value_of(report: Path) -> Any:
 
 
 def pickled(thing: object, what: str) -> bytes:
-    """`thing` as bytes, by cloudpickle where it is installed.
+    """`thing` as bytes, functions and classes of a notebook included.
 
     Raises:
-        LaunchError: `launch-pickle`.
+        LaunchError: `launch-pickle`, `launch-accelerator`.
     """
+    import cloudpickle  # type: ignore[import-untyped]
+
+    class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
+        def reducer_override(self, value: Any) -> Any:
+            place = getattr(type(value), "_constructed_at", None) and value._constructed_at
+            if place:
+                raise _accelerator_outside(place)
+            return super().reducer_override(value)
+
+    parcel = io.BytesIO()
     try:
-        try:
-            from cloudpickle import dumps  # type: ignore[import-untyped]
-        except ModuleNotFoundError:
-            from pickle import dumps
-        return bytes(dumps(thing))
+        Pickler(parcel).dump(thing)
+        return parcel.getvalue()
+    except LaunchError:
+        raise
     except Exception as error:
         raise LaunchError(
             "launch-pickle",
             f"{what} cannot travel between processes.",
             why=f"{type(error).__name__}: {error}",
-            fix="leave out what is bound to one process (open files, locks, loaders); `pip install cloudpickle` for "
-            "functions of a notebook",
+            fix="make what is bound to one process (open files, locks, loaders) inside the function",
         ) from error
 
 
-def leave(code: int) -> NoReturn:
-    """Ends a forked process whose stack is not its own. Its daemons (workers of loaders) end before it, as they do where
-    Python ends: left alone they hold its output open, and its process group alive, for seconds."""
-    rendezvous = sys.modules.get("paceline.world.rendezvous")
-    if rendezvous is not None:
-        rendezvous.leave(at_exit=True)
-    for child in multiprocessing.active_children():
-        if child.daemon and child._parent_pid == os.getpid():  # type: ignore[attr-defined]  # a fork knows its parent's too
-            child.kill()
-            child.join()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)
+def _accelerator_outside(place: tuple[str, int]) -> LaunchError:
+    """The error for an `Accelerator` that would travel.
+
+    Args:
+        place: file and line of its construction.
+    """
+    from paceline.launch.cells import place_of  # only where it is needed: every process of a launch imports this module
+
+    return LaunchError(
+        "launch-accelerator",
+        "the function uses an `Accelerator` that was constructed outside of it.",
+        why=f"it was constructed in {place_of(*place)}, for that process alone: in each of the new processes it would say "
+        "that it is rank 0 of 1, and each would train a model of its own",
+        fix="move `accelerator = Accelerator(...)`, and its calls of `prepare`, into the function",
+    )
 
 
 def watched(work: Callable[[], object], report: str) -> int:

@@ -105,7 +105,7 @@ def compare(
     Ranks: all of the cp group.
 
     Raises:
-        TrainError: `context-differs`.
+        TrainError: `context-differs`, `context-dimension`.
     """
     ranks = region.division.ranks
     length = min(sizes.length // (2 * ranks), _TRIED // 2) * 2 * ranks
@@ -135,9 +135,15 @@ def compare(
 
     with torch.no_grad(), _evaluating(block), torch.autocast(sample.device.type, enabled=False):
         args, kwargs = map_arguments(beginning, block, *_without_caches(block, args, kwargs))
-        whole = tensors(block._context_forward(*args, **kwargs))[0]  # type: ignore[operator]
-        args, kwargs = map_arguments(part, block, args, kwargs)
-        divided = tensors(_divided(block, short, args, kwargs))[0]
+        try:
+            whole = tensors(block._context_forward(*args, **kwargs))[0]  # type: ignore[operator]
+            args, kwargs = map_arguments(part, block, args, kwargs)
+            divided = tensors(_divided(block, short, args, kwargs))[0]
+        except RuntimeError as error:
+            if type(error) is not RuntimeError:
+                raise
+            # torch says so where sizes do not fit: the block wants this dimension whole.
+            raise no_sequence(block, list(sample.shape), sizes.dim, str(error).splitlines()[0]) from error
     mine = whole.index_select(sizes.dim, short.own).float()
     change = mine - sample.index_select(sizes.dim, short.own).float() if whole.shape[-1] == sample.shape[-1] else mine
     allowed = (1e-3 if dtype.itemsize > 2 else 2e-2) * change.abs().max() + 8 * torch.finfo(
@@ -154,6 +160,24 @@ def compare(
             fix="make positions before the blocks and pass them in; if the block is random or counts tokens in evaluation, "
             "too, set options={'context': {'trial': False}}",
         )
+
+
+def no_sequence(block: nn.Module, shape: list[int], dim: int, reason: str) -> TrainError:
+    """The error for hidden states without a dimension that could be divided.
+
+    Args:
+        shape: of the hidden states that were tried.
+        dim: the dimension that was taken for the sequence.
+        reason: what shows that it is none.
+    """
+    return TrainError(
+        "context-dimension",
+        f"{type(block).__name__} cannot compute a part of dimension {dim} of its input, so there is no sequence to divide.",
+        why=f"cp divides hidden states [batch, sequence, features] along dimension {dim} (option `dim`); these are "
+        f"{shape}: {reason}",
+        fix="leave `cp` out and use `replicate` or `shard`; for [sequence, batch, features] set "
+        "options={'context': {'dim': 0}}",
+    )
 
 
 def keeps(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

@@ -25,8 +25,17 @@ from torch import Tensor, nn
 
 from paceline.base.errors import PlanError, Problem, TrainError
 from paceline.config.kinds import YES_NO, Kind, one_of, whole
-from paceline.parallel.block_calls import REGION, compare, hidden_states, keeps, map_arguments, override_forward
+from paceline.parallel.block_calls import (
+    REGION,
+    compare,
+    hidden_states,
+    keeps,
+    map_arguments,
+    no_sequence,
+    override_forward,
+)
 from paceline.parallel.pipeline import STRATEGY as PIPELINE
+from paceline.parallel.random_streams import RandomStreams
 from paceline.parallel.sequence_split import Division, Region, Sizes, sequence_dim
 from paceline.parallel.strategy import Context, Strategy
 from paceline.parallel.tensor import STRATEGY as TENSOR
@@ -138,7 +147,9 @@ class ContextParallel(Strategy):
             PlanError: `context-blocks`, where the pattern names none.
         """
         options = context.options
-        RandomState.now(context.device).shared(context.mesh.group("cp"), context.device)
+        group = context.mesh.group("cp")
+        streams = RandomStreams(dist.get_rank(group), context.device)
+        streams.share(group)
         method = _method(context.plan, context.facts)[0] if options.method == "auto" else options.method
         begins: set[str] = set()
         if context.plan.layout.pp > 1:
@@ -152,7 +163,7 @@ class ContextParallel(Strategy):
                 fix=f"write {_example(context.facts)!r}",
             )
         for blocks in spans:
-            _Span(blocks, context.mesh.group("cp"), context.plan.layout.cp, replace(options, method=method)).hook()
+            _Span(blocks, group, context.plan.layout.cp, replace(options, method=method), streams).hook()
         for module in model.modules():
             if isinstance(module, nn.TransformerEncoder):
                 module.use_nested_tensor = False  # what it makes of padded batches has no sequence dimension
@@ -219,9 +230,12 @@ class _Span:
         blocks: in the order of their calls.
         group, ranks: of the cp axis.
         options: those of the strategy, its method decided.
+        streams: of random numbers: each rank draws its own for its own positions.
     """
 
-    def __init__(self, blocks: list[nn.Module], group: Any, ranks: int, options: ContextOptions) -> None:
+    def __init__(
+        self, blocks: list[nn.Module], group: Any, ranks: int, options: ContextOptions, streams: RandomStreams
+    ) -> None:
         self.blocks = blocks
         self.group, self.ranks, self.options = group, ranks, options
         self.region: Region | None = None
@@ -229,8 +243,7 @@ class _Span:
         self.sizes = Sizes(0, 0, 0, 0)
         self.sample: Tensor | None = None  # the first block's input, for the trials
         self.untried = set(range(len(blocks))) if options.trial else set()
-        self.draws = any(_draws(module) for block in blocks for module in block.modules())
-        self.outside: RandomState | None = None
+        self.streams = streams
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Span:
         """For a copy of the model: its own blocks, and the same group, which cannot be copied."""
@@ -292,7 +305,9 @@ class _Span:
         short = hidden.ndim > dim and hidden.shape[dim] < 2 * self.ranks
         if not torch.is_grad_enabled() and (short or keeps(block, args, kwargs)):
             return False  # decoding: token by token, with a cache that other calls shall find whole
-        if hidden.ndim < 2 or hidden.shape[dim] < 2 * self.ranks:
+        if hidden.ndim < dim + 2:  # the last dimension holds the features of a position
+            raise no_sequence(block, list(hidden.shape), dim, f"they have {hidden.ndim} dimensions")
+        if hidden.shape[dim] < 2 * self.ranks:
             length = f"dimension {dim} of {list(hidden.shape)} is the sequence (option `dim`)"
             raise TrainError(
                 "context-length",
@@ -307,10 +322,9 @@ class _Span:
         self.region = Region(division, self.group, rank, self.options.method, hidden.device)
         if self.untried and not hidden.is_meta:
             self.sample = hidden.detach()
-        if self.draws and block.training:
-            seed = int(torch.randint(2**62, ()))
-            self.outside = RandomState.now(hidden.device)
-            torch.manual_seed(seed + rank)
+        self.streams.abandon()  # what an error in a block has left open
+        if block.training:
+            self.streams.open()
         return True
 
     def leave(self, block: nn.Module, args: Any, output: Any) -> Any:
@@ -329,51 +343,10 @@ class _Span:
                 "attn_implementation='sdpa'), or name the blocks that do with options={'context': {'blocks': ...}}",
             )
         self.region = self.sample = None
-        if self.outside is not None:
-            self.outside.restore()
-            self.outside = None
+        self.streams.abandon()
         dim = self.sizes.dim
         fits = lambda t: t.ndim > max(1, dim) and t.shape[dim] == region.local  # noqa: E731
         return map_tensors(lambda t: region.gather(t, dim) if fits(t) else t, output)
-
-
-def _draws(module: nn.Module) -> bool:
-    """Whether a module drops something at random."""
-    if isinstance(module, nn.modules.dropout._DropoutNd):
-        return module.p > 0
-    return any("dropout" in name and isinstance(p, float) and p > 0 for name, p in vars(module).items())
-
-
-@dataclass(frozen=True)
-class RandomState:
-    """The states of the generators of the CPU and of one device.
-
-    Between the blocks each rank draws its own numbers, for its own positions; outside all draw the same.
-    """
-
-    host: Tensor
-    device: torch.device
-    there: Tensor | None
-
-    @classmethod
-    def now(cls, device: torch.device) -> RandomState:
-        """Reads them."""
-        there = None if device.type == "cpu" else torch.get_device_module(device).get_rng_state(device)
-        return cls(torch.get_rng_state(), device, there)
-
-    def shared(self, group: Any, device: torch.device) -> None:
-        """Takes those of the group's first rank. Ranks: all of the group."""
-        for state in (self.host,) if self.there is None else (self.host, self.there):
-            here = state.to(device)
-            dist.broadcast(here, src=dist.get_global_rank(group, 0), group=group)
-            state.copy_(here)
-        self.restore()
-
-    def restore(self) -> None:
-        """Puts them back."""
-        torch.set_rng_state(self.host)
-        if self.there is not None:
-            torch.get_device_module(self.device).set_rng_state(self.there, self.device)
 
 
 STRATEGY = ContextParallel()

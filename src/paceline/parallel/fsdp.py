@@ -25,8 +25,8 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from paceline.base.errors import PlanError, PrepareError
 from paceline.parallel import agreement, gloo
 from paceline.parallel.averages import CHUNK, average_gradients
+from paceline.parallel.batch_norm import is_synchronised
 from paceline.parallel.stand_ins import step_held
-from paceline.parallel.sync_batch_norm import SyncBatchNorm
 from paceline.torch_internals import fsdp as internals
 from paceline.world.held import Held
 from paceline.world.sharded import is_sharded, whole
@@ -51,7 +51,7 @@ class Units:
         self._statistics = [
             buffer
             for module in model.modules()
-            if isinstance(module, _BatchNorm) and not isinstance(module, (SyncBatchNorm, nn.SyncBatchNorm))
+            if isinstance(module, _BatchNorm) and not is_synchronised(module)
             for buffer in module.buffers(recurse=False)
         ]
         model.register_forward_pre_hook(self._before_forward, prepend=True)

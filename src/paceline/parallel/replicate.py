@@ -34,7 +34,6 @@ from paceline.parallel.communication_hooks import HOOKS, install
 from paceline.parallel.fsdp import Units, broadcast_values, whole_parameters
 from paceline.parallel.stand_ins import step_held
 from paceline.parallel.strategy import Context, Strategy
-from paceline.parallel.sync_batch_norm import replace_on_cpu
 from paceline.parallel.wrapping import wrapping
 from paceline.plan.cost import Bytes
 from paceline.plan.facts import ModelFacts
@@ -115,8 +114,6 @@ class Replicate(Strategy):
         A model without trainable parameters (a frozen teacher) is broadcast, but not wrapped.
         """
         group = context.mesh.gradient_group
-        if context.device.type == "cpu":
-            replace_on_cpu(model, group)
         if not any(parameter.requires_grad for parameter in model.parameters()):
             own = [tensor.detach() for tensor in (*model.parameters(), *model.buffers())]
             for mine, first in zip(own, context.collectives.broadcast(own), strict=True):

@@ -36,7 +36,6 @@ from paceline.parallel.fsdp import (
     whole_parameters,
 )
 from paceline.parallel.strategy import Context, Strategy
-from paceline.parallel.sync_batch_norm import replace_on_cpu
 from paceline.parallel.wrapping import POLICIES, Wrapping, wrapping
 from paceline.plan.cost import Bytes
 from paceline.plan.facts import ModelFacts
@@ -160,8 +159,6 @@ class Shard(Strategy):
         from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
         group = context.mesh.gradient_group
-        if context.device.type == "cpu":
-            replace_on_cpu(model, group)
         broadcast_values(model, group)
         plan, options = context.plan, context.options
         found = self.wrapping(plan, context.facts)

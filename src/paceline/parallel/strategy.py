@@ -4,6 +4,7 @@
     10      pipeline     pp         keeps this rank's blocks
     20      tensor       tp         divides the matrices of layers
     30      context      cp         divides sequences
+    35      batch_norm              takes batch statistics over all data-parallel ranks
     40      recompute               computes activations again in the backward pass
     50      compile                 compiles the repeated blocks
     60      zero, shard  shard      divides optimizer states, gradients, parameters
@@ -21,7 +22,7 @@ A new strategy is one new file with `STRATEGY = Class()`; the registry finds it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -52,6 +53,7 @@ class Context:
         device: where the model is.
         facts: what planning knew of the model.
         options: those of the strategy at hand, an instance of its `Options`.
+        idle: whether this rank's batch at the moment stands for no sample, and has a filler row instead.
     """
 
     plan: Plan
@@ -60,13 +62,14 @@ class Context:
     device: torch.device
     facts: ModelFacts
     options: Any
+    idle: Callable[[], bool] = lambda: False
 
 
 class Strategy:
     """One axis of parallelism, or one transformation of the model; each method here does nothing.
 
-    `wanted`, `check`, `decide` and `cost` are pure: no group, no device, no model. The others are called by every rank
-    alike, and may communicate. Parameters of `unwrap(apply(model))` have the names (FQNs) that they had.
+    `wanted`, `concerns`, `check`, `decide` and `cost` are pure: no group, no device, no model. The others are called by every
+    rank alike, and may communicate. Parameters of `unwrap(apply(model))` have the names (FQNs) that they had.
 
     Attributes:
         name: the file's name, and that of its options.
@@ -83,6 +86,10 @@ class Strategy:
     def wanted(self, plan: Plan) -> bool:
         """Whether the plan uses this strategy."""
         return any(getattr(plan.layout, axis) > 1 for axis in self.axes)
+
+    def concerns(self, models: Iterable[ModelFacts]) -> bool:
+        """Whether it has anything to do for some of these models; otherwise the plan leaves it out."""
+        return True
 
     def options(self, plan: Plan) -> Any:
         """What the plan says for this strategy; wrong values, which `resolve` refuses, as their defaults."""
@@ -149,13 +156,23 @@ class Chain:
         plan: the resolved plan.
         mesh, collectives, device: where and with whom.
         facts: of the model that the chain is for.
+        idle: whether this rank's batch at the moment stands for no sample.
     """
 
-    def __init__(self, plan: Plan, mesh: Any, collectives: Any, device: torch.device, facts: ModelFacts) -> None:
+    def __init__(
+        self,
+        plan: Plan,
+        mesh: Any,
+        collectives: Any,
+        device: torch.device,
+        facts: ModelFacts,
+        idle: Callable[[], bool] = lambda: False,
+    ) -> None:
         self.plan = plan
         self.strategies: list[Strategy] = [STRATEGIES.get(name) for name in plan.strategies]
         self._contexts = [
-            Context(plan, mesh, collectives, device, facts, strategy.options(plan)) for strategy in self.strategies
+            Context(plan, mesh, collectives, device, facts, strategy.options(plan), idle)
+            for strategy in self.strategies
         ]
 
     @property

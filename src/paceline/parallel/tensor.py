@@ -25,6 +25,7 @@ from torch.optim import Optimizer
 
 from paceline.base.errors import PlanError, Problem
 from paceline.parallel import tensor_styles as styles
+from paceline.parallel.random_streams import RandomStreams
 from paceline.parallel.strategy import Context, Strategy
 from paceline.parallel.tensor_names import HEADS, KV_HEADS, LOCAL_HEADS, Group, shape
 from paceline.parallel.tensor_plan import DIVIDED, Division, TensorOptions, divide, divided_elements
@@ -128,7 +129,7 @@ class _Divider:
         self.division = divide(context.facts, self.width, self.options)
         self.modules = dict(model.named_modules())  # a pipeline stage lacks some
         self.layers = {layer.name: layer for layer in context.facts.layers if layer.name in self.modules}
-        self.streams = styles.Streams(dist.get_rank(self.group), context.device, styles.draws(model))
+        self.streams = RandomStreams(dist.get_rank(self.group), context.device)
         self.sequence = self.options.sequence or "sequence" in self.division.styles.values()
         self.regions: list[styles.Region] = []
 
@@ -157,12 +158,7 @@ class _Divider:
         for tensor in (*self.model.buffers(), *plain):
             if not tensor.is_meta:
                 dist.broadcast(tensor, src=first, group=self.group)
-        states = self.streams.states()
-        for state in states:
-            here = state.to(self.context.device)
-            dist.broadcast(here, src=first, group=self.group)
-            state.copy_(here)
-        self.streams.restore(states)
+        self.streams.share(self.group)
         for module in self.model.modules():  # its fast path reads parameters of other modules
             if isinstance(module, nn.TransformerEncoderLayer):
                 module.activation_relu_or_gelu = 0

@@ -31,6 +31,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from paceline.base.errors import TrainError
 from paceline.parallel.gloo import gather_parts
+from paceline.parallel.random_streams import RandomStreams
 from paceline.parallel.stages import Shell
 from paceline.world.sharded import is_sharded
 
@@ -129,61 +130,6 @@ def _share(x: Tensor, dim: int, group: Any) -> Tensor:
     return x.chunk(dist.get_world_size(group), dim)[dist.get_rank(group)].contiguous()
 
 
-# -- random numbers ---------------------------------------------------------------------------------------------
-
-
-class Streams:
-    """Random numbers: the same on all peers, except while one is open, when each draws its own.
-
-    What every peer computes alike must drop the same elements, or they drift apart; shares of heads, features or
-    positions must not, or the same mask would repeat. The seeds of the second are drawn from the first.
-
-    Args:
-        rank: of this process in its group.
-        device: where the model computes.
-        wanted: whether the model draws any numbers.
-    """
-
-    def __init__(self, rank: int, device: torch.device, wanted: bool) -> None:
-        self._rank, self._wanted, self._depth = rank, wanted, 0
-        self._device = None if device.type == "cpu" else torch.get_device_module(device)
-        self._saved: list[Tensor] = []
-
-    def open(self) -> None:
-        """From here each peer draws numbers of its own; may be nested."""
-        self._depth += 1
-        if self._wanted and self._depth == 1:
-            seed = int(torch.randint(1 << 62, ()))
-            self._saved = self.states()
-            torch.manual_seed(seed + self._rank + 1)
-
-    def close(self) -> None:
-        """Back to the numbers that all peers share."""
-        self._depth -= 1
-        if self._wanted and self._depth == 0:
-            self.restore(self._saved)
-
-    def states(self) -> list[Tensor]:
-        """State of the CPU's generator, and of the device's."""
-        return [torch.get_rng_state()] + ([] if self._device is None else [self._device.get_rng_state()])
-
-    def restore(self, states: list[Tensor]) -> None:
-        """Puts `states()` back."""
-        torch.set_rng_state(states[0])
-        if self._device is not None:
-            self._device.set_rng_state(states[1])
-
-
-def draws(model: nn.Module) -> bool:
-    """Whether the model drops anything: it has a dropout, or an attribute that speaks of one."""
-    for module in model.modules():
-        if isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0:
-            return True
-        if any("drop" in key and type(value) is float and value > 0 for key, value in vars(module).items()):
-            return True
-    return False
-
-
 # -- layers -----------------------------------------------------------------------------------------------------
 
 
@@ -200,7 +146,7 @@ class Region:
     """
 
     group: Any
-    streams: Streams
+    streams: RandomStreams
     split: bool = True
     sequence: bool = False
     numbers: list[tuple[nn.Module, str, int, int]] = field(default_factory=list)
@@ -396,7 +342,7 @@ def whole_positions(group: Any) -> Callable[..., Any]:
     return forward
 
 
-def block_positions(group: Any, streams: Streams, first: bool, last: bool, divided: Callable[[int], None]) -> Any:
+def block_positions(group: Any, streams: RandomStreams, first: bool, last: bool, divided: Callable[[int], None]) -> Any:
     """A block on this rank's share of the positions; the first one splits, the last one gathers."""
 
     def forward(self: nn.Module, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

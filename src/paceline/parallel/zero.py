@@ -31,7 +31,6 @@ from paceline.parallel.fsdp import forget_with
 from paceline.parallel.reducer import Reducer
 from paceline.parallel.stand_ins import closure_refused, step_held, swap_in_steps
 from paceline.parallel.strategy import Context, Strategy
-from paceline.parallel.sync_batch_norm import replace_on_cpu
 from paceline.plan.cost import Bytes
 from paceline.plan.facts import ModelFacts
 from paceline.plan.options import option
@@ -116,8 +115,6 @@ class Zero(Strategy):
         """Stage 2: puts the reducer's hooks on the parameters; broadcasts rank 0's parameters and buffers. Ranks: all."""
         if context.plan.zero != 2 or any(parameter.is_meta for parameter in model.parameters()):
             return model
-        if context.device.type == "cpu":
-            replace_on_cpu(model, context.mesh.gradient_group)
         _REDUCERS[model] = Reducer(
             model, context.mesh, context.options.bucket_cap_mb, context.options.broadcast_buffers
         )

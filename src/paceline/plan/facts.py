@@ -44,6 +44,7 @@ class ModelFacts:
         half_names: trainable parameters held in float16; gradients of such cannot be unscaled.
         buffers: number of buffers.
         batch_norms: names of the modules that keep batch statistics of their own.
+        random_layers: name and kind of the modules that say of themselves that they draw random numbers in training.
         sparse: whether some gradient is sparse.
         blocks: names of the repeated blocks, in order; see `plan.blocks`.
         meta: whether some tensor has a shape only, and is to get its values here.
@@ -64,6 +65,7 @@ class ModelFacts:
     half_names: tuple[str, ...] = ()
     buffers: int = 0
     batch_norms: tuple[str, ...] = ()
+    random_layers: tuple[tuple[str, str], ...] = ()
     sparse: bool = False
     blocks: tuple[str, ...] = ()
     meta: bool = False
@@ -96,7 +98,8 @@ def model_facts(model: Any) -> ModelFacts:
         dtypes=_sorted_text(parameter.dtype for parameter in trainable),
         half_names=tuple(names[id(p)][0] for p in trainable if str(p.dtype) == "torch.float16"),
         buffers=sum(1 for _ in model.buffers()),
-        batch_norms=tuple(name for name, module in modules if "BatchNorm" in type(module).__name__),
+        batch_norms=tuple(name for name, module in modules if _normalises_batches(module)),
+        random_layers=tuple((name, kind) for name, module in modules if (kind := _random(module))),
         sparse=any(getattr(module, "sparse", False) is True for _, module in modules),
         blocks=blocks,
         meta=not apart and any(tensor.is_meta for tensor in tensors),
@@ -107,6 +110,26 @@ def model_facts(model: Any) -> ModelFacts:
         tensor_plan=_tensor_plan(model),
         hooked=tuple(names[id(p)][0] for p in trainable if _hooked(p)),
     )
+
+
+def _normalises_batches(module: Any) -> bool:
+    """Whether a module is one of torch's batch norms; those that never train (`FrozenBatchNorm2d`) are none."""
+    return any(base.__name__ == "_BatchNorm" for base in type(module).__mro__)
+
+
+def _random(module: Any) -> str:
+    """What makes a `torch.nn.Module` random, in a few words; "" where nothing in it says so."""
+    kind = type(module).__name__
+    bases = {base.__name__ for base in type(module).__mro__}
+    if bases & {"RReLU", "FractionalMaxPool2d", "FractionalMaxPool3d"}:
+        return kind
+    by_class = "_DropoutNd" in bases or "drop" in kind.lower() or "StochasticDepth" in bases
+    names = [key for key in vars(module) if "drop" in key.lower() or (by_class and key in ("p", "prob"))]
+    for name in names:
+        rate = vars(module)[name]
+        if type(rate) is float and 0 < rate <= 1:
+            return f"{kind} {name}={rate:g}"
+    return ""
 
 
 def _hooked(parameter: Any) -> bool:

@@ -12,6 +12,7 @@ from paceline.config.given import nearest
 from paceline.plan.facts import ModelFacts
 from paceline.plan.options import read
 from paceline.plan.plan import Decision, Plan
+from paceline.plan.randomness import random_layers
 from paceline.plan.rules import model_problems, origin, run_problems
 from paceline.world.layout import AXES, Layout
 
@@ -25,6 +26,8 @@ class Pass(Protocol):
     Options: type
 
     def wanted(self, plan: Plan) -> bool: ...
+
+    def concerns(self, models: Iterable[ModelFacts]) -> bool: ...
 
     def check(self, plan: Plan, facts: ModelFacts) -> list[Problem]: ...
 
@@ -131,7 +134,7 @@ def resolve(
     """
     facts = list(models)
     known = sorted(strategies, key=lambda strategy: strategy.stage)
-    chosen = [strategy for strategy in known if strategy.wanted(plan)]
+    chosen = [strategy for strategy in known if strategy.wanted(plan) and strategy.concerns(facts)]
     served = {axis for strategy in chosen for axis in strategy.axes}
     problems = [*found, *model_problems(plan, facts)]
     for axis in AXES:
@@ -151,6 +154,7 @@ def resolve(
     if problems:
         raise PlanError.of(problems)
     made = {each: None for strategy in chosen for one in facts for each in strategy.decide(plan, one)}
+    made |= {each: None for one in facts for each in random_layers(plan, one)}
     names = tuple(strategy.name for strategy in chosen)
     reason = ", ".join(f"{s.name} serves {'/'.join(s.axes)}" for s in chosen) or "one process needs none"
     return replace(

@@ -40,6 +40,7 @@ class Mesh:
         self._device_mesh: DeviceMesh | None = None
         self._flattened: dict[tuple[str, ...], DeviceMesh] = {}
         self._groups: dict[tuple[str, ...], Group] = {}
+        self._statistics: Group = None
 
     def group(self, axis: str) -> Group:
         """The group of the ranks that differ from this one along `axis` alone; None for a world of one process."""
@@ -54,6 +55,18 @@ class Mesh:
     def gradient_group(self) -> Group:
         """The group over which gradients are averaged: replicate, shard and cp together."""
         return self._group(GRADIENT_AXES)
+
+    @property
+    def statistics_group(self) -> Group:
+        """A group beside `data_group`, of the same ranks, for what layers exchange in the middle of a pass.
+
+        Ranks: all ranks of `data_group`, the first time.
+        """
+        if self._statistics is None and self.data_group is not None:
+            ranks = dist.get_process_group_ranks(self.data_group)
+            limit = self.data_group._get_backend(torch.device(self.device_type)).options._timeout
+            self._statistics = dist.new_group(ranks, timeout=limit, use_local_synchronization=True)
+        return self._statistics
 
     def along(self, *axes: str | tuple[str, ...]) -> DeviceMesh:
         """A `DeviceMesh` of some axes, in this order; a tuple of axes counts as one.

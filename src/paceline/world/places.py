@@ -60,6 +60,11 @@ def call_site(frame: FrameType | None = None) -> Place:
     return Place("", "an unknown place")
 
 
+def user_frame() -> FrameType | None:
+    """The innermost frame of the caller that is neither ours nor torch's; None where there is none."""
+    return next(_users_frames(sys._getframe(1)), None)
+
+
 def path_of(frame: FrameType) -> str:
     """All lines of the script that led to this frame: one function may be called from several places."""
     return " < ".join(_key(own) for own in _users_frames(frame))

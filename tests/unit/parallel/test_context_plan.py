@@ -6,6 +6,7 @@ from torch import nn
 
 from paceline.parallel.compile import STRATEGY as COMPILE
 from paceline.parallel.context import STRATEGY as CONTEXT
+from paceline.parallel.random_streams import RandomStreams
 from paceline.parallel.recompute import STRATEGY as RECOMPUTE
 from paceline.plan.cost import Bytes
 from paceline.plan.facts import model_facts
@@ -114,10 +115,25 @@ def test_compile_tells_its_regions():
     assert decision.value == 1 and "whole model" in decision.reason
 
 
-def test_generators_come_back_to_where_they_were():
-    from paceline.parallel.context import RandomState
+def test_generators_go_on_as_if_nothing_had_happened_where_nothing_was_drawn():
+    streams = RandomStreams(0, torch.device("cpu"))
+    before = torch.get_rng_state()
+    streams.open()
+    streams.close()
+    assert torch.equal(before, torch.get_rng_state())
 
-    state = RandomState.now(torch.device("cpu"))
-    first = torch.rand(3)
-    state.restore()
-    assert torch.equal(first, torch.rand(3))
+
+def test_each_peer_draws_its_own_numbers_inside_and_the_same_ones_outside():
+    draws = []
+    for rank in range(2):
+        torch.manual_seed(0)
+        streams = RandomStreams(rank, torch.device("cpu"))
+        inside = []
+        for _ in range(2):
+            streams.open()
+            inside.append(float(torch.rand(())))
+            streams.open()  # a region in a region, which an error leaves open
+            streams.abandon()
+        draws.append((*inside, float(torch.rand(()))))
+    assert len({draw for each in draws for draw in each[:2]}) == 4
+    assert draws[0][2] == draws[1][2]

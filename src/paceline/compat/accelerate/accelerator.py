@@ -354,9 +354,11 @@ def _check(plugins: dict[str, Any], precision: Any, steps: int, window: Any, han
 
 def _said(
     fsdp: Any, axes: Any, tensor: Any, dynamo: Any, backend: Any, deepspeed: DeepSpeedPlugin | None
-) -> list[Given] | None:
+) -> list[Given]:
     """What the plugins say, in accelerate's words; `config.engines` says it in ours."""
-    found = deepspeed.said() if deepspeed is not None else []
+    # Weaker than whatever a command line, a variable or a file says: accelerate leaves batch norms as they are.
+    found = [Given("options.batch_norm.statistics", "local", "default", "as under accelerate")]
+    found += deepspeed.said() if deepspeed is not None else []
     found += [given for plugin in (fsdp, axes, tensor, dynamo) if plugin is not None for given in said_by(plugin)]
     if fsdp is not None:
         found.append(Given("use_fsdp", "true", "code", "Accelerator(fsdp_plugin=...)"))
@@ -365,7 +367,7 @@ def _said(
         found += said_by(handler) if handler is not None else []
     if backend is not None and dynamo is None:
         found.append(Given("dynamo_backend", str(backend), "code", "Accelerator(dynamo_backend=...)"))
-    return found or None
+    return found
 
 
 _WAYS = {

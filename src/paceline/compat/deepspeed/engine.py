@@ -68,6 +68,7 @@ class DeepSpeedEngine(Getters, Saving, nn.Module):
         self.module = accelerator.unwrap_model(wrapped)
         self.lr_scheduler = None if prepared is None else EngineScheduler(prepared, self)
         self.micro_steps = self.global_steps = self.global_samples = self.skipped_steps = 0
+        accelerator._steps.unprepared = None  # DeepSpeed's scripts divide samples themselves
         self._opened = 0  # micro-steps before the window at hand
         self._unreduced = False  # the last backward pass kept its gradients to this rank
         self._norm: torch.Tensor | None = None

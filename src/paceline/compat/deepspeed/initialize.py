@@ -69,6 +69,8 @@ def initialize(
     given = [
         *told.given,
         *told_here(told),
+        # Weaker than whatever a command line, a variable or a file says: DeepSpeed leaves batch norms as they are.
+        Given("options.batch_norm.statistics", "local", "default", "as under DeepSpeed"),
         Given("accumulate", batch.accumulate, "code", place),
         *kind.settings(model, batch, training_data, collate_fn),
     ]

@@ -1,0 +1,118 @@
+"""Says once that a training loop runs over a loader that was never prepared, so that every rank reads all samples.
+
+    a backward pass outside of every prepared loop     which DataLoader is being iterated, and what is its dataset?
+    the ranks' answers, in the store                   all the same? then rank 0 warns
+
+No rank waits for another: an answer is written once, and rank 0 looks at its later backward passes. Loaders that a script
+divides itself (a `DistributedSampler`, an iterable dataset, another dataset on each rank) are none of these.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator, Sequence
+from itertools import count
+from types import FrameType
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset
+from torch.utils.data.dataloader import _BaseDataLoaderIter
+
+from paceline.base.log import logger
+from paceline.world import rendezvous
+from paceline.world.places import user_frame
+from paceline.world.world import World
+
+_TRIES = 3  # backward passes after which a rank no longer looks: each look takes some ten milliseconds
+_LOOKS = 100  # backward passes at which rank 0 looks for the others' answers
+_NUMBERS = count()
+
+
+class UnpreparedLoaders:
+    """Looks for one among the loaders of a training loop.
+
+    Args:
+        world: of all ranks.
+    """
+
+    def __init__(self, world: World) -> None:
+        self._world, self._number = world, next(_NUMBERS)
+        self._store: Any = None
+        self._passes = 0
+        self._name, self._place = "", ""
+
+    def look(self, prepared: Sequence[Any]) -> None:
+        """Called by a backward pass outside of every prepared loop.
+
+        Args:
+            prepared: the loaders that were prepared.
+        """
+        self._passes += 1
+        if not self._name and self._passes <= _TRIES:
+            self._answer({id(loader.original.dataset) for loader in prepared})
+        elif self._name and self._world.is_main and self._passes <= _LOOKS:
+            self._compare()
+
+    def _answer(self, prepared: set[int]) -> None:
+        """Writes what this rank reads."""
+        frame = user_frame()
+        # `isinstance` would ask the objects themselves, some of which warn when they are asked for anything.
+        running: list[Any] = [each for each in gc.get_objects() if issubclass(type(each), _BaseDataLoaderIter)]
+        datasets = {id(each._dataset) for each in running} - prepared
+        for name, loader in _loaders(frame):
+            if id(loader.dataset) in datasets and not _divided(loader):
+                assert frame is not None, "a loader was found in it"
+                self._name, self._place = name, f"{frame.f_code.co_filename}:{frame.f_lineno}"
+                self._store = rendezvous.part(f"unprepared/{self._number}")
+                self._store.set(str(self._world.rank), _outline(loader.dataset))
+                return
+
+    def _compare(self) -> None:
+        """Warns, once every rank has written the same."""
+        keys = [str(rank) for rank in range(self._world.size)]
+        if not self._store.check(keys):
+            return
+        self._passes = _LOOKS
+        answers = {self._store.get(key) for key in keys}
+        if len(answers) == 1:
+            logger("data").warning(
+                "%s trains on batches of `%s`, which was not prepared: each of the %d processes reads all of its samples. "
+                "Prepare it before the loop: `%s = accelerator.prepare(%s)`.",
+                self._place, self._name, self._world.size, self._name, self._name,
+            )  # fmt: skip
+
+
+def _loaders(frame: FrameType | None) -> Iterator[tuple[str, DataLoader[Any]]]:
+    """The names under which the loop, and whoever called it, know DataLoaders."""
+    while frame is not None:
+        for names in (frame.f_locals, frame.f_globals):
+            yield from ((name, value) for name, value in list(names.items()) if isinstance(value, DataLoader))
+        frame = frame.f_back
+
+
+def _divided(loader: DataLoader[Any]) -> bool:
+    """Whether the script may divide the samples itself: by a sampler that is none of torch's plain ones."""
+    outer = loader.batch_sampler if loader.batch_sampler is not None else loader.sampler
+    own = not isinstance(outer, BatchSampler) or type(outer).__iter__ is not BatchSampler.__iter__
+    sampler = getattr(outer, "sampler", outer)
+    distributed = isinstance(sampler, DistributedSampler) or not type(sampler).__module__.startswith("torch.")
+    return isinstance(loader.dataset, IterableDataset) or own or distributed
+
+
+def _outline(value: Any, depth: int = 3) -> str:
+    """What tells datasets apart, without reading a sample: types, lengths, and what stands first and last."""
+    if isinstance(value, torch.Tensor):
+        flat = value.detach().flatten()
+        ends = torch.cat([flat[:4], flat[-4:]]).tolist() if value.device.type == "cpu" else ""
+        return f"{list(value.shape)} {ends}"
+    if isinstance(value, np.ndarray):
+        return f"{value.shape} {value.ravel()[:4]} {value.ravel()[-4:]}"
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return repr(value)
+    if isinstance(value, (list, tuple, range)):
+        return f"{len(value)} [{', '.join(_outline(each, depth - 1) for each in (*value[:1], *value[-1:]))}]"
+    inside = getattr(value, "__dict__", {}) if depth else {}
+    kind = type(value).__name__
+    return f"{kind}({', '.join(f'{name}: {_outline(each, depth - 1)}' for name, each in inside.items())})"

@@ -1,0 +1,302 @@
+"""`batch_norm`: batch norms normalise by the batch of all data-parallel ranks, as on one process.
+
+    forward    count, mean and variance of this rank's rows -> one all-reduce -> mean and variance of the global batch
+    backward   two sums a channel over this rank's rows -> one all-reduce -> gradients of the global statistics
+
+The modules stay what they are: their own `forward` runs (momentum, counters, checks, an activation that a subclass adds), and
+only the call of `torch.nn.functional.batch_norm` in it is replaced. A copy of a model, and a model that is loaded from
+a file, has ordinary layers. In `eval()` nothing communicates.
+
+torch's `nn.SyncBatchNorm` refuses the CPU; there, layers that a script converted become batch norms that are
+synchronised here. On an accelerator they compute as torch has them.
+
+Source of the backward pass: Ioffe and Szegedy, "Batch Normalization", 2015, section 3.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.autograd import Function
+from torch.nn import functional
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.overrides import TorchFunctionMode
+
+from paceline.base.errors import PlanError, Problem
+from paceline.config.kinds import one_of
+from paceline.parallel.strategy import Context, Strategy
+from paceline.parallel.tensor_styles import override
+from paceline.plan.facts import ModelFacts
+from paceline.plan.options import option
+from paceline.plan.plan import Decision, Plan
+from paceline.plan.rules import origin
+from paceline.world.layout import DATA_AXES
+
+_SHOWN = 3  # names in one line of the plan
+
+
+@dataclass(frozen=True)
+class BatchNormOptions:
+    """Over which samples statistics are taken."""
+
+    statistics: str = option(
+        "synced",
+        one_of("synced", "local"),
+        "Samples that normalise: the batch of all data-parallel ranks, as on one process, or each rank's part of it.",
+    )
+
+
+class BatchNorm(Strategy):
+    """Statistics of batch norms over the ranks that read different samples."""
+
+    name = "batch_norm"
+    stage = 35
+
+    Options = BatchNormOptions
+
+    def wanted(self, plan: Plan) -> bool:
+        """Wanted on several ranks."""
+        return plan.layout.size() > 1
+
+    def concerns(self, models: Iterable[ModelFacts]) -> bool:
+        """Models with a batch norm."""
+        return any(facts.batch_norms for facts in models)
+
+    def check(self, plan: Plan, facts: ModelFacts) -> list[Problem]:
+        """A batch norm in a block whose sequence is divided would see a part of the positions."""
+        inside = tuple(f"{block}." for block in facts.blocks)
+        divided = [name for name in facts.batch_norms if name.startswith(inside)]
+        if plan.layout.cp == 1 or not divided or self.options(plan).statistics == "local":
+            return []
+        return [
+            Problem(
+                "batch-norm-sequence",
+                f"{divided[0]} normalises over positions that other ranks hold.",
+                why=f"{origin(plan, 'cp')} divides sequences inside the repeated blocks, and this batch norm is in one",
+                fix="set cp to 1, use nn.LayerNorm there, or accept other numbers with "
+                "options={'batch_norm': {'statistics': 'local'}}",
+            )
+        ]
+
+    def decide(self, plan: Plan, facts: ModelFacts) -> list[Decision]:
+        """Over what statistics are taken, and what that costs or changes."""
+        width = plan.layout.size(*DATA_AXES)
+        if width == 1 or not facts.batch_norms:
+            return []
+        names = ", ".join(facts.batch_norms[:_SHOWN]) + (", ..." if len(facts.batch_norms) > _SHOWN else "")
+        layers = f"{len(facts.batch_norms)} layer{'s' * (len(facts.batch_norms) > 1)} ({names})"
+        statistics = self.options(plan).statistics
+        if statistics == "local":
+            reason = f"{layers} normalised by each rank's part of the batch: other numbers than on one process"
+        else:
+            reason = (
+                f"{layers} normalised by the batch of all {width} data-parallel ranks, as on one process; it costs one small "
+                "all-reduce per layer in each forward and each backward pass; `--option batch_norm.statistics=local` "
+                "takes each rank's own"
+            )
+        where = next((each.where for each in plan.decisions if each.field == "options.batch_norm.statistics"), "")
+        return [Decision("batch_norm.statistics", statistics, "derived", where, reason)]
+
+    def apply(self, model: nn.Module, context: Context) -> nn.Module:
+        """Takes over the statistics of the model's batch norms, in place. Ranks: all."""
+        # A group of its own: gradients are on their way in the other one meanwhile, in an order that may differ by rank.
+        group = context.mesh.statistics_group
+        peers = _Peers(group, dist.get_world_size(group), context.idle)
+        everything = context.options.statistics == "synced"
+        for module in model.modules():
+            if not isinstance(module, _BatchNorm):
+                continue
+            converted = type(module) is nn.SyncBatchNorm
+            if converted and context.device.type != "cpu":
+                module.process_group = module.process_group or group
+            elif converted or everything:
+                if converted:
+                    module.__class__ = _ConvertedBatchNorm
+                if module not in _PEERS:
+                    override(module, _forward, "_batch_norm_forward")
+                _PEERS[module] = peers
+        return model
+
+
+class _ConvertedBatchNorm(_BatchNorm):
+    """What `nn.SyncBatchNorm.convert_sync_batchnorm` made, on the CPU: of any number of dimensions."""
+
+    def _check_input_dim(self, input: Tensor) -> None:
+        if input.dim() < 2:
+            raise ValueError(f"expected an input of at least 2 dimensions, got {input.dim()}")
+
+
+def is_synchronised(module: nn.Module) -> bool:
+    """Whether a batch norm takes its statistics over all ranks, so that its buffers are the same everywhere."""
+    return module in _PEERS or isinstance(module, nn.SyncBatchNorm)
+
+
+@contextmanager
+def local_statistics(models: Iterable[nn.Module]) -> Iterator[None]:
+    """While it is open, each rank normalises by its own batch: where ranks take different numbers of steps."""
+    paused = {module: _PEERS.pop(module) for model in models for module in model.modules() if module in _PEERS}
+    try:
+        yield
+    finally:
+        _PEERS.update(paused)
+
+
+@dataclass(frozen=True)
+class _Peers:
+    """The ranks whose batches make one batch.
+
+    Attributes:
+        group: their group.
+        ranks: how many they are.
+        idle: whether this rank's rows stand for no sample: at the end of an epoch there may be fewer samples than ranks.
+    """
+
+    group: Any
+    ranks: int
+    idle: Callable[[], bool]
+
+
+# Not an attribute of the module: a copy of it, made for an average of weights, must not wait for other ranks.
+_PEERS: weakref.WeakKeyDictionary[nn.Module, _Peers] = weakref.WeakKeyDictionary()
+
+
+def _forward(self: nn.Module, original: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
+    peers = _PEERS.get(self)
+    # Evaluation may run on one rank alone: there a layer without running statistics takes those of the batch it is given.
+    if peers is None or peers.ranks == 1 or not self.training:
+        return original(*args, **kwargs)
+    with _BatchNormCalls(peers):
+        return original(*args, **kwargs)
+
+
+class _BatchNormCalls(TorchFunctionMode):
+    """Takes over the calls of `batch_norm` in a module's forward."""
+
+    def __init__(self, peers: _Peers) -> None:
+        super().__init__()
+        self._peers = peers
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is functional.batch_norm:
+            return _batch_norm(self._peers, *args, **(kwargs or {}))
+        return func(*args, **(kwargs or {}))
+
+
+def _batch_norm(
+    peers: _Peers,
+    input: Tensor,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    training: bool = False,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+) -> Tensor:
+    """`functional.batch_norm` over the batches of all peers; arguments as there.
+
+    Shape: input [N, C, ...]; N may differ by rank.
+
+    Ranks: all peers, where `training`.
+    """
+    if not training or input.is_meta:
+        return functional.batch_norm(input, running_mean, running_var, weight, bias, training, momentum, eps)
+    idle = peers.idle()
+    with torch.no_grad():
+        total, mean, variance = _statistics(input, peers, idle)
+        if running_mean is not None and running_var is not None:
+            unbiased = variance * (total / (total - 1).clamp(min=1))
+            running_mean.lerp_(mean.to(running_mean.dtype), momentum)
+            running_var.lerp_(unbiased.to(running_var.dtype), momentum)
+    return _Normalise.apply(input, weight, bias, mean, variance, total, eps, peers, idle)  # type: ignore[no-any-return]
+
+
+def _statistics(input: Tensor, peers: _Peers, idle: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """Count [], mean [C] and biased variance [C] over the rows of all peers that are no filler; float64."""
+    channels = input.shape[1]
+    # Means can be large beside variances: a difference of squares in float32 would lose what is left of them.
+    sums = torch.zeros(1 + 2 * channels, dtype=torch.float64, device=input.device)
+    if input.numel() > 0 and not idle:
+        values = input.float() if input.dtype.itemsize < 4 else input
+        dims = [dim for dim in range(input.dim()) if dim != 1]
+        variance, mean = torch.var_mean(values, dims, correction=0)
+        count = input.numel() // channels
+        sums[0] = count
+        sums[1 : 1 + channels] = mean.double() * count
+        sums[1 + channels :] = (variance.double() + mean.double().square()) * count
+    dist.all_reduce(sums, group=peers.group)
+    total, means, squares = sums.split([1, channels, channels])
+    mean = means / total
+    return total, mean, (squares / total - mean.square()).clamp(min=0)
+
+
+class _Normalise(Function):
+    """(x - mean) / sqrt(variance + eps) * weight + bias, where mean and variance are those of all peers' x."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        input: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        mean: Tensor,
+        variance: Tensor,
+        total: Tensor,
+        eps: float,
+        peers: _Peers,
+        idle: bool,
+    ) -> Tensor:
+        like = weight if weight is not None else input.new_empty((), dtype=_wide(input.dtype))
+        mean, variance = mean.to(like.dtype), variance.to(like.dtype)
+        ctx.save_for_backward(input, weight, mean, variance, total)
+        ctx.eps, ctx.peers, ctx.idle = eps, peers, idle
+        return torch.native_batch_norm(input, weight, bias, mean, variance, False, 0.0, eps)[0]
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:  # type: ignore[override]
+        if torch.is_grad_enabled():
+            raise _refuse_double_backward()
+        input, weight, mean, variance, total = ctx.saved_tensors
+        scale = weight if weight is not None else torch.ones_like(mean)
+        # As if mean and variance were constants, with the sums of dy * normalised x, and of dy, over this rank's rows.
+        direct, of_weight, of_bias = torch.ops.aten.native_batch_norm_backward(
+            gradient.contiguous() if gradient.stride() != input.stride() else gradient,
+            input, scale, mean, variance, None, None, False, ctx.eps, [True, True, True],
+        )  # fmt: skip
+        sums = torch.stack([of_weight, of_bias]).double()
+        dist.all_reduce(sums, group=ctx.peers.group)
+        if not ctx.idle:  # rows that are no samples were no part of the statistics
+            along, across = (sums / total).to(mean.dtype)
+            inverse = torch.rsqrt(variance + ctx.eps)
+            slope = -scale * inverse * inverse * along
+            shift = -scale * inverse * across - slope * mean
+            shape = [1, -1] + [1] * (input.dim() - 2)
+            direct += (input * slope.view(shape) + shift.view(shape)).to(direct.dtype)
+        mine = ctx.needs_input_grad
+        of_weight, of_bias = (of_weight if mine[1] else None), (of_bias if mine[2] else None)
+        return direct, of_weight, of_bias, None, None, None, None, None, None
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    """In which statistics of a layer without weights are kept."""
+    return torch.float32 if dtype.itemsize < 4 else dtype
+
+
+def _refuse_double_backward() -> PlanError:
+    return PlanError(
+        "batch-norm-double-backward",
+        "gradients of gradients cannot be computed through batch norms whose statistics are those of all ranks.",
+        why="a backward pass with create_graph=True went through one; batch_norm.statistics = synced",
+        fix="set options={'batch_norm': {'statistics': 'local'}}, or start with `paceline launch --option "
+        "batch_norm.statistics=local`",
+    )
+
+
+STRATEGY = BatchNorm()

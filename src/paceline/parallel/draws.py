@@ -1,0 +1,97 @@
+"""Which modules drew random numbers in the first training pass: those, too, that do so without a dropout layer.
+
+    before a module      has the generator moved since the module around it went on? then that one drew itself
+    after a module       has it moved since its last child returned? then this one drew itself
+
+Nothing is replaced, and after one pass the hooks are gone.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from paceline.parallel.random_streams import RandomStreams
+
+
+def watch_first_pass(model: nn.Module, device: torch.device, report: Callable[[list[str]], None]) -> None:
+    """Calls `report` after the first forward pass in training, with the names of the modules that drew numbers.
+
+    Args:
+        model: as the user wrote it; its root is called once a pass.
+        device: where it computes.
+    """
+    watch = _FirstPass()
+    watch.states, watch.report, watch.root = RandomStreams(0, device).states, report, weakref.ref(model)
+    watch.handles = [model.register_forward_pre_hook(watch.begin, prepend=True)]
+
+
+def _no_root() -> None:
+    return None
+
+
+class _FirstPass:
+    """The hooks, from the first call of the root to its end. A copy, which goes with a copy of the model, does nothing."""
+
+    states: Callable[[], list[Tensor]]
+    report: Callable[[list[str]], None]
+
+    def __init__(self) -> None:
+        self.root: Callable[[], nn.Module | None] = _no_root
+        self.handles: list[Any] = []
+        self._names: dict[nn.Module, str] = {}
+        self._drew: dict[str, None] = {}
+        self._open: list[
+            tuple[nn.Module, list[Tensor]]
+        ] = []  # modules under way, and the generators as each saw them last
+
+    def __reduce__(self) -> Any:
+        return _FirstPass, ()
+
+    def begin(self, root: nn.Module, args: Any) -> None:
+        """Before the root: puts the hooks on, if this is a training pass."""
+        if root is not self.root() or not (root.training and torch.is_grad_enabled()):
+            return
+        self._remove()
+        self._names = {module: name for name, module in root.named_modules()}
+        for module in self._names:
+            if module is not root:  # whose hooks of this kind are being called right now
+                self.handles.append(module.register_forward_pre_hook(self.enter))
+            self.handles.append(module.register_forward_hook(self.leave, always_call=True))
+        self.enter(root, args)
+
+    def enter(self, module: nn.Module, args: Any) -> None:
+        """Before each module."""
+        if module in self._names:
+            self._look()
+            self._open.append((module, self.states()))
+
+    def leave(self, module: nn.Module, args: Any, output: Any) -> None:
+        """After each module; after the root all is told."""
+        if not any(module is each for each, _ in self._open):
+            return
+        self._look()
+        while self._open.pop()[0] is not module:
+            continue  # what an error has left open
+        if self._open:
+            self._open[-1] = (self._open[-1][0], self.states())
+            return
+        self._remove()
+        self._names = {}
+        self.report(list(self._drew))
+
+    def _look(self) -> None:
+        """Notes the innermost module under way, if the generators have moved since it was entered or went on."""
+        if self._open:
+            module, before = self._open[-1]
+            if not all(map(torch.equal, before, self.states())):
+                self._drew[self._names[module]] = None
+
+    def _remove(self) -> None:
+        for handle in self.handles:
+            handle.remove()
+        self.handles = []

@@ -1,0 +1,49 @@
+"""What the plan says of layers that draw random numbers: their masks are other ones at another number of ranks. Pure."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+
+from paceline.plan.facts import ModelFacts
+from paceline.plan.plan import Decision, Plan
+
+_ALIKE = 3  # more names that differ in numbers alone are told as one pattern
+
+
+def random_layers(plan: Plan, facts: ModelFacts) -> list[Decision]:
+    """Names each layer of a model that says of itself that it is random."""
+    if plan.layout.size() == 1 or not facts.random_layers:
+        return []
+    return [decision(facts.name, facts.random_layers)]
+
+
+def decision(model: str, layers: Iterable[tuple[str, str]], seen: str = "") -> Decision:
+    """What these layers mean for the numbers of a run on several ranks.
+
+    Args:
+        model: name of its class.
+        layers: name and kind of each.
+        seen: how they were found, where they do not say so themselves.
+    """
+    reason = (
+        "these layers draw random numbers, each rank for its own part of the batch: with them, losses differ from those of "
+        "one process, and at every number of ranks; in evaluation they are the same"
+    )
+    return Decision(f"random_layers({model})", _shown(layers), "derived", seen, reason)
+
+
+def _shown(layers: Iterable[tuple[str, str]]) -> str:
+    """Every name with its kind; those that differ in numbers alone as one pattern where they are many."""
+    groups: dict[tuple[str, str], list[str]] = {}
+    for name, kind in layers:
+        groups.setdefault((re.sub(r"(?<![^.])\d+(?![^.])", "*", name), kind), []).append(name)
+    texts = []
+    for (_, kind), names in groups.items():
+        if len(names) > _ALIKE:
+            parts = [set(part) for part in zip(*(name.split(".") for name in names), strict=True)]
+            pattern = ".".join(part.pop() if len(part) == 1 else "*" for part in parts)
+            texts.append(f"{len(names)} of {pattern} ({kind})")
+        else:
+            texts.extend(f"{name or 'the model itself'} ({kind})" for name in names)
+    return ", ".join(texts)

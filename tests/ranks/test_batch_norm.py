@@ -1,0 +1,141 @@
+"""Batch norms give the numbers of one process: every kind, uneven batches, copies, and who does not communicate."""
+
+from copy import deepcopy
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from paceline import Accelerator, PlanError
+from paceline.testing import run_ranks
+
+SAMPLES, BATCH, ACCUMULATE = 13, 6, 2  # the last batch has one sample: two of three ranks have none
+
+
+class NormAndReLU(nn.BatchNorm2d):
+    """A subclass with a forward of its own, as timm has them."""
+
+    def forward(self, input):
+        return super().forward(input).relu()
+
+
+class Norms(nn.Module):
+    """Every kind of batch norm, each after a layer that is trained."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Conv2d(1, 4, 3, padding=1)
+        kinds = [
+            nn.BatchNorm2d(4, momentum=None),
+            NormAndReLU(4),
+            nn.BatchNorm2d(4, affine=False),
+            nn.BatchNorm2d(4, track_running_stats=False),
+            nn.LazyBatchNorm2d(),
+        ]
+        kinds[-1](torch.ones(2, 4, 2, 2))
+        kinds[-1].reset_running_stats()
+        self.images = nn.ModuleList(kinds)
+        self.rows, self.volumes, self.frozen = nn.BatchNorm1d(4, momentum=0.3), nn.BatchNorm3d(4), nn.BatchNorm2d(4)
+        self.between = nn.ModuleList(nn.Conv2d(4, 4, 3, padding=1) for _ in kinds)
+        self.out = nn.Linear(4, 3)
+
+    def train(self, mode=True):
+        super().train(mode)
+        self.frozen.eval()
+        return self
+
+    def forward(self, x):
+        x = self.first(x)
+        for norm, layer in zip(self.images, self.between, strict=True):
+            x = layer(norm(x + 0.1 * x.square()))
+        x = self.rows(x.flatten(2)).unflatten(2, (4, 4))
+        x = self.volumes(x.unsqueeze(2)).squeeze(2)
+        return self.out(self.frozen(x).mean((2, 3)))
+
+
+def data():
+    generator = torch.Generator().manual_seed(5)
+    images = 100 + 3 * torch.randn(SAMPLES, 1, 4, 4, generator=generator)  # far from 0: no place for cancellation
+    return TensorDataset(images, torch.randn(SAMPLES, 3, generator=generator))
+
+
+def loss_of(output, target):
+    return nn.functional.mse_loss(output, target)
+
+
+def made():
+    torch.manual_seed(3)
+    model = Norms()
+    return model, torch.optim.SGD(model.parameters(), lr=0.02)
+
+
+def plain():
+    """One process, without Paceline."""
+    model, optimizer = made()
+    batches = [data()[at : at + BATCH] for at in range(0, SAMPLES, BATCH)]
+    for start in range(0, len(batches), ACCUMULATE):
+        window = batches[start : start + ACCUMULATE]
+        for x, y in window:
+            (loss_of(model(x), y) * len(x) / sum(len(each) for each, _ in window)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return model.state_dict()
+
+
+def train():
+    model, optimizer = made()
+    keys, kinds = list(model.state_dict()), [type(module) for module in model.modules()]
+    accelerator = Accelerator(gradient_accumulation_steps=ACCUMULATE, split_batches=True, cpu=True)
+    net = model
+    model, optimizer, loader = accelerator.prepare(model, optimizer, DataLoader(data(), BATCH))
+    for x, y in loader:
+        with accelerator.accumulate(model):
+            accelerator.backward(loss_of(model(x), y))
+            optimizer.step()
+            optimizer.zero_grad()
+    state = {name: value.clone() for name, value in accelerator.unwrap_model(model).state_dict().items()}
+    assert list(state) == keys and [type(module) for module in net.modules()] == kinds
+    if dist.get_rank() == 0:  # alone, so that whoever communicated would wait for ever
+        net.eval()(torch.ones(2, 1, 4, 4))
+        deepcopy(net).train()(torch.randn(2, 1, 4, 4))
+    dist.barrier()
+    return state, accelerator.plan.explain()
+
+
+def test_every_kind_has_the_numbers_of_one_process() -> None:
+    want = plain()
+    for state, explained in run_ranks(train, world=3):
+        for name, value in want.items():
+            torch.testing.assert_close(state[name], value, atol=2e-5, rtol=2e-5, msg=lambda m, n=name: f"{n}: {m}")
+        assert "batch_norm.statistics = synced" in explained and "images.0" in explained
+
+
+def local(option):
+    model, optimizer = made()
+    accelerator = Accelerator(options={"batch_norm": option}, cpu=True)
+    net = model
+    net.out.register_forward_hook(lambda *_: print(end="" if torch.rand(()) else " "))  # random, and nothing says so
+    model, optimizer = accelerator.prepare(model, optimizer)
+    ones = torch.full((2, 1, 4, 4), 1.0 + dist.get_rank())
+    with accelerator.join_uneven_inputs([model]):
+        for _ in range(1 + dist.get_rank()):  # another number of steps on each rank
+            model(ones).sum().backward()
+    x = torch.randn(2, 1, 4, 4, requires_grad=True)
+    try:
+        (slope,) = torch.autograd.grad(net(x).sum(), x, create_graph=True)
+    except PlanError as error:
+        return error.code
+    slope.square().sum().backward()
+    return accelerator.plan.explain()
+
+
+@pytest.mark.parametrize("statistics", ["local", "synced"])
+def test_each_rank_for_itself_where_it_is_asked_for_and_where_ranks_take_other_numbers_of_steps(statistics) -> None:
+    for answer in run_ranks(local, world=2, args=({"statistics": statistics},)):
+        if statistics == "synced":
+            assert answer == "batch-norm-double-backward"
+        else:
+            assert "random_layers(Norms) = out (Linear)  <- derived (seen in the first pass)" in answer
+            assert "batch_norm.statistics = local" in answer and "other numbers than on one process" in answer
