@@ -122,9 +122,10 @@ class LocalHandle:
         self.round: Round | None = None
         self.failure: Failure | None = None  # of the last round, on this node
         self.report = Report("new")
-        self.output = Output(self.job.log_dir, self.job.tee, self.job.mark)
+        self.output = Output(self.job.log_dir, self.job.tee, self.job.mark, self.job.ranks)
         self.signals = Signals(self._pass_on)
         self._mine = os.getpid()
+        self._shared = False  # in a forked process: whether others of this host write to the same standard error
 
     def wait(self) -> Outcome:
         """Runs the job to its end, restarts included.
@@ -217,7 +218,7 @@ class LocalHandle:
     def _work(self, report: str) -> int:
         """In a forked process: runs the target; a function's process does not come back from here."""
         if self.job.target.function is None:
-            return worker.run(self.job.target, report, self.job.compat)
+            return worker.run(self.job.target, report, self.job.compat, shared=self._shared)
         code = 1
         try:
             code = worker.call(self.job.target.function, report)
@@ -250,15 +251,19 @@ class LocalHandle:
                     settle(process, streams, self._mine, leads=leads)
                     self.output.leave()
                     self.job = replace(self.job, target=self.job.target.on(process.local_rank))
+                    self._shared = self._is_shared(process)
                     return report
                 started = Worker(process, pid, report, leads)
             else:
-                started = spawn(self.job, process, report, streams, leads=leads)
+                started = spawn(self.job, process, report, streams, leads=leads, shared=self._is_shared(process))
             if leads:
                 self.reaper.add(started.pid)
             self.workers.append(started)
         self.output.started()
         return None
+
+    def _is_shared(self, process: Process) -> bool:
+        return self.job.procs > 1 and self.output.is_shared(process)
 
     def _leave(self) -> None:
         """In a forked process: drops what is the launcher's."""
