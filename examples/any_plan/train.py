@@ -4,7 +4,7 @@ python examples/any_plan/train.py
 paceline launch --procs 2 --zero 2 examples/any_plan/train.py
 paceline launch --procs 4 --shard 2 --tp 2 examples/any_plan/train.py
 paceline launch --procs 4 --pp 2 --recompute blocks examples/any_plan/train.py
-paceline plan examples/any_plan/train.py --procs 4 --shard auto
+paceline plan --procs 4 --shard auto examples/any_plan/train.py
 
 The loop is one for all of them: `forward_backward` stands for the forward pass, the loss and `backward`, because a
 pipeline runs them together.

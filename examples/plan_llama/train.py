@@ -1,6 +1,6 @@
 """A Llama of 7 billion parameters in plain PyTorch, and an ordinary loop: to be planned, or trained small.
 
-paceline plan train.py --procs 8 --nodes 8 --device h200-141GB --shard auto
+paceline plan --procs 8 --nodes 8 --device h200-141GB --shard auto train.py
 paceline launch --procs 2 train.py --layers 2 --width 64 --heads 4 --hidden 128 --vocabulary 256 --length 32 --steps 4
 """
 

@@ -194,6 +194,67 @@ def test_module_and_program(script: Callable[..., Path], tmp_path: Path) -> None
     assert sorted(done.stdout.splitlines()) == ["0 of 2", "1 of 2"], done.stderr
 
 
+TALKATIVE = """
+    import argparse, os, pathlib, sys, time, warnings
+
+    warnings.warn("on every rank")
+    if os.environ["RANK"] == "1":
+        warnings.warn("on rank 1 alone")
+    with warnings.catch_warnings():
+        warnings.simplefilter("always")
+        for _ in range(3):
+            warnings.warn("three times")
+    pathlib.Path("rank" + os.environ["RANK"]).touch()
+    while len(list(pathlib.Path().glob("rank*"))) < int(os.environ["WORLD_SIZE"]):
+        time.sleep(0.01)  # else the first rank that leaves ends the others before they have warned
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--lr")
+    parser.parse_args(sys.argv[1:] or ["--lr", "1", "--zero", "2", "--more"])
+    print("the script goes on")
+"""
+
+
+@pytest.mark.parametrize("start", ["fork", "exec"])
+def test_what_all_ranks_say_alike_is_shown_once(start: str, script: Callable[..., Path], tmp_path: Path) -> None:
+    script(TALKATIVE)
+    done = begun(start, "train.py", tmp_path)
+    warned = [line.partition("UserWarning: ")[2] for line in done.stderr.splitlines() if "UserWarning" in line]
+    assert sorted(warned) == ["on every rank", "on rank 1 alone", *["three times"] * 3]
+    assert done.stderr.count("train.py: error: unrecognized arguments: --zero 2 --more") == 1
+    assert done.stderr.count("usage: train.py") == 1
+    assert "the script goes on" not in done.stdout
+
+
+def test_a_flag_of_the_launcher_behind_the_script(script: Callable[..., Path], tmp_path: Path) -> None:
+    done = launch(script(TALKATIVE), "--lr", "2", "--procs", "2", "--more", cwd=tmp_path)
+    assert done.returncode == 2
+    assert f"write it before the script: `paceline launch --procs 2 {tmp_path}/train.py`" in done.stderr
+    assert f"as in `paceline launch --procs 2 {tmp_path}/train.py --lr 2 --more`" in done.stderr
+    assert "\n  unrecognized arguments: --procs 2 --more\n" in done.stderr
+    line = next(number for number, text in enumerate(TALKATIVE.splitlines()) if "parse_args(" in text)
+    assert f"SystemExit: 2 ({tmp_path}/train.py:{line + 1})" in done.stderr  # the script's line, not argparse's
+
+
+def test_the_help_of_a_script_is_shown_once(script: Callable[..., Path], tmp_path: Path) -> None:
+    words = ("-n", 3, "--nodes", 2, "--main-address", "nowhere.invalid", "--tee", "2:3", "--ranks", "1")
+    done = launch(*words, script(TALKATIVE), "--help", cwd=tmp_path)
+    assert done.returncode == 0 and done.stdout.count("usage: train.py") == 1, done.stderr
+
+
+def test_the_output_of_some_ranks(tmp_path: Path) -> None:
+    program = ("--cpu", "--no-python", "sh", "-c", "echo $RANK; echo err $RANK >&2")
+    one = launch("-n", 3, "--ranks", "1", *program, cwd=tmp_path)
+    assert (one.stdout, one.stderr) == ("1\n", "err 1\n")
+    some = launch("-n", 3, "--ranks", "0,2-2", *program, cwd=tmp_path)
+    assert sorted(some.stdout.splitlines()) == ["[rank0]: 0", "[rank2]: 2"]
+    logged = launch("-n", 3, "--ranks", "0", "--log-dir", "logs", *program, cwd=tmp_path)
+    assert logged.stdout == "[rank0]: 0\n"
+    files = {path.name: path.read_text() for path in (tmp_path / "logs").iterdir()}
+    assert files == {
+        f"rank{n}.{kind}": f"{said}{n}\n" for n in range(3) for kind, said in (("out", ""), ("err", "err "))
+    }
+
+
 def test_random_numbers_differ_between_ranks_as_between_fresh_processes(
     script: Callable[..., Path], tmp_path: Path
 ) -> None:

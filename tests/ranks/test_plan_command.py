@@ -59,7 +59,7 @@ def plan(folder, *words, code=0):
 
 
 def test_the_report_of_a_sharded_run_and_nothing_is_written(folder):
-    text = plan(folder, "train.py", "--procs", "4", "--nodes", "2", "--shard", "8", "--device", "h200-141GB", "--", "8")
+    text = plan(folder, "--procs", "4", "--nodes", "2", "--shard", "8", "--device", "h200-141GB", "train.py", "8")
     assert text.startswith("plan: shard 8, precision no")
     assert "shard = 8  <- command line (--shard)" in text
     assert "memory of rank 0 of 8" in text and "fits in the 141.0 GiB" in text
@@ -69,7 +69,7 @@ def test_the_report_of_a_sharded_run_and_nothing_is_written(folder):
 
 
 def test_bytes_are_those_of_the_textbook(folder):
-    found = json.loads(plan(folder, "train.py", "--procs", "4", "--shard", "4", "--zero", "1", "--json"))
+    found = json.loads(plan(folder, "--procs", "4", "--shard", "4", "--zero", "1", "--json", "train.py"))
     largest = found["largest"]
     assert found["rehearsed"] and found["layout"]["shard"] == 4 and "zero" in found["strategies"]
     assert largest["parameters"] == pytest.approx(4 * PARAMETERS, rel=0.01)
@@ -81,24 +81,26 @@ def test_bytes_are_those_of_the_textbook(folder):
 def test_auto_takes_the_cheapest_plan_that_fits_and_says_why_not_another(folder):
     big = SCRIPT.replace("1024", "65536").replace("range(4)", "range(8)")
     (folder / "big.py").write_text(big)
-    text = plan(folder, "big.py", "--procs", "8", "--device", "a100-4GB", code=1)
+    text = plan(folder, "--procs", "8", "--device", "a100-4GB", "big.py", code=1)
     assert "DOES NOT FIT" in text and "fits instead: --shard 8" in text
-    found = json.loads(plan(folder, "big.py", "--procs", "8", "--device", "a100-4GB", "--shard", "auto", "--json"))
+    found = json.loads(plan(folder, "--procs", "8", "--device", "a100-4GB", "--shard", "auto", "--json", "big.py"))
     assert found["chosen"] == {"replicate": 1, "shard": 8, "zero": 1} and found["fits"]
     (rejected,) = found["rejected"]
     assert rejected["settings"]["replicate"] == 8 and rejected["reason"].startswith("needs 4.1 GiB a rank, 3.8 GiB")
 
 
 def test_what_cannot_be_planned_is_said(folder):
-    assert "[plan-device]" in plan(folder, "train.py", "--procs", "2", "--shard", "auto", code=2)
-    assert "which script?" in plan(folder, "--procs", "2", code=2)
+    assert "[plan-device]" in plan(folder, "--procs", "2", "--shard", "auto", "train.py", code=2)
+    assert "`paceline plan` needs a script" in plan(folder, "--procs", "2", code=2)
     (folder / "empty.py").write_text("import nothing_of_this_name\n")
     done = subprocess.run(
-        [sys.executable, "-m", "paceline", "plan", "empty.py"], capture_output=True, text=True, timeout=60, cwd=folder
-    )
+        [sys.executable, "-m", "paceline", "plan", "empty.py", "--shard", "2"],
+        capture_output=True, text=True, timeout=60, cwd=folder,
+    )  # fmt: skip
+    assert "`--shard 2` stands after the script, which gets it" in done.stderr
     assert done.returncode == 1 and "[plan-rehearsal]" in done.stderr and "nothing_of_this_name" in done.stderr
     done = subprocess.run(
-        [sys.executable, "-m", "paceline", "plan", "train.py", "--procs", "2", "--shard", "3"],
+        [sys.executable, "-m", "paceline", "plan", "--procs", "2", "--shard", "3", "train.py"],
         capture_output=True, text=True, timeout=60, cwd=folder,
     )  # fmt: skip
     assert done.returncode == 1 and "[plan-size]" in done.stderr
@@ -106,14 +108,14 @@ def test_what_cannot_be_planned_is_said(folder):
 
 def test_a_script_that_stops_short_is_planned_by_formulas(folder):
     (folder / "short.py").write_text(SCRIPT.split("for x, y")[0] + "raise ValueError('no data today')\n")
-    text = plan(folder, "short.py", "--procs", "2", "--shard", "2")
+    text = plan(folder, "--procs", "2", "--shard", "2", "short.py")
     assert "by formulas alone" in text and "ValueError: no data today" in text and "short.py:" in text
 
 
 def test_a_pipeline_is_rehearsed_and_drawn(folder):
     loop = "    accelerator.forward_backward(model, (x, y), nn.functional.cross_entropy)\n    optimizer.step()\n"
     (folder / "pipe.py").write_text(SCRIPT.split("    loss = ")[0] + loop)
-    text = plan(folder, "pipe.py", "--procs", "2", "--pp", "2", "--draw")
+    text = plan(folder, "--procs", "2", "--pp", "2", "--draw", "pipe.py")
     assert "at the peak" in text and "rank 0  F0 F1" in text
 
 

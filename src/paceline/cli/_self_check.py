@@ -18,7 +18,9 @@ def main() -> int:
 
     from paceline import Accelerator
 
-    accelerator = Accelerator(mixed_precision="no", gradient_accumulation_steps=1)
+    # It is the machine that is checked, whatever plan a config file names: each process holds the whole model.
+    plan = {"shard": 1, "zero": 0, "tp": 1, "cp": 1, "pp": 1, "recompute": "no", "offload": "no", "compile": False}
+    accelerator = Accelerator(mixed_precision="no", gradient_accumulation_steps=1, split_batches=False, plan=plan)
     checks = [_group(accelerator, procs), _sum(accelerator), _samples(accelerator), *_training(accelerator)]
     for passed, text in checks:
         accelerator.print(f"{'ok    ' if passed else 'FAILED'}  {text}")

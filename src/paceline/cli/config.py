@@ -20,8 +20,20 @@ from paceline.config.places import own_default, write
 from paceline.config.settings import Setting, settings_of
 from paceline.config.sources import resolve_launch
 
-ASKED = ("procs", "cpu", "mixed_precision", "accumulate", "nodes")
-ASKED_FOR_NODES = ("main_address", "main_port")
+WRITTEN = ("procs", "cpu", "mixed_precision", "zero", "accumulate", "nodes")  # in every file, answered or not
+# What a newcomer has to know for an answer, where the setting's own sentence says it in fewer words.
+_QUESTIONS = {
+    "cpu": "Train on the CPU, even where there are GPUs?",
+    "procs": "How many GPUs of each host? One process runs on each. auto: all that there are.",
+    "gpu_ids": "Which GPUs of a host, such as 0,2?",
+    "mixed_precision": "Precision: no is float32; bf16 suits GPUs from 2020 on (A100, RTX 30); fp16 older ones.",
+    "zero": "Sharding: what do the processes divide among them, instead of each holding all of it? 0: nothing. 1: the "
+    "optimizer's states. 2: gradients too. 3: parameters too. auto: nothing, unless `shard` asks for it.",
+    "shard": "How many processes share one copy of that? auto: all of them.",
+    "accumulate": "How many micro-batches make one optimizer step?",
+    "nodes": "How many hosts (nodes)?",
+}
+_PROCESSES_ON_CPU = "How many processes on each host? auto: 1."
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -29,7 +41,11 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--default", action="store_true", help="ask nothing: take the defaults for what is not given")
     parser.add_argument("--output", metavar="FILE", help="file to write [~/.config/paceline/config.yaml]")
     parser.add_argument("--force", action="store_true", help="replace a file that exists")
-    schema.add_options(parser)
+    # A file holds none of these: they are about one launch.
+    in_no_file = [
+        setting.name for setting in settings_of().values() if not setting.in_file and setting.name != "config"
+    ]
+    schema.add_options(parser, without=in_no_file)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -48,7 +64,7 @@ def run(args: argparse.Namespace) -> int:
         _ask_all(values)
     if path.exists() and not args.force and (args.default or not _ask_yes(f"{path} exists. Replace it?")):
         raise ConfigError("config-exists", f"{path} exists.", fix="say --force to replace it, or --output FILE")
-    for name in ASKED:
+    for name in WRITTEN:
         values.setdefault(name, holds[name].default)
     write(path, as_yaml(values))
     print(path)
@@ -79,25 +95,42 @@ def _need_terminal() -> None:
 
 def _ask_all(values: dict[str, Any]) -> None:
     """Asks for what is not yet in `values`, and puts the answers there."""
-    settings = settings_of()
+    from paceline.launch import host
+
     _say("Press Enter to keep what stands in brackets.")
+    count = host.accelerators().count
+    _say(f"This host has {count} GPU{'s' * (count != 1)}." if count else "This host has no GPU.")
     try:
-        for name in ASKED:
-            if name not in values:
-                values[name] = _ask(settings[name])
-        for name in ASKED_FOR_NODES if values["nodes"] > 1 else ():
-            if name not in values:
-                values[name] = _ask(settings[name])
+        _answer("cpu", values)
+        _answer("procs", values, _PROCESSES_ON_CPU if values["cpu"] else "")
+        if not values["cpu"] and values["procs"] != "auto":
+            _answer("gpu_ids", values)
+        _answer("mixed_precision", values)
+        _answer("zero", values)
+        if values["zero"] not in (0, "auto"):
+            _answer("shard", values)
+        _answer("accumulate", values)
+        _answer("nodes", values)
+        if values["nodes"] != 1:
+            _answer("main_address", values)
+            _answer("main_port", values)
     except EOFError:
         raise ConfigError(
             "config-terminal", "the questions were not answered to the end.", "the input has ended", "answer them all"
         ) from None
 
 
-def _ask(each: Setting) -> Any:
+def _answer(name: str, values: dict[str, Any], question: str = "") -> None:
+    """Asks for one setting, where no option has answered the question beforehand."""
+    if name not in values:
+        setting = settings_of()[name]
+        values[name] = _ask(setting, question or _QUESTIONS.get(name, setting.doc))
+
+
+def _ask(each: Setting, question: str) -> Any:
     """Asks until the answer can be read; an empty one is the default."""
     default = "not set" if each.default is None else schema.shown_value(each.default)
-    _say(f"\n{each.doc}")
+    _say(f"\n{question}")
     while True:
         answer = _input(f"{each.name} [{default}]: ")
         if not answer:

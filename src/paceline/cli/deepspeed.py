@@ -110,8 +110,8 @@ def _check(args: argparse.Namespace) -> None:
         if getattr(args, name) is not None
     ]
     if args.script is None:
-        fix = "paceline deepspeed --num_gpus 2 train.py --its-option"
-        problems.append(Problem("command-line", "paceline deepspeed: which script?", fix=fix))
+        fix = "name it after the options: `paceline deepspeed --num_gpus 2 train.py --lr 0.1`"
+        problems.append(Problem("command-line", "`paceline deepspeed` needs a script.", fix=fix))
     if args.module and args.no_python:
         fix = "a module needs Python: leave --no_python out"
         problems.append(Problem("deepspeed-flag", "--module and --no_python cannot both be given.", fix=fix))

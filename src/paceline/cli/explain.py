@@ -18,7 +18,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--deepspeed", metavar="FILE", help="a DeepSpeed config: what it means, with --procs also its batch"
     )
-    schema.add_options(parser)
+    schema.add_options(parser, unlisted=("module", "no_python", "dry_run"))
 
 
 def run(args: argparse.Namespace) -> int:
@@ -44,5 +44,7 @@ def table(told: Launch, *, changed: bool = False) -> str:
         if each.source != "default" or not changed:
             origin = f"{each.source} ({each.where})" if each.where else each.source
             rows.append((each.field, schema.shown_value(each.value) or "-", origin, each.reason))
+    if len(rows) == 1:
+        rows.append(("(none differs from its default)", "", "", ""))
     heading = f"file: {told.file or 'none'}\n"
     return "\n".join([heading, *lined_up(rows), *(f"\nnotice: {text}" for text in told.notices)])

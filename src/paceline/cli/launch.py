@@ -8,10 +8,14 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Sequence
+from dataclasses import replace
 
 from paceline.base import env as environment
 from paceline.base.errors import ConfigError
 from paceline.config import schema
+from paceline.config.given import Choice
+from paceline.config.settings import LaunchSettings, settings_of
 from paceline.config.sources import Launch, resolve_launch
 from paceline.launch.launcher import LAUNCHERS, Job, Launcher
 from paceline.world.layout import AXES
@@ -34,8 +38,12 @@ def run(args: argparse.Namespace) -> int:
     told = resolve_launch(schema.given(args))
     if args.script is None:
         raise ConfigError(
-            "command-line", "paceline launch: which script?", fix="paceline launch --procs 2 train.py --its-option"
+            "command-line",
+            "`paceline launch` needs a script.",
+            fix="name it after the options: `paceline launch --procs 2 train.py --lr 0.1`",
         )
+    if _asks_for_help(args.script_args):
+        told = _alone(told)
     env, notices = environment.snapshot(), list[str]()
     if told.launch.hostfile is not None:
         job = job_on_hosts(told, args.script, args.script_args, env)
@@ -67,6 +75,22 @@ def check_plan(told: Launch, job: Job) -> None:
     if job.orders is not None:
         world_size = sum(len(host.ids) for host in job.orders.hosts)
     draft(vars(told.run), [Decision(**vars(row)) for row in told.decisions], world_size)
+
+
+def _asks_for_help(words: Sequence[str]) -> bool:
+    """Whether a script is run for its help alone. `-h` may also be an option of the script, which takes a value."""
+    return "--help" in words or list(words) == ["-h"]
+
+
+def _alone(told: Launch) -> Launch:
+    """The settings of one process on this host: help is the same on all ranks, and needs no other."""
+    launch = told.launch
+    asked = {"procs": 1, "module": launch.module, "no_python": launch.no_python, "compat": launch.compat}
+    asked["dry_run"] = launch.dry_run
+    alone = LaunchSettings(**asked)
+    kept = [row for row in told.decisions if row.field in asked or row.field not in settings_of(LaunchSettings)]
+    defaults = [Choice(name, getattr(alone, name)) for name in settings_of(LaunchSettings) if name not in asked]
+    return replace(told, launch=alone, decisions=(*kept, *defaults))
 
 
 def _show(job: Job, told: Launch) -> int:

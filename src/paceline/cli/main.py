@@ -12,12 +12,13 @@ from __future__ import annotations
 import argparse
 import importlib
 import os
+import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NoReturn
 
-from paceline.base.errors import ConfigError, PacelineError, Problem
+from paceline.base.errors import ConfigError, PacelineError
 
 _FOLDER = Path(__file__).parent
 
@@ -31,37 +32,20 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Raises ConfigError `command-line` instead of leaving the process."""
-        raise ConfigError("command-line", f"{self.prog}: {message}", fix=f"`{self.prog} --help` shows what can be said")
+        raise ConfigError("command-line", f"{self.prog}: {message}", fix=f"`{self.prog} --help` lists what it takes")
 
     def parse(self, words: Sequence[str]) -> argparse.Namespace:
-        """Parses the words after the command's name; an unknown option is an error that names the closest one."""
-        own, after = list(words), []
-        if self.get_default("after_dashes") is not None and "--" in own:  # the words after it are the script's
-            cut = own.index("--")
-            own, after = own[:cut], own[cut + 1 :]
-        args, unknown = self.parse_known_args(own)
+        """Parses the words after the command's name.
+
+        Raises:
+            ConfigError: `command-line`, `accelerate-feature`, about all words that are not taken.
+        """
+        args, unknown = self.parse_known_args(words)
         if unknown:
-            raise self._unknown(unknown)
-        if after:
-            args.after_dashes = after
+            from paceline.cli._unknown_flags import error_for
+
+            raise error_for(self, words, unknown)
         return args
-
-    def _unknown(self, words: Sequence[str]) -> ConfigError:
-        from paceline.config.accelerate import judge
-        from paceline.config.given import Given, nearest
-
-        options = [name for name in self._option_string_actions if name.startswith("--")]
-        problems = []
-        for word in [each for each in words if each.startswith("-")] or words:
-            flag, _, value = word.partition("=")
-            known = judge(Given(flag.lstrip("-").replace("-", "_"), value or "true", "command line", flag))
-            if isinstance(known, Problem):
-                problems.append(known)
-            else:
-                close = nearest(flag, options)
-                fix = f"write {close}" if close else f"`{self.prog} --help` lists the options"
-                problems.append(Problem("command-line", f"{self.prog} does not take {flag!r}.", fix=fix))
-        return ConfigError.of(problems)  # type: ignore[return-value]
 
 
 def commands() -> dict[str, str]:
@@ -102,7 +86,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _dispatch(words: list[str]) -> int:
-    if not words or words[0] in ("-h", "--help", "help"):
+    if words[:1] == ["help"]:  # `paceline help launch` is `paceline launch --help`
+        words = [*words[1:], "--help"]
+    if not words or words[0] in ("-h", "--help"):
         print(_overview())
         return 0
     if words[0] == "--version":
@@ -117,17 +103,22 @@ def _dispatch(words: list[str]) -> int:
         return 0
     name = " ".join(words[: 2 if group else 1])
     if name not in known:
-        from paceline.config.given import nearest
-
-        close = nearest(name, known)
-        raise ConfigError(
-            "command-line",
-            f"there is no command {name!r}.",
-            why=f"commands: {', '.join(group or known)}",
-            fix=f"write `paceline {close}`" if close else "choose one of these",
-        )
+        raise _no_command(name, words, group or known)
     args = parser_for(name).parse(words[len(name.split()) :])
     return int(args.run(args))
+
+
+def _no_command(name: str, words: Sequence[str], commands: Mapping[str, str]) -> ConfigError:
+    from paceline.config.given import nearest
+
+    close = nearest(name, [*commands, "--version", "--help"])
+    if name.endswith(".py"):
+        fix = f"write `{shlex.join(['paceline', 'launch', *words])}`"
+    elif close:
+        fix = f"write `paceline {close}`"
+    else:
+        fix = "choose one of these"
+    return ConfigError("command-line", f"there is no command {name!r}.", f"commands: {', '.join(commands)}", fix)
 
 
 def _overview() -> str:

@@ -1,6 +1,6 @@
 """Says what a run will take, without a device: its plan, and bytes on each rank.
 
-paceline plan [options] script.py -- [arguments of the script]
+paceline plan [options] script.py [arguments of the script]
 
 The script itself is rehearsed, up to and through one optimizer step, as one of the processes asked for, on tensors that
 have a shape and no values. Settings that are `auto` are chosen: the cheapest whose bytes fit on `--device`.
@@ -10,12 +10,14 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from paceline.base.errors import ConfigError
 from paceline.config import schema
 from paceline.config.given import Given
+from paceline.config.settings import LaunchSettings, settings_of
 from paceline.config.sources import Launch, resolve_launch
 from paceline.launch.host import check_target
 from paceline.launch.job import target_of
@@ -25,20 +27,22 @@ from paceline.planner.device import Device, device_of
 if TYPE_CHECKING:
     from paceline.planner.report import Report
 
+_USED = ("procs", "nodes", "module", "compat", "config")  # of the launcher's own settings
+_SIZES = ("procs", "nodes", "replicate", "shard", "zero", "tp", "cp", "pp")
 _SEARCHED = ("replicate", "shard", "zero", "tp", "pp", "recompute")
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Takes all settings of `launch`, and what the run is for."""
-    parser.usage = "paceline plan [options] script.py -- [arguments of the script]"
+    parser.usage = "paceline plan [options] script.py [arguments of the script]"
     own = parser.add_argument_group("planning")
     own.add_argument("--device", metavar="NAME", help="what it will run on, such as h200-141GB or a100-24GB")
     own.add_argument("--auto", action="store_true", help="choose every axis that nobody gave")
     own.add_argument("--draw", action="store_true", help="draw the schedule of the pipeline")
     own.add_argument("--json", action="store_true", help="print JSON")
-    schema.add_options(parser)
+    schema.add_options(parser, unlisted=[name for name in settings_of(LaunchSettings) if name not in _USED])
     parser.add_argument("script", nargs="?", help="Python file; with -m a module")
-    parser.set_defaults(after_dashes=())
+    parser.add_argument("script_args", nargs=argparse.REMAINDER, metavar="...", help="the script's own arguments")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -46,11 +50,18 @@ def run(args: argparse.Namespace) -> int:
     given, asked = _split(schema.given(args))
     launch = resolve_launch(given)
     if args.script is None:
-        raise ConfigError("command-line", "paceline plan: which script?", fix="paceline plan --procs 8 train.py")
-    target = target_of(launch.launch, args.script, args.after_dashes)
+        raise ConfigError(
+            "command-line",
+            "`paceline plan` needs a script.",
+            fix="name it after the options: `paceline plan --procs 8 train.py --lr 0.1`",
+        )
+    # `--` once stood between the script and its arguments.
+    words = args.script_args[1:] if args.script_args[:1] == ["--"] else args.script_args
+    target = target_of(launch.launch, args.script, words)
     # A wrong name does not wait for torch, which the rehearsal imports.
     device = device_of(args.device) if args.device else None
     check_target(target)
+    _notice_misplaced(launch, args.script_args)
     opened = _opened(launch, asked, args.auto)
     if opened and args.device is None:
         raise ConfigError(
@@ -67,6 +78,17 @@ def run(args: argparse.Namespace) -> int:
     if args.draw:
         print("\n" + _drawing(report))
     return 0 if report.fits else 1
+
+
+def _notice_misplaced(launch: Launch, words: Sequence[str]) -> None:
+    """Says that a flag behind the script is the script's: a plan for another number of ranks would be believed."""
+    from paceline.launch.job import flag_for_script
+
+    default = [row.field for row in launch.decisions if row.source == "default" and row.field in _SIZES]
+    misplaced = flag_for_script(words, [f"--{name}" for name in default])
+    if misplaced:
+        text = f"`{misplaced}` stands after the script, which gets it; write it before the script to plan with it."
+        print(f"paceline: {text}", file=sys.stderr)
 
 
 def _split(given: Sequence[Given]) -> tuple[list[Given], list[str]]:
@@ -95,8 +117,9 @@ def _predict(target: Target, launch: Launch, opened: tuple[str, ...], device: De
 
     settings = launch.launch
     local = 1 if settings.procs == "auto" else int(settings.procs)
+    nodes = int(str(settings.nodes).rpartition(":")[2])  # of a range, as many as may take part
     troupe = Troupe(
-        world_size=local * settings.nodes,
+        world_size=local * nodes,
         local_size=local,
         accelerated=device is not None and not device.name.startswith("cpu"),
         compat=settings.compat or "",

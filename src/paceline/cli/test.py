@@ -11,15 +11,21 @@ import argparse
 from paceline.cli.main import main
 from paceline.config import schema
 from paceline.config.given import Given
+from paceline.config.settings import RunSettings, settings_of
 from paceline.config.sources import resolve_launch
 from paceline.launch import host
 
 CHECK = "paceline.cli._self_check"
 
 
+# The checks are a module of ours that trains in float32 with the whole model on each process.
+_USED = ("cpu", "debug", "timeout_s")
+
+
 def configure(parser: argparse.ArgumentParser) -> None:
-    """Takes the options of `launch`."""
-    schema.add_options(parser)
+    """Takes the options of `launch` that the checks use."""
+    unused = [name for name in settings_of(RunSettings) if name not in _USED]
+    schema.add_options(parser, without=["module", "no_python", "compat", *unused])
 
 
 def run(args: argparse.Namespace) -> int:

@@ -65,7 +65,11 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Tunes; prints the table and where the files are."""
     if args.script is None:
-        raise ConfigError("command-line", "paceline tune: which script?", fix="paceline tune --procs 2 train.py")
+        raise ConfigError(
+            "command-line",
+            "`paceline tune` needs a script.",
+            fix="name it after the options: `paceline tune --procs 2 train.py --lr 0.1`",
+        )
     values, places = _said(args)
     tune(resolve_launch(schema.given(args)), args.script, args.script_args, values, places, args.device)
     return 0

@@ -22,7 +22,7 @@ TOTAL = "num_processes"  # over all nodes together, where `procs` counts per nod
 
 
 _OFF = ("no", "false", "", "none", "null", "0")
-_SHARDING = "leave it out: each process then holds the whole model (replicate)"
+_SHARDING = "leave it out; `--zero 1`, 2 or 3 divides optimizer states, gradients and parameters"
 _HERE = "start `paceline launch` on the machine itself"
 
 
@@ -62,7 +62,9 @@ _ROWS = (
         "set distributed_type to MULTI_GPU (MULTI_CPU without one)",
     ),
     Foreign("use_deepspeed", "it asks for DeepSpeed's engine", _OFF, _SHARDING, False),
-    Foreign("use_megatron_lm", "it asks for Megatron-LM's engine", _OFF, _SHARDING, False),
+    Foreign(
+        "use_megatron_lm", "it asks for Megatron-LM's engine", _OFF, "`--tp`, `--pp` and `--zero` divide a model", False
+    ),
     Foreign("gradient_clipping", "it is DeepSpeed's", _OFF, "call `accelerator.clip_grad_norm_` in the script", True),
     Foreign(
         "deepspeed_config megatron_lm_config fp8_config",
@@ -93,7 +95,7 @@ _FAMILIES: Mapping[str, tuple[str, str]] = MappingProxyType(
         "zero_": ("it configures DeepSpeed", _SHARDING),
         "zero3_": ("it configures DeepSpeed", _SHARDING),
         "offload_": ("it configures DeepSpeed", _SHARDING),
-        "megatron_lm_": ("it configures Megatron-LM", _SHARDING),
+        "megatron_lm_": ("it configures Megatron-LM", "leave it out; `--tp`, `--pp` and `--zero` divide a model"),
         "fp8_": ("it configures float8 arithmetic", "use mixed_precision bf16"),
         "parallelism_config_": (
             "accelerate 1.15 has no such field",

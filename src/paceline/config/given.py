@@ -50,11 +50,47 @@ class Choice:
 
 
 def nearest(word: str, words: Iterable[str]) -> str:
-    """The word of `words` that `word` was probably meant to be; "" where none is close."""
-    from difflib import get_close_matches
+    """The word of `words` that `word` was probably meant to be; "" where none is really close.
+
+    A wrong suggestion costs more than none: `--steps` shares most letters with `--tp`, and means something else. So only
+    those count in which one letter in four is wrong at most, or of which `word` is the first half or more; among them
+    the one with the longest common parts.
+    """
+    from difflib import SequenceMatcher
 
     if len(word) > _LONGEST_NAME:
         return ""
-    known = {each.replace("-", "_").lower(): each for each in words}
-    found = get_close_matches(word.replace("-", "_").lower(), known, n=1, cutoff=0.6)
-    return known[found[0]] if found else ""
+    wanted = _plain(word)
+    best, best_ratio = "", 0.0
+    for candidate in words:
+        plain = _plain(candidate)
+        begins = plain.startswith(wanted) and len(wanted) >= 4 and 2 * len(wanted) >= len(plain)
+        if not begins and edit_distance(wanted, plain) > max(len(wanted), len(plain)) // 4:
+            continue
+        ratio = SequenceMatcher(None, wanted, plain).ratio()
+        if ratio > best_ratio:
+            best, best_ratio = candidate, ratio
+    return best
+
+
+def _plain(word: str) -> str:
+    """A name without what a person may write either way: hyphens, capitals."""
+    return word.lstrip("-").replace("-", "_").lower()
+
+
+def edit_distance(first: str, second: str) -> int:
+    """Letters to insert, remove, replace or swap with their neighbour to turn `first` into `second`.
+
+    The restricted Damerau-Levenshtein distance, by rows of the usual table.
+    """
+    before_last: list[int] = []
+    last = list(range(len(second) + 1))
+    for i, letter in enumerate(first, start=1):
+        row = [i]
+        for j, other in enumerate(second, start=1):
+            distance = min(last[j] + 1, row[j - 1] + 1, last[j - 1] + (letter != other))
+            if i > 1 and j > 1 and letter == second[j - 2] and first[i - 2] == other:
+                distance = min(distance, before_last[j - 2] + 1)
+            row.append(distance)
+        before_last, last = last, row
+    return last[-1]

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 from paceline.base.env import Variable
+from paceline.config import launchers
 from paceline.config.accelerate import FLAGS, own_name
 from paceline.config.given import Given
 from paceline.config.kinds import YES_NO
@@ -34,32 +35,47 @@ class _Note(argparse.Action):
         namespace.given = (*getattr(namespace, "given", ()), noted)
 
 
-def add_options(parser: argparse.ArgumentParser, *classes: type, accelerate: bool = True) -> None:
+def add_options(
+    parser: argparse.ArgumentParser, *classes: type, without: Collection[str] = (), unlisted: Collection[str] = ()
+) -> None:
     """Adds an option for each setting of `classes` (of both where none is named).
 
-    Hyphens and underscores are both understood; accelerate's spellings too, hidden from `--help`.
+    Hyphens and underscores are both understood. The spellings of accelerate, torchrun and other launchers are taken too,
+    hidden from `--help`.
 
     Args:
         parser: where to add them; `given` reads them back from what it returns.
         classes: `RunSettings`, `LaunchSettings`.
-        accelerate: also accept those of accelerate's flags that are no setting of ours.
+        without: settings that this command does not take.
+        unlisted: settings that it takes, so that the options of `paceline launch` can be repeated, and does not use:
+            `--help` leaves them out.
     """
     groups: dict[str, argparse._ArgumentGroup] = {}
     for each in settings_of(*classes).values():
+        if each.name in without:
+            continue
         if each.group not in groups:
             groups[each.group] = parser.add_argument_group(each.group)
-        _add_option(groups[each.group], each)
-    if accelerate:
-        for name, takes in FLAGS.items():
-            options: dict[str, Any] = {} if takes else {"nargs": 0, "const": "true"}
-            parser.add_argument(*_spellings(name), action=_Note, name=name, help=argparse.SUPPRESS, **options)
+        _add_option(groups[each.group], each, listed=each.name not in unlisted)
+    for name, takes in FLAGS.items():
+        _add_hidden(parser, name, takes)
+    for name, takes, short in launchers.flags():
+        if name not in FLAGS:
+            _add_hidden(parser, name, takes, short)
 
 
-def _add_option(group: argparse._ArgumentGroup, each: Setting) -> None:
+def _add_hidden(parser: argparse.ArgumentParser, name: str, takes: bool, short: str = "") -> None:
+    """Adds another launcher's flag, which `--help` leaves out."""
+    spellings = [*([short] if short else []), *_spellings(name)]
+    options: dict[str, Any] = {} if takes else {"nargs": 0, "const": "true"}
+    parser.add_argument(*spellings, action=_Note, name=name, help=argparse.SUPPRESS, **options)
+
+
+def _add_option(group: argparse._ArgumentGroup, each: Setting, *, listed: bool) -> None:
     shown = [*([each.short] if each.short else []), each.flag]
     other = [flag for name in (each.name, *each.accelerate) for flag in _spellings(name) if flag not in shown]
     default = "not set" if each.default in (None, "", {}) else shown_value(each.default)
-    text = f"{each.doc} [{default}]".replace("%", "%%")
+    text = f"{each.doc} [{default}]".replace("%", "%%") if listed else argparse.SUPPRESS
     options: dict[str, Any] = {"action": _Note, "name": each.name}
     options |= {"nargs": 0, "const": "true"} if each.kind is YES_NO else {"metavar": each.kind.metavar}
     group.add_argument(*shown, help=text, **options)
@@ -70,23 +86,48 @@ def _add_option(group: argparse._ArgumentGroup, each: Setting) -> None:
         group.add_argument(*_spellings(f"no_{each.name}"), help=argparse.SUPPRESS, **options)
 
 
+def launch_flags() -> frozenset[str]:
+    """All long flags that `paceline launch` takes, other launchers' too."""
+    names = [*FLAGS, *(name for name, _, _ in launchers.flags())]
+    for each in settings_of().values():
+        names += [each.flag.removeprefix("--"), each.name, *each.accelerate]
+    return frozenset(flag for name in names for flag in _spellings(name))
+
+
 def _spellings(name: str) -> list[str]:
     return list(dict.fromkeys(["--" + name.replace("_", "-"), "--" + name]))
 
 
 def given(args: argparse.Namespace) -> tuple[Given, ...]:
-    """What the command line said, in order, still unread."""
-    return getattr(args, "given", ())
+    """What the command line said, in order, still unread; other launchers' flags as settings of ours."""
+    return launchers.translate(getattr(args, "given", ()))
 
 
 def words(given: Iterable[Given]) -> list[str]:
     """The words of a command line that says the same again."""
-    found: list[str] = []
+    repeated: list[str] = []
     for each in given:
+        setting = settings_of().get(each.name)
         own = settings_of().get(own_name(each.name))
-        switch = own.kind is YES_NO if own else not FLAGS[each.name]
-        found += [each.where] if switch else [each.where, str(each.value)]
-    return found
+        if own is not None and own.kind is YES_NO:
+            repeated.append(each.where)
+        elif setting is not None and launchers.knows(_name(each.where)):
+            # One flag of another launcher may have said several settings, in other words.
+            repeated += [setting.flag, str(each.value)]
+        elif own is not None or _takes_value(each.name):
+            repeated += [each.where, str(each.value)]
+        else:
+            repeated.append(each.where)
+    return repeated
+
+
+def _name(flag: str) -> str:
+    return flag.lstrip("-").replace("-", "_")
+
+
+def _takes_value(name: str) -> bool:
+    """Whether a value follows a flag that is no setting of ours."""
+    return launchers.takes_value(name) if launchers.knows(name) else FLAGS[name]
 
 
 def shown_value(value: object) -> str:

@@ -254,8 +254,12 @@ class LaunchSettings:
     )
     tee: str = setting(
         "0", matching(r"[0-3]|\d+:[0-3](,\d+:[0-3])*", "0, 1, 2 or 3, or such as 0:3,1:1 by local rank", "STREAMS"),
-        "Streams that go to log_dir as well as to the terminal: 0 none, 1 stdout, 2 stderr, 3 both.",
-        _SUPERVISION, short="-t",
+        "Streams that are shown with each line's rank before it, and that go to log_dir too: 0 none, 1 stdout, 2 stderr, "
+        "3 both.", _SUPERVISION, short="-t",
+    )  # fmt: skip
+    ranks: str = setting(
+        "all", matching(r"all|\d+(-\d+)?(,\d+(-\d+)?)*", "all, or ranks such as 0,2-3", "all|RANK,..."),
+        "Ranks, of all nodes together, whose output is shown; files in log_dir have that of all.", _SUPERVISION,
     )  # fmt: skip
     cores: bool = setting(
         False, YES_NO, "A process that crashes leaves a core file, and its backtrace (by gdb) is printed.", _SUPERVISION

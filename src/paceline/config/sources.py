@@ -18,7 +18,7 @@ from typing import Any, Generic, TypeVar
 
 from paceline.base import env as environment
 from paceline.base.errors import ConfigError, Problem, short_repr
-from paceline.config import accelerate, engines
+from paceline.config import accelerate, engines, launchers
 from paceline.config import options as strategy_options
 from paceline.config.given import SOURCES, Choice, Given, nearest
 from paceline.config.settings import LaunchSettings, RunSettings, settings_of
@@ -190,17 +190,21 @@ def resolve_launch(flags: Sequence[Given] = (), env: Mapping[str, str] | None = 
         search: read the default file where none is named.
 
     Raises:
-        ConfigError: `config-value`, `accelerate-feature`, `procs-split`, and those of `files.read`; all at once.
+        ConfigError: `config-value`, `accelerate-feature`, `launcher-flag`, `procs-split`, and those of `files.read`; all
+            at once.
     """
     env = environment.snapshot() if env is None else env
     problems: list[Problem] = []
     unused: list[Choice] = []
     given: list[Given] = []
+    deepspeed = launchers.plugin_fields(flags)
+    if deepspeed:
+        _read_plugin(deepspeed, given, unused, problems)
     for each in flags:
         if accelerate.own_name(each.name) or engines.knows(each):
             given.append(each)
-        else:
-            _sort(accelerate.judge(each) or _unknown(each), unused, problems)
+        elif all(each.where != field.where for field in deepspeed):
+            _sort(launchers.refusal(each) or accelerate.judge(each) or _unknown(each), unused, problems)
     given += _from_env(env, LaunchSettings, RunSettings)
     path = _file_for(given, env, search)
     if path is not None:
@@ -218,6 +222,17 @@ def resolve_launch(flags: Sequence[Given] = (), env: Mapping[str, str] | None = 
     notices = (*filter(None, map(accelerate.notice, unused)), *engines.notices(idle), *_unknown_variables(env))
     rows = decisions + run_decisions
     return Launch(LaunchSettings(**values), RunSettings(**run_values), rows, (*unused, *idle), notices, path)
+
+
+def _read_plugin(fields: Sequence[Given], given: list[Given], unused: list[Choice], problems: list[Problem]) -> None:
+    """accelerate's flags for DeepSpeed, read as the block of its files is."""
+    from paceline.config.deepspeed.plugin import said_by
+
+    asked = [each for each in fields if each.name != "use_deepspeed"]
+    said = said_by(asked, "command line", fields[0].where)
+    given += said.given
+    unused += said.unused
+    problems += said.problems
 
 
 def hand_over(decisions: Iterable[Choice]) -> str:

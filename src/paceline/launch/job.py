@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import shlex
+from collections.abc import Collection, Mapping, Sequence
 
 from paceline.base.errors import ConfigError, LaunchError
 from paceline.config.settings import LaunchSettings
@@ -13,6 +14,8 @@ from paceline.world.world import World
 
 _SEVERAL_NODES_PORT = 29500
 _MOST_CORES = 65_536
+# Only names that hardly any script has for itself: a notice about a script's own flag would be wrong at each start.
+_WIDTH_FLAGS = ("--procs", "--nproc-per-node", "--num-processes")
 _VISIBLE = {"cuda": "CUDA_VISIBLE_DEVICES", "xpu": "ZE_AFFINITY_MASK", "npu": "ASCEND_RT_VISIBLE_DEVICES"}
 
 
@@ -40,7 +43,15 @@ def job_of(told: Launch, script: str, args: Sequence[str], env: Mapping[str, str
         )
     found = _accelerators(told, env)
     procs = launch.procs if isinstance(launch.procs, int) else max(found.count, 1)
-    if launch.procs == "auto" and not found.count:
+    said = {row.field for row in told.decisions if row.source != "default"}
+    misplaced = "" if "procs" in said else flag_for_script(args, _WIDTH_FLAGS)
+    if misplaced:
+        number = f"{procs} process{'es' * (procs > 1)}"
+        notices.append(
+            f"{number}, as `{misplaced}` stands after the script, which gets it; for more processes write it before the "
+            f"script: `{shlex.join(['paceline', 'launch', *misplaced.split(), script])}`."
+        )
+    elif launch.procs == "auto" and not found.count:
         notices.append("1 process, as there is no accelerator; `--procs 2` starts two on the CPU.")
     target = target_of(launch, script, args)
     cores = _cores(told, procs)
@@ -57,7 +68,7 @@ def job_of(told: Launch, script: str, args: Sequence[str], env: Mapping[str, str
         start="exec" if found.count or launch.no_python else "fork",
         env=variables, max_restarts=launch.max_restarts, monitor_interval_s=launch.monitor_interval_s,
         timeout_s=told.run.timeout_s or 600.0,
-        log_dir=launch.log_dir, tee=_streams(told, procs), backend=launch.rdzv_backend,
+        log_dir=launch.log_dir, tee=_streams(told, procs), ranks=_shown_ranks(told, procs), backend=launch.rdzv_backend,
         options=dict(pair.split("=", 1) for pair in launch.rdzv_conf.split(",") if pair), compat=launch.compat or "",
         cores=cores, core_files=launch.cores,
     )  # fmt: skip
@@ -68,6 +79,16 @@ def target_of(launch: LaunchSettings, script: str, args: Sequence[str]) -> Targe
     """What each process is to run."""
     kind = "program" if launch.no_python else "module" if launch.module else "script"
     return Target(kind, script, tuple(args))
+
+
+def flag_for_script(args: Sequence[str], flags: Collection[str]) -> str:
+    """The first of some flags of the launcher's that stands among a script's arguments, with its value; "" for none."""
+    for place, word in enumerate(args):
+        flag, equals, _ = word.partition("=")
+        if flag.replace("_", "-") in flags:
+            value = [] if equals else args[place + 1 : place + 2]
+            return " ".join([word, *value])
+    return ""
 
 
 def _range(nodes: int | str) -> tuple[int, int]:
@@ -156,6 +177,29 @@ def _listed(cores: Sequence[int]) -> str:
     return f"{cores[0]}-{cores[-1]}" if whole else ",".join(map(str, cores))
 
 
+def _shown_ranks(told: Launch, procs: int) -> frozenset[int] | None:
+    """`--ranks`: whose output is shown; None for everybody's.
+
+    Raises:
+        ConfigError: `config-value`, for a rank that there cannot be.
+    """
+    text = told.launch.ranks
+    if text == "all":
+        return None
+    ranks = frozenset(rank for part in text.split(",") for rank in _span(part))
+    size = procs * _range(told.launch.nodes)[1]
+    missing = sorted(rank for rank in ranks if rank >= size)
+    if missing or not ranks:
+        where = next(row.where for row in told.decisions if row.field == "ranks")
+        raise ConfigError(
+            "config-value",
+            f"ranks names rank {missing[0]}, and there are {size}." if missing else "ranks names no rank.",
+            why=f"ranks={text} ({where})",
+            fix=f"name ranks from 0 to {size - 1}, such as `--ranks 0`, or leave it out to see the output of all",
+        )
+    return ranks
+
+
 def _threads(
     told: Launch, procs: int, env: Mapping[str, str], notices: list[str], bound: Sequence[int]
 ) -> dict[str, str]:
@@ -180,7 +224,9 @@ def _streams(told: Launch, procs: int) -> dict[int, int] | None:
     text = told.launch.tee
     said = next(row for row in told.decisions if row.field == "tee").source != "default"
     if not said:
-        return dict.fromkeys(range(procs), 3) if told.launch.log_dir else None
+        # Several ranks that somebody chose to see are to be told apart.
+        several = len(_shown_ranks(told, procs) or ()) > 1
+        return dict.fromkeys(range(procs), 3) if told.launch.log_dir or several else None
     if ":" not in text:
         return dict.fromkeys(range(procs), int(text))
     chosen = {int(rank): int(streams) for rank, streams in (pair.split(":") for pair in text.split(","))}

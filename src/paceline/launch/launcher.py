@@ -90,6 +90,7 @@ class Job:
         log_dir: directory for the output of each process; None for the terminal alone.
         tee: by local rank, streams that the launcher copies to the terminal (and to log_dir's files, where there are
             any): 1 stdout, 2 stderr, 3 both. None leaves the terminal to the processes.
+        ranks: whose output reaches the terminal, by rank; None for everybody's.
         mark: what stands before each copied line, with ${rank} and ${local_rank} filled in.
         backend, options: how several nodes find each other, and what that backend is told.
         compat: libraries whose names are served to the script, joined by commas; "" for none.
@@ -115,6 +116,7 @@ class Job:
     timeout_s: float = 600.0
     log_dir: str | None = None
     tee: Mapping[int, int] | None = None
+    ranks: frozenset[int] | None = None
     mark: str = "[rank${rank}]: "
     backend: str = "static"
     options: Mapping[str, str] = field(default_factory=dict)

@@ -122,9 +122,10 @@ class LocalHandle:
         self.round: Round | None = None
         self.failure: Failure | None = None  # of the last round, on this node
         self.report = Report("new")
-        self.output = Output(self.job.log_dir, self.job.tee, self.job.mark)
+        self.output = Output(self.job.log_dir, self.job.tee, self.job.mark, self.job.ranks)
         self.signals = Signals(self._pass_on)
         self._mine = os.getpid()
+        self._shared = False  # in a forked process: whether others of this host write to the same standard error
 
     def wait(self) -> Outcome:
         """Runs the job to its end, restarts included.
@@ -154,7 +155,8 @@ class LocalHandle:
                 self.round, self.failure = decided, None
                 report = self._start(folder)
                 if report is not None:
-                    return Outcome(worker.run(self.job.target, str(report), self.job.compat), in_worker=True)
+                    code = worker.run(self.job.target, str(report), self.job.compat, shared=self._shared)
+                    return Outcome(code, in_worker=True)
                 self.report = self._attempt()
                 self.nodes.rest(self.report)
             return self._outcome(self.nodes.machine.end)
@@ -239,15 +241,19 @@ class LocalHandle:
                     settle(process, streams, self._mine, leads=leads)
                     self.output.leave()
                     self.job = replace(self.job, target=self.job.target.on(process.local_rank))
+                    self._shared = self._is_shared(process)
                     return report
                 started = Worker(process, pid, report, leads)
             else:
-                started = spawn(self.job, process, report, streams, leads=leads)
+                started = spawn(self.job, process, report, streams, leads=leads, shared=self._is_shared(process))
             if leads:
                 self.reaper.add(started.pid)
             self.workers.append(started)
         self.output.started()
         return None
+
+    def _is_shared(self, process: Process) -> bool:
+        return self.job.procs > 1 and self.output.is_shared(process)
 
     def _leave(self) -> None:
         """In a forked process: drops what is the launcher's."""

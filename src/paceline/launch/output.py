@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from string import Template
@@ -35,11 +35,19 @@ class Output:
         tee: by local rank, the streams that go to the terminal through the launcher: 1 stdout, 2 stderr, 3 both.
             None, or 0 without `log_dir`: the processes write there themselves.
         mark: what stands before each line on the terminal, with ${rank} and ${local_rank} filled in.
+        ranks: whose output reaches the terminal at all; None for everybody's.
     """
 
-    def __init__(self, log_dir: str | None, tee: Mapping[int, int] | None, mark: str = "[rank${rank}]: ") -> None:
+    def __init__(
+        self,
+        log_dir: str | None,
+        tee: Mapping[int, int] | None,
+        mark: str = "[rank${rank}]: ",
+        ranks: Collection[int] | None = None,
+    ) -> None:
         self.log_dir = log_dir
         self.tee = tee
+        self.ranks = ranks
         self.mark = Template(mark)
         self.pipes: dict[int, _Pipe] = {}
         self._child_ends: list[int] = []
@@ -48,7 +56,11 @@ class Output:
         """What a process's file descriptors 1 and 2 become; those that stay as they are, are left out."""
         ends: dict[int, int] = {}
         for bit, name in _BITS.items():
-            shown = bool((self.tee or {}).get(process.local_rank, 0) & bit)
+            muted = self.ranks is not None and process.rank not in self.ranks
+            shown = bool((self.tee or {}).get(process.local_rank, 0) & bit) and not muted
+            if self.log_dir is None and muted:
+                ends[bit] = os.open(os.devnull, os.O_WRONLY)
+                continue
             if self.log_dir is None and not shown:
                 continue
             file = None
@@ -64,6 +76,10 @@ class Output:
                 file.close()
         self._child_ends += ends.values()
         return ends
+
+    def is_shared(self, process: Process) -> bool:
+        """Whether a process's standard error is seen together with those of others, and is kept nowhere else."""
+        return self.log_dir is None and (self.ranks is None or process.rank in self.ranks)
 
     def _pipe(self, mark: str, bit: int, file: IO[bytes] | None) -> int:
         read, write = os.pipe()

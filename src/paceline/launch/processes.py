@@ -157,15 +157,15 @@ class Reaper:
         self._process.returncode = 0  # it is no child of the forked process
 
 
-def spawn(job: Job, process: Process, report: Path, streams: Mapping[int, int], *, leads: bool) -> Worker:
-    """Starts a fresh process."""
+def spawn(job: Job, process: Process, report: Path, streams: Mapping[int, int], *, leads: bool, shared: bool) -> Worker:
+    """Starts a fresh process; `shared` as in `worker.run`."""
     target = job.target.on(process.local_rank)
     if target.kind == "program":
         command = [target.name, *target.args]
     else:
         name = str(report.with_name(PARCEL)) if target.kind == "function" else target.name
-        lines = "lines" if job.tee else "-"
-        own = [str(report), job.compat, lines, str(os.getpid())]
+        words = ["lines"] * bool(job.tee) + ["shared"] * shared
+        own = [str(report), job.compat, ",".join(words), str(os.getpid())]
         command = [sys.executable, "-m", "paceline.launch.worker", *own, target.kind, name, *target.args]
     popen = subprocess.Popen(
         command,

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import shlex
 import signal
 
 from paceline.base.connections import closed
 from paceline.base.errors import Problem
-from paceline.launch.launcher import Job, Outcome
+from paceline.config.schema import launch_flags
+from paceline.launch.launcher import Job, Outcome, Target
 from paceline.launch.rounds import Round
 
 _HINTS = {
@@ -48,6 +50,7 @@ def problem_of(outcome: Outcome, job: Job) -> Problem:
     failure = outcome.failure
     assert failure is not None, "this run did not fail"
     fix = "correct the error that is shown above" if failure.report else "its own output above tells more"
+    fix = _misplaced_flag(failure.report, job.target) or fix
     if failure.waiting:
         fix = f"find out why rank {failure.rank} ended before the others (sys.exit, os._exit, a shorter loop): every rank "
         fix += "must make the same calls, as often. `--debug` names the line at which each rank is"
@@ -67,3 +70,23 @@ def problem_of(outcome: Outcome, job: Job) -> Problem:
     if job.nodes * job.procs == 1:
         why = [f"pid {failure.pid}"]
     return Problem("rank-failed", failure.what, why, fix)
+
+
+def _misplaced_flag(report: str, target: Target) -> str:
+    """What to do where the script was given a flag of the launcher's that it does not know; "" where it was not."""
+    _, _, listed = report.partition("unrecognized arguments: ")
+    unrecognized = [word for word in listed.split("\n")[0].split() if word in target.args]
+    flags = [word for word in unrecognized if word.partition("=")[0] in launch_flags()]
+    if not flags:
+        return ""
+    before, after = [], list(target.args)
+    for flag in flags:
+        place = after.index(flag)
+        value = after[place + 1 : place + 2] if "=" not in flag else []
+        has_value = bool(value) and not value[0].startswith("-")
+        end = place + (2 if has_value else 1)
+        before += after[place:end]
+        del after[place:end]
+    module = ["-m"] if target.kind == "module" else []
+    command = shlex.join(["paceline", "launch", *before, *module, target.name, *after])
+    return f"`{flags[0]}` is a flag of the launcher: write it before the script, as in `{command}`"

@@ -12,6 +12,7 @@ one, once, instead of a mixture of all.
 
 from __future__ import annotations
 
+import argparse
 import faulthandler
 import importlib
 import importlib.util
@@ -29,6 +30,7 @@ from typing import Any
 
 from paceline.base import env as environment
 from paceline.base.errors import LaunchError
+from paceline.launch import once
 from paceline.launch.launcher import Target
 from paceline.launch.tether import tether
 from paceline.launch.trace import told
@@ -36,14 +38,16 @@ from paceline.launch.trace import told
 VALUE = ".value"
 
 
-def run(target: Target, report: str, compat: str = "") -> int:
+def run(target: Target, report: str, compat: str = "", *, shared: bool = False) -> int:
     """Runs a script or module as `__main__`; returns the exit code.
 
     Args:
         target: what to run.
         report: file for the traceback of an uncaught exception, or of a crash.
         compat: libraries whose names are served to the script, joined by commas; "" for none.
+        shared: whether standard error is seen together with that of other processes of this host.
     """
+    once.enter(once.of_report(report) if shared else None)
     return watched(lambda: become(target, compat), report)
 
 
@@ -226,17 +230,20 @@ def _exit_code(error: SystemExit) -> tuple[int, str]:
         return 0, ""
     if not isinstance(error.code, int):
         return 1, str(error.code)
-    frames = traceback.extract_tb(error.__traceback__)
+    frames = list(traceback.extract_tb(error.__traceback__))
+    # Who reads it looks for the line of the script that left, and not for argparse's own.
+    frames = [each for each in frames if each.filename not in (argparse.__file__, once.__file__)] or frames
     place = f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
+    notes = "".join(f"\n  {note}" for note in getattr(error, "__notes__", ()))
     code = error.code & 0xFF
-    return code, f"SystemExit: {code}{place}" if code else ""
+    return code, f"SystemExit: {code}{place}{notes}" if code else ""
 
 
 if __name__ == "__main__":
-    report, compat, lines, launcher, kind, name, *args = sys.argv[1:]
+    report, compat, streams, launcher, kind, name, *args = sys.argv[1:]
     tether(int(launcher))
-    if lines == "lines":
+    if "lines" in streams.split(","):
         whole_lines()
     if kind == "function":
         sys.exit(call(partial(_parcel, name, compat), report))
-    sys.exit(run(Target(kind, name, tuple(args)), report, compat))
+    sys.exit(run(Target(kind, name, tuple(args)), report, compat, shared="shared" in streams.split(",")))

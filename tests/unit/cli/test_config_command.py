@@ -5,8 +5,10 @@ import sys
 import pexpect
 import pytest
 
+from paceline.cli import config
 from paceline.cli.main import main
 from paceline.config import Given, resolve_launch
+from paceline.launch.host import Accelerators
 
 
 def read(path):
@@ -76,15 +78,27 @@ def talk(tmp_path):
 
 def test_questions_and_answers(talk):
     child, path = talk
+    child.expect(r"This host has (no|\d+) GPU")
+    child.expect_exact("cpu [no]: ")
+    child.sendline("")
+    child.expect_exact("How many GPUs of each host?")
     child.expect_exact("procs [auto]: ")
     child.sendline("many")
     child.expect_exact("expected: a whole number from 1 to 4096, or auto")
     child.expect_exact("procs [auto]: ")
     child.sendline("2")
-    child.expect_exact("cpu [no]: ")
-    child.sendline("yes")
+    child.expect_exact("gpu_ids [all]: ")
+    child.sendline("1,3")
     child.expect_exact("mixed_precision [no]: ")
-    child.sendline("")
+    child.sendline("bf16")
+    child.expect_exact("Sharding: ")
+    child.expect_exact("zero [auto]: ")
+    child.sendline("4")
+    child.expect_exact("expected: a whole number from 0 to 3, or auto")
+    child.expect_exact("zero [auto]: ")
+    child.sendline("3")
+    child.expect_exact("shard [auto]: ")
+    child.sendline("2")
     child.expect_exact("accumulate [1]: ")
     child.sendline("4")
     child.expect_exact("nodes [1]: ")
@@ -98,12 +112,30 @@ def test_questions_and_answers(talk):
     assert child.exitstatus == 0
     found = read(path)
     assert (found.launch.procs, found.launch.nodes, found.launch.main_address) == (2, 2, "node0")
-    assert (found.run.cpu, found.run.accumulate, found.run.mixed_precision) == (True, 4, "no")
+    assert (found.launch.gpu_ids, found.run.cpu, found.run.accumulate) == ("1,3", False, 4)
+    assert (found.run.mixed_precision, found.run.zero, found.run.shard) == ("bf16", 3, 2)
+
+
+def test_questions_that_do_not_arise(monkeypatch, capsys):
+    asked = []
+    monkeypatch.setattr("paceline.launch.host.accelerators", lambda: Accelerators("cuda", 2))
+
+    def ask(setting, question):
+        asked.append((setting.name, question))
+        return setting.default
+
+    monkeypatch.setattr(config, "_ask", ask)
+    config._ask_all({"cpu": True, "procs": 2})
+    assert [name for name, _ in asked] == ["mixed_precision", "zero", "accumulate", "nodes"]
+    asked.clear()
+    config._ask_all({"cpu": True})
+    assert asked[0] == ("procs", "How many processes on each host? auto: 1.")
+    assert "This host has 2 GPUs." in capsys.readouterr().err
 
 
 def test_the_input_ends_early(talk):
     child, path = talk
-    child.expect_exact("procs [auto]: ")
+    child.expect_exact("cpu [no]: ")
     child.sendeof()
     child.expect_exact("[config-terminal]")
     child.expect(pexpect.EOF)

@@ -9,6 +9,7 @@ import pytest
 
 from paceline.base.errors import LaunchError
 from paceline.cli import main as cli
+from paceline.config.settings import RunSettings, settings_of
 
 COMMANDS = sorted(cli.commands())
 
@@ -52,6 +53,12 @@ def test_every_command_has_one_line_of_help():
         assert line and len(line) < 80, name
 
 
+def test_help_of_a_command_by_its_name(capsys):
+    with pytest.raises(SystemExit):
+        cli.main(["help", "checkpoint", "ls"])
+    assert capsys.readouterr().out.startswith("usage: paceline checkpoint ls")
+
+
 def test_version(capsys):
     assert cli.main(["--version"]) == 0
     assert capsys.readouterr().out.startswith("paceline 0.")
@@ -63,8 +70,14 @@ def test_version(capsys):
         (["lanch"], "write `paceline launch`" if "launch" in COMMANDS else "there is no command 'lanch'"),
         (["explain", "--prcs", "2"], "write --procs"),
         (["explain", "--procs"], "expected one argument"),
-        (["explain", "--use_deepspeed"], "[accelerate-feature]"),
+        (["explain", "--use_megatron_lm"], "[accelerate-feature]"),
+        (["explain", "--redirects", "3"], "[launcher-flag]"),
+        (["train.py", "--lr", "0.1"], "write `paceline launch train.py --lr 0.1`"),
+        (["--vrsion"], "write `paceline --version`"),
+        (["launch", "--procs", "2"], "name it after the options: `paceline launch --procs 2 train.py --lr 0.1`"),
         (["explain", "stray"], "does not take 'stray'.  [command-line]"),
+        (["config", "--dry-run"], "does not take '--dry-run', which would change nothing here"),
+        (["test", "--zero", "2"], "does not take '--zero', which would change nothing here"),
         (["explain", "--procs", "0"], "procs cannot be '0'"),
     ],
 )
@@ -74,6 +87,71 @@ def test_a_wrong_command_line_ends_with_2(words, said, capsys):
     assert not out
     assert err.startswith("paceline.ConfigError: ") and err.count("paceline.ConfigError") == 1
     assert said in err and "fix: " in err and "Traceback" not in err
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        # The nearest spelling of these is a flag that means something else.
+        (["--steps", "3", "train.py"], "write it after the script: `paceline launch train.py --steps 3`"),
+        (["--lr", "0.1", "train.py"], "write it after the script: `paceline launch train.py --lr 0.1`"),
+        (["--epochs=3", "train.py", "a"], "write it after the script: `paceline launch train.py a --epochs=3`"),
+        (["--cpus", "4", "train.py"], "write it after the script: `paceline launch train.py --cpus 4`"),
+        (["--verbose", "train.py"], "write it after the script: `paceline launch train.py --verbose`"),
+        (["-x", "-m", "package"], "write it after the script: `paceline launch -m package -x`"),
+        # What stands behind the value of an unknown flag is looked at, too.
+        (
+            ["-n", "2", "--steps", "3", "--verbose", "train.py", "--x"],
+            "`--steps` and `--verbose` are not flags of `paceline launch`.  [command-line]\n  fix: if they belong to the "
+            "script, write them after the script: `paceline launch -n 2 train.py --x --steps 3 --verbose`",
+        ),
+        # These are slips of the pen; hints are spelled as `--help` spells flags.
+        (["--prcs", "2", "train.py"], "fix: write --procs"),
+        (["--log_dirr", "a", "train.py"], "fix: write --log-dir"),
+        (["--nproc_per_nod", "2", "train.py"], "fix: write --nproc-per-node"),
+        (["--mixed_precison=bf16", "train.py"], "fix: write --mixed-precision"),
+        (["--timeout", "9", "train.py"], "fix: write --timeout-s"),
+        (["--complie", "train.py"], "fix: write --compile"),
+    ],
+)
+def test_a_flag_before_the_script_is_a_slip_or_belongs_to_the_script(words, message, capsys):
+    assert cli.main(["launch", *words]) == 2
+    error = capsys.readouterr().err
+    assert message in error and "[command-line]" in error
+
+
+@pytest.mark.parametrize("command", ["plan", "tune"])
+def test_a_command_for_scripts_takes_them_as_launch_does(command):
+    words = ["--procs", "2", "train.py", "--lr", "0.1", "--json"]
+    of_launch = cli.parser_for("launch").parse(words)
+    args = cli.parser_for(command).parse(words)
+    assert (args.script, args.script_args) == (of_launch.script, of_launch.script_args) == ("train.py", words[3:])
+
+
+def listed(command, capsys):
+    """The long flags that `--help` of a command lists."""
+    with pytest.raises(SystemExit):
+        cli.main([command, "--help"])
+    return {word.rstrip(",") for word in capsys.readouterr().out.split() if word.startswith("--")}
+
+
+def test_help_lists_what_a_command_uses(capsys):
+    settings = {setting.flag for setting in settings_of().values()}
+    assert settings <= listed("launch", capsys)
+    about_one_launch = {"--module", "--no-python", "--dry-run"}
+    assert settings & listed("explain", capsys) == settings - about_one_launch
+    assert settings & listed("config", capsys) == settings - about_one_launch
+    of_run = {setting.flag for setting in settings_of(RunSettings).values()}
+    not_tested = {"--module", "--no-python", "--compat", *of_run} - {"--cpu", "--debug", "--timeout-s"}
+    assert settings & listed("test", capsys) == settings - not_tested
+    planned = of_run | {"--procs", "--nodes", "--module", "--compat", "--config"}
+    assert settings & listed("plan", capsys) == planned
+
+
+def test_help_spells_flags_alike(capsys):
+    for command in COMMANDS:
+        if command != "deepspeed" and " " not in command:
+            assert not [flag for flag in listed(command, capsys) if "_" in flag]
 
 
 @pytest.mark.parametrize(("error", "status"), [(LaunchError("x", "it broke."), 1), (KeyboardInterrupt(), 130)])

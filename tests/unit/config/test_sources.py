@@ -190,7 +190,7 @@ def test_procs_over_a_total_from_a_weaker_source(tmp_path):
 
 @pytest.mark.parametrize(
     ("name", "text"),
-    [("use_deepspeed", "true"), ("tpu", "true"), ("use_megatron_lm", "true"), ("mpirun_hostfile", "hosts"),
+    [("tpu", "true"), ("use_megatron_lm", "true"), ("mpirun_hostfile", "hosts"),
      ("gradient_clipping", "1.0")],
 )  # fmt: skip
 def test_flags_of_engines_are_refused_with_what_to_do(name, text):

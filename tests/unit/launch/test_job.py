@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import socket
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ from paceline.launch import host
 from paceline.launch.job import job_of
 from paceline.launch.launcher import LAUNCHERS, Failure, Job, Outcome, Target
 from paceline.launch.local import LAUNCHER, world_table
+from paceline.launch.once import Once
 from paceline.launch.output import Output
 from paceline.launch.report import describe
 
@@ -94,6 +96,32 @@ def test_tee_by_local_rank() -> None:
         told(procs=2, tee="5:1")
 
 
+def test_ranks_whose_output_is_shown() -> None:
+    assert told(procs=4)[0].ranks is None
+    job, _ = told(procs=4, ranks="0,2-3")
+    assert (job.ranks, job.tee) == ({0, 2, 3}, dict.fromkeys(range(4), 3))  # several are told apart
+    job, _ = told(procs=4, ranks="1")
+    assert (job.ranks, job.tee) == ({1}, None)
+    assert told(procs=4, ranks="0,1", tee="0")[0].tee == dict.fromkeys(range(4), 0)
+    assert told(procs=2, nodes="1:2", main_address="a", ranks="3")[0].ranks == {3}
+    for ranks in ("4", "3-1"):
+        with pytest.raises(ConfigError, match=rf"(?s)ranks={ranks} \(--ranks\).*name ranks from 0 to 3"):
+            told(procs=4, ranks=ranks)
+
+
+def test_the_number_of_processes_behind_the_script() -> None:
+    def notices_of(*args: str, **flags: str) -> str:
+        given = [Given(name, value, "command line", f"--{name}") for name, value in flags.items()]
+        env = {"HOME": "/nonexistent"}
+        return "\n".join(job_of(resolve_launch(given, env), "train.py", args, env)[1])
+
+    for flag in ("--procs", "--nproc_per_node", "--num-processes"):
+        assert f"1 process, as `{flag} 2` stands after the script" in notices_of("--lr", "1", flag, "2")
+    assert "`paceline launch --procs=2 train.py`" in notices_of("--procs=2")
+    assert "stands after the script" not in notices_of("--procs", "2", procs="1")  # the launcher was told, too
+    assert "stands after the script" not in notices_of("--num_workers", "2", "--devices", "2")
+
+
 def test_everything_wrong_is_told_at_once(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with socket.create_server(("127.0.0.1", 0)) as taken:
@@ -134,6 +162,26 @@ def test_output_marks_whole_lines(capsys: pytest.CaptureFixture[str]) -> None:
     shown = capsys.readouterr()
     assert shown.out == "[rank0]: one\n[rank0]: two\n[rank0]: thr\n"
     assert shown.err == "[rank0]: wrong\n"
+
+
+def test_a_text_is_first_once_for_each_time_that_it_is_said(tmp_path: Path) -> None:
+    first, second = Once(tmp_path, "shown-1"), Once(tmp_path, "shown-1")
+    assert [first.is_first("a"), second.is_first("a"), second.is_first("b"), first.is_first("b")] == [True, False] * 2
+    assert [second.is_first("a"), second.is_first("a"), first.is_first("a")] == [True, True, False]
+    assert Once(tmp_path, "shown-2").is_first("a")  # after a restart
+    assert Once(tmp_path / "gone", "shown-1").is_first("a")
+
+
+def test_a_misplaced_flag_of_the_launcher_is_told_with_the_command_line() -> None:
+    job = Job(Target("module", "pkg.train", ("--lr", "2", "--zero", "2", "--x", "--dry-run")))
+    report = "SystemExit: 2 (train.py:5)\n  unrecognized arguments: --zero 2 --x --dry-run"
+    text = describe(Outcome(2, Failure(0, 0, 0, 77, 2, report=report)), job)
+    assert "as in `paceline launch --zero 2 --dry-run -m pkg.train --lr 2 --x`" in text
+    text = describe(
+        Outcome(2, Failure(0, 0, 0, 77, 2, report="unrecognized arguments: --zero 2")),
+        replace(job, target=Target("script", "x")),
+    )
+    assert "fix: correct the error that is shown above" in text  # the script made these words itself
 
 
 def test_report_names_rank_and_signal() -> None:

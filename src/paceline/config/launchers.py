@@ -1,0 +1,164 @@
+"""Flags of other launchers (torchrun, accelerate's DeepSpeed, DeepSpeed, Lightning) and what each of them means here.
+
+Those that say the same as a flag of ours are taken. The others are refused by name, with the flag of ours that does what
+they do. accelerate's names that may also stand in its files are in `settings.py`, `accelerate.py` and `engine_fields.py`.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+
+from paceline.base.errors import Problem
+from paceline.config.given import Given
+
+
+def _as(name: str) -> Callable[[str], dict[str, str]]:
+    """The value goes to one setting, unchanged."""
+    return lambda value: {name: value}
+
+
+def _processes(value: str) -> dict[str, str]:
+    """torchrun's words for a number of processes, DeepSpeed's -1 for all devices, or Lightning's list of devices."""
+    if "," in value:
+        return {"gpu_ids": value}
+    if value in ("gpu", "xpu", "all", "-1"):
+        return {"procs": "auto"}
+    if value == "cpu":
+        return {"procs": str(os.cpu_count() or 1)}
+    return {"procs": value}
+
+
+def _endpoint(value: str) -> dict[str, str]:
+    """HOST or HOST:PORT; an IPv6 address with a port stands in brackets."""
+    host, colon, port = value.rpartition(":")
+    if not colon or not port.isdigit():
+        return {"main_address": value}
+    return {"main_address": host.strip("[]"), "main_port": port}
+
+
+@dataclass(frozen=True)
+class Flag:
+    """One flag of another launcher, under all its names.
+
+    Attributes:
+        names: the names with underscores, with blanks between.
+        means: gives the settings of ours that say the same as its value; None where there are none.
+        takes: whether a value follows.
+        instead: what to do instead, for a flag that is refused.
+        short: a one-letter flag; "" for none.
+    """
+
+    names: str
+    means: Callable[[str], dict[str, str]] | None = None
+    takes: bool = True
+    instead: str = ""
+    short: str = ""
+
+
+_ROWS = (
+    Flag("nproc_per_node gpus num_gpus", _processes, short="-np"),
+    Flag("nnodes num_nodes", _as("nodes")),
+    Flag("master_addr", _as("main_address")),
+    Flag("master_port", _as("main_port")),
+    Flag("rdzv_endpoint", _endpoint),
+    Flag("rdzv_id", lambda value: {"rdzv_conf": f"run_id={value}"}),
+    Flag("standalone", lambda value: {"nodes": "1"}, takes=False),
+    Flag("shutdown_timeout", _as("grace_s")),
+    Flag("redirects", instead="`--log-dir DIR --tee 0` writes each rank's output to files alone", short="-r"),
+    Flag("local_ranks_filter", instead="`--ranks 0,1` shows the output of these ranks alone, counted over all nodes"),
+    Flag("duplicate_stdout_filters", instead="`--log-dir DIR` keeps each rank's output in a file; search there"),
+    Flag("duplicate_stderr_filters", instead="`--log-dir DIR` keeps each rank's output in a file; search there"),
+    Flag("logs_specs", instead="`--log-dir DIR` and `--tee` say where output goes"),
+    Flag("event_log_handler", instead="leave it out: restarts are reported on standard error"),
+    Flag("start_method", instead="leave it out: the launcher chooses how processes start"),
+    Flag("run_path", takes=False, instead="leave it out: a script is run from its path"),
+    Flag("local_addr", instead="`--main-address HOST` is how nodes find each other"),
+    Flag("numa_binding", instead="`--bind-cores all` gives each process cores of its own"),
+    Flag("signals_to_handle", instead="leave it out: SIGTERM, SIGINT, SIGHUP, SIGUSR1 and SIGUSR2 are passed on"),
+    Flag("virtual_local_rank", takes=False, instead="leave it out: `accelerator.device` is the process's own device"),
+)
+_FLAGS: Mapping[str, Flag] = MappingProxyType({name: row for row in _ROWS for name in row.names.split()})
+
+# accelerate's flags for its DeepSpeed plugin, and whether a value follows. `config.deepspeed.plugin` reads them.
+DEEPSPEED: Mapping[str, bool] = MappingProxyType(
+    {
+        "use_deepspeed": False,
+        "zero_stage": True,
+        "offload_optimizer_device": True,
+        "offload_param_device": True,
+        "offload_optimizer_nvme_path": True,
+        "offload_param_nvme_path": True,
+        "zero3_init_flag": True,
+        "zero3_save_16bit_model": True,
+        "deepspeed_config_file": True,
+        "deepspeed_multinode_launcher": True,
+        "deepspeed_moe_layer_cls_names": True,
+    }
+)
+
+
+def flags() -> Iterable[tuple[str, bool, str]]:
+    """Each flag that is understood: its name, whether a value follows, and its one-letter form."""
+    for row in _ROWS:
+        first, *others = row.names.split()
+        yield first, row.takes, row.short
+        for name in others:
+            yield name, row.takes, ""
+    for name, takes in DEEPSPEED.items():
+        yield name, takes, ""
+
+
+def takes_value(name: str) -> bool:
+    """Whether a value follows a flag of this table."""
+    return DEEPSPEED[name] if name in DEEPSPEED else _FLAGS[name].takes
+
+
+def knows(name: str) -> bool:
+    """Whether this is the name of a flag of this table."""
+    return name in _FLAGS or name in DEEPSPEED
+
+
+def translate(given: Sequence[Given]) -> tuple[Given, ...]:
+    """Says the same with settings of ours; what is refused, and what is no flag of this table, stays as it is."""
+    translated: list[Given] = []
+    conf: list[str] = []
+    for each in given:
+        row = _FLAGS.get(each.name)
+        if row is None or row.means is None:
+            translated.append(each)
+        else:
+            settings = row.means(str(each.value))
+            translated += [Given(name, value, each.source, each.where) for name, value in settings.items()]
+        if translated[-1].name == "rdzv_conf":
+            # torchrun's --rdzv-id is one more entry of --rdzv-conf, where otherwise the last flag wins.
+            conf.append(str(translated[-1].value))
+            translated[-1] = Given("rdzv_conf", ",".join(filter(None, conf)), each.source, each.where)
+    return tuple(translated)
+
+
+def refusal(given: Given) -> Problem | None:
+    """The problem with a flag that nothing here does exactly; None where it is no such flag."""
+    row = _FLAGS.get(given.name)
+    if row is None or not row.instead:
+        return None
+    what = f"{given.where} is a flag of another launcher, which Paceline does not have."
+    return Problem("launcher-flag", what, "", row.instead)
+
+
+def plugin_fields(given: Iterable[Given]) -> list[Given]:
+    """What accelerate's DeepSpeed is told, with values as a file would have them; [] where it is not asked for."""
+    given = list(given)
+    # The others count only together with one of these: alone they must not divide a model.
+    if not {"use_deepspeed", "zero_stage", "deepspeed_config_file"} & {each.name for each in given}:
+        return []
+    fields = [each for each in given if each.name in DEEPSPEED or each.name == "gradient_clipping"]
+    return [Given(each.name, _value(str(each.value)), each.source, each.where) for each in fields]
+
+
+def _value(text: str) -> object:
+    if text.isdigit():
+        return int(text)
+    return {"true": True, "false": False}.get(text.lower(), text)

@@ -1,0 +1,52 @@
+"""`paceline completion`: a real bash completes with what it prints."""
+
+import subprocess
+import sys
+
+import pytest
+
+from paceline.cli.main import main
+
+# Completes the last word as bash does when somebody presses the Tab key.
+PRESS_TAB = """
+source paceline.bash
+press_tab() {
+    COMP_WORDS=("$@")
+    COMP_CWORD=$(($# - 1))
+    COMPREPLY=()
+    local name=$(complete -p paceline | sed 's/.* -F \\([^ ]*\\) .*/\\1/')
+    $name paceline "${COMP_WORDS[$COMP_CWORD]}" "${COMP_WORDS[$COMP_CWORD - 1]}"
+    echo "${COMPREPLY[*]}"
+}
+press_tab paceline lau
+press_tab paceline launch --mixed
+press_tab paceline launch --procs 2 tra
+press_tab paceline launch train.py --data tes
+press_tab paceline launch --config run
+press_tab paceline checkpoint ver
+"""
+
+
+def test_bash_completes_commands_flags_and_files(tmp_path, capsys):
+    for name in ("train.py", "test.csv", "run.yaml"):
+        (tmp_path / name).touch()
+    assert main(["completion", "bash"]) == 0
+    (tmp_path / "paceline.bash").write_text(capsys.readouterr().out)
+    done = subprocess.run(["bash", "-c", PRESS_TAB], cwd=tmp_path, capture_output=True, text=True, timeout=30)
+    assert not done.stderr
+    completed = ["launch", "--mixed-precision", "train.py", "test.csv", "run.yaml", "verify"]
+    assert [line.strip() for line in done.stdout.splitlines()] == completed
+
+
+@pytest.mark.parametrize("shell", ["zsh", "tcsh"])
+def test_other_shells(shell, capsys):
+    assert main(["completion", shell]) == 0
+    script = capsys.readouterr().out
+    assert "paceline" in script and "checkpoint" in script and "launch" in script
+
+
+def test_without_shtab_it_is_named(monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "shtab", None)
+    assert main(["completion", "bash"]) == 2
+    error = capsys.readouterr().err
+    assert "[completion-shtab]" in error and "fix: pip install shtab" in error

@@ -1,0 +1,106 @@
+"""Flags of torchrun, accelerate, DeepSpeed and Lightning: taken, or answered with the flag of ours."""
+
+from __future__ import annotations
+
+import argparse
+import os
+
+import pytest
+
+from paceline.base.errors import ConfigError
+from paceline.config import schema
+from paceline.config.deepspeed import plugin
+from paceline.config.launchers import DEEPSPEED
+from paceline.config.sources import Launch, resolve_launch
+
+
+def told(text: str) -> Launch:
+    parser = argparse.ArgumentParser()
+    schema.add_options(parser)
+    return resolve_launch(schema.given(parser.parse_args(text.split())), {}, search=False)
+
+
+@pytest.mark.parametrize(
+    ("theirs", "ours"),
+    [
+        ("--nproc-per-node 2", {"procs": 2}),
+        ("--nproc_per_node=gpu", {"procs": "auto"}),
+        ("--nproc_per_node auto", {"procs": "auto"}),
+        ("--nproc-per-node cpu", {"procs": os.cpu_count()}),
+        ("--gpus 4", {"procs": 4}),
+        ("--gpus 0,2", {"gpu_ids": "0,2"}),
+        ("-np 3", {"procs": 3}),
+        ("--num_gpus -1", {"procs": "auto"}),
+        ("--nnodes 1:4", {"nodes": "1:4"}),
+        ("--num_nodes 2 --master_addr a --master_port 5", {"nodes": 2, "main_address": "a", "main_port": 5}),
+        ("--nnodes=2 --standalone", {"nodes": 1}),
+        ("--rdzv-endpoint a:1 --rdzv_backend c10d", {"main_address": "a", "main_port": 1, "rdzv_backend": "c10d"}),
+        ("--rdzv_endpoint a", {"main_address": "a", "main_port": 0}),
+        ("--rdzv_endpoint [::1]:9", {"main_address": "::1", "main_port": 9}),
+        ("--rdzv-id x --rdzv-conf join_timeout=3", {"rdzv_conf": "run_id=x,join_timeout=3"}),
+        ("--shutdown-timeout 5", {"grace_s": 5.0}),
+        ("--num_processes 4 --num_machines 2 --machine_rank 1", {"procs": 2, "nodes": 2, "node_rank": 1}),
+        ("--zero_stage 2", {"zero": 2}),
+        ("--use_deepspeed", {"zero": 2}),
+        ("--use_deepspeed --zero_stage 3 --offload_optimizer_device cpu", {"zero": 3, "offload": "optimizer"}),
+    ],
+)
+def test_what_is_said_in_their_words_is_taken(theirs: str, ours: dict[str, object]) -> None:
+    launch = told(theirs)
+    assert not launch.notices
+    values = {**vars(launch.launch), **vars(launch.run)}
+    assert {name: values[name] for name in ours} == ours
+
+
+@pytest.mark.parametrize(
+    ("theirs", "ours"),
+    [
+        ("-r 3", "--log-dir DIR --tee 0"),
+        ("--local-ranks-filter 0", "--ranks 0,1"),
+        ("--numa-binding node", "--bind-cores all"),
+        ("--local_addr a", "--main-address"),
+        ("--start-method spawn", "leave it out"),
+        ("--virtual-local-rank", "accelerator.device"),
+    ],
+)
+def test_what_is_not_the_same_is_answered_with_what_is(theirs: str, ours: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        told(theirs)
+    [problem] = caught.value.problems
+    assert problem.code == "launcher-flag" and ours in problem.fix and theirs.split()[0] in problem.what
+
+
+def test_a_flag_of_deepspeeds_that_asks_for_nothing_alone_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"(?s)accelerate-feature.*`--zero 1`, 2 or 3"):
+        told("--offload_optimizer_device cpu")
+
+
+def test_all_problems_come_at_once_and_wrong_values_name_the_flag_that_was_typed() -> None:
+    with pytest.raises(ConfigError) as caught:
+        told("-r 3 --nproc-per-node many --start-method fork")
+    assert [problem.code for problem in caught.value.problems] == ["launcher-flag", "launcher-flag", "config-value"]
+    assert "--nproc-per-node" in str(caught.value)
+
+
+def test_every_flag_of_torchrun_is_known() -> None:
+    from torch.distributed.run import get_args_parser
+
+    parser = argparse.ArgumentParser()
+    schema.add_options(parser)
+    theirs = {flag for action in get_args_parser()._actions for flag in action.option_strings}
+    assert theirs <= set(parser._option_string_actions)
+
+
+def test_every_field_of_accelerates_deepspeed_that_is_a_flag_is_known() -> None:
+    fields = {*plugin.FIELDS, *plugin.IDLE, "deepspeed_config_file", "use_deepspeed"}
+    assert set(DEEPSPEED) <= fields
+    assert set(plugin.FIELDS) - set(DEEPSPEED) == {"gradient_accumulation_steps", "gradient_clipping"}
+
+
+def test_the_words_of_a_command_line_can_be_said_again() -> None:
+    parser = argparse.ArgumentParser()
+    schema.add_options(parser)
+    said = "--rdzv-endpoint a:1 --nproc_per_node gpu --num_machines 2 --cpu --use_deepspeed --zero_stage 1"
+    again = " ".join(schema.words(schema.given(parser.parse_args(said.split()))))
+    assert told(again).launch == told(said).launch
+    assert told(again).run == told(said).run
