@@ -24,6 +24,7 @@ from paceline.launch.launcher import Failure, Target
 WRITE_S = 300.0
 _READ_S = 180.0
 _FRAMES = 60
+BACKTRACE = "its backtrace (the thread that crashed):"
 _CLOCK_S = 1.0  # times of files are coarse; anything older is another crash's
 _PATTERN = Path("/proc/sys/kernel/core_pattern")
 _USES_PID = Path("/proc/sys/kernel/core_uses_pid")
@@ -120,7 +121,7 @@ def _read(core: Path, program: str, pause: Callable[[float], object]) -> list[st
     Path(output.name).unlink()
     if not frames:
         return [*lines, f"its backtrace: gdb gave none in {_READ_S:g} s; try " + _by_hand(core, program)]
-    return [*lines, "its backtrace (the thread that crashed):", *frames, f"all threads: {_by_hand(core, program)}"]
+    return [*lines, BACKTRACE, *frames, f"all threads: {_by_hand(core, program)}"]
 
 
 def _by_hand(core: Path, program: str) -> str:

@@ -8,6 +8,7 @@ import signal
 from paceline.base.connections import closed
 from paceline.base.errors import Problem
 from paceline.config.schema import launch_flags
+from paceline.launch.cores import BACKTRACE
 from paceline.launch.launcher import Job, Outcome, Target
 from paceline.launch.rounds import Round
 
@@ -61,7 +62,7 @@ def problem_of(outcome: Outcome, job: Job) -> Problem:
             fix = f"`paceline launch --compat {library}` serves {library}'s names"
     if failure.code < 0:
         fix = _HINTS.get(-failure.code, "find out who sent that signal")  # type: ignore[call-overload]
-        if job.core_files and "core file" in failure.report:
+        if BACKTRACE in failure.report:
             fix = "a crash in compiled code: the stack and the backtrace above say where"
     where = f"local rank {failure.local_rank}, node {failure.node}, " if job.nodes > 1 else ""
     how = "left" if failure.waiting else "failed"

@@ -8,12 +8,14 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from paceline.launch import cores
-from paceline.launch.launcher import Failure, Target
+from paceline.launch.launcher import Failure, Job, Outcome, Target
+from paceline.launch.report import problem_of
 
 TARGET = Target("script", "train.py")
 
@@ -84,6 +86,14 @@ def test_a_program_that_takes_core_files_is_named(program: str, told: str, patte
 def test_a_system_that_allows_none_says_how_to(monkeypatch) -> None:
     monkeypatch.setattr(cores.resource, "getrlimit", lambda what: (0, 0))
     assert "`ulimit -Hc` is 0" in cores.allow()
+
+
+def test_the_fix_points_to_what_there_is() -> None:
+    job = Job(TARGET, core_files=True)
+    without = Outcome(139, crashed(77))
+    assert "run again with `--cores`" in problem_of(without, job).fix
+    read = Outcome(139, replace(crashed(77), report=f"...\n{cores.BACKTRACE}\n#0 main"))
+    assert problem_of(read, job).fix == "a crash in compiled code: the stack and the backtrace above say where"
 
 
 def test_a_backtrace_of_a_real_crash(tmp_path: Path) -> None:
