@@ -14,6 +14,7 @@ ON_PYPI = {
     "ninja",
     "numpy",
     "s3fs",
+    "shtab",
     "tensorboard",
     "torch",
     "wandb",

@@ -51,7 +51,9 @@ def refuse_unknown(function: str, given: Iterable[str], accepted: Iterable[str])
     unknown = [name for name in given if name not in names]
     if not unknown:
         return
-    close = nearest(unknown[0], names)
+    # A function has few arguments, so the end of a name is enough: `level` means `log_level`.
+    longer = [name for name in names if name.endswith(f"_{unknown[0]}")]
+    close = longer[0] if len(longer) == 1 else nearest(unknown[0], names)
     raise ArgumentError(
         "argument-unknown",
         f"{function}() has no argument {unknown[0]!r}.",
