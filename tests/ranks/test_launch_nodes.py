@@ -227,7 +227,8 @@ class Hosts:
 
     def start(self) -> subprocess.Popen[str]:
         env = {k: v for k, v in os.environ.items() if not k.startswith(("PACELINE", "SLURM"))} | {
-            "OMP_NUM_THREADS": "1"
+            "OMP_NUM_THREADS": "1",
+            "PACELINE_RUN_SECRET": "of these tests alone",
         }
         place = ("-n", "1", "--main-address", self.address, *self.words)
         command = [sys.executable, "-m", "paceline.cli.main", "launch", *place, "train.py"]
