@@ -18,7 +18,7 @@ import torch.distributed as dist
 from paceline import Accelerator
 from paceline.base.errors import CollectiveError
 from paceline.testing import RankFailed, run_ranks
-from paceline.world import rendezvous
+from paceline.world import hangs, rendezvous
 from paceline.world.works import finish_threads
 
 REPORT_S = 0.6
@@ -42,6 +42,15 @@ def log_to_stdout() -> None:
     logging.getLogger("paceline").addHandler(logging.StreamHandler(sys.stdout))
 
 
+def sleep_until_reported() -> None:
+    """Lets the others wait until they have asked this rank where it is, and a little longer."""
+    assert hangs._reports is not None
+    asked, until = hangs._reports._round, time.monotonic() + 30
+    while hangs._reports._round == asked and time.monotonic() < until:
+        time.sleep(REPORT_S / 10)
+    time.sleep(2 * REPORT_S)
+
+
 def prepared() -> tuple[Accelerator, Any]:
     accelerator = Accelerator()
     model = torch.nn.Linear(4, 2)
@@ -63,10 +72,10 @@ def test_who_waits_where_is_reported_and_nothing_while_the_loop_goes_on() -> Non
         accelerator.wait_for_everyone()
         print(f"rank {accelerator.process_index} went on", flush=True)
         if late:
-            time.sleep(3 * REPORT_S)
+            sleep_until_reported()
         accelerator.gather(torch.ones(2))
         if late:
-            time.sleep(3 * REPORT_S)
+            sleep_until_reported()
         accelerator.backward(model(torch.ones(3, 4)).mean())
 
     printed: list[str] = []
@@ -74,10 +83,10 @@ def test_who_waits_where_is_reported_and_nothing_while_the_loop_goes_on() -> Non
     assert all(text.startswith("rank") and "went on" in text.splitlines()[0] for text in printed), printed
     everything = "".join(printed)
     reports = [text for text in everything.split("rank ") if "not all ranks are in it" in text]
-    assert 2 <= len(reports) <= 4, everything  # one a wait, and at most one more after twice the time
+    assert 2 <= len(reports) <= 6, everything  # one a wait, and few more
     assert "ranks 0, 2: waiting in gather at " in everything
     assert "accelerator.gather(torch.ones(2))" in everything and "test_hang_reports.py:" in everything
-    assert "rank 1: elsewhere, at " in everything and "time.sleep(3 * REPORT_S)" in everything
+    assert "rank 1: elsewhere, at " in everything and "in sleep_until_reported: time.sleep(" in everything
     assert "ranks 0, 2: waiting in backward at " in everything
     assert "fails after 40 s (--timeout-s)" in everything and "--debug" in everything
 

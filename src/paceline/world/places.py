@@ -30,7 +30,7 @@ _MAY_WAIT = (
     f"{_TORCH}autograd{os.sep}graph.py",  # calls the engine, which runs the hooks that reduce gradients
 )
 _TORCH_CALLS = (f"{_TORCH}_ops.py", f"{_TORCH}utils{os.sep}")  # between an operator and whoever calls it
-_NO_NAMES = frozenset({"wrapper", "inner", "decorate_context"})  # of functions around the one that was called
+_NO_NAMES = frozenset({"wrapper", "inner", "call", "decorate_context"})  # of functions around the one that was called
 
 
 @dataclass(frozen=True)
