@@ -184,3 +184,42 @@ def test_ctrl_c_ends_the_processes_and_the_session(tmp_path: Path) -> None:
     time.sleep(0.1)
     for path in tmp_path.glob("*.pid"):
         assert not Path(f"/proc/{path.read_text()}").exists()
+
+
+def test_a_run_that_saves_when_it_is_asked_to_leave_says_so_by_its_exit_code(tmp_path: Path) -> None:
+    script = tmp_path / "session.py"
+    script.write_text(
+        dedent("""
+        import torch
+        from paceline import Accelerator, notebook_launcher
+
+
+        def train():
+            accelerator = Accelerator(cpu=True, project_dir="saved")
+            model = torch.nn.Linear(2, 1)
+            samples = torch.randn(100000, 2)
+            loader = torch.utils.data.DataLoader(samples, batch_size=1)
+            model, optimizer, loader = accelerator.prepare(
+                model, torch.optim.SGD(model.parameters(), lr=0.1), loader)
+            accelerator.resume()
+            for step, batch in enumerate(loader):
+                accelerator.backward(model(batch).mean())
+                optimizer.step()
+                optimizer.zero_grad()
+                if step == 3:
+                    accelerator.print("running", flush=True)
+
+
+        notebook_launcher(train, num_processes=2)
+        """)
+    )
+    session = subprocess.Popen(
+        [sys.executable, str(script)], cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    assert session.stdout is not None
+    while "running" not in (line := session.stdout.readline()):
+        assert line, session.communicate()
+    session.send_signal(signal.SIGTERM)
+    _, errors = session.communicate(timeout=60)
+    assert session.returncode == 75, errors
+    assert list((tmp_path / "saved").rglob("manifest.json"))

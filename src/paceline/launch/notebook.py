@@ -19,6 +19,7 @@ from typing import Any
 
 from paceline.base import env as environment
 from paceline.base.errors import ConfigError, LaunchError
+from paceline.base.exits import PREEMPTED
 from paceline.config.given import Choice
 from paceline.config.keywords import checked_keywords
 from paceline.config.settings import RunSettings, settings_of
@@ -155,6 +156,8 @@ def _carry_out(job: Job) -> Any:
     if outcome.failure is None and not outcome.elsewhere and outcome.exit_code:
         if asked == signal.SIGINT:
             raise KeyboardInterrupt
+        if outcome.exit_code == PREEMPTED:
+            raise SystemExit(PREEMPTED)  # its processes saved, and whoever started this one may start it again
         os.kill(os.getpid(), asked)  # it was meant for this process, too
     if outcome.failure is not None or outcome.elsewhere:
         if outcome.failure is not None and not outcome.elsewhere:
