@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -64,7 +65,7 @@ class Mesh:
         """
         if self._statistics is None and self.data_group is not None:
             ranks = dist.get_process_group_ranks(self.data_group)
-            limit = self.data_group._get_backend(torch.device(self.device_type)).options._timeout
+            limit = _timeout_of(self.data_group, self.device_type)
             self._statistics = dist.new_group(ranks, timeout=limit, use_local_synchronization=True)
         return self._statistics
 
@@ -126,5 +127,11 @@ def apart(group: Group) -> Group:
         All ranks of the default group.
     """
     beside = cpu_group(group)
-    limit = beside._get_backend(torch.device("cpu")).options._timeout
+    limit = _timeout_of(beside, "cpu")
     return dist.new_group(dist.get_process_group_ranks(group), backend="gloo", timeout=limit)
+
+
+def _timeout_of(group: dist.ProcessGroup, device_type: str) -> timedelta | None:
+    """What a group was formed with; None where its backend keeps none, as that of `paceline plan`, which sends nothing."""
+    options = group._get_backend(torch.device(device_type)).options
+    return None if options is None else options._timeout
