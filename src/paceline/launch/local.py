@@ -144,7 +144,8 @@ class LocalHandle:
         self.reaper = Reaper(folder)
         if self.job.start == "fork":
             warm(self.job.compat.split(","))
-            gc.freeze()  # no collection touches, and so copies, what the processes share
+            if self.job.target.function is None:
+                gc.freeze()  # no collection touches, and so copies, what the processes share
         elif self.job.target.function is not None:
             worker.pack(self.job.target.function, str(folder / PARCEL))
         self.signals.enter()
@@ -155,8 +156,7 @@ class LocalHandle:
                 self.round, self.failure = decided, None
                 report = self._start(folder)
                 if report is not None:
-                    code = worker.run(self.job.target, str(report), self.job.compat, shared=self._shared)
-                    return Outcome(code, in_worker=True)
+                    return Outcome(self._work(str(report)), in_worker=True)
                 self.report = self._attempt()
                 self.nodes.rest(self.report)
             return self._outcome(self.nodes.machine.end)
@@ -214,6 +214,16 @@ class LocalHandle:
             _say(end.why)
             return Outcome(PREEMPTED, restarts=self._restarts)
         return self._failed(end.why)
+
+    def _work(self, report: str) -> int:
+        """In a forked process: runs the target; a function's process does not come back from here."""
+        if self.job.target.function is None:
+            return worker.run(self.job.target, report, self.job.compat, shared=self._shared)
+        code = 1
+        try:
+            code = worker.call(self.job.target.function, report)
+        finally:
+            worker.leave(code)
 
     def _start(self, folder: Path) -> Path | None:
         """Starts all processes of a round; in a forked process, returns the file for its report."""

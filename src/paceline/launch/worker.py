@@ -3,8 +3,9 @@
     fork: the launcher's child calls `run` and returns up the launcher's stack, so that Python ends as always
     exec: `python -m paceline.launch.worker` does the same in a fresh process
 
-A function (from a notebook) travels by cloudpickle to a fresh process; rank 0's value travels back through a file beside
-the report.
+A function travels by cloudpickle to a fresh process (from a notebook), or is called in a forked child (a trial of `paceline
+tune`); rank 0's value travels back through a file beside the report. A forked child leaves by `os._exit`: the stack above is
+not its own.
 
 An uncaught exception goes to the report file and not to the terminal: the launcher prints the first failing rank's
 one, once, instead of a mixture of all.
@@ -18,6 +19,7 @@ import importlib
 import importlib.util
 import io
 import linecache
+import multiprocessing
 import os
 import pickle
 import sys
@@ -26,7 +28,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from types import CodeType, ModuleType
-from typing import Any
+from typing import Any, NoReturn
 
 from paceline.base import env as environment
 from paceline.base.errors import LaunchError
@@ -128,6 +130,21 @@ def _accelerator_outside(place: tuple[str, int]) -> LaunchError:
         "that it is rank 0 of 1, and each would train a model of its own",
         fix="move `accelerator = Accelerator(...)`, and its calls of `prepare`, into the function",
     )
+
+
+def leave(code: int) -> NoReturn:
+    """Ends a forked process whose stack is not its own. Its daemons (workers of loaders) end before it, as they do where
+    Python ends: left alone they hold its output open, and its process group alive, for seconds."""
+    rendezvous = sys.modules.get("paceline.world.rendezvous")
+    if rendezvous is not None:
+        rendezvous.leave()
+    for child in multiprocessing.active_children():
+        if child.daemon and child._parent_pid == os.getpid():  # type: ignore[attr-defined]  # a fork knows its parent's too
+            child.kill()
+            child.join()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 
 
 def watched(work: Callable[[], object], report: str) -> int:

@@ -9,13 +9,14 @@ the region had never been opened, and a model without dropout draws what it draw
 
 from __future__ import annotations
 
+import hashlib
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-_SEEDS = 1 << 62
+_SEED_BYTES = 7  # a generator's seed is a signed number of 8 bytes
 
 
 class RandomStreams:
@@ -30,8 +31,8 @@ class RandomStreams:
         self._rank, self._device, self._depth = rank, device, 0
         self._accelerator: Any = None if device.type == "cpu" else torch.get_device_module(device)
         self._if_unused: list[Tensor] = []
-        self._if_used: list[Tensor] = []
-        self._seeded: list[Tensor] = []
+        self._seed_if_used = 0
+        self._seeded = b""
 
     def open(self) -> None:
         """From here each peer draws numbers of its own; may be nested."""
@@ -39,21 +40,22 @@ class RandomStreams:
         if self._depth > 1:
             return
         self._if_unused = self.states()
-        seed = int(torch.randint(_SEEDS, ()))
-        self._if_used = self.states()
-        # `torch.manual_seed` seeds every kind of device that torch knows, and takes 0.4 ms.
-        torch.default_generator.manual_seed(seed + self._rank)
-        if self._accelerator is not None:
-            self._accelerator.manual_seed(seed + self._rank)
-        self._seeded = self.states()
+        # No operation of torch's draws these seeds: selective recomputation would miss it when it runs the block again.
+        digest = hashlib.blake2b(_content(self._if_unused), digest_size=2 * _SEED_BYTES).digest()
+        own_seed = int.from_bytes(digest[:_SEED_BYTES], "little")
+        self._seed_if_used = int.from_bytes(digest[_SEED_BYTES:], "little")
+        self._seed(own_seed + self._rank)
+        self._seeded = _content(self.states())
 
     def close(self) -> None:
         """Back to the numbers that all peers share."""
         self._depth -= 1
         if self._depth > 0:
             return
-        used = not all(map(torch.equal, self.states(), self._seeded))
-        self.restore(self._if_used if used else self._if_unused)
+        if _content(self.states()) == self._seeded:
+            self.restore(self._if_unused)
+        else:
+            self._seed(self._seed_if_used)
 
     def abandon(self) -> None:
         """Closes everything that an exception has left open."""
@@ -70,6 +72,12 @@ class RandomStreams:
             state.copy_(here)
         self.restore(states)
 
+    def _seed(self, seed: int) -> None:
+        # `torch.manual_seed` seeds every kind of device that torch knows, and takes 0.4 ms.
+        torch.default_generator.manual_seed(seed)
+        if self._accelerator is not None:
+            self._accelerator.manual_seed(seed)
+
     def states(self) -> list[Tensor]:
         """State of the CPU's generator, and of the device's."""
         host = torch.get_rng_state()
@@ -80,3 +88,8 @@ class RandomStreams:
         torch.set_rng_state(states[0])
         if self._accelerator is not None:
             self._accelerator.set_rng_state(states[1], self._device)
+
+
+def _content(states: list[Tensor]) -> bytes:
+    """The bytes of generators' states, which always lie on the CPU."""
+    return b"".join(state.numpy().tobytes() for state in states)

@@ -164,7 +164,9 @@ def leave(at_exit: bool = False) -> None:
     failure = sys.exception() or getattr(sys, "last_value", None)
     why = f"has ended: {type(failure).__name__}: {failure}" if failure is not None else "has ended, or left"
     for tell in joined.on_leave:
-        tell(why)
+        # Its word goes into the store; where rank 0 is gone, and the store with it, nobody is left to read it.
+        with contextlib.suppress(dist.DistNetworkError):
+            tell(why)
     # A group of the user's may go on after `end_training`.
     if (joined.ours or at_exit) and store_answers(joined.store):
         # Where the store ends at this very moment, rank 0 is gone and nobody is left to read.
