@@ -17,7 +17,7 @@ from warm_python import WarmPython
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 # Read with the commands of the environment itself, as a user has them; all others start in forks of one warm process.
-COLD = {ROOT / "docs" / "tutorial" / "first-run.md"}
+COLD = {ROOT / "docs" / "tutorial" / "first-run.md", ROOT / "docs" / "tutorial" / "notebook.md"}
 SECONDS = 240
 
 

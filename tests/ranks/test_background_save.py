@@ -27,7 +27,7 @@ from paceline.checkpoint import checkpointer, verify
 from paceline.checkpoint.local import LocalStore
 from paceline.checkpoint.manifest import Manifest
 from paceline.checkpoint.retention import Keep
-from paceline.testing import run_ranks
+from paceline.testing import ranks, run_ranks
 from paceline.testing.ranks import RankFailed
 
 PLANS = [{"replicate": 2}, {"shard": 2, "zero": 1}, {"shard": 2}, {"tp": 2}, {"pp": 2}, {"replicate": 2, "shard": 2}]
@@ -193,8 +193,10 @@ def test_permission_lost_while_writing(tmp_path, monkeypatch) -> None:
     assert one == two and one[0] == "checkpoint-not-writable" and not (tmp_path / "c").exists()
 
 
-def test_a_peer_that_dies_while_writing(tmp_path) -> None:
+def test_a_peer_that_dies_while_writing(tmp_path, monkeypatch) -> None:
     """The others end with an error, at once; what was saved before loads, and the next save cleans up."""
+    # A rank whose peer is lost waits half a second for the word of why it left.
+    monkeypatch.setattr(ranks, "_GRACE_S", 1.5)
 
     def save_and_die() -> None:
         run = Run(project_dir=str(tmp_path))

@@ -145,11 +145,11 @@ def test_a_candidate_that_raises_and_one_that_does_not_fit_are_results(folder, c
 
 
 def test_what_is_predicted_not_to_fit_is_never_launched(folder, capfd):
-    words = ["--zero", "0", "--micro", "2048:4096", "--device", "cpu-24MB", "train.py", "--batch-size", "4096"]
+    words = ["--zero", "0", "--micro", "2048:4096", "--device", "a100-24MB", "train.py", "--batch-size", "4096"]
     run(*SEARCH, *MICRO, *words)
     out = capfd.readouterr().out
     line = next(line for line in out.splitlines() if "not launched" in line)
-    assert "a rank, 22.8 MiB of cpu-24mb can be used" in line
+    assert "a rank, 22.8 MiB of a100-24mb can be used" in line
     assert not (folder / "autotuning_exps" / line.split()[0]).exists()
     assert results(folder) and line.split()[0] not in results(folder)
 
