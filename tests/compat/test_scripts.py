@@ -20,7 +20,11 @@ import pytest
 from paceline.testing import run_ranks
 
 SCRIPTS = Path(__file__).parent / "scripts"
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.timeout(240),
+    pytest.mark.xdist_group("transformers"),  # one worker: fixtures are made once
+]
 
 
 def run(words: list[str], folder: Path, *, fails: bool = False, **variables: str) -> str:
