@@ -23,7 +23,6 @@ SCRIPTS = Path(__file__).parent / "scripts"
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.timeout(240),
-    pytest.mark.xdist_group("transformers"),  # one worker: fixtures are made once
 ]
 
 

@@ -12,7 +12,6 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "examples" / "quickstart"
-pytestmark = pytest.mark.xdist_group("quickstart")  # one worker: its runs are made once
 LAUNCH = {1: [], 2: ["-m", "paceline", "launch", "--procs", "2"]}
 
 

@@ -27,19 +27,16 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.xdist_group("site")
 def test_the_site_builds_strictly(site: Path) -> None:
     assert (site / "reference" / "api.html").exists()
 
 
-@pytest.mark.xdist_group("site")
 def test_a_page_needs_nothing_from_elsewhere(site: Path) -> None:
     for page in site.rglob("*.html"):
         tags = re.findall(r"<(?:script|link|img|iframe)\b[^>]*>", page.read_text(encoding="utf-8"))
         assert not [tag for tag in tags if re.search(r'(?:src|href)="(?:https?:)?//', tag)], page
 
 
-@pytest.mark.xdist_group("site")
 def test_search_works_without_a_server(site: Path) -> None:
     index = (site / "search" / "search_index.js").read_text(encoding="utf-8")
     assert index.startswith("var __index = ") and "how-to/debug-a-hang.html" in index
@@ -47,7 +44,6 @@ def test_search_works_without_a_server(site: Path) -> None:
     assert 'src="../iframe-worker.js"' in page
 
 
-@pytest.mark.xdist_group("site")
 def test_decisions_are_reached_by_contributors_alone(site: Path) -> None:
     page = (site / "index.html").read_text(encoding="utf-8")
     links = re.findall(r'<a href="([^"]+)" class="md-nav__link', page)

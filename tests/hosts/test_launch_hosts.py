@@ -19,7 +19,6 @@ from hosts.network import Network, _env, lacking, still_running, until
 LACKING = ", ".join(lacking())
 pytestmark = [
     pytest.mark.skipif(bool(LACKING), reason=f"no hosts on this machine: {LACKING} missing"),
-    pytest.mark.xdist_group("hosts"),  # one after the other: they would take each other's processors
     pytest.mark.timeout(180),
 ]
 PACELINE = f"{sys.executable} -m paceline.cli.main"

@@ -20,7 +20,6 @@ from hosts.run import Run
 LACKING = ", ".join(lacking())
 pytestmark = [
     pytest.mark.skipif(bool(LACKING), reason=f"no hosts on this machine: {LACKING} missing"),
-    pytest.mark.xdist_group("hosts"),  # one after the other: they would take each other's processors
     pytest.mark.timeout(300),
 ]
 SCRIPT = Path(__file__).parent / "scripts" / "lossless.py"

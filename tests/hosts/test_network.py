@@ -14,7 +14,6 @@ from hosts.network import Network, lacking, still_running, until
 LACKING = ", ".join(lacking())
 pytestmark = [
     pytest.mark.skipif(bool(LACKING), reason=f"no hosts on this machine: {LACKING} missing"),
-    pytest.mark.xdist_group("hosts"),  # one after the other: they would take each other's processors
 ]
 
 
