@@ -19,7 +19,6 @@ from paceline.config.deepspeed import read
 from paceline.precision.scale import Growth
 from paceline.testing import run_ranks
 
-
 REFERENCE = Path(__file__).parent / "deepspeed_reference"
 sys.path.insert(0, str(REFERENCE))
 try:

@@ -5,7 +5,8 @@
 
     Accelerator(mixed_precison="bf16")    ArgumentError: Accelerator() has no argument 'mixed_precison'; write mixed_precision=
 
-A call that is right pays for one more Python call (about 1 us on a loaded machine): names are compared only once Python has refused them.
+A call that is right pays for one more Python call (about 1 us on a loaded machine).
+Names are compared only once Python has refused them.
 """
 
 from __future__ import annotations
