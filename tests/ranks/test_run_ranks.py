@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import threading
 import time
@@ -46,6 +47,17 @@ def test_backward_in_the_parent_first() -> None:
 
     here = train()
     assert run_ranks(train, 2) == [here, here]
+
+
+def test_a_store_in_the_parents_garbage_is_not_freed_in_a_rank() -> None:
+    gc.disable()
+    try:
+        ring: list[object] = [dist.TCPStore("127.0.0.1", 0, is_master=True)]  # its threads are not in the fork
+        ring.append(ring)
+        del ring
+        assert run_ranks(lambda: (gc.collect(), dist.get_rank())[1], 2) == [0, 1]
+    finally:
+        gc.enable()
 
 
 def test_output_is_collected_by_rank(capfd) -> None:

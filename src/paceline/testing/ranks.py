@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import ctypes
 import faulthandler
+import gc
 import importlib
 import os
 import pickle
@@ -178,6 +179,9 @@ def _fork(job: _Job, rank: int) -> _Child:
     # The child leaves by os._exit, whatever happens: it must not go on with the parent's work.
     try:
         os.close(read)
+        # What the parent left to its garbage collector must not be freed here: a store or a process group among it joins
+        # threads that a fork does not copy, and C++ ends the process with "Invalid argument".
+        gc.freeze()
         _detach(parent)
         _redirect(job, rank)
         data = _pickled(_run(job, rank))
