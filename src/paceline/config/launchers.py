@@ -72,6 +72,8 @@ _ROWS = (
     Flag("duplicate_stdout_filters", instead="`--log-dir DIR` keeps each rank's output in a file; search there"),
     Flag("duplicate_stderr_filters", instead="`--log-dir DIR` keeps each rank's output in a file; search there"),
     Flag("logs_specs", instead="`--log-dir DIR` and `--tee` say where output goes"),
+    Flag("log_line_prefix_template", instead="leave it out: with `--tee` each line begins with its rank"),
+    Flag("print_completion", instead="`paceline completion bash` prints a shell's completion"),
     Flag("event_log_handler", instead="leave it out: restarts are reported on standard error"),
     Flag("start_method", instead="leave it out: the launcher chooses how processes start"),
     Flag("run_path", takes=False, instead="leave it out: a script is run from its path"),

@@ -59,6 +59,8 @@ def test_what_is_said_in_their_words_is_taken(theirs: str, ours: dict[str, objec
         ("--local-ranks-filter 0", "--ranks 0,1"),
         ("--numa-binding node", "--bind-cores all"),
         ("--local_addr a", "--main-address"),
+        ("--log-line-prefix-template x", "--tee"),  # torch 2.14 and later
+        ("--print-completion zsh", "paceline completion"),
         ("--start-method spawn", "leave it out"),
         ("--virtual-local-rank", "accelerator.device"),
     ],
