@@ -78,8 +78,8 @@ def test_one_exchange_for_a_whole_structure() -> None:
         ours, count = collectives(), []
         from paceline.world import exchange
 
-        gather = exchange._all_gather
-        exchange._all_gather = lambda *args, **kwargs: (count.append(1), gather(*args, **kwargs))
+        gather = exchange.all_gather_single
+        exchange.all_gather_single = lambda *args, **kwargs: (count.append(1), gather(*args, **kwargs))
         ours.gather_rows((torch.ones(100, 5), torch.ones(100), torch.tensor(1.0)), real=(100, 60), local=100)
         small = len(count)
         ours.gather([torch.ones(10_000) for _ in range(20)])

@@ -189,6 +189,11 @@ def replace_communication(group: Any, gather: Any, scatter: Any, before_reductio
     group._all_gather_comm, group._reduce_scatter_comm, group.post_backward = gather, scatter, post_backward
 
 
+def communication_of(group: Any) -> tuple[Any, Any]:
+    """The objects that gather a group's parameters and scatter the sums of its gradients."""
+    return group._all_gather_comm, group._reduce_scatter_comm
+
+
 def communication_classes() -> tuple[type, type]:
     """The base classes of objects that gather parameters and that scatter sums of gradients."""
     from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter

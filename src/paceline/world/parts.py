@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from paceline.world.mesh import cpu_group
+from paceline.torch_internals.dtensor import cut
 from paceline.world.sharded import is_sharded
 from paceline.world.works import wait_all
 
@@ -39,8 +39,7 @@ def part_of_whole(tensor: Tensor) -> Part:
         dim = placement.dim  # type: ignore[attr-defined]
         own = rows.get(dim, torch.arange(tensor.shape[dim], device="cpu"))
         shape = [-1 if each == dim else 1 for each in range(tensor.ndim)]
-        cut: Any = placement
-        pieces = cut._split_tensor(own.view(shape), mesh.size(axis), with_padding=False, contiguous=False)[0]
+        pieces = cut(own.view(shape), placement, mesh.size(axis))
         rows[dim] = pieces[coordinate[axis]].reshape(-1)
     return tuple(_runs(rows[dim]) if dim in rows else ((0, size),) for dim, size in enumerate(tensor.shape))
 
@@ -92,7 +91,7 @@ def deliver(group: Any, outgoing: Mapping[int, Tensor], incoming: Mapping[int, i
     """Sends bytes to some ranks and receives from others, all at once.
 
     Args:
-        group: the ranks that take part; their bytes travel on the CPU.
+        group: the ranks that take part; it takes tensors on the CPU.
         outgoing: by rank of the group; of dtype uint8, on the CPU.
         incoming: how many bytes each other rank sends to this one; those who send none are left out.
 
@@ -100,9 +99,8 @@ def deliver(group: Any, outgoing: Mapping[int, Tensor], incoming: Mapping[int, i
     """
     if not outgoing and not incoming:
         return {}
-    peers = cpu_group(group)
     arrived = {rank: torch.empty(count, dtype=torch.uint8, device="cpu") for rank, count in incoming.items()}
-    works = [dist.irecv(buffer, group=peers, group_src=rank) for rank, buffer in arrived.items()]
-    works += [dist.isend(data, group=peers, group_dst=rank) for rank, data in outgoing.items()]
+    works = [dist.irecv(buffer, group=group, group_src=rank) for rank, buffer in arrived.items()]
+    works += [dist.isend(data, group=group, group_dst=rank) for rank, data in outgoing.items()]
     wait_all(works)
     return arrived
