@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import time
 from dataclasses import dataclass
-from typing import Any
+
+import torch.distributed as dist
 
 from paceline.base.connections import LEFT
 
@@ -30,7 +31,7 @@ class Departure:
         return f"rank {self.rank} has left: {LEFT}"
 
 
-def announce(store: Any, rank: int, failure: BaseException | None) -> None:
+def announce(store: dist.Store, rank: int, failure: BaseException | None) -> None:
     """Writes down that `rank` leaves.
 
     Raises:
@@ -40,7 +41,7 @@ def announce(store: Any, rank: int, failure: BaseException | None) -> None:
     store.set(f"departed/{rank}", json.dumps({"at": time.time(), "error": error}))
 
 
-def departures(store: Any, size: int) -> list[Departure]:
+def departures(store: dist.Store, size: int) -> list[Departure]:
     """The ranks that have left, the first one first.
 
     Raises:
