@@ -30,7 +30,8 @@ class Run(list[Any]):
 
     def __init__(self, indices: Sequence[Any], key: int, place: int) -> None:
         super().__init__(indices)
-        self.key, self.place = key, place
+        self.key = key
+        self.place = place
 
     def __reduce__(self) -> Any:
         return Run, (list(self), self.key, self.place)
@@ -59,15 +60,15 @@ class Augmented:
         return self.dataset[run[0] if self.scalar else list(run)]
 
     def __getitems__(self, run: Run) -> list[Any]:
-        whole = getattr(self.dataset, "__getitems__", None)
-        if whole is not None:
+        get_all = getattr(self.dataset, "__getitems__", None)
+        if get_all is not None:
             run.seed(0)
-            return list(whole(list(run)))
-        found = []
+            return list(get_all(list(run)))
+        samples = []
         for offset, index in enumerate(run):
             run.seed(offset)
-            found.append(self.dataset[index])
-        return found
+            samples.append(self.dataset[index])
+        return samples
 
     def __len__(self) -> int:
         return len(self.dataset)
