@@ -25,7 +25,7 @@ from paceline.data.stream import StreamFeed, indivisible
 from paceline.plan.data import DataPlan, Position
 from paceline.world.collectives import Collectives
 from paceline.world.mesh import cpu_group
-from paceline.world.tree import map_leaves, map_tensors, tensors
+from paceline.world.tree import Tree, map_leaves, map_tensors, tensors
 from paceline.world.works import wait_all
 
 
@@ -66,7 +66,7 @@ class _TensorSpec:
         self.dtype, self.shape = tensor.dtype, tensor.shape
 
 
-def _packed(message: Any) -> tuple[Tensor, Tensor]:
+def _packed(message: Tree) -> tuple[Tensor, Tensor]:
     """Sizes, and one buffer: the pickled structure, then the bytes of each tensor."""
     structure = pickle.dumps(map_tensors(_TensorSpec, message))
     parts = [torch.frombuffer(bytearray(structure), dtype=torch.uint8)]
@@ -77,7 +77,7 @@ def _packed(message: Any) -> tuple[Tensor, Tensor]:
     return torch.tensor([len(structure), len(body) - len(structure)]), body
 
 
-def _unpacked(head: Tensor, body: Tensor) -> Any:
+def _unpacked(head: Tensor, body: Tensor) -> Tree:
     structure_bytes = int(head[0])
     start = structure_bytes
 
@@ -141,19 +141,19 @@ class DispatchFeed:
 
     def _lead(self, start: Position, note: Mapping[str, Any]) -> Steps:
         schedule = self._reader.schedule(start)
-        groups = self._reader.groups(start, note)
+        global_batches = self._reader.global_batches(start, note)
         for step in count():
             try:
-                group = next(groups, None)
-                self._channel.send([group and group.part(index) for index in range(self.plan.width)])
+                global_batch = next(global_batches, None)
+                self._channel.send([global_batch and global_batch.part(index) for index in range(self.plan.width)])
             except Exception as error:
                 failure = _failure(error)
                 self._channel.send([failure] * self.plan.width)
                 raise
-            if group is None:
+            if global_batch is None:
                 return
-            info, consumed, batch = group.part(0)
-            yield batch, Mark(start.epoch, info, consumed, step, schedule, group.note)
+            info, consumed, batch = global_batch.part(0)
+            yield batch, Mark(start.epoch, info, consumed, step, schedule, global_batch.note)
             if info.last:
                 return
 

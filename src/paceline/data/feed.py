@@ -15,8 +15,8 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch.utils.data import DataLoader
 
-from paceline.data.augment import Augmented, ShowDataset
-from paceline.data.loader_worker import Outlasting
+from paceline.data.augment import Augmented
+from paceline.data.loader_worker import FirstCall
 from paceline.data.order import Order, mix
 from paceline.data.schedule import Even, RankBatches, Schedule, Whole
 from paceline.plan.data import BatchInfo, DataPlan, Position
@@ -47,7 +47,7 @@ Steps = Iterator[tuple[Any, Mark]]
 NOTHING: Mapping[str, Any] = {}
 
 
-class Group(NamedTuple):
+class GlobalBatch(NamedTuple):
     """The batches of all ranks at one step, where one rank reads them all.
 
     Attributes:
@@ -112,9 +112,8 @@ class Feed(Protocol):
 
 def rewired(loader: DataLoader[Any], **fields: Any) -> DataLoader[Any]:
     """A copy of `loader` with some fields changed; workers, collation, pinning and a subclass's ways stay its own."""
-    first_call = fields.get("worker_init_fn", loader.worker_init_fn)
-    if loader.num_workers and not isinstance(first_call, Outlasting):
-        fields["worker_init_fn"] = Outlasting(first_call)
+    if loader.num_workers and not isinstance(loader.worker_init_fn, FirstCall):
+        fields["worker_init_fn"] = FirstCall(loader.worker_init_fn)
     return copy_with(loader, fields)
 
 
@@ -160,13 +159,12 @@ class MapFeed:
         self._generator = torch.Generator()
         has_workers = loader.num_workers > 0
         indexes = range(plan.width) if everyone else (plan.index,)
-        self._batches = RankBatches(indexes, source.scalar, tell=has_workers)
+        self._batches = RankBatches(indexes, source.scalar, with_places=has_workers)
         # Without automatic batching, a DataLoader takes the entries of `sampler` as they are.
         sampler = "sampler" if loader.batch_sampler is None else "batch_sampler"
         fields: dict[str, Any] = {sampler: self._batches, "generator": self._generator, "drop_last": False}
         if has_workers:
             fields["dataset"] = Augmented(loader.dataset, source.scalar)
-            fields["worker_init_fn"] = ShowDataset(loader.worker_init_fn)
         self._inner = rewired(loader, **fields)
 
     def schedule(self, start: Position) -> Schedule:
@@ -182,7 +180,7 @@ class MapFeed:
         for step, batch in enumerate(self.read(start, schedule)):
             yield batch, Mark(start.epoch, schedule.info(step), schedule.consumed(step + 1), step, schedule, NOTHING)
 
-    def groups(self, start: Position, note: Mapping[str, Any] = NOTHING) -> Iterator[Group]:
+    def global_batches(self, start: Position, note: Mapping[str, Any] = NOTHING) -> Iterator[GlobalBatch]:
         """The batches of all ranks, step by step (where this feed reads for everyone)."""
         schedule = self.schedule(start)
         batches = self.read(start, schedule)
@@ -191,7 +189,7 @@ class MapFeed:
             loaded = tuple(max(1, weight) for weight in info.weights)
             consumed = schedule.consumed(step + 1)
             batches_of_step = list(islice(batches, self.plan.width))
-            yield Group(batches_of_step, loaded, info.real, info.weights, info.last, consumed, NOTHING)
+            yield GlobalBatch(batches_of_step, loaded, info.real, info.weights, info.last, consumed, NOTHING)
 
     def read(self, start: Position, schedule: Schedule) -> Iterator[Any]:
         """The inner DataLoader's iterator over the batches of a schedule."""

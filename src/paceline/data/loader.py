@@ -23,6 +23,9 @@ class EpochRows(NamedTuple):
     real: int
 
 
+Place = tuple[Mark | None, Position, Mapping[str, Any]]  # the last batch's mark, and where the next epoch starts
+
+
 class PreparedLoader:
     """This rank's batches, on its device; made by `prepare_loader`.
 
@@ -36,6 +39,8 @@ class PreparedLoader:
         device: where the batches lie.
         epoch_rows: rows of the epoch that ended last; None before one has.
         trains: whether a backward pass has run inside a loop over it.
+        arguments: what it was prepared with.
+        asked: the settings of the script that decide the global batch, but for the width.
 
     Ranks:
         All iterate in step. At a width above one, iterable datasets and `dispatch` communicate at each batch, other
@@ -43,7 +48,14 @@ class PreparedLoader:
     """
 
     def __init__(
-        self, original: DataLoader[Any], feed: Feed, device: torch.device, active: ActiveLoaders, non_blocking: bool
+        self,
+        original: DataLoader[Any],
+        feed: Feed,
+        device: torch.device,
+        active: ActiveLoaders,
+        non_blocking: bool,
+        arguments: Mapping[str, Any],
+        asked: Mapping[str, Any],
     ) -> None:
         self.original = original
         self.device = device
@@ -60,8 +72,8 @@ class PreparedLoader:
         self._previous: Mark | None = None  # of the batch before it, in the same iteration
         self._began: tuple[Position, Mapping[str, Any]] = (self._position, self._note)  # where the last iteration began
         self._open = 0  # iterations under way
-        self.arguments: Mapping[str, Any] = {}  # what it was prepared with
-        self.asked: Mapping[str, Any] = {}  # the settings of the script that decide the global batch, but for the width
+        self.arguments = arguments
+        self.asked = asked
 
     # -- the loop --------------------------------------------------------------------------------------------
 
@@ -233,11 +245,11 @@ class PreparedLoader:
         """Whether a loop over it is running."""
         return self._open > 0
 
-    def place(self) -> Any:
+    def place(self) -> Place:
         """Where it stands, for `put_back`."""
         return self._mark, self._position, self._note
 
-    def put_back(self, place: Any) -> None:
+    def put_back(self, place: Place) -> None:
         """Has `state_dict` say what it would have said when `place` was taken."""
         self._mark, self._position, self._note = place
 

@@ -145,7 +145,7 @@ class Drawn:
 
 
 @contextmanager
-def seeded(seed: int, sampler: Any) -> Iterator[None]:
+def seeded(seed: int, sampler: object) -> Iterator[None]:
     """Seeds what a sampler may draw from (random, numpy, torch, its own generators), and puts all of it back."""
     generators = _generators(sampler)
     states = [generator.get_state() for generator in generators]
@@ -166,7 +166,7 @@ def seeded(seed: int, sampler: Any) -> Iterator[None]:
             generator.set_state(state)
 
 
-def _generators(sampler: Any) -> list[torch.Generator]:
+def _generators(sampler: object) -> list[torch.Generator]:
     """The CPU generators of a sampler, and of the sampler inside it."""
     generators = []
     while sampler is not None:
@@ -199,22 +199,23 @@ def order_of(sampler: Any, limit: int) -> Order:
     return Drawn(sampler, limit)
 
 
-def check_unsharded(sampler: Any) -> None:
+def check_unsharded(sampler: object) -> None:
     """Refuses a sampler that gives each rank a part of its own.
 
     Raises:
         DataError: `data-sampler-sharded`.
     """
-    if getattr(sampler, "num_replicas", 1) not in (1, None):
+    num_replicas = getattr(sampler, "num_replicas", 1)
+    if num_replicas not in (1, None):
         raise DataError(
             "data-sampler-sharded",
-            f"{type(sampler).__name__} already divides the samples over {sampler.num_replicas} ranks.",
+            f"{type(sampler).__name__} already divides the samples over {num_replicas} ranks.",
             why="prepare divides them too, so that each rank would see a part of its part",
             fix="pass a sampler of the whole order (num_replicas=1), or none",
         )
 
 
-def seed_of(sampler: Any, generator: torch.Generator | None, seed: int) -> int:
+def seed_of(sampler: object, generator: torch.Generator | None, seed: int) -> int:
     """The seed of the order: of the user's generator or DistributedSampler where there is one, else `seed`."""
     generators = _generators(sampler)
     if generator is not None:

@@ -85,12 +85,11 @@ def prepare_loader(
     assert plan is not None
     feed = _feed(loader, plan, source, bool(dispatch) and width > 1, collectives)
     active = ActiveLoaders() if active is None else active  # an empty stack is false
-    prepared = PreparedLoader(loader, feed, torch.device(device), active, non_blocking)
-    prepared.arguments, prepared.asked = arguments, dict(batch_size=_sizes(loader)[0], split_batches=split_batches)
-    return prepared
+    asked = {"batch_size": _sizes(loader)[0], "split_batches": split_batches}
+    return PreparedLoader(loader, feed, torch.device(device), active, non_blocking, arguments, asked)
 
 
-def _check_kind(loader: Any) -> None:
+def _check_kind(loader: object) -> None:
     if not isinstance(loader, DataLoader):
         raise DataError(
             "data-loader-kind",
@@ -120,7 +119,7 @@ def _outer(loader: DataLoader[Any]) -> Any:
     return loader.sampler if loader.batch_sampler is None else loader.batch_sampler
 
 
-def _regular(sampler: Any) -> bool:
+def _regular(sampler: object) -> bool:
     """Whether this is torch's own batch sampler: the DataLoader's, or one like it in the sampler's place."""
     return type(sampler).__iter__ is BatchSampler.__iter__
 

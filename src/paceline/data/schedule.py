@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from paceline.data.augment import Run
+from paceline.data.augment import Indices
 from paceline.plan.data import BatchInfo, DataPlan
 
 
@@ -197,16 +197,16 @@ class RankBatches:
     Args:
         indexes: whose batches are read here: this rank's, or every rank's where one reads for all.
         scalar: each entry is one index and no list (a loader without automatic batching).
-        tell: each entry tells its place, for workers.
+        with_places: each entry knows its place in the epoch, for workers.
 
     Attributes:
-        key: seed of the epoch, for what tells its place.
+        key: seed of the epoch, for entries that know their place.
     """
 
-    def __init__(self, indexes: Sequence[int], scalar: bool = False, tell: bool = False) -> None:
+    def __init__(self, indexes: Sequence[int], scalar: bool = False, with_places: bool = False) -> None:
         self.indexes = indexes
         self.scalar = scalar
-        self.tell = tell
+        self.with_places = with_places
         self.key = 0
         self.schedule: Schedule | None = None
 
@@ -223,8 +223,8 @@ class RankBatches:
         for step in range(schedule.steps):
             for index in self.indexes:
                 indices = schedule.indices(step, index)
-                if self.tell:
-                    yield Run(indices, key, schedule.place(step, index))
+                if self.with_places:
+                    yield Indices(indices, key, schedule.place(step, index))
                 elif self.scalar:
                     yield indices[0]
                 else:

@@ -12,7 +12,7 @@ workers, and whatever it then gives is taken.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import islice
 from typing import Any
 
@@ -41,7 +41,7 @@ class ShownWorker:
         asked: whether the dataset has looked at `id` or `num_workers`, which it does to split itself.
     """
 
-    def __init__(self, id: int, num_workers: int, seed: int, dataset: Any) -> None:
+    def __init__(self, id: int, num_workers: int, seed: int, dataset: object) -> None:
         self.seed = seed
         self.dataset = dataset
         self.asked = False
@@ -106,30 +106,22 @@ class Share(IterableDataset[Any]):
     def __iter__(self) -> Iterator[Any]:
         epoch, start = self.now.tolist()
         start = 0 if self.own else start  # a global count says nothing of our part: the feed reads over batches instead
-        self._begin(epoch)
-        skipped = self._restore()
-        info = get_worker_info()
-        num_workers, worker = (1, 0) if info is None else (info.num_workers, info.id)
-        if self.width * num_workers == 1:
-            return self._all(start, skipped)
-        return self._part(start, skipped, worker, num_workers)
-
-    def _begin(self, epoch: int) -> None:
         set_epoch = getattr(self.dataset, "set_epoch", None)
         generator = getattr(self.dataset, "generator", None)
         if callable(set_epoch):
             set_epoch(epoch)
         elif isinstance(generator, torch.Generator):
             generator.manual_seed(mix(self.seed, epoch))
-
-    def _restore(self) -> int:
-        """Gives the dataset its state back, once; how many samples that leaves out."""
-        if self.state is None:
-            return 0
-        num_read, state = self.state
-        self.state = None
-        self.dataset.load_state_dict(state)
-        return num_read
+        skipped = 0  # samples that the dataset's own state leaves out, which it is given once
+        if self.state is not None:
+            skipped, state = self.state
+            self.state = None
+            self.dataset.load_state_dict(state)
+        info = get_worker_info()
+        num_workers, worker = (1, 0) if info is None else (info.num_workers, info.id)
+        if self.width * num_workers == 1:
+            return self._all(start, skipped)
+        return self._part(start, skipped, worker, num_workers)
 
     def _all(self, start: int, skipped: int) -> Iterator[Any]:
         samples = iter(self.dataset)
@@ -176,7 +168,7 @@ class Share(IterableDataset[Any]):
 class Shown:
     """A dataset's iterator that sees our worker information while it runs, and nobody else does."""
 
-    def __init__(self, dataset: Any, info: ShownWorker, real: Any) -> None:
+    def __init__(self, dataset: Iterable[Any], info: ShownWorker, real: object) -> None:
         self.info, self.real = info, real
         set_worker_info(info)
         try:

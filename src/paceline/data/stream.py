@@ -16,7 +16,7 @@ from torch.utils.data import BatchSampler, DataLoader
 
 from paceline.base.errors import DataError
 from paceline.base.log import warn_once
-from paceline.data.feed import NOTHING, Group, Mark, Steps, resized, rewired
+from paceline.data.feed import NOTHING, GlobalBatch, Mark, Steps, resized, rewired
 from paceline.data.order import mix
 from paceline.data.share import Counted, Share
 from paceline.plan.data import BatchInfo, DataPlan, Position
@@ -154,7 +154,7 @@ class StreamFeed:
     def schedule(self, start: Position) -> None:
         """Nothing is known of what follows."""
 
-    def groups(self, start: Position, note: Mapping[str, Any] = NOTHING) -> Iterator[Group]:
+    def global_batches(self, start: Position, note: Mapping[str, Any] = NOTHING) -> Iterator[GlobalBatch]:
         """The batches of all ranks, step by step (where this feed reads for everyone)."""
         width = self.plan.width
         parts = self.parts(start, note)
@@ -175,7 +175,7 @@ class StreamFeed:
             loaded = tuple(num_rows for num_rows, _, _ in here)
             weights = self._info(rows, 0, last).weights
             to_resume = {**latest_note, **self._note(batches)}
-            yield Group([batch for _, _, batch in here], loaded, rows, weights, last, consumed, to_resume)
+            yield GlobalBatch([batch for _, _, batch in here], loaded, rows, weights, last, consumed, to_resume)
 
     def _parts_of_step(self, parts: Iterator[Part]) -> list[Part]:
         """A batch for each rank, fewer at the end of the stream; none where such a tail is dropped."""
@@ -269,7 +269,7 @@ def indivisible(global_batch: int, width: int, why: str) -> DataError:
     )
 
 
-def _shards(dataset: Any) -> int | None:
+def _shards(dataset: object) -> int | None:
     """How many parts a dataset can be cut into by its own `shard`; None where it has none."""
     if not callable(getattr(dataset, "shard", None)):
         return None

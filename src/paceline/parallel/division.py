@@ -21,8 +21,8 @@ from torch.optim import Optimizer
 
 from paceline.parallel.stand_ins import stand_in, stand_ins
 from paceline.world.sharded import is_sharded, local
-from paceline.world.transport import Handle, transport_of
-from paceline.world.works import wait_all
+from paceline.world.transport import transport_of
+from paceline.world.works import Handle, wait_all
 
 DIRECT = 1 << 18  # bytes from which a tensor travels by itself, without a copy; smaller ones are packed
 

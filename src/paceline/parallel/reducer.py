@@ -27,8 +27,8 @@ from paceline.parallel.division import batches, dtensor, even, pack, packed_part
 from paceline.world.held import Held
 from paceline.world.mesh import cpu_group
 from paceline.world.sharded import is_sharded
-from paceline.world.transport import Handle, transport_of
-from paceline.world.works import wait_all
+from paceline.world.transport import transport_of
+from paceline.world.works import Handle, wait_all
 
 _NUMBERS = count()
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from torch import Tensor
-    from torch.distributed.tensor import DTensor
+    from torch.distributed.tensor import DTensor, Placement
 
 
 def local_tensor(tensor: DTensor) -> Tensor:
@@ -17,7 +17,7 @@ def local_tensor(tensor: DTensor) -> Tensor:
     return tensor._local_tensor
 
 
-def cut(tensor: Tensor, placement: Any, size: int) -> list[Tensor]:
+def cut(tensor: Tensor, placement: Placement, size: int) -> list[Tensor]:
     """The parts into which `Shard` or its strided form cuts a tensor for `size` ranks, as views where that is possible.
 
     Shape: tensor as it is cut along `placement.dim`; the parts of the last ranks may be smaller there, or empty.

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store as Store  # public as `torch.distributed.Store`, but for type checkers
 
 
 def timeout_of(group: dist.ProcessGroup, device: torch.device) -> timedelta | None:
@@ -15,6 +18,7 @@ def timeout_of(group: dist.ProcessGroup, device: torch.device) -> timedelta | No
     return None if options is None else options._timeout
 
 
-def default_store() -> Any:
+def default_store() -> Store:
     """The store behind the default process group, which must stand."""
-    return dist.distributed_c10d._get_default_store()
+    store: Store = dist.distributed_c10d._get_default_store()
+    return store

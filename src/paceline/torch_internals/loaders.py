@@ -35,6 +35,6 @@ def datasets_in_use() -> list[Any]:
     return [iterator._dataset for iterator in iterators]
 
 
-def set_worker_info(info: Any) -> None:
+def set_worker_info(info: object) -> None:
     """Sets what `torch.utils.data.get_worker_info()` returns in this process."""
     worker._worker_info = info

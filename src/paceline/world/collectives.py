@@ -304,18 +304,14 @@ class Collectives:
 
     def _form(self, op: str, tree: Tree, exact: bool = False) -> tuple[list[Tensor], Form]:
         """The leaves of `tree`, all tensors, and what is known of its form."""
-        leaves, form, bad = self._forms.of(op, tree, exact)
-        if form is None:
-            raise self._refuse(op, bad)
-        return leaves, form
-
-    def _refuse(self, op: str, bad: list[str]) -> CollectiveError:
-        """The error for leaves that cannot be sent."""
-        self._announce_refusal(op, "; ".join(bad))
-        return CollectiveError(
+        leaves, form, problems = self._forms.of(op, tree, exact)
+        if form is not None:
+            return leaves, form
+        self._announce_refusal(op, "; ".join(problems))
+        raise CollectiveError(
             "collective-leaf",
             f"{op} takes dense tensors on the CPU or the rank's own device, in any nesting, and nothing else.",
-            why=bad,
+            why=problems,
             fix="use gather_object (or gather_for_metrics) for other objects; `.full_tensor()` for a DTensor",
         )
 
@@ -369,7 +365,7 @@ class Collectives:
             topic = self._topics[op, detail] = Topic(op, detail)
         return [sent.rows for sent in self._exchange.gather(topic, numbers, ()).sent]
 
-    def _pickle(self, op: str, obj: Any) -> Tensor:
+    def _pickle(self, op: str, obj: object) -> Tensor:
         try:
             return torch.frombuffer(bytearray(pickle.dumps(obj)), dtype=torch.uint8)
         except (pickle.PicklingError, AttributeError, TypeError, RecursionError) as error:
@@ -388,7 +384,7 @@ class _Box:
 
     value: Any
 
-    def to(self, *_: Any) -> _Box:
+    def to(self, *_: object) -> _Box:
         """Having it, `tree` takes a box for a leaf."""
         return self
 

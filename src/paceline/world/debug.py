@@ -48,7 +48,11 @@ class Watch:
     """
 
     def __init__(self, group: dist.ProcessGroup, timeout_s: float | None = None) -> None:
-        self.session = _open_session()
+        session = rendezvous.companion_of(_Session)
+        if session is None:
+            session = _Session()
+            rendezvous.accompany(session)
+        self.session = session
         self.timeout_s = rendezvous.timeout(timeout_s)
         self.ranks: list[int] = dist.get_process_group_ranks(group)
         self.prefix = f"{next(self.session.watches)}/{self.ranks[0]}"
@@ -196,7 +200,7 @@ class _Session:
             if time.monotonic() > until:
                 self._end_process()
 
-    def _interrupted(self, *_: Any) -> None:
+    def _interrupted(self, *_: object) -> None:
         """Runs in the main thread, wherever it is."""
         if self.word is not None and not self.raised:
             self.raised = True
@@ -209,14 +213,6 @@ class _Session:
         )
         faulthandler.dump_traceback(file=sys.__stderr__ or 2, all_threads=True)
         os._exit(1)
-
-
-def _open_session() -> _Session:
-    session = rendezvous.companion_of(_Session)
-    if session is None:
-        session = _Session()
-        rendezvous.accompany(session)
-    return session
 
 
 def suggestion() -> str:

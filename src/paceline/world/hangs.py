@@ -21,6 +21,7 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from types import FrameType
+from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 
@@ -28,6 +29,9 @@ from paceline.base.log import logger
 from paceline.world import rendezvous
 from paceline.world.departures import Departure, departures
 from paceline.world.places import call_site, operation, path_of, waiting_frame
+
+if TYPE_CHECKING:
+    from paceline.torch_internals.groups import Store
 
 _MOST_LOOK_S, _LOOKS = 5.0, 6  # seconds between two looks at most; looks before a report
 _ANSWER_S = 2.0  # how long an answer may take, beside the time until the next look
@@ -105,7 +109,7 @@ class HangReports:
         self._next_report_s = report_s
         self._store = rendezvous.store()
         # A connection of the thread's own, made where the main thread may hold the other.
-        self._own_store: dist.Store | None = None
+        self._own_store: Store | None = None
         self._round = 0
         self.failure = ""
         self._main = threading.main_thread()
@@ -172,7 +176,7 @@ class HangReports:
         since_s = now - self._waits_since
         return State(self.rank, site.where, path_of(frame), operation(waiting), since_s, failed)
 
-    def _reachable_store(self, state: State) -> dist.Store:
+    def _reachable_store(self, state: State) -> Store:
         """The store; over a connection of its own once the main thread waits long, maybe with the other in its hands."""
         if self._own_store is None and state.waits and state.since_s > self._report_s / 2:
             self._own_store = self._store.clone()  # type: ignore[attr-defined]  # missing in torch's stubs
@@ -181,16 +185,16 @@ class HangReports:
     def _key(self, name: str) -> str:
         return f"hangs/{self._round}/{name}"
 
-    def _open_round(self, store: dist.Store) -> bool:
+    def _open_round(self, store: Store) -> bool:
         """Whether this rank is the one that writes the report of the round."""
         return bool(bytes(store.compare_set(self._key("opened"), "", str(self.rank))) == str(self.rank).encode())
 
-    def _answer(self, store: dist.Store, state: State) -> None:
+    def _answer(self, store: Store, state: State) -> None:
         store.set(self._key(f"state/{self.rank}"), json.dumps(asdict(state)))
         self._round += 1
         self._next_report_s = max(2 * state.since_s, self._report_s)  # this wait has been reported
 
-    def _report(self, store: dist.Store, mine: State) -> None:
+    def _report(self, store: Store, mine: State) -> None:
         """Collects the answers, and logs what they say."""
         states, left = self._collect(store)
         self._answer(store, mine)
@@ -200,7 +204,7 @@ class HangReports:
             if text:
                 logger("world").warning("%s", text)
 
-    def _collect(self, store: dist.Store) -> tuple[dict[int, State], list[Departure]]:
+    def _collect(self, store: Store) -> tuple[dict[int, State], list[Departure]]:
         states: dict[int, State] = {}
         left: list[Departure] = []
         until = time.monotonic() + 2 * self._look_s + _ANSWER_S
@@ -215,7 +219,7 @@ class HangReports:
                     states[rank] = State(**json.loads(store.get(key)))
         return states, left
 
-    def _end_if_hopeless(self, store: dist.Store, state: State) -> None:
+    def _end_if_hopeless(self, store: Store, state: State) -> None:
         """Ends this process where it waits for a rank whose backward pass has failed, and has not failed itself."""
         if self.failure or "backward" not in state.operation or not store.check(["hangs/failed"]):
             return
@@ -223,7 +227,11 @@ class HangReports:
             key = f"hangs/failed/{rank}"
             failure = bytes(store.get(key)).decode() if store.check([key]) else ""
             if failure:
-                sys.stderr.write(f"{hopeless(state, rank, failure)}\n")
+                sys.stderr.write(
+                    f"paceline: rank {state.rank} ends: it has waited for {state.since_s:.0f} s in {state.operation} at "
+                    f"{state.where}, and the backward pass of rank {rank} failed: {failure}. Let that error end the script "
+                    f"on rank {rank}, or catch it on every rank and skip the step there too.\n"
+                )
                 sys.stderr.flush()
                 os._exit(1)
 
@@ -261,15 +269,6 @@ def report(states: dict[int, State], left: list[Departure], size: int, timeout_s
         "(--timeout-s). `--debug` checks each call as it is made; --hang-report-s sets when this is reported, 0: never."
     )
     return "\n".join(lines)
-
-
-def hopeless(state: State, rank: int, failure: str) -> str:
-    """What a rank says that ends as the backward pass of another has failed."""
-    return (
-        f"paceline: rank {state.rank} ends: it has waited for {state.since_s:.0f} s in {state.operation} at {state.where}, "
-        f"and the backward pass of rank {rank} failed: {failure}. Let that error end the script on rank {rank}, or catch it "
-        "on every rank and skip the step there too."
-    )
 
 
 def _in_words(state: State) -> str:

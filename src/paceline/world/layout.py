@@ -36,24 +36,6 @@ class Layout:
             rank, coordinate[axis] = divmod(rank, self.size(axis))
         return coordinate
 
-    def rank(self, coordinate: dict[str, int]) -> int:
-        """The rank at a coordinate; axes that are not named count as 0."""
-        number = 0
-        for axis in AXES:
-            number = number * self.size(axis) + coordinate.get(axis, 0)
-        return number
-
-    def ranks(self, *axes: str, of: int) -> tuple[int, ...]:
-        """The ranks that differ from rank `of` along `axes` alone, itself included, in order."""
-        fixed_axes = [axis for axis in AXES if axis not in axes]
-        here = self.coordinate(of)
-        peers = []
-        for rank in range(self.size()):
-            there = self.coordinate(rank)
-            if all(there[axis] == here[axis] for axis in fixed_axes):
-                peers.append(rank)
-        return tuple(peers)
-
     @property
     def width(self) -> int:
         """How many ranks read different samples: `replicate` x `shard`."""

@@ -95,14 +95,11 @@ class Mesh:
     def _group(self, axes: tuple[str, ...]) -> Group:
         if not (dist.is_available() and dist.is_initialized()):
             return None
-        if axes not in self._groups:
-            self._groups[axes] = self._find(axes)
-        return self._groups[axes]
-
-    def _find(self, axes: tuple[str, ...]) -> Group:
         if self.layout.size(*axes) == self.world.size:
             return dist.group.WORLD
-        return self._flat(axes).get_group()
+        if axes not in self._groups:
+            self._groups[axes] = self._flat(axes).get_group()
+        return self._groups[axes]
 
 
 def backend_name(group: dist.ProcessGroup, device_type: str) -> str:

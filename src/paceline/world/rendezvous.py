@@ -26,7 +26,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
-from typing import Any, Protocol, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -42,7 +42,11 @@ from paceline.world.departures import announce
 from paceline.world.works import finish_threads
 from paceline.world.world import World
 
+if TYPE_CHECKING:
+    from paceline.torch_internals.groups import Store
+
 DEFAULT_TIMEOUT_S = 600.0
+_dist: Any = dist  # torch's stubs lack its stores and debug levels
 _POLL_S = 0.01
 _LINGER_S = 2.0
 
@@ -71,7 +75,7 @@ C = TypeVar("C", bound=Companion)
 class _Joined:
     """What this process holds while it is in a group."""
 
-    store: dist.Store
+    store: Store
     ours: bool  # whether `join` made the group, so that `leave` may end it
     pid: int
     rank: int
@@ -91,7 +95,7 @@ _joined: _Joined | None = None
 _before: dict[object, tuple[int, Callable[[], None]]] = {}  # what `leave` calls first, with the process that asked
 atexit.register(lambda: leave(at_exit=True))
 # Rank 0 listens for as long as it lives: a process that leaves and joins again finds its port still its own.
-_stores: dict[tuple[int, str, int], dist.Store] = {}
+_stores: dict[tuple[int, str, int], Store] = {}
 
 
 def join(
@@ -101,7 +105,7 @@ def join(
     backend: str | None = None,
     timeout_s: float | None = None,
     device_index: int | None = None,
-    store: dist.Store | None = None,
+    store: Store | None = None,
 ) -> World:
     """Finds the device of this process and forms the process group of all of them.
 
@@ -141,11 +145,11 @@ def join(
         return world
     chosen = devices.default_backend(device, backend)
     if world.size == 1:
-        own: dist.Store = dist.HashStore()
+        own: Store = _dist.HashStore()
     else:
         root = store if store is not None else _connect(world, seconds)
         interface.keep_gloo_on_loopback(interface.meeting_address(world))
-        own = dist.PrefixStore(f"paceline/{_roll_call(root, world, device, chosen, seconds)}", root)
+        own = _dist.PrefixStore(f"paceline/{_roll_call(root, world, device, chosen, seconds)}", root)
     if chosen == "gloo":
         _lower_debug_level()
     _initialise(world, device, chosen, own, seconds)
@@ -209,7 +213,7 @@ def _finish_works(failed: bool) -> None:
     )  # fmt: skip
 
 
-def _wait_for_others(store: dist.Store) -> None:
+def _wait_for_others(store: Store) -> None:
     """Keeps rank 0, with which the store ends, for a while: a short script may be through before others have connected,
     or made a group of their own."""
     size = dist.get_world_size()
@@ -251,17 +255,18 @@ def companion_of(kind: type[C]) -> C | None:
     return cast("C | None", _joined.companions.get(kind))
 
 
-def part(name: str) -> dist.Store:
+def part(name: str) -> Store:
     """A part of its own of the store behind the current group, which must stand."""
-    return dist.PrefixStore(name, _current().store)
+    prefixed: Store = _dist.PrefixStore(name, _current().store)
+    return prefixed
 
 
-def store() -> dist.Store:
+def store() -> Store:
     """The store behind the current group, which must stand."""
     return _current().store
 
 
-def store_answers(at: dist.Store | None = None) -> bool:
+def store_answers(at: Store | None = None) -> bool:
     """Whether the store (by default that behind the current group) is still there.
 
     Torch prints a page of C++ frames where it finds out by itself, also in a run that has done all its work.
@@ -269,7 +274,7 @@ def store_answers(at: dist.Store | None = None) -> bool:
     at = _current().store if at is None else at
     while hasattr(at, "underlying_store"):
         at = at.underlying_store
-    if not isinstance(at, dist.TCPStore):
+    if not isinstance(at, _dist.TCPStore):
         return True
     try:
         socket.create_connection((at.host, at.port), _KNOCK_S).close()
@@ -294,7 +299,7 @@ def _current() -> _Joined:
 
 def _lower_debug_level() -> None:
     """torch crashes as DistributedDataParallel is made over gloo in its DETAIL mode (`Logger::set_env_variables`)."""
-    if dist.get_debug_level() != dist.DebugLevel.DETAIL:
+    if _dist.get_debug_level() != _dist.DebugLevel.DETAIL:
         return
     warn_once(
         "world",
@@ -302,7 +307,7 @@ def _lower_debug_level() -> None:
         "To have each collective compared between ranks, use --debug (or PACELINE_DEBUG=1) instead.",
     )
     environment.export({"TORCH_DISTRIBUTED_DEBUG": "INFO"})
-    dist.set_debug_level(dist.DebugLevel.INFO)
+    _dist.set_debug_level(_dist.DebugLevel.INFO)
 
 
 def _adopt(world: World) -> World:
@@ -322,7 +327,7 @@ def _adopt(world: World) -> World:
     return world
 
 
-def _connect(world: World, seconds: float) -> dist.Store:
+def _connect(world: World, seconds: float) -> Store:
     """The store at the world's address."""
     if not world.address or not world.port:
         missing = "address" if not world.address else "port"
@@ -348,7 +353,7 @@ def _connect(world: World, seconds: float) -> dist.Store:
             ) from error
         return _stores[key]
     # Where something else listens at the port and says nothing, torch waits without end: so wait beside it.
-    outcome: list[dist.Store | RuntimeError] = []
+    outcome: list[Store | RuntimeError] = []
     thread = threading.Thread(target=_connect_to, args=(world, seconds, outcome), daemon=True)
     thread.start()
     thread.join(seconds + _POLL_S)
@@ -364,7 +369,7 @@ def _connect(world: World, seconds: float) -> dist.Store:
     return outcome[0]
 
 
-def _connect_to(world: World, seconds: float, outcome: list[dist.Store | RuntimeError]) -> None:
+def _connect_to(world: World, seconds: float, outcome: list[Store | RuntimeError]) -> None:
     """Puts the store, or the error, into `outcome`."""
     try:
         outcome.append(_tcp_store(world, seconds, listens=False))
@@ -372,13 +377,14 @@ def _connect_to(world: World, seconds: float, outcome: list[dist.Store | Runtime
         outcome.append(error)
 
 
-def _tcp_store(world: World, seconds: float, *, listens: bool) -> dist.Store:
+def _tcp_store(world: World, seconds: float, *, listens: bool) -> Store:
     limit, address = timedelta(seconds=seconds), interface.meeting_address(world)
     # Left to itself, torch's store listens on all interfaces, and anybody who reaches it may read and change all keys.
     listener = interface.listen(address, world.port or 0) if listens else None
-    return dist.TCPStore(
+    store: Store = _dist.TCPStore(
         address, world.port, world.size, listens, timeout=limit, wait_for_workers=False, master_listen_fd=listener
     )
+    return store
 
 
 def _resolution(address: str) -> str:
@@ -388,7 +394,7 @@ def _resolution(address: str) -> str:
         return f"{socket.gethostname()} cannot resolve {address!r}: {error}"
 
 
-def _roll_call(store: dist.Store, world: World, device: torch.device, backend: str, seconds: float) -> str:
+def _roll_call(store: Store, world: World, device: torch.device, backend: str, seconds: float) -> str:
     """Waits until all ranks of this round are there; gives the word that names the round.
 
     Ranks:
@@ -409,7 +415,7 @@ def _roll_call(store: dist.Store, world: World, device: torch.device, backend: s
         return _answer(store, world, asked, deadline, seconds)
 
 
-def _call(store: dist.Store, world: World, mine: dict[str, Any], deadline: float, seconds: float) -> str:
+def _call(store: Store, world: World, mine: dict[str, Any], deadline: float, seconds: float) -> str:
     """Rank 0's half: answer each rank until it says that it heard, then compare what all bring, and decide."""
     this_round = str(mine["word"])
     present = {0: mine}  # who has called, and with what; perhaps a dead process of an earlier round
@@ -436,7 +442,7 @@ def _call(store: dist.Store, world: World, mine: dict[str, Any], deadline: float
     return this_round
 
 
-def _answer(store: dist.Store, world: World, mine: dict[str, Any], deadline: float, seconds: float) -> str:
+def _answer(store: Store, world: World, mine: dict[str, Any], deadline: float, seconds: float) -> str:
     """Another rank's half: say who is there, and take rank 0's word for the round."""
     store.set(f"roll/{world.rank}", json.dumps(mine))
     # Rank 0 may have started later; it knows who is missing, so let it speak first.
@@ -450,7 +456,7 @@ def _answer(store: dist.Store, world: World, mine: dict[str, Any], deadline: flo
     return this_round
 
 
-def _await(store: dist.Store, key: str, world: World, deadline: float, seconds: float) -> str:
+def _await(store: Store, key: str, world: World, deadline: float, seconds: float) -> str:
     while not store.check([key]):
         if time.monotonic() > deadline:
             raise WorldError(
@@ -463,7 +469,7 @@ def _await(store: dist.Store, key: str, world: World, deadline: float, seconds: 
     return bytes(store.get(key)).decode()
 
 
-def _linger(store: dist.Store, keys: list[str]) -> None:
+def _linger(store: Store, keys: list[str]) -> None:
     """Lets rank 0, with which the store may vanish, stay until the others have heard why."""
     until = time.monotonic() + _LINGER_S
     while keys and not store.check(keys) and time.monotonic() < until:
@@ -525,7 +531,7 @@ def _compare(present: dict[int, dict[str, Any]]) -> list[Problem]:
     return problems
 
 
-def _initialise(world: World, device: torch.device, backend: str, store: dist.Store, seconds: float) -> None:
+def _initialise(world: World, device: torch.device, backend: str, store: Store, seconds: float) -> None:
     # A backend that is bound to its device connects at once (NCCL); gloo serves the CPU beside it, and is not bound.
     bound = device if device.index is not None and not backend.endswith("gloo") else None
     try:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
 
-def is_sharded(tensor: Any) -> TypeGuard[DTensor]:
+def is_sharded(tensor: object) -> TypeGuard[DTensor]:
     """Whether a tensor is a DTensor, of whatever placement."""
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(tensor, module.DTensor)

@@ -15,46 +15,21 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from paceline.base import env as environment
-from paceline.base.env import Variable
 from paceline.world.mesh import backend_name
-from paceline.world.works import wait_all
+from paceline.world.works import Handle, wait_all
 
 _FIRST_TAG = 7061  # apart from the tags of sends that a script makes in the same group
 
 # torch 2.13 gave these two functions the names that end in `single`, and warns of the older ones.
 all_gather_single: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter_single: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-
-
-def _parse_form(text: str) -> str:
-    if text not in ("auto", "native"):
-        raise ValueError("auto or native")
-    return text
-
-
-environment.register(
-    Variable(
-        "PACELINE_TRANSPORT",
-        _parse_form,
-        "auto",
-        "For tests: `native` takes the backend's own collectives where gloo would be used in pairs.",
-    ),
-)
-
-
-class Handle(Protocol):
-    """A collective under way; its tensors must be left alone until `wait` has returned."""
-
-    def wait(self) -> object:
-        """Blocks until the output is complete (on an accelerator: until its stream may use it)."""
-        ...
 
 
 class Transport(ABC):
@@ -154,7 +129,7 @@ def transport_of(group: dist.ProcessGroup, device: torch.device) -> Transport:
     """The form in which tensors on `device` travel in `group`."""
     if backend_name(group, device.type) != "gloo":
         return NativeTransport(group)
-    # gloo also carries tensors of an accelerator, by way of the host; it cannot send them from rank to rank.
+    # gloo carries tensors of an accelerator too, by way of the host, but not from rank to rank.
     if environment.get("PACELINE_TRANSPORT") == "native" or device.type != "cpu":
         return _NativeOverGloo(group)
     return PairwiseTransport(group)
@@ -237,7 +212,7 @@ class _Messages:
     def __init__(self, transport: Transport, tag: int) -> None:
         self._group = transport.group
         self._tag = _FIRST_TAG + tag
-        self._works: list[dist.Work] = []
+        self._works: list[dist.Work | None] = []
         # Each rank begins with its next neighbour, so that not all talk to rank 0 first.
         rank, size = transport.rank, transport.size
         self.peers = [(rank + step) % size for step in range(1, size)]
@@ -245,14 +220,12 @@ class _Messages:
     def receive(self, tensor: Tensor, peer: int) -> None:
         """Begins to receive into `tensor`."""
         if tensor.numel():
-            work = dist.irecv(tensor, group=self._group, tag=self._tag, group_src=peer)
-            self._works.append(_started(work))
+            self._works.append(dist.irecv(tensor, group=self._group, tag=self._tag, group_src=peer))
 
     def send(self, tensor: Tensor, peer: int) -> None:
         """Begins to send `tensor`."""
         if tensor.numel():
-            work = dist.isend(tensor, group=self._group, tag=self._tag, group_dst=peer)
-            self._works.append(_started(work))
+            self._works.append(dist.isend(tensor, group=self._group, tag=self._tag, group_dst=peer))
 
     def wait(self) -> None:
         """Waits until all have arrived."""
