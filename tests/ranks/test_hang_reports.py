@@ -44,9 +44,10 @@ def log_to_stdout() -> None:
 
 def sleep_until_reported() -> None:
     """Lets the others wait until they have asked this rank where it is, and a little longer."""
-    assert hangs._reports is not None
-    asked, until = hangs._reports._round, time.monotonic() + 30
-    while hangs._reports._round == asked and time.monotonic() < until:
+    reports = rendezvous.companion_of(hangs.HangReports)
+    assert reports is not None
+    asked, until = reports._round, time.monotonic() + 30
+    while reports._round == asked and time.monotonic() < until:
         time.sleep(REPORT_S / 10)
     time.sleep(2 * REPORT_S)
 

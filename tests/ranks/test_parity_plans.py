@@ -138,13 +138,13 @@ def compare(got: dict[str, Any], want: dict[str, Any], tolerance: float) -> None
     torch.testing.assert_close(got["outputs"], want["outputs"], atol=10 * tolerance, rtol=0)
 
 
-def check(case: Case, plan: Plan, options: Plan | None = None) -> None:
+def check(case: Case, plan: Plan, options: Plan | None = None, env: dict[str, str] | None = None) -> None:
     from paceline.world.layout import AXES
 
     world = 1
     for axis in AXES:
         world *= plan.get(axis, 1)
-    for got in run_ranks(ours, world=world, args=(case, plan, options or {}), timeout_s=120):
+    for got in run_ranks(ours, world=world, args=(case, plan, options or {}), env=env, timeout_s=120):
         compare(got, reference(case), {"no": 3e-6, "bf16": 3e-2}[case.precision])
 
 
@@ -177,6 +177,20 @@ WAYS = [Case(accumulate=2, clip=0.05), Case("tied", clip=0.5), Case(items=True, 
 @pytest.mark.parametrize("case", [Case(), *WAYS], ids=str)
 def test_one_axis_on_two(case: Case, plan: Plan) -> None:
     check(case, plan)
+
+
+SEVERAL_FORMS = [plan for plan in ALONE if "replicate" not in plan]
+
+
+@pytest.mark.parametrize("plan", SEVERAL_FORMS, ids=named)
+def test_as_a_gpu_communicates(plan: Plan) -> None:
+    """With the backend's own collectives, and with FSDP2's own objects for them: the form that runs on GPUs."""
+    check(Case("tied", accumulate=2, clip=0.05), plan, env={"PACELINE_TRANSPORT": "native"})
+
+
+def test_as_a_gpu_communicates_in_debug_mode() -> None:
+    """There the ranks also tell each other what they are about to send."""
+    check(Case(accumulate=2), {"shard": 2}, env={"PACELINE_TRANSPORT": "native", "PACELINE_DEBUG": "1"})
 
 
 @pytest.mark.parametrize("plan", FOUR, ids=named)

@@ -410,22 +410,31 @@ def test_parameters_that_some_ranks_leave_out(routes: Any, options: dict[str, An
             torch.testing.assert_close(mine, theirs, atol=2e-6, rtol=0)
 
 
+AS_A_GPU = {"PACELINE_TRANSPORT": "native", "PACELINE_DEBUG": "1"}
+
+
+OTHER = lambda rank, step: (rank,)  # noqa: E731
+IN_OTHER_ORDER = lambda rank, step: (0, 1) if step < 2 or rank else (1, 0)  # noqa: E731
+
+
 @pytest.mark.parametrize(
-    ("routes", "world"),
+    ("routes", "world", "env"),
     [
-        (lambda rank, step: (rank,), 2),  # FSDP2 would compute with the other block's weights
-        (lambda rank, step: (0, 1) if step < 2 or rank else (1, 0), 2),
-        (lambda rank, step: (0, 1, 2) if rank else (0,), 3),  # one ends before the others
+        (OTHER, 2, {}),  # FSDP2 would compute with the other block's weights
+        (IN_OTHER_ORDER, 2, {}),
+        (lambda rank, step: (0, 1, 2) if rank else (0,), 3, {}),  # one ends before the others
+        (OTHER, 2, AS_A_GPU),
+        (IN_OTHER_ORDER, 2, AS_A_GPU),
     ],
-    ids=["other", "order", "more"],
+    ids=["other", "order", "more", "other-native-in-debug-mode", "order-native-in-debug-mode"],
 )
-def test_ranks_that_compute_different_units_are_told(routes: Any, world: int) -> None:
+def test_ranks_that_compute_different_units_are_told(routes: Any, world: int, env: dict[str, str]) -> None:
     def body() -> str:
         with pytest.raises(PlanError) as caught:
             routed(routes, {}, world)
         return caught.value.code
 
-    assert run_ranks(body, world=world, timeout_s=30) == ["shard-diverged"] * world
+    assert run_ranks(body, world=world, env=env, timeout_s=30) == ["shard-diverged"] * world
 
 
 class Breaks(torch.autograd.Function):

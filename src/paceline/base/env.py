@@ -28,6 +28,12 @@ def parse_bool(text: str) -> bool:
     raise ValueError("one of yes/no, true/false, 1/0, on/off")
 
 
+def _parse_transport(text: str) -> str:
+    if text not in ("auto", "native"):
+        raise ValueError("auto or native")
+    return text
+
+
 @dataclass(frozen=True)
 class Variable:
     """One environment variable that Paceline reads or writes.
@@ -91,6 +97,12 @@ TABLE: dict[str, Variable] = _table(
         str,
         "",
         "Libraries whose names are served by Paceline: `accelerate`, `deepspeed`, joined by commas.",
+    ),
+    Variable(
+        "PACELINE_TRANSPORT",
+        _parse_transport,
+        "auto",
+        "For tests: `native` takes the backend's own collectives, as on GPUs, where gloo would send between pairs of ranks.",
     ),
 )
 

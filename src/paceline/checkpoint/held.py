@@ -89,7 +89,7 @@ class Held:
         packed = {rank: torch.cat(data).cpu() for rank, data in outgoing.items()}
         packed = {rank: data for rank, data in packed.items() if data.numel()}
         incoming = {rank: count for rank, count in incoming.items() if count}
-        arrived = deliver(getattr(self._peers, "group", None), packed, incoming)
+        arrived = deliver(getattr(self._peers, "cpu_group", None), packed, incoming)
         return [self._whole(rows, arrived) for rows in wanted[me]]
 
     def _whole(self, rows: Rows, arrived: dict[int, Tensor]) -> Tensor:

@@ -1,6 +1,6 @@
 """Random numbers that a dataset draws in loader workers (augmentation): a pure function of seed, epoch and place.
 
-    main process   Run(indices, key of the epoch, place of the first) -> a worker
+    main process   Indices(indices, key of the epoch, place of the first) -> a worker
     worker         for each sample: seed random, numpy and torch with (key, its place in the epoch) -> dataset[index]
 
 So a sample is augmented alike at every width, with any number of workers, and after a resume. Without workers a dataset
@@ -10,17 +10,16 @@ draws from the process's own streams, as in any loop, and a checkpoint holds tho
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import get_worker_info
 
 from paceline.data.order import mix
 
 
-class Run(list[Any]):
+class Indices(list[Any]):
     """Indices of one batch, which knows the epoch and its place there.
 
     Attributes:
@@ -30,10 +29,11 @@ class Run(list[Any]):
 
     def __init__(self, indices: Sequence[Any], key: int, place: int) -> None:
         super().__init__(indices)
-        self.key, self.place = key, place
+        self.key = key
+        self.place = place
 
     def __reduce__(self) -> Any:
-        return Run, (list(self), self.key, self.place)
+        return Indices, (list(self), self.key, self.place)
 
     def seed(self, offset: int) -> None:
         """Seeds what the sample at an offset may draw from."""
@@ -44,44 +44,30 @@ class Run(list[Any]):
 
 
 class Augmented:
-    """A dataset, in workers, that is given runs; one that takes whole batches draws for each batch.
+    """A dataset, in workers, that is given `Indices`; one that takes whole batches draws for each batch.
 
     Args:
         dataset: the user's.
-        scalar: it is given the one index of each run, and no list.
+        scalar: it is given the one index of each batch, and no list.
     """
 
     def __init__(self, dataset: Any, scalar: bool) -> None:
         self.dataset, self.scalar = dataset, scalar
 
-    def __getitem__(self, run: Run) -> Any:
-        run.seed(0)
-        return self.dataset[run[0] if self.scalar else list(run)]
+    def __getitem__(self, indices: Indices) -> Any:
+        indices.seed(0)
+        return self.dataset[indices[0] if self.scalar else list(indices)]
 
-    def __getitems__(self, run: Run) -> list[Any]:
-        whole = getattr(self.dataset, "__getitems__", None)
-        if whole is not None:
-            run.seed(0)
-            return list(whole(list(run)))
-        found = []
-        for offset, index in enumerate(run):
-            run.seed(offset)
-            found.append(self.dataset[index])
-        return found
+    def __getitems__(self, indices: Indices) -> list[Any]:
+        get_all = getattr(self.dataset, "__getitems__", None)
+        if get_all is not None:
+            indices.seed(0)
+            return list(get_all(list(indices)))
+        samples = []
+        for offset, index in enumerate(indices):
+            indices.seed(offset)
+            samples.append(self.dataset[index])
+        return samples
 
     def __len__(self) -> int:
         return len(self.dataset)
-
-
-class ShowDataset:
-    """A worker's first call: `get_worker_info().dataset` is the user's, then the user's own first call."""
-
-    def __init__(self, then: Callable[[int], Any] | None) -> None:
-        self.then = then
-
-    def __call__(self, worker: int) -> None:
-        info = get_worker_info()
-        assert info is not None, "called in a worker"
-        object.__setattr__(info, "dataset", info.dataset.dataset)  # type: ignore[attr-defined]
-        if self.then is not None:
-            self.then(worker)

@@ -12,6 +12,7 @@ import pickle
 import traceback
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import count
 from typing import Any
 
 import torch
@@ -24,7 +25,7 @@ from paceline.data.stream import StreamFeed, indivisible
 from paceline.plan.data import DataPlan, Position
 from paceline.world.collectives import Collectives
 from paceline.world.mesh import cpu_group
-from paceline.world.tree import map_leaves, map_tensors, tensors
+from paceline.world.tree import Tree, map_leaves, map_tensors, tensors
 from paceline.world.works import wait_all
 
 
@@ -41,11 +42,12 @@ class Channel:
 
     def send(self, messages: Sequence[Any]) -> None:
         """Sends `messages[i]` to rank i; the first is this rank's own and stays. Ranks: rank 0."""
-        works, held = [], []
+        works = []
+        buffers = []  # they must live until they have gone
         for rank, message in enumerate(messages[1:], 1):
-            head, body = _packed(message)
-            held += [head, body]  # a buffer must live until it has gone
-            works += [dist.isend(part, group=self._group, group_dst=rank) for part in (head, body)]
+            for buffer in _packed(message):
+                buffers.append(buffer)
+                works.append(dist.isend(buffer, group=self._group, group_dst=rank))
         wait_all(works)
 
     def receive(self) -> Any:
@@ -57,35 +59,39 @@ class Channel:
         return _unpacked(head, body)
 
 
-class _Here:
+class _TensorSpec:
     """Stands in a structure where a tensor of this kind belongs; no dataclass, which would be a container itself."""
 
     def __init__(self, tensor: Tensor) -> None:
         self.dtype, self.shape = tensor.dtype, tensor.shape
 
 
-def _packed(message: Any) -> tuple[Tensor, Tensor]:
+def _packed(message: Tree) -> tuple[Tensor, Tensor]:
     """Sizes, and one buffer: the pickled structure, then the bytes of each tensor."""
-    structure = pickle.dumps(map_tensors(_Here, message))
+    structure = pickle.dumps(map_tensors(_TensorSpec, message))
     parts = [torch.frombuffer(bytearray(structure), dtype=torch.uint8)]
-    found = [tensor.detach().cpu().contiguous() for tensor in tensors(message)]
-    parts += [tensor.view(-1).view(torch.uint8) for tensor in found if tensor.numel()]
+    for tensor in tensors(message):
+        if tensor.numel():
+            parts.append(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8))
     body = torch.cat(parts)
     return torch.tensor([len(structure), len(body) - len(structure)]), body
 
 
-def _unpacked(head: Tensor, body: Tensor) -> Any:
-    place = int(head[0])
+def _unpacked(head: Tensor, body: Tensor) -> Tree:
+    structure_bytes = int(head[0])
+    start = structure_bytes
 
-    def fill(leaf: Any) -> Any:
-        nonlocal place
-        if not isinstance(leaf, _Here):
+    def fill(leaf: object) -> object:
+        nonlocal start
+        if not isinstance(leaf, _TensorSpec):
             return leaf
-        begin, place = place, place + leaf.shape.numel() * leaf.dtype.itemsize
+        end = start + leaf.shape.numel() * leaf.dtype.itemsize
         # Cloned, because a view of a wider type must begin at a multiple of its size.
-        return body[begin:place].clone().view(leaf.dtype).view(leaf.shape)
+        tensor = body[start:end].clone().view(leaf.dtype).view(leaf.shape)
+        start = end
+        return tensor
 
-    return map_leaves(fill, pickle.loads(body[:place].numpy().tobytes()))
+    return map_leaves(fill, pickle.loads(body[:structure_bytes].numpy().tobytes()))
 
 
 @dataclass(frozen=True)
@@ -135,26 +141,25 @@ class DispatchFeed:
 
     def _lead(self, start: Position, note: Mapping[str, Any]) -> Steps:
         schedule = self._reader.schedule(start)
-        groups = self._reader.groups(start, note)
-        step, more = 0, True
-        while more:
+        global_batches = self._reader.global_batches(start, note)
+        for step in count():
             try:
-                group = next(groups, None)
-                self._channel.send([group and group.part(index) for index in range(self.plan.width)])
+                global_batch = next(global_batches, None)
+                self._channel.send([global_batch and global_batch.part(index) for index in range(self.plan.width)])
             except Exception as error:
                 failure = _failure(error)
                 self._channel.send([failure] * self.plan.width)
                 raise
-            if group is None:
+            if global_batch is None:
                 return
-            info, consumed, batch = group.part(0)
-            yield batch, Mark(start.epoch, info, consumed, step, schedule, group.note)
-            step, more = step + 1, not info.last
+            info, consumed, batch = global_batch.part(0)
+            yield batch, Mark(start.epoch, info, consumed, step, schedule, global_batch.note)
+            if info.last:
+                return
 
     def _follow(self, start: Position) -> Steps:
         schedule = self._reader.schedule(start)
-        step, more = 0, True
-        while more:
+        for step in count():
             received = self._channel.receive()
             if received is None:
                 return
@@ -163,7 +168,8 @@ class DispatchFeed:
                 raise received.error
             info, consumed, batch = received
             yield batch, Mark(start.epoch, info, consumed, step, schedule, NOTHING)
-            step, more = step + 1, not info.last
+            if info.last:
+                return
 
     def reseed(self, seed: int) -> None:
         """As the reader does."""
@@ -184,9 +190,10 @@ class DispatchFeed:
         width = self.plan.width
         if isinstance(self._reader, StreamFeed) and global_batch % width:
             raise indivisible(global_batch, width, "rank 0 reads an equal part for each rank")
-        able = self._reader.replan(global_batch, group)
-        self.plan = resized(self.plan, global_batch) if able else self.plan
-        return able
+        if not self._reader.replan(global_batch, group):
+            return False
+        self.plan = resized(self.plan, global_batch)
+        return True
 
     def steps(self, epoch: int) -> int:
         """As the reader counts."""

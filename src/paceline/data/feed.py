@@ -7,7 +7,6 @@ DispatchFeed  one rank reads for all                                            
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import islice
@@ -16,11 +15,12 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch.utils.data import DataLoader
 
-from paceline.data.augment import Augmented, ShowDataset
-from paceline.data.loader_worker import Outlasting
+from paceline.data.augment import Augmented
+from paceline.data.loader_worker import FirstCall
 from paceline.data.order import Order, mix
 from paceline.data.schedule import Even, RankBatches, Schedule, Whole
 from paceline.plan.data import BatchInfo, DataPlan, Position
+from paceline.torch_internals.loaders import copy_with
 
 
 class Mark(NamedTuple):
@@ -47,7 +47,7 @@ Steps = Iterator[tuple[Any, Mark]]
 NOTHING: Mapping[str, Any] = {}
 
 
-class Group(NamedTuple):
+class GlobalBatch(NamedTuple):
     """The batches of all ranks at one step, where one rank reads them all.
 
     Attributes:
@@ -112,12 +112,9 @@ class Feed(Protocol):
 
 def rewired(loader: DataLoader[Any], **fields: Any) -> DataLoader[Any]:
     """A copy of `loader` with some fields changed; workers, collation, pinning and a subclass's ways stay its own."""
-    inner = copy.copy(loader)
-    # `DataLoader.__setattr__` forbids these changes, because it would leave its parts at odds: we change them together.
-    inner.__dict__.update(fields, _iterator=None)
-    if inner.num_workers and not isinstance(inner.worker_init_fn, Outlasting):
-        inner.__dict__["worker_init_fn"] = Outlasting(inner.worker_init_fn)
-    return inner
+    if loader.num_workers and not isinstance(loader.worker_init_fn, FirstCall):
+        fields["worker_init_fn"] = FirstCall(loader.worker_init_fn)
+    return copy_with(loader, fields)
 
 
 def resized(plan: DataPlan, global_batch: int) -> DataPlan:
@@ -153,18 +150,22 @@ class MapFeed:
     """
 
     def __init__(self, loader: DataLoader[Any], plan: DataPlan, source: Source, everyone: bool = False) -> None:
-        self.plan, self.order = plan, source.order
-        self.group = 0 if not source.whole else 1 if source.split else plan.width
+        self.plan = plan
+        self.order = source.order
+        self.group = 0
+        if source.whole:
+            self.group = 1 if source.split else plan.width
         self.dataset = loader.dataset
         self._generator = torch.Generator()
-        elsewhere = loader.num_workers > 0
-        self._batches = RankBatches(range(plan.width) if everyone else (plan.index,), source.scalar, elsewhere)
+        has_workers = loader.num_workers > 0
+        indexes = range(plan.width) if everyone else (plan.index,)
+        self._batches = RankBatches(indexes, source.scalar, with_places=has_workers)
         # Without automatic batching, a DataLoader takes the entries of `sampler` as they are.
-        place: dict[str, Any] = {"sampler" if loader.batch_sampler is None else "batch_sampler": self._batches}
-        if elsewhere:
-            place["dataset"] = Augmented(loader.dataset, source.scalar)
-            place["worker_init_fn"] = ShowDataset(loader.worker_init_fn)
-        self._inner = rewired(loader, **place, generator=self._generator, drop_last=False)
+        sampler = "sampler" if loader.batch_sampler is None else "batch_sampler"
+        fields: dict[str, Any] = {sampler: self._batches, "generator": self._generator, "drop_last": False}
+        if has_workers:
+            fields["dataset"] = Augmented(loader.dataset, source.scalar)
+        self._inner = rewired(loader, **fields)
 
     def schedule(self, start: Position) -> Schedule:
         """The rest of an epoch from `start` on."""
@@ -179,15 +180,16 @@ class MapFeed:
         for step, batch in enumerate(self.read(start, schedule)):
             yield batch, Mark(start.epoch, schedule.info(step), schedule.consumed(step + 1), step, schedule, NOTHING)
 
-    def groups(self, start: Position, note: Mapping[str, Any] = NOTHING) -> Iterator[Group]:
+    def global_batches(self, start: Position, note: Mapping[str, Any] = NOTHING) -> Iterator[GlobalBatch]:
         """The batches of all ranks, step by step (where this feed reads for everyone)."""
         schedule = self.schedule(start)
         batches = self.read(start, schedule)
         for step in range(schedule.steps):
             info = schedule.info(step)
             loaded = tuple(max(1, weight) for weight in info.weights)
-            here = list(islice(batches, self.plan.width))
-            yield Group(here, loaded, info.real, info.weights, info.last, schedule.consumed(step + 1), NOTHING)
+            consumed = schedule.consumed(step + 1)
+            batches_of_step = list(islice(batches, self.plan.width))
+            yield GlobalBatch(batches_of_step, loaded, info.real, info.weights, info.last, consumed, NOTHING)
 
     def read(self, start: Position, schedule: Schedule) -> Iterator[Any]:
         """The inner DataLoader's iterator over the batches of a schedule."""

@@ -23,6 +23,9 @@ class EpochRows(NamedTuple):
     real: int
 
 
+Place = tuple[Mark | None, Position, Mapping[str, Any]]  # the last batch's mark, and where the next epoch starts
+
+
 class PreparedLoader:
     """This rank's batches, on its device; made by `prepare_loader`.
 
@@ -36,6 +39,8 @@ class PreparedLoader:
         device: where the batches lie.
         epoch_rows: rows of the epoch that ended last; None before one has.
         trains: whether a backward pass has run inside a loop over it.
+        arguments: what it was prepared with.
+        asked: the settings of the script that decide the global batch, but for the width.
 
     Ranks:
         All iterate in step. At a width above one, iterable datasets and `dispatch` communicate at each batch, other
@@ -43,26 +48,42 @@ class PreparedLoader:
     """
 
     def __init__(
-        self, original: DataLoader[Any], feed: Feed, device: torch.device, active: ActiveLoaders, non_blocking: bool
+        self,
+        original: DataLoader[Any],
+        feed: Feed,
+        device: torch.device,
+        active: ActiveLoaders,
+        non_blocking: bool,
+        arguments: Mapping[str, Any],
+        asked: Mapping[str, Any],
     ) -> None:
-        self.original, self.device, self.epoch_rows = original, device, None
+        self.original = original
+        self.device = device
+        self.epoch_rows: EpochRows | None = None
         self.trains = False
-        self._feed, self._active, self._non_blocking = feed, active, non_blocking
-        self._position, self._note = Position(), NOTHING  # where the next epoch starts, unless one has been begun
+        self._feed = feed
+        self._active = active
+        self._non_blocking = non_blocking
+        # Where the next epoch starts, unless one has been begun.
+        self._position = Position()
+        self._note = NOTHING
         self._mark: Mark | None = None  # of the batch handed out last, in an epoch that was begun and not finished
         self._chosen: Position | None = None  # what `set_epoch` chose while an epoch was under way
         self._previous: Mark | None = None  # of the batch before it, in the same iteration
         self._began: tuple[Position, Mapping[str, Any]] = (self._position, self._note)  # where the last iteration began
         self._open = 0  # iterations under way
-        self.arguments: Mapping[str, Any] = {}  # what it was prepared with
-        self.asked: Mapping[str, Any] = {}  # the settings of the script that decide the global batch, but for the width
+        self.arguments = arguments
+        self.asked = asked
 
     # -- the loop --------------------------------------------------------------------------------------------
 
     def __iter__(self) -> Iterator[Any]:
         start, note = self._begin()
-        before, loaded, real = self._mark, 0, 0
-        self._began, previous = (start, note), None
+        mark_before = self._mark
+        previous: Mark | None = None
+        loaded = 0
+        real = 0
+        self._began = (start, note)
         steps = on_device(self._feed.open(start, note), self.device, self._non_blocking)
         if self._active.batches is not None:
             steps = self._active.batches(steps)
@@ -72,9 +93,9 @@ class PreparedLoader:
         try:
             for batch, mark in steps:
                 self._previous, self._mark = previous, mark
-                previous, info = mark, mark.info
-                loaded += info.loaded
-                real += info.real[info.index]
+                previous = mark
+                loaded += mark.info.loaded
+                real += mark.info.real[mark.info.index]
                 self._active.give(self)
                 yield batch
                 self._active.ask(self)
@@ -83,10 +104,12 @@ class PreparedLoader:
         finally:
             self._open -= 1
             if finished:
-                self._mark, self._position, self._note = None, Position(start.epoch + 1), NOTHING
+                self._mark = None
+                self._position = Position(start.epoch + 1)
+                self._note = NOTHING
                 self.epoch_rows = EpochRows(loaded, real)
             if self._open:
-                self._mark = before  # this loop ran inside another one over the same loader, which goes on
+                self._mark = mark_before  # this loop ran inside another one over the same loader, which goes on
             self._active.remove(self, finished)
             steps.close()  # type: ignore[attr-defined]
 
@@ -148,14 +171,14 @@ class PreparedLoader:
         position = self.position
         if self._mark is not None and not self._open and not self.trains and self._active.trained:
             position, note = Position(self._mark.epoch + 1), NOTHING
-        length = self._feed.samples(position.epoch)
-        sizes = {**self.asked, "global_batch": self.plan.global_batch, "group": self._feed.group}
         return {
             **note,
             **position.state_dict(),
-            **sizes,
+            **self.asked,
+            "global_batch": self.plan.global_batch,
+            "group": self._feed.group,
             "seed": self.plan.seed,
-            "length": length,
+            "length": self._feed.samples(position.epoch),
             "trains": self.trains,
         }
 
@@ -177,7 +200,8 @@ class PreparedLoader:
                 fix="pass what `state_dict()` of a prepared loader returned",
             )
         epoch, samples, seed = numbers
-        length, self.trains = note.pop("length", None), note.pop("trains", False)
+        length = note.pop("length", None)
+        self.trains = note.pop("trains", False)
         self._active.trained |= self.trains
         self._resize({name: note.pop(name, None) for name in (*self.asked, "global_batch", "group")})
         self._feed.reseed(seed)
@@ -191,22 +215,28 @@ class PreparedLoader:
 
     def _resize(self, saved: Mapping[str, Any]) -> None:
         """Keeps the global batch of the run that saved, unless the script asks for another."""
-        total, group, plan = saved["global_batch"], saved["group"], self.plan
-        if total is None or (total, group) == (plan.global_batch, self._feed.group):
+        global_batch, group = saved["global_batch"], saved["group"]
+        own_global_batch, own_group = self.plan.global_batch, self._feed.group
+        if global_batch is None or (global_batch, group) == (own_global_batch, own_group):
             return
-        was, now = (_sized(*sizes) for sizes in ((total, group), (plan.global_batch, self._feed.group)))
+        was = _sized(global_batch, group)
+        now = _sized(own_global_batch, own_group)
+        difference = f"a global batch is {now} now, and was {was} where the position was saved"
         changed = [f"{name} {saved[name]} to {value}" for name, value in self.asked.items() if saved[name] != value]
         if changed:
-            note = f"a global batch is {now} now, and was {was} where the position was saved: the script has changed "
-            warn_once("data", f"{note}{' and '.join(changed)}.")
-        elif not self._feed.replan(total, group):
-            note = (
-                f"a global batch is {now} now, and was {was} where the position was saved: with batch_size=None each "
+            warn_once("data", f"{difference}: the script has changed {' and '.join(changed)}.")
+        elif not self._feed.replan(global_batch, group):
+            warn_once(
+                "data",
+                f"{difference}: with batch_size=None each rank reads one item a step, so the width decides; set "
+                "batch_size to keep it.",
             )
-            warn_once("data", f"{note}rank reads one item a step, so the width decides; set batch_size to keep it.")
         else:
-            note = f"a global batch stays {was}, as in the run that saved, divided over {plan.width}"
-            warn_once("data", f"{note} (this width alone would take {now}); change batch_size to choose another.")
+            warn_once(
+                "data",
+                f"a global batch stays {was}, as in the run that saved, divided over {self.plan.width} (this width alone "
+                f"would take {now}); change batch_size to choose another.",
+            )
 
     # -- back, for a run that leaves and is saved as it was before (`evaluation_stop`) ----------------------------
 
@@ -215,11 +245,11 @@ class PreparedLoader:
         """Whether a loop over it is running."""
         return self._open > 0
 
-    def place(self) -> Any:
+    def place(self) -> Place:
         """Where it stands, for `put_back`."""
         return self._mark, self._position, self._note
 
-    def put_back(self, place: Any) -> None:
+    def put_back(self, place: Place) -> None:
         """Has `state_dict` say what it would have said when `place` was taken."""
         self._mark, self._position, self._note = place
 
@@ -235,7 +265,10 @@ class PreparedLoader:
         self._start_at(*self._began)
 
     def _start_at(self, position: Position, note: Mapping[str, Any]) -> None:
-        self._mark, self._chosen, self._position, self._note = None, None, position, note
+        self._mark = None
+        self._chosen = None
+        self._position = position
+        self._note = note
 
     # -- what a DataLoader, or accelerate's, is asked ----------------------------------------------------------
 

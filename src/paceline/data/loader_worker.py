@@ -1,8 +1,8 @@
-"""Loader workers outlast a SIGTERM or a Ctrl-C that goes to everybody: batches are needed till all is saved.
+"""What a loader's worker does first: it outlasts signals to everybody, and shows the user's dataset.
 
-torch gives a worker a handler that ends it at SIGTERM, after which its process fails: `DataLoader worker is killed by
-signal`. So here the signal is blocked, and a thread takes it: from the worker's own process, or where that has ended, it
-ends the worker as ever.
+Batches are needed until all is saved, also after a SIGTERM or a Ctrl-C that goes to every process. But torch gives a
+worker a handler that ends it at SIGTERM, after which its process fails: `DataLoader worker is killed by signal`. So here
+the signal is blocked, and a thread takes it: from the worker's own process, or where that has ended, it ends the worker.
 """
 
 from __future__ import annotations
@@ -14,12 +14,16 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
+from torch.utils.data import get_worker_info
 
-class Outlasting:
-    """A worker's first call.
+from paceline.data.augment import Augmented
+
+
+class FirstCall:
+    """The `worker_init_fn` of our loaders.
 
     Args:
-        then: the first call that it would have had.
+        then: the user's own.
     """
 
     def __init__(self, then: Callable[[int], Any] | None) -> None:
@@ -30,6 +34,9 @@ class Outlasting:
         if hasattr(signal, "sigwaitinfo"):  # not everywhere
             signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
             threading.Thread(target=_take_sigterm, name="paceline-sigterm", daemon=True).start()
+        info = get_worker_info()
+        if info is not None and isinstance(info.dataset, Augmented):
+            object.__setattr__(info, "dataset", info.dataset.dataset)
         if self.then is not None:
             self.then(worker)
 

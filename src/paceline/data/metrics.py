@@ -6,14 +6,20 @@ structure that holds all rows of the epoch on this rank is recognised by its len
 
 from __future__ import annotations
 
-from typing import Any
+from itertools import chain
+from typing import TYPE_CHECKING
+
+import torch
 
 from paceline.data.active import ActiveLoaders
 from paceline.world.collectives import Collectives
-from paceline.world.tree import map_tensors, tensors
+from paceline.world.tree import Tree, map_tensors, tensors
+
+if TYPE_CHECKING:
+    from paceline.data.loader import PreparedLoader
 
 
-def gather_for_metrics(active: ActiveLoaders, collectives: Collectives, tree: Any, objects: bool = False) -> Any:
+def gather_for_metrics(active: ActiveLoaders, collectives: Collectives, tree: Tree, objects: bool = False) -> Tree:
     """Values of all ranks over real rows, in sample order. Ranks: all; all get the result.
 
     Args:
@@ -21,6 +27,9 @@ def gather_for_metrics(active: ActiveLoaders, collectives: Collectives, tree: An
         collectives: the run's collectives.
         tree: any nesting of tensors whose dim 0 is this rank's rows, 0-dim tensors, and objects.
         objects: takes `tree` for a list of one object a row.
+
+    Shape:
+        A tensor [rows of this rank's batch, ...] gives [real rows of all ranks, ...]; one of no dims, one value a rank.
     """
     loader = active.top
     if loader is not None and loader.current is not None:
@@ -28,13 +37,19 @@ def gather_for_metrics(active: ActiveLoaders, collectives: Collectives, tree: An
         return collectives.gather_rows(tree, info.real, info.loaded, objects)
     if not objects and tensors(tree):
         return collectives.gather(_without_filler(active.finished, tree))
-    found = collectives.gather_object(tree)
-    return [entry for part in found for entry in part] if isinstance(tree, (list, tuple)) else found
+    objects_by_rank = collectives.gather_object(tree)
+    if isinstance(tree, (list, tuple)):
+        return list(chain.from_iterable(objects_by_rank))
+    return objects_by_rank
 
 
-def _without_filler(finished: Any, tree: Any) -> Any:
+def _without_filler(finished: PreparedLoader | None, tree: Tree) -> Tree:
     """Drops filler from structures that hold every row of the epoch that has just ended."""
-    rows = getattr(finished, "epoch_rows", None)
+    rows = None if finished is None else finished.epoch_rows
     if rows is None or rows.loaded == rows.real:
         return tree
-    return map_tensors(lambda t: t[: rows.real] if t.dim() and len(t) == rows.loaded else t, tree)
+
+    def real_rows(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor[: rows.real] if tensor.dim() and len(tensor) == rows.loaded else tensor
+
+    return map_tensors(real_rows, tree)

@@ -7,8 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch.utils.data import BatchSampler, DataLoader
-from torch.utils.data.dataloader import _DatasetKind
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
 from paceline.base.errors import DataError, Problem
 from paceline.data.active import ActiveLoaders
@@ -75,7 +74,7 @@ def prepare_loader(
             return loader
         loader = loader.original
     _check_kind(loader)
-    source = None if loader._dataset_kind == _DatasetKind.Iterable else _source(loader, split_batches)
+    source = None if isinstance(loader.dataset, IterableDataset) else _source(loader, split_batches)
     seed = seed_of(_outer(loader), loader.generator, seed)
     problems = _problems(loader, source, seed, width, split_batches)
     plan = None
@@ -86,12 +85,11 @@ def prepare_loader(
     assert plan is not None
     feed = _feed(loader, plan, source, bool(dispatch) and width > 1, collectives)
     active = ActiveLoaders() if active is None else active  # an empty stack is false
-    prepared = PreparedLoader(loader, feed, torch.device(device), active, non_blocking)
-    prepared.arguments, prepared.asked = arguments, dict(batch_size=_sizes(loader)[0], split_batches=split_batches)
-    return prepared
+    asked = {"batch_size": _sizes(loader)[0], "split_batches": split_batches}
+    return PreparedLoader(loader, feed, torch.device(device), active, non_blocking, arguments, asked)
 
 
-def _check_kind(loader: Any) -> None:
+def _check_kind(loader: object) -> None:
     if not isinstance(loader, DataLoader):
         raise DataError(
             "data-loader-kind",
@@ -121,7 +119,7 @@ def _outer(loader: DataLoader[Any]) -> Any:
     return loader.sampler if loader.batch_sampler is None else loader.batch_sampler
 
 
-def _regular(sampler: Any) -> bool:
+def _regular(sampler: object) -> bool:
     """Whether this is torch's own batch sampler: the DataLoader's, or one like it in the sampler's place."""
     return type(sampler).__iter__ is BatchSampler.__iter__
 
@@ -134,16 +132,17 @@ def _sizes(loader: DataLoader[Any]) -> tuple[int | None, bool]:
 
 def _problems(loader: DataLoader[Any], source: Source | None, seed: int, width: int, split: bool) -> list[Problem]:
     """What cannot work about the dataset and the sizes."""
-    kind, found = type(loader.dataset).__name__, []
+    kind = type(loader.dataset).__name__
+    problems = []
     if source is not None and not isinstance(getattr(source.order, "source", ()), Sized):
-        found.append(Problem(
+        problems.append(Problem(
             "data-no-length",
             f"the dataset {kind} has no length.",
             f"{kind} is no IterableDataset, so that its samples are asked for by index; but it has no __len__",
             "give it a __len__, or let it subclass torch.utils.data.IterableDataset",
         ))  # fmt: skip
     elif source is not None and source.order.length(seed, 0) == 0:
-        found.append(Problem(
+        problems.append(Problem(
             "data-empty",
             f"the loader over {kind} gives no samples.",
             f"len(dataset) = {len(loader.dataset)}; its sampler has no entry for epoch 0",
@@ -151,21 +150,22 @@ def _problems(loader: DataLoader[Any], source: Source | None, seed: int, width: 
         ))  # fmt: skip
     batch, _ = _sizes(loader)
     if split and batch is None and not (source and source.whole):
-        found.append(Problem(
+        problems.append(Problem(
             "data-split",
             "split_batches=True needs batches to split.",
             "the loader has batch_size=None, so that the dataset's items are taken as they are",
             "set a batch size, or split_batches=False",
         ))  # fmt: skip
     elif split and batch is not None and batch % width:
-        below, above = batch - batch % width, batch - batch % width + width
-        found.append(Problem(
+        below = batch - batch % width
+        above = below + width
+        problems.append(Problem(
             "data-split",
             f"a batch of {batch} cannot be split over {width} ranks.",
             f"batch_size={batch} is the global batch size, because of split_batches=True; {batch} / {width} is not whole",
             f"use batch_size={above}" + (f" or {below}" if below else ""),
         ))  # fmt: skip
-    return found
+    return problems
 
 
 def _plan(loader: DataLoader[Any], source: Source | None, plan: DataPlan, split: bool) -> DataPlan:
@@ -205,17 +205,22 @@ def _agree(
     facts: dict[str, Any] = {"problems": [problem.code for problem in problems]}
     if plan is not None:
         facts |= {"seed": plan.seed, "global batch": plan.global_batch, "tail": plan.tail, "dispatch": dispatch}
-        facts |= {"kind": "iterable" if source is None else "indexed"}
-        facts |= {} if source is None else {"length": source.order.length(plan.seed, 0)}
-    everyone = collectives.gather_object(facts)
+        facts["kind"] = "iterable" if source is None else "indexed"
+    if plan is not None and source is not None:
+        facts["length"] = source.order.length(plan.seed, 0)
+    facts_by_rank = collectives.gather_object(facts)
     if problems:
         raise DataError.of(problems)
-    differ = [name for name in facts if any(other.get(name) != facts[name] for other in everyone)]
-    if differ:
+    differences = []
+    for name, own_value in facts.items():
+        values = [facts_of_rank.get(name) for facts_of_rank in facts_by_rank]
+        if any(value != own_value for value in values):
+            differences.append(f"{name}: {values}, by rank")
+    if differences:
         raise DataError(
             "data-ranks-differ",
             "the ranks prepare loaders that differ.",
-            why=[f"{name}: {[other.get(name) for other in everyone]}, by rank" for name in differ],
+            why=differences,
             fix="make the same dataset and loader on every rank, with a generator that is seeded the same",
         )
 

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from paceline.data.augment import Run
+from paceline.data.augment import Indices
 from paceline.plan.data import BatchInfo, DataPlan
 
 
@@ -49,7 +49,9 @@ class Even:
     """
 
     def __init__(self, plan: DataPlan, order: Sequence[Any] | np.ndarray, start: int = 0) -> None:
-        self.plan, self.order, self.start = plan, order, start
+        self.plan = plan
+        self.order = order
+        self.start = start
         left = max(0, len(order) - start)
         self.steps = plan.steps(left)
         self._tail = (left - 1) % plan.global_batch + 1 if self.steps * plan.global_batch > left else plan.global_batch
@@ -63,24 +65,25 @@ class Even:
         """A run of `micro_batch` indices; at the tail what `DataPlan.tail` says."""
         plan = self.plan
         first = self.start + step * plan.global_batch
-        found: list[Any] = []
-        if step < self.steps - 1 or self._tail == plan.global_batch:
-            found = self._cut(first + self._before[index], first + self._before[index + 1])
+        if self._is_full(step):
+            indices = self._cut(first + self._before[index], first + self._before[index + 1])
         else:
             rows = plan.rows(self._tail)
             begin = first + sum(rows[:index])
-            found = self._cut(begin, begin + rows[index])
+            indices = self._cut(begin, begin + rows[index])
             if plan.tail == "pad":
-                ahead = max(0, self._before[index] - self._tail)  # rows of padding that ranks before this one hold
-                found += self._wrapped(ahead, self._shares[index] - rows[index])
+                padding_before = max(0, self._before[index] - self._tail)  # rows of it that ranks before this one hold
+                indices += self._wrapped(padding_before, self._shares[index] - rows[index])
         # A rank without a sample loads one that others hold, so that it can take part with weight zero.
-        return found or self._cut(first, first + 1)
+        return indices or self._cut(first, first + 1)
 
     def place(self, step: int, index: int) -> int:
         """By arithmetic."""
-        full = step < self.steps - 1 or self._tail == self.plan.global_batch
-        before = self._before[index] if full else sum(self.plan.rows(self._tail)[:index])
+        before = self._before[index] if self._is_full(step) else sum(self.plan.rows(self._tail)[:index])
         return self.start + step * self.plan.global_batch + before
+
+    def _is_full(self, step: int) -> bool:
+        return step < self.steps - 1 or self._tail == self.plan.global_batch
 
     def info(self, step: int) -> BatchInfo:
         """One of two constants."""
@@ -103,8 +106,11 @@ class Even:
 
     def _wrapped(self, begin: int, count: int) -> list[Any]:
         """`count` indices from the epoch's start on, which begins again where it ends."""
-        return [self._cut(place % len(self.order), place % len(self.order) + 1)[0]
-                for place in range(begin, begin + count)]  # fmt: skip
+        indices = []
+        for place in range(begin, begin + count):
+            start = place % len(self.order)
+            indices += self._cut(start, start + 1)
+        return indices
 
 
 class Whole:
@@ -121,7 +127,10 @@ class Whole:
     """
 
     def __init__(self, plan: DataPlan, batches: Sequence[Sequence[Any]], start: int = 0, group: int = 1) -> None:
-        self.plan, self.batches, self._group, self._cut = plan, batches, group, group != plan.width
+        self.plan = plan
+        self.batches = batches
+        self._group = group
+        self._is_cut = group != plan.width
         self._bounds = [0, *accumulate(len(batch) for batch in batches)]
         self._first = bisect_left(self._bounds, start)
         left = max(0, len(batches) - self._first)
@@ -129,11 +138,12 @@ class Whole:
 
     def indices(self, step: int, index: int) -> list[Any]:
         """One whole batch, or one run of those that are cut."""
-        group = self._take(step)
-        if self._cut:
+        group = self._batches_of(step)
+        if self._is_cut:
             rows = self._rows(group)
             begin = sum(rows[:index])
-            return list(chain.from_iterable(group))[begin : begin + max(1, rows[index])] or [group[0][0]]
+            indices = list(chain.from_iterable(group))
+            return indices[begin : begin + max(1, rows[index])] or [group[0][0]]
         if index < len(group):
             return list(group[index])
         if self.plan.tail == "pad":
@@ -142,16 +152,19 @@ class Whole:
 
     def place(self, step: int, index: int) -> int:
         """From running sums."""
-        return self.consumed(step) + sum(self._rows(self._take(step))[:index])
+        return self.consumed(step) + sum(self._rows(self._batches_of(step))[:index])
 
     def info(self, step: int) -> BatchInfo:
         """Counts of the batches of this step."""
-        group, index = self._take(step), self.plan.index
+        group = self._batches_of(step)
+        index = self.plan.index
         real = self._rows(group)
         weights = real
-        if self.plan.tail == "pad" and not self._cut:
-            borrowed = range(self.plan.width - len(group))
-            weights = real[: len(group)] + tuple(len(self.batches[place % len(self.batches)]) for place in borrowed)
+        if self.plan.tail == "pad" and not self._is_cut:
+            # The ranks without a batch borrow from the epoch's start, as `indices` does.
+            num_missing = self.plan.width - len(group)
+            borrowed = [self.batches[place % len(self.batches)] for place in range(num_missing)]
+            weights = real[: len(group)] + tuple(map(len, borrowed))
         return BatchInfo(index, real, weights, max(1, weights[index]), step == self.steps - 1)
 
     def consumed(self, step: int) -> int:
@@ -166,13 +179,13 @@ class Whole:
         last = self.info(end - 1)
         return self.consumed(end - 1) - self.consumed(step) + sum(last.weights)
 
-    def _take(self, step: int) -> Sequence[Sequence[Any]]:
+    def _batches_of(self, step: int) -> Sequence[Sequence[Any]]:
         begin = self._first + step * self._group
         return self.batches[begin : begin + self._group]
 
     def _rows(self, group: Sequence[Sequence[Any]]) -> tuple[int, ...]:
         width = self.plan.width
-        if self._cut:
+        if self._is_cut:
             share, extra = divmod(sum(len(batch) for batch in group), width)
             return tuple(share + (index < extra) for index in range(width))
         return tuple(len(batch) for batch in group) + (0,) * (width - len(group))
@@ -184,14 +197,17 @@ class RankBatches:
     Args:
         indexes: whose batches are read here: this rank's, or every rank's where one reads for all.
         scalar: each entry is one index and no list (a loader without automatic batching).
-        tell: each entry tells its place, for workers.
+        with_places: each entry knows its place in the epoch, for workers.
 
     Attributes:
-        key: seed of the epoch, for what tells its place.
+        key: seed of the epoch, for entries that know their place.
     """
 
-    def __init__(self, indexes: Sequence[int], scalar: bool = False, tell: bool = False) -> None:
-        self.indexes, self.scalar, self.tell, self.key = indexes, scalar, tell, 0
+    def __init__(self, indexes: Sequence[int], scalar: bool = False, with_places: bool = False) -> None:
+        self.indexes = indexes
+        self.scalar = scalar
+        self.with_places = with_places
+        self.key = 0
         self.schedule: Schedule | None = None
 
     def __iter__(self) -> Iterator[Any]:
@@ -202,10 +218,14 @@ class RankBatches:
         return self.schedule.steps * len(self.indexes) if self.schedule else 0
 
     def _draw(self, schedule: Schedule | None, key: int) -> Iterator[Any]:
-        for step in range(schedule.steps if schedule else 0):
+        if schedule is None:
+            return
+        for step in range(schedule.steps):
             for index in self.indexes:
                 indices = schedule.indices(step, index)
-                if self.tell:
-                    yield Run(indices, key, schedule.place(step, index))
+                if self.with_places:
+                    yield Indices(indices, key, schedule.place(step, index))
+                elif self.scalar:
+                    yield indices[0]
                 else:
-                    yield indices[0] if self.scalar else indices
+                    yield indices

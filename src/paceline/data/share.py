@@ -12,17 +12,17 @@ workers, and whatever it then gives is taken.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import islice
 from typing import Any
 
 import torch
 from torch.utils.data import IterableDataset, get_worker_info
-from torch.utils.data._utils import worker as torch_worker
 
 from paceline.data.feed import NOTHING
 from paceline.data.order import mix
 from paceline.plan.data import DataPlan
+from paceline.torch_internals.loaders import set_worker_info
 from paceline.world.tree import tensors
 
 _END = object()
@@ -41,9 +41,12 @@ class ShownWorker:
         asked: whether the dataset has looked at `id` or `num_workers`, which it does to split itself.
     """
 
-    def __init__(self, id: int, num_workers: int, seed: int, dataset: Any) -> None:
-        self._id, self._num_workers, self.seed, self.dataset = id, num_workers, seed, dataset
+    def __init__(self, id: int, num_workers: int, seed: int, dataset: object) -> None:
+        self.seed = seed
+        self.dataset = dataset
         self.asked = False
+        self._id = id
+        self._num_workers = num_workers
 
     @property
     def id(self) -> int:
@@ -72,13 +75,18 @@ class Share(IterableDataset[Any]):
     def __init__(
         self, dataset: Any, plan: DataPlan, own: bool = False, asks: bool = True, shared: bool = False
     ) -> None:
-        self.dataset, self.seed, self.asks = dataset, plan.seed, asks
+        self.dataset = dataset
+        self.seed = plan.seed
+        self.own = own
+        self.asks = asks
         rows = plan.rows(plan.global_batch)
         self.per_batch = rows[plan.index]
         # Samples of the stream at one step, and those of them that ranks before this one read.
-        self.batch, self.before = (self.per_batch, 0) if own else (plan.global_batch, sum(rows[: plan.index]))
-        self.own = own
-        self.width, self.index = (1, 0) if own else (plan.width, plan.index)
+        self.batch, self.before = plan.global_batch, sum(rows[: plan.index])
+        self.width, self.index = plan.width, plan.index
+        if own:
+            self.batch, self.before = self.per_batch, 0
+            self.width, self.index = 1, 0
         self.now = torch.zeros(2, dtype=torch.int64)  # epoch, global samples to leave out
         if shared:
             self.now.share_memory_()
@@ -98,28 +106,22 @@ class Share(IterableDataset[Any]):
     def __iter__(self) -> Iterator[Any]:
         epoch, start = self.now.tolist()
         start = 0 if self.own else start  # a global count says nothing of our part: the feed reads over batches instead
-        self._begin(epoch)
-        skipped = self._restore()
-        found = get_worker_info()
-        workers, worker = (found.num_workers, found.id) if found else (1, 0)
-        if self.width * workers == 1:
-            return self._all(start, skipped)
-        return self._part(start, skipped, worker, workers)
-
-    def _begin(self, epoch: int) -> None:
-        set_epoch, generator = getattr(self.dataset, "set_epoch", None), getattr(self.dataset, "generator", None)
+        set_epoch = getattr(self.dataset, "set_epoch", None)
+        generator = getattr(self.dataset, "generator", None)
         if callable(set_epoch):
             set_epoch(epoch)
         elif isinstance(generator, torch.Generator):
             generator.manual_seed(mix(self.seed, epoch))
-
-    def _restore(self) -> int:
-        """Gives the dataset its state back, once; how many samples that leaves out."""
-        if self.state is None:
-            return 0
-        (read, state), self.state = self.state, None
-        self.dataset.load_state_dict(state)
-        return read
+        skipped = 0  # samples that the dataset's own state leaves out, which it is given once
+        if self.state is not None:
+            skipped, state = self.state
+            self.state = None
+            self.dataset.load_state_dict(state)
+        info = get_worker_info()
+        num_workers, worker = (1, 0) if info is None else (info.num_workers, info.id)
+        if self.width * num_workers == 1:
+            return self._all(start, skipped)
+        return self._part(start, skipped, worker, num_workers)
 
     def _all(self, start: int, skipped: int) -> Iterator[Any]:
         samples = iter(self.dataset)
@@ -132,10 +134,10 @@ class Share(IterableDataset[Any]):
             self._read += 1
             yield sample
 
-    def _part(self, start: int, skipped: int, worker: int, workers: int) -> Iterator[Any]:
-        real = torch_worker._worker_info
-        seed = real.seed if real else 0
-        shown = ShownWorker(self.index * workers + worker, self.width * workers, seed, self.dataset)
+    def _part(self, start: int, skipped: int, worker: int, num_workers: int) -> Iterator[Any]:
+        real = get_worker_info()
+        seed = 0 if real is None else real.seed
+        shown = ShownWorker(self.index * num_workers + worker, self.width * num_workers, seed, self.dataset)
         whole = ShownWorker(0, 1, seed, self.dataset)
         samples = Shown(self.dataset, shown if self.asks else whole, real)
         first = next(samples, _END)
@@ -147,45 +149,42 @@ class Share(IterableDataset[Any]):
             yield from samples
             return
         samples.info = whole  # should it ask later, it must not begin to split
-        batch, ahead = self.batch, worker * self.batch + self.before
-        self._read = max(start, skipped) + ahead + self.per_batch
+        samples_before = worker * self.batch + self.before  # of a round of all workers' batches
+        self._read = max(start, skipped) + samples_before + self.per_batch
         if first is _END:
             return
-        lead = start - skipped + ahead
-        if lead > 0:
-            skip(samples, lead - 1)
+        num_skipped = start - skipped + samples_before
+        if num_skipped > 0:
+            skip(samples, num_skipped - 1)  # one has been read already
             first = next(samples, _END)
         while first is not _END:
             yield first
             yield from islice(samples, self.per_batch - 1)
-            skip(samples, workers * batch - self.per_batch)
-            self._read += workers * batch
+            skip(samples, num_workers * self.batch - self.per_batch)
+            self._read += num_workers * self.batch
             first = next(samples, _END)
 
 
 class Shown:
     """A dataset's iterator that sees our worker information while it runs, and nobody else does."""
 
-    def __init__(self, dataset: Any, info: ShownWorker, real: Any) -> None:
+    def __init__(self, dataset: Iterable[Any], info: ShownWorker, real: object) -> None:
         self.info, self.real = info, real
-        self._samples = self._showing(lambda: iter(dataset))
+        set_worker_info(info)
+        try:
+            self._samples = iter(dataset)
+        finally:
+            set_worker_info(real)
 
     def __iter__(self) -> Shown:
         return self
 
     def __next__(self) -> Any:
-        torch_worker._worker_info = self.info
+        set_worker_info(self.info)
         try:
             return next(self._samples)
         finally:
-            torch_worker._worker_info = self.real
-
-    def _showing(self, act: Callable[[], Iterator[Any]]) -> Iterator[Any]:
-        torch_worker._worker_info = self.info
-        try:
-            return act()
-        finally:
-            torch_worker._worker_info = self.real
+            set_worker_info(self.real)
 
 
 class Counted:
@@ -206,4 +205,5 @@ class Counted:
             return len(samples), note, self.collate(samples)
         batch = self.collate(samples)
         lengths = {tensor.shape[0] for tensor in tensors(batch) if tensor.ndim}
-        return max(1, lengths.pop()) if len(lengths) == 1 else 1, note, batch
+        num_rows = max(1, lengths.pop()) if len(lengths) == 1 else 1
+        return num_rows, note, batch

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from itertools import islice
+from itertools import count, islice
 from typing import Any
 
 import torch
@@ -16,10 +16,11 @@ from torch.utils.data import BatchSampler, DataLoader
 
 from paceline.base.errors import DataError
 from paceline.base.log import warn_once
-from paceline.data.feed import NOTHING, Group, Mark, Steps, resized, rewired
+from paceline.data.feed import NOTHING, GlobalBatch, Mark, Steps, resized, rewired
 from paceline.data.order import mix
 from paceline.data.share import Counted, Share
 from paceline.plan.data import BatchInfo, DataPlan, Position
+from paceline.torch_internals.loaders import end_workers
 from paceline.world.collectives import Collectives
 from paceline.world.tree import map_tensors
 
@@ -42,10 +43,12 @@ class StreamFeed:
     def __init__(
         self, loader: DataLoader[Any], plan: DataPlan, collectives: Collectives | None, everyone: bool = False
     ) -> None:
-        self.plan, self.group = plan, 0
-        self._each = plan.width if everyone else 1  # batches that are read here for one step
+        self.plan = plan
+        self.group = 0
+        self._batches_per_step = plan.width if everyone else 1  # that are read here
         self._collectives = collectives
-        self._loader, self._dataset = loader, loader.dataset
+        self._loader = loader
+        self._dataset = loader.dataset
         self._batched = loader.batch_sampler is not None
         self._workers = max(1, loader.num_workers)
         self._generator = torch.Generator()
@@ -54,7 +57,10 @@ class StreamFeed:
     def _build(self) -> None:
         """The inner DataLoader, over this rank's share of the stream."""
         loader, plan = self._loader, self.plan
-        split = replace(plan, width=1, index=0, global_batch=plan.micro_batch) if self._each > 1 else plan
+        split = plan
+        if self._batches_per_step > 1:
+            # This rank reads the whole stream, one rank's batch after the other.
+            split = replace(plan, width=1, index=0, global_batch=plan.micro_batch)
         dataset, own = _cut(loader.dataset, split)
         asks = own or split.width == 1 or _shards(loader.dataset) is None
         self.share = Share(dataset, split, own, asks, shared=loader.persistent_workers)
@@ -66,7 +72,6 @@ class StreamFeed:
             dataset=self.share,
             collate_fn=Counted(loader.collate_fn, self.share, self._batched),
             generator=self._generator,
-            _IterableDataset_len_called=None,
             **place,
         )
 
@@ -89,29 +94,38 @@ class StreamFeed:
         plan, width = self.plan, self.plan.width
         parts = self.parts(start, note)
         full = plan.info(plan.global_batch, last=False)
-        consumed, done = start.samples, int(note.get("batches", 0))
+        consumed = start.samples
+        batches_before = int(note.get("batches", 0))
         spare: Part | None = None
         ahead = next(parts, None)
-        latest, step = NOTHING, 0
-        while True:
-            here, ahead = ahead, next(parts, None) if ahead is not None else None
+        latest_note = NOTHING
+        for step in count():
+            # One part is read ahead, since a rank must say at each step whether another follows.
+            here = ahead
+            ahead = next(parts, None) if here is not None else None
             rows, more = self._agree(here, ahead)
             if not any(rows):
                 return
             if width > 1 and spare is None:
                 spare = self._spare(here, rows)
-            count, batch = (here[0], here[2]) if here else (spare[0], map_tensors(torch.clone, spare[2]))
-            latest = here[1] if here else latest
-            if rows == full.real and more:
-                info = full
+            if here is not None:
+                num_rows, latest_note, batch = here
             else:
-                info = self._info(rows, count, last=not more)
+                assert spare is not None, "a rank at its end has got a batch to take part with"
+                num_rows, _, spare_batch = spare
+                batch = map_tensors(torch.clone, spare_batch)
+            info = full
+            if rows != full.real or not more:
+                info = self._info(rows, num_rows, last=not more)
             consumed += sum(rows) if self._batched else sum(map(bool, rows))
-            to_resume = {**latest, "batches": done + step + 1, "width": width, "workers": self._workers}
+            to_resume = {**latest_note, **self._note(batches_before + step + 1)}
             yield batch, Mark(start.epoch, info, consumed, step, None, to_resume)
             if not more:
                 return
-            step += 1
+
+    def _note(self, batches: int) -> dict[str, int]:
+        """What a resume after this many batches needs besides the dataset's own state."""
+        return {"batches": batches, "width": self.plan.width, "workers": self._workers}
 
     def parts(self, start: Position, note: Mapping[str, Any]) -> Iterator[Part]:
         """This rank's batches with their rows and notes, without a word to the other ranks."""
@@ -126,7 +140,7 @@ class StreamFeed:
         share.now.copy_(torch.tensor([start.epoch, start.samples]))
         share.state = state
         if state is not None:
-            self._inner._iterator = None  # workers that live on would not see the state
+            end_workers(self._inner)  # workers that live on would not see the state
         self._generator.manual_seed(mix(self.plan.seed, start.epoch, self.plan.index, start.samples))
         parts = iter(self._inner)
         first = next(parts, None)
@@ -140,21 +154,35 @@ class StreamFeed:
     def schedule(self, start: Position) -> None:
         """Nothing is known of what follows."""
 
-    def groups(self, start: Position, note: Mapping[str, Any] = NOTHING) -> Iterator[Group]:
+    def global_batches(self, start: Position, note: Mapping[str, Any] = NOTHING) -> Iterator[GlobalBatch]:
         """The batches of all ranks, step by step (where this feed reads for everyone)."""
-        width, drop, done = self.plan.width, self.plan.tail == "drop", int(note.get("batches", 0))
+        width = self.plan.width
         parts = self.parts(start, note)
-        consumed, ahead = start.samples, list(islice(parts, width))
-        while ahead and not (drop and len(ahead) < width):
-            here, ahead, done = ahead, list(islice(parts, width)), done + 1
-            last = not ahead or (drop and len(ahead) < width)
-            rows = tuple(count for count, _, _ in here) + (0,) * (width - len(here))
+        consumed = start.samples
+        batches = int(note.get("batches", 0))
+        # One step is read ahead, to know whether a step is the last.
+        ahead = self._parts_of_step(parts)
+        while ahead:
+            here = ahead
+            ahead = self._parts_of_step(parts)
+            last = not ahead
+            batches += 1
+            num_missing = width - len(here)
+            rows = tuple(num_rows for num_rows, _, _ in here) + (0,) * num_missing
             consumed += sum(rows) if self._batched else len(here)
-            latest = {**here[-1][1], "batches": done, "width": width, "workers": self._workers}
-            here += here[:1] * (width - len(here))  # ranks without a batch repeat the first, with weight zero
-            loaded = tuple(count for count, _, _ in here)
+            latest_note = here[-1][1]
+            here += here[:1] * num_missing  # ranks without a batch repeat the first, with weight zero
+            loaded = tuple(num_rows for num_rows, _, _ in here)
             weights = self._info(rows, 0, last).weights
-            yield Group([batch for _, _, batch in here], loaded, rows, weights, last, consumed, latest)
+            to_resume = {**latest_note, **self._note(batches)}
+            yield GlobalBatch([batch for _, _, batch in here], loaded, rows, weights, last, consumed, to_resume)
+
+    def _parts_of_step(self, parts: Iterator[Part]) -> list[Part]:
+        """A batch for each rank, fewer at the end of the stream; none where such a tail is dropped."""
+        step = list(islice(parts, self.plan.width))
+        if self.plan.tail == "drop" and len(step) < self.plan.width:
+            return []
+        return step
 
     def _reread(self, first: Part | None, parts: Iterator[Part], note: Mapping[str, Any]) -> Part | None:
         """The first batch after those that this rank had before; its own samples cannot be told from a global count.
@@ -162,7 +190,8 @@ class StreamFeed:
         Raises:
             DataError: `data-reshard`.
         """
-        before, now = (note.get("width"), note.get("workers")), (self.plan.width, self._workers)
+        before = (note.get("width"), note.get("workers"))
+        now = (self.plan.width, self._workers)
         if before != now:
             raise DataError(
                 "data-reshard",
@@ -172,40 +201,45 @@ class StreamFeed:
                 fix="go on with as many ranks and workers; or let the dataset give its whole stream to all, which Paceline "
                 "then divides and resumes at any width",
             )
-        done = int(note.get("batches", 0)) * self._each
-        return next(islice(parts, done - 1, None), None) if done else first
+        num_read = int(note.get("batches", 0)) * self._batches_per_step
+        return next(islice(parts, num_read - 1, None), None) if num_read else first
 
     def _agree(self, here: Part | None, ahead: Part | None) -> tuple[tuple[int, ...], bool]:
         """Rows of every rank at this step (all zero: there is none), and whether a step follows."""
         width = self.plan.width
         if width == 1:
             return (here[0] if here else 0,), ahead is not None
-        mine = [0] * (width + 2)
-        mine[self.plan.index] = here[0] if here else 0
-        mine[width] = ahead is not None
-        mine[width + 1] = here is not None and "splits_itself" in here[1]
-        *rows, more, split = self._collectives.sum_ints(mine)
-        if self.plan.tail == "drop" and not split:
+        assert self._collectives is not None, "needed at a width above one"
+        own_rows = [0] * width
+        own_rows[self.plan.index] = here[0] if here else 0
+        has_more = ahead is not None
+        splits_itself = here is not None and "splits_itself" in here[1]
+        *rows, num_more, num_split = self._collectives.sum_ints([*own_rows, has_more, splits_itself])
+        if self.plan.tail == "drop" and not num_split:
             # One stream for all: a step that some rank cannot fill is the tail.
-            return tuple(rows) if all(rows) else (0,) * width, more == width
-        return tuple(rows), more > 0
+            return tuple(rows) if all(rows) else (0,) * width, num_more == width
+        return tuple(rows), num_more > 0
 
     def _spare(self, here: Part | None, rows: tuple[int, ...]) -> Part:
         """A batch to take part with, once this rank has no more: a copy, because scripts change their batches."""
-        spare = None if here is None else (here[0], NOTHING, map_tensors(torch.clone, here[2]))
-        if all(rows):
+        spare: Part | None = None
+        if here is not None:
+            num_rows, _, batch = here
+            spare = (num_rows, NOTHING, map_tensors(torch.clone, batch))
+        if spare is not None and all(rows):
             return spare
-        source = next(index for index, count in enumerate(rows) if count)
-        sent = self._collectives.broadcast_object(spare, src=source)
-        return spare or sent
+        assert self._collectives is not None, "needed at a width above one"
+        source = next(index for index, num_rows in enumerate(rows) if num_rows)
+        first_ranks: Part = self._collectives.broadcast_object(spare, src=source)
+        return spare or first_ranks
 
-    def _info(self, rows: tuple[int, ...], count: int, last: bool) -> BatchInfo:
+    def _info(self, rows: tuple[int, ...], loaded: int, last: bool) -> BatchInfo:
         weights = rows
         if self.plan.tail == "pad":
-            weights = tuple(
-                held or full for held, full in zip(rows, self.plan.rows(self.plan.global_batch), strict=True)
-            )
-        return BatchInfo(self.plan.index, rows, weights, count, last)
+            # A rank that has nothing left counts as much as with a full batch.
+            full_rows = self.plan.rows(self.plan.global_batch)
+            weights = tuple(num_rows or full for num_rows, full in zip(rows, full_rows, strict=True))
+        return BatchInfo(self.plan.index, rows, weights, loaded, last)
 
     def reseed(self, seed: int) -> None:
         """Seeds a dataset's own generator, and the workers, otherwise from now on."""
@@ -222,8 +256,7 @@ class StreamFeed:
 
     def after(self, epoch: int, steps: int) -> tuple[Position, Mapping[str, Any]]:
         """Counts full batches: a stream is not read to look."""
-        note = {"batches": steps, "width": self.plan.width, "workers": self._workers}
-        return Position(epoch, steps * self.plan.global_batch), note
+        return Position(epoch, steps * self.plan.global_batch), self._note(steps)
 
 
 def indivisible(global_batch: int, width: int, why: str) -> DataError:
@@ -236,7 +269,7 @@ def indivisible(global_batch: int, width: int, why: str) -> DataError:
     )
 
 
-def _shards(dataset: Any) -> int | None:
+def _shards(dataset: object) -> int | None:
     """How many parts a dataset can be cut into by its own `shard`; None where it has none."""
     if not callable(getattr(dataset, "shard", None)):
         return None

@@ -9,7 +9,6 @@ divides itself (a `DistributedSampler`, an iterable dataset, another dataset on 
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Iterator, Sequence
 from itertools import count
 from types import FrameType
@@ -18,9 +17,10 @@ from typing import Any
 import numpy as np
 import torch
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset
-from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from paceline.base.log import logger
+from paceline.data.loader import PreparedLoader
+from paceline.torch_internals.loaders import datasets_in_use
 from paceline.world import rendezvous
 from paceline.world.places import user_frame
 from paceline.world.world import World
@@ -38,12 +38,15 @@ class UnpreparedLoaders:
     """
 
     def __init__(self, world: World) -> None:
-        self._world, self._number = world, next(_NUMBERS)
+        self._world = world
+        self._number = next(_NUMBERS)
         self._store: Any = None
         self._passes = 0
-        self._name, self._place = "", ""
+        # What this rank iterates without having prepared it, and in which line; "" until it was found.
+        self._name = ""
+        self._place = ""
 
-    def look(self, prepared: Sequence[Any]) -> None:
+    def look(self, prepared: Sequence[PreparedLoader]) -> None:
         """Called by a backward pass outside of every prepared loop.
 
         Args:
@@ -58,11 +61,9 @@ class UnpreparedLoaders:
     def _answer(self, prepared: set[int]) -> None:
         """Writes what this rank reads."""
         frame = user_frame()
-        # `isinstance` would ask the objects themselves, some of which warn when they are asked for anything.
-        running: list[Any] = [each for each in gc.get_objects() if issubclass(type(each), _BaseDataLoaderIter)]
-        datasets = {id(each._dataset) for each in running} - prepared
+        unprepared = {id(dataset) for dataset in datasets_in_use()} - prepared
         for name, loader in _loaders(frame):
-            if id(loader.dataset) in datasets and not _divided(loader):
+            if id(loader.dataset) in unprepared and not _divided(loader):
                 assert frame is not None, "a loader was found in it"
                 self._name, self._place = name, f"{frame.f_code.co_filename}:{frame.f_lineno}"
                 self._store = rendezvous.part(f"unprepared/{self._number}")
@@ -87,32 +88,37 @@ class UnpreparedLoaders:
 def _loaders(frame: FrameType | None) -> Iterator[tuple[str, DataLoader[Any]]]:
     """The names under which the loop, and whoever called it, know DataLoaders."""
     while frame is not None:
-        for names in (frame.f_locals, frame.f_globals):
-            yield from ((name, value) for name, value in list(names.items()) if isinstance(value, DataLoader))
+        for variables in (frame.f_locals, frame.f_globals):
+            for name, value in list(variables.items()):
+                if isinstance(value, DataLoader):
+                    yield name, value
         frame = frame.f_back
 
 
 def _divided(loader: DataLoader[Any]) -> bool:
     """Whether the script may divide the samples itself: by a sampler that is none of torch's plain ones."""
-    outer = loader.batch_sampler if loader.batch_sampler is not None else loader.sampler
-    own = not isinstance(outer, BatchSampler) or type(outer).__iter__ is not BatchSampler.__iter__
-    sampler = getattr(outer, "sampler", outer)
-    distributed = isinstance(sampler, DistributedSampler) or not type(sampler).__module__.startswith("torch.")
-    return isinstance(loader.dataset, IterableDataset) or own or distributed
+    if isinstance(loader.dataset, IterableDataset):
+        return True
+    outer = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
+    if not isinstance(outer, BatchSampler) or type(outer).__iter__ is not BatchSampler.__iter__:
+        return True
+    return isinstance(outer.sampler, DistributedSampler) or not type(outer.sampler).__module__.startswith("torch.")
 
 
-def _outline(value: Any, depth: int = 3) -> str:
+def _outline(value: object, depth: int = 3) -> str:
     """What tells datasets apart, without reading a sample: types, lengths, and what stands first and last."""
     if isinstance(value, torch.Tensor):
+        if value.device.type != "cpu":
+            return f"{list(value.shape)} "  # to look inside would wait for the device
         flat = value.detach().flatten()
-        ends = torch.cat([flat[:4], flat[-4:]]).tolist() if value.device.type == "cpu" else ""
-        return f"{list(value.shape)} {ends}"
+        return f"{list(value.shape)} {torch.cat([flat[:4], flat[-4:]]).tolist()}"
     if isinstance(value, np.ndarray):
         return f"{value.shape} {value.ravel()[:4]} {value.ravel()[-4:]}"
     if value is None or isinstance(value, (bool, int, float, str)):
         return repr(value)
     if isinstance(value, (list, tuple, range)):
-        return f"{len(value)} [{', '.join(_outline(each, depth - 1) for each in (*value[:1], *value[-1:]))}]"
-    inside = getattr(value, "__dict__", {}) if depth else {}
-    kind = type(value).__name__
-    return f"{kind}({', '.join(f'{name}: {_outline(each, depth - 1)}' for name, each in inside.items())})"
+        ends = [_outline(entry, depth - 1) for entry in (*value[:1], *value[-1:])]
+        return f"{len(value)} [{', '.join(ends)}]"
+    attributes = getattr(value, "__dict__", {}) if depth else {}
+    outlines = [f"{name}: {_outline(attribute, depth - 1)}" for name, attribute in attributes.items()]
+    return f"{type(value).__name__}({', '.join(outlines)})"

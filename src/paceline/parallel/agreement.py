@@ -1,27 +1,25 @@
-"""`Agreement`: ranks tell each other what they are about to send, so that none takes one unit's numbers for another's.
+"""Ranks tell each other what they are about to send, so that none takes one unit's numbers for another's.
 
-    gather    "the parameters of blocks.2"                          with the parameters themselves: no time is lost
-    reduce    "the gradients of blocks.2, of which I have these"    before; who lacks some sends zeros
-    end       "my backward pass is over"
+    GATHER    "the parameters of blocks.2"                          with the parameters themselves: no time is lost
+    REDUCE    "the gradients of blocks.2, of which I have these"    before; a rank that lacks some sends zeros
+    END       "my backward pass is over"
 
 FSDP2 itself pairs whatever comes next: on ranks that compute different blocks a rank would use another block's
-parameters without a word, abort, or wait for ever. Where the backend is not gloo nobody checks: it would cost a round
-trip of the host for each unit.
+parameters without a word, abort, or wait for ever. Where transport is pairwise the ranks always check. On other backends a
+check costs a round trip between the hosts for each unit, so that only debug mode makes it.
 """
 
 from __future__ import annotations
-
-from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from paceline.base.errors import PlanError
-from paceline.world.works import wait_all
+from paceline.world.transport import PairwiseTransport
 
 GATHER, REDUCE, END = range(3)
 _DOES = ("gathers the parameters of {}", "reduces the gradients of {}", "has ended the backward pass of {}")
-_TAG = 1 << 20  # of what is said; further tags are those of flags
+_TAG = 1 << 20  # of statements; the tags after it are those of flags, one a unit
 _names: list[str] = []  # of all units, in the order in which all ranks made them
 
 
@@ -32,50 +30,46 @@ def number(name: str) -> int:
 
 
 class Statement:
-    """What one rank said, and what it will hear.
+    """What each rank of a group is about to do.
 
     Args:
-        group: all say something, as often.
+        group: takes tensors on the CPU. All of its ranks make a statement, as often.
         kind, unit: what this rank is about to do, and with which unit.
         flags: small numbers that are the rank's own; as many on all ranks that say the same.
     """
 
-    def __init__(self, group: Any, kind: int, unit: int, flags: list[int] | None = None) -> None:
-        self._group, self._said = group, (kind, unit)
-        rank, ranks = dist.get_rank(group), dist.get_world_size(group)
-        self._peers = [(rank + step) % ranks for step in range(1, ranks)]
-        self._own = flags or []
-        self._heard = {peer: torch.empty(2, dtype=torch.int64) for peer in self._peers}
-        self._flags = {peer: torch.empty(len(self._own), dtype=torch.uint8) for peer in self._peers}
-        self._works = self._exchange(torch.tensor(self._said), self._heard, _TAG)
-        if self._own:
-            own = torch.tensor(self._own, dtype=torch.uint8)
-            self._later = self._exchange(own, self._flags, _TAG + 1 + unit)
-
-    def _exchange(self, own: torch.Tensor, places: dict[int, torch.Tensor], tag: int) -> list[Any]:
-        works = [dist.irecv(places[peer], group=self._group, tag=tag, group_src=peer) for peer in self._peers]
-        return works + [dist.isend(own, group=self._group, tag=tag, group_dst=peer) for peer in self._peers]
+    def __init__(self, group: dist.ProcessGroup, kind: int, unit: int, flags: list[int] | None = None) -> None:
+        self._transport = PairwiseTransport(group)
+        self._own_statement = [kind, unit]
+        self._own_flags = flags or []
+        size = self._transport.size
+        self._statements = torch.empty(size, 2, dtype=torch.int64)
+        self._flags = torch.empty(size, len(self._own_flags), dtype=torch.uint8)
+        self._under_way = self._transport.all_gather(self._statements, torch.tensor(self._own_statement), _TAG)
+        if self._own_flags:
+            own = torch.tensor(self._own_flags, dtype=torch.uint8)
+            # A tag for each unit: ranks that are about to do different things may have different numbers of flags.
+            self._flags_under_way = self._transport.all_gather(self._flags, own, _TAG + 1 + unit)
 
     def heard(self) -> list[int]:
-        """Waits for the others; the largest of all ranks' flags, one by one.
+        """Waits for the other ranks, and gives the largest of all ranks' flags, one by one.
 
         Raises:
             PlanError: `shard-diverged`, on every rank, where some rank is about to do something else.
         """
-        wait_all(self._works)
-        for peer, heard in self._heard.items():
-            if (other := tuple(heard.tolist())) != self._said:
-                raise self._diverged(peer, other)
-        if not self._own:
+        self._under_way.wait()
+        for rank, statement in enumerate(self._statements.tolist()):
+            if statement != self._own_statement:
+                raise self._diverged(rank, statement)
+        if not self._own_flags:
             return []
-        wait_all(self._later)
-        return [max(flags) for flags in zip(self._own, *(f.tolist() for f in self._flags.values()), strict=True)]
+        self._flags_under_way.wait()
+        largest: list[int] = self._flags.amax(0).tolist()
+        return largest
 
-    def _diverged(self, peer: int, other: tuple[int, ...]) -> PlanError:
-        mine, theirs = (
-            f"rank {dist.get_global_rank(self._group, rank)} {_DOES[kind].format(_names[unit])}"
-            for rank, (kind, unit) in ((dist.get_rank(self._group), self._said), (peer, other))
-        )
+    def _diverged(self, peer: int, statement: list[int]) -> PlanError:
+        mine = self._in_words(self._transport.rank, self._own_statement)
+        theirs = self._in_words(peer, statement)
         return PlanError(
             "shard-diverged",
             "ranks compute different parts of a model that is divided over them.",
@@ -83,3 +77,8 @@ class Statement:
             fix="let every rank use the same modules in the same order; or, where data decide which are used, make one "
             "unit of the whole model: options={'shard': {'wrap': 'none'}}",
         )
+
+    def _in_words(self, rank: int, statement: list[int]) -> str:
+        kind, unit = statement
+        global_rank = dist.get_global_rank(self._transport.group, rank)
+        return f"rank {global_rank} {_DOES[kind].format(_names[unit])}"

@@ -19,10 +19,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
-from paceline.parallel.gloo import Handle, all_gather, collect_parts, gather_parts
 from paceline.parallel.stand_ins import stand_in, stand_ins
 from paceline.world.sharded import is_sharded, local
-from paceline.world.works import wait_all
+from paceline.world.transport import transport_of
+from paceline.world.works import Handle, wait_all
 
 DIRECT = 1 << 18  # bytes from which a tensor travels by itself, without a copy; smaller ones are packed
 
@@ -133,6 +133,7 @@ class _Divided:
     def __init__(self, mesh: Any, parameters: Iterable[Tensor], limit: int) -> None:
         self.mesh, self.group = mesh, mesh.get_group()
         self.rank, self.ranks = dist.get_rank(self.group), dist.get_world_size(self.group)
+        self._transport = transport_of(self.group, torch.device(mesh.device_type))
         self._parameters = set(parameters)
         self._limit = limit
 
@@ -187,15 +188,15 @@ class ByRows(_Divided):
             for batch in batches([t for t in tensors if not travels_alone(t)], self._limit):
                 flat = batch[0].new_empty((self.ranks, packed_width(batch, self.ranks)))
                 pack(flat, batch, self.rank)
-                all_gather(flat.view(-1), flat[self.rank], self.group).wait()
+                self._transport.all_gather(flat.view(-1), flat[self.rank]).wait()
                 unpack(flat, batch)
         finally:
             wait_all(under_way)
 
     def _gather(self, tensor: Tensor) -> Handle:
         if even(tensor, self.ranks):
-            return all_gather(tensor.view(-1), self.mine(tensor).view(-1), self.group)
-        return gather_parts(rows(tensor, self.ranks), self.group)
+            return self._transport.all_gather(tensor.view(-1), self.mine(tensor).view(-1))
+        return self._transport.gather_parts(rows(tensor, self.ranks))
 
     # -- states ----------------------------------------------------------------------------------------------
 
@@ -256,7 +257,7 @@ class ByParameters(_Divided):
         whole = torch.empty_like(parameter.detach(), memory_format=torch.contiguous_format)
         places = rows(whole, self.ranks)
         places[self.rank].copy_(part)
-        collect_parts(places, self._owners[parameter], self.group).wait()
+        self._transport.collect_parts(places, self._owners[parameter]).wait()
         return whole
 
     def share(self, parameters: Sequence[Tensor]) -> None:

@@ -24,11 +24,11 @@ from torch import Tensor, nn
 
 from paceline.parallel.averages import average_gradients
 from paceline.parallel.division import batches, dtensor, even, pack, packed_parts, packed_width, rows, travels_alone
-from paceline.parallel.gloo import Handle, reduce_parts, reduce_scatter
 from paceline.world.held import Held
 from paceline.world.mesh import cpu_group
 from paceline.world.sharded import is_sharded
-from paceline.world.works import wait_all
+from paceline.world.transport import transport_of
+from paceline.world.works import Handle, wait_all
 
 _NUMBERS = count()
 
@@ -74,6 +74,7 @@ class Reducer:
         self._mesh = mesh.along("shard")
         self._group, self._all = self._mesh.get_group(), mesh.gradient_group
         self._rank, self._ranks = dist.get_rank(self._group), dist.get_world_size(self._group)
+        self._transport = transport_of(self._group, torch.device(mesh.device_type))
         self._width = dist.get_world_size(self._all)
         self._rest = mesh.along(("replicate", "cp")).get_group() if self._width > self._ranks else None
         self._votes = cpu_group(self._all)
@@ -166,15 +167,15 @@ class Reducer:
             output = torch.empty_like(rows(gradient, self._ranks)[self._rank])
             bucket.parts = [output]
             if even(gradient, self._ranks):
-                bucket.handle = reduce_scatter(output.view(-1), gradient.view(-1), self._group, tag=self._tag)
+                bucket.handle = self._transport.reduce_scatter(output.view(-1), gradient.view(-1), tag=self._tag)
             else:
-                bucket.handle = reduce_parts(output, rows(gradient, self._ranks), self._group, self._tag)
+                bucket.handle = self._transport.reduce_parts(output, rows(gradient, self._ranks), self._tag)
         else:
             flat = bucket.sent = gradients[0].new_empty((self._ranks, packed_width(gradients, self._ranks)))
             pack(flat, gradients)
             output = torch.empty_like(flat[0])
             bucket.parts = packed_parts(output, gradients, self._rank, self._ranks)
-            bucket.handle = reduce_scatter(output, flat.view(-1), self._group, tag=self._tag)
+            bucket.handle = self._transport.reduce_scatter(output, flat.view(-1), tag=self._tag)
         bucket.output = output
         self._flying.append(bucket)
 

@@ -26,7 +26,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from paceline.base.errors import TrainError
-from paceline.parallel.gloo import all_gather
+from paceline.world.transport import transport_of
 
 
 @dataclass(frozen=True)
@@ -128,7 +128,7 @@ def _whole(part: Tensor, region: Region, dim: int) -> Tensor:
     mine = part.movedim(dim, 0).contiguous()
     parts = mine.new_empty(ranks * mine.shape[0], *mine.shape[1:])
     if not part.is_meta:
-        all_gather(parts.view(-1), mine.view(-1), region.group).wait()
+        transport_of(region.group, part.device).all_gather(parts.view(-1), mine.view(-1)).wait()
     return parts.movedim(0, dim).index_select(dim, region.order.to(part.device))
 
 

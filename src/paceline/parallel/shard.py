@@ -42,6 +42,7 @@ from paceline.plan.facts import ModelFacts
 from paceline.plan.options import option
 from paceline.plan.plan import Decision, Plan
 from paceline.world.held import Held
+from paceline.world.transport import transport_of
 from paceline.world.tree import map_tensors
 
 _HALVES = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -185,7 +186,7 @@ class Shard(Strategy):
         if options.prefetch != "auto":
             _prefetch(units, options.prefetch)
         _UNITS[model] = made = Units(model, group, alone, keeps=reshard is False)
-        if context.device.type == "cpu":
+        if transport_of(group, context.device).is_pairwise or context.collectives.debug:
             made.agree()
         take_whole_values(model)
         return model

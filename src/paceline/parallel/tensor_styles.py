@@ -30,10 +30,10 @@ from torch.autograd import Function
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from paceline.base.errors import TrainError
-from paceline.parallel.gloo import gather_parts
 from paceline.parallel.random_streams import RandomStreams
 from paceline.parallel.stages import Shell
 from paceline.world.sharded import is_sharded
+from paceline.world.transport import transport_of
 
 SEQUENCE = 1  # the dimension of positions: activations are [batch, positions, features]
 
@@ -122,7 +122,7 @@ def _gathered(x: Tensor, dim: int, group: Any) -> Tensor:
     x = x.contiguous()
     parts = [torch.empty_like(x) for _ in range(dist.get_world_size(group))]
     parts[dist.get_rank(group)] = x
-    gather_parts(parts, group).wait()
+    transport_of(group, x.device).gather_parts(parts).wait()
     return torch.cat(parts, dim)
 
 

@@ -222,8 +222,6 @@ class Stage:
         wrap_at("paceline.preparation.choose_fused", self._choosing)
         wrap_at("paceline.world.mesh.init_device_mesh", self._unseen)
         replace_at("paceline.parallel.replicate._first_window", _skip_first_window)
-        replace_at("paceline.parallel.agreement.Statement._exchange", lambda *_: [])
-        replace_at("paceline.parallel.agreement.Statement.heard", lambda said: list(said._own))
         replace_at("torch.nn.parallel.distributed._verify_param_shape_across_processes", nothing)
         wrap_at("torch.UntypedStorage.resize_", self._resizing)
         wrap_at("torch.utils.swap_tensors", self._swapping)

@@ -2,6 +2,6 @@
 
 A private name may change in any release of torch. Here it is in one place, and a contract test
 (`tests/unit/torch_internals/`) says what we rely on: `make test-torch TORCH=2.15.0` runs these tests under another
-release, and a failing one names what changed. So far this holds for FSDP2; other packages still use private names of
-their own, and move here when they are next changed.
+release, and a failing one names what changed. `world` and `data` use no other private names; packages that still do
+move theirs here when they are next changed.
 """

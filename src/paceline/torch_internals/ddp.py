@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch.distributed as dist
 from torch import nn
@@ -27,7 +26,7 @@ def buckets_of(model: DistributedDataParallel, parameters: Sequence[nn.Parameter
     return [list(bucket) for bucket in buckets]
 
 
-def _bucket_limits(model: Any) -> list[int]:
+def _bucket_limits(model: DistributedDataParallel) -> list[int]:
     """Bytes of the first bucket, and of all others."""
     if hasattr(model, "_bucket_config"):
         return [model._bucket_config.first_bucket_bytes_cap, model._bucket_config.bucket_bytes_cap]
@@ -36,7 +35,7 @@ def _bucket_limits(model: Any) -> list[int]:
     return [first, model.bucket_bytes_cap]
 
 
-def replace_reducer(model: Any, place: Callable[[nn.Parameter], int], final: bool) -> None:
+def replace_reducer(model: DistributedDataParallel, place: Callable[[nn.Parameter], int], final: bool) -> None:
     """Puts a new reducer in the place of a model's.
 
     Args:

@@ -14,10 +14,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+
+if TYPE_CHECKING:
+    from torch.distributed.fsdp import FSDPModule
+    from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
+    from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
+    from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+    from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 
 
 def replicate_function() -> Callable[..., Any]:
@@ -27,45 +34,45 @@ def replicate_function() -> Callable[..., Any]:
     return replicate
 
 
-def parameter_groups(unit: Any) -> list[Any]:
+def parameter_groups(unit: FSDPModule) -> list[FSDPParamGroup]:
     """The parameter groups of one unit; none where it has no parameters of its own."""
     return _groups_of(unit._get_fsdp_state())
 
 
-def _groups_of(state: Any) -> list[Any]:
+def _groups_of(state: FSDPState) -> list[FSDPParamGroup]:
     if hasattr(state, "_fsdp_param_groups"):
         return list(state._fsdp_param_groups)
     # In torch 2.11 a unit has one group at most.
     return [state._fsdp_param_group] if state._fsdp_param_group is not None else []
 
 
-def group_parameters(group: Any) -> list[Any]:
+def group_parameters(group: FSDPParamGroup) -> list[FSDPParam]:
     """The parameters of a group, in the order in which they are packed for communication."""
     return list(group.fsdp_params)
 
 
-def group_modules(group: Any) -> tuple[nn.Module, ...]:
+def group_modules(group: FSDPParamGroup) -> tuple[nn.Module, ...]:
     """The modules on which `fully_shard` was called for this group."""
     return tuple(group.modules)
 
 
-def sharded_parameter(parameter: Any) -> nn.Parameter:
+def sharded_parameter(parameter: FSDPParam) -> nn.Parameter:
     """The parameter that the module shows and the optimizer steps: this rank's shard, as a DTensor."""
     return parameter.sharded_param
 
 
-def whole_parameter(parameter: Any) -> torch.Tensor | None:
+def whole_parameter(parameter: FSDPParam) -> torch.Tensor | None:
     """The whole parameter with which the module computes, its memory perhaps given up; None before it was gathered."""
     return getattr(parameter, "_unsharded_param", None)
 
 
-def take_up_sharded_parameter(parameter: Any) -> None:
+def take_up_sharded_parameter(parameter: FSDPParam) -> None:
     """Lets a group take up the parameter that was put in the place of its shard."""
     parameter.reset_sharded_param()
 
 
 @contextmanager
-def without_taking_up(parameters: Iterable[Any]) -> Iterator[None]:
+def without_taking_up(parameters: Iterable[FSDPParam]) -> Iterator[None]:
     """While it is open, `load_state_dict` does not make FSDP2 look for the shards of these group parameters."""
     silenced = list(parameters)
     for parameter in silenced:
@@ -80,7 +87,7 @@ def without_taking_up(parameters: Iterable[Any]) -> Iterator[None]:
 # -- gradients -----------------------------------------------------------------------------------------------------------
 
 
-def pending_gradient(parameter: Any) -> torch.Tensor | None:
+def pending_gradient(parameter: FSDPParam) -> torch.Tensor | None:
     """The gradient of a group parameter that no communication has seen, in the whole parameter's shape; None for none."""
     if parameter.unsharded_accumulated_grad is not None:
         return parameter.unsharded_accumulated_grad
@@ -88,7 +95,7 @@ def pending_gradient(parameter: Any) -> torch.Tensor | None:
     return None if whole is None else whole.grad
 
 
-def set_pending_gradient(parameter: Any, gradient: torch.Tensor | None) -> None:
+def set_pending_gradient(parameter: FSDPParam, gradient: torch.Tensor | None) -> None:
     """Puts `gradient` in the place of a group parameter's pending one; None clears it.
 
     Args:
@@ -103,14 +110,14 @@ def set_pending_gradient(parameter: Any, gradient: torch.Tensor | None) -> None:
         whole.grad = gradient
 
 
-def add_zero_gradient(parameter: Any) -> None:
+def add_zero_gradient(parameter: FSDPParam) -> None:
     """Gives a group parameter that the backward pass left out a gradient of zeros, so that it takes part in a reduction."""
     whole = parameter._unsharded_param
     # From torch 2.15 on the gradient's dtype may differ from the parameter's: then it is that of the reduction.
     whole.grad = torch.zeros_like(whole, dtype=getattr(whole, "grad_dtype", None) or whole.dtype)
 
 
-def _accumulates_apart(parameter: Any) -> bool:
+def _accumulates_apart(parameter: FSDPParam) -> bool:
     """Whether pending gradients have an attribute of their own (up to torch 2.14)."""
     return not isinstance(getattr(type(parameter), "unsharded_accumulated_grad", None), property)
 
@@ -118,13 +125,13 @@ def _accumulates_apart(parameter: Any) -> bool:
 # -- passes --------------------------------------------------------------------------------------------------------------
 
 
-def left_unfinished(root: Any) -> bool:
+def left_unfinished(root: FSDPModule) -> bool:
     """Whether an exception ended the last forward or backward pass of this root midway."""
     context = root._get_fsdp_state()._state_ctx
     return context.iter_forward_root is not None or context.post_backward_final_callback_queued
 
 
-def reset_unfinished(root: Any) -> None:
+def reset_unfinished(root: FSDPModule) -> None:
     """Makes a root ready for the next forward pass after an exception ended the last pass midway.
 
     Public as `FSDPModule.reset_iter_state`, which torch 2.11 does not have.
@@ -152,12 +159,12 @@ def reset_unfinished(root: Any) -> None:
     context.post_backward_final_callback_queued = False
 
 
-def reduces_gradients(group: Any) -> bool:
+def reduces_gradients(group: FSDPParamGroup) -> bool:
     """Whether backward passes communicate the gradients of this group (`set_requires_gradient_sync`)."""
     return bool(group.reduce_grads)
 
 
-def reduce_pending(root: Any, groups: Iterable[Any]) -> None:
+def reduce_pending(root: FSDPModule, groups: Iterable[FSDPParamGroup]) -> None:
     """Reduces pending gradients outside of a backward pass, group by group, and waits for all of it.
 
     Ranks: all of the mesh, with their groups in the same order.
@@ -171,7 +178,9 @@ def reduce_pending(root: Any, groups: Iterable[Any]) -> None:
     state._root_post_backward_final_callback()
 
 
-def replace_communication(group: Any, gather: Any, scatter: Any, before_reduction: Callable[[], None]) -> None:
+def replace_communication(
+    group: FSDPParamGroup, gather: AllGather, scatter: ReduceScatter, before_reduction: Callable[[], None]
+) -> None:
     """Lets a group communicate through objects of ours.
 
     Args:
@@ -181,7 +190,7 @@ def replace_communication(group: Any, gather: Any, scatter: Any, before_reductio
     """
     plain = group.post_backward
 
-    def post_backward(*unused: Any) -> None:
+    def post_backward(*unused: object) -> None:
         before_reduction()
         plain(*unused)
 
@@ -189,7 +198,12 @@ def replace_communication(group: Any, gather: Any, scatter: Any, before_reductio
     group._all_gather_comm, group._reduce_scatter_comm, group.post_backward = gather, scatter, post_backward
 
 
-def communication_classes() -> tuple[type, type]:
+def communication_of(group: FSDPParamGroup) -> tuple[AllGather, ReduceScatter]:
+    """The objects that gather a group's parameters and scatter the sums of its gradients."""
+    return group._all_gather_comm, group._reduce_scatter_comm
+
+
+def communication_classes() -> tuple[type[AllGather], type[ReduceScatter]]:
     """The base classes of objects that gather parameters and that scatter sums of gradients."""
     from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
 
@@ -197,7 +211,7 @@ def communication_classes() -> tuple[type, type]:
 
 
 @contextmanager
-def kept_gathered(units: Iterable[Any]) -> Iterator[None]:
+def kept_gathered(units: Iterable[FSDPModule]) -> Iterator[None]:
     """Keeps the parameters of these units whole while it is open: no pass gives them up.
 
     The public `set_reshard_after_forward` cannot put back a mesh of its own, as a width for `reshard` makes one.

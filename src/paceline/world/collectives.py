@@ -22,7 +22,7 @@ from paceline.world.debug import Watch
 from paceline.world.exchange import Arrived, Exchange, Sent, Topic, as_bytes
 from paceline.world.failures import communicate
 from paceline.world.form import Form, Forms, dtype_name
-from paceline.world.mesh import Group, apart
+from paceline.world.mesh import Group, group_beside
 from paceline.world.tree import Tree
 from paceline.world.world import World
 
@@ -93,14 +93,20 @@ class Collectives:
         """
         if self._exchange is None:
             return self
-        return Collectives(self.world, device=torch.device("cpu"), group=apart(self.group))
+        return Collectives(self.world, device=torch.device("cpu"), group=group_beside(self.group))
+
+    @property
+    def cpu_group(self) -> Group:
+        """The same ranks, for tensors on the CPU; None where this process is alone."""
+        return None if self._exchange is None else self._exchange.cpu_group
 
     # -------------------------------------------------------------------- tensors
 
     def gather(self, tree: Tree) -> Tree:
         """The tensors of all ranks, concatenated along dim 0 in rank order; a 0-dim tensor becomes one of [size].
 
-        Ranks may differ in dim 0, and in nothing else.
+        Shape:
+            Each tensor [N, ...], where N may differ between ranks and nothing else may; gives [sum of N, ...].
 
         Raises:
             CollectiveError: `collective-mismatch`, `collective-leaf`.
@@ -121,6 +127,10 @@ class Collectives:
             local: rows that lie in this rank's batch, filler included.
             objects: take `tree` for a list of one object a row, and give one list of all.
 
+        Shape:
+            With L = `local` and R = the sum of `real`: a tensor [L, ...] gives [R, ...], one of no dims [number of ranks
+            with a real row], and any other [N, ...] the N of those ranks together.
+
         Raises:
             CollectiveError: `collective-mismatch`, `collective-leaf`, `collective-object`.
         """
@@ -129,15 +139,16 @@ class Collectives:
         if not objects and all(isinstance(leaf, Tensor) for leaf in trees.leaves(tree)):
             leaves, form = self._form(op, tree)
             return trees.unflatten(tree, _concatenate(leaves, form, self._gather(leaves, form, local), real))
+        # The objects of all leaves travel as one tensor of bytes, after the tensors.
         boxed = _Box(list(tree)) if objects else _box(tree)
-        mixed = trees.leaves(boxed)
-        values = self._pickle(op, [leaf.value for leaf in mixed if isinstance(leaf, _Box)])
-        sent = [*(leaf for leaf in mixed if isinstance(leaf, Tensor)), values]
-        _, form = self._form(f"{op} {trees.structure(boxed)}", sent)
-        arrived = self._gather(sent, form, local)
-        tensors = _concatenate(sent, form, arrived, real, whole_last=True)
-        pickles = torch.split(tensors.pop(), [one.rows[-1] for one in arrived.sent])
-        lists = _join([_unpickle(data) for data in pickles], [one.aux for one in arrived.sent], real)
+        boxes = [leaf.value for leaf in trees.leaves(boxed) if isinstance(leaf, _Box)]
+        leaves = [*trees.tensors(boxed), self._pickle(op, boxes)]
+        _, form = self._form(f"{op} {trees.structure(boxed)}", leaves)
+        arrived = self._gather(leaves, form, local)
+        tensors = _concatenate(leaves, form, arrived, real, whole_last=True)
+        pickles = torch.split(tensors.pop(), [sent.rows[-1] for sent in arrived.sent])
+        boxes_by_rank = [_unpickle(data) for data in pickles]
+        lists = _join(boxes_by_rank, [sent.aux for sent in arrived.sent], real)
         merged = iter(tensors)
         return trees.map_leaves(lambda leaf: next(merged) if isinstance(leaf, Tensor) else next(lists), boxed)
 
@@ -145,6 +156,9 @@ class Collectives:
         """Sum or mean over the ranks of each tensor, times `scale`; "none" scales alone.
 
         Integers are summed as such; their mean is of torch's default float type. Every rank gets the same bits.
+
+        Shape:
+            Any, the same on all ranks; what comes back has it too.
 
         Raises:
             CollectiveError: `collective-mismatch`, `collective-leaf`, `collective-reduction`.
@@ -165,10 +179,15 @@ class Collectives:
                 total = self._sum(self._exchange, leaves, form)
             if reduction == "mean":
                 total = [leaf / self.size for leaf in total]
-            return trees.unflatten(tree, total if scale == 1.0 else [leaf * scale for leaf in total])
+            if scale != 1.0:
+                total = [leaf * scale for leaf in total]
+            return trees.unflatten(tree, total)
 
     def broadcast(self, tree: Tree, src: int = 0) -> Tree:
-        """The tensors of rank `src` on every rank; all ranks pass the same structure, dtypes and shapes.
+        """The tensors of rank `src` on every rank.
+
+        Shape:
+            Any, the same on all ranks, as structure and dtypes are; what comes back has it too.
 
         Raises:
             CollectiveError: `collective-mismatch`, `collective-leaf`.
@@ -182,16 +201,18 @@ class Collectives:
             if not form.on_device and exchange.fits(0, sum(part.numel() for part in parts)):
                 arrived = exchange.announce(form.topic, parts=parts if self.rank == src else ())
                 start = arrived.sent[src].cpu_start
-                return trees.unflatten(tree, _split(arrived.cpu[start:].clone(), leaves))
+                return trees.unflatten(tree, _split(arrived.cpu[start:], leaves))
             exchange.announce(form.topic)
-            found: dict[int, Tensor] = {}
+            received = list(leaves)
             for places, group in ((form.on_cpu, exchange.cpu_group), (form.on_device, exchange.group)):
-                if places:
-                    data = torch.cat([parts[i] for i in places])
-                    source = dist.get_global_rank(group, src)
-                    communicate(form.topic.op, dist.broadcast, data, source, group=group)
-                    found |= zip(places, _split(data, [leaves[i] for i in places]), strict=True)
-            return trees.unflatten(tree, [found[i] for i in range(len(leaves))])
+                if not places:
+                    continue
+                data = torch.cat([parts[i] for i in places])
+                source = dist.get_global_rank(group, src)
+                communicate(form.topic.op, dist.broadcast, data, source, group=group)
+                for place, tensor in zip(places, _split(data, [leaves[i] for i in places]), strict=True):
+                    received[place] = tensor
+            return trees.unflatten(tree, received)
 
     def pad_across(self, tree: Tree, dim: int = 0, pad_index: float = 0, pad_first: bool = False) -> Tree:
         """Pads each tensor along `dim` to the largest size that any rank has there; tensors without that dim stay.
@@ -202,18 +223,21 @@ class Collectives:
             pad_index: the value to pad with.
             pad_first: put the padding before the data.
 
+        Shape:
+            [..., N, ...] with N at `dim`; gives [..., largest N of all ranks, ...].
+
         Raises:
             CollectiveError: `collective-mismatch`, `collective-leaf`.
         """
         leaves, _ = self._form("pad_across_processes", tree)
-        has = [-leaf.ndim <= dim < leaf.ndim for leaf in leaves]
-        sizes = [leaf.shape[dim] if there else 0 for leaf, there in zip(leaves, has, strict=True)]
+        sizes = [leaf.shape[dim] if _has_dim(leaf, dim) else 0 for leaf in leaves]
         kinds = ", ".join(f"{dtype_name(leaf)}, {leaf.ndim} dims" for leaf in leaves)
-        columns = zip(*self._ints("pad_across_processes", f"{trees.structure(tree)} of {kinds}", sizes), strict=True)
-        padded = [
-            _pad(leaf, dim, max(column), pad_index, pad_first) if there else leaf
-            for leaf, there, column in zip(leaves, has, columns, strict=True)
-        ]
+        sizes_by_rank = self._ints("pad_across_processes", f"{trees.structure(tree)} of {kinds}", sizes)
+        padded = []
+        for leaf, sizes_of_leaf in zip(leaves, zip(*sizes_by_rank, strict=True), strict=True):
+            if _has_dim(leaf, dim):
+                leaf = _pad(leaf, dim, max(sizes_of_leaf), pad_index, pad_first)
+            padded.append(leaf)
         return trees.unflatten(tree, padded)
 
     # -------------------------------------------------------------------- objects, flags, numbers
@@ -227,7 +251,7 @@ class Collectives:
         if self._exchange is None:
             return [obj]
         arrived = self._exchange.gather(Topic("gather_object"), (), [self._pickle("gather_object", obj)])
-        return [_unpickle(arrived.cpu[one.cpu_start :][: one.cpu_bytes]) for one in arrived.sent]
+        return [_unpickle(arrived.cpu[sent.cpu_start :][: sent.cpu_bytes]) for sent in arrived.sent]
 
     def broadcast_object(self, obj: Any, src: int = 0) -> Any:
         """The object of rank `src` on every rank; what other ranks pass is ignored.
@@ -235,18 +259,20 @@ class Collectives:
         Raises:
             CollectiveError: `collective-object`.
         """
-        exchange, topic = self._exchange, Topic(f"broadcast_object(src={src})")
+        exchange = self._exchange
         if exchange is None:
             return obj
-        data = self._pickle(topic.op, obj) if self.rank == src else None
-        arrived = exchange.announce(topic, parts=() if data is None else [data])
-        start, count = arrived.sent[src].cpu_start, arrived.sent[src].cpu_bytes
-        if start >= 0:
-            return obj if data is not None else _unpickle(arrived.cpu[start : start + count])
-        buffer = data if data is not None else torch.empty(count, dtype=torch.uint8, device="cpu")
+        topic = Topic(f"broadcast_object(src={src})")
+        is_source = self.rank == src
+        parts = [self._pickle(topic.op, obj)] if is_source else []
+        arrived = exchange.announce(topic, parts=parts)
+        sent = arrived.sent[src]
+        if sent.cpu_start >= 0:  # the object fitted into the message
+            return obj if is_source else _unpickle(arrived.cpu[sent.cpu_start :][: sent.cpu_bytes])
+        buffer = parts[0] if is_source else torch.empty(sent.cpu_bytes, dtype=torch.uint8, device="cpu")
         source = dist.get_global_rank(exchange.cpu_group, src)
         communicate(topic.op, dist.broadcast, buffer, source, group=exchange.cpu_group)
-        return obj if data is not None else _unpickle(buffer)
+        return obj if is_source else _unpickle(buffer)
 
     def barrier(self) -> None:
         """Waits until all ranks are here. Work that is queued on an accelerator is not waited for."""
@@ -254,7 +280,7 @@ class Collectives:
 
     def any(self, flag: bool) -> bool:
         """Whether `flag` is set on any rank."""
-        return any(one[0] for one in self._ints("any", "", (int(flag),)))
+        return any(flag for (flag,) in self._ints("any", "", (int(flag),)))
 
     def sum_ints(self, numbers: Sequence[int]) -> list[int]:
         """The sum over the ranks of each number; touches no accelerator.
@@ -262,7 +288,8 @@ class Collectives:
         Raises:
             CollectiveError: `collective-mismatch`, where ranks bring different counts of numbers.
         """
-        return [sum(column) for column in zip(*self._ints("sum", f"{len(numbers)} numbers", numbers), strict=True)]
+        numbers_by_rank = self._ints("sum", f"{len(numbers)} numbers", numbers)
+        return [sum(column) for column in zip(*numbers_by_rank, strict=True)]
 
     def check(self, op: str, detail: str = "") -> None:
         """In debug mode: waits until all ranks are here, and checks that they do the same from the same line.
@@ -277,22 +304,18 @@ class Collectives:
 
     def _form(self, op: str, tree: Tree, exact: bool = False) -> tuple[list[Tensor], Form]:
         """The leaves of `tree`, all tensors, and what is known of its form."""
-        leaves, form, bad = self._forms.of(op, tree, exact)
-        if form is None:
-            raise self._refuse(op, bad)
-        return leaves, form
-
-    def _refuse(self, op: str, bad: list[str]) -> CollectiveError:
-        """The error for leaves that cannot be sent."""
-        self._tell(op, "; ".join(bad))
-        return CollectiveError(
+        leaves, form, problems = self._forms.of(op, tree, exact)
+        if form is not None:
+            return leaves, form
+        self._announce_refusal(op, "; ".join(problems))
+        raise CollectiveError(
             "collective-leaf",
             f"{op} takes dense tensors on the CPU or the rank's own device, in any nesting, and nothing else.",
-            why=bad,
+            why=problems,
             fix="use gather_object (or gather_for_metrics) for other objects; `.full_tensor()` for a DTensor",
         )
 
-    def _tell(self, op: str, why: str) -> None:
+    def _announce_refusal(self, op: str, why: str) -> None:
         """Lets the other ranks, on their way into the exchange, hear that this one cannot; its own error says more."""
         if self._exchange is not None:
             with contextlib.suppress(CollectiveError):
@@ -313,35 +336,40 @@ class Collectives:
     def _sum(self, exchange: Exchange, leaves: list[Tensor], form: Form) -> list[Tensor]:
         parts = [as_bytes(leaf) for leaf in leaves]
         if not form.on_device and exchange.fits(0, sum(part.numel() for part in parts)):
+            # Small tensors travel inside the message, and each rank adds them up in the same order.
             arrived = exchange.announce(form.topic, parts=parts)
-            for one in arrived.sent:
-                one.rows = (1,) * len(leaves)
+            for sent in arrived.sent:
+                sent.rows = (1,) * len(leaves)
             stacked = _concatenate([leaf.unsqueeze(0) for leaf in leaves], form, arrived)
             return [leaf.sum(0, dtype=leaf.dtype) for leaf in stacked]
         exchange.announce(form.topic)
-        found: dict[int, Tensor] = {}
-        kinds = [(number in form.on_device, leaf.dtype) for number, leaf in enumerate(leaves)]
-        for kind in dict.fromkeys(kinds):
-            places = [i for i, other in enumerate(kinds) if other == kind]
-            flat = torch.cat([leaves[i].reshape(-1) for i in places])
-            group = exchange.group if kind[0] else exchange.cpu_group
+        places_by_kind: dict[tuple[bool, torch.dtype], list[int]] = {}
+        for place, leaf in enumerate(leaves):
+            places_by_kind.setdefault((place in form.on_device, leaf.dtype), []).append(place)
+        total = list(leaves)
+        for (on_device, _), places in places_by_kind.items():
+            flat = torch.cat([leaves[place].reshape(-1) for place in places])
+            group = exchange.group if on_device else exchange.cpu_group
             communicate(form.topic.op, dist.all_reduce, flat, group=group)
-            summed = torch.split(flat, [leaves[i].numel() for i in places])
-            found |= {i: part.view(leaves[i].shape) for i, part in zip(places, summed, strict=True)}
-        return [found[i] for i in range(len(leaves))]
+            sums = torch.split(flat, [leaves[place].numel() for place in places])
+            for place, part in zip(places, sums, strict=True):
+                total[place] = part.view(leaves[place].shape)
+        return total
 
     def _ints(self, op: str, detail: str, numbers: Sequence[int]) -> list[Sequence[int]]:
         """The numbers of each rank; they travel where a message has the rows of leaves."""
         if self._exchange is None:
             return [numbers]
-        topic = self._topics.get((op, detail)) or self._topics.setdefault((op, detail), Topic(op, detail))
-        return [one.rows for one in self._exchange.gather(topic, numbers, ()).sent]
+        topic = self._topics.get((op, detail))
+        if topic is None:
+            topic = self._topics[op, detail] = Topic(op, detail)
+        return [sent.rows for sent in self._exchange.gather(topic, numbers, ()).sent]
 
-    def _pickle(self, op: str, obj: Any) -> Tensor:
+    def _pickle(self, op: str, obj: object) -> Tensor:
         try:
             return torch.frombuffer(bytearray(pickle.dumps(obj)), dtype=torch.uint8)
         except (pickle.PicklingError, AttributeError, TypeError, RecursionError) as error:
-            self._tell(op, str(error))
+            self._announce_refusal(op, str(error))
             raise CollectiveError(
                 "collective-object",
                 f"{op}: an object of type {type(obj).__name__} cannot be sent to other processes.",
@@ -356,7 +384,7 @@ class _Box:
 
     value: Any
 
-    def to(self, *_: Any) -> _Box:
+    def to(self, *_: object) -> _Box:
         """Having it, `tree` takes a box for a leaf."""
         return self
 
@@ -366,8 +394,8 @@ def _box(tree: Tree) -> Tree:
     if isinstance(tree, Tensor):
         return tree
     children = trees.children(tree)
-    rows = isinstance(tree, list | tuple) and not hasattr(tree, "_fields") and not trees.tensors(tree)
-    if children is None or rows:
+    is_list_of_objects = isinstance(tree, list | tuple) and not hasattr(tree, "_fields") and not trees.tensors(tree)
+    if children is None or is_list_of_objects:
         return _Box(tree)
     return trees.rebuild(tree, [_box(child) for child in children])
 
@@ -388,8 +416,9 @@ def _concatenate(
         real: how many of these are real; None keeps all.
         whole_last: whether the last leaf is kept whole all the same.
     """
-    sent = arrived.sent
-    cpu_start, device_start = [one.cpu_start for one in sent], [one.device_start for one in sent]
+    # Where the next leaf of each rank begins in either buffer.
+    cpu_start = [sent.cpu_start for sent in arrived.sent]
+    device_start = [sent.device_start for sent in arrived.sent]
     joined = []
     for number, leaf in enumerate(leaves):
         on_device = number in form.on_device
@@ -398,46 +427,55 @@ def _concatenate(
             buffer = torch.empty(0, dtype=torch.uint8, device=leaf.device)
         shape = leaf.shape[1:]
         row_bytes = shape.numel() * leaf.element_size()
-        rows = [abs(one.rows[number]) for one in sent]  # -1 says 0-dim: one row
-        kept = rows
+        rows = [abs(sent.rows[number]) for sent in arrived.sent]  # -1 says 0-dim: one row
+        kept_rows = rows
         if real is not None and not (whole_last and number == len(leaves) - 1):
-            if leaf.ndim and all(one.rows[number] == one.aux for one in sent):
-                kept = [min(pair) for pair in zip(rows, real, strict=True)]
-            else:
-                kept = [have if there else 0 for have, there in zip(rows, real, strict=True)]
-        total = sum(kept)
+            is_batch = leaf.ndim > 0 and all(sent.rows[number] == sent.aux for sent in arrived.sent)
+            kept_rows = _real_rows(rows, real, is_batch)
+        total = sum(kept_rows)
         if total * row_bytes == buffer.numel() and (arrived.fresh or on_device):
             data = buffer  # a single leaf of equal sizes: it lies there as it is wanted
         else:
-            parts = [buffer[at : at + keep * row_bytes] for at, keep in zip(start, kept, strict=True) if keep]
+            parts = [buffer[at : at + count * row_bytes] for at, count in zip(start, kept_rows, strict=True) if count]
             data = torch.cat(parts) if parts else buffer.new_empty(0)
-        for rank, have in enumerate(rows):
-            start[rank] += have * row_bytes
+        for rank, count in enumerate(rows):
+            start[rank] += count * row_bytes
         joined.append(data.view(leaf.dtype).view(total, *shape))
     return joined
 
 
+def _real_rows(rows: Sequence[int], real: Sequence[int], is_batch: bool) -> list[int]:
+    """How many rows of each rank to keep: of a batch the real ones, of anything else all of a rank that has a real one."""
+    if is_batch:
+        return [min(pair) for pair in zip(rows, real, strict=True)]
+    return [count if has_real else 0 for count, has_real in zip(rows, real, strict=True)]
+
+
 def _split(data: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
     """Tensors with the dtypes and shapes of `like`, from bytes that lie one after the other."""
-    found, start = [], 0
+    tensors = []
+    start = 0
     for leaf in like:
         end = start + leaf.numel() * leaf.element_size()
-        found.append(data[start:end].clone().view(leaf.dtype).view(leaf.shape))
+        # Cloned, because a view of a wider type must begin at a multiple of its size.
+        tensors.append(data[start:end].clone().view(leaf.dtype).view(leaf.shape))
         start = end
-    return found
+    return tensors
 
 
 def _join(boxes: list[list[Any]], loaded: Sequence[int], real: Sequence[int]) -> Iterator[list[Any]]:
     """For each box the objects of all ranks in one list, by the rules of `gather_rows`."""
-    for column in zip(*boxes, strict=True):
-        lists = all(isinstance(value, list | tuple) for value in column)
-        batch = lists and all(len(value) == rows for value, rows in zip(column, loaded, strict=True))
+    for values in zip(*boxes, strict=True):
+        are_lists = all(isinstance(value, list | tuple) for value in values)
+        is_batch = are_lists and all(len(value) == rows for value, rows in zip(values, loaded, strict=True))
         merged: list[Any] = []
-        for value, kept in zip(column, real, strict=True):
-            if batch:
-                merged += value[:kept]
-            elif kept:
-                merged += value if lists else [value]
+        for value, num_real in zip(values, real, strict=True):
+            if is_batch:
+                merged += value[:num_real]
+            elif num_real and are_lists:
+                merged += value
+            elif num_real:
+                merged.append(value)
         yield merged
 
 
@@ -445,12 +483,17 @@ def _unpickle(data: Tensor) -> Any:
     return pickle.loads(data.numpy().tobytes())  # from ranks of this very run
 
 
+def _has_dim(leaf: Tensor, dim: int) -> bool:
+    return -leaf.ndim <= dim < leaf.ndim
+
+
 def _pad(leaf: Tensor, dim: int, size: int, pad_index: float, pad_first: bool) -> Tensor:
-    have = leaf.shape[dim]
-    if have == size:
+    own_size = leaf.shape[dim]
+    if own_size == size:
         return leaf.detach()
     shape = list(leaf.shape)
     shape[dim] = size
     padded = leaf.new_full(shape, pad_index)
-    padded.narrow(dim, size - have if pad_first else 0, have).copy_(leaf.detach())
+    start = size - own_size if pad_first else 0
+    padded.narrow(dim, start, own_size).copy_(leaf.detach())
     return padded

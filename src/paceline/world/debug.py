@@ -37,7 +37,6 @@ _GRACE_S = 5.0  # how long the main thread may take to be interrupted
 _SIGNAL = getattr(signal, "SIGURG", None)  # harmless where nobody handles it; unknown on Windows
 
 _numbers = itertools.count()
-_session: _Session | None = None
 
 
 class Watch:
@@ -48,8 +47,12 @@ class Watch:
         timeout_s: seconds until a rank that does not come counts as missing; by default the group's.
     """
 
-    def __init__(self, group: Any, timeout_s: float | None = None) -> None:
-        self.session = _open_session()
+    def __init__(self, group: dist.ProcessGroup, timeout_s: float | None = None) -> None:
+        session = rendezvous.companion_of(_Session)
+        if session is None:
+            session = _Session()
+            rendezvous.accompany(session)
+        self.session = session
         self.timeout_s = rendezvous.timeout(timeout_s)
         self.ranks: list[int] = dist.get_process_group_ranks(group)
         self.prefix = f"{next(self.session.watches)}/{self.ranks[0]}"
@@ -63,7 +66,8 @@ class Watch:
             CollectiveError: `collective-diverged` where operation, detail or call site differ; `collective-missing`
                 where a rank has ended or does not come in time.
         """
-        session, mine = self.session, {"op": op, "detail": detail, **vars(call_site())}
+        session = self.session
+        mine = {"op": op, "detail": detail, **vars(call_site())}
         self.seq += 1
         keys = {rank: f"{self.prefix}/{self.seq}/{rank}" for rank in self.ranks}
         try:
@@ -84,16 +88,21 @@ class Watch:
 
     def _wait(self, keys: dict[int, str], mine: dict[str, str]) -> None:
         """Until all keys are there; fails as soon as a rank that is missing has ended, or at the timeout."""
-        store, started, pause = self.session.store, time.monotonic(), _POLL_S / 100
+        store = self.session.store
+        started = time.monotonic()
+        pause = _POLL_S / 100
         while not store.check(list(keys.values())):
             time.sleep(pause)
             pause = min(2 * pause, _POLL_S)
             waited = time.monotonic() - started
             self.session.raise_word()
             absent = [rank for rank, key in keys.items() if not store.check([key])]
-            ended = {rank: why for rank in absent if (why := self.session.ending(rank))}
-            # Of a rank that has ended, all it ever posted is there: look once more.
-            ended = {rank: why for rank, why in ended.items() if not store.check([keys[rank]])}
+            ended = {}
+            for rank in absent:
+                why = self.session.ending(rank)
+                # Of a rank that has ended, all it ever posted is there: look once more.
+                if why and not store.check([keys[rank]]):
+                    ended[rank] = why
             if ended:
                 self.session.fail(_missing(ended, mine, self.last))
             if absent and waited > self.timeout_s:
@@ -143,8 +152,6 @@ class _Session:
 
     def close(self, why: str) -> None:
         """Marks this rank as ended, and ends the thread."""
-        global _session
-        _session = None
         self._stop.set()
         self._thread.join(_LINGER_S + _LOOK_S)
         if self._handler is not None and threading.current_thread() is self._main:
@@ -193,7 +200,7 @@ class _Session:
             if time.monotonic() > until:
                 self._end_process()
 
-    def _interrupted(self, *_: Any) -> None:
+    def _interrupted(self, *_: object) -> None:
         """Runs in the main thread, wherever it is."""
         if self.word is not None and not self.raised:
             self.raised = True
@@ -208,27 +215,22 @@ class _Session:
         os._exit(1)
 
 
-def _open_session() -> _Session:
-    global _session
-    if _session is None:
-        _session = _Session()
-        rendezvous.on_leave(_session.close)
-    return _session
-
-
 def suggestion() -> str:
     """What to add to the fix of a failed collective: debug mode, unless it is on."""
-    return "" if _session is not None else "; with `--debug` (PACELINE_DEBUG=1) the line is named at which each rank is"
+    if rendezvous.companion_of(_Session) is not None:
+        return ""
+    return "; with `--debug` (PACELINE_DEBUG=1) the line is named at which each rank is"
 
 
-def _said(post: dict[str, str]) -> str:
-    return f"{post['op']}{' (' + post['detail'] + ')' if post['detail'] else ''} at {post['where']}"
+def _in_words(post: dict[str, str]) -> str:
+    detail = f" ({post['detail']})" if post["detail"] else ""
+    return f"{post['op']}{detail} at {post['where']}"
 
 
 def _diverged(posts: dict[int, dict[str, str]]) -> CollectiveError:
-    told: dict[str, list[int]] = {}
+    ranks_by_call: dict[str, list[int]] = {}
     for rank, post in posts.items():
-        told.setdefault(_said(post), []).append(rank)
+        ranks_by_call.setdefault(_in_words(post), []).append(rank)
     if len({(post["op"], post["key"]) for post in posts.values()}) == 1:
         what = f"the ranks bring different data to {posts[min(posts)]['op']}."
         fix = "give all ranks the same structure, dtypes and shapes; gather_object takes anything"
@@ -236,15 +238,15 @@ def _diverged(posts: dict[int, dict[str, str]]) -> CollectiveError:
         what = "the ranks are not at the same place of the script."
         fix = "let every rank make the same calls: take them out of what only some ranks run, such as a block under "
         fix += "`if is_main_process` or a loop of unequal length"
-    why = [f"rank {', '.join(map(str, ranks))}: {said}" for said, ranks in told.items()]
+    why = [f"rank {', '.join(map(str, ranks))}: {call}" for call, ranks in ranks_by_call.items()]
     return CollectiveError("collective-diverged", what, why=why, fix=fix)
 
 
 def _missing(absent: dict[int, str], mine: dict[str, str], last: dict[int, dict[str, str]]) -> CollectiveError:
     names = ", ".join(map(str, absent))
-    why = [f"the others wait in {_said(mine)}"]
+    why = [f"the others wait in {_in_words(mine)}"]
     for rank, reason in absent.items():
-        seen = f"it was last seen in {_said(last[rank])}" if rank in last else "it has not entered any operation"
+        seen = f"it was last seen in {_in_words(last[rank])}" if rank in last else "it has not entered any operation"
         why.append(f"rank {rank} {reason}; {seen}")
     return CollectiveError(
         "collective-missing",

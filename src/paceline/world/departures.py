@@ -5,9 +5,12 @@ from __future__ import annotations
 import json
 import time
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING
 
 from paceline.base.connections import LEFT
+
+if TYPE_CHECKING:
+    from paceline.torch_internals.groups import Store
 
 
 @dataclass(frozen=True)
@@ -30,7 +33,7 @@ class Departure:
         return f"rank {self.rank} has left: {LEFT}"
 
 
-def announce(store: Any, rank: int, failure: BaseException | None) -> None:
+def announce(store: Store, rank: int, failure: BaseException | None) -> None:
     """Writes down that `rank` leaves.
 
     Raises:
@@ -40,12 +43,15 @@ def announce(store: Any, rank: int, failure: BaseException | None) -> None:
     store.set(f"departed/{rank}", json.dumps({"at": time.time(), "error": error}))
 
 
-def departures(store: Any, size: int) -> list[Departure]:
+def departures(store: Store, size: int) -> list[Departure]:
     """The ranks that have left, the first one first.
 
     Raises:
         RuntimeError: the store has ended.
     """
-    keys = {rank: f"departed/{rank}" for rank in range(size)}
-    left = [Departure(rank, **json.loads(store.get(key))) for rank, key in keys.items() if store.check([key])]
+    left = []
+    for rank in range(size):
+        key = f"departed/{rank}"
+        if store.check([key]):
+            left.append(Departure(rank, **json.loads(store.get(key))))
     return sorted(left, key=lambda departure: departure.at)

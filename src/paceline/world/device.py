@@ -27,7 +27,10 @@ def detect(world: World, *, cpu: bool = False, index: int | None = None) -> torc
     if accelerator is None:
         return torch.device("cpu")
     count = torch.accelerator.device_count()
-    wanted = index if index is not None else world.local_rank if count > 1 else 0
+    if index is not None:
+        wanted = index
+    else:
+        wanted = world.local_rank if count > 1 else 0
     if not 0 <= wanted < count:
         raise WorldError(
             "device-missing",
@@ -35,8 +38,9 @@ def detect(world: World, *, cpu: bool = False, index: int | None = None) -> torc
             why=f"{world.local_size} processes run on this host ({world.source})",
             fix=f"start {count} processes a host, make more devices visible, or run on the CPU with cpu=True",
         )
-    # Apple's device has no numbers.
-    return torch.device(accelerator.type) if accelerator.type == "mps" else torch.device(accelerator.type, wanted)
+    if accelerator.type == "mps":
+        return torch.device("mps")  # Apple's device has no numbers
+    return torch.device(accelerator.type, wanted)
 
 
 def select(device: torch.device) -> None:

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import hashlib
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -29,13 +29,11 @@ from paceline.base.errors import CollectiveError
 from paceline.world.debug import Watch, suggestion
 from paceline.world.failures import communicate
 from paceline.world.mesh import Group, cpu_group
+from paceline.world.transport import all_gather_single
 
 _HEAD = struct.Struct("<5q")
 # Up to this size gloo's exchange costs what an empty one costs; divided, as each rank receives it from each other.
 _ALL_MESSAGES_BYTES, _LEAST_BYTES, _MOST_BYTES = 1 << 16, 1 << 11, 1 << 14
-
-# The name since torch 2.13, which warns of the older one.
-_all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
 class Topic:
@@ -144,8 +142,9 @@ class Exchange:
             struct.pack_into(f"<{len(rows)}q", self._writable, _HEAD.size, *rows)
         if parts and body + count <= self.limit:
             torch.cat(list(parts), out=self._message[body : body + count])
-        communicate(topic.op, _all_gather, self._messages, self._message, group=self.cpu_group)
-        sent, agreed = [], True
+        communicate(topic.op, all_gather_single, self._messages, self._message, group=self.cpu_group)
+        sent: list[Sent] = []
+        agreed = True
         for start in range(0, self.limit * self.size, self.limit):
             fingerprint, aux, count, device_bytes, leaves = _HEAD.unpack_from(self._readable, start)
             agreed = agreed and fingerprint == topic.fingerprint
@@ -172,27 +171,29 @@ class Exchange:
             CollectiveError: `collective-mismatch`.
         """
         arrived = self.announce(topic, rows, parts, sum(part.numel() for part in device_parts), aux)
-        if any(one.cpu_start < 0 for one in arrived.sent):
+        if any(sent.cpu_start < 0 for sent in arrived.sent):
             self._fetch_cpu(topic, arrived, rows, parts)
-        most = max(one.device_bytes for one in arrived.sent)
+        most = max(sent.device_bytes for sent in arrived.sent)
         if most:
             arrived.device = self._fetch(topic, device_parts, most, self.group, self.device)
-            for rank, one in enumerate(arrived.sent):
-                one.device_start = rank * most
+            for rank, sent in enumerate(arrived.sent):
+                sent.device_start = rank * most
         return arrived
 
     def _fetch_cpu(self, topic: Topic, arrived: Arrived, rows: Sequence[int], parts: Sequence[Tensor]) -> None:
         """Exchanges the bytes that did not fit; also the rows, where there are thousands of leaves."""
-        most, ahead = max(one.cpu_bytes for one in arrived.sent), 0
+        most = max(sent.cpu_bytes for sent in arrived.sent)
+        row_bytes = 0
         if not self.fits(len(rows), 0):
-            ahead = 8 * len(rows)
-            most = (ahead + most + 7) // 8 * 8  # so that each rank's numbers lie where int64 may lie
+            row_bytes = 8 * len(rows)
+            most = (row_bytes + most + 7) // 8 * 8  # so that each rank's numbers lie where int64 may lie
             parts = [torch.tensor(rows, dtype=torch.int64, device="cpu").view(torch.uint8), *parts]
-        arrived.cpu, arrived.fresh = self._fetch(topic, parts, most, self.cpu_group, torch.device("cpu")), True
-        for rank, one in enumerate(arrived.sent):
-            one.cpu_start = rank * most + ahead
-            if ahead:
-                one.rows = arrived.cpu[rank * most : one.cpu_start].view(torch.int64).tolist()
+        arrived.cpu = self._fetch(topic, parts, most, self.cpu_group, torch.device("cpu"))
+        arrived.fresh = True
+        for rank, sent in enumerate(arrived.sent):
+            sent.cpu_start = rank * most + row_bytes
+            if row_bytes:
+                sent.rows = arrived.cpu[rank * most : sent.cpu_start].view(torch.int64).tolist()
 
     def _fetch(self, topic: Topic, parts: Sequence[Tensor], most: int, group: Group, device: torch.device) -> Tensor:
         """The bytes of every rank, each in its own run of `most`."""
@@ -202,7 +203,7 @@ class Exchange:
         else:
             data = torch.cat([*parts, torch.empty(most - count, dtype=torch.uint8, device=device)])
         gathered = torch.empty(most * self.size, dtype=torch.uint8, device=device)
-        communicate(topic.op, _all_gather, gathered, data, group=group)
+        communicate(topic.op, all_gather_single, gathered, data, group=group)
         return gathered
 
     def _mismatch(self, topic: Topic) -> CollectiveError:
@@ -210,17 +211,17 @@ class Exchange:
         text = f"{topic.op}: {topic.detail}".encode()[: self.limit - 8]
         struct.pack_into("<q", self._writable, 0, len(text))
         self._writable[8 : 8 + len(text)] = text
-        communicate(topic.op, _all_gather, self._messages, self._message, group=self.cpu_group)
-        told: dict[str, list[int]] = {}
+        communicate(topic.op, all_gather_single, self._messages, self._message, group=self.cpu_group)
+        ranks_by_message: dict[str, list[int]] = {}
         for rank in range(self.size):
             start = rank * self.limit
             (length,) = struct.unpack_from("<q", self._readable, start)
-            words = bytes(self._readable[start + 8 : start + 8 + length]).decode(errors="replace")
-            told.setdefault(words, []).append(rank)
+            message = bytes(self._readable[start + 8 : start + 8 + length]).decode(errors="replace")
+            ranks_by_message.setdefault(message, []).append(rank)
         return CollectiveError(
             "collective-mismatch",
             f"{topic.op}: the ranks do not agree about what to do.",
-            why=[f"rank {', '.join(map(str, ranks))}: {what}" for what, ranks in told.items()],
+            why=[f"rank {', '.join(map(str, ranks))}: {message}" for message, ranks in ranks_by_message.items()],
             fix="let all ranks call the same operation with the same structure and dtypes, and with shapes that "
             "differ at most in dim 0 (pad_across_processes makes other dims equal; gather_object takes anything)"
             + suggestion(),
@@ -228,7 +229,11 @@ class Exchange:
 
 
 def as_bytes(leaf: Tensor) -> Tensor:
-    """The bytes of a tensor, without a copy where it is contiguous."""
+    """The bytes of a tensor, without a copy where it is contiguous.
+
+    Shape:
+        Any; gives [number of bytes], of dtype uint8.
+    """
     if leaf.is_conj() or leaf.is_neg():
         leaf = leaf.resolve_conj().resolve_neg()
     flat = leaf.contiguous()  # which lets a dim of one row keep any stride, and `view(dtype)` does not

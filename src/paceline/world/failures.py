@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import torch.distributed as dist
@@ -24,20 +23,8 @@ _WORD_S = 0.5  # how long a rank waits to learn who has left: the word and the c
 _POLL_S = 0.02
 
 
-@contextmanager
-def explained(operation: str) -> Iterator[None]:
-    """Turns an error of the backend inside into a `CollectiveError` that names the rank which has left."""
-    try:
-        yield
-    except RuntimeError as error:
-        explanation = explain(operation, error)
-        if explanation is None:
-            raise
-        raise explanation from error
-
-
 def communicate(operation: str, call: Callable[..., Any], *arguments: Any, **named: Any) -> None:
-    """Calls a collective of torch.distributed; cheaper than `explained`, as it is in each step.
+    """Calls a collective of torch.distributed, whose errors name an address at best.
 
     Raises:
         CollectiveError: `collective-failed`.
@@ -57,12 +44,12 @@ def explain(operation: str, error: BaseException) -> CollectiveError | None:
     if isinstance(error, PacelineError) or not dist.is_initialized() or not (closed(text) or late(text)):
         return None
     words = re.sub(r"^\[\S+:\d+\] ", "", text.strip().splitlines()[0])  # the place in the backend's own source
-    said = f"{dist.get_backend()} says: {words[:_MOST]}"
+    message = f"{dist.get_backend()} says: {words[:_MOST]}"
     if not closed(text):
         return CollectiveError(
             "collective-failed",
             f"{operation} did not end in time: at least one rank did not come.",
-            why=[said, "the limit is timeout_s (--timeout-s, PACELINE_TIMEOUT_S)"],
+            why=[message, "the limit is timeout_s (--timeout-s, PACELINE_TIMEOUT_S)"],
             fix=f"{_SAME_CALLS}{debug.suggestion()}",
         )
     left = _departures()
@@ -74,18 +61,23 @@ def explain(operation: str, error: BaseException) -> CollectiveError | None:
     elif not rendezvous.store_answers():
         why = "the store, which rank 0 (or the launcher's agent) keeps, has ended too"
     return CollectiveError(
-        "collective-failed", what, why=[why, said], fix=f"look at what it ran last: {_SAME_CALLS}{debug.suggestion()}"
+        "collective-failed",
+        what,
+        why=[why, message],
+        fix=f"look at what it ran last: {_SAME_CALLS}{debug.suggestion()}",
     )
 
 
 def _departures() -> list[Departure]:
     """The ranks that are known to have left; waits a moment for the word of the first."""
-    rank, until = dist.get_rank(), time.monotonic() + _WORD_S
+    rank = dist.get_rank()
+    until = time.monotonic() + _WORD_S
     left: list[Departure] = []
     time.sleep(_POLL_S)  # a process that dies closes its connections one by one, that of the store among them
     try:
         while not left and time.monotonic() < until and rendezvous.store_answers():
-            left = [each for each in departures(rendezvous.store(), dist.get_world_size()) if each.rank != rank]
+            everyone = departures(rendezvous.store(), dist.get_world_size())
+            left = [departure for departure in everyone if departure.rank != rank]
             time.sleep(_POLL_S)
     except RuntimeError:  # the store has ended, with rank 0 or the launcher's agent: nobody can say more
         return left

@@ -38,7 +38,7 @@ class Forms:
 
     def __init__(self, device: torch.device) -> None:
         self.kinds = {"cpu", device.type}
-        self._known: dict[Any, Form] = {}
+        self._forms: dict[Any, Form] = {}
 
     def of(self, op: str, tree: Tree, exact: bool = False) -> tuple[list[Any], Form | None, list[str]]:
         """The leaves of `tree` and its form; or no form, and what cannot be sent.
@@ -50,26 +50,31 @@ class Forms:
         """
         leaves: list[Any] = []
         key = (op, _key(tree, leaves, exact))
-        form = self._known.get(key)
+        form = self._forms.get(key)
         if form is not None:
             return leaves, form, []
-        bad = [f"{path or 'the value'} is {_kind(leaf)}" for path, leaf in trees.walk(tree) if not self._takes(leaf)]
-        if bad:
-            return leaves, None, bad
-        if len(self._known) >= _MOST:
-            self._known.clear()
+        problems = []
+        for path, leaf in trees.walk(tree):
+            if not self._takes(leaf):
+                problems.append(f"{path or 'the value'} is {_kind(leaf)}")
+        if problems:
+            return leaves, None, problems
+        if len(self._forms) >= _MOST:
+            self._forms.clear()
         texts = ", ".join(_text(leaf, exact) for leaf in leaves)
-        form = Form(
-            Topic(op, f"{trees.structure(tree)} of {texts}"),
-            tuple(i for i, leaf in enumerate(leaves) if leaf.device.type == "cpu"),
-            tuple(i for i, leaf in enumerate(leaves) if leaf.device.type != "cpu"),
-        )
-        self._known[key] = form
+        on_cpu: list[int] = []
+        on_device: list[int] = []
+        for place, leaf in enumerate(leaves):
+            places = on_cpu if leaf.device.type == "cpu" else on_device
+            places.append(place)
+        form = Form(Topic(op, f"{trees.structure(tree)} of {texts}"), tuple(on_cpu), tuple(on_device))
+        self._forms[key] = form
         return leaves, form, []
 
-    def _takes(self, leaf: Any) -> bool:
-        dense = isinstance(leaf, Tensor) and leaf.layout == torch.strided and not leaf.is_quantized
-        return dense and leaf.device.type in self.kinds and not hasattr(leaf, "full_tensor")
+    def _takes(self, leaf: object) -> bool:
+        if not isinstance(leaf, Tensor) or leaf.layout != torch.strided or leaf.is_quantized:
+            return False
+        return leaf.device.type in self.kinds and not hasattr(leaf, "full_tensor")
 
 
 def dtype_name(leaf: Tensor) -> str:
@@ -96,11 +101,13 @@ def _key(tree: Tree, leaves: list[Any], exact: bool) -> Any:
 def _text(leaf: Tensor, exact: bool) -> str:
     """Dtype and shape for people, dim 0 only where it must agree, and the kind of device."""
     sizes = [str(size) for size in leaf.shape]
-    shape = ", ".join(sizes if exact or not sizes else ["*", *sizes[1:]])
-    return f"{dtype_name(leaf)}[{shape}]" + ("" if leaf.device.type == "cpu" else f"@{leaf.device.type}")
+    if sizes and not exact:
+        sizes[0] = "*"
+    text = f"{dtype_name(leaf)}[{', '.join(sizes)}]"
+    return text if leaf.device.type == "cpu" else f"{text}@{leaf.device.type}"
 
 
-def _kind(leaf: Any) -> str:
+def _kind(leaf: object) -> str:
     if not isinstance(leaf, Tensor):
         return f"a {type(leaf).__name__}"
     return f"a {type(leaf).__name__} ({dtype_name(leaf)}, {leaf.layout}, on {leaf.device})"

@@ -18,9 +18,10 @@ import os
 import sys
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from types import FrameType
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 
@@ -29,13 +30,14 @@ from paceline.world import rendezvous
 from paceline.world.departures import Departure, departures
 from paceline.world.places import call_site, operation, path_of, waiting_frame
 
+if TYPE_CHECKING:
+    from paceline.torch_internals.groups import Store
+
 _MOST_LOOK_S, _LOOKS = 5.0, 6  # seconds between two looks at most; looks before a report
 _ANSWER_S = 2.0  # how long an answer may take, beside the time until the next look
 _POLL_S = 0.05
 _BUSY = 0.1  # a thread that computes for more than this part of the time does not wait
 _HOPELESS_S = 10.0  # how long a rank waits, at most, for gradients of a rank whose backward pass has failed
-
-_reports: HangReports | None = None
 
 
 @dataclass(frozen=True)
@@ -72,22 +74,23 @@ def watch(report_s: float, timeout_s: float | None, computes_on_cpu: bool) -> No
         timeout_s: seconds after which a collective fails; only told.
         computes_on_cpu: whether a thread that is busy computes; beside an accelerator it may just as well wait busily.
     """
-    global _reports
-    if report_s and (_reports is None or not _reports.alive):
-        _reports = HangReports(report_s, rendezvous.timeout(timeout_s), computes_on_cpu)
-        rendezvous.on_leave(lambda _: _reports.close() if _reports is not None else None)
+    reports = rendezvous.companion_of(HangReports)
+    if report_s and (reports is None or not reports.alive):
+        rendezvous.accompany(HangReports(report_s, rendezvous.timeout(timeout_s), computes_on_cpu))
 
 
 def backward_failed(error: BaseException) -> None:
     """Leaves word that the backward pass of this rank ended with an error, which may come up on this rank alone."""
-    if _reports is not None and _reports.alive:
-        _reports.set_failure(f"{type(error).__name__}: {error}".strip().splitlines()[0])
+    reports = rendezvous.companion_of(HangReports)
+    if reports is not None and reports.alive:
+        reports.set_failure(f"{type(error).__name__}: {error}".strip().splitlines()[0])
 
 
 def backward_passed() -> None:
     """Takes that word back, as a later backward pass of this rank has ended well."""
-    if _reports is not None and _reports.failure and _reports.alive:
-        _reports.set_failure("")
+    reports = rendezvous.companion_of(HangReports)
+    if reports is not None and reports.failure and reports.alive:
+        reports.set_failure("")
 
 
 class HangReports:
@@ -99,11 +102,14 @@ class HangReports:
 
     def __init__(self, report_s: float, timeout_s: float, computes_on_cpu: bool) -> None:
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
-        self._report_s, self._timeout_s, self._computes_on_cpu = report_s, timeout_s, computes_on_cpu
+        self._report_s = report_s
+        self._timeout_s = timeout_s
+        self._computes_on_cpu = computes_on_cpu
         self._look_s = min(_MOST_LOOK_S, report_s / _LOOKS)
         self._next_report_s = report_s
         self._store = rendezvous.store()
-        self._own_store: Any = None  # a connection of the thread's own, made where the main thread may hold the other
+        # A connection of the thread's own, made where the main thread may hold the other.
+        self._own_store: Store | None = None
         self._round = 0
         self.failure = ""
         self._main = threading.main_thread()
@@ -119,7 +125,7 @@ class HangReports:
         """Whether it watches this process."""
         return self._pid == os.getpid() and not self._stop.is_set()
 
-    def close(self) -> None:
+    def close(self, why: str) -> None:
         """Ends the thread."""
         self._stop.set()
         self._thread.join(_ANSWER_S)
@@ -155,8 +161,10 @@ class HangReports:
         """Where the main thread is, and since when it has been waiting there."""
         assert self._main.ident is not None, "the main thread has begun"
         frame = sys._current_frames()[self._main.ident]
-        site, waiting = call_site(frame), waiting_frame(frame)
-        now, cpu_s = time.monotonic(), self._clock()
+        site = call_site(frame)
+        waiting = waiting_frame(frame)
+        now = time.monotonic()
+        cpu_s = self._clock()
         busy = cpu_s - self._cpu_s > _BUSY * self._look_s
         self._cpu_s = cpu_s
         failed = self.failure
@@ -168,25 +176,25 @@ class HangReports:
         since_s = now - self._waits_since
         return State(self.rank, site.where, path_of(frame), operation(waiting), since_s, failed)
 
-    def _reachable_store(self, state: State) -> Any:
+    def _reachable_store(self, state: State) -> Store:
         """The store; over a connection of its own once the main thread waits long, maybe with the other in its hands."""
         if self._own_store is None and state.waits and state.since_s > self._report_s / 2:
-            self._own_store = self._store.clone()
+            self._own_store = self._store.clone()  # type: ignore[attr-defined]  # missing in torch's stubs
         return self._own_store or self._store
 
     def _key(self, name: str) -> str:
         return f"hangs/{self._round}/{name}"
 
-    def _open_round(self, store: Any) -> bool:
+    def _open_round(self, store: Store) -> bool:
         """Whether this rank is the one that writes the report of the round."""
         return bool(bytes(store.compare_set(self._key("opened"), "", str(self.rank))) == str(self.rank).encode())
 
-    def _answer(self, store: Any, state: State) -> None:
+    def _answer(self, store: Store, state: State) -> None:
         store.set(self._key(f"state/{self.rank}"), json.dumps(asdict(state)))
         self._round += 1
         self._next_report_s = max(2 * state.since_s, self._report_s)  # this wait has been reported
 
-    def _report(self, store: Any, mine: State) -> None:
+    def _report(self, store: Store, mine: State) -> None:
         """Collects the answers, and logs what they say."""
         states, left = self._collect(store)
         self._answer(store, mine)
@@ -196,7 +204,7 @@ class HangReports:
             if text:
                 logger("world").warning("%s", text)
 
-    def _collect(self, store: Any) -> tuple[dict[int, State], list[Departure]]:
+    def _collect(self, store: Store) -> tuple[dict[int, State], list[Departure]]:
         states: dict[int, State] = {}
         left: list[Departure] = []
         until = time.monotonic() + 2 * self._look_s + _ANSWER_S
@@ -211,7 +219,7 @@ class HangReports:
                     states[rank] = State(**json.loads(store.get(key)))
         return states, left
 
-    def _end_if_hopeless(self, store: Any, state: State) -> None:
+    def _end_if_hopeless(self, store: Store, state: State) -> None:
         """Ends this process where it waits for a rank whose backward pass has failed, and has not failed itself."""
         if self.failure or "backward" not in state.operation or not store.check(["hangs/failed"]):
             return
@@ -219,7 +227,11 @@ class HangReports:
             key = f"hangs/failed/{rank}"
             failure = bytes(store.get(key)).decode() if store.check([key]) else ""
             if failure:
-                sys.stderr.write(f"{hopeless(state, rank, failure)}\n")
+                sys.stderr.write(
+                    f"paceline: rank {state.rank} ends: it has waited for {state.since_s:.0f} s in {state.operation} at "
+                    f"{state.where}, and the backward pass of rank {rank} failed: {failure}. Let that error end the script "
+                    f"on rank {rank}, or catch it on every rank and skip the step there too.\n"
+                )
                 sys.stderr.flush()
                 os._exit(1)
 
@@ -242,10 +254,11 @@ def report(states: dict[int, State], left: list[Departure], size: int, timeout_s
     lines = [
         f"rank {longest.rank} has waited for {longest.since_s:.0f} s in {longest.operation}; not all ranks are in it:"
     ]
-    groups: dict[str, list[int]] = {}
+    ranks_by_state: dict[str, list[int]] = {}
     for rank in sorted(states):
-        groups.setdefault(_said(states[rank]), []).append(rank)
-    lines += [f"  {_ranks(ranks)}: {said}" for said, ranks in groups.items()]
+        ranks_by_state.setdefault(_in_words(states[rank]), []).append(rank)
+    for state_in_words, ranks in ranks_by_state.items():
+        lines.append(f"  {_ranks(ranks)}: {state_in_words}")
     lines += [f"  {departure}" for departure in left]
     if silent:
         lines.append(
@@ -258,21 +271,11 @@ def report(states: dict[int, State], left: list[Departure], size: int, timeout_s
     return "\n".join(lines)
 
 
-def hopeless(state: State, rank: int, failure: str) -> str:
-    """What a rank says that ends as the backward pass of another has failed."""
-    return (
-        f"paceline: rank {state.rank} ends: it has waited for {state.since_s:.0f} s in {state.operation} at {state.where}, "
-        f"and the backward pass of rank {rank} failed: {failure}. Let that error end the script on rank {rank}, or catch it "
-        "on every rank and skip the step there too."
-    )
-
-
-def _said(state: State) -> str:
-    if state.waits:
-        text = f"waiting in {state.operation} at {state.where}"
-    else:
-        text = f"elsewhere, at {state.where}"
-    return f"{text} (its last backward pass failed: {state.failed})" if state.failed else text
+def _in_words(state: State) -> str:
+    text = f"waiting in {state.operation} at {state.where}" if state.waits else f"elsewhere, at {state.where}"
+    if state.failed:
+        text += f" (its last backward pass failed: {state.failed})"
+    return text
 
 
 def _ranks(ranks: list[int]) -> str:
@@ -290,7 +293,7 @@ def _mark(frame: FrameType) -> bool:
     return first
 
 
-def _clock_of(thread: threading.Thread) -> Any:
+def _clock_of(thread: threading.Thread) -> Callable[[], float]:
     """A function that gives the seconds for which a thread has computed; of 0 where the system does not tell."""
     if not hasattr(time, "pthread_getcpuclockid") or thread.ident is None:
         return lambda: 0.0

@@ -6,8 +6,7 @@ neighbours in rank, and so on one host. `torch.distributed.DeviceMesh` numbers t
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
-from itertools import product
+from dataclasses import dataclass
 from math import prod
 
 AXES: tuple[str, ...] = ("pp", "replicate", "shard", "cp", "tp")
@@ -32,23 +31,10 @@ class Layout:
 
     def coordinate(self, rank: int) -> dict[str, int]:
         """Where `rank` stands on each axis."""
-        found = {}
+        coordinate = dict.fromkeys(AXES, 0)
         for axis in reversed(AXES):
-            rank, found[axis] = divmod(rank, getattr(self, axis))
-        return {axis: found[axis] for axis in AXES}
-
-    def rank(self, coordinate: dict[str, int]) -> int:
-        """The rank at a coordinate; axes that are not named count as 0."""
-        number = 0
-        for axis in AXES:
-            number = number * getattr(self, axis) + coordinate.get(axis, 0)
-        return number
-
-    def ranks(self, *axes: str, of: int) -> tuple[int, ...]:
-        """The ranks that differ from rank `of` along `axes` alone, itself included, in order."""
-        here = self.coordinate(of)
-        spans = [range(getattr(self, axis)) if axis in axes else (here[axis],) for axis in AXES]
-        return tuple(self.rank(dict(zip(AXES, point, strict=True))) for point in product(*spans))
+            rank, coordinate[axis] = divmod(rank, self.size(axis))
+        return coordinate
 
     @property
     def width(self) -> int:
@@ -61,5 +47,5 @@ class Layout:
         return here["replicate"] * self.shard + here["shard"]
 
     def __str__(self) -> str:
-        used = [f"{field.name} {getattr(self, field.name)}" for field in fields(self) if getattr(self, field.name) > 1]
+        used = [f"{axis} {self.size(axis)}" for axis in AXES if self.size(axis) > 1]
         return " x ".join(used) or "one process"

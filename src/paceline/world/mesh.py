@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import weakref
-from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from paceline.torch_internals.device_mesh import concatenated, flattened
+from paceline.torch_internals.groups import timeout_of
 from paceline.world.layout import AXES, DATA_AXES, GRADIENT_AXES, Layout
 from paceline.world.world import World
 
 Group = Any
-
-_cpu_groups: weakref.WeakKeyDictionary[Any, Group] = weakref.WeakKeyDictionary()
 
 
 class Mesh:
@@ -65,7 +63,7 @@ class Mesh:
         """
         if self._statistics is None and self.data_group is not None:
             ranks = dist.get_process_group_ranks(self.data_group)
-            limit = _timeout_of(self.data_group, self.device_type)
+            limit = timeout_of(self.data_group, torch.device(self.device_type))
             self._statistics = dist.new_group(ranks, timeout=limit, use_local_synchronization=True)
         return self._statistics
 
@@ -75,7 +73,7 @@ class Mesh:
         `along("tp")` is 1-D, `along("replicate", ("shard", "cp"))` is 2-D. Ranks: all, the first time.
         """
         parts = [self._flat(axis if isinstance(axis, tuple) else (axis,)) for axis in axes]
-        return parts[0] if len(parts) == 1 else DeviceMesh._concatenate(parts)
+        return parts[0] if len(parts) == 1 else concatenated(parts)
 
     def _flat(self, axes: tuple[str, ...]) -> DeviceMesh:
         """The 1-D mesh of axes that count as one; axes of one rank are left out of its name."""
@@ -83,7 +81,7 @@ class Mesh:
         if len(used) == 1:
             return self.device_mesh[used[0]]
         if used not in self._flattened:
-            self._flattened[used] = self.device_mesh[used]._flatten("_".join(used))
+            self._flattened[used] = flattened(self.device_mesh[used], "_".join(used))
         return self._flattened[used]
 
     @property
@@ -97,41 +95,41 @@ class Mesh:
     def _group(self, axes: tuple[str, ...]) -> Group:
         if not (dist.is_available() and dist.is_initialized()):
             return None
-        if axes not in self._groups:
-            self._groups[axes] = self._find(axes)
-        return self._groups[axes]
-
-    def _find(self, axes: tuple[str, ...]) -> Group:
         if self.layout.size(*axes) == self.world.size:
             return dist.group.WORLD
-        return self._flat(axes).get_group()
+        if axes not in self._groups:
+            self._groups[axes] = self._flat(axes).get_group()
+        return self._groups[axes]
 
 
-def cpu_group(group: Group) -> Group:
-    """A group of the same ranks that takes CPU tensors: `group` itself, or gloo beside it.
+def backend_name(group: dist.ProcessGroup, device_type: str) -> str:
+    """The backend that carries tensors on a device in a group, such as "gloo" or "nccl"; "" where there is none."""
+    for entry in dist.get_backend_config(group).split(","):
+        carried, _, backend = entry.partition(":")
+        if carried == device_type:
+            return backend
+    return ""
+
+
+def cpu_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
+    """A group of the same ranks that takes CPU tensors: `group` itself, or a new one over gloo, which the caller keeps.
 
     Ranks:
-        All ranks of the default group, the first time for each group that lacks gloo.
+        All of `group`.
     """
-    if torch.device("cpu") in group._device_types:
+    if backend_name(group, "cpu"):
         return group
-    if group not in _cpu_groups:
-        _cpu_groups[group] = dist.new_group(dist.get_process_group_ranks(group), backend="gloo")
-    return _cpu_groups[group]
+    ranks = dist.get_process_group_ranks(group)
+    beside: dist.ProcessGroup = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
+    return beside
 
 
-def apart(group: Group) -> Group:
-    """A gloo group of the same ranks beside `group`, with its timeout: a thread may talk there while the loop talks here.
+def group_beside(group: dist.ProcessGroup) -> dist.ProcessGroup:
+    """A new gloo group of the same ranks, with the timeout of `group`: a thread may talk there while the loop talks here.
 
     Ranks:
-        All ranks of the default group.
+        All of the default group.
     """
-    beside = cpu_group(group)
-    limit = _timeout_of(beside, "cpu")
-    return dist.new_group(dist.get_process_group_ranks(group), backend="gloo", timeout=limit)
-
-
-def _timeout_of(group: dist.ProcessGroup, device_type: str) -> timedelta | None:
-    """What a group was formed with; None where its backend keeps none, as that of `paceline plan`, which sends nothing."""
-    options = group._get_backend(torch.device(device_type)).options
-    return None if options is None else options._timeout
+    limit = timeout_of(group, torch.device("cpu")) if backend_name(group, "cpu") else None
+    beside: dist.ProcessGroup = dist.new_group(dist.get_process_group_ranks(group), backend="gloo", timeout=limit)
+    return beside

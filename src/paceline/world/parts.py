@@ -11,13 +11,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from itertools import product
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from paceline.world.mesh import cpu_group
+from paceline.torch_internals.dtensor import cut
+from paceline.world.mesh import Group
 from paceline.world.sharded import is_sharded
 from paceline.world.works import wait_all
 
@@ -38,11 +38,14 @@ def part_of_whole(tensor: Tensor) -> Part:
         assert not placement.is_partial(), "what is kept is never a sum that is still to be taken"
         dim = placement.dim  # type: ignore[attr-defined]
         own = rows.get(dim, torch.arange(tensor.shape[dim], device="cpu"))
-        shape = [-1 if each == dim else 1 for each in range(tensor.ndim)]
-        cut: Any = placement
-        pieces = cut._split_tensor(own.view(shape), mesh.size(axis), with_padding=False, contiguous=False)[0]
+        shape = [1] * tensor.ndim
+        shape[dim] = -1
+        pieces = cut(own.view(shape), placement, mesh.size(axis))
         rows[dim] = pieces[coordinate[axis]].reshape(-1)
-    return tuple(_runs(rows[dim]) if dim in rows else ((0, size),) for dim, size in enumerate(tensor.shape))
+    part: list[tuple[Run, ...]] = [((0, size),) for size in tensor.shape]
+    for dim, own_rows in rows.items():
+        part[dim] = _runs(own_rows)
+    return tuple(part)
 
 
 def _runs(rows: Tensor) -> tuple[Run, ...]:
@@ -76,23 +79,26 @@ def rows_between(part: Part, start: int, stop: int) -> tuple[Part, int, int]:
 
     Rows of a part ascend, so that what lies between two of them lies together in the rank's own tensor.
     """
-    found, first, own = [], -1, 0
-    for a, b in part[0]:
-        low, high = max(a, start), min(b, stop)
+    inside: list[Run] = []
+    first_row = 0  # of this rank's own tensor
+    own_rows = 0  # before the run at hand
+    for run_start, run_stop in part[0]:
+        low = max(run_start, start)
+        high = min(run_stop, stop)
         if low < high:
-            if first < 0:
-                first = own + low - a
-            found.append((low - start, high - start))
-        own += b - a
-    first = max(first, 0)
-    return (tuple(found), *part[1:]), first, first + size_of(tuple(found))
+            if not inside:
+                first_row = own_rows + low - run_start
+            inside.append((low - start, high - start))
+        own_rows += run_stop - run_start
+    runs = tuple(inside)
+    return (runs, *part[1:]), first_row, first_row + size_of(runs)
 
 
-def deliver(group: Any, outgoing: Mapping[int, Tensor], incoming: Mapping[int, int]) -> dict[int, Tensor]:
+def deliver(group: Group, outgoing: Mapping[int, Tensor], incoming: Mapping[int, int]) -> dict[int, Tensor]:
     """Sends bytes to some ranks and receives from others, all at once.
 
     Args:
-        group: the ranks that take part; their bytes travel on the CPU.
+        group: the ranks that take part; it takes tensors on the CPU.
         outgoing: by rank of the group; of dtype uint8, on the CPU.
         incoming: how many bytes each other rank sends to this one; those who send none are left out.
 
@@ -100,9 +106,8 @@ def deliver(group: Any, outgoing: Mapping[int, Tensor], incoming: Mapping[int, i
     """
     if not outgoing and not incoming:
         return {}
-    peers = cpu_group(group)
     arrived = {rank: torch.empty(count, dtype=torch.uint8, device="cpu") for rank, count in incoming.items()}
-    works = [dist.irecv(buffer, group=peers, group_src=rank) for rank, buffer in arrived.items()]
-    works += [dist.isend(data, group=peers, group_dst=rank) for rank, data in outgoing.items()]
+    works = [dist.irecv(buffer, group=group, group_src=rank) for rank, buffer in arrived.items()]
+    works += [dist.isend(data, group=group, group_dst=rank) for rank, data in outgoing.items()]
     wait_all(works)
     return arrived

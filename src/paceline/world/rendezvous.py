@@ -26,7 +26,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -35,14 +35,18 @@ from paceline.base import env as environment
 from paceline.base.env import Variable
 from paceline.base.errors import Problem, WorldError
 from paceline.base.log import logger, warn_once
+from paceline.torch_internals.groups import default_store
 from paceline.world import device as devices
 from paceline.world import interface
 from paceline.world.departures import announce
 from paceline.world.works import finish_threads
 from paceline.world.world import World
 
+if TYPE_CHECKING:
+    from paceline.torch_internals.groups import Store
+
 DEFAULT_TIMEOUT_S = 600.0
-_dist: Any = dist  # its stores and debug levels have no type stubs
+_dist: Any = dist  # torch's stubs lack its stores and debug levels
 _POLL_S = 0.01
 _LINGER_S = 2.0
 
@@ -56,15 +60,27 @@ environment.register(
 )
 
 
+class Companion(Protocol):
+    """What lives as long as this process is in its group, such as a thread that watches it."""
+
+    def close(self, why: str) -> None:
+        """Called as this process leaves, with why it does."""
+        ...
+
+
+C = TypeVar("C", bound=Companion)
+
+
 @dataclass
 class _Joined:
     """What this process holds while it is in a group."""
 
-    store: Any
+    store: Store
     ours: bool  # whether `join` made the group, so that `leave` may end it
     pid: int
     rank: int
     on_leave: list[Callable[[str], None]] = field(default_factory=list)
+    companions: dict[type[Companion], Companion] = field(default_factory=dict)
 
 
 _CONNECTED = "connected"  # how many ranks have the group up
@@ -79,7 +95,7 @@ _joined: _Joined | None = None
 _before: dict[object, tuple[int, Callable[[], None]]] = {}  # what `leave` calls first, with the process that asked
 atexit.register(lambda: leave(at_exit=True))
 # Rank 0 listens for as long as it lives: a process that leaves and joins again finds its port still its own.
-_stores: dict[tuple[int, str, int], Any] = {}
+_stores: dict[tuple[int, str, int], Store] = {}
 
 
 def join(
@@ -89,7 +105,7 @@ def join(
     backend: str | None = None,
     timeout_s: float | None = None,
     device_index: int | None = None,
-    store: Any = None,
+    store: Store | None = None,
 ) -> World:
     """Finds the device of this process and forms the process group of all of them.
 
@@ -129,7 +145,7 @@ def join(
         return world
     chosen = devices.default_backend(device, backend)
     if world.size == 1:
-        own: Any = _dist.HashStore()
+        own: Store = _dist.HashStore()
     else:
         root = store if store is not None else _connect(world, seconds)
         interface.keep_gloo_on_loopback(interface.meeting_address(world))
@@ -163,10 +179,10 @@ def leave(at_exit: bool = False) -> None:
         return
     failure = sys.exception() or getattr(sys, "last_value", None)
     why = f"has ended: {type(failure).__name__}: {failure}" if failure is not None else "has ended, or left"
-    for tell in joined.on_leave:
-        # Its word goes into the store; where rank 0 is gone, and the store with it, nobody is left to read it.
+    for say_why in joined.on_leave:
+        # It writes into the store; where rank 0 is gone, and the store with it, nobody is left to read it.
         with contextlib.suppress(dist.DistNetworkError):
-            tell(why)
+            say_why(why)
     # A group of the user's may go on after `end_training`.
     if (joined.ours or at_exit) and store_answers(joined.store):
         # Where the store ends at this very moment, rank 0 is gone and nobody is left to read.
@@ -197,7 +213,7 @@ def _finish_works(failed: bool) -> None:
     )  # fmt: skip
 
 
-def _wait_for_others(store: Any) -> None:
+def _wait_for_others(store: Store) -> None:
     """Keeps rank 0, with which the store ends, for a while: a short script may be through before others have connected,
     or made a group of their own."""
     size = dist.get_world_size()
@@ -226,17 +242,31 @@ def on_leave(call: Callable[[str], None]) -> None:
     _current().on_leave.append(call)
 
 
-def part(name: str) -> Any:
+def accompany(companion: Companion) -> None:
+    """Keeps an object until this process leaves its group, in the place of an earlier one of its class."""
+    _current().companions[type(companion)] = companion
+    on_leave(companion.close)
+
+
+def companion_of(kind: type[C]) -> C | None:
+    """The object of this class that `accompany` keeps; None where there is none, as in a forked child."""
+    if _joined is None or _joined.pid != os.getpid():
+        return None
+    return cast("C | None", _joined.companions.get(kind))
+
+
+def part(name: str) -> Store:
     """A part of its own of the store behind the current group, which must stand."""
-    return _dist.PrefixStore(name, _current().store)
+    prefixed: Store = _dist.PrefixStore(name, _current().store)
+    return prefixed
 
 
-def store() -> Any:
+def store() -> Store:
     """The store behind the current group, which must stand."""
     return _current().store
 
 
-def store_answers(at: Any = None) -> bool:
+def store_answers(at: Store | None = None) -> bool:
     """Whether the store (by default that behind the current group) is still there.
 
     Torch prints a page of C++ frames where it finds out by itself, also in a run that has done all its work.
@@ -263,9 +293,7 @@ def _current() -> _Joined:
     """What is known of the group that stands; one that the user made becomes known here."""
     global _joined
     if _joined is None or _joined.pid != os.getpid():
-        _joined = _Joined(
-            _dist.distributed_c10d._get_default_store(), ours=False, pid=os.getpid(), rank=dist.get_rank()
-        )
+        _joined = _Joined(default_store(), ours=False, pid=os.getpid(), rank=dist.get_rank())
     return _joined
 
 
@@ -299,7 +327,7 @@ def _adopt(world: World) -> World:
     return world
 
 
-def _connect(world: World, seconds: float) -> Any:
+def _connect(world: World, seconds: float) -> Store:
     """The store at the world's address."""
     if not world.address or not world.port:
         missing = "address" if not world.address else "port"
@@ -325,37 +353,38 @@ def _connect(world: World, seconds: float) -> Any:
             ) from error
         return _stores[key]
     # Where something else listens at the port and says nothing, torch waits without end: so wait beside it.
-    found: list[Any] = []
-    thread = threading.Thread(target=_connect_to, args=(world, seconds, found), daemon=True)
+    outcome: list[Store | RuntimeError] = []
+    thread = threading.Thread(target=_connect_to, args=(world, seconds, outcome), daemon=True)
     thread.start()
     thread.join(seconds + _POLL_S)
-    if not found or isinstance(found[0], Exception):
-        reason = str(found[0]).splitlines()[0] if found else "something listens there, but it is no store of torch"
+    if not outcome or isinstance(outcome[0], RuntimeError):
+        reason = str(outcome[0]).splitlines()[0] if outcome else "something listens there, but it is no store of torch"
         raise WorldError(
             "rendezvous-unreachable",
             f"rank {world.rank} could not reach rank 0 at {place} within {seconds:g} s.",
             why=[_resolution(world.address), reason],
             fix="check that rank 0 runs, that MASTER_ADDR names its host, and that no firewall closes the port",
         )
-    _stores[key] = found[0]
-    return found[0]
+    _stores[key] = outcome[0]
+    return outcome[0]
 
 
-def _connect_to(world: World, seconds: float, found: list[Any]) -> None:
-    """Puts the store, or the error, into `found`."""
+def _connect_to(world: World, seconds: float, outcome: list[Store | RuntimeError]) -> None:
+    """Puts the store, or the error, into `outcome`."""
     try:
-        found.append(_tcp_store(world, seconds, listens=False))
+        outcome.append(_tcp_store(world, seconds, listens=False))
     except RuntimeError as error:
-        found.append(error)
+        outcome.append(error)
 
 
-def _tcp_store(world: World, seconds: float, *, listens: bool) -> Any:
+def _tcp_store(world: World, seconds: float, *, listens: bool) -> Store:
     limit, address = timedelta(seconds=seconds), interface.meeting_address(world)
     # Left to itself, torch's store listens on all interfaces, and anybody who reaches it may read and change all keys.
     listener = interface.listen(address, world.port or 0) if listens else None
-    return _dist.TCPStore(
+    store: Store = _dist.TCPStore(
         address, world.port, world.size, listens, timeout=limit, wait_for_workers=False, master_listen_fd=listener
     )
+    return store
 
 
 def _resolution(address: str) -> str:
@@ -365,7 +394,7 @@ def _resolution(address: str) -> str:
         return f"{socket.gethostname()} cannot resolve {address!r}: {error}"
 
 
-def _roll_call(store: Any, world: World, device: torch.device, backend: str, seconds: float) -> str:
+def _roll_call(store: Store, world: World, device: torch.device, backend: str, seconds: float) -> str:
     """Waits until all ranks of this round are there; gives the word that names the round.
 
     Ranks:
@@ -386,12 +415,13 @@ def _roll_call(store: Any, world: World, device: torch.device, backend: str, sec
         return _answer(store, world, asked, deadline, seconds)
 
 
-def _call(store: Any, world: World, mine: dict[str, Any], deadline: float, seconds: float) -> str:
+def _call(store: Store, world: World, mine: dict[str, Any], deadline: float, seconds: float) -> str:
     """Rank 0's half: answer each rank until it says that it heard, then compare what all bring, and decide."""
-    this_round, others = str(mine["word"]), range(1, world.size)
-    present, here = {0: mine}, {0}
+    this_round = str(mine["word"])
+    present = {0: mine}  # who has called, and with what; perhaps a dead process of an earlier round
+    here = {0}  # who has answered in this round
     while len(here) < world.size and time.monotonic() < deadline:
-        for rank in others:
+        for rank in range(1, world.size):
             if rank in here or not store.check([f"roll/{rank}"]):
                 continue
             # An entry may be a dead process's, or of an earlier round; the living rank overwrites it.
@@ -404,14 +434,15 @@ def _call(store: Any, world: World, mine: dict[str, Any], deadline: float, secon
         time.sleep(_POLL_S / 10)
     missing = sorted(set(range(world.size)) - here)
     problems = [_missing(world, missing, seconds)] if missing else _compare(present)
-    store.set(f"verdict/{this_round}", json.dumps([[p.code, p.what, p.why, p.fix] for p in problems]))
+    verdict = [[problem.code, problem.what, problem.why, problem.fix] for problem in problems]
+    store.set(f"verdict/{this_round}", json.dumps(verdict))
     if problems:
-        _linger(store, [f"told/{this_round}/{rank}" for rank in here - {0}])
+        _linger(store, [f"heard/{this_round}/{rank}" for rank in here - {0}])
         raise WorldError.of(problems)
     return this_round
 
 
-def _answer(store: Any, world: World, mine: dict[str, Any], deadline: float, seconds: float) -> str:
+def _answer(store: Store, world: World, mine: dict[str, Any], deadline: float, seconds: float) -> str:
     """Another rank's half: say who is there, and take rank 0's word for the round."""
     store.set(f"roll/{world.rank}", json.dumps(mine))
     # Rank 0 may have started later; it knows who is missing, so let it speak first.
@@ -420,12 +451,12 @@ def _answer(store: Any, world: World, mine: dict[str, Any], deadline: float, sec
     store.set(f"here/{this_round}/{world.rank}", "1")
     verdict = json.loads(_await(store, f"verdict/{this_round}", world, deadline, seconds))
     if verdict:
-        store.set(f"told/{this_round}/{world.rank}", "1")
+        store.set(f"heard/{this_round}/{world.rank}", "1")
         raise WorldError.of(Problem(*entry) for entry in verdict)
     return this_round
 
 
-def _await(store: Any, key: str, world: World, deadline: float, seconds: float) -> str:
+def _await(store: Store, key: str, world: World, deadline: float, seconds: float) -> str:
     while not store.check([key]):
         if time.monotonic() > deadline:
             raise WorldError(
@@ -438,7 +469,7 @@ def _await(store: Any, key: str, world: World, deadline: float, seconds: float) 
     return bytes(store.get(key)).decode()
 
 
-def _linger(store: Any, keys: list[str]) -> None:
+def _linger(store: Store, keys: list[str]) -> None:
     """Lets rank 0, with which the store may vanish, stay until the others have heard why."""
     until = time.monotonic() + _LINGER_S
     while keys and not store.check(keys) and time.monotonic() < until:
@@ -458,25 +489,28 @@ def _missing(world: World, ranks: list[int], seconds: float) -> Problem:
 def _compare(present: dict[int, dict[str, Any]]) -> list[Problem]:
     """What cannot work together: other sizes, other kinds of device, one device taken twice."""
     problems = []
-    sizes = {rank: entry["size"] for rank, entry in present.items()}
-    if len(set(sizes.values())) > 1:
-        listed = ", ".join(f"rank {rank}: {size}" for rank, size in sorted(sizes.items()))
+    sizes = [f"rank {rank}: {entry['size']}" for rank, entry in sorted(present.items())]
+    if len({entry["size"] for entry in present.values()}) > 1:
         problems.append(
             Problem(
                 "group-mismatch",
                 "ranks disagree about how many processes there are.",
-                listed,
+                ", ".join(sizes),
                 "give every process the same WORLD_SIZE",
             )
         )
-    kinds = {rank: f"{entry['device']} ({entry['backend']})" for rank, entry in present.items()}
-    if len(set(kinds.values())) > 1:
-        listed = ", ".join(f"rank {rank} on {present[rank]['host']}: {kind}" for rank, kind in sorted(kinds.items()))
+    kinds: set[str] = set()
+    devices_by_rank = []
+    for rank, entry in sorted(present.items()):
+        kind = f"{entry['device']} ({entry['backend']})"
+        kinds.add(kind)
+        devices_by_rank.append(f"rank {rank} on {entry['host']}: {kind}")
+    if len(kinds) > 1:
         problems.append(
             Problem(
                 "device-mixed",
                 "ranks compute on different kinds of device.",
-                listed,
+                ", ".join(devices_by_rank),
                 "run them all on the CPU with cpu=True, or make the accelerator visible to each",
             )
         )
@@ -497,11 +531,17 @@ def _compare(present: dict[int, dict[str, Any]]) -> list[Problem]:
     return problems
 
 
-def _initialise(world: World, device: torch.device, backend: str, part: Any, seconds: float) -> None:
-    bound: dict[str, Any] = {"device_id": device} if device.index is not None and not backend.endswith("gloo") else {}
+def _initialise(world: World, device: torch.device, backend: str, store: Store, seconds: float) -> None:
+    # A backend that is bound to its device connects at once (NCCL); gloo serves the CPU beside it, and is not bound.
+    bound = device if device.index is not None and not backend.endswith("gloo") else None
     try:
         dist.init_process_group(
-            backend, store=part, rank=world.rank, world_size=world.size, timeout=timedelta(seconds=seconds), **bound
+            backend,
+            store=store,
+            rank=world.rank,
+            world_size=world.size,
+            timeout=timedelta(seconds=seconds),
+            device_id=bound,
         )
     except (RuntimeError, ValueError) as error:
         raise WorldError(

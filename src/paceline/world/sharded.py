@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import logging
 import sys
-import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Protocol, TypeGuard
+
+from paceline.torch_internals.dtensor import local_tensor
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
     from torch.distributed.tensor import DTensor
+    from torch.optim import Optimizer
 
 
-def is_sharded(tensor: Any) -> TypeGuard[DTensor]:
+def is_sharded(tensor: object) -> TypeGuard[DTensor]:
     """Whether a tensor is a DTensor, of whatever placement."""
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(tensor, module.DTensor)
@@ -46,7 +48,7 @@ def _not_slow(record: logging.LogRecord) -> bool:
 
 def local(tensor: Any) -> Any:
     """This rank's part of a tensor, which shares its memory: the tensor itself where it is not divided."""
-    return tensor._local_tensor if is_sharded(tensor) else tensor
+    return local_tensor(tensor) if is_sharded(tensor) else tensor
 
 
 class Division(Protocol):
@@ -65,14 +67,18 @@ class Division(Protocol):
         ...
 
 
-_DIVISIONS: weakref.WeakKeyDictionary[Any, list[Division]] = weakref.WeakKeyDictionary()
+_DIVISIONS = "_paceline_divisions"  # an attribute of the optimizer, which so owns what is known of its states
 
 
-def divide(optimizer: Any, division: Division) -> None:
-    """Remembers that states of this optimizer are divided, for those who save and load them."""
-    _DIVISIONS.setdefault(optimizer, []).append(division)
+def divide(optimizer: Optimizer, division: Division) -> None:
+    """Records at the optimizer that some of its states are divided, for those who save and load them."""
+    vars(optimizer).setdefault(_DIVISIONS, []).append(division)
 
 
-def division_of(optimizer: Any, parameter: Tensor) -> Division | None:
+def division_of(optimizer: Optimizer, parameter: Tensor) -> Division | None:
     """How the optimizer's states of this parameter are divided; None where each rank keeps all that it steps."""
-    return next((each for each in _DIVISIONS.get(optimizer, ()) if each.covers(parameter)), None)
+    divisions: list[Division] = vars(optimizer).get(_DIVISIONS, [])
+    for division in divisions:
+        if division.covers(parameter):
+            return division
+    return None

@@ -45,19 +45,14 @@ def leaves(tree: Tree) -> list[Any]:
     """All leaves in order, those that are no tensors included."""
     if isinstance(tree, Tensor):
         return [tree]
-    found: list[Any] = []
-    _collect(tree, found)
-    return found
+    collected: list[Any] = []
+    _collect(tree, collected)
+    return collected
 
 
 def tensors(tree: Tree) -> list[Tensor]:
     """The tensors of `tree`, in order."""
     return [leaf for leaf in leaves(tree) if isinstance(leaf, Tensor)]
-
-
-def flatten(tree: Tree) -> tuple[list[Any], Tree]:
-    """The leaves, and the structure that `unflatten` needs (which is the tree itself)."""
-    return leaves(tree), tree
 
 
 def unflatten(structure: Tree, values: Iterable[Any]) -> Tree:
@@ -98,10 +93,13 @@ def to_device(tree: Tree, device: torch.device | str, non_blocking: bool = False
 
 def first_rows(tree: Tree) -> int | None:
     """Length along dim 0 of the first tensor that has one: the batch size of most batches; None where there is none."""
-    return next((leaf.shape[0] for leaf in tensors(tree) if leaf.ndim), None)
+    for leaf in tensors(tree):
+        if leaf.ndim:
+            return leaf.shape[0]
+    return None
 
 
-def _collect(tree: Tree, found: list[Any]) -> None:
+def _collect(tree: Tree, collected: list[Any]) -> None:
     kind = type(tree)
     values: Iterable[Any] | None
     if kind is dict:
@@ -111,13 +109,13 @@ def _collect(tree: Tree, found: list[Any]) -> None:
     else:
         values = children(tree)
         if values is None:
-            found.append(tree)
+            collected.append(tree)
             return
     for value in values:
         if isinstance(value, Tensor):
-            found.append(value)
+            collected.append(value)
         else:
-            _collect(value, found)
+            _collect(value, collected)
 
 
 def children(tree: Tree) -> list[Any] | None:
@@ -157,8 +155,13 @@ def _text(tree: Tree, of: Callable[[Tree], str]) -> str:
     texts = [of(child) for child in inner]
     if names is not None:
         texts = [f"{name}: {text}" for name, text in zip(names, texts, strict=True)]
-    opening, closing = "[]" if isinstance(tree, list) else "{}" if isinstance(tree, Mapping) else "()"
-    return f"{'' if kind in ('dict', 'list', 'tuple') else kind}{opening}{', '.join(texts)}{closing}"
+    name = "" if kind in ("dict", "list", "tuple") else kind
+    inside = ", ".join(texts)
+    if isinstance(tree, list):
+        return f"{name}[{inside}]"
+    if isinstance(tree, Mapping):
+        return f"{name}{{{inside}}}"
+    return f"{name}({inside})"
 
 
 def rebuild(tree: Tree, values: list[Any]) -> Tree:
@@ -179,17 +182,15 @@ def rebuild(tree: Tree, values: list[Any]) -> Tree:
     return new
 
 
-def walk(tree: Tree) -> Iterator[tuple[str, Any]]:
+def walk(tree: Tree, path: str = "") -> Iterator[tuple[str, Any]]:
     """Each leaf with its path, such as `("batch.labels[0]", tensor)`; for messages."""
-    yield from _walk(tree, "")
-
-
-def _walk(tree: Tree, path: str) -> Iterator[tuple[str, Any]]:
     inner = children(tree)
     if inner is None:
         yield path, tree
         return
     names = keys(tree)
     for number, child in enumerate(inner):
-        step = f"[{number}]" if names is None else f".{names[number]}" if path else str(names[number])
-        yield from _walk(child, path + step)
+        step = f"[{number}]"
+        if names is not None:
+            step = f".{names[number]}" if path else str(names[number])
+        yield from walk(child, path + step)

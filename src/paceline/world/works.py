@@ -6,16 +6,27 @@ import threading
 import time
 import weakref
 from collections.abc import Iterable
-from typing import Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
 from paceline.torch_internals import gloo
 
+if TYPE_CHECKING:
+    from paceline.torch_internals.gloo import ProcessGroupGloo
+
 _POLL_S = 0.001
 
 
-def wait_all(works: Iterable[Any]) -> None:
+class Handle(Protocol):
+    """A collective under way; its tensors must be left alone until `wait` has returned."""
+
+    def wait(self) -> object:
+        """Blocks until the output is complete (on an accelerator: until its stream may use it)."""
+        ...
+
+
+def wait_all(works: Iterable[Handle | None]) -> None:
     """Waits for each work, also after one has failed: a buffer must not go while the backend still writes into it.
 
     Raises:
@@ -23,6 +34,7 @@ def wait_all(works: Iterable[Any]) -> None:
     """
     failure: RuntimeError | None = None
     for work in works:
+        assert work is not None, "begun by a rank outside of the group"
         try:
             work.wait()
         except RuntimeError as error:
@@ -52,7 +64,7 @@ def finish_threads(timeout_s: float) -> bool:
 class _Threads:
     """The threads of one gloo group."""
 
-    def __init__(self, backend: Any) -> None:
+    def __init__(self, backend: ProcessGroupGloo) -> None:
         self._backend = backend
         self._count = gloo.num_threads(backend)
         self._seen: set[int] = set()
@@ -72,7 +84,7 @@ class _Threads:
         return len(self._seen) >= self._count
 
     def _begin(self) -> None:
-        def note(_: Any) -> None:
+        def note(_: object) -> None:
             # Where the work was through before this was attached, it runs in the main thread, and says nothing.
             if threading.get_ident() != self._main:
                 self._seen.add(threading.get_ident())

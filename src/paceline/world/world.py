@@ -62,7 +62,7 @@ class World:
         env = environment.snapshot() if env is None else env
         names = [*ORDER, *(name for name in DETECTORS.names() if name not in ORDER)]
         for name in names:
-            found: World | None = DETECTORS.get(name)(env)
-            if found is not None:
-                return found
+            world: World | None = DETECTORS.get(name)(env)
+            if world is not None:
+                return world
         return cls()

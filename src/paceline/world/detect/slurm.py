@@ -83,10 +83,10 @@ def task_counts(text: str) -> list[int]:
     """Tasks on each node: "2(x3),1" is [2, 2, 2, 1]; [] for what cannot be read."""
     counts: list[int] = []
     for part in text.split(","):
-        found = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part.strip())
-        if found is None:
+        match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part.strip())
+        if match is None:
             return []
-        counts += [int(found[1])] * int(found[2] or 1)
+        counts += [int(match[1])] * int(match[2] or 1)
     return counts
 
 

@@ -1,0 +1,24 @@
+"""The private side of process groups: their timeouts, and the store behind all of them."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store as Store  # public as `torch.distributed.Store`, but for type checkers
+
+
+def timeout_of(group: dist.ProcessGroup, device: torch.device) -> timedelta | None:
+    """How long a collective may take; None where the backend has no limit, as torch's "fake" one."""
+    options = group._get_backend(device).options
+    return None if options is None else options._timeout
+
+
+def default_store() -> Store:
+    """The store behind the default process group, which must stand."""
+    store: Store = dist.distributed_c10d._get_default_store()
+    return store

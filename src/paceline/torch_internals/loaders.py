@@ -1,0 +1,40 @@
+"""The private side of `DataLoader`: copies of it, its iterators, and what a dataset hears of its worker."""
+
+from __future__ import annotations
+
+import copy
+import gc
+from collections.abc import Mapping
+from typing import Any
+
+from torch.utils.data import DataLoader
+from torch.utils.data._utils import worker
+from torch.utils.data.dataloader import _BaseDataLoaderIter
+
+
+def copy_with(loader: DataLoader[Any], attributes: Mapping[str, Any]) -> DataLoader[Any]:
+    """A copy of `loader` with other attributes, and without its iterator; of a subclass, which need not know of it.
+
+    The public way, to change an attribute, is refused for those that the constructor checks against each other.
+    """
+    copied = copy.copy(loader)
+    # The last one is the length that an iterable dataset once told; torch warns where it then gives more samples.
+    copied.__dict__.update(attributes, _iterator=None, _IterableDataset_len_called=None)
+    return copied
+
+
+def end_workers(loader: DataLoader[Any]) -> None:
+    """Lets the next epoch begin with new workers, also where `persistent_workers` would keep the old ones."""
+    loader._iterator = None
+
+
+def datasets_in_use() -> list[Any]:
+    """The datasets of all DataLoaders that are being iterated in this process."""
+    # `isinstance` would ask the objects themselves, some of which warn when they are asked for anything.
+    iterators = (found for found in gc.get_objects() if issubclass(type(found), _BaseDataLoaderIter))
+    return [iterator._dataset for iterator in iterators]
+
+
+def set_worker_info(info: object) -> None:
+    """Sets what `torch.utils.data.get_worker_info()` returns in this process."""
+    worker._worker_info = info

@@ -1,0 +1,42 @@
+"""What we rely on of DTensor's private names: a contract a function."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.placement_types import _StridedShard
+
+from paceline.torch_internals import dtensor
+
+
+@pytest.fixture
+def mesh() -> Iterator[DeviceMesh]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield init_device_mesh("cpu", (1,))
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("placement", [Shard(0), Replicate()])
+def test_the_own_tensor_shares_its_memory_and_knows_of_no_gradient(mesh: DeviceMesh, placement: Any) -> None:
+    tensor = torch.nn.Parameter(distribute_tensor(torch.ones(4, 2), mesh, [placement]))
+    own = dtensor.local_tensor(tensor)
+    assert type(own) is torch.Tensor and own.grad_fn is None
+    with torch.no_grad():
+        own.fill_(3)
+        assert isinstance(tensor, DTensor) and tensor.full_tensor().tolist() == [[3, 3]] * 4
+
+
+def test_a_shard_is_cut_into_runs_of_rows() -> None:
+    parts = dtensor.cut(torch.arange(5), Shard(0), 4)
+    assert [part.tolist() for part in parts] == [[0, 1], [2, 3], [4], []]
+
+
+def test_a_strided_shard_is_cut_into_runs_of_each_run() -> None:
+    parts = dtensor.cut(torch.arange(8), _StridedShard(0, split_factor=2), 2)
+    assert [part.tolist() for part in parts] == [[0, 1, 4, 5], [2, 3, 6, 7]]
