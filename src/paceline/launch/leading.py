@@ -64,19 +64,20 @@ class Lead:
         self.doubts: set[str] = set()  # members whose connection ended: are they dead?
         self.ready: set[str] = set()
         self.proposed: Round | None = None
-        latest = own.proposed or own.round
+        latest = own.latest_round
         self.restarts, self.number = (latest.restarts, latest.number) if latest else (0, 0)
         self.committed = list(own.views)
-        self.stage = "halt" if own.round else "gather"
-        self.cause = Cause(lost[0], lost[1]) if own.round else Cause()
-        self.noticed = since if own.round else now
-        self.gathering_since, self.enough_since = now, None if own.round is None else now
+        # Others may have begun a round that was only proposed here: their processes are to be ended first.
+        self.stage = "halt" if latest else "gather"
+        self.cause = Cause(lost[0], lost[1]) if latest else Cause()
+        self.noticed = since if latest else now
+        self.gathering_since, self.enough_since = now, now if latest else None
         self.called_home = -1e9
         self.first_rest: float | None = None
         for who in own.links:
             own.heard_at[who] = now
-            own.say(who, Joined(own.me, who in members))
-            if own.round is not None and who in members:
+            own.say(who, Joined(own.me, self.number))
+            if latest is not None and who in members:
                 own.say(who, Halt("end" if lost[0] == "lost" else "save", lost[1]))
         if own.report is not None:
             self.at_rest[own.me.id] = own.report
@@ -114,7 +115,7 @@ class Lead:
         if who in self.members:  # it has lost us, and ended its processes, before we noticed
             self._without(who, Cause("lost", f"{self.own._name(who)} lost its connection", who), now)
         self.waiting.setdefault(who, now)
-        self.own.say(who, Joined(self.own.me, False))
+        self.own.say(who, Joined(self.own.me, self.number))
 
     def refused(self, problem: Problem, message: Hello) -> None:
         """A launcher was told something else: before the first round, this run's nodes were started differently, and none

@@ -20,11 +20,12 @@ from typing import Any
 from paceline.launch import objections
 from paceline.launch.leading import Lead
 from paceline.launch.messages import (
-    Beat,
     Bye,
     Expelled,
     Go,
     Halt,
+    Heartbeat,
+    HeartbeatAck,
     Hello,
     Here,
     Home,
@@ -47,11 +48,16 @@ from paceline.launch.rounds import End, Member, Place, Report, Round, Rules, cal
 _ASK_AGAIN_S = 0.5
 _ANSWER_S = 1.0  # a launcher that is there answers within this
 _SETTLE_S = 2.0  # a new leader waits this long for others that were members
-_FRESH_S = 1.5  # until then nobody else can have taken the lead without this launcher
+# Sooner nobody can begin a round without a launcher that answered them: they ask it in vain, and wait for it.
+_UNREPLACED_S = _ANSWER_S + _SETTLE_S
+_MOST_BETWEEN_HEARTBEATS_S = (
+    1.0  # whatever `beat_s` is: proofs of death rest on heartbeats answered within `_UNREPLACED_S`
+)
+_HEARTBEATS_REMEMBERED = 10
 _ASKED_AT_ONCE = 16
 _SECRET_S = 2.0  # a launcher whose secret differs asks for this long before it gives up
 # Places where no launcher of this run has answered. Who cannot prove the secret counts no more than silence does.
-_NO_LAUNCHER = ("silent", "stranger", "secret")
+_NO_LAUNCHER = ("refused", "silent", "stranger", "secret")
 
 
 @dataclass
@@ -90,6 +96,7 @@ class Membership:
         self.me, self.rules, self.founds = me, rules, founds
         self.contacts = [place for place in contacts if place != me.place]
         self.born = wall
+        self._wall_of_zero = wall - now
         self.actions: list[tuple[Any, ...]] = []
         self.notes: list[str] = []
         self.begin: Round | None = None
@@ -111,11 +118,15 @@ class Membership:
         self.leader_key = -1
         self.lead: Lead | None = None
         self.lost = ("lost", "")  # how and why the leader went
-        self.since = self.fresh_until = now
+        self.since = now
+        self.trusted_until = -1e9  # until then a refused call proves that a launcher is dead
+        self.confirmed_at: dict[str, float] = {}  # by member: when the last heartbeat was sent that it has answered
         self.candidate_since: float | None = None
         self._next_key = 1
         self._ticked = now
         self._beaten = self._asked = -1e9
+        self._heartbeat = 0
+        self._heartbeats: dict[int, float] = {}  # by number: when it was sent
 
     # What comes in
 
@@ -126,7 +137,11 @@ class Membership:
         elif key in self.whose:
             who = self.whose[key]
             self.heard_at[who] = now
-            if self.lead is not None:
+            if isinstance(message, Heartbeat):
+                self._say(key, HeartbeatAck(message.number))
+            elif isinstance(message, HeartbeatAck):
+                self.confirmed_at[who] = self._heartbeats.get(message.number, self.confirmed_at.get(who, -1e9))
+            elif self.lead is not None:
                 self.lead.heard(who, message, now)
             elif who == self.leader:
                 self._obey(message, now)
@@ -149,7 +164,7 @@ class Membership:
             if self.lead is not None:
                 self.lead.closed(who, now)
         elif who is not None and key == self.leader_key:
-            self._orphan("lost", f"{self._name(who)} was lost (its connection ended)", now, fresh=True)
+            self._orphan("lost", f"{self._name(who)} was lost (its connection ended)", now, ended=True)
         self._step(now)
 
     def tick(self, now: float) -> None:
@@ -159,10 +174,8 @@ class Membership:
             for ask in self.asks.values():
                 ask.since = now
         self._ticked = now
-        if now - self._beaten >= self.rules.beat_s:
-            self._beaten = now
-            for key in (*self.whose, *(key for key, ask in self.asks.items() if ask.answered)):
-                self._say(key, Beat())
+        if now - self._beaten >= min(self.rules.beat_s, _MOST_BETWEEN_HEARTBEATS_S):
+            self._send_heartbeats(now)
         for key, ask in list(self.asks.items()):
             if now - ask.since > (self.rules.limit_s if ask.answered else _ANSWER_S):
                 del self.asks[key]
@@ -191,11 +204,34 @@ class Membership:
             self._say(key, Bye(self.leaving))
 
     @property
+    def latest_round(self) -> Round | None:
+        """The last decision that this launcher has part in: begun, or proposed alone; others may have begun it then."""
+        rounds = [each for each in (self.round, self.proposed) if each is not None]
+        return max(rounds, key=lambda each: each.number, default=None)
+
+    @property
     def latest(self) -> int:
-        """The number of the last decision that this launcher knows of."""
-        return max(each.number if each is not None else 0 for each in (self.round, self.proposed))
+        """Its number; 0 for none."""
+        return self.latest_round.number if self.latest_round is not None else 0
 
     # The network
+
+    def _send_heartbeats(self, now: float) -> None:
+        self._beaten = now
+        self._heartbeat += 1
+        self._heartbeats[self._heartbeat] = now
+        self._heartbeats.pop(self._heartbeat - _HEARTBEATS_REMEMBERED, None)
+        for key in (*self.whose, *(key for key, ask in self.asks.items() if ask.answered)):
+            self._say(key, Heartbeat(self._heartbeat))
+
+    def trusts_until(self, who: str) -> float:
+        """Until when a refused call at a member's place proves that it died as one of us.
+
+        Later it may have lost us, gone on with others and died after that, and these others go on still. What counts is a
+        heartbeat of ours that it has answered: a connection that ends may have ended long ago, where the link was cut or this
+        launcher was stopped for a while.
+        """
+        return self.confirmed_at.get(who, -1e9) + min(_UNREPLACED_S, self.rules.limit_s)
 
     def open(self, place: Place, who: str, purpose: str, now: float, message: Message) -> int:
         """Asks a place something over a new connection."""
@@ -286,15 +322,19 @@ class Membership:
     # Seeking
 
     def move(self, place: Place, now: float) -> None:
-        """Leaves this run for another."""
+        """Leaves this run for another: from now on this launcher is one that was never a member of it."""
+        self.me = replace(self.me, id=f"{self.me.id}+")
+        self.known[self.me.id] = self.me
+        self.born = self._wall_of_zero + now
         self.views, self.founds = [], False
         self.round = self.proposed = None
         self.newest = 0
         self.contacts = [place, *(each for each in self.contacts if each != place)]
         self._orphan("lost", "another run of this name goes on", now)
 
-    def _orphan(self, how: str, why: str, now: float, *, fresh: bool = False) -> None:
-        """There is no leader (`fresh`: since this very moment): ends the processes, and looks for one."""
+    def _orphan(self, how: str, why: str, now: float, *, ended: bool = False) -> None:
+        """There is no leader: ends the processes, and looks for one. `ended`: the leader's end of the connection did."""
+        self.trusted_until = self.trusts_until(self.leader) if ended else -1e9
         if how == "left" and self.leader:
             self.dead.add(self.leader)
         self.whose.pop(self.leader_key, None)
@@ -304,7 +344,6 @@ class Membership:
             self.drop(who, Expelled())
         self.leader, self.leader_key, self.lead = "", -1, None
         self.lost, self.since, self.candidate_since = (how, why), now, None
-        self.fresh_until = now + _FRESH_S if fresh else now
         self._forget_asks()
         self.answers.clear()
         self._asked = -1e9
@@ -380,6 +419,7 @@ class Membership:
     def _take_the_lead(self, members: list[str], now: float) -> None:
         self._forget_asks()
         self.lead = Lead(self, members, self.lost, self.since, now)
+        self._send_heartbeats(now)
         self.lead.step(now)
 
     def _give_up(self, now: float) -> None:
@@ -412,7 +452,7 @@ class Membership:
             self.answers[ask.place] = "wait" if not message.round else "later"  # it was in a run that may go on
             self.newest = max(self.newest, message.round)
             ask.answered, ask.since = True, now
-        elif isinstance(message, Beat):
+        elif isinstance(message, Heartbeat | HeartbeatAck):
             ask.since = now
         else:
             del self.asks[key]
@@ -448,17 +488,12 @@ class Membership:
             self.lead.found(ask, None, now)
 
     def _nobody_else_at(self, place: Place, now: float, who: str = "") -> None:
-        """No launcher that was at a place is alive, apart from the one that answers there now.
-
-        That counts only at once after it was heard of last. Later, it may have gone on with others before it died, who
-        go on still.
-        """
-        here = {each.id for each in self.known.values() if each.place == place} - {who, self.me.id}
+        """No launcher that was at a place is alive, apart from the one that answers there now; see `trusts_until`."""
+        gone = {each.id for each in self.known.values() if each.place == place} - {who, self.me.id}
         if self.lead is not None:
-            here &= self.lead.doubts
-        elif now > self.fresh_until:
-            return
-        self.dead |= here
+            self.dead |= {each for each in gone & self.lead.doubts if now <= self.trusts_until(each)}
+        elif now <= self.trusted_until:
+            self.dead |= gone
 
     # Following
 
@@ -471,10 +506,11 @@ class Membership:
         self.leader, self.leader_key = leader.id, key
         self.whose[key] = self.leader
         self.heard_at[self.leader] = now
-        if not message.member:  # the others have gone on: what this launcher knew of them is out of date
-            self.views, self.round, self.proposed, self.newest = [], None, None, 0
+        # What this launcher knows of earlier rounds stays: a leader may itself have been left behind and not know it yet.
+        self.newest = max(self.newest, message.round)
         for who in list(self.links):
             self.drop(who, Later(leader.place))
+        self._send_heartbeats(now)
         self._report(now)
 
     def _report(self, now: float) -> None:
@@ -502,7 +538,7 @@ class Membership:
         elif isinstance(message, Move):
             self.move(message.place, now)
         elif isinstance(message, Bye):
-            self._orphan("left", message.why, now, fresh=True)
+            self._orphan("left", message.why, now, ended=True)
         elif isinstance(message, Expelled):
             self._orphan("lost", f"{self._name(self.leader)} took this node for lost", now)
 

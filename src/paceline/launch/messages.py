@@ -3,8 +3,8 @@
 a launcher that calls   Hello | Probe | Home      ->
                                                   <-  Joined | Wait | Later | Refused        to a Hello
                                                   <-  Here                                   to a Probe or a Home
-a member to its leader  Rest | Ready | Leaving | Bye | Beat
-the leader to a member  Proposal | Go | Halt | Over | Move | Bye | Expelled | Beat
+a member to its leader  Rest | Ready | Leaving | Bye | Heartbeat | HeartbeatAck
+the leader to a member  Proposal | Go | Halt | Over | Move | Bye | Expelled | Heartbeat | HeartbeatAck
 """
 
 from __future__ import annotations
@@ -57,10 +57,10 @@ class Here:
 
 @dataclass(frozen=True)
 class Joined:
-    """The caller has found its leader; `member` says whether it is a member of the run already, or waits."""
+    """The caller has found its leader, whose last decision has this number."""
 
     leader: Member
-    member: bool
+    round: Number
 
 
 @dataclass(frozen=True)
@@ -92,8 +92,17 @@ class Expelled:
 
 
 @dataclass(frozen=True)
-class Beat:
-    """A sign of life."""
+class Heartbeat:
+    """A sign of life, which is answered at once; `number` counts those of the sender."""
+
+    number: Number
+
+
+@dataclass(frozen=True)
+class HeartbeatAck:
+    """The answer to a heartbeat: its number."""
+
+    number: Number
 
 
 @dataclass(frozen=True)
@@ -164,7 +173,7 @@ class Move:
 
 
 Message = (
-    Hello | Probe | Home | Here | Joined | Wait | Later | Refused | Expelled | Beat
+    Hello | Probe | Home | Here | Joined | Wait | Later | Refused | Expelled | Heartbeat | HeartbeatAck
     | Rest | Ready | Leaving | Bye | Proposal | Go | Halt | Over | Move
 )  # fmt: skip
 _KINDS: dict[str, type] = {kind.__name__.lower(): kind for kind in get_args(Message)}

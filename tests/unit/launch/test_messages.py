@@ -95,7 +95,7 @@ def machine(draw: random.Random) -> tuple[Membership, list[int]]:
         if draw.random() < 0.5:
             own.heard(key, Hello(B, rules.common, 0), 0.1)
     if draw.random() < 0.5:  # it follows another one, in a round
-        own.heard(1, messages.Joined(B, True), 0.2)
+        own.heard(1, messages.Joined(B, 0), 0.2)
         own.heard(1, Proposal(Round(1, 0, (B, A)), ()), 0.2)
         own.heard(1, messages.Go(1, ""), 0.2)
     for tenth in range(draw.randrange(40)):

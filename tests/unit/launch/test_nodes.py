@@ -13,7 +13,7 @@ from paceline.launch import host, nodes
 from paceline.launch.connection import Connection
 from paceline.launch.launcher import Job, Target
 from paceline.launch.membership import Membership
-from paceline.launch.messages import Beat, Message
+from paceline.launch.messages import Heartbeat, Message
 from paceline.launch.nodes import Nodes
 from paceline.launch.rounds import Member, Rules
 
@@ -41,7 +41,7 @@ def test_a_connection_that_was_ended_by_what_came_before_it_is_not_served() -> N
     caller.connecting = False
     caller.hear()
     own.tend()
-    caller.say(Beat())
+    caller.say(Heartbeat(1))
     caller.hear()
     own._add(Connection(3, other, SECRET, True))
     own.tend()
