@@ -32,7 +32,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Runs the script to its end; returns the exit code of the first failing rank, else 0."""
     from paceline.launch.host import check_target
-    from paceline.launch.hosts import job_on_hosts, without_hostfile
+    from paceline.launch.hosts import job_on_hosts, starts_elsewhere, without_hostfile
     from paceline.launch.job import job_of, target_of
 
     told = resolve_launch(schema.given(args))
@@ -45,7 +45,7 @@ def run(args: argparse.Namespace) -> int:
     if _asks_for_help(args.script_args):
         told = _alone(told)
     env, notices = environment.snapshot(), list[str]()
-    if told.launch.hostfile is not None:
+    if starts_elsewhere(told):
         job = job_on_hosts(told, args.script, args.script_args, env)
     else:
         without_hostfile(told)

@@ -1,7 +1,7 @@
 """What the launchers have in common that start all hosts with one program (mpirun, srun, pdsh).
 
 mpirun and srun run `remote.py` on each host, first to see what is missing there, then with the orders; these travel in a
-variable, so that none of them stands on a command line.
+variable, so that none of them stands on a command line. A launcher that starts each host by itself takes `carrying`.
 """
 
 from __future__ import annotations
@@ -22,8 +22,7 @@ from paceline.launch.contact import unfit
 from paceline.launch.launcher import Job, Outcome
 from paceline.launch.orders import VARIABLE
 from paceline.launch.remote import MARK
-from paceline.launch.signals import Signals
-from paceline.launch.tether import tether
+from paceline.launch.signals import Signals, kill_with_parent
 
 PORT = 29500
 PYTHON = (sys.executable, "-u", "-m", "paceline.launch.remote")
@@ -48,10 +47,16 @@ class BatchHandle:
         return Outcome(follow(self.command, carrying(self.job, self.place)))
 
 
-def carrying(job: Job, place: tuple[str, int] | None) -> dict[str, str]:
-    """The environment of the program, which brings the orders along."""
+def carrying(job: Job, place: tuple[str, int] | None, node: int | None = None) -> dict[str, str]:
+    """The environment of a program that starts `remote.py`, which brings the orders along.
+
+    Args:
+        job: the job, with its orders.
+        place: where node 0 listens; None where there is no other.
+        node: which host the program starts; None where it starts all, and numbers them as mpirun or srun does.
+    """
     assert job.orders is not None, "a job of other hosts has orders"
-    orders = json.dumps({"orders": job.orders.message(), "place": place}, default=str)
+    orders = json.dumps({"orders": job.orders.message(), "place": place, "node": node}, default=str)
     return {**environment.snapshot(), VARIABLE: orders}
 
 
@@ -108,7 +113,7 @@ def follow(command: Sequence[str], env: Mapping[str, str]) -> int:
     try:
         program = subprocess.Popen(
             list(command), env=dict(env), stdin=subprocess.DEVNULL, start_new_session=True,
-            preexec_fn=partial(tether, os.getpid(), signal.SIGTERM),
+            preexec_fn=partial(kill_with_parent, os.getpid(), signal.SIGTERM),
         )  # fmt: skip
         while True:
             try:

@@ -12,7 +12,7 @@ import signal
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from paceline.base.registry import Registry
 
@@ -261,10 +261,21 @@ class Handle(Protocol):
         ...
 
 
+# Whose processes a launcher starts: this host's, those of the hosts that a hostfile names, or those of hosts that it
+# chooses itself, as a cluster's scheduler does.
+Hosts = Literal["this", "named", "chosen"]
+
+
 class Launcher(Protocol):
-    """A way to start processes."""
+    """A way to start processes.
+
+    Attributes:
+        name: what `--launcher` calls it.
+        hosts: on which hosts it starts them.
+    """
 
     name: str
+    hosts: Hosts
 
     def available(self) -> str:
         """ "" where it can be used here, else the reason why not."""

@@ -12,38 +12,42 @@ runs the script and then *returns* from `wait`, up the caller's stack, so that P
 from __future__ import annotations
 
 import gc
+import importlib
 import os
 import select
 import signal
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from paceline.base.errors import LaunchError
 from paceline.base.exits import PREEMPTED
+from paceline.base.lazy import uncollected
 from paceline.base.temporary import temporary_folder
 from paceline.launch import cores, host, worker
 from paceline.launch.failure import AFTER_FAILURE_S, end_frozen, first_failure, stuck
-from paceline.launch.launcher import Failure, Job, Outcome, Process, Rendered
+from paceline.launch.launcher import Failure, Hosts, Job, Outcome, Process, Rendered
 from paceline.launch.nodes import Nodes
 from paceline.launch.output import Output
 from paceline.launch.processes import PARCEL, Reaper, Worker, ask, settle, spawn, stop, sweep
 from paceline.launch.report import begun, describe
 from paceline.launch.rounds import End, Report, Round
 from paceline.launch.signals import Signals
-from paceline.launch.warm import warm
 
 _SIGN_OF_LIFE_S = 0.2
 _INTERRUPT_S = 3.0  # an ordinary script ends by Ctrl-C at once; one that is here still saves, or hangs
+# A script for DeepSpeed makes an engine and an optimizer; torch loads its compiler's front (0.8 s) with the first of those.
+_IMPORTS_BY_LIBRARY = {"deepspeed": ("torch._dynamo", "paceline.compat.deepspeed.initialize")}
 
 
 class LocalLauncher:
     """Starts processes on this host."""
 
     name = "local"
+    hosts: Hosts = "this"
 
     def available(self) -> str:
         """Always "": there is a this host everywhere."""
@@ -143,7 +147,7 @@ class LocalHandle:
         folder = Path(tempfile.mkdtemp(prefix="paceline-", dir=place))
         self.reaper = Reaper(folder)
         if self.job.start == "fork":
-            warm(self.job.compat.split(","))
+            import_before_forking(self.job.compat.split(","))
             if self.job.target.function is None:
                 gc.freeze()  # no collection touches, and so copies, what the processes share
         elif self.job.target.function is not None:
@@ -371,6 +375,16 @@ class LocalHandle:
     def _pass_on(self, number: int) -> None:
         for each in self.workers:
             each.send(number)
+
+
+def import_before_forking(libraries: Iterable[str]) -> None:
+    """Imports torch, and what scripts for these libraries are sure to need: once, and not once in each process."""
+    with uncollected():
+        importlib.import_module("torch")
+        for library in libraries:
+            # These packages stand on floors above this one: they are looked up, not imported.
+            for name in _IMPORTS_BY_LIBRARY.get(library, ()):
+                importlib.import_module(name)
 
 
 def _say(line: str) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 
 from paceline.launch.batch import PYTHON, BatchHandle, check
-from paceline.launch.launcher import Job, Rendered
+from paceline.launch.launcher import Hosts, Job, Rendered
 from paceline.launch.orders import VARIABLE
 
 
@@ -13,6 +13,7 @@ class OpenMpiLauncher:
     """Starts a job on other hosts with mpirun."""
 
     name = "openmpi"
+    hosts: Hosts = "named"
 
     def available(self) -> str:
         """What is missing on this host."""

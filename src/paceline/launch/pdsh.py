@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from paceline.base import env as environment
 from paceline.launch.batch import follow
 from paceline.launch.contact import Contacts
-from paceline.launch.launcher import Job, Outcome, Rendered
+from paceline.launch.launcher import Hosts, Job, Outcome, Rendered
 from paceline.launch.ssh import OPTIONS, connect, shell_line
 
 _FAN_OUT = 1024  # hosts at a time: all
@@ -24,6 +24,7 @@ class PdshLauncher:
     """Starts a job on other hosts with pdsh."""
 
     name = "pdsh"
+    hosts: Hosts = "named"
 
     def available(self) -> str:
         """What is missing on this host."""

@@ -33,8 +33,7 @@ from paceline.base.version import VERSION
 from paceline.launch import host
 from paceline.launch.launcher import LAUNCHERS, Target
 from paceline.launch.orders import VARIABLE, Orders, python_version
-from paceline.launch.signals import Signals
-from paceline.launch.tether import tether
+from paceline.launch.signals import Signals, kill_with_parent
 
 MARK = "\x01paceline "  # before a line that is an answer, and neither a shell's greeting nor a script's output
 _SILENCE_S = 60.0  # the starter gives a sign of life every few seconds
@@ -183,27 +182,28 @@ def run_kept(name: str) -> int:
 
 def survey_by_variable() -> int:
     """Says what is missing here, where a batch system has started this for a first look."""
-    message = json.loads(environment.snapshot()[VARIABLE])["orders"]
-    node = _node(message)
+    carried = json.loads(environment.snapshot()[VARIABLE])
+    message, node = carried["orders"], _node(carried)
     Talk.answer(node=node, problems=survey(message, node), addresses=addresses([]))
     return 0
 
 
 def run_by_variable() -> int:
     """Runs orders where a batch system has started this."""
-    tether(os.getppid())
+    kill_with_parent(os.getppid())
     carried = json.loads(environment.snapshot()[VARIABLE])
     environment.export({VARIABLE: None})
-    message, place = carried["orders"], carried["place"]
-    node = _node(message)
+    message, place, node = carried["orders"], carried["place"], _node(carried)
     survey(message, node)
     return run(Orders.of(message), node, place and (place[0], place[1]), None)
 
 
-def _node(message: dict[str, Any]) -> int:
-    """Which of the hosts this is, as SLURM names it, else by the number that mpirun or srun gave."""
+def _node(carried: dict[str, Any]) -> int:
+    """Which of the hosts this is: as the launcher says, else as SLURM names it, else by the number that mpirun or srun gave."""
+    if carried["node"] is not None:
+        return int(carried["node"])
     env = environment.snapshot()
-    names = [each["host"] for each in message["hosts"]]
+    names = [each["host"] for each in carried["orders"]["hosts"]]
     own = env.get("SLURMD_NODENAME", "")
     number = env.get("OMPI_COMM_WORLD_RANK") or env.get("SLURM_PROCID") or "0"
     return names.index(own) if own in names else int(number)
@@ -219,7 +219,7 @@ def run(orders: Orders, node: int, place: Place | None, talk: Talk | None) -> in
     mine = os.getpid()
     child = os.fork()
     if child == 0:
-        tether(mine)
+        kill_with_parent(mine)
         os.setpgid(0, 0)  # mpirun and srun signal whole groups: it is to get each signal once, through this one
         watch.leave()
         with open(os.devnull, "rb") as nothing:

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 from paceline.launch import host
 from paceline.launch.contact import Contacts
-from paceline.launch.launcher import Job, Outcome, Rendered
+from paceline.launch.launcher import Hosts, Job, Outcome, Rendered
 
 OPTIONS = ("BatchMode=yes", "ConnectTimeout=10", "ServerAliveInterval=5", "ServerAliveCountMax=3")
 
@@ -22,6 +22,7 @@ class SshLauncher:
     """Starts a job on other hosts over OpenSSH."""
 
     name = "ssh"
+    hosts: Hosts = "named"
 
     def available(self) -> str:
         """What is missing on this host."""

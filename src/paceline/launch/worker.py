@@ -34,7 +34,7 @@ from paceline.base import env as environment
 from paceline.base.errors import LaunchError
 from paceline.launch import once
 from paceline.launch.launcher import Target
-from paceline.launch.tether import tether
+from paceline.launch.signals import kill_with_parent
 from paceline.launch.trace import told
 
 VALUE = ".value"
@@ -258,7 +258,7 @@ def _exit_code(error: SystemExit) -> tuple[int, str]:
 
 if __name__ == "__main__":
     report, compat, streams, launcher, kind, name, *args = sys.argv[1:]
-    tether(int(launcher))
+    kill_with_parent(int(launcher))
     if "lines" in streams.split(","):
         whole_lines()
     if kind == "function":
