@@ -107,7 +107,7 @@ class Schedule:
         hosts = "abcde"[:number]
         most = draw.choice((number, number, max(number - 1, 2)))
         least = draw.choice((1, 1, min(2, most), most // 2 + 1, most))
-        rules = Rules(least, most, max_restarts=draw.choice((0, 3, 20, 20)), join_s=15.0, grace_s=5.0)
+        rules = Rules(least, most, max_restarts=draw.choice((0, 3, 20, 20)), join_timeout_s=15.0, grace_s=5.0)
         contacts = draw.choice((hosts, hosts, hosts[:1], hosts[:2]))
         faults = [Fault(round(draw.uniform(0, 3), 2), "start", (name,)) for name in hosts]
         at = draw.choice((0.5, 4.0, 6.0))
@@ -183,7 +183,7 @@ class Host:
         founds = contacts[0] == name if node < 0 else node == 0
         me = Member(f"{name}.{network.launched}", name, 1, name, 1, node)
         wall = 1000.0 + network.now + network.clock_skew_s[name]
-        self.own = Membership(me, rules, founds, [(contact, 1) for contact in contacts], network.now, wall)
+        self.membership = Membership(me, rules, founds, [(contact, 1) for contact in contacts], network.now, wall)
         self.sockets: dict[int, Socket] = {}
         self.next_key = 2  # of incoming connections: even numbers
         self.gone = False
@@ -194,34 +194,36 @@ class Host:
         self.running: Round | None = None  # whose processes run here
         self.ending: tuple[float, Report] | None = None  # when they end, and how
         self.left_behind_since: float | None = None  # since when a newer round goes on without them
-        self.own.rest(Report("new", store_port=network.launched), network.now)
+        self.membership.processes_ended(Report("new", store_port=network.launched), network.now)
 
     @property
     def id(self) -> str:
         """Its member's id."""
-        return self.own.me.id
+        return self.membership.me.id
 
     def react(self) -> None:
         """Does what the protocol asks for."""
-        network, own = self.network, self.own
-        while own.actions:
-            kind, key, *rest = own.actions.pop(0)
+        network, membership = self.network, self.membership
+        while membership.actions:
+            kind, key, *rest = membership.actions.pop(0)
             network.act(self, kind, key, *rest)
-        if own.begin is not None:
+        if membership.round_to_start is not None:
             if self.running is not None:
-                raise Violation(f"{self.id} is to begin round {own.begin.number} while processes of another run")
-            self.running = own.begin
-            own.begin = None
+                raise Violation(
+                    f"{self.id} is to begin round {membership.round_to_start.number} while processes of another run"
+                )
+            self.running = membership.round_to_start
+            membership.round_to_start = None
             self.rounds.append(self.running)
             network.trace(self, f"begins round {self.running.number} of {' '.join(self.running.ids)}")
             network.rounds_changed()
-        if own.halt is not None and self.running is not None:
-            how = own.halt[0]
+        if membership.stop_request is not None and self.running is not None:
+            how = membership.stop_request[0]
             slow = self.ending is None or self.ending[0] > network.now + 2
             if self.ending is None or (how == "end" and slow):
                 saved = how == "save" and self.saves
                 self.end_processes(Report("preempted" if saved else "stopped"), network.draw.uniform(*_STOPPED_S))
-        if self.running is None and (own.end is not None or self.leaving):
+        if self.running is None and (membership.end is not None or self.leaving):
             network.ends(self)
 
     def end_processes(self, report: Report, after_s: float) -> None:
@@ -241,11 +243,13 @@ class Host:
         network = self.network
         network.trace(self, f"its processes have ended: {report.kind}")
         if report.kind == "done":
-            network.done.setdefault((ended.born, ended.number), set()).add(self.id)
+            network.done.setdefault((ended.founded_at, ended.number), set()).add(self.id)
         else:
             network.disturb_peers(self, ended)
         network.rounds_changed()
-        self.own.rest(replace(report, at=network.now, store_port=int(network.now * 100) % 60_000), network.now)
+        self.membership.processes_ended(
+            replace(report, at=network.now, store_port=int(network.now * 100) % 60_000), network.now
+        )
         self.react()
 
     def ends(self, kind: Any, what: str = "", after_s: float = 0.0) -> None:
@@ -257,7 +261,7 @@ class Host:
         """It is asked to end, as by SIGTERM."""
         self.leaving = True
         if self.running is not None:
-            self.own.leave("save", "was asked to end", self.network.now)
+            self.membership.drain("save", "was asked to end", self.network.now)
             report = Report("preempted" if self.saves else "stopped")
             self.end_processes(report, self.network.draw.uniform(*_STOPPED_S))
         self.react()
@@ -269,7 +273,7 @@ class Simulation:
 
     Args:
         seed: of all delays.
-        tracing: whether what happens is written down.
+        tracing: whether what happens is written dmembership.
         on_the_wire: whether messages are written and read as on a real connection (slower).
     """
 
@@ -322,7 +326,7 @@ class Simulation:
         if host.gone:
             return
         if not host.frozen:
-            host.own.tick(self.now)
+            host.membership.tick(self.now)
             host.react()
             self._check_left_behind(host)
         self.later(_TICK_S, self._tick, host)
@@ -360,15 +364,15 @@ class Simulation:
 
     def ends(self, host: Host) -> None:
         """A launcher ends as planned."""
-        end = host.own.end
+        end = host.membership.end
         # It need not be a round of its own: the end is told to those that waited for a place, too.
         done = any(self.done.get(name, set()) >= members for name, members in self.worked.items())
         if end is not None and end.code == 0 and not done:
             raise Violation(f"{host.id} ends with code 0, and no round has done its work")
         self.trace(host, f"ends: {end}")
-        host.own.bye()
-        while host.own.actions:
-            kind, key, *rest = host.own.actions.pop(0)
+        host.membership.leave()
+        while host.membership.actions:
+            kind, key, *rest = host.membership.actions.pop(0)
             self.act(host, kind, key, *rest)
         self.off(host)
 
@@ -467,7 +471,7 @@ class Simulation:
             host.inbox.append((self._end, socket, how))
             return
         del host.sockets[socket.key]
-        host.own.closed(socket.key, how, self.now)
+        host.membership.on_closed(socket.key, how, self.now)
         host.react()
 
     def _deliver(self, socket: Socket, message: Message) -> None:
@@ -480,7 +484,7 @@ class Simulation:
         if self.tracing:
             sender = socket.peer.host.id if socket.peer else "?"
             self.trace(host, f"<- {sender}: {message}")
-        host.own.heard(socket.key, message, self.now)
+        host.membership.on_message(socket.key, message, self.now)
         host.react()
 
     # What must hold
@@ -492,11 +496,11 @@ class Simulation:
         for decided in running.values():
             if not all(running.get(member) == decided for member in decided.ids):
                 continue
-            other = whole.setdefault(decided.born, decided)
+            other = whole.setdefault(decided.founded_at, decided)
             if other.ids != decided.ids:
                 raise Violation(f"two parts of a run go on: {other.ids} and {decided.ids}")
-        for born, decided in whole.items():
-            last = self.whole.get(born)
+        for founded_at, decided in whole.items():
+            last = self.whole.get(founded_at)
             if (
                 last is not None
                 and (decided.number, decided.ids) != (last.number, last.ids)
@@ -505,19 +509,19 @@ class Simulation:
                 raise Violation(
                     f"round {decided.number} of {decided.ids} goes on after round {last.number} of {last.ids}"
                 )
-            self.whole[born] = decided
-            self.worked[born, decided.number] = set(decided.ids)
+            self.whole[founded_at] = decided
+            self.worked[founded_at, decided.number] = set(decided.ids)
 
     def _check_left_behind(self, host: Host) -> None:
         """What is lost does not go on."""
-        newest = self.whole.get(host.running.born) if host.running is not None else None
+        newest = self.whole.get(host.running.founded_at) if host.running is not None else None
         if host.running is None or newest is None or newest.number <= host.running.number:
             host.left_behind_since = None
             return
         if host.left_behind_since is None:
             host.left_behind_since = self.now
         behind_s = self.now - host.left_behind_since
-        if behind_s > 2 * host.own.rules.limit_s + _STOPPED_S[1]:
+        if behind_s > 2 * host.membership.rules.silence_limit_s + _STOPPED_S[1]:
             raise Violation(
                 f"{host.id} still runs round {host.running.number}, {behind_s:.1f} s after round {newest.number} began"
             )
@@ -531,11 +535,15 @@ class Simulation:
 
     def undecided(self) -> list[Host]:
         """Launchers that neither go on nor wait at one that does."""
-        leaders = {host.id: host for host in self.hosts.values() if host.own.lead is not None and not host.frozen}
+        leaders = {
+            host.id: host for host in self.hosts.values() if host.membership.leadership is not None and not host.frozen
+        }
         found = []
         for host in self.hosts.values():
-            leader = leaders.get(host.own.leader)
-            waits = leader is not None and host.id in leader.own.lead.waiting and self.is_whole(leader.running)  # type: ignore[union-attr]
+            leader = leaders.get(host.membership.leader_id)
+            waits = (
+                leader is not None and host.id in leader.membership.leadership.waiting and self.is_whole(leader.running)
+            )  # type: ignore[union-attr]
             if not (host.frozen or waits or self.is_whole(host.running)):
                 found.append(host)
         return found
@@ -607,15 +615,17 @@ class Simulation:
 
     def _decide(self, schedule: Schedule) -> None:
         """Each launcher goes on or ends: after the silence that shows a loss, and twice as long as one waits for others."""
-        limit_s = 2 * schedule.rules.join_s + 4 * schedule.rules.limit_s
-        end = self.now + limit_s
+        silence_limit_s = 2 * schedule.rules.join_timeout_s + 4 * schedule.rules.silence_limit_s
+        end = self.now + silence_limit_s
         while self.now < end:
             self.run(end - self.now, lambda: not self.undecided())
             before = [host.running for host in self.hosts.values()]
             self.run(_STABLE_S)
             if not self.undecided() and before == [host.running for host in self.hosts.values()]:
                 return
-        raise Violation(f"after {limit_s:g} s without a fault, {[host.id for host in self.undecided()]} are undecided")
+        raise Violation(
+            f"after {silence_limit_s:g} s without a fault, {[host.id for host in self.undecided()]} are undecided"
+        )
 
     def _reunite(self, schedule: Schedule) -> None:
         """All hosts are started again where they have ended, and are in one round then; the rest waits."""

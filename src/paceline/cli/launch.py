@@ -72,8 +72,8 @@ def check_plan(told: Launch, job: Job) -> None:
     from paceline.plan.resolve import draft
 
     world_size = job.procs * job.nodes
-    if job.orders is not None:
-        world_size = sum(len(host.ids) for host in job.orders.hosts)
+    if job.assignment is not None:
+        world_size = sum(len(host.ids) for host in job.assignment.hosts)
     draft(vars(told.run), [Decision(**vars(row)) for row in told.decisions], world_size)
 
 
@@ -104,7 +104,7 @@ def _show(job: Job, told: Launch) -> int:
 
 def _launcher(job: Job, told: Launch) -> Launcher:
     """Who starts a job: on other hosts, whoever was named."""
-    found: Launcher = LAUNCHERS.get("local" if job.orders is None else told.launch.launcher)
+    found: Launcher = LAUNCHERS.get("local" if job.assignment is None else told.launch.launcher)
     return found
 
 

@@ -10,9 +10,9 @@ from pathlib import Path
 from paceline.base.errors import ConfigError, LaunchError, Problem
 from paceline.config.sources import Launch
 from paceline.launch import hostfile
+from paceline.launch.assignment import Assignment
 from paceline.launch.hostfile import Slots
 from paceline.launch.launcher import LAUNCHERS, Hosts, Job, Reach, Target
-from paceline.launch.orders import Orders
 
 _NEEDS_HOSTS = ("include", "exclude", "ssh_port", "launcher", "launcher_args")
 _OF_ONE_NODE = ("node_rank", "gpu_ids")
@@ -24,7 +24,7 @@ _FILE = ".deepspeed_env"
 
 
 def job_on_hosts(
-    told: Launch,
+    settings: Launch,
     script: str,
     args: Sequence[str],
     env: Mapping[str, str],
@@ -46,7 +46,7 @@ def job_on_hosts(
         ConfigError: `hostfile`, `host-filter`, `host-flags`, `unknown-name`.
         LaunchError: `launch-launcher`, where the launcher cannot be used here; `launch-env-file`.
     """
-    launch, cwd = told.launch, os.getcwd()
+    launch, cwd = settings.launch, os.getcwd()
     missing = LAUNCHERS.get(launch.launcher).available()
     if missing:
         others = ", ".join(each.name for each in LAUNCHERS if each.name != "local" and not each.available())
@@ -56,30 +56,30 @@ def job_on_hosts(
             f"--launcher {launch.launcher}",
             f"install it, or choose another: {others}" if others else "install it",
         )
-    orders = Orders(told, script, tuple(args), cwd, forwarded(env, cwd), chosen(told), local_rank)
+    assignment = Assignment(settings, script, tuple(args), cwd, forwarded(env, cwd), chosen(settings), local_rank)
     kind = "program" if launch.no_python else "module" if launch.module else "script"
     return Job(
-        Target(kind, script, tuple(args), local_rank=local_rank), max(len(at.ids) for at in orders.hosts),
-        len(orders.hosts), main_address=launch.main_address or "", main_port=launch.main_port, grace_s=launch.grace_s,
-        orders=orders, reach=Reach(launch.ssh_port, tuple(shlex.split(launch.launcher_args)), activate),
+        Target(kind, script, tuple(args), local_rank=local_rank), max(len(at.ids) for at in assignment.hosts),
+        len(assignment.hosts), main_address=launch.main_address or "", main_port=launch.main_port, grace_s=launch.grace_s,
+        assignment=assignment, reach=Reach(launch.ssh_port, tuple(shlex.split(launch.launcher_args)), activate),
     )  # fmt: skip
 
 
-def starts_elsewhere(told: Launch) -> bool:
+def starts_elsewhere(settings: Launch) -> bool:
     """Whether other hosts run the job: those that a hostfile names, or those that the launcher chooses."""
-    if told.launch.hostfile is not None:
+    if settings.launch.hostfile is not None:
         return True
-    return "launcher" in _said(told) and _hosts_of(told) == "chosen"
+    return "launcher" in _said(settings) and _hosts_of(settings) == "chosen"
 
 
-def chosen(told: Launch) -> tuple[Slots, ...]:
+def chosen(settings: Launch) -> tuple[Slots, ...]:
     """The hosts and slots that the settings name; where the launcher chooses its hosts, as many as are asked for.
 
     Raises:
         ConfigError: `hostfile`, `host-filter`, `host-flags`; all problems of flags at once.
     """
-    launch, said = told.launch, _said(told)
-    named = _hosts_of(told) == "named"
+    launch, said = settings.launch, _said(settings)
+    named = _hosts_of(settings) == "named"
     by_whom = f"--hostfile {launch.hostfile}" if named else f"--launcher {launch.launcher}"
     problems = []
     for name in _OF_ONE_NODE:
@@ -94,7 +94,7 @@ def chosen(told: Launch) -> tuple[Slots, ...]:
         what = "a range of nodes cannot be started from one host."
         problems.append(Problem("host-flags", what, f"nodes={launch.nodes} ({said['nodes']})", fix))
     if not named:
-        problems += _of_a_hostfile(told)
+        problems += _of_a_hostfile(settings)
     if problems:
         raise ConfigError.of(problems)
     if not named:
@@ -111,9 +111,9 @@ def chosen(told: Launch) -> tuple[Slots, ...]:
     return hostfile.choose(hosts, include=launch.include, exclude=launch.exclude, nodes=nodes, procs=procs)
 
 
-def _of_a_hostfile(told: Launch) -> list[Problem]:
+def _of_a_hostfile(settings: Launch) -> list[Problem]:
     """What was said that means nothing to a launcher which takes no hostfile, and what it has to be told instead."""
-    launch, said = told.launch, _said(told)
+    launch, said = settings.launch, _said(settings)
     problems = []
     for name in ("hostfile", "include", "exclude", "ssh_port"):
         if name in said:
@@ -126,15 +126,15 @@ def _of_a_hostfile(told: Launch) -> list[Problem]:
     return problems
 
 
-def without_hostfile(told: Launch) -> None:
+def without_hostfile(settings: Launch) -> None:
     """Sees to it that nothing was said that only a hostfile gives a meaning to.
 
     Raises:
         ConfigError: `host-flags`, naming all of it.
     """
-    said = _said(told)
+    said = _said(settings)
     names = [name for name in _NEEDS_HOSTS if name in said]
-    idle = [f"{name}={getattr(told.launch, name)} ({said[name]})" for name in names]
+    idle = [f"{name}={getattr(settings.launch, name)} ({said[name]})" for name in names]
     if idle:
         raise ConfigError(
             "host-flags", "there are no hosts to choose from or to reach.", idle, "name them: --hostfile FILE"
@@ -155,15 +155,15 @@ def text_of(path: str) -> str:
         raise ConfigError("hostfile", f"the hostfile {path} cannot be read.", why, fix) from None
 
 
-def _hosts_of(told: Launch) -> Hosts:
+def _hosts_of(settings: Launch) -> Hosts:
     """On which hosts the launcher that was named starts processes; where it does not say so, on those of a hostfile."""
-    hosts: Hosts = getattr(LAUNCHERS.get(told.launch.launcher), "hosts", "named")
+    hosts: Hosts = getattr(LAUNCHERS.get(settings.launch.launcher), "hosts", "named")
     return hosts
 
 
-def _said(told: Launch) -> dict[str, str]:
+def _said(settings: Launch) -> dict[str, str]:
     """Where each setting comes from that somebody has set."""
-    return {row.field: row.where or row.source for row in told.decisions if row.source != "default"}
+    return {row.field: row.where or row.source for row in settings.decisions if row.source != "default"}
 
 
 def forwarded(env: Mapping[str, str], cwd: str) -> dict[str, str]:

@@ -163,7 +163,7 @@ class LocalHandle:
                     return Outcome(self._work(str(report)), in_worker=True)
                 self.report = self._attempt()
                 self.nodes.rest(self.report)
-            return self._outcome(self.nodes.machine.end)
+            return self._outcome(self.nodes.membership.end)
         finally:
             if os.getpid() == self._mine:  # not in a forked process
                 self.signals.leave()
@@ -236,11 +236,11 @@ class LocalHandle:
         store = (decided.members[0].address, decided.store_port)
         if not self.nodes.several:
             store = (self.job.main_address, decided.store_port)
-        elif decided.ids[0] == self.nodes.machine.leader:
-            store = (self.nodes.machine.known[decided.ids[0]].address, decided.store_port)
-        node = decided.where(self.nodes.machine.me.id)
+        elif decided.ids[0] == self.nodes.membership.leader_id:
+            store = (self.nodes.membership.known_members[decided.ids[0]].address, decided.store_port)
+        node = decided.index_of(self.nodes.membership.me.id)
         self.workers = []
-        run = f"{self.job.options.get('run_id', 'paceline')}@{decided.born!r}"
+        run = f"{self.job.options.get('run_id', 'paceline')}@{decided.founded_at!r}"
         procs = [each.procs for each in decided.members]
         for process in world_table(self.job, procs, node, store, decided.restarts, run):
             report = folder / f"{decided.number}-{process.rank}"
@@ -278,18 +278,18 @@ class LocalHandle:
     def _attempt(self) -> Report:
         """Watches one round to its end, and ends what is left of it."""
         assert self.round is not None, "a round has begun"
-        pause, machine = self.nodes.pause, self.nodes.machine
+        pause, membership = self.nodes.pause, self.nodes.membership
         try:
             self._watch()
             if self.signals.ending:
                 return self._asked_to_end()
-            if machine.halt is not None:
-                how, _ = machine.halt
+            if membership.stop_request is not None:
+                how, _ = membership.stop_request
                 grace_s = self.job.grace_s if how == "save" else AFTER_FAILURE_S
                 stop(self.workers, signal.SIGTERM, grace_s, pause, lambda: self._hurry(how))
                 return self._report()
             core_s = cores.WRITE_S if self.job.core_files else 0.0
-            self.failure = first_failure(self.workers, self.round.where(machine.me.id), pause, core_s)
+            self.failure = first_failure(self.workers, self.round.index_of(membership.me.id), pause, core_s)
             if self.failure is not None and self.job.core_files:
                 self.failure = cores.with_backtrace(self.failure, self.job.target, pause)
             if self.failure is not None:
@@ -322,7 +322,7 @@ class LocalHandle:
 
     def _hurry(self, how: str) -> bool:
         """Whether processes that may save are to be ended at once, as another node was lost or somebody asks twice."""
-        halt = self.nodes.machine.halt
+        halt = self.nodes.membership.stop_request
         return len(self.signals.ending) > 1 or (how == "save" and halt is not None and halt[0] == "end")
 
     def _report(self) -> Report:
@@ -332,7 +332,7 @@ class LocalHandle:
             return Report("done")
         if PREEMPTED in codes and codes <= {0, PREEMPTED}:
             return Report("preempted")
-        if PREEMPTED in codes and self.nodes.machine.halt is None and not self.signals.ending:
+        if PREEMPTED in codes and self.nodes.membership.stop_request is None and not self.signals.ending:
             return Report(
                 "failed", f"some processes did not leave within {self.job.grace_s:g} s after others had saved"
             )
@@ -361,7 +361,7 @@ class LocalHandle:
                 end_frozen(self.workers, self.job.timeout_s)
                 codes = [each.poll() for each in self.workers]
                 failed = any(code not in (None, 0, PREEMPTED) for code in codes) or any(map(stuck, self.workers))
-                if failed or None not in codes or self.nodes.machine.halt is not None or self._left_behind():
+                if failed or None not in codes or self.nodes.membership.stop_request is not None or self._left_behind():
                     return
         finally:
             for number in ends:

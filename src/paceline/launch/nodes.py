@@ -23,7 +23,7 @@ from paceline.launch import host, secret
 from paceline.launch.connection import Connection
 from paceline.launch.launcher import Job
 from paceline.launch.membership import Membership
-from paceline.launch.messages import Hello, Home, How
+from paceline.launch.messages import Announce, Join, StopMode
 from paceline.launch.rounds import Member, Place, Report, Round, Rules
 
 _PATIENCE_S = 300.0
@@ -40,15 +40,15 @@ class Nodes:
     """All nodes of a job, as this one's launcher sees them.
 
     Attributes:
-        machine: who takes part.
+        membership: who takes part.
         secret: what the others must prove that they have.
-        held: keeps a port for the next round's rank 0 from being given to anybody else.
+        reserved_port: keeps a port for the next round's rank 0 from being given to anybody else.
     """
 
-    def __init__(self, job: Job, listener: socket.socket | None, machine: Membership, secret: str = "") -> None:
-        self.job, self.machine, self.secret = job, machine, secret
+    def __init__(self, job: Job, listener: socket.socket | None, membership: Membership, secret: str = "") -> None:
+        self.job, self.membership, self.secret = job, membership, secret
         self.listener = listener
-        self.held: socket.socket | None = None
+        self.reserved_port: socket.socket | None = None
         self._connections: dict[int, Connection] = {}
         self._incoming = 2  # numbers of incoming connections are even, those of outgoing ones odd
         self._ticked = 0.0
@@ -93,24 +93,27 @@ class Nodes:
         """Waits for the next round; None where there is none, as all has ended or a signal asks to."""
         while not asked_to_end():
             self.pause(0.05)
-            if self.machine.begin is not None:
-                begun, self.machine.begin = self.machine.begin, None
+            begun = self.membership.round_to_start
+            if begun is not None:
+                self.membership.round_to_start = None
                 return begun
-            if self.machine.end is not None:
+            if self.membership.end is not None:
                 break
         return None
 
     def rest(self, report: Report) -> None:
         """All processes of this node have ended."""
-        if self.held is not None:
-            self.held.close()
-        self.held = host.hold_port(0 if self.several else self.job.main_port)
-        self.machine.rest(replace(report, store_port=self.held.getsockname()[1]), time.monotonic())
+        if self.reserved_port is not None:
+            self.reserved_port.close()
+        self.reserved_port = host.hold_port(0 if self.several else self.job.main_port)
+        self.membership.processes_ended(
+            replace(report, store_port=self.reserved_port.getsockname()[1]), time.monotonic()
+        )
         self._act()
 
-    def leave(self, how: How, why: str) -> None:
+    def leave(self, how: StopMode, why: str) -> None:
         """This node was asked to end."""
-        self.machine.leave(how, why, time.monotonic())
+        self.membership.drain(how, why, time.monotonic())
         self._act()
 
     def pause(self, seconds: float) -> None:
@@ -118,7 +121,7 @@ class Nodes:
         if self.several:
             self._selector.select(seconds)
             self.tend()
-        elif self.machine.begin is None and self.machine.end is None:
+        elif self.membership.round_to_start is None and self.membership.end is None:
             time.sleep(seconds)
 
     def tend(self) -> None:
@@ -131,7 +134,7 @@ class Nodes:
         now = time.monotonic()
         if self.several and now - self._ticked >= _TICK_S:
             self._ticked = now
-            self.machine.tick(now)
+            self.membership.tick(now)
             for each in list(self._connections.values()):
                 if each.closing_since is not None and now - each.closing_since > _LINGER_S:
                     self._forget(each)
@@ -170,11 +173,11 @@ class Nodes:
         for message in messages:
             if connection.closing_since is None:
                 # How a launcher is reached is seen best from outside.
-                if isinstance(message, Hello):
+                if isinstance(message, Join):
                     message = replace(message, member=replace(message.member, address=connection.peer))
-                elif isinstance(message, Home):
+                elif isinstance(message, Announce):
                     message = replace(message, place=(connection.peer, message.place[1]))
-                self.machine.heard(connection.key, message, time.monotonic())
+                self.membership.on_message(connection.key, message, time.monotonic())
                 self._act()
         if there:
             self._watch(connection)
@@ -188,9 +191,9 @@ class Nodes:
         self._strangers += 1
         if self._strangers == self._told_at:
             self._told_at *= 10
-            port = self.machine.me.port
+            port = self.membership.me.port
             text = f"{self._strangers} so far at port {port}, the last from {connection.peer}"
-            self.machine.notes.append(f"refused a connection that did not prove this run's secret ({text})")
+            self.membership.notes.append(f"refused a connection that did not prove this run's secret ({text})")
         self._end(connection, "closed")
 
     def _connected(self, connection: Connection) -> None:
@@ -209,7 +212,7 @@ class Nodes:
     def _end(self, connection: Connection, how: str) -> None:
         self._forget(connection)
         if connection.closing_since is None:
-            self.machine.closed(connection.key, how, time.monotonic())
+            self.membership.on_closed(connection.key, how, time.monotonic())
             self._act()
 
     def _forget(self, connection: Connection) -> None:
@@ -218,12 +221,12 @@ class Nodes:
             connection.link.close()
 
     def _act(self) -> None:
-        """Does what the machine asks for."""
-        for note in self.machine.notes:
+        """Does what the membership asks for."""
+        for note in self.membership.notes:
             print(f"paceline: {note}", file=sys.stderr, flush=True)
-        self.machine.notes.clear()
-        while self.machine.actions:
-            kind, key, *rest = self.machine.actions.pop(0)
+        self.membership.notes.clear()
+        while self.membership.actions:
+            kind, key, *rest = self.membership.actions.pop(0)
             if kind == "open":
                 self._open(key, *rest)
             elif key in self._connections and kind == "send":
@@ -247,23 +250,23 @@ class Nodes:
             self._add(connection)
             return
         connection.link.close()
-        self.machine.closed(key, "refused" if code == errno.ECONNREFUSED else "silent", time.monotonic())
+        self.membership.on_closed(key, "refused" if code == errno.ECONNREFUSED else "silent", time.monotonic())
 
     def leave_in_child(self) -> None:
         """In a forked process: drops this end of everything, without a word to the others."""
         for connection in self._connections.values():
             connection.link.close()
-        for each in (self.listener, self.held):
+        for each in (self.listener, self.reserved_port):
             if each is not None:
                 each.close()
         self._selector.close()
 
     def close(self) -> None:
         """Says good-bye, and waits a moment until the others have heard it."""
-        self.machine.bye()
+        self.membership.leave()
         self._act()
         for connection in list(self._connections.values()):
-            self.machine.actions.append(("close", connection.key))
+            self.membership.actions.append(("close", connection.key))
         self._act()
         deadline = time.monotonic() + _GOODBYE_S
         while self._connections and time.monotonic() < deadline:
@@ -294,7 +297,7 @@ def rules_of(job: Job) -> Rules:
             why=f"--rdzv-conf run_id={run[:40]}...; expected: at most {_LONGEST_NAME}",
             fix="give it a shorter name",
         )
-    beat_s, attempts = float(told.get("keep_alive_interval", 1)), int(told.get("keep_alive_max_attempt", 5))
+    heartbeat_s, attempts = float(told.get("keep_alive_interval", 1)), int(told.get("keep_alive_max_attempt", 5))
     if attempts < _FEWEST_KEEP_ALIVES:
         raise LaunchError(
             "launch-keep-alive",
@@ -303,7 +306,7 @@ def rules_of(job: Job) -> Rules:
             fix=f"say {_FEWEST_KEEP_ALIVES} or more, with a shorter keep_alive_interval",
         )
     return Rules(
-        job.least or job.nodes, job.nodes, job.max_restarts, run, beat_s, beat_s * attempts,
+        job.least or job.nodes, job.nodes, job.max_restarts, run, heartbeat_s, heartbeat_s * attempts,
         float(told.get("timeout", told.get("join_timeout", _PATIENCE_S))),
         float(told.get("last_call_timeout", 2)), job.grace_s,
     )  # fmt: skip

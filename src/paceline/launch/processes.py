@@ -114,7 +114,7 @@ class Worker:
                 return found.st_mtime
         return self.alive if self.code not in (None, 0) and not self.stopped else None
 
-    def told(self) -> str:
+    def report_text(self) -> str:
         """Its traceback, or ""."""
         with contextlib.suppress(FileNotFoundError):
             return self.report.read_text(encoding="utf-8", errors="replace").rstrip()

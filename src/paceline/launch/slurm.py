@@ -20,8 +20,7 @@ class SlurmLauncher:
 
     def render(self, job: Job) -> Rendered:
         """What checks the hosts, and what starts them."""
-        assert job.orders is not None, "a job of other hosts has orders"
-        hosts = job.orders.hosts
+        hosts = job.assigned.hosts
         number = str(len(hosts))
         place = (
             "--nodes",

@@ -35,7 +35,7 @@ from paceline.base.errors import LaunchError
 from paceline.launch import once
 from paceline.launch.launcher import Target
 from paceline.launch.signals import kill_with_parent
-from paceline.launch.trace import told
+from paceline.launch.trace import traceback_text
 
 VALUE = ".value"
 
@@ -166,7 +166,7 @@ def watched(work: Callable[[], object], report: str) -> int:
         except KeyboardInterrupt:
             return 130
         except BaseException as error:
-            file.write(told(error).encode(errors="replace"))
+            file.write(traceback_text(error).encode(errors="replace"))
             return 1
 
 

@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 from simulated_network import Simulation
 
-from paceline.launch.rounds import Rules, may_go_on
+from paceline.launch.rounds import Rules, has_quorum
 
-FAST = Rules(least=1, most=3, max_restarts=3, join_s=60)
+FAST = Rules(least=1, most=3, max_restarts=3, join_timeout_s=60)
 
 
 def three(seed: int = 0, rules: Rules = FAST, saves: bool = True) -> Simulation:
@@ -27,14 +27,14 @@ def decided(network: Simulation) -> int:
 
 
 def test_quorum() -> None:
-    views = [("a", "b", "c", "d")]
-    assert may_go_on({"a", "b"}, views, set())
-    assert not may_go_on({"c", "d"}, views, set())
-    assert may_go_on({"b", "c"}, views, {"a"})
-    assert may_go_on({"d"}, views, {"a", "b", "c"})
-    assert not may_go_on({"d"}, views, {"a", "b"})
-    assert may_go_on({"c"}, views, {"a", "b"})
-    assert not may_go_on({"a"}, [("a",), ("a", "b", "c")], set())
+    configurations = [("a", "b", "c", "d")]
+    assert has_quorum({"a", "b"}, configurations, set())
+    assert not has_quorum({"c", "d"}, configurations, set())
+    assert has_quorum({"b", "c"}, configurations, {"a"})
+    assert has_quorum({"d"}, configurations, {"a", "b", "c"})
+    assert not has_quorum({"d"}, configurations, {"a", "b"})
+    assert has_quorum({"c"}, configurations, {"a", "b"})
+    assert not has_quorum({"a"}, [("a",), ("a", "b", "c")], set())
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -45,7 +45,7 @@ def test_all_come_in_one_round(seed: int) -> None:
     for host in list(network.hosts.values()):
         host.ends("done")
     network.run(5)
-    assert [host.own.end and host.own.end.code for host in network.ended] == [0, 0, 0]
+    assert [host.membership.end and host.membership.end.code for host in network.ended] == [0, 0, 0]
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -90,6 +90,16 @@ def test_a_host_lost_costs_one_round_and_may_come_back(who: str, silently: bool,
     assert network.width("a", "b", "c")
     assert decided(network) == 3
     assert network.hosts[who].rounds[-1].restarts == 0
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_host_that_is_back_without_a_launcher_keeps_nobody_from_leading(seed: int) -> None:
+    network = three(seed)
+    network.off(network.hosts["a"], silently=True)
+    network.run(5)
+    network.dark.clear()  # it refuses calls now: too late to prove a death
+    network.run(15, lambda: network.width("b", "c"))
+    assert network.width("b", "c")
 
 
 def test_the_first_host_comes_back_knowing_no_other_place() -> None:
@@ -159,9 +169,9 @@ def test_cut_off_for_good_ends_with_an_error() -> None:
     network.cut("a", "c")
     network.cut("b", "c")
     network.run(75)
-    assert alone.own.end is not None
-    assert alone.own.end.error is not None
-    assert alone.own.end.error.code == "launch-cut-off"
+    assert alone.membership.end is not None
+    assert alone.membership.end.error is not None
+    assert alone.membership.end.error.code == "launch-cut-off"
     assert network.width("a", "b")
 
 
@@ -210,7 +220,7 @@ def test_too_few_left_after_one_leaves(who: str, saves: bool) -> None:
     leaves = network.hosts[who]
     leaves.leave()
     network.run(20, lambda: not network.hosts)
-    codes = [host.own.end.code for host in network.ended if host is not leaves and host.own.end]
+    codes = [host.membership.end.code for host in network.ended if host is not leaves and host.membership.end]
     assert codes == ([75, 75] if saves else [1, 1])
 
 
@@ -219,7 +229,7 @@ def test_all_preempted_is_the_end() -> None:
     for host in list(network.hosts.values()):
         host.ends("preempted")
     network.run(10, lambda: not network.hosts)
-    assert [host.own.end.code for host in network.ended if host.own.end] == [75, 75, 75]
+    assert [host.membership.end.code for host in network.ended if host.membership.end] == [75, 75, 75]
 
 
 @pytest.mark.parametrize("who", ["a", "b"])
@@ -236,7 +246,7 @@ def test_a_fixed_number_of_hosts_waits_for_the_lost_one(who: str) -> None:
     network.off(network.hosts[who])
     network.run(10)
     assert not network.hosts
-    assert all(host.own.end.code == 1 for host in network.ended if host.own.end)
+    assert all(host.membership.end.code == 1 for host in network.ended if host.membership.end)
 
 
 def test_restarts_are_counted_for_all() -> None:
@@ -248,7 +258,7 @@ def test_restarts_are_counted_for_all() -> None:
     network.run(10, lambda: network.width("b", "c"))
     network.hosts["b"].ends("failed", "fault 3")
     network.run(10, lambda: not network.hosts)
-    ends = [host.own.end for host in network.ended if host.own.end]
+    ends = [host.membership.end for host in network.ended if host.membership.end]
     assert [end.code for end in ends] == [1, 1]
     assert "fault 3" in ends[0].why
 

@@ -12,8 +12,8 @@ from dataclasses import replace
 import pytest
 from simulated_network import Fault, Schedule, Simulation, explained, violation_of
 
-from paceline.launch import leading, membership
-from paceline.launch.leading import Lead
+from paceline.launch import leadership, membership
+from paceline.launch.leadership import Leadership
 from paceline.launch.membership import Membership
 from paceline.launch.rounds import Report, Rules
 
@@ -61,7 +61,7 @@ def test_a_schedule_is_played_again_alike() -> None:
 
 # What the simulation has found, with the fewest faults that do it (the table in docs/adr/0021-membership-guarantees.md).
 
-PATIENCE = Rules(join_s=15.0, grace_s=5.0)
+PATIENCE = Rules(join_timeout_s=15.0, grace_s=5.0)
 FOUND = {
     "a leader that was stopped takes old ended connections for fresh deaths": Schedule(
         5729, "abc", replace(PATIENCE, least=1, most=3), "a", False, True, True,
@@ -94,41 +94,41 @@ def test_what_was_found_stays_mended(name: str) -> None:
 
 def no_quorum(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whoever is left goes on, however few they are."""
-    for module in (membership, leading):
-        monkeypatch.setattr(module, "may_go_on", lambda present, views, dead: True)
+    for module in (membership, leadership):
+        monkeypatch.setattr(module, "has_quorum", lambda present, configurations, dead: True)
 
 
 def no_earlier_majority(monkeypatch: pytest.MonkeyPatch) -> None:
     """A round needs a majority of itself alone, and not of the one before."""
-    propose = Lead._propose
+    propose = Leadership._propose
 
-    def propose_alone(self: Lead, now: float) -> None:
+    def propose_alone(self: Leadership) -> None:
         self.committed = []
-        propose(self, now)
+        propose(self)
 
-    monkeypatch.setattr(Lead, "_propose", propose_alone)
+    monkeypatch.setattr(Leadership, "_propose", propose_alone)
 
 
 def no_waiting_for_processes(monkeypatch: pytest.MonkeyPatch) -> None:
     """A round is decided on before all processes of the last one have ended."""
-    step = Lead.step
+    step = Leadership.step
 
-    def hasty(self: Lead, now: float) -> None:
-        for who in self.members if self.stage == "halt" else ():
-            self.at_rest.setdefault(who, Report("stopped"))
+    def hasty(self: Leadership, now: float) -> None:
+        for member_id in self.members if self.stage == "halt" else ():
+            self.reports.setdefault(member_id, Report("stopped"))
         step(self, now)
 
-    monkeypatch.setattr(Lead, "step", hasty)
+    monkeypatch.setattr(Leadership, "step", hasty)
 
 
 def no_end_of_the_lost(monkeypatch: pytest.MonkeyPatch) -> None:
     """A launcher that has lost its leader lets its processes run."""
-    monkeypatch.setattr(Membership, "stop", lambda self, how, why: None)
+    monkeypatch.setattr(Membership, "request_stop", lambda self, how, why: None)
 
 
 def any_death_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     """A dead launcher is left out of the count, though it may have gone on with others before it died."""
-    monkeypatch.setattr(Membership, "trusts_until", lambda self, who: float("inf"))
+    monkeypatch.setattr(Membership, "death_proof_until", lambda self, member_id: float("inf"))
 
 
 def no_giving_up(monkeypatch: pytest.MonkeyPatch) -> None:

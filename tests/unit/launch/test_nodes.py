@@ -23,12 +23,12 @@ SECRET = "0123456789abcdef"
 class Closing(Membership):
     """Ends connection 3 as soon as anything is heard."""
 
-    def heard(self, key: int, message: Message, now: float) -> None:
+    def on_message(self, key: int, message: Message, now: float) -> None:
         self.actions.append(("close", 3))
 
 
-def meeting(machine: Membership, listener: socket.socket | None = None) -> Nodes:
-    return Nodes(Job(Target("script", "train.py")), listener, machine, SECRET)
+def meeting(membership: Membership, listener: socket.socket | None = None) -> Nodes:
+    return Nodes(Job(Target("script", "train.py")), listener, membership, SECRET)
 
 
 def test_a_connection_that_was_ended_by_what_came_before_it_is_not_served() -> None:
@@ -64,7 +64,7 @@ def leader() -> Iterator[Nodes]:
 def test_strangers_have_little_room_and_little_time(
     leader: Nodes, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    place = leader.machine.me.place
+    place = leader.membership.me.place
     links = [socket.create_connection(place) for _ in range(nodes._MOST_UNPROVED + 5)]
     for _ in range(2 * len(links)):
         leader.tend()

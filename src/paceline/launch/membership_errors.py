@@ -50,12 +50,12 @@ def cut_off(lost: str, here: int, before: int) -> Problem:
     )
 
 
-def unanswered(join_s: float, answers: Mapping[Place, str]) -> Problem:
+def unanswered(join_timeout_s: float, answers: Mapping[Place, str]) -> Problem:
     """No run was found."""
     told = ", ".join(f"{place[0]}:{place[1]} {_ANSWERS.get(how, how)}" for place, how in answers.items())
     return Problem(
         "launch-address",
-        f"node 0 does not answer within {join_s:g} s.",
+        f"node 0 does not answer within {join_timeout_s:g} s.",
         f"--main-address, --main-port: {told or 'this host'}",
         "start node 0 too, let its firewall pass that port, or wait longer with --rdzv-conf timeout=600",
     )
@@ -82,7 +82,7 @@ def too_few(rules: Rules, members: Sequence[Member], port: int, lost: str) -> Pr
     who = f"nodes {missing}" if min(numbers) >= 0 else f"{rules.least - len(members)} of {rules.least} nodes"
     return Problem(
         "launch-address",
-        f"{who} did not come within {rules.join_s:g} s.",
+        f"{who} did not come within {rules.join_timeout_s:g} s.",
         f"node 0 waits at port {port}{f'; before, {lost}' if lost else ''}",
         "start the same command on each of them, with --main-address naming this host",
     )
