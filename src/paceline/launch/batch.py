@@ -1,7 +1,7 @@
 """What the launchers have in common that start all hosts with one program (mpirun, srun, pdsh).
 
 mpirun and srun run `remote.py` on each host, first to see what is missing there, then with the assignment; it travels in a
-variable, so that none of it stands on a command line. A launcher that starts each host by itself takes `carrying`.
+variable, so that none of it stands on a command line. A launcher that starts each host by itself takes `environment_with`.
 """
 
 from __future__ import annotations
@@ -85,7 +85,9 @@ def check(job: Job, command: Sequence[str]) -> tuple[str, int] | None:
     except subprocess.TimeoutExpired:
         why = f"{command[0]} did not end within {job.reach.timeout_s:g} s"
     missing = [number for number in range(len(assignment.hosts)) if number not in answers]
-    lines = [f"{assignment.hosts[number].host}: {each}" for number in answers for each in answers[number]["problems"]]
+    lines = [
+        f"{assignment.hosts[number].host}: {problem}" for number in answers for problem in answers[number]["problems"]
+    ]
     bad = [number for number in answers if answers[number]["problems"]]
     if missing:
         lines.append(f"{', '.join(assignment.hosts[number].host for number in missing)}: no answer; {why}")
@@ -109,7 +111,6 @@ def follow(command: Sequence[str], env: Mapping[str, str]) -> int:
 
     signals = Signals(pass_on)
     signals.enter()
-    passed = 0
     try:
         program = subprocess.Popen(
             list(command), env=dict(env), stdin=subprocess.DEVNULL, start_new_session=True,
@@ -120,8 +121,7 @@ def follow(command: Sequence[str], env: Mapping[str, str]) -> int:
                 code = program.wait(0.2)
                 return code if code >= 0 else 128 - code
             except subprocess.TimeoutExpired:
-                for number in signals.ending[passed:]:
-                    passed += 1
+                for number in signals.take_new():
                     pass_on(number)
     except OSError as error:
         raise LaunchError(

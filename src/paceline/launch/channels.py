@@ -235,7 +235,6 @@ class HostChannels:
             channel.begun = True
             channel.send({"go": place})
         codes: dict[str, int] = {}  # of those that have ended, in that order
-        passed_on = 0
         last_heartbeat = time.monotonic()
         end_at = float("inf")
         try:
@@ -249,8 +248,7 @@ class HostChannels:
                     if code and end_at == float("inf"):
                         end_at = time.monotonic()
                         end_at += 0.0 if code == _LOST else _AFTER_FAILURE_S
-                for number in signals.ending[passed_on:]:
-                    passed_on += 1
+                for number in signals.take_new():
                     end_at = float("inf")
                     self._signal(number)
                 now = time.monotonic()

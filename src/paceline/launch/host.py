@@ -148,7 +148,7 @@ def _unusable_script(path: Path, written: str, fix: str) -> Problem | None:
         return None
     if path.is_dir():
         why = "it is a directory"
-        scripts = sorted(each.name for each in path.glob("*.py"))
+        scripts = sorted(script.name for script in path.glob("*.py"))
         main = next((name for name in ("__main__.py", "main.py", "train.py") if name in scripts), "")
         close = str(Path(written) / main) if main else ""
     elif path.exists():
@@ -156,7 +156,7 @@ def _unusable_script(path: Path, written: str, fix: str) -> Problem | None:
     else:
         why = "there is no such file"
         folder = path.parent if path.parent.is_dir() else Path()
-        name = nearest(path.name, [each.name for each in folder.iterdir() if each.is_file()])
+        name = nearest(path.name, [file.name for file in folder.iterdir() if file.is_file()])
         close = str(folder / name) if name else ""
     fix = f"write {close}" if close else fix
     return Problem("launch-script", f"the script {written!r} cannot be run.", f"{why} ({path.absolute()})", fix)

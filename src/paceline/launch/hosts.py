@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shlex
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from paceline.base.errors import ConfigError, LaunchError, Problem
@@ -12,7 +13,8 @@ from paceline.config.sources import Launch
 from paceline.launch import hostfile
 from paceline.launch.assignment import Assignment
 from paceline.launch.hostfile import Slots
-from paceline.launch.launcher import LAUNCHERS, Hosts, Job, Reach, Target
+from paceline.launch.job import target_of
+from paceline.launch.launcher import LAUNCHERS, Hosts, Job, Reach
 
 _NEEDS_HOSTS = ("include", "exclude", "ssh_port", "launcher", "launcher_args")
 _OF_ONE_NODE = ("node_rank", "gpu_ids")
@@ -49,7 +51,8 @@ def job_on_hosts(
     launch, cwd = settings.launch, os.getcwd()
     missing = LAUNCHERS.get(launch.launcher).available()
     if missing:
-        others = ", ".join(each.name for each in LAUNCHERS if each.name != "local" and not each.available())
+        usable = [other.name for other in LAUNCHERS if other.name != "local" and not other.available()]
+        others = ", ".join(usable)
         raise LaunchError(
             "launch-launcher",
             f"the launcher {launch.launcher} cannot be used: {missing}.",
@@ -57,9 +60,9 @@ def job_on_hosts(
             f"install it, or choose another: {others}" if others else "install it",
         )
     assignment = Assignment(settings, script, tuple(args), cwd, forwarded(env, cwd), chosen(settings), local_rank)
-    kind = "program" if launch.no_python else "module" if launch.module else "script"
+    target = replace(target_of(launch, script, args), local_rank=local_rank)
     return Job(
-        Target(kind, script, tuple(args), local_rank=local_rank), max(len(at.ids) for at in assignment.hosts),
+        target, max(len(at.ids) for at in assignment.hosts),
         len(assignment.hosts), main_address=launch.main_address or "", main_port=launch.main_port, grace_s=launch.grace_s,
         assignment=assignment, reach=Reach(launch.ssh_port, tuple(shlex.split(launch.launcher_args)), activate),
     )  # fmt: skip
@@ -189,7 +192,7 @@ def forwarded(env: Mapping[str, str], cwd: str) -> dict[str, str]:
 
 
 def _lines(path: Path, problems: list[Problem]) -> dict[str, str]:
-    found = {}
+    variables = {}
     for number, line in enumerate(path.read_text().splitlines(), 1):
         name, equals, value = line.strip().removeprefix("export ").partition("=")
         if not name or name.startswith("#"):
@@ -200,5 +203,5 @@ def _lines(path: Path, problems: list[Problem]) -> dict[str, str]:
             continue
         value = value.strip()
         quoted = len(value) > 1 and value[0] == value[-1] and value[0] in "'\""
-        found[name.strip()] = value[1:-1] if quoted else value
-    return found
+        variables[name.strip()] = value[1:-1] if quoted else value
+    return variables

@@ -158,7 +158,7 @@ class Leadership:
 
     def on_status(self, request: Request, answer: Status | None, now: float) -> None:
         """What came of a question that was asked at some place; None for no answer."""
-        if request.purpose == "probe":
+        if isinstance(request.question, Probe):
             self.suspects.discard(request.member_id)
             if answer is not None and answer.leads and answer.round > self.number:
                 self.membership.step_down("the others went on without this node; it joins them", now)
@@ -343,7 +343,7 @@ class Leadership:
         me = self.membership.me
         announcement = Announce(me.place, self.rules.run, me.id, self.membership.founded_at)
         here = {self._place(member_id) for member_id in (*self.members, *self.waiting)}
-        known_places = here | self.membership.places_asked("announce")
+        known_places = here | self.membership.places_asked(Announce)
         for place in self.membership.contacts:
             if place not in known_places:
                 self.membership.ask(place, "", announcement, now)

@@ -137,11 +137,11 @@ class LocalHandle:
         In a forked process this returns too, with `in_worker` set, at the end of the script.
 
         Raises:
-            LaunchError: those of `Nodes.meet`; `launch-address`, where the nodes do not find each other; `launch-nodes`,
+            LaunchError: those of `Nodes.open_for`; `launch-address`, where the nodes do not find each other; `launch-nodes`,
                 where they were told different things; `launch-cut-off`, where too few are left to go on.
         """
         place = temporary_folder()
-        self.nodes = Nodes.meet(self.job)
+        self.nodes = Nodes.open_for(self.job)
         if self.job.core_files and (obstacle := cores.allow()):
             _say(obstacle)
         folder = Path(tempfile.mkdtemp(prefix="paceline-", dir=place))
@@ -205,7 +205,9 @@ class LocalHandle:
             saved = self.report.kind == "preempted"
             if saved:
                 _say("all processes have saved and left, as they were asked to")
-            late = [str(each.process.rank) for each in self.workers if each.stopped and each.code == -signal.SIGKILL]
+            late = [
+                str(child.process.rank) for child in self.workers if child.stopped and child.code == -signal.SIGKILL
+            ]
             if late and asked in (signal.SIGTERM, signal.SIGINT):
                 ranks = f"rank{'s' * (len(late) > 1)} {', '.join(late)}"
                 why = f"{self.job.grace_s:g} s (--grace-s)" if not self._asked_again() else "a second signal"
@@ -241,7 +243,7 @@ class LocalHandle:
         node = decided.index_of(self.nodes.membership.me.id)
         self.workers = []
         run = f"{self.job.options.get('run_id', 'paceline')}@{decided.founded_at!r}"
-        procs = [each.procs for each in decided.members]
+        procs = [member.procs for member in decided.members]
         for process in world_table(self.job, procs, node, store, decided.restarts, run):
             report = folder / f"{decided.number}-{process.rank}"
             streams = self.output.open(process, decided.number - 1)
@@ -299,9 +301,9 @@ class LocalHandle:
         finally:
             sweep(self.workers, pause)
             self.output.finish()
-            for each in self.workers:
-                if each.leads:
-                    self.reaper.remove(each.pid)
+            for child in self.workers:
+                if child.leads:
+                    self.reaper.remove(child.pid)
 
     def _asked_to_end(self) -> Report:
         """A signal asks to end: passes it on, and waits for the processes to save; a second one waits no longer."""
@@ -327,7 +329,7 @@ class LocalHandle:
 
     def _report(self) -> Report:
         """How the processes ended, none of which has failed by itself."""
-        codes = {each.code for each in self.workers}
+        codes = {child.code for child in self.workers}
         if codes == {0}:
             return Report("done")
         if PREEMPTED in codes and codes <= {0, PREEMPTED}:
@@ -341,7 +343,7 @@ class LocalHandle:
     def _watch(self) -> None:
         """Copies output until all processes have ended, one or another node has failed, or a signal asks to end."""
         poll = select.poll()
-        ends = {number: each for each in self.workers if (number := _end_of(each.pid)) is not None}
+        ends = {number: child for child in self.workers if (number := _end_of(child.pid)) is not None}
         others = self.nodes.fileno()
         for number in (self.signals.read, *ends, *self.output.pipes, others):
             poll.register(number, select.POLLIN)
@@ -357,9 +359,9 @@ class LocalHandle:
                         ended = not self.output.copy(number)
                     if ended:
                         poll.unregister(number)
-                self.nodes.tend()
+                self.nodes.poll()
                 end_frozen(self.workers, self.job.timeout_s)
-                codes = [each.poll() for each in self.workers]
+                codes = [child.poll() for child in self.workers]
                 failed = any(code not in (None, 0, PREEMPTED) for code in codes) or any(map(stuck, self.workers))
                 if failed or None not in codes or self.nodes.membership.stop_request is not None or self._left_behind():
                     return
@@ -369,12 +371,12 @@ class LocalHandle:
 
     def _left_behind(self) -> bool:
         """Whether some have saved and left, and others have had time enough to do so too."""
-        left = [each.ended for each in self.workers if each.code == PREEMPTED]
+        left = [child.ended for child in self.workers if child.code == PREEMPTED]
         return bool(left) and time.monotonic() - min(left) > self.job.grace_s
 
     def _pass_on(self, number: int) -> None:
-        for each in self.workers:
-            each.send(number)
+        for child in self.workers:
+            child.send(number)
 
 
 def import_before_forking(libraries: Iterable[str]) -> None:

@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
-from typing import Any, Literal
+from typing import Any
 
 from paceline.launch import membership_errors
 from paceline.launch.leadership import Leadership
@@ -69,14 +69,14 @@ class Request:
     Attributes:
         place: whom it goes to.
         member_id: the member that was there; "" where none is known.
-        purpose: what is asked.
+        question: what is asked.
         last_heard_at: when it was sent, or something came back.
         answered: whether something came back: then the connection stays open, until there is a leader.
     """
 
     place: Place
     member_id: str
-    purpose: Literal["join", "probe", "announce"]
+    question: Join | Probe | Announce
     last_heard_at: float
     answered: bool = False
 
@@ -262,20 +262,17 @@ class Membership:
         """
         return self.acknowledged_at.get(member_id, _NEVER) + min(_UNREPLACED_S, self.rules.silence_limit_s)
 
-    def ask(self, place: Place, member_id: str, message: Join | Probe | Announce, now: float) -> None:
+    def ask(self, place: Place, member_id: str, question: Join | Probe | Announce, now: float) -> None:
         """Asks a place something over a new connection."""
         key = self._next_key
         self._next_key += 2  # the even numbers are of connections that others open
-        purpose: Literal["join", "probe", "announce"] = "probe"
-        if not isinstance(message, Probe):
-            purpose = "join" if isinstance(message, Join) else "announce"
-        self.requests[key] = Request(place, member_id, purpose, now)
+        self.requests[key] = Request(place, member_id, question, now)
         self.actions.append(("open", key, place))
-        self._send(key, message)
+        self._send(key, question)
 
-    def places_asked(self, purpose: str) -> set[Place]:
-        """Places that have not answered a question of a purpose yet."""
-        return {request.place for request in self.requests.values() if request.purpose == purpose}
+    def places_asked(self, kind: type) -> set[Place]:
+        """Places that have not answered a question of a kind yet."""
+        return {request.place for request in self.requests.values() if isinstance(request.question, kind)}
 
     def _send(self, key: int, message: Message) -> None:
         self.actions.append(("send", key, message))
@@ -417,7 +414,7 @@ class Membership:
     def _seek(self, now: float) -> None:
         if now - self._last_asked >= _ASK_AGAIN_S and not self.leaving:
             self._last_asked = now
-            asked = self.places_asked("join")
+            asked = self.places_asked(Join)
             for place, member_id in self._places_to_ask().items():
                 if place not in asked:
                     self.ask(place, member_id, Join(self.me, self.rules.common, self.latest_number), now)
@@ -505,7 +502,7 @@ class Membership:
         request = self.requests[key]
         if isinstance(message, Status | NoLeader | Redirect) and message.member_id:
             self._mark_dead(request.place, now, except_for=message.member_id)
-        if request.purpose != "join":
+        if not isinstance(request.question, Join):
             del self.requests[key]
             self.actions.append(("close", key))
             self._on_status(request, message if isinstance(message, Status) else None, now)
@@ -534,7 +531,8 @@ class Membership:
 
     def _on_status(self, request: Request, answer: Status | None, now: float) -> None:
         """Who is at a place that was asked."""
-        if answer is not None and request.purpose == "probe" and request.member_id in self.last_heard_at:
+        probed = isinstance(request.question, Probe) and request.member_id in self.last_heard_at
+        if answer is not None and probed:
             if answer.member_id == request.member_id:
                 self.last_heard_at[request.member_id] = now
             elif self.leadership is not None:
@@ -546,7 +544,7 @@ class Membership:
     def _on_no_answer(self, request: Request, how: str, now: float) -> None:
         if how == "refused":
             self._mark_dead(request.place, now)
-        if request.purpose == "join":
+        if isinstance(request.question, Join):
             self.answers[request.place] = how
             if how == "closed":  # it was there a moment ago: ask again
                 self.answers.pop(request.place)

@@ -30,12 +30,12 @@ def disagreement(
         if here != there:
             why = f"{_called(me)} says {here}, {_called(other)} says {there}"
             return Problem("launch-nodes", f"nodes disagree about the {name}.", why, fix)
-    for each in present:
-        if other.node >= 0 and each.node == other.node:
-            why = f"from {each.host} and from {other.host}"
+    for member in present:
+        if other.node >= 0 and member.node == other.node:
+            why = f"from {member.host} and from {other.host}"
             return Problem("launch-nodes", f"node {other.node} is there twice.", why, fix)
-        if (other.node >= 0) != (each.node >= 0):
-            why = f"{_called(each)} and {_called(other)}"
+        if (other.node >= 0) != (member.node >= 0):
+            why = f"{_called(member)} and {_called(other)}"
             return Problem("launch-nodes", "some nodes have a number, and others have none.", why, fix)
     return None
 
@@ -77,7 +77,7 @@ def other_secret(answers: Mapping[Place, str]) -> Problem | None:
 
 def too_few(rules: Rules, members: Sequence[Member], port: int, lost: str) -> Problem:
     """Not enough nodes came, or came back."""
-    numbers = {each.node for each in members}
+    numbers = {member.node for member in members}
     missing = [node for node in range(rules.most) if node not in numbers]
     who = f"nodes {missing}" if min(numbers) >= 0 else f"{rules.least - len(members)} of {rules.least} nodes"
     return Problem(

@@ -74,7 +74,7 @@ def notebook_launcher(
 
     Raises:
         LaunchError: `rank-failed` or `node-failed` after the report, `launch-inside`, `launch-pickle`,
-            `launch-accelerator`, those of `host.check` and, on several nodes, those of `Nodes.meet`.
+            `launch-accelerator`, those of `host.check` and, on several nodes, those of `Nodes.open_for`.
         ConfigError: `config-value`, `launch-arguments`.
     """
     del rdzv_id

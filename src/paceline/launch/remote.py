@@ -298,7 +298,6 @@ class Watch:
     def until_end_of(self, child: int) -> int:
         """Waits for its end; returns its exit code, as a shell counts."""
         self._child = child
-        passed = 0
         status: int | None = None
         beats = False
         while status is None or self._pipes:
@@ -310,8 +309,7 @@ class Watch:
                     beats = self._listen() or beats
                 else:
                     os.read(each, 64)
-            for number in self._signals.ending[passed:]:
-                passed += 1
+            for number in self._signals.take_new():
                 self._send(number)
             if self._channel is not None and beats and time.monotonic() - self._last_heard_at > _SILENCE_S:
                 self._lose(f"nothing was heard from where the run was started for {_SILENCE_S:g} s")

@@ -45,6 +45,7 @@ class Signals:
 
     def __init__(self, pass_on: Callable[[int], None]) -> None:
         self.ending: list[int] = []
+        self._passed_on = 0
         self.read, self._write = os.pipe()
         os.set_blocking(self.read, False)
         os.set_blocking(self._write, False)
@@ -67,6 +68,12 @@ class Signals:
         else:
             self.ending.append(number)
             os.write(self._write, b".")
+
+    def take_new(self) -> list[int]:
+        """Those that ask to end and have come since the last call."""
+        new = self.ending[self._passed_on :]
+        self._passed_on += len(new)
+        return new
 
     def leave(self) -> None:
         """Puts back what was there; may be called again."""

@@ -249,7 +249,7 @@ def _exit_code(error: SystemExit) -> tuple[int, str]:
         return 1, str(error.code)
     frames = list(traceback.extract_tb(error.__traceback__))
     # Who reads it looks for the line of the script that left, and not for argparse's own.
-    frames = [each for each in frames if each.filename not in (argparse.__file__, once.__file__)] or frames
+    frames = [frame for frame in frames if frame.filename not in (argparse.__file__, once.__file__)] or frames
     place = f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
     notes = "".join(f"\n  {note}" for note in getattr(error, "__notes__", ()))
     code = error.code & 0xFF

@@ -323,7 +323,7 @@ def _raise_failure(job: _Job, children: list[_Child], hung: list[_Child], printe
         child, cause = died[0], None
         what, detail = f"died: {_ending(child.status)}", ""
     elif errors:
-        child = min(errors, key=lambda one: one.result["at"] if one.result else 0.0)
+        child = min(errors, key=lambda failed: failed.result["at"] if failed.result else 0.0)
         assert child.result is not None
         cause = child.result["error"]
         what, detail = f"failed: {type(cause).__name__}: {cause}", child.result["trace"]

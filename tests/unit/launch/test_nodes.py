@@ -39,12 +39,12 @@ def test_a_connection_that_was_ended_by_what_came_before_it_is_not_served() -> N
     own._connections[2].flush()
     caller = Connection(1, theirs, SECRET, True)
     caller.connecting = False
-    caller.hear()
-    own.tend()
-    caller.say(Heartbeat(1))
-    caller.hear()
+    caller.receive()
+    own.poll()
+    caller.send(Heartbeat(1))
+    caller.receive()
     own._add(Connection(3, other, SECRET, True))
-    own.tend()
+    own.poll()
     assert list(own._connections) == [2] and other.fileno() == -1
     own.leave_in_child()
     theirs.close()
@@ -65,13 +65,13 @@ def test_strangers_have_little_room_and_little_time(
     leader: Nodes, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     place = leader.membership.me.place
-    links = [socket.create_connection(place) for _ in range(nodes._MOST_UNPROVED + 5)]
+    links = [socket.create_connection(place) for _ in range(nodes._UNPROVED_AT_MOST + 5)]
     for _ in range(2 * len(links)):
-        leader.tend()
-    assert len(leader._connections) == nodes._MOST_UNPROVED
+        leader.poll()
+    assert len(leader._connections) == nodes._UNPROVED_AT_MOST
     monkeypatch.setattr(nodes, "_PROVE_S", -1.0)
     leader._ticked = 0.0
-    leader.tend()
+    leader.poll()
     assert not leader._connections
     for link in links:
         link.close()
