@@ -41,8 +41,8 @@ def job_of(settings: Launch, script: str, args: Sequence[str], env: Mapping[str,
             f"hostfile={launch.hostfile} ({where})",
             "leave it out, or start the script with `paceline launch --hostfile`",
         )
-    found = _accelerators(settings, env)
-    procs = launch.procs if isinstance(launch.procs, int) else max(found.count, 1)
+    accelerators = _accelerators(settings, env)
+    procs = launch.procs if isinstance(launch.procs, int) else max(accelerators.count, 1)
     said = {row.field for row in settings.decisions if row.source != "default"}
     misplaced = "" if "procs" in said else flag_for_script(args, _WIDTH_FLAGS)
     if misplaced:
@@ -51,13 +51,13 @@ def job_of(settings: Launch, script: str, args: Sequence[str], env: Mapping[str,
             f"{number}, as `{misplaced}` stands after the script, which gets it; for more processes write it before the "
             f"script: `{shlex.join(['paceline', 'launch', *misplaced.split(), script])}`."
         )
-    elif launch.procs == "auto" and not found.count:
+    elif launch.procs == "auto" and not accelerators.count:
         notices.append("1 process, as there is no accelerator; `--procs 2` starts two on the CPU.")
     target = target_of(launch, script, args)
     cores = _cores(settings, procs)
     variables = {**settings.hand_over(), **_threads(settings, procs, env, notices, cores)}
     if launch.gpu_ids != "all":
-        variables[_VISIBLE.get(found.kind, "CUDA_VISIBLE_DEVICES")] = launch.gpu_ids
+        variables[_VISIBLE.get(accelerators.kind, "CUDA_VISIBLE_DEVICES")] = launch.gpu_ids
     if launch.compat:
         variables["PACELINE_COMPAT"] = launch.compat
     nodes, numbered = _nodes(settings, env, notices)
@@ -65,7 +65,7 @@ def job_of(settings: Launch, script: str, args: Sequence[str], env: Mapping[str,
     job = Job(
         target, procs, nodes.nodes, least if least < nodes.nodes else 0, nodes.node, numbered,
         nodes.address or "127.0.0.1", nodes.port or 0, grace_s=launch.grace_s,
-        start="exec" if found.count or launch.no_python else "fork",
+        start="exec" if accelerators.count or launch.no_python else "fork",
         env=variables, max_restarts=launch.max_restarts, monitor_interval_s=launch.monitor_interval_s,
         timeout_s=settings.run.timeout_s or 600.0,
         log_dir=launch.log_dir, tee=_streams(settings, procs), ranks=_shown_ranks(settings, procs), backend=launch.rdzv_backend,
@@ -134,10 +134,10 @@ def _nodes(settings: Launch, env: Mapping[str, str], notices: list[str]) -> tupl
 def _accelerators(settings: Launch, env: Mapping[str, str]) -> host.Accelerators:
     if settings.run.cpu:
         return host.Accelerators()
-    found = host.accelerators()
-    if settings.launch.gpu_ids == "all" or not found.count:
-        return found
-    return host.Accelerators(found.kind, len(settings.launch.gpu_ids.split(",")))
+    accelerators = host.accelerators()
+    if settings.launch.gpu_ids == "all" or not accelerators.count:
+        return accelerators
+    return host.Accelerators(accelerators.kind, len(settings.launch.gpu_ids.split(",")))
 
 
 def _cores(settings: Launch, procs: int) -> tuple[int, ...]:

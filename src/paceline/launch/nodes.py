@@ -384,12 +384,12 @@ def _bind(address: str, port: int, anywhere: bool) -> socket.socket | None:
     try:
         if here:
             return host.listen_at(address, port)
-        held = host.hold_port(port)
+        sock = host.hold_port(port)
     except OSError:
         return None
     try:
-        held.listen(128)
+        sock.listen(128)
     except OSError:
-        held.close()
+        sock.close()
         return None
-    return held
+    return sock

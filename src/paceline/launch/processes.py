@@ -109,9 +109,9 @@ class Worker:
         if self.code == PREEMPTED:
             return None
         with contextlib.suppress(FileNotFoundError):
-            found = self.report.stat()
-            if found.st_size:
-                return found.st_mtime
+            status = self.report.stat()
+            if status.st_size:
+                return status.st_mtime
         return self.alive if self.code not in (None, 0) and not self.stopped else None
 
     def report_text(self) -> str:
