@@ -21,9 +21,20 @@ ONE_LINERS = (
     b'{"probe": NaN}\n',
 )
 _WORDS = (
-    *("hello", "probe", "home", "here", "joined", "wait", "later", "refused", "expelled", "beat", "rest", "ready"),
-    *("leaving", "bye", "proposal", "go", "halt", "over", "move", "members", "views", "end", "rules", "round", "run"),
-    *("id", "born", "leads", "place", "member", "kind", "why", "how", "paceline", "save"),
+    *("join", "probe", "announce", "status", "joined", "noleader", "redirect", "refused", "expelled", "heartbeat"),
+    *(
+        "heartbeatack",
+        "processesended",
+        "accept",
+        "draining",
+        "leave",
+        "proposal",
+        "commit",
+        "stopprocesses",
+        "runended",
+    ),
+    *("switchrun", "members", "configurations", "end", "rules", "round", "run", "number", "report", "member_id"),
+    *("id", "founded_at", "leads", "place", "member", "kind", "why", "how", "paceline", "save"),
 )
 
 

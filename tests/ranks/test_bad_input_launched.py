@@ -223,7 +223,7 @@ def test_a_wrong_command_starts_nothing(words, tmp_path):
 
 def test_debug_mode_shows_every_frame(monkeypatch):
     from paceline.base.errors import PrepareError
-    from paceline.launch.trace import told
+    from paceline.launch.trace import traceback_text
 
     def caught():
         try:
@@ -231,6 +231,6 @@ def test_debug_mode_shows_every_frame(monkeypatch):
         except PrepareError as error:
             return error
 
-    assert "in _kind" not in told(caught())
+    assert "in _kind" not in traceback_text(caught())
     monkeypatch.setenv("PACELINE_DEBUG", "1")
-    assert "in _kind" in told(caught())
+    assert "in _kind" in traceback_text(caught())

@@ -32,7 +32,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Runs the script to its end; returns the exit code of the first failing rank, else 0."""
     from paceline.launch.host import check_target
-    from paceline.launch.hosts import job_on_hosts, without_hostfile
+    from paceline.launch.hosts import job_on_hosts, starts_elsewhere, without_hostfile
     from paceline.launch.job import job_of, target_of
 
     told = resolve_launch(schema.given(args))
@@ -45,7 +45,7 @@ def run(args: argparse.Namespace) -> int:
     if _asks_for_help(args.script_args):
         told = _alone(told)
     env, notices = environment.snapshot(), list[str]()
-    if told.launch.hostfile is not None:
+    if starts_elsewhere(told):
         job = job_on_hosts(told, args.script, args.script_args, env)
     else:
         without_hostfile(told)
@@ -72,8 +72,8 @@ def check_plan(told: Launch, job: Job) -> None:
     from paceline.plan.resolve import draft
 
     world_size = job.procs * job.nodes
-    if job.orders is not None:
-        world_size = sum(len(host.ids) for host in job.orders.hosts)
+    if job.assignment is not None:
+        world_size = sum(len(host.ids) for host in job.assignment.hosts)
     draft(vars(told.run), [Decision(**vars(row)) for row in told.decisions], world_size)
 
 
@@ -104,7 +104,7 @@ def _show(job: Job, told: Launch) -> int:
 
 def _launcher(job: Job, told: Launch) -> Launcher:
     """Who starts a job: on other hosts, whoever was named."""
-    found: Launcher = LAUNCHERS.get("local" if job.orders is None else told.launch.launcher)
+    found: Launcher = LAUNCHERS.get("local" if job.assignment is None else told.launch.launcher)
     return found
 
 

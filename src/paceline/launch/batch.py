@@ -1,7 +1,7 @@
 """What the launchers have in common that start all hosts with one program (mpirun, srun, pdsh).
 
-mpirun and srun run `remote.py` on each host, first to see what is missing there, then with the orders; these travel in a
-variable, so that none of them stands on a command line.
+mpirun and srun run `remote.py` on each host, first to see what is missing there, then with the assignment; it travels in a
+variable, so that none of it stands on a command line. A launcher that starts each host by itself takes `environment_with`.
 """
 
 from __future__ import annotations
@@ -18,12 +18,11 @@ from typing import Any
 
 from paceline.base import env as environment
 from paceline.base.errors import LaunchError
-from paceline.launch.contact import unfit
+from paceline.launch.assignment import VARIABLE
+from paceline.launch.channels import unfit_hosts_error
 from paceline.launch.launcher import Job, Outcome
-from paceline.launch.orders import VARIABLE
 from paceline.launch.remote import MARK
-from paceline.launch.signals import Signals
-from paceline.launch.tether import tether
+from paceline.launch.signals import Signals, kill_with_parent
 
 PORT = 29500
 PYTHON = (sys.executable, "-u", "-m", "paceline.launch.remote")
@@ -34,7 +33,7 @@ class BatchHandle:
     """A job that one program starts on all hosts.
 
     Attributes:
-        job: the job, with its orders.
+        job: the job, with its assignment.
         command: the program and its words.
         place: where node 0 listens; None where there is no other.
     """
@@ -45,33 +44,37 @@ class BatchHandle:
 
     def wait(self) -> Outcome:
         """Runs the job to its end."""
-        return Outcome(follow(self.command, carrying(self.job, self.place)))
+        return Outcome(follow(self.command, environment_with(self.job, self.place)))
 
 
-def carrying(job: Job, place: tuple[str, int] | None) -> dict[str, str]:
-    """The environment of the program, which brings the orders along."""
-    assert job.orders is not None, "a job of other hosts has orders"
-    orders = json.dumps({"orders": job.orders.message(), "place": place}, default=str)
-    return {**environment.snapshot(), VARIABLE: orders}
+def environment_with(job: Job, place: tuple[str, int] | None, node: int | None = None) -> dict[str, str]:
+    """The environment of a program that starts `remote.py`, which brings the assignment along.
+
+    Args:
+        job: the job, with its assignment.
+        place: where node 0 listens; None where there is no other.
+        node: which host the program starts; None where it starts all, and numbers them as mpirun or srun does.
+    """
+    assignment = json.dumps({"orders": job.assigned.to_message(), "place": place, "node": node}, default=str)
+    return {**environment.snapshot(), VARIABLE: assignment}
 
 
 def check(job: Job, command: Sequence[str]) -> tuple[str, int] | None:
     """Has each host look at what it would run; returns where node 0 will listen, or None where there is no other host.
 
     Args:
-        job: the job, with its orders.
+        job: the job, with its assignment.
         command: starts `remote.py survey` on each host.
 
     Raises:
         LaunchError: `launch-hosts`, with what keeps each host from taking part.
     """
-    orders = job.orders
-    assert orders is not None, "a job of other hosts has orders"
+    assignment = job.assigned
     answers: dict[int, dict[str, Any]] = {}
     why = ""
     try:
         done = subprocess.run(
-            list(command), env=carrying(job, None), stdin=subprocess.DEVNULL, capture_output=True, text=True,
+            list(command), env=environment_with(job, None), stdin=subprocess.DEVNULL, capture_output=True, text=True,
             errors="replace", timeout=job.reach.timeout_s, check=False,
         )  # fmt: skip
         why = f"{command[0]} ended with {done.returncode}: {' '.join(done.stderr.split()[:60])}"
@@ -81,16 +84,20 @@ def check(job: Job, command: Sequence[str]) -> tuple[str, int] | None:
                 answers[answer["node"]] = answer
     except subprocess.TimeoutExpired:
         why = f"{command[0]} did not end within {job.reach.timeout_s:g} s"
-    missing = [number for number in range(len(orders.hosts)) if number not in answers]
-    lines = [f"{orders.hosts[number].host}: {each}" for number in answers for each in answers[number]["problems"]]
+    missing = [number for number in range(len(assignment.hosts)) if number not in answers]
+    lines = [
+        f"{assignment.hosts[number].host}: {problem}" for number in answers for problem in answers[number]["problems"]
+    ]
     bad = [number for number in answers if answers[number]["problems"]]
     if missing:
-        lines.append(f"{', '.join(orders.hosts[number].host for number in missing)}: no answer; {why}")
+        lines.append(f"{', '.join(assignment.hosts[number].host for number in missing)}: no answer; {why}")
     if lines:
-        raise unfit(orders, [orders.hosts[number].host for number in sorted((*bad, *missing))], lines)
-    if len(orders.hosts) == 1:
+        raise unfit_hosts_error(
+            assignment, [assignment.hosts[number].host for number in sorted((*bad, *missing))], lines
+        )
+    if len(assignment.hosts) == 1:
         return None
-    address = job.main_address or next(iter(answers[0]["addresses"]), orders.hosts[0].host)
+    address = job.main_address or next(iter(answers[0]["addresses"]), assignment.hosts[0].host)
     return address, job.main_port or PORT
 
 
@@ -104,19 +111,17 @@ def follow(command: Sequence[str], env: Mapping[str, str]) -> int:
 
     signals = Signals(pass_on)
     signals.enter()
-    passed = 0
     try:
         program = subprocess.Popen(
             list(command), env=dict(env), stdin=subprocess.DEVNULL, start_new_session=True,
-            preexec_fn=partial(tether, os.getpid(), signal.SIGTERM),
+            preexec_fn=partial(kill_with_parent, os.getpid(), signal.SIGTERM),
         )  # fmt: skip
         while True:
             try:
                 code = program.wait(0.2)
                 return code if code >= 0 else 128 - code
             except subprocess.TimeoutExpired:
-                for number in signals.ending[passed:]:
-                    passed += 1
+                for number in signals.take_new():
                     pass_on(number)
     except OSError as error:
         raise LaunchError(

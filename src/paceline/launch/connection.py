@@ -15,7 +15,7 @@ class Connection:
 
     Args:
         key: its number.
-        link: its socket.
+        sock: its socket.
         secret: the run's.
         connecting: whether this end opens it.
         peer: the other's address, where that one opened it.
@@ -26,15 +26,15 @@ class Connection:
         problem: why the other end is no launcher of this run: "secret" or "stranger" (`Unproved`); "" while it may be.
     """
 
-    def __init__(self, key: int, link: socket.socket, secret: str, connecting: bool, peer: str = "") -> None:
-        self.key, self.link, self.connecting, self.peer = key, link, connecting, peer
+    def __init__(self, key: int, sock: socket.socket, secret: str, connecting: bool, peer: str = "") -> None:
+        self.key, self.sock, self.connecting, self.peer = key, sock, connecting, peer
         self.since = time.monotonic()
         self.closing_since: float | None = None
         self.problem = ""
         self._proof = Proof(secret, caller=connecting)
         self._out = self._proof.greeting
-        self._waiting: list[Message] = []
-        link.setblocking(False)
+        self._unsealed: list[Message] = []
+        sock.setblocking(False)
 
     @property
     def proved(self) -> bool:
@@ -42,26 +42,31 @@ class Connection:
         return self._proof.proved
 
     @property
-    def unsent(self) -> bool:
+    def is_unproved(self) -> bool:
+        """Whether somebody has opened it who has not proved anything yet."""
+        return bool(self.peer) and not self.proved
+
+    @property
+    def has_unsent(self) -> bool:
         """Whether there is something to send once the network takes it."""
         return bool(self._out)
 
     @property
-    def done(self) -> bool:
+    def all_sent(self) -> bool:
         """Whether all has been sent that was said."""
-        return not self._out and not self._waiting
+        return not self._out and not self._unsealed
 
-    def say(self, message: Message) -> None:
+    def send(self, message: Message) -> None:
         """Sends a message, now or as soon as it can be."""
-        self._waiting.append(message)
+        self._unsealed.append(message)
         self._seal()
         self.flush()
 
     def _seal(self) -> None:
         if self.proved:
-            for message in self._waiting:
+            for message in self._unsealed:
                 self._out += self._proof.seal(encode(message))
-            self._waiting.clear()
+            self._unsealed.clear()
 
     def flush(self) -> None:
         """Sends what waits; a peer that is gone is noticed by reading."""
@@ -69,19 +74,19 @@ class Connection:
             return
         try:
             while self._out:
-                self._out = self._out[self.link.send(self._out) :]
+                self._out = self._out[self.sock.send(self._out) :]
         except BlockingIOError:
             pass
         except OSError:
-            self._out, self._waiting = b"", []
-        if self.done and self.closing_since is not None:
+            self._out, self._unsealed = b"", []
+        if self.all_sent and self.closing_since is not None:
             with suppress(OSError):
-                self.link.shutdown(socket.SHUT_WR)
+                self.sock.shutdown(socket.SHUT_WR)
 
-    def hear(self) -> tuple[list[Message], bool]:
+    def receive(self) -> tuple[list[Message], bool]:
         """The messages that have come, and whether the connection goes on."""
         try:
-            data = self.link.recv(1 << 16)
+            data = self.sock.recv(1 << 16)
         except BlockingIOError:
             return [], True
         except OSError:

@@ -30,38 +30,38 @@ def first_failure(
         pause: waits a moment, and does meanwhile what else must go on.
         core_s: what a process that has crashed may take to end: the kernel writes its core file before that.
     """
-    if all(each.failed_at() is None for each in workers):
+    if all(worker.failed_at() is None for worker in workers):
         return None
     until = time.monotonic() + _SETTLE_S
-    while time.monotonic() < until and any([each.poll() is None for each in workers]):
+    while time.monotonic() < until and any([worker.poll() is None for worker in workers]):
         pause(0.01)
-    failed = {each.pid: at for each in workers if (at := each.failed_at()) is not None}
+    failed = {worker.pid: at for worker in workers if (at := worker.failed_at()) is not None}
     # Nobody is killed because a peer has failed, but many a peer fails because somebody is killed.
     first = min(
-        (each for each in workers if each.pid in failed),
-        key=lambda each: (each.code != -signal.SIGKILL, failed[each.pid]),
+        (worker for worker in workers if worker.pid in failed),
+        key=lambda worker: (worker.code != -signal.SIGKILL, failed[worker.pid]),
     )
-    leaving_s = max(core_s, _LEAVING_S) if _CRASHED in first.told() else _LEAVING_S
+    leaving_s = max(core_s, _LEAVING_S) if _CRASHED in first.report_text() else _LEAVING_S
     while first.poll() is None and first.failing_s() < leaving_s:
         pause(0.01)
     # It names a rank that is on its way out, and whose exit code is wanted: rank 0 stays a moment for its store.
     until = time.monotonic() + _LEAVING_S
-    while LEFT in first.told() and time.monotonic() < until and _left_before(first, until, workers) is None:
+    while LEFT in first.report_text() and time.monotonic() < until and _left_before(first, until, workers) is None:
         pause(0.01)
     code = first.code if first.code else 1
-    frozen = [str(each.process.rank) for each in workers if each.frozen_s()]
+    frozen = [str(worker.process.rank) for worker in workers if worker.frozen_s()]
     left = _left_before(first, until, workers)
     stop(workers, signal.SIGTERM, AFTER_FAILURE_S, pause)
     if left is not None:
-        waiting = tuple(each.process.rank for each in workers if each.pid in failed)
+        waiting = tuple(worker.process.rank for worker in workers if worker.pid in failed)
         return Failure(
-            left.process.rank, left.process.local_rank, node, left.pid, left.code or 0, left.alive, first.told(),
-            tuple(_after("", [each for each in workers if each.pid in failed])), waiting,
+            left.process.rank, left.process.local_rank, node, left.pid, left.code or 0, left.alive, first.report_text(),
+            tuple(_after("", [worker for worker in workers if worker.pid in failed])), waiting,
         )  # fmt: skip
     return Failure(
-        first.process.rank, first.process.local_rank, node, first.pid, code, failed[first.pid], first.told(),
+        first.process.rank, first.process.local_rank, node, first.pid, code, failed[first.pid], first.report_text(),
         (
-            *_after(first.told(), [each for each in workers if each.pid in failed and each is not first]),
+            *_after(first.report_text(), [worker for worker in workers if worker.pid in failed and worker is not first]),
             *(f"rank {rank} did not run: a signal had stopped it" for rank in frozen),
         ),
     )  # fmt: skip
@@ -69,22 +69,22 @@ def first_failure(
 
 def _left_before(first: Worker, until: float, workers: list[Worker]) -> Worker | None:
     """The process whose end without an error cost `first` its connection; None where none ended so by `until`."""
-    if not closed(first.told()):
+    if not closed(first.report_text()):
         return None
-    left = [each for each in workers if each.poll() in (0, PREEMPTED) and each.ended <= until]
-    return min(left, key=lambda each: each.ended, default=None)
+    left = [worker for worker in workers if worker.poll() in (0, PREEMPTED) and worker.ended <= until]
+    return min(left, key=lambda worker: worker.ended, default=None)
 
 
-def end_frozen(workers: list[Worker], limit_s: float) -> None:
+def end_frozen(workers: list[Worker], silence_limit_s: float) -> None:
     """Kills each process that a signal has stopped for longer than a collective may take: a failure, as its report says.
 
     Its peers cannot always notice: a call into the store that a stopped rank 0 keeps has no timeout.
     """
-    for each in workers:
-        if each.frozen_s() > limit_s:
-            with open(each.report, "a", encoding="utf-8") as file:
-                file.write(f"stopped by a signal for more than {limit_s:g} s, and killed for that")
-            each.send(signal.SIGKILL, everyone=True)
+    for worker in workers:
+        if worker.frozen_s() > silence_limit_s:
+            with open(worker.report, "a", encoding="utf-8") as file:
+                file.write(f"stopped by a signal for more than {silence_limit_s:g} s, and killed for that")
+            worker.send(signal.SIGKILL, everyone=True)
 
 
 def stuck(running: Worker) -> bool:
@@ -94,16 +94,16 @@ def stuck(running: Worker) -> bool:
 
 def _after(report: str, later: list[Worker]) -> Iterator[str]:
     """What to say of those that failed after the first: errors that all ranks raise together are told once."""
-    alike = [str(each.process.rank) for each in later if report and each.told() == report]
+    alike = [str(worker.process.rank) for worker in later if report and worker.report_text() == report]
     if alike:
         yield f"the same error on rank{'s' if len(alike) > 1 else ''} {', '.join(alike)}"
-    for each in later:
-        if not report or each.told() != report:
-            yield f"failed after it: rank {each.process.rank}: {_headline(each)}"
+    for worker in later:
+        if not report or worker.report_text() != report:
+            yield f"failed after it: rank {worker.process.rank}: {_headline(worker)}"
 
 
 def _headline(ended: Worker) -> str:
     """The line of its report that says of a crash which it was, else the last that begins the message of an exception."""
-    lines = [line for line in ended.told().splitlines() if line[:1].strip()]
+    lines = [line for line in ended.report_text().splitlines() if line[:1].strip()]
     lines += [line for line in lines if line.startswith(_CRASHED)]
     return lines[-1][:_LINE] if lines else f"ended with {ended.code}"

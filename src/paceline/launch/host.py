@@ -49,8 +49,10 @@ def accelerators() -> Accelerators:
         import torch
 
     torch_version.check(torch.__version__, warn=False)  # an older one may lack what comes next
-    found = torch.accelerator.current_accelerator(check_available=True)
-    return Accelerators(found.type, torch.accelerator.device_count()) if found else Accelerators()
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    if accelerator is None:
+        return Accelerators()
+    return Accelerators(accelerator.type, torch.accelerator.device_count())
 
 
 def hold_port(port: int) -> socket.socket:
@@ -62,21 +64,21 @@ def hold_port(port: int) -> socket.socket:
         OSError: the port cannot be had.
     """
     family = socket.AF_INET6 if socket.has_dualstack_ipv6() else socket.AF_INET
-    held = socket.socket(family, socket.SOCK_STREAM)
+    sock = socket.socket(family, socket.SOCK_STREAM)
     try:
-        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         if family == socket.AF_INET6:
-            held.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
-        held.bind(("", port))
+            sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
+        sock.bind(("", port))
     except OSError as error:
-        held.close()
+        sock.close()
         if family == socket.AF_INET6 and error.errno == errno.EADDRNOTAVAIL:  # IPv6 is there, but switched off
-            held = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
-            held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            held.bind(("", port))
-            return held
+            sock = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            sock.bind(("", port))
+            return sock
         raise
-    return held
+    return sock
 
 
 def listen_at(address: str, port: int) -> socket.socket:
@@ -148,7 +150,7 @@ def _unusable_script(path: Path, written: str, fix: str) -> Problem | None:
         return None
     if path.is_dir():
         why = "it is a directory"
-        scripts = sorted(each.name for each in path.glob("*.py"))
+        scripts = sorted(script.name for script in path.glob("*.py"))
         main = next((name for name in ("__main__.py", "main.py", "train.py") if name in scripts), "")
         close = str(Path(written) / main) if main else ""
     elif path.exists():
@@ -156,7 +158,7 @@ def _unusable_script(path: Path, written: str, fix: str) -> Problem | None:
     else:
         why = "there is no such file"
         folder = path.parent if path.parent.is_dir() else Path()
-        name = nearest(path.name, [each.name for each in folder.iterdir() if each.is_file()])
+        name = nearest(path.name, [file.name for file in folder.iterdir() if file.is_file()])
         close = str(folder / name) if name else ""
     fix = f"write {close}" if close else fix
     return Problem("launch-script", f"the script {written!r} cannot be run.", f"{why} ({path.absolute()})", fix)

@@ -39,8 +39,8 @@ def read(text: str, where: str) -> tuple[Slots, ...]:
     Raises:
         ConfigError: `hostfile`, with each line that is wrong.
     """
-    found: dict[str, Slots] = {}
-    places: dict[str, int] = {}
+    hosts: dict[str, Slots] = {}
+    line_of: dict[str, int] = {}
     problems = []
     fix = "write each host once, with its slots; `#` begins a comment"
     for number, line in enumerate(text.splitlines(), 1):
@@ -53,17 +53,17 @@ def read(text: str, where: str) -> tuple[Slots, ...]:
         elif len(match["slots"]) > len(str(_MOST_SLOTS)) or int(match["slots"]) > _MOST_SLOTS:
             what = f"{where}:{number} gives a host more than {_MOST_SLOTS} slots."
             problems.append(Problem("hostfile", what, f"slots={match['slots'][:20]}", f"write {_MOST_SLOTS} or fewer"))
-        elif match["host"] in found:
-            why = f"{where}:{places[match['host']]} and {where}:{number}"
+        elif match["host"] in hosts:
+            why = f"{where}:{line_of[match['host']]} and {where}:{number}"
             problems.append(Problem("hostfile", f"the host {match['host']} is there twice.", why, fix))
         else:
-            places[match["host"]] = number
-            found[match["host"]] = Slots(match["host"], tuple(range(int(match["slots"]))))
-    if not found and not problems:
+            line_of[match["host"]] = number
+            hosts[match["host"]] = Slots(match["host"], tuple(range(int(match["slots"]))))
+    if not hosts and not problems:
         problems.append(Problem("hostfile", f"{where} names no host.", _FORM, fix))
     if problems:
         raise ConfigError.of(problems)
-    return tuple(found.values())
+    return tuple(hosts.values())
 
 
 def choose(
@@ -89,44 +89,49 @@ def choose(
         ConfigError: `host-filter`; all that is wrong at once.
     """
     problems = list(_conflicts(include, exclude, nodes, procs))
-    known = {each.host: each for each in hosts}
+    slots_by_host = {slots.host: slots for slots in hosts}
     flag = "--include" if include else "--exclude"
-    named = {} if problems else _parsed(include or exclude, flag, known, problems, open_ended)
+    named = {} if problems else _parsed(include or exclude, flag, slots_by_host, problems, open_ended)
     if nodes is not None and nodes > len(hosts):
         problems.append(
             Problem(
                 "host-filter",
                 f"{nodes} hosts are asked for, and there {'is' if len(hosts) == 1 else 'are'} {len(hosts)}.",
-                f"hosts: {', '.join(known)}",
+                f"hosts: {', '.join(slots_by_host)}",
                 "add hosts to the hostfile, or ask for fewer",
             )
         )
     if problems:
         raise ConfigError.of(problems)
     if procs is not None:
-        hosts = [Slots(each.host, tuple(range(procs))) for each in hosts]
-    if include:
-        left = [Slots(each.host, named[each.host] or each.ids) for each in hosts if each.host in named]
-    else:
-        left = [Slots(each.host, _without(each, named)) for each in hosts[:nodes]]
-    left = [each for each in left if each.ids]
-    if not left:
+        hosts = [Slots(slots.host, tuple(range(procs))) for slots in hosts]
+    chosen = []
+    for slots in hosts[:nodes]:
+        filtered = named.get(slots.host)
+        if include and filtered is not None:
+            chosen.append(Slots(slots.host, filtered or slots.ids))
+        elif not include and filtered is None:
+            chosen.append(slots)
+        elif not include and filtered:  # a host that is excluded without numbers is left out with all its slots
+            chosen.append(Slots(slots.host, tuple(number for number in slots.ids if number not in filtered)))
+    chosen = [slots for slots in chosen if slots.ids]
+    if not chosen:
         raise ConfigError("host-filter", "no slot is left.", f"--exclude {exclude}", "leave out fewer")
-    return tuple(left)
+    return tuple(chosen)
 
 
 def _conflicts(include: str, exclude: str, nodes: int | None, procs: int | None) -> list[Problem]:
     """Flags that do not go together."""
     filters = [f"{flag} {text}" for flag, text in (("--include", include), ("--exclude", exclude)) if text]
     counts = [f"{count} {what}" for count, what in ((nodes, "hosts"), (procs, "processes a host")) if count is not None]
-    found = []
+    problems = []
     if len(filters) == 2:
         what = "--include and --exclude cannot both be given."
-        found.append(Problem("host-filter", what, filters, "say with one of them what is used"))
+        problems.append(Problem("host-filter", what, filters, "say with one of them what is used"))
     if filters and counts:
         what = f"{filters[0].split()[0]} and a number of hosts or processes cannot both be given."
-        found.append(Problem("host-filter", what, [*filters, *counts], "name the hosts and slots, or give numbers"))
-    return found
+        problems.append(Problem("host-filter", what, [*filters, *counts], "name the hosts and slots, or give numbers"))
+    return problems
 
 
 def _parsed(
@@ -146,19 +151,13 @@ def _parsed(
         elif name in named:
             problems.append(Problem("host-filter", f"{flag} names {name} twice.", text, "join its slots with commas"))
         else:
-            ids = tuple(sorted({int(each) for each in numbers.split(",") if each}))
-            strange = [each for each in ids if each not in known[name].ids]
+            ids = tuple(sorted({int(number) for number in numbers.split(",") if number}))
+            missing = [number for number in ids if number not in known[name].ids]
             named[name] = ids
-            if strange and not open_ended:
+            if missing and not open_ended:
                 there = ",".join(map(str, known[name].ids))
-                what = f"the host {name} has no slot {', '.join(map(str, strange))}."
+                what = f"the host {name} has no slot {', '.join(map(str, missing))}."
                 problems.append(
                     Problem("host-filter", what, f"{flag} {part}; its slots: {there}", "name some of these")
                 )
     return named
-
-
-def _without(each: Slots, named: Mapping[str, tuple[int, ...]]) -> tuple[int, ...]:
-    if each.host not in named:
-        return each.ids
-    return tuple(number for number in each.ids if named[each.host] and number not in named[each.host])

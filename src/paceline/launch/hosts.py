@@ -5,23 +5,28 @@ from __future__ import annotations
 import os
 import shlex
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from paceline.base.errors import ConfigError, LaunchError, Problem
 from paceline.config.sources import Launch
 from paceline.launch import hostfile
-from paceline.launch.forward import forwarded
+from paceline.launch.assignment import Assignment
 from paceline.launch.hostfile import Slots
-from paceline.launch.launcher import LAUNCHERS, Job, Reach, Target
-from paceline.launch.orders import Orders
+from paceline.launch.job import target_of
+from paceline.launch.launcher import LAUNCHERS, Hosts, Job, Reach
 
 _NEEDS_HOSTS = ("include", "exclude", "ssh_port", "launcher", "launcher_args")
 _OF_ONE_NODE = ("node_rank", "gpu_ids")
+# Variables whose names begin so go along to the other hosts, as do the lines of `.deepspeed_env` in the home and in the
+# working directory. They travel inside the connection: no value stands on a command line, and none is logged.
+PREFIXES = ("PACELINE_", "PYTHON", "OMP_", "NCCL", "GLOO", "TORCH", "UCX", "MV2", "MLFLOW")
+_OURS = ("TORCHELASTIC_", "PACELINE_RUN", "PACELINE_SETTINGS", "PACELINE_ORDERS")  # of one process, not of the user
+_FILE = ".deepspeed_env"
 
 
 def job_on_hosts(
-    told: Launch,
+    settings: Launch,
     script: str,
     args: Sequence[str],
     env: Mapping[str, str],
@@ -32,7 +37,7 @@ def job_on_hosts(
     """The job, for the launcher that the settings name.
 
     Args:
-        told: the merged settings; they name a hostfile.
+        told: the merged settings; they name a hostfile, or a launcher that chooses hosts.
         script: path of a file, name of a module, or a program.
         args: the script's own arguments.
         env: the environment of this process.
@@ -43,62 +48,96 @@ def job_on_hosts(
         ConfigError: `hostfile`, `host-filter`, `host-flags`, `unknown-name`.
         LaunchError: `launch-launcher`, where the launcher cannot be used here; `launch-env-file`.
     """
-    launch, cwd = told.launch, os.getcwd()
+    launch, cwd = settings.launch, os.getcwd()
     missing = LAUNCHERS.get(launch.launcher).available()
     if missing:
-        others = ", ".join(each.name for each in LAUNCHERS if each.name != "local" and not each.available())
+        usable = [other.name for other in LAUNCHERS if other.name != "local" and not other.available()]
+        others = ", ".join(usable)
         raise LaunchError(
             "launch-launcher",
             f"the launcher {launch.launcher} cannot be used: {missing}.",
             f"--launcher {launch.launcher}",
             f"install it, or choose another: {others}" if others else "install it",
         )
-    orders = Orders(told, script, tuple(args), cwd, forwarded(env, cwd), chosen(told), local_rank)
-    kind = "program" if launch.no_python else "module" if launch.module else "script"
+    assignment = Assignment(settings, script, tuple(args), cwd, forwarded(env, cwd), chosen(settings), local_rank)
+    target = replace(target_of(launch, script, args), local_rank=local_rank)
     return Job(
-        Target(kind, script, tuple(args), local_rank=local_rank), max(len(at.ids) for at in orders.hosts),
-        len(orders.hosts), main_address=launch.main_address or "", main_port=launch.main_port, grace_s=launch.grace_s,
-        orders=orders, reach=Reach(launch.ssh_port, tuple(shlex.split(launch.launcher_args)), activate),
+        target, max(len(at.ids) for at in assignment.hosts),
+        len(assignment.hosts), main_address=launch.main_address or "", main_port=launch.main_port, grace_s=launch.grace_s,
+        assignment=assignment, reach=Reach(launch.ssh_port, tuple(shlex.split(launch.launcher_args)), activate),
     )  # fmt: skip
 
 
-def chosen(told: Launch) -> tuple[Slots, ...]:
-    """The hosts and slots that the settings name.
+def starts_elsewhere(settings: Launch) -> bool:
+    """Whether other hosts run the job: those that a hostfile names, or those that the launcher chooses."""
+    if settings.launch.hostfile is not None:
+        return True
+    return "launcher" in _said(settings) and _hosts_of(settings) == "chosen"
+
+
+def chosen(settings: Launch) -> tuple[Slots, ...]:
+    """The hosts and slots that the settings name; where the launcher chooses its hosts, as many as are asked for.
 
     Raises:
-        ConfigError: `hostfile`, `host-filter`, `host-flags`.
+        ConfigError: `hostfile`, `host-filter`, `host-flags`; all problems of flags at once.
     """
-    launch, said = told.launch, _said(told)
+    launch, said = settings.launch, _said(settings)
+    named = _hosts_of(settings) == "named"
+    by_whom = f"--hostfile {launch.hostfile}" if named else f"--launcher {launch.launcher}"
     problems = []
     for name in _OF_ONE_NODE:
         if name in said:
-            why = f"{said[name]}; --hostfile {launch.hostfile}"
             fix = "leave it out: the order of the hostfile numbers the nodes, --include chooses their slots"
-            problems.append(Problem("host-flags", f"{name} is of one node, and a hostfile names all.", why, fix))
+            if not named:
+                fix = "leave it out: the launcher chooses the hosts and numbers them"
+            what = f"{name} is of one node, and {'a hostfile names' if named else 'the launcher starts'} all."
+            problems.append(Problem("host-flags", what, f"{said[name]}; {by_whom}", fix))
     if isinstance(launch.nodes, str):
         fix = "give one number, or start the command on each host without --hostfile"
         what = "a range of nodes cannot be started from one host."
         problems.append(Problem("host-flags", what, f"nodes={launch.nodes} ({said['nodes']})", fix))
+    if not named:
+        problems += _of_a_hostfile(settings)
     if problems:
         raise ConfigError.of(problems)
+    if not named:
+        slots = tuple(range(int(launch.procs)))
+        return tuple(Slots(f"node{number}", slots) for number in range(int(launch.nodes)))
     assert launch.hostfile is not None, "asked for where there is one"
-    counts: dict[str, Any] = {
-        name: value
-        for name, value in (("nodes", launch.nodes), ("procs", launch.procs))
-        if name in said and value != "auto"
-    }
+    counts: dict[str, int] = {}
+    for name in ("nodes", "procs"):
+        value = getattr(launch, name)
+        if name in said and value != "auto":
+            counts[name] = value
     hosts = hostfile.read(text_of(launch.hostfile), launch.hostfile)
-    return hostfile.choose(hosts, include=launch.include, exclude=launch.exclude, **counts)
+    nodes, procs = counts.get("nodes"), counts.get("procs")
+    return hostfile.choose(hosts, include=launch.include, exclude=launch.exclude, nodes=nodes, procs=procs)
 
 
-def without_hostfile(told: Launch) -> None:
+def _of_a_hostfile(settings: Launch) -> list[Problem]:
+    """What was said that means nothing to a launcher which takes no hostfile, and what it has to be told instead."""
+    launch, said = settings.launch, _said(settings)
+    problems = []
+    for name in ("hostfile", "include", "exclude", "ssh_port"):
+        if name in said:
+            what = f"the launcher {launch.launcher} takes no hostfile."
+            why = f"{name}={getattr(launch, name)} ({said[name]})"
+            problems.append(Problem("host-flags", what, why, f"leave --{name.replace('_', '-')} out"))
+    if launch.procs == "auto":
+        what = f"the launcher {launch.launcher} has to be told how many processes each host runs."
+        problems.append(Problem("host-flags", what, "--procs is not set", "say --procs N"))
+    return problems
+
+
+def without_hostfile(settings: Launch) -> None:
     """Sees to it that nothing was said that only a hostfile gives a meaning to.
 
     Raises:
         ConfigError: `host-flags`, naming all of it.
     """
-    said = _said(told)
-    idle = [f"{name}={getattr(told.launch, name)} ({said[name]})" for name in _NEEDS_HOSTS if name in said]
+    said = _said(settings)
+    names = [name for name in _NEEDS_HOSTS if name in said]
+    idle = [f"{name}={getattr(settings.launch, name)} ({said[name]})" for name in names]
     if idle:
         raise ConfigError(
             "host-flags", "there are no hosts to choose from or to reach.", idle, "name them: --hostfile FILE"
@@ -119,6 +158,50 @@ def text_of(path: str) -> str:
         raise ConfigError("hostfile", f"the hostfile {path} cannot be read.", why, fix) from None
 
 
-def _said(told: Launch) -> dict[str, str]:
+def _hosts_of(settings: Launch) -> Hosts:
+    """On which hosts the launcher that was named starts processes; where it does not say so, on those of a hostfile."""
+    hosts: Hosts = getattr(LAUNCHERS.get(settings.launch.launcher), "hosts", "named")
+    return hosts
+
+
+def _said(settings: Launch) -> dict[str, str]:
     """Where each setting comes from that somebody has set."""
-    return {row.field: row.where or row.source for row in told.decisions if row.source != "default"}
+    return {row.field: row.where or row.source for row in settings.decisions if row.source != "default"}
+
+
+def forwarded(env: Mapping[str, str], cwd: str) -> dict[str, str]:
+    """The variables that go along.
+
+    Args:
+        env: this host's environment; HOME and DS_ENV_FILE of it say where the file is looked for.
+        cwd: the working directory.
+
+    Raises:
+        LaunchError: `launch-env-file`, with each line that is wrong.
+    """
+    chosen = {name: env[name] for name in sorted(env) if name.startswith(PREFIXES) and not name.startswith(_OURS)}
+    name = env.get("DS_ENV_FILE") or _FILE
+    paths = dict.fromkeys(os.path.join(folder, name) for folder in (env.get("HOME", ""), cwd) if folder)
+    problems: list[Problem] = []
+    for path in map(Path, paths):
+        if path.is_file():
+            chosen |= _lines(path, problems)
+    if problems:
+        raise LaunchError.of(problems)
+    return chosen
+
+
+def _lines(path: Path, problems: list[Problem]) -> dict[str, str]:
+    variables = {}
+    for number, line in enumerate(path.read_text().splitlines(), 1):
+        name, equals, value = line.strip().removeprefix("export ").partition("=")
+        if not name or name.startswith("#"):
+            continue
+        if not equals or not name.strip().isidentifier():
+            why = "expected: NAME=VALUE; the line is not shown, as it may hold a secret"
+            problems.append(Problem("launch-env-file", f"{path}:{number} sets no variable.", why, "mend that line"))
+            continue
+        value = value.strip()
+        quoted = len(value) > 1 and value[0] == value[-1] and value[0] in "'\""
+        variables[name.strip()] = value[1:-1] if quoted else value
+    return variables

@@ -19,7 +19,7 @@ _WIDTH_FLAGS = ("--procs", "--nproc-per-node", "--num-processes")
 _VISIBLE = {"cuda": "CUDA_VISIBLE_DEVICES", "xpu": "ZE_AFFINITY_MASK", "npu": "ASCEND_RT_VISIBLE_DEVICES"}
 
 
-def job_of(told: Launch, script: str, args: Sequence[str], env: Mapping[str, str]) -> tuple[Job, list[str]]:
+def job_of(settings: Launch, script: str, args: Sequence[str], env: Mapping[str, str]) -> tuple[Job, list[str]]:
     """The job, and what the user should know about it.
 
     Args:
@@ -32,18 +32,18 @@ def job_of(told: Launch, script: str, args: Sequence[str], env: Mapping[str, str
         ConfigError: `host-flags`, where a hostfile names other hosts; `bind-cores`; `config-value`.
         LaunchError: `launch-tasks`, `launch-address`.
     """
-    launch, notices = told.launch, list[str]()
+    launch, notices = settings.launch, list[str]()
     if launch.hostfile is not None:
-        where = next(row.where for row in told.decisions if row.field == "hostfile")
+        where = next(row.where for row in settings.decisions if row.field == "hostfile")
         raise ConfigError(
             "host-flags",
             "this starts processes of this host alone, and a hostfile names others.",
             f"hostfile={launch.hostfile} ({where})",
             "leave it out, or start the script with `paceline launch --hostfile`",
         )
-    found = _accelerators(told, env)
-    procs = launch.procs if isinstance(launch.procs, int) else max(found.count, 1)
-    said = {row.field for row in told.decisions if row.source != "default"}
+    accelerators = _accelerators(settings, env)
+    procs = launch.procs if isinstance(launch.procs, int) else max(accelerators.count, 1)
+    said = {row.field for row in settings.decisions if row.source != "default"}
     misplaced = "" if "procs" in said else flag_for_script(args, _WIDTH_FLAGS)
     if misplaced:
         number = f"{procs} process{'es' * (procs > 1)}"
@@ -51,24 +51,24 @@ def job_of(told: Launch, script: str, args: Sequence[str], env: Mapping[str, str
             f"{number}, as `{misplaced}` stands after the script, which gets it; for more processes write it before the "
             f"script: `{shlex.join(['paceline', 'launch', *misplaced.split(), script])}`."
         )
-    elif launch.procs == "auto" and not found.count:
+    elif launch.procs == "auto" and not accelerators.count:
         notices.append("1 process, as there is no accelerator; `--procs 2` starts two on the CPU.")
     target = target_of(launch, script, args)
-    cores = _cores(told, procs)
-    variables = {**told.hand_over(), **_threads(told, procs, env, notices, cores)}
+    cores = _cores(settings, procs)
+    variables = {**settings.hand_over(), **_threads(settings, procs, env, notices, cores)}
     if launch.gpu_ids != "all":
-        variables[_VISIBLE.get(found.kind, "CUDA_VISIBLE_DEVICES")] = launch.gpu_ids
+        variables[_VISIBLE.get(accelerators.kind, "CUDA_VISIBLE_DEVICES")] = launch.gpu_ids
     if launch.compat:
         variables["PACELINE_COMPAT"] = launch.compat
-    nodes, numbered = _nodes(told, env, notices)
+    nodes, numbered = _nodes(settings, env, notices)
     least = _range(launch.nodes)[0]
     job = Job(
         target, procs, nodes.nodes, least if least < nodes.nodes else 0, nodes.node, numbered,
         nodes.address or "127.0.0.1", nodes.port or 0, grace_s=launch.grace_s,
-        start="exec" if found.count or launch.no_python else "fork",
+        start="exec" if accelerators.count or launch.no_python else "fork",
         env=variables, max_restarts=launch.max_restarts, monitor_interval_s=launch.monitor_interval_s,
-        timeout_s=told.run.timeout_s or 600.0,
-        log_dir=launch.log_dir, tee=_streams(told, procs), ranks=_shown_ranks(told, procs), backend=launch.rdzv_backend,
+        timeout_s=settings.run.timeout_s or 600.0,
+        log_dir=launch.log_dir, tee=_streams(settings, procs), ranks=_shown_ranks(settings, procs), backend=launch.rdzv_backend,
         options=dict(pair.split("=", 1) for pair in launch.rdzv_conf.split(",") if pair), compat=launch.compat or "",
         cores=cores, core_files=launch.cores,
     )  # fmt: skip
@@ -97,13 +97,13 @@ def _range(nodes: int | str) -> tuple[int, int]:
     return int(least), int(most or least)
 
 
-def _nodes(told: Launch, env: Mapping[str, str], notices: list[str]) -> tuple[World, bool]:
+def _nodes(settings: Launch, env: Mapping[str, str], notices: list[str]) -> tuple[World, bool]:
     """This launcher's place among those of all nodes, and whether that is a number that it was given.
 
     As said, or as srun or mpirun says that started them.
     """
-    launch, most = told.launch, _range(told.launch.nodes)[1]
-    said = {row.field for row in told.decisions if row.source != "default"}
+    launch, most = settings.launch, _range(settings.launch.nodes)[1]
+    said = {row.field for row in settings.decisions if row.source != "default"}
     around = World() if "nodes" in said or "RANK" in env else World.detect(env)
     if around.size > 1:
         if around.local_size > 1:
@@ -131,24 +131,24 @@ def _nodes(told: Launch, env: Mapping[str, str], notices: list[str]) -> tuple[Wo
     return World(node=node, nodes=most, address=launch.main_address, port=port), numbered
 
 
-def _accelerators(told: Launch, env: Mapping[str, str]) -> host.Accelerators:
-    if told.run.cpu:
+def _accelerators(settings: Launch, env: Mapping[str, str]) -> host.Accelerators:
+    if settings.run.cpu:
         return host.Accelerators()
-    found = host.accelerators()
-    if told.launch.gpu_ids == "all" or not found.count:
-        return found
-    return host.Accelerators(found.kind, len(told.launch.gpu_ids.split(",")))
+    accelerators = host.accelerators()
+    if settings.launch.gpu_ids == "all" or not accelerators.count:
+        return accelerators
+    return host.Accelerators(accelerators.kind, len(settings.launch.gpu_ids.split(",")))
 
 
-def _cores(told: Launch, procs: int) -> tuple[int, ...]:
+def _cores(settings: Launch, procs: int) -> tuple[int, ...]:
     """The cores that are divided among the processes; () where none is bound."""
-    text = told.launch.bind_cores
+    text = settings.launch.bind_cores
     if text == "no":
         return ()
     ours = host.core_numbers()
     named = ours if text == "all" else tuple(sorted({core for part in text.split(",") for core in _span(part)}))
     strange = [core for core in named if core not in ours]
-    where = next(row.where for row in told.decisions if row.field == "bind_cores")
+    where = next(row.where for row in settings.decisions if row.field == "bind_cores")
     if strange or len(named) < procs:
         raise ConfigError(
             "bind-cores",
@@ -177,20 +177,20 @@ def _listed(cores: Sequence[int]) -> str:
     return f"{cores[0]}-{cores[-1]}" if whole else ",".join(map(str, cores))
 
 
-def _shown_ranks(told: Launch, procs: int) -> frozenset[int] | None:
+def _shown_ranks(settings: Launch, procs: int) -> frozenset[int] | None:
     """`--ranks`: whose output is shown; None for everybody's.
 
     Raises:
         ConfigError: `config-value`, for a rank that there cannot be.
     """
-    text = told.launch.ranks
+    text = settings.launch.ranks
     if text == "all":
         return None
     ranks = frozenset(rank for part in text.split(",") for rank in _span(part))
-    size = procs * _range(told.launch.nodes)[1]
+    size = procs * _range(settings.launch.nodes)[1]
     missing = sorted(rank for rank in ranks if rank >= size)
     if missing or not ranks:
-        where = next(row.where for row in told.decisions if row.field == "ranks")
+        where = next(row.where for row in settings.decisions if row.field == "ranks")
         raise ConfigError(
             "config-value",
             f"ranks names rank {missing[0]}, and there are {size}." if missing else "ranks names no rank.",
@@ -201,11 +201,11 @@ def _shown_ranks(told: Launch, procs: int) -> frozenset[int] | None:
 
 
 def _threads(
-    told: Launch, procs: int, env: Mapping[str, str], notices: list[str], bound: Sequence[int]
+    settings: Launch, procs: int, env: Mapping[str, str], notices: list[str], bound: Sequence[int]
 ) -> dict[str, str]:
     """Threads of each process: as said, else its own cores, else as OMP_NUM_THREADS says, else all cores shared equally."""
-    if told.launch.threads is not None:
-        return {"OMP_NUM_THREADS": str(told.launch.threads)}
+    if settings.launch.threads is not None:
+        return {"OMP_NUM_THREADS": str(settings.launch.threads)}
     if bound:
         return {"OMP_NUM_THREADS": str(len(bound) // procs)}
     if env.get("OMP_NUM_THREADS"):
@@ -219,14 +219,14 @@ def _threads(
     return {"OMP_NUM_THREADS": str(share)}
 
 
-def _streams(told: Launch, procs: int) -> dict[int, int] | None:
+def _streams(settings: Launch, procs: int) -> dict[int, int] | None:
     """`--tee` by local rank; with a log directory and no word about it, both streams of all."""
-    text = told.launch.tee
-    said = next(row for row in told.decisions if row.field == "tee").source != "default"
+    text = settings.launch.tee
+    said = next(row for row in settings.decisions if row.field == "tee").source != "default"
     if not said:
         # Several ranks that somebody chose to see are to be told apart.
-        several = len(_shown_ranks(told, procs) or ()) > 1
-        return dict.fromkeys(range(procs), 3) if told.launch.log_dir or several else None
+        several = len(_shown_ranks(settings, procs) or ()) > 1
+        return dict.fromkeys(range(procs), 3) if settings.launch.log_dir or several else None
     if ":" not in text:
         return dict.fromkeys(range(procs), int(text))
     chosen = {int(rank): int(streams) for rank, streams in (pair.split(":") for pair in text.split(","))}

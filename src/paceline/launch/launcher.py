@@ -12,12 +12,12 @@ import signal
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from paceline.base.registry import Registry
 
 if TYPE_CHECKING:
-    from paceline.launch.orders import Orders
+    from paceline.launch.assignment import Assignment
 
 LAUNCHERS = Registry("paceline.launch", "LAUNCHER", "paceline.launchers")
 
@@ -96,7 +96,7 @@ class Job:
         compat: libraries whose names are served to the script, joined by commas; "" for none.
         cores: cores of this node that are divided among its processes; () leaves each process all of them.
         core_files: whether a process that crashes leaves a core file, which is then read.
-        orders, reach: what other hosts run and how they are reached, where this one starts it there.
+        assignment, reach: what other hosts run and how they are reached, where this one starts it there.
         secret: by which the launchers of several nodes know each other; "" for the user's own (`secret.py`).
     """
 
@@ -123,9 +123,15 @@ class Job:
     compat: str = ""
     cores: tuple[int, ...] = ()
     core_files: bool = False
-    orders: Orders | None = None
+    assignment: Assignment | None = None
     reach: Reach = Reach()
     secret: str = field(default="", repr=False)
+
+    @property
+    def assigned(self) -> Assignment:
+        """What other hosts run, of a job that they do."""
+        assert self.assignment is not None, "a job of other hosts has an assignment"
+        return self.assignment
 
 
 @dataclass(frozen=True)
@@ -157,8 +163,8 @@ class Rendered:
     def text(self, host: str = "this host") -> str:
         """What `--dry-run` prints: the command, the environment, and the world table."""
         job = self.job
-        if job.orders is not None:
-            return self._text_on(job.orders)
+        if job.assignment is not None:
+            return self._text_on(job.assignment)
         free = "" if job.main_port else "  (a free one is found at the start)"
         common = dict.fromkeys(sorted({name for process in self.processes for name in process.env}))
         shared = {n: self.processes[0].env.get(n) for n in common if len({p.env.get(n) for p in self.processes}) == 1}
@@ -180,12 +186,17 @@ class Rendered:
             lines.append(f"      and those of the other {job.nodes - 1} nodes, found when they meet")
         return "\n".join(lines)
 
-    def _text_on(self, orders: Orders) -> str:
+    def _text_on(self, assignment: Assignment) -> str:
         """Of a job that other hosts run; no value of a variable is shown, as it may be a secret."""
         lines = [f"command: {shlex.join(self.command)}", "", "started by:"]
         lines += [f"  {shlex.join(step)}" for step in self.steps]
-        lines += ["", f"variables that go along: {', '.join(orders.env) or 'none'}", "", "rank  local rank  node  host"]
-        rows = [(node, at.host, local) for node, at in enumerate(orders.hosts) for local in range(len(at.ids))]
+        lines += [
+            "",
+            f"variables that go along: {', '.join(assignment.env) or 'none'}",
+            "",
+            "rank  local rank  node  host",
+        ]
+        rows = [(node, at.host, local) for node, at in enumerate(assignment.hosts) for local in range(len(at.ids))]
         lines += [f"{rank:>4}  {local:>10}  {node:>4}  {host}" for rank, (node, host, local) in enumerate(rows)]
         return "\n".join(lines)
 
@@ -261,10 +272,21 @@ class Handle(Protocol):
         ...
 
 
+# Whose processes a launcher starts: this host's, those of the hosts that a hostfile names, or those of hosts that it
+# chooses itself, as a cluster's scheduler does.
+Hosts = Literal["this", "named", "chosen"]
+
+
 class Launcher(Protocol):
-    """A way to start processes."""
+    """A way to start processes.
+
+    Attributes:
+        name: what `--launcher` calls it.
+        hosts: on which hosts it starts them.
+    """
 
     name: str
+    hosts: Hosts
 
     def available(self) -> str:
         """ "" where it can be used here, else the reason why not."""

@@ -12,38 +12,42 @@ runs the script and then *returns* from `wait`, up the caller's stack, so that P
 from __future__ import annotations
 
 import gc
+import importlib
 import os
 import select
 import signal
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from paceline.base.errors import LaunchError
 from paceline.base.exits import PREEMPTED
+from paceline.base.lazy import uncollected
 from paceline.base.temporary import temporary_folder
 from paceline.launch import cores, host, worker
 from paceline.launch.failure import AFTER_FAILURE_S, end_frozen, first_failure, stuck
-from paceline.launch.launcher import Failure, Job, Outcome, Process, Rendered
+from paceline.launch.launcher import Failure, Hosts, Job, Outcome, Process, Rendered
 from paceline.launch.nodes import Nodes
 from paceline.launch.output import Output
 from paceline.launch.processes import PARCEL, Reaper, Worker, ask, settle, spawn, stop, sweep
 from paceline.launch.report import begun, describe
 from paceline.launch.rounds import End, Report, Round
 from paceline.launch.signals import Signals
-from paceline.launch.warm import warm
 
 _SIGN_OF_LIFE_S = 0.2
 _INTERRUPT_S = 3.0  # an ordinary script ends by Ctrl-C at once; one that is here still saves, or hangs
+# A script for DeepSpeed makes an engine and an optimizer; torch loads its compiler's front (0.8 s) with the first of those.
+_IMPORTS_BY_LIBRARY = {"deepspeed": ("torch._dynamo", "paceline.compat.deepspeed.initialize")}
 
 
 class LocalLauncher:
     """Starts processes on this host."""
 
     name = "local"
+    hosts: Hosts = "this"
 
     def available(self) -> str:
         """Always "": there is a this host everywhere."""
@@ -133,17 +137,17 @@ class LocalHandle:
         In a forked process this returns too, with `in_worker` set, at the end of the script.
 
         Raises:
-            LaunchError: those of `Nodes.meet`; `launch-address`, where the nodes do not find each other; `launch-nodes`,
+            LaunchError: those of `Nodes.open_for`; `launch-address`, where the nodes do not find each other; `launch-nodes`,
                 where they were told different things; `launch-cut-off`, where too few are left to go on.
         """
         place = temporary_folder()
-        self.nodes = Nodes.meet(self.job)
+        self.nodes = Nodes.open_for(self.job)
         if self.job.core_files and (obstacle := cores.allow()):
             _say(obstacle)
         folder = Path(tempfile.mkdtemp(prefix="paceline-", dir=place))
         self.reaper = Reaper(folder)
         if self.job.start == "fork":
-            warm(self.job.compat.split(","))
+            import_before_forking(self.job.compat.split(","))
             if self.job.target.function is None:
                 gc.freeze()  # no collection touches, and so copies, what the processes share
         elif self.job.target.function is not None:
@@ -159,7 +163,7 @@ class LocalHandle:
                     return Outcome(self._work(str(report)), in_worker=True)
                 self.report = self._attempt()
                 self.nodes.rest(self.report)
-            return self._outcome(self.nodes.machine.end)
+            return self._outcome(self.nodes.membership.end)
         finally:
             if os.getpid() == self._mine:  # not in a forked process
                 self.signals.leave()
@@ -201,7 +205,9 @@ class LocalHandle:
             saved = self.report.kind == "preempted"
             if saved:
                 _say("all processes have saved and left, as they were asked to")
-            late = [str(each.process.rank) for each in self.workers if each.stopped and each.code == -signal.SIGKILL]
+            late = [
+                str(child.process.rank) for child in self.workers if child.stopped and child.code == -signal.SIGKILL
+            ]
             if late and asked in (signal.SIGTERM, signal.SIGINT):
                 ranks = f"rank{'s' * (len(late) > 1)} {', '.join(late)}"
                 why = f"{self.job.grace_s:g} s (--grace-s)" if not self._asked_again() else "a second signal"
@@ -232,12 +238,12 @@ class LocalHandle:
         store = (decided.members[0].address, decided.store_port)
         if not self.nodes.several:
             store = (self.job.main_address, decided.store_port)
-        elif decided.ids[0] == self.nodes.machine.leader:
-            store = (self.nodes.machine.known[decided.ids[0]].address, decided.store_port)
-        node = decided.where(self.nodes.machine.me.id)
+        elif decided.ids[0] == self.nodes.membership.leader_id:
+            store = (self.nodes.membership.known_members[decided.ids[0]].address, decided.store_port)
+        node = decided.index_of(self.nodes.membership.me.id)
         self.workers = []
-        run = f"{self.job.options.get('run_id', 'paceline')}@{decided.born!r}"
-        procs = [each.procs for each in decided.members]
+        run = f"{self.job.options.get('run_id', 'paceline')}@{decided.founded_at!r}"
+        procs = [member.procs for member in decided.members]
         for process in world_table(self.job, procs, node, store, decided.restarts, run):
             report = folder / f"{decided.number}-{process.rank}"
             streams = self.output.open(process, decided.number - 1)
@@ -274,18 +280,18 @@ class LocalHandle:
     def _attempt(self) -> Report:
         """Watches one round to its end, and ends what is left of it."""
         assert self.round is not None, "a round has begun"
-        pause, machine = self.nodes.pause, self.nodes.machine
+        pause, membership = self.nodes.pause, self.nodes.membership
         try:
             self._watch()
             if self.signals.ending:
                 return self._asked_to_end()
-            if machine.halt is not None:
-                how, _ = machine.halt
+            if membership.stop_request is not None:
+                how, _ = membership.stop_request
                 grace_s = self.job.grace_s if how == "save" else AFTER_FAILURE_S
                 stop(self.workers, signal.SIGTERM, grace_s, pause, lambda: self._hurry(how))
                 return self._report()
             core_s = cores.WRITE_S if self.job.core_files else 0.0
-            self.failure = first_failure(self.workers, self.round.where(machine.me.id), pause, core_s)
+            self.failure = first_failure(self.workers, self.round.index_of(membership.me.id), pause, core_s)
             if self.failure is not None and self.job.core_files:
                 self.failure = cores.with_backtrace(self.failure, self.job.target, pause)
             if self.failure is not None:
@@ -295,9 +301,9 @@ class LocalHandle:
         finally:
             sweep(self.workers, pause)
             self.output.finish()
-            for each in self.workers:
-                if each.leads:
-                    self.reaper.remove(each.pid)
+            for child in self.workers:
+                if child.leads:
+                    self.reaper.remove(child.pid)
 
     def _asked_to_end(self) -> Report:
         """A signal asks to end: passes it on, and waits for the processes to save; a second one waits no longer."""
@@ -318,17 +324,17 @@ class LocalHandle:
 
     def _hurry(self, how: str) -> bool:
         """Whether processes that may save are to be ended at once, as another node was lost or somebody asks twice."""
-        halt = self.nodes.machine.halt
+        halt = self.nodes.membership.stop_request
         return len(self.signals.ending) > 1 or (how == "save" and halt is not None and halt[0] == "end")
 
     def _report(self) -> Report:
         """How the processes ended, none of which has failed by itself."""
-        codes = {each.code for each in self.workers}
+        codes = {child.code for child in self.workers}
         if codes == {0}:
             return Report("done")
         if PREEMPTED in codes and codes <= {0, PREEMPTED}:
             return Report("preempted")
-        if PREEMPTED in codes and self.nodes.machine.halt is None and not self.signals.ending:
+        if PREEMPTED in codes and self.nodes.membership.stop_request is None and not self.signals.ending:
             return Report(
                 "failed", f"some processes did not leave within {self.job.grace_s:g} s after others had saved"
             )
@@ -337,7 +343,7 @@ class LocalHandle:
     def _watch(self) -> None:
         """Copies output until all processes have ended, one or another node has failed, or a signal asks to end."""
         poll = select.poll()
-        ends = {number: each for each in self.workers if (number := _end_of(each.pid)) is not None}
+        ends = {number: child for child in self.workers if (number := _end_of(child.pid)) is not None}
         others = self.nodes.fileno()
         for number in (self.signals.read, *ends, *self.output.pipes, others):
             poll.register(number, select.POLLIN)
@@ -353,11 +359,11 @@ class LocalHandle:
                         ended = not self.output.copy(number)
                     if ended:
                         poll.unregister(number)
-                self.nodes.tend()
+                self.nodes.poll()
                 end_frozen(self.workers, self.job.timeout_s)
-                codes = [each.poll() for each in self.workers]
+                codes = [child.poll() for child in self.workers]
                 failed = any(code not in (None, 0, PREEMPTED) for code in codes) or any(map(stuck, self.workers))
-                if failed or None not in codes or self.nodes.machine.halt is not None or self._left_behind():
+                if failed or None not in codes or self.nodes.membership.stop_request is not None or self._left_behind():
                     return
         finally:
             for number in ends:
@@ -365,12 +371,22 @@ class LocalHandle:
 
     def _left_behind(self) -> bool:
         """Whether some have saved and left, and others have had time enough to do so too."""
-        left = [each.ended for each in self.workers if each.code == PREEMPTED]
+        left = [child.ended for child in self.workers if child.code == PREEMPTED]
         return bool(left) and time.monotonic() - min(left) > self.job.grace_s
 
     def _pass_on(self, number: int) -> None:
-        for each in self.workers:
-            each.send(number)
+        for child in self.workers:
+            child.send(number)
+
+
+def import_before_forking(libraries: Iterable[str]) -> None:
+    """Imports torch, and what scripts for these libraries are sure to need: once, and not once in each process."""
+    with uncollected():
+        importlib.import_module("torch")
+        for library in libraries:
+            # These packages stand on floors above this one: they are looked up, not imported.
+            for name in _IMPORTS_BY_LIBRARY.get(library, ()):
+                importlib.import_module(name)
 
 
 def _say(line: str) -> None:

@@ -1,67 +1,83 @@
-"""Who takes part: a launcher's view of all launchers, as a machine without sockets or clocks.
+"""Who takes part in a run: one launcher's view of all launchers, as a state machine without sockets or clocks.
 
-    seek    asks every place it knows for a run to join; the first place that is this host's founds one
-    follow  has joined: signs of life to the leader and back; starts and ends its processes as the leader says
-    lead    decides (`leading.py`): one leader, the first member in the order of joining, and one decision a failure
+    seek    asks every place it knows for a run to join; the launcher at the first of these places founds one
+    follow  has joined: heartbeats to the leader and back; starts and ends its processes as the leader says
+    lead    decides (`leadership.py`): there is one leader, the first member in the order of joining
 
-    follow -- leader closed its end, or is silent for limit_s --> seek: whoever was before me is dead or silent, and
-                                                                  enough of us are here (`may_go_on`)  --> lead
+    follow -- the leader's connection ends, or is silent for silence_limit_s --> seek
+    seek   -- whoever was before me is dead or silent, and enough of us are here (`has_quorum`) --> lead
 
-What comes in: `heard`, `closed`, `tick` from the network, `rest` and `leave` from this launcher's own processes and
-signals. What goes out: `actions` for the network; `begin`, `halt` and `end` for the processes.
+What comes in: `on_message`, `on_closed` and `tick` from the network; `processes_ended` and `drain` from this launcher's own
+processes and signals. What goes out: `actions` for the network; `round_to_start`, `stop_request` and `end` for the processes.
+What it guarantees is written in docs/adr/0021-membership-guarantees.md, and simulated in tests/simulated_network.py.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Any
 
-from paceline.launch import objections
-from paceline.launch.leading import Lead
+from paceline.launch import membership_errors
+from paceline.launch.leadership import Leadership
 from paceline.launch.messages import (
-    Beat,
-    Bye,
+    Accept,
+    Announce,
+    Commit,
+    Draining,
     Expelled,
-    Go,
-    Halt,
-    Hello,
-    Here,
-    Home,
-    How,
+    Heartbeat,
+    HeartbeatAck,
+    Join,
     Joined,
-    Later,
-    Leaving,
+    Leave,
     Message,
-    Move,
-    Over,
+    NoLeader,
     Probe,
+    ProcessesEnded,
     Proposal,
-    Ready,
+    Redirect,
     Refused,
-    Rest,
-    Wait,
+    RunEnded,
+    Status,
+    StopMode,
+    StopProcesses,
+    SwitchRun,
 )  # fmt: skip
-from paceline.launch.rounds import End, Member, Place, Report, Round, Rules, called, may_go_on
+from paceline.launch.rounds import End, LossKind, Member, Place, Report, Round, Rules, has_quorum, member_name
 
+_NEVER = float("-inf")
 _ASK_AGAIN_S = 0.5
 _ANSWER_S = 1.0  # a launcher that is there answers within this
 _SETTLE_S = 2.0  # a new leader waits this long for others that were members
-_FRESH_S = 1.5  # until then nobody else can have taken the lead without this launcher
+# Others need at least so long to begin a round without a launcher: they ask it in vain, and then wait for it.
+_UNREPLACED_S = _ANSWER_S + _SETTLE_S
+# However rare `heartbeat_s` wants them: a proof of death rests on a heartbeat that was answered within `_UNREPLACED_S`.
+_HEARTBEAT_AT_MOST_S = 1.0
+_HEARTBEATS_REMEMBERED = 10
 _ASKED_AT_ONCE = 16
 _SECRET_S = 2.0  # a launcher whose secret differs asks for this long before it gives up
 # Places where no launcher of this run has answered. Who cannot prove the secret counts no more than silence does.
-_NO_LAUNCHER = ("silent", "stranger", "secret")
+_NO_LAUNCHER = ("refused", "silent", "stranger", "secret")
 
 
 @dataclass
-class Ask:
-    """A question on its way: to a place, about a member, for a purpose ("hello", "probe" or "home")."""
+class Request:
+    """A question on its way.
+
+    Attributes:
+        place: whom it goes to.
+        member_id: the member that was there; "" where none is known.
+        question: what is asked.
+        last_heard_at: when it was sent, or something came back.
+        answered: whether something came back: then the connection stays open, until there is a leader.
+    """
 
     place: Place
-    who: str
-    purpose: str
-    since: float
+    member_id: str
+    question: Join | Probe | Announce
+    last_heard_at: float
     answered: bool = False
 
 
@@ -71,447 +87,541 @@ class Membership:
     Args:
         me: this launcher.
         rules: what it was told.
-        founds: whether it begins a run where it finds none.
+        is_founder: whether it begins a run where it finds none.
         contacts: where to ask for a run.
         now: seconds of a clock that only goes forward; so everywhere here.
         wall: the time of day (seconds since the epoch).
 
     Attributes:
         actions: for the network, in order: ("open", key, place), ("send", key, message), ("close", key).
-        begin: a round whose processes are to be started; the launcher sets it to None as it does so.
-        halt: how ("save" or "end") and why the processes are to be ended; None where they may run.
+        round_to_start: a round whose processes are to be started; the launcher sets it to None as it does so.
+        stop_request: how and why the processes are to be ended; None where they may run.
         end: set once this launcher is to end.
         notes: lines for the user.
     """
 
     def __init__(
-        self, me: Member, rules: Rules, founds: bool, contacts: Sequence[Place], now: float, wall: float = 0.0
+        self, me: Member, rules: Rules, is_founder: bool, contacts: Sequence[Place], now: float, wall: float = 0.0
     ) -> None:
-        self.me, self.rules, self.founds = me, rules, founds
+        self.me = me
+        self.rules = rules
+        self.is_founder = is_founder
         self.contacts = [place for place in contacts if place != me.place]
-        self.born = wall
+        self.founded_at = wall
+        self._wall_at_zero = wall - now
+
         self.actions: list[tuple[Any, ...]] = []
         self.notes: list[str] = []
-        self.begin: Round | None = None
-        self.halt: tuple[str, str] | None = None
+        self.round_to_start: Round | None = None
+        self.stop_request: tuple[StopMode, str] | None = None
         self.end: End | None = None
+
         self.report: Report | None = None  # None until the launcher has said that it is ready, and while processes run
         self.round: Round | None = None  # the last one that was begun
         self.proposed: Round | None = None
-        self.views: list[tuple[str, ...]] = []  # sets of members of which enough must go on together
+        self.configurations: list[tuple[str, ...]] = []  # sets of members; a round needs a quorum of each
         self.dead: set[str] = set()
-        self.newest = 0  # the last decision that anybody knows of
-        self.known: dict[str, Member] = {me.id: me}
-        self.links: dict[str, int] = {}  # by member: the connection that it opened to us
-        self.whose: dict[int, str] = {}
-        self.heard_at: dict[str, float] = {}
-        self.asks: dict[int, Ask] = {}
-        self.answers: dict[Place, str] = {}  # while seeking: "wait", "later", or how `closed` says that it ended
-        self.leader = self.leaving = ""
-        self.leader_key = -1
-        self.lead: Lead | None = None
-        self.lost = ("lost", "")  # how and why the leader went
-        self.since = self.fresh_until = now
+        self.highest_round = 0  # the number of the last decision that anybody is known to have heard of
+        self.known_members: dict[str, Member] = {me.id: me}
+
+        self.connection_of: dict[str, int] = {}  # by member: the connection that it opened to us
+        self.member_of: dict[int, str] = {}  # by connection, that to the leader included
+        self.last_heard_at: dict[str, float] = {}
+        self.acknowledged_at: dict[str, float] = {}  # by member: when the last heartbeat was sent that it has answered
+        self.requests: dict[int, Request] = {}
+        # While seeking, by place: "no leader", "redirect", or how `on_closed` says that the question ended.
+        self.answers: dict[Place, str] = {}
+
+        self.leaving = ""
+        self.leader_id = ""
+        self.leader_connection = -1
+        self.leadership: Leadership | None = None
+        self.lost: tuple[LossKind, str] = ("lost", "")  # how and why the leader went
+        self.leaderless_since = now
+        self.leader_death_proof_until = _NEVER
         self.candidate_since: float | None = None
+
         self._next_key = 1
-        self._ticked = now
-        self._beaten = self._asked = -1e9
+        self._last_tick = now
+        self._last_heartbeat = _NEVER
+        self._last_asked = _NEVER
+        self._heartbeat = 0
+        self._heartbeat_sent_at: dict[int, float] = {}  # by number
 
     # What comes in
 
-    def heard(self, key: int, message: Message, now: float) -> None:
+    def on_message(self, key: int, message: Message, now: float) -> None:
         """A message over a connection."""
-        if key in self.asks:
-            self._answer(key, message, now)
-        elif key in self.whose:
-            who = self.whose[key]
-            self.heard_at[who] = now
-            if self.lead is not None:
-                self.lead.heard(who, message, now)
-            elif who == self.leader:
-                self._obey(message, now)
-        elif isinstance(message, Hello):
-            self._greet(key, message, now)
+        if key in self.requests:
+            self._on_answer(key, message, now)
+        elif key in self.member_of:
+            member_id = self.member_of[key]
+            self.last_heard_at[member_id] = now
+            if isinstance(message, Heartbeat):
+                self._send(key, HeartbeatAck(message.number))
+            elif isinstance(message, HeartbeatAck):
+                # A number that is no longer remembered is an answer that comes too late to prove anything.
+                sent_at = self._heartbeat_sent_at.get(message.number)
+                if sent_at is not None:
+                    self.acknowledged_at[member_id] = sent_at
+            elif self.leadership is not None:
+                self.leadership.on_message(member_id, message, now)
+            elif member_id == self.leader_id:
+                self._on_leader_message(message, now)
+        elif isinstance(message, Join):
+            self._on_join(key, message, now)
         elif isinstance(message, Probe):
-            self._say(key, self._here())
-        elif isinstance(message, Home):
-            self._called_home(key, message, now)
+            self._send(key, self._status())
+        elif isinstance(message, Announce):
+            self._on_announce(key, message, now)
         self._step(now)
 
-    def closed(self, key: int, how: str, now: float) -> None:
+    def on_closed(self, key: int, how: str, now: float) -> None:
         """A connection has ended: "refused", "silent" (never came to be), "closed", "secret" or "stranger" (`Unproved`)."""
-        ask = self.asks.pop(key, None)
-        if ask is not None:
-            self._no_answer(ask, how, now)
-        who = self.whose.pop(key, None)
-        if who is not None and self.links.get(who) == key:
-            del self.links[who]
-            if self.lead is not None:
-                self.lead.closed(who, now)
-        elif who is not None and key == self.leader_key:
-            self._orphan("lost", f"{self._name(who)} was lost (its connection ended)", now, fresh=True)
+        request = self.requests.pop(key, None)
+        if request is not None:
+            self._on_no_answer(request, how, now)
+        member_id = self.member_of.pop(key, None)
+        if member_id is not None and self.connection_of.get(member_id) == key:
+            del self.connection_of[member_id]
+            if self.leadership is not None:
+                self.leadership.on_closed(member_id, now)
+        elif member_id is not None and key == self.leader_connection:
+            self._lose_leader(
+                "lost", f"{self.name_of(member_id)} was lost (its connection ended)", now, connection_ended=True
+            )
         self._step(now)
 
     def tick(self, now: float) -> None:
         """Time has passed; to be called several times a second."""
-        if now - self._ticked > self.rules.limit_s / 2:  # this process was stopped for a while: so it heard nobody
-            self.heard_at = dict.fromkeys(self.heard_at, now)
-            for ask in self.asks.values():
-                ask.since = now
-        self._ticked = now
-        if now - self._beaten >= self.rules.beat_s:
-            self._beaten = now
-            for key in (*self.whose, *(key for key, ask in self.asks.items() if ask.answered)):
-                self._say(key, Beat())
-        for key, ask in list(self.asks.items()):
-            if now - ask.since > (self.rules.limit_s if ask.answered else _ANSWER_S):
-                del self.asks[key]
+        # Where this process itself was stopped for a while, it heard nobody, and nobody else is to blame.
+        if now - self._last_tick > self.rules.silence_limit_s / 2:
+            self.last_heard_at = dict.fromkeys(self.last_heard_at, now)
+            for request in self.requests.values():
+                request.last_heard_at = now
+        self._last_tick = now
+        if now - self._last_heartbeat >= min(self.rules.heartbeat_s, _HEARTBEAT_AT_MOST_S):
+            self._send_heartbeats(now)
+        for key, request in list(self.requests.items()):
+            limit_s = self.rules.silence_limit_s if request.answered else _ANSWER_S
+            if now - request.last_heard_at > limit_s:
+                del self.requests[key]
                 self.actions.append(("close", key))
-                self._no_answer(ask, "silent", now)
-        self._listen_for_silence(now)
+                self._on_no_answer(request, "silent", now)
+        self._check_silence(now)
         self._step(now)
 
-    def rest(self, report: Report, now: float) -> None:
+    def processes_ended(self, report: Report, now: float) -> None:
         """This launcher's own processes have all ended, or it is ready for the first round."""
-        self.report, self.halt = report, None
-        self._report(now)
+        self.report, self.stop_request = report, None
+        self._send_report(now)
         self._step(now)
 
-    def leave(self, how: How, why: str, now: float) -> None:
+    def drain(self, how: StopMode, why: str, now: float) -> None:
         """This launcher was asked to end; its processes have been told. `how` is "save" or "end"."""
-        self.leaving = f"{self._name(self.me.id)} {why}"
-        if self.lead is not None:
-            self.lead.leaves(self.me.id, how, self.leaving, now)
-        elif self.leader:
-            self._say(self.leader_key, Leaving(how, self.leaving))
+        self.leaving = f"{self.name_of(self.me.id)} {why}"
+        if self.leadership is not None:
+            self.leadership.member_drains(self.me.id, how, self.leaving, now)
+        elif self.leader_id:
+            self._send(self.leader_connection, Draining(how, self.leaving))
 
-    def bye(self) -> None:
+    def leave(self) -> None:
         """This launcher ends now: a planned end, that needs no majority of those who stay."""
-        for key in self.whose:
-            self._say(key, Bye(self.leaving))
+        for key in self.member_of:
+            self._send(key, Leave(self.leaving))
 
     @property
-    def latest(self) -> int:
-        """The number of the last decision that this launcher knows of."""
-        return max(each.number if each is not None else 0 for each in (self.round, self.proposed))
+    def latest_round(self) -> Round | None:
+        """The last decision that this launcher has part in: begun, or proposed alone; others may have begun it then."""
+        if self.round is None or self.proposed is None:
+            return self.round or self.proposed
+        return max(self.round, self.proposed, key=lambda candidate: candidate.number)
+
+    @property
+    def latest_number(self) -> int:
+        """Its number; 0 for none."""
+        return self.latest_round.number if self.latest_round is not None else 0
 
     # The network
 
-    def open(self, place: Place, who: str, purpose: str, now: float, message: Message) -> int:
-        """Asks a place something over a new connection."""
-        key, self._next_key = self._next_key, self._next_key + 2
-        self.asks[key] = Ask(place, who, purpose, now)
-        self.actions.append(("open", key, place))
-        self._say(key, message)
-        return key
+    def _send_heartbeats(self, now: float) -> None:
+        self._last_heartbeat = now
+        self._heartbeat += 1
+        self._heartbeat_sent_at[self._heartbeat] = now
+        self._heartbeat_sent_at.pop(self._heartbeat - _HEARTBEATS_REMEMBERED, None)
+        waiting_with = [key for key, request in self.requests.items() if request.answered]
+        for key in (*self.member_of, *waiting_with):
+            self._send(key, Heartbeat(self._heartbeat))
 
-    def _say(self, key: int, message: Message) -> None:
+    def death_proof_until(self, member_id: str) -> float:
+        """Until when a refused call at a member's place proves that it died as one of us.
+
+        Later it may have lost us, gone on with others and died after that, and these others go on still. What counts is a
+        heartbeat of ours that it has answered: a connection that ends may have ended long ago, where the link was cut or this
+        launcher was stopped for a while.
+        """
+        return self.acknowledged_at.get(member_id, _NEVER) + min(_UNREPLACED_S, self.rules.silence_limit_s)
+
+    def ask(self, place: Place, member_id: str, question: Join | Probe | Announce, now: float) -> None:
+        """Asks a place something over a new connection."""
+        key = self._next_key
+        self._next_key += 2  # the even numbers are of connections that others open
+        self.requests[key] = Request(place, member_id, question, now)
+        self.actions.append(("open", key, place))
+        self._send(key, question)
+
+    def places_asked(self, kind: type) -> set[Place]:
+        """Places that have not answered a question of a kind yet."""
+        return {request.place for request in self.requests.values() if isinstance(request.question, kind)}
+
+    def _send(self, key: int, message: Message) -> None:
         self.actions.append(("send", key, message))
 
-    def say(self, who: str, message: Message) -> None:
+    def send(self, member_id: str, message: Message) -> None:
         """Sends to a member that has a connection to us."""
-        if who in self.links:
-            self._say(self.links[who], message)
+        if member_id in self.connection_of:
+            self._send(self.connection_of[member_id], message)
 
-    def drop(self, who: str, last_word: Message | None = None) -> None:
+    def disconnect(self, member_id: str, last_word: Message | None = None) -> None:
         """Ends the connection of a member."""
-        key = self.links.pop(who, None)
+        key = self.connection_of.pop(member_id, None)
         if key is not None:
             if last_word is not None:
-                self._say(key, last_word)
-            self.whose.pop(key, None)
+                self._send(key, last_word)
+            self.member_of.pop(key, None)
             self.actions.append(("close", key))
 
-    def _listen_for_silence(self, now: float) -> None:
+    def _check_silence(self, now: float) -> None:
         """Asks over a new connection where an old one is silent: a mended link carries that sooner."""
-        for key, who in list(self.whose.items()):
-            silent_s = now - self.heard_at[who]
-            if silent_s > self.rules.limit_s:
-                if self.lead is not None:
-                    self.lead.silent(who, now)
-                elif key == self.leader_key:
-                    self._orphan("lost", f"{self._name(who)} was lost (silent for {silent_s:.0f} s)", now)
-            elif silent_s > 2 * self.rules.beat_s and not any(
-                ask.who == who and now - ask.since < _ASK_AGAIN_S for ask in self.asks.values()
-            ):
-                self.open(self.known[who].place, who, "probe", now, Probe())
+        for key, member_id in list(self.member_of.items()):
+            silent_s = now - self.last_heard_at[member_id]
+            if silent_s > self.rules.silence_limit_s:
+                if self.leadership is not None:
+                    self.leadership.on_silence(member_id, now)
+                elif key == self.leader_connection:
+                    self._lose_leader("lost", f"{self.name_of(member_id)} was lost (silent for {silent_s:.0f} s)", now)
+            elif silent_s > 2 * self.rules.heartbeat_s:
+                asked_at = [
+                    request.last_heard_at for request in self.requests.values() if request.member_id == member_id
+                ]
+                if now - max(asked_at, default=_NEVER) >= _ASK_AGAIN_S:
+                    self.ask(self.known_members[member_id].place, member_id, Probe(), now)
 
-    def _here(self) -> Here:
-        return Here(self.me.id, self.round.number if self.round else 0, self.lead is not None, self.born)
+    def _status(self) -> Status:
+        return Status(self.me.id, self.round.number if self.round else 0, self.leadership is not None, self.founded_at)
 
-    def _name(self, who: str) -> str:
-        return called(who, self.round, self.known)
+    def name_of(self, member_id: str) -> str:
+        """What to call a launcher in messages to the user."""
+        return member_name(member_id, self.round, self.known_members)
 
     # Asked by others
 
-    def _greet(self, key: int, message: Hello, now: float) -> None:
+    def _on_join(self, key: int, message: Join, now: float) -> None:
         """A launcher that seeks a run."""
         member = message.member
         if member.id == self.me.id:
             return
-        if self.leader:
-            self._say(key, Later(self.known[self.leader].place, self.me.id))
+        if self.leader_id:
+            self._send(key, Redirect(self.known_members[self.leader_id].place, self.me.id))
             return
-        members = self.lead.members if self.lead is not None else [self.me.id]
-        present = [self.known[who] for who in members if who != member.id]
-        problem = objections.disagreement(self.me, self.rules, present, member, message.rules)
+        members = self.leadership.members if self.leadership is not None else [self.me.id]
+        present = [self.known_members[member_id] for member_id in members if member_id != member.id]
+        problem = membership_errors.disagreement(self.me, self.rules, present, member, message.rules)
         if problem is not None:
-            self._say(key, Refused(problem))
-            if self.lead is not None:
-                self.lead.refused(problem, message)
+            self._send(key, Refused(problem))
+            if self.leadership is not None:
+                self.leadership.refused(problem, message)
             return
-        self.drop(member.id)
-        self.known[member.id] = member
-        self.links[member.id], self.whose[key] = key, member.id
-        self.heard_at[member.id] = now
-        self.newest = max(self.newest, message.round)
-        if self.lead is not None:
-            self.lead.welcome(member.id, now)
+        self.disconnect(member.id)
+        self.known_members[member.id] = member
+        self.connection_of[member.id] = key
+        self.member_of[key] = member.id
+        self.last_heard_at[member.id] = now
+        self.highest_round = max(self.highest_round, message.round)
+        if self.leadership is not None:
+            self.leadership.admit(member.id, now)
         else:
-            self._say(key, Wait(self.latest, self.me.id))
+            self._send(key, NoLeader(self.latest_number, self.me.id))
 
-    def _called_home(self, key: int, message: Home, now: float) -> None:
+    def _on_announce(self, key: int, message: Announce, now: float) -> None:
         """A run that began through this launcher's place, and went on elsewhere, asks who is here now."""
-        self._say(key, self._here())
-        if self.leader or message.run != self.rules.run:
+        self._send(key, self._status())
+        if self.leader_id or message.run != self.rules.run:
             return
-        if self.lead is not None and message.born < self.born and message.id != self.me.id:
+        if self.leadership is not None and message.founded_at < self.founded_at and message.id != self.me.id:
             self.notes.append("another run of this name is older: this one ends, and its nodes join that one")
-            self.lead.disband(message.place)
-            self.move(message.place, now)
-        elif self.lead is None and message.place not in self.contacts:
+            self.leadership.send_all_to(message.place)
+            self.switch_run(message.place, now)
+        elif self.leadership is None and message.place not in self.contacts:
             self.contacts.append(message.place)
-            self.founds = False
+            self.is_founder = False
 
     # Seeking
 
-    def move(self, place: Place, now: float) -> None:
-        """Leaves this run for another."""
-        self.views, self.founds = [], False
+    def switch_run(self, place: Place, now: float) -> None:
+        """Leaves this run for another: from now on this launcher is one that was never a member of it."""
+        self.me = replace(self.me, id=f"{self.me.id}+")
+        self.known_members[self.me.id] = self.me
+        self.founded_at = self._wall_at_zero + now
+        self.configurations = []
         self.round = self.proposed = None
-        self.newest = 0
-        self.contacts = [place, *(each for each in self.contacts if each != place)]
-        self._orphan("lost", "another run of this name goes on", now)
+        self.highest_round = 0
+        self.is_founder = False
+        if place in self.contacts:
+            self.contacts.remove(place)
+        self.contacts.insert(0, place)
+        self._lose_leader("lost", "another run of this name goes on", now)
 
-    def _orphan(self, how: str, why: str, now: float, *, fresh: bool = False) -> None:
-        """There is no leader (`fresh`: since this very moment): ends the processes, and looks for one."""
-        if how == "left" and self.leader:
-            self.dead.add(self.leader)
-        self.whose.pop(self.leader_key, None)
-        if self.leader:
-            self.actions.append(("close", self.leader_key))
-        for who in list(self.links):
-            self.drop(who, Expelled())
-        self.leader, self.leader_key, self.lead = "", -1, None
-        self.lost, self.since, self.candidate_since = (how, why), now, None
-        self.fresh_until = now + _FRESH_S if fresh else now
-        self._forget_asks()
+    def _lose_leader(self, how: LossKind, why: str, now: float, *, connection_ended: bool = False) -> None:
+        """There is no leader any more: ends the processes, and seeks one."""
+        self.leader_death_proof_until = self.death_proof_until(self.leader_id) if connection_ended else _NEVER
+        if how == "left" and self.leader_id:
+            self.dead.add(self.leader_id)
+        self.member_of.pop(self.leader_connection, None)
+        if self.leader_id:
+            self.actions.append(("close", self.leader_connection))
+        for member_id in list(self.connection_of):
+            self.disconnect(member_id, Expelled())
+        self.leader_id = ""
+        self.leader_connection = -1
+        self.leadership = None
+        self.lost = (how, why)
+        self.leaderless_since = now
+        self.candidate_since = None
+        self._drop_requests()
         self.answers.clear()
-        self._asked = -1e9
-        self.stop("save" if how == "left" else "end", why)
+        self._last_asked = _NEVER
+        self.request_stop("save" if how == "left" else "end", why)
 
-    def stand_down(self, why: str, now: float) -> None:
+    def step_down(self, why: str, now: float) -> None:
         """Leads no more: too few are left to go on."""
         self.notes.append(why)
-        self._orphan("lost", why, now)
+        self._lose_leader("lost", why, now)
 
-    def stop(self, how: How, why: str) -> None:
+    def request_stop(self, how: StopMode, why: str) -> None:
         """Has this launcher's own processes ended."""
-        if self.report is None and (self.halt is None or self.halt[0] != "end"):
-            self.halt = (how, why)
+        if self.report is None and (self.stop_request is None or self.stop_request[0] != "end"):
+            self.stop_request = (how, why)
 
     def _step(self, now: float) -> None:
         if self.end is not None:
             return
-        if self.lead is not None:
-            self.lead.step(now)
-        elif not self.leader:
+        if self.leadership is not None:
+            self.leadership.step(now)
+        elif not self.leader_id:
             self._seek(now)
 
     def _seek(self, now: float) -> None:
-        asked = {ask.place for ask in self.asks.values() if ask.purpose == "hello"}
-        if now - self._asked >= _ASK_AGAIN_S and not self.leaving:
-            self._asked = now
-            for place, who in self._to_ask().items():
+        if now - self._last_asked >= _ASK_AGAIN_S and not self.leaving:
+            self._last_asked = now
+            asked = self.places_asked(Join)
+            for place, member_id in self._places_to_ask().items():
                 if place not in asked:
-                    self.open(place, who, "hello", now, Hello(self.me, self.rules.common, self.latest))
-        if self.report is None and not self.views:
-            return
-        if not self.views:
-            if self.founds and all(self.answers.get(place, "later") != "later" for place in self.contacts):
-                self._take_the_lead([self.me.id], now)
-                return
-        elif self._is_candidate():
-            self.candidate_since = now if self.candidate_since is None else self.candidate_since
-            here = {self.me.id, *self.links}
-            missing = [each for each in self.views[-1] if each not in here and each not in self.dead]
-            if may_go_on(here, self.views, self.dead) and (not missing or now - self.candidate_since >= _SETTLE_S):
-                known = dict.fromkeys(each for view in reversed(self.views) for each in view)
-                self._take_the_lead([each for each in known if each in here], now)
-                return
+                    self.ask(place, member_id, Join(self.me, self.rules.common, self.latest_number), now)
+        if self.configurations:
+            members = self._members_to_lead(now)
+        elif self.report is None:
+            return  # it is not ready for a first round
         else:
+            # A run may be founded once every place has answered that no run goes on there, or has not answered at all.
+            nowhere = all(self.answers.get(place, "redirect") != "redirect" for place in self.contacts)
+            members = [self.me.id] if self.is_founder and nowhere else []
+        if members:
+            self._become_leader(members, now)
+        else:
+            self._give_up(now)
+
+    def _members_to_lead(self, now: float) -> list[str]:
+        """With whom this launcher may lead now, in the order of the last rounds; [] where it may not."""
+        if not self._is_candidate():
             self.candidate_since = None
-        self._give_up(now)
+            return []
+        if self.candidate_since is None:
+            self.candidate_since = now
+        here = {self.me.id, *self.connection_of}
+        missing = set(self.configurations[-1]) - here - self.dead
+        waited = now - self.candidate_since >= _SETTLE_S
+        if not has_quorum(here, self.configurations, self.dead) or (missing and not waited):
+            return []
+        return [member_id for member_id in self._members_of_last_rounds() if member_id in here]
 
-    def _forget_asks(self) -> None:
-        for key in self.asks:
+    def _members_of_last_rounds(self) -> list[str]:
+        """Those of the newest configuration first, each once."""
+        newest_first = chain.from_iterable(reversed(self.configurations))
+        return list(dict.fromkeys(newest_first))
+
+    def _drop_requests(self) -> None:
+        for key in self.requests:
             self.actions.append(("close", key))
-        self.asks.clear()
+        self.requests.clear()
 
-    def _to_ask(self) -> dict[Place, str]:
-        """Places, and the members that they were of: those of the last rounds, and wherever a run may be found."""
-        others = (each for view in reversed(self.views) for each in view)
-        living = [
-            each
-            for each in dict.fromkeys(others)
-            if each not in self.dead and each != self.me.id and each in self.known
-        ]
+    def _places_to_ask(self) -> dict[Place, str]:
+        """Places, and the members that they were of: wherever a run may be found, and those of the last rounds."""
         places = dict.fromkeys(self.contacts, "")
-        return places | {self.known[each].place: each for each in living[:_ASKED_AT_ONCE]}
+        others = [member_id for member_id in self._members_of_last_rounds() if member_id != self.me.id]
+        living = [member_id for member_id in others if member_id not in self.dead and member_id in self.known_members]
+        for member_id in living[:_ASKED_AT_ONCE]:
+            places[self.known_members[member_id].place] = member_id
+        return places
 
     def _is_candidate(self) -> bool:
         """Whether nobody who comes before me can lead, and nobody knows of a later decision."""
-        if self.newest > self.latest:
+        if self.highest_round > self.latest_number:
             return False
-        view = self.views[-1]
-        before = [each for each in view[: view.index(self.me.id)] if each not in self.dead]
-        return all(self.answers.get(self.known[each].place) in _NO_LAUNCHER for each in before)
+        order = self.configurations[-1]
+        before_me = order[: order.index(self.me.id)]
+        places = [self.known_members[member_id].place for member_id in before_me if member_id not in self.dead]
+        return all(self.answers.get(place) in _NO_LAUNCHER for place in places)
 
-    def _take_the_lead(self, members: list[str], now: float) -> None:
-        self._forget_asks()
-        self.lead = Lead(self, members, self.lost, self.since, now)
-        self.lead.step(now)
+    def _become_leader(self, members: list[str], now: float) -> None:
+        self._drop_requests()
+        self.leadership = Leadership(self, members, self.lost, self.leaderless_since, now)
+        self._send_heartbeats(now)
+        self.leadership.step(now)
 
     def _give_up(self, now: float) -> None:
         """Ends where waiting longer helps nobody."""
-        waited_s = now - self.since
-        if self.views:
+        waited_s = now - self.leaderless_since
+        if self.configurations:
+            # Where the loss itself is one failure too many, there is nothing to wait for.
             over = self.rules.fixed and self.round is not None and self.round.restarts >= self.rules.max_restarts
-            if waited_s > (self.rules.limit_s if over else self.rules.join_s):
-                here = len({self.me.id, *self.links} & set(self.views[-1]))
-                problem = objections.cut_off(self.lost[1], here, len(self.views[-1]))
+            limit_s = self.rules.silence_limit_s if over else self.rules.join_timeout_s
+            if waited_s > limit_s:
+                members = set(self.configurations[-1])
+                here = members & {self.me.id, *self.connection_of}
+                problem = membership_errors.cut_off(self.lost[1], len(here), len(members))
                 self.end = End(1, self.lost[1], error=problem)
             return
-        other_secret = objections.other_secret(self.answers)
+        other_secret = membership_errors.other_secret(self.answers)
         if other_secret is not None and waited_s > _SECRET_S:
             self.end = End(1, error=other_secret)
-        elif waited_s > self.rules.join_s:
-            self.end = End(1, error=objections.unanswered(self.rules.join_s, self.answers))
+        elif waited_s > self.rules.join_timeout_s:
+            self.end = End(1, error=membership_errors.unanswered(self.rules.join_timeout_s, self.answers))
 
-    def _answer(self, key: int, message: Message, now: float) -> None:
-        ask = self.asks[key]
-        if isinstance(message, Here | Wait | Later) and message.here:
-            self._nobody_else_at(ask.place, now, message.here)
-        if ask.purpose != "hello":
-            del self.asks[key]
+    def _on_answer(self, key: int, message: Message, now: float) -> None:
+        request = self.requests[key]
+        if isinstance(message, Status | NoLeader | Redirect) and message.member_id:
+            self._mark_dead(request.place, now, except_for=message.member_id)
+        if not isinstance(request.question, Join):
+            del self.requests[key]
             self.actions.append(("close", key))
-            self._here_is(ask, message if isinstance(message, Here) else None, now)
+            self._on_status(request, message if isinstance(message, Status) else None, now)
         elif isinstance(message, Joined):
-            self._follow(key, message, now)
-        elif isinstance(message, Wait):
-            self.answers[ask.place] = "wait" if not message.round else "later"  # it was in a run that may go on
-            self.newest = max(self.newest, message.round)
-            ask.answered, ask.since = True, now
-        elif isinstance(message, Beat):
-            ask.since = now
+            self._become_follower(key, message, now)
+        elif isinstance(message, NoLeader):
+            # One that was in a round counts as a leader's place: that run may go on.
+            self.answers[request.place] = "redirect" if message.round else "no leader"
+            self.highest_round = max(self.highest_round, message.round)
+            request.answered = True
+            request.last_heard_at = now
+        elif isinstance(message, Heartbeat | HeartbeatAck):
+            request.last_heard_at = now
         else:
-            del self.asks[key]
+            del self.requests[key]
             self.actions.append(("close", key))
             if isinstance(message, Refused):
                 self.end = End(1, error=message.problem)
-            elif isinstance(message, Later):
-                self.answers[ask.place] = "later"
-                if message.place != self.me.place and message.place not in self._to_ask():
+            elif isinstance(message, Redirect):
+                self.answers[request.place] = "redirect"
+                if message.place != self.me.place and message.place not in self._places_to_ask():
                     self.contacts.append(message.place)
-                    self._asked = -1e9
+                    self._last_asked = _NEVER
             else:  # `Expelled`: that one has lost its own leader
-                self.answers.pop(ask.place, None)
+                self.answers.pop(request.place, None)
 
-    def _here_is(self, ask: Ask, answer: Here | None, now: float) -> None:
+    def _on_status(self, request: Request, answer: Status | None, now: float) -> None:
         """Who is at a place that was asked."""
-        if answer is not None and ask.purpose == "probe" and ask.who in self.heard_at:
-            if answer.here == ask.who:
-                self.heard_at[ask.who] = now
-            elif self.lead is not None:
-                self.lead.silent(ask.who, now)  # another launcher is in its place: the one of before is no more
-        if self.lead is not None:
-            self.lead.found(ask, answer, now)
+        probed = isinstance(request.question, Probe) and request.member_id in self.last_heard_at
+        if answer is not None and probed:
+            if answer.member_id == request.member_id:
+                self.last_heard_at[request.member_id] = now
+            elif self.leadership is not None:
+                # Another launcher is in its place: the one of before is no more.
+                self.leadership.on_silence(request.member_id, now)
+        if self.leadership is not None:
+            self.leadership.on_status(request, answer, now)
 
-    def _no_answer(self, ask: Ask, how: str, now: float) -> None:
+    def _on_no_answer(self, request: Request, how: str, now: float) -> None:
         if how == "refused":
-            self._nobody_else_at(ask.place, now)
-        if ask.purpose == "hello":
-            self.answers[ask.place] = how
+            self._mark_dead(request.place, now)
+        if isinstance(request.question, Join):
+            self.answers[request.place] = how
             if how == "closed":  # it was there a moment ago: ask again
-                self.answers.pop(ask.place)
-        elif self.lead is not None:
-            self.lead.found(ask, None, now)
+                self.answers.pop(request.place)
+        elif self.leadership is not None:
+            self.leadership.on_status(request, None, now)
 
-    def _nobody_else_at(self, place: Place, now: float, who: str = "") -> None:
-        """No launcher that was at a place is alive, apart from the one that answers there now.
-
-        That counts only at once after it was heard of last. Later, it may have gone on with others before it died, who
-        go on still.
-        """
-        here = {each.id for each in self.known.values() if each.place == place} - {who, self.me.id}
-        if self.lead is not None:
-            here &= self.lead.doubts
-        elif now > self.fresh_until:
-            return
-        self.dead |= here
+    def _mark_dead(self, place: Place, now: float, except_for: str = "") -> None:
+        """No launcher that was at a place is alive, apart from the one that answers there now; see `death_proof_until`."""
+        members_there = {member.id for member in self.known_members.values() if member.place == place}
+        gone = members_there - {except_for, self.me.id}
+        if self.leadership is not None:
+            suspects = gone & self.leadership.suspects
+            self.dead |= {member_id for member_id in suspects if now <= self.death_proof_until(member_id)}
+        elif now <= self.leader_death_proof_until:
+            self.dead |= gone
 
     # Following
 
-    def _follow(self, key: int, message: Joined, now: float) -> None:
-        ask = self.asks.pop(key)
-        self._forget_asks()
+    def _become_follower(self, key: int, message: Joined, now: float) -> None:
+        request = self.requests.pop(key)
+        self._drop_requests()
         # What it calls itself may mean this host here (127.0.1.1): what reached it is its address.
-        leader = replace(message.leader, address=ask.place[0], port=ask.place[1])
-        self.known[leader.id] = leader
-        self.leader, self.leader_key = leader.id, key
-        self.whose[key] = self.leader
-        self.heard_at[self.leader] = now
-        if not message.member:  # the others have gone on: what this launcher knew of them is out of date
-            self.views, self.round, self.proposed, self.newest = [], None, None, 0
-        for who in list(self.links):
-            self.drop(who, Later(leader.place))
-        self._report(now)
+        address, port = request.place
+        leader = replace(message.leader, address=address, port=port)
+        self.known_members[leader.id] = leader
+        self.leader_id = leader.id
+        self.leader_connection = key
+        self.member_of[key] = self.leader_id
+        self.last_heard_at[self.leader_id] = now
+        # What this launcher knows of earlier rounds stays: a leader may itself have been left behind and not know it yet.
+        self.highest_round = max(self.highest_round, message.round)
+        for member_id in list(self.connection_of):
+            self.disconnect(member_id, Redirect(leader.place))
+        self._send_heartbeats(now)
+        self._send_report(now)
 
-    def _report(self, now: float) -> None:
+    def _send_report(self, now: float) -> None:
         """Tells the leader that this launcher's processes have ended."""
-        if self.report is not None and self.lead is not None:
-            self.lead.rested(self.me.id, self.report, now)
-        elif self.report is not None and self.leader:
-            self._say(self.leader_key, Rest(self.report))
+        if self.report is not None and self.leadership is not None:
+            self.leadership.member_stopped(self.me.id, self.report, now)
+        elif self.report is not None and self.leader_id:
+            self._send(self.leader_connection, ProcessesEnded(self.report))
 
-    def _obey(self, message: Message, now: float) -> None:
+    def _on_leader_message(self, message: Message, now: float) -> None:
         """What the leader says."""
         if isinstance(message, Proposal):
-            if self.me.id not in message.round.ids or self.leader not in message.round.ids:
+            if self.me.id not in message.round.ids or self.leader_id not in message.round.ids:
                 return
             self.proposed = message.round
-            self.known.update((each.id, each) for each in self.proposed.members if each.id != self.leader)
-            self.views = [*message.views, self.proposed.ids]
-            self._say(self.leader_key, Ready(self.proposed.number))
-        elif isinstance(message, Go) and self.proposed is not None and message.round == self.proposed.number:
-            self.start(replace(self.proposed, reason=message.reason))
-        elif isinstance(message, Halt):
-            self.stop(message.how, message.why)
-        elif isinstance(message, Over):
+            for member in self.proposed.members:
+                if member.id != self.leader_id:  # its address is known by what reached it
+                    self.known_members[member.id] = member
+            self.configurations = [*message.configurations, self.proposed.ids]
+            self._send(self.leader_connection, Accept(self.proposed.number))
+        elif isinstance(message, Commit) and self.proposed is not None and message.round == self.proposed.number:
+            self.begin_round(replace(self.proposed, reason=message.reason))
+        elif isinstance(message, StopProcesses):
+            self.request_stop(message.how, message.why)
+        elif isinstance(message, RunEnded):
             self.end = message.end
-        elif isinstance(message, Move):
-            self.move(message.place, now)
-        elif isinstance(message, Bye):
-            self._orphan("left", message.why, now, fresh=True)
+        elif isinstance(message, SwitchRun):
+            self.switch_run(message.place, now)
+        elif isinstance(message, Leave):
+            self._lose_leader("left", message.why, now, connection_ended=True)
         elif isinstance(message, Expelled):
-            self._orphan("lost", f"{self._name(self.leader)} took this node for lost", now)
+            self._lose_leader("lost", f"{self.name_of(self.leader_id)} took this node for lost", now)
 
-    def start(self, decided: Round) -> None:
+    def begin_round(self, decided: Round) -> None:
         """A round begins."""
-        self.round = self.begin = decided
-        self.born = decided.born
-        self.views = [decided.ids]
-        decided_on = {each.id: each for each in decided.members}
-        self.known = decided_on | {who: self.known[who] for who in (self.me.id, self.leader, *self.links) if who}
+        self.round = self.round_to_start = decided
+        self.founded_at = decided.founded_at
+        self.configurations = [decided.ids]
         self.dead &= set(decided.ids)
-        self.report = self.halt = None
+        self.report = self.stop_request = None
+        # Launchers of earlier rounds are forgotten, so that hosts that come and go take no memory.
+        known_members = {member.id: member for member in decided.members}
+        for member_id in (self.me.id, self.leader_id, *self.connection_of):
+            if member_id:
+                known_members[member_id] = self.known_members[member_id]
+        self.known_members = known_members

@@ -1,10 +1,11 @@
 """What launchers say to each other: one frozen dataclass a message, and the one place where such are read.
 
-a launcher that calls   Hello | Probe | Home      ->
-                                                  <-  Joined | Wait | Later | Refused        to a Hello
-                                                  <-  Here                                   to a Probe or a Home
-a member to its leader  Rest | Ready | Leaving | Bye | Beat
-the leader to a member  Proposal | Go | Halt | Over | Move | Bye | Expelled | Beat
+a launcher that calls   Join | Probe | Announce   ->
+                                                  <-  Joined | NoLeader | Redirect | Refused     to a Join
+                                                  <-  Status                                     to a Probe or an Announce
+a member to its leader  ProcessesEnded | Accept | Draining | Leave
+the leader to a member  Proposal | Commit | StopProcesses | RunEnded | SwitchRun | Leave | Expelled
+both                    Heartbeat | HeartbeatAck
 """
 
 from __future__ import annotations
@@ -18,11 +19,11 @@ from paceline.launch.rounds import Count, End, Member, Name, Place, Report, Roun
 from paceline.launch.typed import Between, read
 
 Number = Annotated[int, Between(0, 1_000_000_000)]  # of a round; 0 for none
-How = Literal["save", "end"]  # how processes are ended: they may save first, or not
+StopMode = Literal["save", "end"]  # how processes are ended: they may save first, or not
 
 
 @dataclass(frozen=True)
-class Hello:
+class Join:
     """A launcher that seeks a run: who it is, what it was told, and the last decision that it knows of."""
 
     member: Member
@@ -36,47 +37,47 @@ class Probe:
 
 
 @dataclass(frozen=True)
-class Home:
+class Announce:
     """A run that began through this place asks who is here now: its leader's place, name, member id and birth."""
 
     place: Place
     run: Name
     id: Name
-    born: float
+    founded_at: float
 
 
 @dataclass(frozen=True)
-class Here:
+class Status:
     """Who answers, in which round, whether it leads, and when its run was founded."""
 
-    here: Name
+    member_id: Name
     round: Number
     leads: bool
-    born: float
+    founded_at: float
 
 
 @dataclass(frozen=True)
 class Joined:
-    """The caller has found its leader; `member` says whether it is a member of the run already, or waits."""
+    """The caller has found its leader, whose last decision has this number."""
 
     leader: Member
-    member: bool
+    round: Number
 
 
 @dataclass(frozen=True)
-class Wait:
+class NoLeader:
     """The one who answers seeks a run too; `round` is the last decision that it knows of."""
 
     round: Number
-    here: Name
+    member_id: Name
 
 
 @dataclass(frozen=True)
-class Later:
+class Redirect:
     """The leader is at another place."""
 
     place: Place
-    here: Name = ""
+    member_id: Name = ""
 
 
 @dataclass(frozen=True)
@@ -92,34 +93,43 @@ class Expelled:
 
 
 @dataclass(frozen=True)
-class Beat:
-    """A sign of life."""
+class Heartbeat:
+    """A sign of life, which is answered at once; `number` counts those of the sender."""
+
+    number: Number
 
 
 @dataclass(frozen=True)
-class Rest:
+class HeartbeatAck:
+    """The answer to a heartbeat: its number."""
+
+    number: Number
+
+
+@dataclass(frozen=True)
+class ProcessesEnded:
     """All processes of a member have ended."""
 
     report: Report
 
 
 @dataclass(frozen=True)
-class Ready:
+class Accept:
     """A member knows who takes part in a round."""
 
     round: Number
 
 
 @dataclass(frozen=True)
-class Leaving:
+class Draining:
     """A member was asked to end."""
 
-    how: How
+    how: StopMode
     why: str
 
 
 @dataclass(frozen=True)
-class Bye:
+class Leave:
     """A launcher ends now, as planned."""
 
     why: str
@@ -130,11 +140,11 @@ class Proposal:
     """Who is to take part in a round, and the sets of members of which enough must go on together."""
 
     round: Round
-    views: tuple[tuple[Name, ...], ...]
+    configurations: tuple[tuple[Name, ...], ...]
 
 
 @dataclass(frozen=True)
-class Go:
+class Commit:
     """A round begins."""
 
     round: Number
@@ -142,30 +152,30 @@ class Go:
 
 
 @dataclass(frozen=True)
-class Halt:
+class StopProcesses:
     """All processes are to be ended."""
 
-    how: How
+    how: StopMode
     why: str
 
 
 @dataclass(frozen=True)
-class Over:
+class RunEnded:
     """The end of all."""
 
     end: End
 
 
 @dataclass(frozen=True)
-class Move:
+class SwitchRun:
     """All are to join the run whose leader is at this place."""
 
     place: Place
 
 
 Message = (
-    Hello | Probe | Home | Here | Joined | Wait | Later | Refused | Expelled | Beat
-    | Rest | Ready | Leaving | Bye | Proposal | Go | Halt | Over | Move
+    Join | Probe | Announce | Status | Joined | NoLeader | Redirect | Refused | Expelled | Heartbeat | HeartbeatAck
+    | ProcessesEnded | Accept | Draining | Leave | Proposal | Commit | StopProcesses | RunEnded | SwitchRun
 )  # fmt: skip
 _KINDS: dict[str, type] = {kind.__name__.lower(): kind for kind in get_args(Message)}
 

@@ -2,7 +2,7 @@
 
 Each launcher listens at a port of its own, on the interface by which it reaches the others. All have a connection to the
 one that leads; over others they only ask who is there. Nobody is listened to who has not proved to have the run's secret
-(`proof.py`); nothing else of the run goes this way. There is no thread: `tend` does what is due, and is called from every
+(`proof.py`); nothing else of the run goes this way. There is no thread: `poll` does what is due, and is called from every
 place where the launcher waits.
 """
 
@@ -23,7 +23,7 @@ from paceline.launch import host, secret
 from paceline.launch.connection import Connection
 from paceline.launch.launcher import Job
 from paceline.launch.membership import Membership
-from paceline.launch.messages import Hello, Home, How
+from paceline.launch.messages import Announce, Join, StopMode
 from paceline.launch.rounds import Member, Place, Report, Round, Rules
 
 _PATIENCE_S = 300.0
@@ -33,33 +33,33 @@ _LINGER_S = 30.0  # a connection closed with what it still held unread would los
 _FEWEST_KEEP_ALIVES = 3
 _LONGEST_NAME = 255
 _PROVE_S = 5.0  # how long whoever connects may take to prove that it has the secret
-_MOST_UNPROVED = 64  # so many may be about it at the same time; the oldest goes for the next
+_UNPROVED_AT_MOST = 64  # so many may be about it at the same time; the oldest goes for the next
 
 
 class Nodes:
     """All nodes of a job, as this one's launcher sees them.
 
     Attributes:
-        machine: who takes part.
+        membership: who takes part.
         secret: what the others must prove that they have.
-        held: keeps a port for the next round's rank 0 from being given to anybody else.
+        reserved_port: keeps a port for the next round's rank 0 from being given to anybody else.
     """
 
-    def __init__(self, job: Job, listener: socket.socket | None, machine: Membership, secret: str = "") -> None:
-        self.job, self.machine, self.secret = job, machine, secret
+    def __init__(self, job: Job, listener: socket.socket | None, membership: Membership, secret: str = "") -> None:
+        self.job, self.membership, self.secret = job, membership, secret
         self.listener = listener
-        self.held: socket.socket | None = None
+        self.reserved_port: socket.socket | None = None
         self._connections: dict[int, Connection] = {}
         self._incoming = 2  # numbers of incoming connections are even, those of outgoing ones odd
         self._ticked = 0.0
-        self._strangers, self._told_at = 0, 1  # the count of strangers at which the next line says so
+        self._rejected, self._report_at = 0, 1  # the count of strangers at which the next line says so
         self._selector = selectors.DefaultSelector()
         if listener is not None:
             listener.setblocking(False)
             self._selector.register(listener, selectors.EVENT_READ)
 
     @classmethod
-    def meet(cls, job: Job) -> Nodes:
+    def open_for(cls, job: Job) -> Nodes:
         """Gets ready to find the others; finding them goes on in `next`.
 
         Raises:
@@ -93,35 +93,38 @@ class Nodes:
         """Waits for the next round; None where there is none, as all has ended or a signal asks to."""
         while not asked_to_end():
             self.pause(0.05)
-            if self.machine.begin is not None:
-                begun, self.machine.begin = self.machine.begin, None
+            begun = self.membership.round_to_start
+            if begun is not None:
+                self.membership.round_to_start = None
                 return begun
-            if self.machine.end is not None:
+            if self.membership.end is not None:
                 break
         return None
 
     def rest(self, report: Report) -> None:
         """All processes of this node have ended."""
-        if self.held is not None:
-            self.held.close()
-        self.held = host.hold_port(0 if self.several else self.job.main_port)
-        self.machine.rest(replace(report, store_port=self.held.getsockname()[1]), time.monotonic())
-        self._act()
+        if self.reserved_port is not None:
+            self.reserved_port.close()
+        self.reserved_port = host.hold_port(0 if self.several else self.job.main_port)
+        self.membership.processes_ended(
+            replace(report, store_port=self.reserved_port.getsockname()[1]), time.monotonic()
+        )
+        self._carry_out()
 
-    def leave(self, how: How, why: str) -> None:
+    def leave(self, how: StopMode, why: str) -> None:
         """This node was asked to end."""
-        self.machine.leave(how, why, time.monotonic())
-        self._act()
+        self.membership.drain(how, why, time.monotonic())
+        self._carry_out()
 
     def pause(self, seconds: float) -> None:
         """Waits, and tends to the others meanwhile."""
         if self.several:
             self._selector.select(seconds)
-            self.tend()
-        elif self.machine.begin is None and self.machine.end is None:
+            self.poll()
+        elif self.membership.round_to_start is None and self.membership.end is None:
             time.sleep(seconds)
 
-    def tend(self) -> None:
+    def poll(self) -> None:
         """Does what is due: connections, messages, signs of life."""
         for event, _ in self._selector.select(0):
             if event.data is None:
@@ -131,74 +134,74 @@ class Nodes:
         now = time.monotonic()
         if self.several and now - self._ticked >= _TICK_S:
             self._ticked = now
-            self.machine.tick(now)
-            for each in list(self._connections.values()):
-                if each.closing_since is not None and now - each.closing_since > _LINGER_S:
-                    self._forget(each)
-                elif each.peer and not each.proved and now - each.since > _PROVE_S:
-                    self._turn_away(each)
-        self._act()
+            self.membership.tick(now)
+            for connection in list(self._connections.values()):
+                if connection.closing_since is not None and now - connection.closing_since > _LINGER_S:
+                    self._remove(connection)
+                elif connection.is_unproved and now - connection.since > _PROVE_S:
+                    self._reject(connection)
+        self._carry_out()
 
     def _accept(self) -> None:
         assert self.listener is not None, "only a listener has no connection"
         with suppress(OSError):  # it has hung up already
-            link, (peer, *_) = self.listener.accept()
-            unproved = [each for each in self._connections.values() if each.peer and not each.proved]
-            if len(unproved) >= _MOST_UNPROVED:
-                self._turn_away(unproved[0])
-            connection = Connection(self._incoming, link, self.secret, False, peer.removeprefix("::ffff:"))
+            sock, (peer, *_) = self.listener.accept()
+            unproved = [connection for connection in self._connections.values() if connection.is_unproved]
+            if len(unproved) >= _UNPROVED_AT_MOST:
+                self._reject(unproved[0])
+            connection = Connection(self._incoming, sock, self.secret, False, peer.removeprefix("::ffff:"))
             self._incoming += 2
             connection.flush()
             self._add(connection)
 
     def _add(self, connection: Connection) -> None:
         self._connections[connection.key] = connection
-        self._selector.register(connection.link, selectors.EVENT_READ | selectors.EVENT_WRITE, connection)
+        self._selector.register(connection.sock, selectors.EVENT_READ | selectors.EVENT_WRITE, connection)
         self._watch(connection)
 
     def _watch(self, connection: Connection) -> None:
         if connection.key in self._connections:
-            writes = selectors.EVENT_WRITE * bool(connection.unsent or connection.connecting)
-            self._selector.modify(connection.link, selectors.EVENT_READ | writes, connection)
+            writes = selectors.EVENT_WRITE * bool(connection.has_unsent or connection.connecting)
+            self._selector.modify(connection.sock, selectors.EVENT_READ | writes, connection)
 
     def _serve(self, connection: Connection) -> None:
         if connection.connecting:
             self._connected(connection)
             return
         connection.flush()
-        messages, there = connection.hear()
+        messages, there = connection.receive()
         for message in messages:
             if connection.closing_since is None:
                 # How a launcher is reached is seen best from outside.
-                if isinstance(message, Hello):
+                if isinstance(message, Join):
                     message = replace(message, member=replace(message.member, address=connection.peer))
-                elif isinstance(message, Home):
+                elif isinstance(message, Announce):
                     message = replace(message, place=(connection.peer, message.place[1]))
-                self.machine.heard(connection.key, message, time.monotonic())
-                self._act()
+                self.membership.on_message(connection.key, message, time.monotonic())
+                self._carry_out()
         if there:
             self._watch(connection)
         elif connection.peer and connection.problem:
-            self._turn_away(connection)
+            self._reject(connection)
         else:
             self._end(connection, connection.problem or "closed")
 
-    def _turn_away(self, connection: Connection) -> None:
+    def _reject(self, connection: Connection) -> None:
         """Ends a connection that a stranger opened, and says so now and then."""
-        self._strangers += 1
-        if self._strangers == self._told_at:
-            self._told_at *= 10
-            port = self.machine.me.port
-            text = f"{self._strangers} so far at port {port}, the last from {connection.peer}"
-            self.machine.notes.append(f"refused a connection that did not prove this run's secret ({text})")
+        self._rejected += 1
+        if self._rejected == self._report_at:
+            self._report_at *= 10
+            port = self.membership.me.port
+            text = f"{self._rejected} so far at port {port}, the last from {connection.peer}"
+            self.membership.notes.append(f"refused a connection that did not prove this run's secret ({text})")
         self._end(connection, "closed")
 
     def _connected(self, connection: Connection) -> None:
-        error = connection.link.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+        error = connection.sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
         connection.connecting = False
         if not error:
             with suppress(OSError):  # a port that nobody has may be met by its own call
-                if connection.link.getsockname() == connection.link.getpeername():
+                if connection.sock.getsockname() == connection.sock.getpeername():
                     error = errno.ECONNREFUSED
         if error:
             self._end(connection, "refused" if error == errno.ECONNREFUSED else "silent")
@@ -207,29 +210,29 @@ class Nodes:
             self._watch(connection)
 
     def _end(self, connection: Connection, how: str) -> None:
-        self._forget(connection)
+        self._remove(connection)
         if connection.closing_since is None:
-            self.machine.closed(connection.key, how, time.monotonic())
-            self._act()
+            self.membership.on_closed(connection.key, how, time.monotonic())
+            self._carry_out()
 
-    def _forget(self, connection: Connection) -> None:
+    def _remove(self, connection: Connection) -> None:
         if self._connections.pop(connection.key, None) is not None:
-            self._selector.unregister(connection.link)
-            connection.link.close()
+            self._selector.unregister(connection.sock)
+            connection.sock.close()
 
-    def _act(self) -> None:
-        """Does what the machine asks for."""
-        for note in self.machine.notes:
+    def _carry_out(self) -> None:
+        """Does what the membership asks for."""
+        for note in self.membership.notes:
             print(f"paceline: {note}", file=sys.stderr, flush=True)
-        self.machine.notes.clear()
-        while self.machine.actions:
-            kind, key, *rest = self.machine.actions.pop(0)
+        self.membership.notes.clear()
+        while self.membership.actions:
+            kind, key, *rest = self.membership.actions.pop(0)
             if kind == "open":
                 self._open(key, *rest)
             elif key in self._connections and kind == "send":
                 connection = self._connections[key]
                 if connection.closing_since is None:
-                    connection.say(*rest)
+                    connection.send(*rest)
                     self._watch(connection)
             elif key in self._connections:
                 connection = self._connections[key]
@@ -237,41 +240,41 @@ class Nodes:
                 if connection.proved:
                     connection.flush()
                 else:  # nothing that waits could ever be read
-                    self._forget(connection)
+                    self._remove(connection)
 
     def _open(self, key: int, place: Place) -> None:
         family = socket.AF_INET6 if ":" in place[0] else socket.AF_INET
         connection = Connection(key, socket.socket(family, socket.SOCK_STREAM), self.secret, True)
-        code = connection.link.connect_ex(place)
+        code = connection.sock.connect_ex(place)
         if code in (0, errno.EINPROGRESS):
             self._add(connection)
             return
-        connection.link.close()
-        self.machine.closed(key, "refused" if code == errno.ECONNREFUSED else "silent", time.monotonic())
+        connection.sock.close()
+        self.membership.on_closed(key, "refused" if code == errno.ECONNREFUSED else "silent", time.monotonic())
 
     def leave_in_child(self) -> None:
         """In a forked process: drops this end of everything, without a word to the others."""
         for connection in self._connections.values():
-            connection.link.close()
-        for each in (self.listener, self.held):
-            if each is not None:
-                each.close()
+            connection.sock.close()
+        for sock in (self.listener, self.reserved_port):
+            if sock is not None:
+                sock.close()
         self._selector.close()
 
     def close(self) -> None:
         """Says good-bye, and waits a moment until the others have heard it."""
-        self.machine.bye()
-        self._act()
+        self.membership.leave()
+        self._carry_out()
         for connection in list(self._connections.values()):
-            self.machine.actions.append(("close", connection.key))
-        self._act()
+            self.membership.actions.append(("close", connection.key))
+        self._carry_out()
         deadline = time.monotonic() + _GOODBYE_S
         while self._connections and time.monotonic() < deadline:
             for event, _ in self._selector.select(0.1):
                 if event.data is not None:
                     event.data.flush()
-                    if not event.data.hear()[1]:
-                        self._forget(event.data)
+                    if not event.data.receive()[1]:
+                        self._remove(event.data)
                     else:
                         self._watch(event.data)
         self.leave_in_child()
@@ -285,8 +288,8 @@ def rules_of(job: Job) -> Rules:
         LaunchError: `launch-keep-alive`.
         ConfigError: `config-value`, where the run's name is too long for a message.
     """
-    told = job.options
-    run = told.get("run_id", "paceline")
+    options = job.options
+    run = options.get("run_id", "paceline")
     if len(run) > _LONGEST_NAME:
         raise ConfigError(
             "config-value",
@@ -294,7 +297,7 @@ def rules_of(job: Job) -> Rules:
             why=f"--rdzv-conf run_id={run[:40]}...; expected: at most {_LONGEST_NAME}",
             fix="give it a shorter name",
         )
-    beat_s, attempts = float(told.get("keep_alive_interval", 1)), int(told.get("keep_alive_max_attempt", 5))
+    heartbeat_s, attempts = float(options.get("keep_alive_interval", 1)), int(options.get("keep_alive_max_attempt", 5))
     if attempts < _FEWEST_KEEP_ALIVES:
         raise LaunchError(
             "launch-keep-alive",
@@ -303,9 +306,9 @@ def rules_of(job: Job) -> Rules:
             fix=f"say {_FEWEST_KEEP_ALIVES} or more, with a shorter keep_alive_interval",
         )
     return Rules(
-        job.least or job.nodes, job.nodes, job.max_restarts, run, beat_s, beat_s * attempts,
-        float(told.get("timeout", told.get("join_timeout", _PATIENCE_S))),
-        float(told.get("last_call_timeout", 2)), job.grace_s,
+        job.least or job.nodes, job.nodes, job.max_restarts, run, heartbeat_s, heartbeat_s * attempts,
+        float(options.get("timeout", options.get("join_timeout", _PATIENCE_S))),
+        float(options.get("last_call_timeout", 2)), job.grace_s,
     )  # fmt: skip
 
 
@@ -315,20 +318,24 @@ def _places(job: Job) -> list[Place]:
     Raises:
         LaunchError: `launch-address`, where no name is known.
     """
-    found, problems = list[Place](), list[str]()
+    places: list[Place] = []
+    problems: list[str] = []
     for text in job.main_address.split(","):
-        name, port = (text, "") if text.count(":") != 1 else text.split(":")
+        name, port = text, ""
+        if text.count(":") == 1:  # more of them are an IPv6 address
+            name, port = text.split(":")
         try:
             rows = socket.getaddrinfo(name, int(port or job.main_port), type=socket.SOCK_STREAM)
-            row = min(rows, key=lambda each: each[0] != socket.AF_INET)
-            found.append((str(row[4][0]), int(row[4][1])))
+            family_first = min(rows, key=lambda row: row[0] != socket.AF_INET)
+            address = family_first[4]
+            places.append((str(address[0]), int(address[1])))
         except (OSError, ValueError) as error:
             problems.append(f"{text}: {str(error.args[-1]).lower()}")
-    if not found:
+    if not places:
         raise LaunchError(
             "launch-address", "node 0 has no such name.", f"--main-address {'; '.join(problems)}", "give its IP address"
         )
-    return found
+    return places
 
 
 def _listen(job: Job, places: list[Place]) -> tuple[socket.socket, int | None]:
@@ -377,12 +384,12 @@ def _bind(address: str, port: int, anywhere: bool) -> socket.socket | None:
     try:
         if here:
             return host.listen_at(address, port)
-        held = host.hold_port(port)
+        sock = host.hold_port(port)
     except OSError:
         return None
     try:
-        held.listen(128)
+        sock.listen(128)
     except OSError:
-        held.close()
+        sock.close()
         return None
-    return held
+    return sock

@@ -74,16 +74,16 @@ def notebook_launcher(
 
     Raises:
         LaunchError: `rank-failed` or `node-failed` after the report, `launch-inside`, `launch-pickle`,
-            `launch-accelerator`, those of `host.check` and, on several nodes, those of `Nodes.meet`.
+            `launch-accelerator`, those of `host.check` and, on several nodes, those of `Nodes.open_for`.
         ConfigError: `config-value`, `launch-arguments`.
     """
     del rdzv_id
     _alone()
     _check_arguments(args)
     handed = _handed(mixed_precision=mixed_precision) if mixed_precision != "no" else {}
-    found = host.accelerators()
-    procs = _count(num_processes, found)
-    print(_announce(procs * num_nodes, found), flush=True)
+    accelerators = host.accelerators()
+    procs = _count(num_processes, accelerators)
+    print(_announce(procs * num_nodes, accelerators), flush=True)
     if procs * num_nodes == 1:
         with environment.patched(handed):
             return function(*args)
@@ -91,7 +91,7 @@ def notebook_launcher(
         master_addr, _, named = rdzv_endpoint.partition(":")
         use_port = named or use_port
     job = replace(
-        _job(function, args, procs, found, handed),
+        _job(function, args, procs, accelerators, handed),
         nodes=num_nodes,
         node_rank=node_rank,
         main_address=master_addr,
@@ -123,19 +123,23 @@ def debug_launcher(function: Callable[..., Any], args: Sequence[Any] = (), num_p
     """
     _alone()
     _check_arguments(args)
-    found = host.Accelerators()
-    job = _job(function, args, _count(num_processes, found), found, _handed(cpu=True))
+    accelerators = host.Accelerators()
+    job = _job(function, args, _count(num_processes, accelerators), accelerators, _handed(cpu=True))
     return _carry_out(job)
 
 
 def _job(
-    function: Callable[..., Any], args: Sequence[Any], procs: int, found: host.Accelerators, handed: Mapping[str, str]
+    function: Callable[..., Any],
+    args: Sequence[Any],
+    procs: int,
+    accelerators: host.Accelerators,
+    handed: Mapping[str, str],
 ) -> Job:
     said = environment.get("OMP_NUM_THREADS")
     threads = said or max(host.cores() // procs, 1)
-    if found.count and (place := who_touched(found.kind)):
+    if accelerators.count and (place := who_touched(accelerators.kind)):
         print(
-            f"paceline: {found.kind} is in use in this session already ({place}). The processes start afresh, so they "
+            f"paceline: {accelerators.kind} is in use in this session already ({place}). The processes start afresh, so they "
             "work; but this session keeps memory of the device. Move that code into the function to free it.",
             file=sys.stderr,
         )
@@ -198,8 +202,8 @@ def _check_arguments(args: Any) -> None:
     )
 
 
-def _count(num_processes: int | None, found: host.Accelerators) -> int:
-    procs = num_processes if num_processes is not None else max(found.count, 1)
+def _count(num_processes: int | None, accelerators: host.Accelerators) -> int:
+    procs = num_processes if num_processes is not None else max(accelerators.count, 1)
     if isinstance(procs, int) and procs >= 1:
         return procs
     raise ConfigError(
@@ -226,8 +230,8 @@ def _handed(**values: Any) -> dict[str, str]:
     return {"PACELINE_SETTINGS": hand_over(rows)}
 
 
-def _announce(size: int, found: host.Accelerators) -> str:
-    kind = {"cuda": "GPU", "": "CPU"}.get(found.kind, found.kind.upper())
+def _announce(size: int, accelerators: host.Accelerators) -> str:
+    kind = {"cuda": "GPU", "": "CPU"}.get(accelerators.kind, accelerators.kind.upper())
     if size == 1:
         return f"Launching training on one {kind}."
     return f"Launching training on {size} {'CPU processes' if kind == 'CPU' else kind + 's'}."

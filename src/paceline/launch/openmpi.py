@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import shutil
 
+from paceline.launch.assignment import VARIABLE
 from paceline.launch.batch import PYTHON, BatchHandle, check
-from paceline.launch.launcher import Job, Rendered
-from paceline.launch.orders import VARIABLE
+from paceline.launch.launcher import Hosts, Job, Rendered
 
 
 class OpenMpiLauncher:
     """Starts a job on other hosts with mpirun."""
 
     name = "openmpi"
+    hosts: Hosts = "named"
 
     def available(self) -> str:
         """What is missing on this host."""
@@ -20,13 +21,12 @@ class OpenMpiLauncher:
 
     def render(self, job: Job) -> Rendered:
         """What checks the hosts, and what starts them."""
-        assert job.orders is not None, "a job of other hosts has orders"
-        hosts = job.orders.hosts
+        hosts = job.assigned.hosts
         # Each launcher divides its host's cores itself, and gives its processes time to save.
         place = ("--host", ",".join(f"{at.host}:1" for at in hosts), "--map-by", "ppr:1:node", "--bind-to", "none")
         patience = ("--mca", "odls_base_sigkill_timeout", str(int(job.grace_s)))
         words = ("mpirun", "-np", str(len(hosts)), *place, *patience, "-x", VARIABLE)
-        path = ("-x", "PYTHONPATH") if "PYTHONPATH" in job.orders.env else ()
+        path = ("-x", "PYTHONPATH") if "PYTHONPATH" in job.assigned.env else ()
         ssh = ("--mca", "plm_rsh_args", f"-p {job.reach.port}") if job.reach.port else ()
         words = (*words, *path, *ssh, *job.reach.args, *PYTHON)
         return Rendered(job, job.target.command, steps=((*words, "survey"), (*words, "run")))

@@ -1,6 +1,6 @@
 """Hosts reached with pdsh, over its ssh.
 
-pdsh passes no input on, so the orders go ahead over ssh, in the conversation that checks each host, and are kept there
+pdsh passes no input on, so the assignment goes ahead over ssh, in the conversation that checks each host, and is stored there
 in a file of this user alone until pdsh starts the hosts. When pdsh ends, so do its connections and all that they began.
 """
 
@@ -13,8 +13,8 @@ from collections.abc import Sequence
 
 from paceline.base import env as environment
 from paceline.launch.batch import follow
-from paceline.launch.contact import Contacts
-from paceline.launch.launcher import Job, Outcome, Rendered
+from paceline.launch.channels import HostChannels
+from paceline.launch.launcher import Hosts, Job, Outcome, Rendered
 from paceline.launch.ssh import OPTIONS, connect, shell_line
 
 _FAN_OUT = 1024  # hosts at a time: all
@@ -24,6 +24,7 @@ class PdshLauncher:
     """Starts a job on other hosts with pdsh."""
 
     name = "pdsh"
+    hosts: Hosts = "named"
 
     def available(self) -> str:
         """What is missing on this host."""
@@ -32,36 +33,33 @@ class PdshLauncher:
 
     def render(self, job: Job) -> Rendered:
         """The one command that starts all hosts; `submit` gives its files a name."""
-        assert job.orders is not None, "a job of other hosts has orders"
-        names = ",".join(at.host for at in job.orders.hosts)
+        names = ",".join(host.host for host in job.assigned.hosts)
         words = ("pdsh", "-S", "-N", "-R", "ssh", "-f", str(_FAN_OUT), "-w", names)
-        return Rendered(job, job.target.command, steps=((*words, shell_line(job, "kept", _name("RUN"))),))
+        return Rendered(job, job.target.command, steps=((*words, shell_line(job, "stored", _name("RUN"))),))
 
     def submit(self, rendered: Rendered) -> PdshHandle:
-        """Reaches all hosts over ssh, has each look at what it would run, and leaves the orders there.
+        """Reaches all hosts over ssh, has each look at what it would run, and leaves the assignment there.
 
         Raises:
             LaunchError: `launch-hosts`.
         """
         job = rendered.job
-        assert job.orders is not None, "a job of other hosts has orders"
         run = secrets.token_hex(8)
-        contacts = Contacts(job, [connect(job, at.host) for at in job.orders.hosts])
+        channels = HostChannels(job, [connect(job, at.host) for at in job.assigned.hosts])
         try:
-            place = contacts.meet()
-            kept = {
-                number: {"keep": _name(run).replace("%h", at.host), "place": place}
-                for number, at in enumerate(job.orders.hosts)
-            }
-            contacts.ask(kept)
+            place = channels.prepare()
+            messages = {}
+            for node, host in enumerate(job.assigned.hosts):
+                messages[node] = {"store": _name(run).replace("%h", host.host), "place": place}
+            channels.ask(messages)
         finally:
-            contacts.close()
+            channels.close()
         (step,) = rendered.steps
         return PdshHandle(job, [word.replace(_name("RUN"), _name(run)) for word in step])
 
 
 class PdshHandle:
-    """A job whose orders lie ready on all hosts."""
+    """A job whose assignment lies ready on all hosts."""
 
     def __init__(self, job: Job, command: Sequence[str]) -> None:
         self._job, self._command = job, command
@@ -76,7 +74,7 @@ class PdshHandle:
 
 
 def _name(run: str) -> str:
-    """The file of a host's orders; pdsh writes the host's name for %h."""
+    """The file of a host's assignment; pdsh writes the host's name for %h."""
     return f"paceline-{os.getuid()}-{run}-%h"
 
 

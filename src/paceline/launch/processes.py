@@ -17,7 +17,7 @@ from pathlib import Path
 from paceline.base import env as environment
 from paceline.base.exits import PREEMPTED
 from paceline.launch.launcher import Job, Process
-from paceline.launch.tether import tether
+from paceline.launch.signals import kill_with_parent
 from paceline.launch.worker import whole_lines
 
 PARCEL = "function"  # a function that travels to fresh processes lies beside their reports, under this name
@@ -109,12 +109,12 @@ class Worker:
         if self.code == PREEMPTED:
             return None
         with contextlib.suppress(FileNotFoundError):
-            found = self.report.stat()
-            if found.st_size:
-                return found.st_mtime
+            status = self.report.stat()
+            if status.st_size:
+                return status.st_mtime
         return self.alive if self.code not in (None, 0) and not self.stopped else None
 
-    def told(self) -> str:
+    def report_text(self) -> str:
         """Its traceback, or ""."""
         with contextlib.suppress(FileNotFoundError):
             return self.report.read_text(encoding="utf-8", errors="replace").rstrip()
@@ -174,7 +174,7 @@ def spawn(job: Job, process: Process, report: Path, streams: Mapping[int, int], 
         stdout=streams.get(1),
         stderr=streams.get(2),
         process_group=0 if leads else None,
-        preexec_fn=partial(tether, os.getpid()) if target.kind == "program" else None,
+        preexec_fn=partial(kill_with_parent, os.getpid()) if target.kind == "program" else None,
     )
     if process.cores:  # before it has had the time to start a thread
         os.sched_setaffinity(popen.pid, process.cores)
@@ -183,7 +183,7 @@ def spawn(job: Job, process: Process, report: Path, streams: Mapping[int, int], 
 
 def settle(process: Process, streams: Mapping[int, int], launcher: int, *, leads: bool) -> None:
     """In a forked process: its own group, environment, cores, streams and random numbers; it ends with the launcher."""
-    tether(launcher)
+    kill_with_parent(launcher)
     if process.cores:
         os.sched_setaffinity(0, process.cores)
     if leads:

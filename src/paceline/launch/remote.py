@@ -1,6 +1,6 @@
 """One host's part of a run that was started from another one: what `ssh`, `pdsh`, `mpirun` and `srun` start there.
 
-    starter              --orders-->  survey: what is missing here?   (imports torch meanwhile)
+    starter              --assignment-->  survey: what is missing here?   (imports torch meanwhile)
                          <--ready---
                          --listen-->  node 0: a port    --reach-->  the others: which of its addresses answers?
                          ---go----->  fork: the launcher of this node, as `paceline launch` would be
@@ -8,7 +8,7 @@
                          --signal-->  passed on
     end of input, or silence          the starter is gone: all of this host is asked to end, then made to
 
-With `pdsh`, which passes no input on, the orders are kept in a file that only this user can read until the host is
+With `pdsh`, which passes no input on, the assignment is kept in a file that only this user can read until the host is
 started. mpirun and srun bring them in a variable, and end their processes themselves.
 """
 
@@ -31,10 +31,10 @@ from paceline.base.errors import PacelineError
 from paceline.base.temporary import temporary_folder
 from paceline.base.version import VERSION
 from paceline.launch import host
-from paceline.launch.launcher import LAUNCHERS, Target
-from paceline.launch.orders import VARIABLE, Orders, python_version
-from paceline.launch.signals import Signals
-from paceline.launch.tether import tether
+from paceline.launch.assignment import VARIABLE, Assignment, python_version
+from paceline.launch.job import job_of, target_of
+from paceline.launch.launcher import LAUNCHERS
+from paceline.launch.signals import Signals, kill_with_parent
 
 MARK = "\x01paceline "  # before a line that is an answer, and neither a shell's greeting nor a script's output
 _SILENCE_S = 60.0  # the starter gives a sign of life every few seconds
@@ -43,183 +43,193 @@ _LATE_S = 15.0  # how much longer than its grace period a launcher may take
 Place = tuple[str, int]
 
 
-class Talk:
-    """Questions on standard input, answers on standard output."""
+class StarterChannel:
+    """The connection to the starter: its messages on standard input, our answers on standard output."""
 
     def __init__(self) -> None:
-        self._rest = b""
+        self._partial_line = b""
+        self._messages: list[dict[str, Any]] = []
 
-    def ask(self) -> dict[str, Any]:
+    def receive(self) -> dict[str, Any]:
         """The next message; ends this process where there is none."""
-        while b"\n" not in self._rest:
-            data = os.read(0, 1 << 16)
-            if not data:
+        while not self._messages:
+            messages = self.receive_available()
+            if messages is None:
                 sys.exit(1)
-            self._rest += data
-        line, _, self._rest = self._rest.partition(b"\n")
-        return dict(json.loads(line)) if line else self.ask()
+            self._messages = messages
+        return self._messages.pop(0)
 
-    def hear(self) -> list[dict[str, Any]] | None:
+    def receive_available(self) -> list[dict[str, Any]] | None:
         """What has come, without waiting for a whole message; None at the end of the input."""
         data = os.read(0, 1 << 16)
         if not data:
             return None
-        *lines, self._rest = (self._rest + data).split(b"\n")
-        return [json.loads(line) for line in lines if line]
+        *lines, self._partial_line = (self._partial_line + data).split(b"\n")
+        received = [json.loads(line) for line in lines if line]  # an empty line is a sign of life
+        messages = [*self._messages, *received]
+        self._messages = []
+        return messages
 
     @staticmethod
     def answer(**message: Any) -> None:
-        """Answers."""
+        """Sends an answer."""
         os.write(1, (MARK + json.dumps(message) + "\n").encode())
 
 
 def survey(message: dict[str, Any], node: int) -> list[str]:
-    """Goes to the working directory, takes over the environment, and says what is missing here for the orders.
+    """Goes to the working directory, takes over the environment, and says what is missing here for the assignment.
 
     Args:
-        message: the orders, perhaps of another version.
+        message: the assignment, perhaps of another version.
         node: which host this is.
     """
-    mine, theirs = VERSION, message["version"]
-    if mine != theirs:
-        return [f"paceline is {mine} there, and {theirs} here"]
-    if python_version() != message["python"]:
+    if message["version"] != VERSION:
+        return [f"paceline is {VERSION} there, and {message['version']} here"]
+    if message["python"] != python_version():
         return [f"Python is {python_version()} there, and {message['python']} here"]
-    orders = Orders.of(message)
+    assignment = Assignment.from_message(message)
     try:
-        os.chdir(orders.cwd)
+        os.chdir(assignment.cwd)
     except OSError as error:
-        return [f"the working directory {orders.cwd} is not there ({(error.strerror or '').lower()})"]
-    environment.export(dict(orders.env))
-    launch, slots = orders.told.launch, orders.hosts[node].ids
-    kind = "program" if launch.no_python else "module" if launch.module else "script"
-    wrong = host.unusable(Target(kind, orders.script))
-    found = [f"{wrong.what.rstrip('.')} ({wrong.why})"] if wrong is not None else []
-    if orders.told.run.cpu:
-        return found
-    devices = host.accelerators()
-    if devices.count and max(slots) >= devices.count:
-        found.append(f"slots {','.join(map(str, slots))} are asked for, and there are {devices.count} devices")
-    return found
+        return [f"the working directory {assignment.cwd} is not there ({(error.strerror or '').lower()})"]
+    environment.export(dict(assignment.env))
+    launch, slots = assignment.settings.launch, assignment.hosts[node].ids
+    problems = []
+    unusable = host.unusable(target_of(launch, assignment.script, assignment.args))
+    if unusable is not None:
+        problems.append(f"{unusable.what.rstrip('.')} ({unusable.why})")
+    if not assignment.settings.run.cpu:
+        devices = host.accelerators()
+        if devices.count and max(slots) >= devices.count:
+            listed = ",".join(map(str, slots))
+            problems.append(f"slots {listed} are asked for, and there are {devices.count} devices")
+    return problems
 
 
 def addresses(towards: list[str]) -> list[str]:
     """Under which addresses this host may be reached: as the starter reached it, and as it goes to the others."""
-    found = environment.snapshot().get("SSH_CONNECTION", "").split()[2:3]
+    candidates = environment.snapshot().get("SSH_CONNECTION", "").split()[2:3]
     for other in towards:
         with suppress(OSError):
             family = socket.AF_INET6 if ":" in other else socket.AF_INET
             with socket.socket(family, socket.SOCK_DGRAM) as probe:
                 probe.connect((other, 9))  # sends nothing: the system only chooses the way
-                found.append(str(probe.getsockname()[0]))
+                candidates.append(str(probe.getsockname()[0]))
     with suppress(OSError, UnicodeError):  # a host's name may be longer than a part of a DNS name
-        found += [str(row[4][0]) for row in socket.getaddrinfo(host.name(), None, type=socket.SOCK_STREAM)]
-    return [each for each in dict.fromkeys(found) if not each.startswith("127.") and each != "::1"]
+        candidates += [str(row[4][0]) for row in socket.getaddrinfo(host.name(), None, type=socket.SOCK_STREAM)]
+    distinct = dict.fromkeys(candidates)
+    return [address for address in distinct if not address.startswith("127.") and address != "::1"]
 
 
 def reachable(candidates: list[str], port: int) -> list[str]:
     """Which of node 0's addresses answer."""
-    found = []
+    reached = []
     for address in candidates:
         with suppress(OSError, UnicodeError), socket.create_connection((address, port), _CONNECT_S):
-            found.append(address)
-    return found
+            reached.append(address)
+    return reached
 
 
-def converse() -> int:
-    """Answers the starter, then runs what it ordered."""
-    talk = Talk()
-    first = talk.ask()
-    message, node = first["orders"], first["node"]
+def serve_starter() -> int:
+    """Answers the starter, then runs what it has assigned."""
+    channel = StarterChannel()
+    first = channel.receive()
+    assignment, node = first["orders"], first["node"]
     try:
-        problems = survey(message, node)
+        problems = survey(assignment, node)
     except PacelineError as error:
         problems = [str(error)]
-    talk.answer(problems=problems, address=next(iter(addresses([])), ""))
+    channel.answer(problems=problems, address=next(iter(addresses([])), ""))
     listener: socket.socket | None = None
     while True:
-        said = talk.ask()
-        if "listen" in said:
-            problem = ""
+        message = channel.receive()
+        if "listen" in message:
+            problem, port = "", 0
             try:
-                listener = host.hold_port(said["listen"])
+                listener = host.hold_port(message["listen"])
                 listener.listen(128)
+                port = listener.getsockname()[1]
             except OSError as error:
-                problem = f"port {said['listen']} cannot be used there ({(error.strerror or '').lower()})"
-            port = listener.getsockname()[1] if listener is not None else 0
-            talk.answer(port=port, addresses=addresses(said["towards"]), problem=problem)
-        elif "reach" in said:
-            talk.answer(reached=reachable(*said["reach"]))
+                problem = f"port {message['listen']} cannot be used there ({(error.strerror or '').lower()})"
+            channel.answer(port=port, addresses=addresses(message["towards"]), problem=problem)
+        elif "reach" in message:
+            channel.answer(reached=reachable(*message["reach"]))
         else:
             break
     if listener is not None:
         listener.close()
-    if "keep" in said:
-        keep(said["keep"], {"orders": message, "node": node, "place": said["place"]})
-        talk.answer(kept=True)
+    if "store" in message:
+        store(message["store"], {"orders": assignment, "node": node, "place": message["place"]})
+        channel.answer(stored=True)
         return 0
-    return run(Orders.of(message), node, said["go"], talk)
+    return run(Assignment.from_message(assignment), node, message["go"], channel)
 
 
-def keep(name: str, kept: dict[str, Any]) -> None:
-    """Keeps orders in a file of this user alone."""
+def store(name: str, carried: dict[str, Any]) -> None:
+    """Stores an assignment in a file of this user alone."""
     path = Path(temporary_folder(), name)
     with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
-        json.dump(kept, file)
+        json.dump(carried, file)
 
 
-def run_kept(name: str) -> int:
-    """Runs orders that were kept."""
+def run_stored(name: str) -> int:
+    """Runs an assignment that was stored."""
     path = Path(temporary_folder(), name)
     try:
-        kept = json.loads(path.read_text())
+        carried = json.loads(path.read_text())
     except FileNotFoundError:
-        return 1  # asked a second time: the first one has taken them
+        return 1  # asked a second time: the first one has taken it
     path.unlink()
-    survey(kept["orders"], kept["node"])
-    place = kept["place"]
-    return run(Orders.of(kept["orders"]), kept["node"], place and (place[0], place[1]), Talk())
+    return _run_carried(carried, carried["node"], StarterChannel())
 
 
 def survey_by_variable() -> int:
     """Says what is missing here, where a batch system has started this for a first look."""
-    message = json.loads(environment.snapshot()[VARIABLE])["orders"]
-    node = _node(message)
-    Talk.answer(node=node, problems=survey(message, node), addresses=addresses([]))
+    carried = json.loads(environment.snapshot()[VARIABLE])
+    message, node = carried["orders"], _node(carried)
+    StarterChannel.answer(node=node, problems=survey(message, node), addresses=addresses([]))
     return 0
 
 
 def run_by_variable() -> int:
-    """Runs orders where a batch system has started this."""
-    tether(os.getppid())
+    """Runs an assignment where a batch system has started this."""
+    kill_with_parent(os.getppid())
     carried = json.loads(environment.snapshot()[VARIABLE])
     environment.export({VARIABLE: None})
-    message, place = carried["orders"], carried["place"]
-    node = _node(message)
-    survey(message, node)
-    return run(Orders.of(message), node, place and (place[0], place[1]), None)
+    return _run_carried(carried, _node(carried), None)
 
 
-def _node(message: dict[str, Any]) -> int:
-    """Which of the hosts this is, as SLURM names it, else by the number that mpirun or srun gave."""
+def _run_carried(carried: dict[str, Any], node: int, channel: StarterChannel | None) -> int:
+    """Runs an assignment that came with the place of node 0."""
+    survey(carried["orders"], node)
+    place = carried["place"]
+    return run(Assignment.from_message(carried["orders"]), node, place and (place[0], place[1]), channel)
+
+
+def _node(carried: dict[str, Any]) -> int:
+    """Which of the hosts this is: as the launcher says, else as SLURM names it, else by the number that mpirun or srun gave."""
+    if carried["node"] is not None:
+        return int(carried["node"])
     env = environment.snapshot()
-    names = [each["host"] for each in message["hosts"]]
+    names = [slots["host"] for slots in carried["orders"]["hosts"]]
     own = env.get("SLURMD_NODENAME", "")
     number = env.get("OMPI_COMM_WORLD_RANK") or env.get("SLURM_PROCID") or "0"
     return names.index(own) if own in names else int(number)
 
 
-def run(orders: Orders, node: int, place: Place | None, talk: Talk | None) -> int:
+def run(assignment: Assignment, node: int, place: Place | None, channel: StarterChannel | None) -> int:
     """Runs this host's part to its end, in a process of its own that is watched by this one; returns its exit code.
 
     A forked process, be it the launcher or one of its workers, comes back from here too, at its own end.
     """
     out, err = os.pipe(), os.pipe()
-    watch = Watch(out[0], err[0], f"{orders.hosts[node].host}: ".encode(), talk, orders.told.launch.grace_s)
+    watch = Watch(
+        out[0], err[0], f"{assignment.hosts[node].host}: ".encode(), channel, assignment.settings.launch.grace_s
+    )
     mine = os.getpid()
     child = os.fork()
     if child == 0:
-        tether(mine)
+        kill_with_parent(mine)
         os.setpgid(0, 0)  # mpirun and srun signal whole groups: it is to get each signal once, through this one
         watch.leave()
         with open(os.devnull, "rb") as nothing:
@@ -228,25 +238,24 @@ def run(orders: Orders, node: int, place: Place | None, talk: Talk | None) -> in
             os.dup2(write, number)
             os.close(read)
             os.close(write)
-        return _launch(orders, node, place)
+        return _launch(assignment, node, place)
     os.close(out[1])
     os.close(err[1])
     return watch.until_end_of(child)
 
 
-def _launch(orders: Orders, node: int, place: Place | None) -> int:
+def _launch(assignment: Assignment, node: int, place: Place | None) -> int:
     """What `paceline launch` does on this host."""
-    from paceline.launch.job import job_of
     from paceline.launch.report import describe
 
     try:
-        told = orders.on(node, place)
-        job, notices = job_of(told, orders.script, orders.args, environment.snapshot())
+        told = assignment.settings_of(node, place)
+        job, notices = job_of(told, assignment.script, assignment.args, environment.snapshot())
         for notice in notices if node == 0 else ():  # hosts are alike: once is enough
             print(f"paceline: {notice}", file=sys.stderr, flush=True)
         everything = dict.fromkeys(range(job.procs), 3)
-        target = replace(job.target, local_rank=orders.local_rank)
-        job = replace(job, tee=job.tee or everything, target=target, secret=orders.secret)
+        target = replace(job.target, local_rank=assignment.local_rank)
+        job = replace(job, tee=job.tee or everything, target=target, secret=assignment.secret)
         local = LAUNCHERS.get("local")
         outcome = local.submit(local.render(job)).wait()
     except PacelineError as error:
@@ -272,14 +281,14 @@ class Watch:
         grace_s: seconds that the launcher gives its processes.
     """
 
-    def __init__(self, out: int, err: int, mark: bytes, talk: Talk | None, grace_s: float) -> None:
+    def __init__(self, out: int, err: int, mark: bytes, channel: StarterChannel | None, grace_s: float) -> None:
         self._pipes = {out: 1, err: 2}
         self._parts = {out: b"", err: b""}
-        self._mark, self._talk, self._grace_s = mark, talk, grace_s
+        self._mark, self._channel, self._grace_s = mark, channel, grace_s
         self._child = 0
         self._signals = Signals(lambda number: self._send(number))
         self._signals.enter()
-        self._heard = time.monotonic()
+        self._last_heard_at = time.monotonic()
         self._kill_at = float("inf")
 
     def leave(self) -> None:
@@ -289,11 +298,10 @@ class Watch:
     def until_end_of(self, child: int) -> int:
         """Waits for its end; returns its exit code, as a shell counts."""
         self._child = child
-        passed = 0
         status: int | None = None
         beats = False
         while status is None or self._pipes:
-            inputs = [*self._pipes, self._signals.read, *([0] if self._talk else [])]
+            inputs = [*self._pipes, self._signals.read, *([0] if self._channel else [])]
             for each in select.select(inputs, [], [], 0.5)[0]:
                 if each in self._pipes:
                     self._copy(each)
@@ -301,10 +309,9 @@ class Watch:
                     beats = self._listen() or beats
                 else:
                     os.read(each, 64)
-            for number in self._signals.ending[passed:]:
-                passed += 1
+            for number in self._signals.take_new():
                 self._send(number)
-            if self._talk is not None and beats and time.monotonic() - self._heard > _SILENCE_S:
+            if self._channel is not None and beats and time.monotonic() - self._last_heard_at > _SILENCE_S:
                 self._lose(f"nothing was heard from where the run was started for {_SILENCE_S:g} s")
             if status is None:
                 pid, found = os.waitpid(child, os.WNOHANG)
@@ -317,19 +324,19 @@ class Watch:
 
     def _listen(self) -> bool:
         """Does what the starter says; whether it gives signs of life."""
-        assert self._talk is not None, "somebody is listened to"
-        said = self._talk.hear()
-        self._heard = time.monotonic()
-        if said is None:
+        assert self._channel is not None, "somebody is listened to"
+        messages = self._channel.receive_available()
+        self._last_heard_at = time.monotonic()
+        if messages is None:
             self._lose("the connection to where the run was started has ended")
             return False
-        for message in said:
+        for message in messages:
             self._send(message["signal"])
         return True
 
     def _lose(self, why: str) -> None:
         """Nobody is left who would hear more: all here is asked to end, and made to."""
-        self._talk = None
+        self._channel = None
         self._write(2, self._mark + f"paceline: {why}: ending all on this host\n".encode())
         self._send(signal.SIGTERM)
         self._kill_at = time.monotonic() + self._grace_s + _LATE_S
@@ -358,14 +365,14 @@ class Watch:
 
 
 def main(words: list[str]) -> int:
-    """Runs what the words say: nothing for a conversation, else how the orders come."""
-    if words[:1] == ["kept"]:
-        return run_kept(words[1])
+    """Runs what the words say: nothing for a starter that asks, else how the assignment comes."""
+    if words[:1] == ["stored"]:
+        return run_stored(words[1])
     if words == ["survey"]:
         return survey_by_variable()
     if words == ["run"]:
         return run_by_variable()
-    return converse()
+    return serve_starter()
 
 
 if __name__ == "__main__":

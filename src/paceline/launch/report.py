@@ -24,8 +24,8 @@ _HINTS = {
 
 def begun(decided: Round) -> str:
     """One line about a round that begins on several nodes."""
-    nodes, procs = len(decided.members), sum(each.procs for each in decided.members)
-    count = f"{nodes} node{'s' * (nodes > 1)} ({', '.join(each.host for each in decided.members)})"
+    nodes, procs = len(decided.members), sum(member.procs for member in decided.members)
+    count = f"{nodes} node{'s' * (nodes > 1)} ({', '.join(member.host for member in decided.members)})"
     reason = f" after: {decided.reason}" if decided.reason else ""
     return f"paceline: round {decided.number}: {count}, {procs} process{'es' * (procs > 1)}{reason}"
 

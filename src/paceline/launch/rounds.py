@@ -50,10 +50,10 @@ class Rules:
         least, most: how many nodes a round has.
         max_restarts: how often a failure may begin another round.
         run: a name that keeps different runs apart.
-        beat_s: seconds between two signs of life.
-        limit_s: silence after which a launcher counts as lost.
-        join_s: how long to wait for enough nodes.
-        last_call_s: how long to wait for more, once there are enough.
+        heartbeat_s: seconds between two heartbeats.
+        silence_limit_s: silence after which a launcher counts as lost.
+        join_timeout_s: how long to wait for enough nodes.
+        last_call_timeout_s: how long to wait for more, once there are enough.
         grace_s: how long processes may take to save and leave.
     """
 
@@ -61,10 +61,10 @@ class Rules:
     most: int = 1
     max_restarts: int = 0
     run: str = "paceline"
-    beat_s: float = 1.0
-    limit_s: float = 5.0
-    join_s: float = 300.0
-    last_call_s: float = 2.0
+    heartbeat_s: float = 1.0
+    silence_limit_s: float = 5.0
+    join_timeout_s: float = 300.0
+    last_call_timeout_s: float = 2.0
     grace_s: float = 30.0
 
     @property
@@ -88,7 +88,7 @@ class Round:
         members: who takes part, in the order of their ranks.
         store_port: where rank 0 listens, on the first member's host.
         reason: why the round before it ended; "" for the first.
-        born: when the run was founded (seconds since the epoch).
+        founded_at: when the run was founded (seconds since the epoch).
     """
 
     number: int
@@ -96,20 +96,21 @@ class Round:
     members: tuple[Member, ...]
     store_port: Port = 0
     reason: str = ""
-    born: float = 0.0
+    founded_at: float = 0.0
 
     @property
     def ids(self) -> tuple[str, ...]:
         """Who takes part."""
         return tuple(member.id for member in self.members)
 
-    def where(self, who: str) -> int:
+    def index_of(self, member_id: str) -> int:
         """The number that a member has in this round."""
-        return self.ids.index(who)
+        return self.ids.index(member_id)
 
-    def name(self, who: str) -> str:
+    def name(self, member_id: str) -> str:
         """What to call a member in messages."""
-        return f"node {self.where(who)} ({self.members[self.where(who)].host})"
+        node = self.index_of(member_id)
+        return f"node {node} ({self.members[node].host})"
 
 
 @dataclass(frozen=True)
@@ -129,6 +130,9 @@ class Report:
     store_port: Port = 0
 
 
+LossKind = Literal["lost", "left"]  # how a launcher went: without a word, or as it was asked to
+
+
 @dataclass(frozen=True)
 class Cause:
     """Why a round ends before its processes do.
@@ -136,13 +140,13 @@ class Cause:
     Attributes:
         kind: "failed", "lost", "left" or "grow"; "" where the processes ended by themselves.
         why: one sentence.
-        who: the member that it began with.
+        member_id: the member that it began with.
         at: when a process failed (seconds since the epoch).
     """
 
-    kind: str = ""
+    kind: Literal["", "failed", "lost", "left", "grow"] = ""
     why: str = ""
-    who: str = ""
+    member_id: str = ""
     at: float = 0.0
 
 
@@ -153,34 +157,38 @@ class End:
     Attributes:
         code: exit code.
         why: what went wrong, in one sentence; "" for nothing.
-        who: the member that failed first.
+        member_id: the member that failed first.
         error: what is to be raised, where it is an error of the launch.
     """
 
     code: int
     why: str = ""
-    who: str = ""
+    member_id: str = ""
     error: Problem | None = None
 
 
-def called(who: str, decided: Round | None, known: Mapping[str, Member]) -> str:
+def member_name(member_id: str, decided: Round | None, known: Mapping[str, Member]) -> str:
     """What to call a launcher in messages: by its number in the last round, or by the one that it was given."""
-    if decided is not None and who in decided.ids:
-        return decided.name(who)
-    member = known.get(who)
-    return f"node {member.node} ({member.host})" if member and member.node >= 0 else member.host if member else "?"
+    if decided is not None and member_id in decided.ids:
+        return decided.name(member_id)
+    member = known.get(member_id)
+    if member is None:
+        return "?"
+    return f"node {member.node} ({member.host})" if member.node >= 0 else member.host
 
 
-def may_go_on(present: Collection[str], views: Sequence[Sequence[str]], dead: Collection[str]) -> bool:
+def has_quorum(present: Collection[str], configurations: Sequence[Sequence[str]], dead: Collection[str]) -> bool:
     """Whether those present may go on without the others, who may be there yet out of reach.
 
-    Of each view, leaving out who is known to be dead, more than half must be present, or half and its first. Two sets
-    of members that have nobody in common can then never both be allowed: each would need at least half of a base that
-    holds both, and only one of them has its first.
+    Of each configuration, leaving out who is known to be dead, more than half must be present, or half and its first. Two
+    sets of members that have nobody in common can then never both be allowed: each would need at least half of a base
+    that holds both, and only one of them has its first.
     """
-    for view in views:
-        base = [each for each in view if each not in dead]
-        number = sum(each in present for each in base)
-        if 2 * number < len(base) or (base and 2 * number == len(base) and base[0] not in present):
+    for configuration in configurations:
+        base = [member_id for member_id in configuration if member_id not in dead]
+        number = sum(member_id in present for member_id in base)
+        if 2 * number < len(base):
+            return False
+        if base and 2 * number == len(base) and base[0] not in present:
             return False
     return True

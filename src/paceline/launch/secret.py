@@ -1,6 +1,6 @@
 """The secret by which the launchers of one run know each other.
 
-Where one command starts all launchers, it makes a secret for that run, which travels with the orders (`orders.py`).
+Where one command starts all launchers, it makes a secret for that run, which travels with the assignment (`assignment.py`).
 Where somebody starts each launcher by hand, all read the same one: from PACELINE_RUN_SECRET, from the file that
 PACELINE_RUN_SECRET_FILE names, or from ~/.paceline/secret, which the first launcher on a host makes.
 """

@@ -1,9 +1,11 @@
-"""Signals that reach the launcher: noted, never raised, so that no clean-up is cut short."""
+"""Signals that reach the launcher: noted, never raised, so that no clean-up is cut short. And the one that its end sends."""
 
 from __future__ import annotations
 
+import ctypes
 import os
 import signal
+import sys
 import threading
 from collections.abc import Callable
 from types import FrameType
@@ -11,6 +13,26 @@ from typing import Any
 
 _ENDING = ("SIGINT", "SIGTERM", "SIGHUP", "SIGQUIT")
 _PASSED_ON = ("SIGUSR1", "SIGUSR2")  # batch systems send these as a warning; the script decides what they mean
+
+_PR_SET_PDEATHSIG = 1  # of Linux's prctl
+
+
+def kill_with_parent(parent: int, signum: int = signal.SIGKILL) -> None:
+    """In a process that was started: has the system end it as soon as its parent has ended (Linux alone can).
+
+    `reaper.py` ends a dead launcher's processes with all that they started, but the reaper may have been killed too.
+
+    Args:
+        parent: the parent's pid.
+        signum: the signal that ends it.
+    """
+    if not sys.platform.startswith("linux"):
+        return
+    library = ctypes.CDLL(None, use_errno=True)
+    if library.prctl(_PR_SET_PDEATHSIG, int(signum), 0, 0, 0):
+        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
+    if os.getppid() != parent:  # it ended before the system was asked
+        os.kill(os.getpid(), signum)
 
 
 class Signals:
@@ -23,6 +45,7 @@ class Signals:
 
     def __init__(self, pass_on: Callable[[int], None]) -> None:
         self.ending: list[int] = []
+        self._passed_on = 0
         self.read, self._write = os.pipe()
         os.set_blocking(self.read, False)
         os.set_blocking(self._write, False)
@@ -45,6 +68,12 @@ class Signals:
         else:
             self.ending.append(number)
             os.write(self._write, b".")
+
+    def take_new(self) -> list[int]:
+        """Those that ask to end and have come since the last call."""
+        new = self.ending[self._passed_on :]
+        self._passed_on += len(new)
+        return new
 
     def leave(self) -> None:
         """Puts back what was there; may be called again."""

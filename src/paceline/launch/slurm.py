@@ -5,13 +5,14 @@ from __future__ import annotations
 import shutil
 
 from paceline.launch.batch import PYTHON, BatchHandle, check
-from paceline.launch.launcher import Job, Rendered
+from paceline.launch.launcher import Hosts, Job, Rendered
 
 
 class SlurmLauncher:
     """Starts a job on other hosts with srun, inside an allocation or with one of its own."""
 
     name = "slurm"
+    hosts: Hosts = "named"
 
     def available(self) -> str:
         """What is missing on this host."""
@@ -19,8 +20,7 @@ class SlurmLauncher:
 
     def render(self, job: Job) -> Rendered:
         """What checks the hosts, and what starts them."""
-        assert job.orders is not None, "a job of other hosts has orders"
-        hosts = job.orders.hosts
+        hosts = job.assigned.hosts
         number = str(len(hosts))
         place = (
             "--nodes",

@@ -1,4 +1,4 @@
-"""Hosts reached over OpenSSH, one connection each, which carries the orders, the output and the end.
+"""Hosts reached over OpenSSH, one connection each, which carries the assignment, the output and the end.
 
 Nothing of the run stands on the command line but where Python is. A host that is this one needs no ssh.
 """
@@ -12,8 +12,8 @@ import sys
 from collections.abc import Sequence
 
 from paceline.launch import host
-from paceline.launch.contact import Contacts
-from paceline.launch.launcher import Job, Outcome, Rendered
+from paceline.launch.channels import HostChannels
+from paceline.launch.launcher import Hosts, Job, Outcome, Rendered
 
 OPTIONS = ("BatchMode=yes", "ConnectTimeout=10", "ServerAliveInterval=5", "ServerAliveCountMax=3")
 
@@ -22,6 +22,7 @@ class SshLauncher:
     """Starts a job on other hosts over OpenSSH."""
 
     name = "ssh"
+    hosts: Hosts = "named"
 
     def available(self) -> str:
         """What is missing on this host."""
@@ -29,8 +30,7 @@ class SshLauncher:
 
     def render(self, job: Job) -> Rendered:
         """What this host runs to reach each of the others."""
-        assert job.orders is not None, "a job of other hosts has orders"
-        return Rendered(job, job.target.command, steps=tuple(connect(job, at.host) for at in job.orders.hosts))
+        return Rendered(job, job.target.command, steps=tuple(connect(job, at.host) for at in job.assigned.hosts))
 
     def submit(self, rendered: Rendered) -> SshHandle:
         """Reaches all hosts and has each look at what it would run.
@@ -46,14 +46,13 @@ class SshHandle:
 
     def __init__(self, rendered: Rendered) -> None:
         job = rendered.job
-        assert job.orders is not None, "a job of other hosts has orders"
-        near = [_is_this_host(at.host, job) for at in job.orders.hosts]
+        near = [_is_this_host(at.host, job) for at in job.assigned.hosts]
         steps = [here(job) if own else step for own, step in zip(near, rendered.steps, strict=True)]
-        self._contacts = Contacts(job, steps)
+        self._channels = HostChannels(job, steps)
         try:
-            self._place = self._contacts.meet()
+            self._place = self._channels.prepare()
         except BaseException:
-            self._contacts.close()
+            self._channels.close()
             raise
 
     def wait(self) -> Outcome:
@@ -63,9 +62,9 @@ class SshHandle:
             LaunchError: `launch-host-lost`.
         """
         try:
-            return Outcome(self._contacts.follow(self._place))
+            return Outcome(self._channels.follow(self._place))
         finally:
-            self._contacts.close()
+            self._channels.close()
 
 
 def connect(job: Job, name: str) -> tuple[str, ...]:
@@ -77,7 +76,7 @@ def connect(job: Job, name: str) -> tuple[str, ...]:
 
 def shell_line(job: Job, *words: str) -> str:
     """What a host's shell is given: Python, found as here or in the environment that a script sets up."""
-    path = job.orders.env.get("PYTHONPATH", "") if job.orders is not None else ""
+    path = job.assignment.env.get("PYTHONPATH", "") if job.assignment is not None else ""
     variables = ["env", f"PYTHONPATH={path}"] if path else []
     if not job.reach.activate:
         return shlex.join(["exec", *variables, sys.executable, "-u", "-m", "paceline.launch.remote", *words])

@@ -20,7 +20,7 @@ _HERE = os.path.dirname(__file__)
 _INSIDE = frozenset({"paceline", "torch", *sys.stdlib_module_names})  # packages whose frames are nobody's own code
 
 
-def told(error: BaseException) -> str:
+def traceback_text(error: BaseException) -> str:
     """The traceback as the script's own `sys.excepthook` tells it, without the frames of the launcher."""
     trace = error.__traceback__
     while trace is not None and os.path.dirname(trace.tb_frame.f_code.co_filename) == _HERE:

@@ -66,7 +66,7 @@ def _dataclass(kind: Any, value: object, where: str) -> Any:
         raise ValueError(f"{where} is a {type(value).__name__}")
     types_by_name = hints(kind)
     strange = sorted(set(value) - set(types_by_name))
-    missing = [each.name for each in fields(kind) if each.default is MISSING and each.name not in value]
+    missing = [field.name for field in fields(kind) if field.default is MISSING and field.name not in value]
     if strange or missing:
         raise ValueError(f"{where} has {len(strange)} fields too many, and lacks {', '.join(missing) or 'none'}")
     return kind(**{name: read(types_by_name[name], part, f"{where}.{name}") for name, part in value.items()})

@@ -34,8 +34,8 @@ from paceline.base import env as environment
 from paceline.base.errors import LaunchError
 from paceline.launch import once
 from paceline.launch.launcher import Target
-from paceline.launch.tether import tether
-from paceline.launch.trace import told
+from paceline.launch.signals import kill_with_parent
+from paceline.launch.trace import traceback_text
 
 VALUE = ".value"
 
@@ -166,7 +166,7 @@ def watched(work: Callable[[], object], report: str) -> int:
         except KeyboardInterrupt:
             return 130
         except BaseException as error:
-            file.write(told(error).encode(errors="replace"))
+            file.write(traceback_text(error).encode(errors="replace"))
             return 1
 
 
@@ -249,7 +249,7 @@ def _exit_code(error: SystemExit) -> tuple[int, str]:
         return 1, str(error.code)
     frames = list(traceback.extract_tb(error.__traceback__))
     # Who reads it looks for the line of the script that left, and not for argparse's own.
-    frames = [each for each in frames if each.filename not in (argparse.__file__, once.__file__)] or frames
+    frames = [frame for frame in frames if frame.filename not in (argparse.__file__, once.__file__)] or frames
     place = f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
     notes = "".join(f"\n  {note}" for note in getattr(error, "__notes__", ()))
     code = error.code & 0xFF
@@ -258,7 +258,7 @@ def _exit_code(error: SystemExit) -> tuple[int, str]:
 
 if __name__ == "__main__":
     report, compat, streams, launcher, kind, name, *args = sys.argv[1:]
-    tether(int(launcher))
+    kill_with_parent(int(launcher))
     if "lines" in streams.split(","):
         whole_lines()
     if kind == "function":

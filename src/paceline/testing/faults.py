@@ -148,8 +148,8 @@ def damage(checkpoint: str | Path, how: Damage) -> str:
             "cut-manifest".
     """
     folder = Path(checkpoint)
-    files = [each for each in sorted(folder.rglob("*")) if each.is_file()]
-    target = folder / manifest.NAME if how == "cut-manifest" else max(files, key=lambda each: each.stat().st_size)
+    files = [path for path in sorted(folder.rglob("*")) if path.is_file()]
+    target = folder / manifest.NAME if how == "cut-manifest" else max(files, key=lambda path: path.stat().st_size)
     content = bytearray(target.read_bytes())
     if how == "remove":
         target.unlink()
@@ -173,7 +173,7 @@ class _FaultyStore:
 
     def serves(self, path: str) -> bool:
         """Every path that another store serves."""
-        return any(each is not self and each.serves(path) for each in STORES)
+        return any(store is not self and store.serves(path) for store in STORES)
 
     def stage(self, path: str) -> str:
         """A place to write into; `stage` is before it."""
@@ -224,9 +224,9 @@ class _FaultyStore:
             fault.reach(place, number, path)
 
     def _behind(self, path: str) -> Store:
-        for each in STORES:
-            if each is not self and each.serves(path):
-                return each  # type: ignore[no-any-return]
+        for store in STORES:
+            if store is not self and store.serves(path):
+                return store  # type: ignore[no-any-return]
         return store_for(path)  # raises
 
 

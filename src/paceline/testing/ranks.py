@@ -9,7 +9,6 @@ Children compute on the CPU, so that an accelerator of the parent is never touch
 
 from __future__ import annotations
 
-import ctypes
 import faulthandler
 import gc
 import importlib
@@ -36,12 +35,12 @@ import torch.distributed as dist
 from paceline.base import env as environment
 from paceline.base.temporary import temporary_folder
 from paceline.config.keywords import checked_keywords
+from paceline.launch.signals import kill_with_parent
 from paceline.world import rendezvous
 from paceline.world.world import World
 
 Result = TypeVar("Result")
 
-_PR_SET_PDEATHSIG = 1  # of Linux's prctl
 _STACKS_SIGNAL = signal.SIGUSR2
 _GRACE_S = 0.2  # after one rank has failed, how long others may report that they failed before it
 _POLL_S = 0.02
@@ -236,10 +235,7 @@ def _pickled(result: dict[str, Any]) -> bytes:
 
 def _detach(parent: int) -> None:
     """Ends this child with its parent, and takes the parent's signal handlers from it."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != parent:
-            os._exit(1)
+    kill_with_parent(parent)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the parent, which ends its children
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
@@ -331,7 +327,7 @@ def _raise_failure(job: _Job, children: list[_Child], hung: list[_Child], printe
         child, cause = died[0], None
         what, detail = f"died: {_ending(child.status)}", ""
     elif errors:
-        child = min(errors, key=lambda one: one.result["at"] if one.result else 0.0)
+        child = min(errors, key=lambda failed: failed.result["at"] if failed.result else 0.0)
         assert child.result is not None
         cause = child.result["error"]
         what, detail = f"failed: {type(cause).__name__}: {cause}", child.result["trace"]

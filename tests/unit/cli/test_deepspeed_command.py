@@ -78,7 +78,7 @@ def test_processes_of_this_host(
     job = job_for(words, monkeypatch, devices, **env)
     assert (job.procs, job.env.get("CUDA_VISIBLE_DEVICES"), job.compat) == (procs, visible, "deepspeed")
     assert job.target.on(1).args == ("--local_rank=1",)
-    assert job.orders is None
+    assert job.assignment is None
 
 
 def test_hosts_that_start_themselves(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -91,10 +91,15 @@ def test_hosts_that_start_themselves(folder: Path, monkeypatch: pytest.MonkeyPat
 def test_other_hosts(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     words = "--hostfile hf -i node1:0,2 --force_multi --ssh_port 2222 --launcher_args=-v --no_local_rank train.py --x"
     job = job_for(words, monkeypatch)
-    assert job.orders is not None
-    assert [(at.host, at.ids) for at in job.orders.hosts] == [("node1", (0, 2))]
-    assert (job.reach.port, job.reach.args, job.orders.local_rank, job.orders.args) == (2222, ("-v",), False, ("--x",))
-    assert job.orders.told.launch.compat == "deepspeed"
+    assert job.assignment is not None
+    assert [(at.host, at.ids) for at in job.assignment.hosts] == [("node1", (0, 2))]
+    assert (job.reach.port, job.reach.args, job.assignment.local_rank, job.assignment.args) == (
+        2222,
+        ("-v",),
+        False,
+        ("--x",),
+    )
+    assert job.assignment.told.launch.compat == "deepspeed"
 
 
 @pytest.mark.parametrize(

@@ -51,13 +51,13 @@ def test_an_exit_that_is_announced_is_waited_for(tmp_path: Path, monkeypatch: py
     """Rank 0 keeps the store for a moment as it leaves: its exit code comes after the error of the others."""
     monkeypatch.setattr(failure, "stop", lambda *_: None)
     leaving = ended(tmp_path, 0, 0)
-    leaving.code, leaving.popen = None, Later()  # type: ignore[assignment]
+    leaving.code, leaving.popen = None, Redirect()  # type: ignore[assignment]
     text = "paceline.CollectiveError: gather failed, as rank 0 has left.  [collective-failed]\n  why: rank 0 has left: "
     found = first_failure([leaving, ended(tmp_path, 1, 1, text + failure.LEFT)], 0)
     assert found is not None and (found.rank, found.waiting) == (0, (1,))
 
 
-class Later:
+class Redirect:
     """A process that ends with 0, and not at the first look."""
 
     def __init__(self) -> None:

@@ -14,10 +14,10 @@ from paceline.cli import main as cli
 from paceline.config.given import Given
 from paceline.config.sources import resolve_launch
 from paceline.launch import host
+from paceline.launch.assignment import Assignment
 from paceline.launch.hosts import job_on_hosts, without_hostfile
 from paceline.launch.job import job_of
 from paceline.launch.launcher import LAUNCHERS, Job, Outcome, Rendered
-from paceline.launch.orders import Orders
 
 ENV = {"HOME": "/nonexistent", "NCCL_DEBUG": "s3cret", "PYTHONPATH": "/a b"}
 
@@ -82,17 +82,17 @@ def test_what_each_launcher_runs(name: str, hostfile: str) -> None:
     assert "s3cret" not in text
 
 
-def test_orders_travel(hostfile: str) -> None:
-    orders = job(hostfile=hostfile, include="node1:1", zero=2, procs="auto").orders
-    assert orders is not None
-    arrived = Orders.of(json.loads(json.dumps(orders.message())))
-    assert arrived.hosts == orders.hosts
-    mine, _ = job_of(arrived.on(0, None), arrived.script, arrived.args, ENV)
+def test_an_assignment_travels(hostfile: str) -> None:
+    assignment = job(hostfile=hostfile, include="node1:1", zero=2, procs="auto").assignment
+    assert assignment is not None
+    arrived = Assignment.from_message(json.loads(json.dumps(assignment.to_message())))
+    assert arrived.hosts == assignment.hosts
+    mine, _ = job_of(arrived.settings_of(0, None), arrived.script, arrived.args, ENV)
     assert (mine.procs, mine.nodes, mine.env["CUDA_VISIBLE_DEVICES"]) == (1, 1, "1")
     assert json.loads(mine.env["PACELINE_SETTINGS"])["zero"] == [2, "command line", "--zero"]
-    both = job(hostfile=hostfile).orders
+    both = job(hostfile=hostfile).assignment
     assert both is not None
-    second, _ = job_of(both.on(1, ("10.0.0.1", 4000)), "train.py", [], ENV)
+    second, _ = job_of(both.settings_of(1, ("10.0.0.1", 4000)), "train.py", [], ENV)
     assert (second.node_rank, second.nodes, second.main_address, second.main_port) == (1, 2, "10.0.0.1", 4000)
 
 
@@ -145,8 +145,8 @@ def test_a_launcher_of_ones_own(hostfile: str, capsys: pytest.CaptureFixture[str
             return ""
 
         def render(self, job: Job) -> Rendered:
-            assert job.orders is not None
-            return Rendered(job, job.target.command, steps=tuple(("pigeon", at.host) for at in job.orders.hosts))
+            assert job.assignment is not None
+            return Rendered(job, job.target.command, steps=tuple(("pigeon", at.host) for at in job.assignment.hosts))
 
         def submit(self, rendered: Rendered) -> Pigeon:
             print(rendered.steps)

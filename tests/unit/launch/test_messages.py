@@ -1,4 +1,4 @@
-"""What launchers say to each other: read strictly, and harmless to the machine whatever is said, and by whom."""
+"""What launchers say to each other: read strictly, and harmless to the membership whatever is said, and by whom."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import strangers
 from paceline.base.errors import Problem
 from paceline.launch import messages
 from paceline.launch.membership import Membership
-from paceline.launch.messages import Halt, Hello, Message, Over, Proposal, decode, encode
+from paceline.launch.messages import Join, Message, Proposal, RunEnded, StopProcesses, decode, encode
 from paceline.launch.rounds import End, Member, Report, Round, Rules
 from paceline.launch.typed import hints
 
@@ -23,10 +23,10 @@ A, B = Member("a", "host a", 1, "10.0.0.1", 1), Member("b", "host b", 2, "10.0.0
 @pytest.mark.parametrize(
     "message",
     [
-        Hello(A, (1, 3, 0, "paceline"), 0),
+        Join(A, (1, 3, 0, "paceline"), 0),
         Proposal(Round(1, 0, (A, B), 29500, "a failed", 1.5), (("a",), ("a", "b"))),
-        Over(End(1, "why", "a", Problem("launch-nodes", "what", ("one", "two"), "fix"))),
-        Over(End(0)),
+        RunEnded(End(1, "why", "a", Problem("launch-nodes", "what", ("one", "two"), "fix"))),
+        RunEnded(End(0)),
     ],
 )
 def test_a_message_arrives_as_it_was_sent(message: Message) -> None:
@@ -36,14 +36,15 @@ def test_a_message_arrives_as_it_was_sent(message: Message) -> None:
 @pytest.mark.parametrize(
     "text",
     [
-        "{}", "5", "[]", '"halt"', '{"kind": 5}', '{"kind": []}', '{"kind": "nothing"}', "[" * 100_000, "1" * 5000,
-        '{"kind": "halt", "how": "save"}', '{"kind": "halt", "how": "later", "why": ""}',
-        '{"kind": "halt", "how": "save", "why": "", "more": 1}', '{"kind": "ready", "round": true}',
-        '{"kind": "ready", "round": 1.5}', '{"kind": "ready", "round": -1}', '{"kind": "move", "place": ["x"]}',
-        '{"kind": "move", "place": ["x", 65536]}', '{"kind": "here", "here": "x", "round": 0, "leads": 0, "born": 0}',
-        '{"kind": "here", "here": "x", "round": 0, "leads": true, "born": NaN}',
-        '{"kind": "here", "here": "x", "round": 0, "leads": true, "born": 1e999}',
-        '{"kind": "bye", "why": "' + "x" * (1 << 20) + 'x"}', '{"kind": "rest", "report": 5}',
+        "{}", "5", "[]", '"stopprocesses"', '{"kind": 5}', '{"kind": []}', '{"kind": "nothing"}', "[" * 100_000, "1" * 5000,
+        '{"kind": "stopprocesses", "how": "save"}', '{"kind": "stopprocesses", "how": "later", "why": ""}',
+        '{"kind": "stopprocesses", "how": "save", "why": "", "more": 1}', '{"kind": "accept", "round": true}',
+        '{"kind": "accept", "round": 1.5}', '{"kind": "accept", "round": -1}', '{"kind": "switchrun", "place": ["x"]}',
+        '{"kind": "switchrun", "place": ["x", 65536]}',
+        '{"kind": "status", "member_id": "x", "round": 0, "leads": 0, "founded_at": 0}',
+        '{"kind": "status", "member_id": "x", "round": 0, "leads": true, "founded_at": NaN}',
+        '{"kind": "status", "member_id": "x", "round": 0, "leads": true, "founded_at": 1e999}',
+        '{"kind": "leave", "why": "' + "x" * (1 << 20) + 'x"}', '{"kind": "processesended", "report": 5}',
     ],
 )  # fmt: skip
 def test_what_is_no_message_is_read_by_nobody(text: str) -> None:
@@ -66,7 +67,7 @@ def test_nothing_but_messages_is_read() -> None:
 
 
 def some(kind: Any, draw: random.Random) -> Any:
-    """A value of a type, with names and places that the machine may know."""
+    """A value of a type, with names and places that the membership may know."""
     origin, args = get_origin(kind), get_args(kind)
     if origin is Annotated:
         if args[0] is str:
@@ -84,48 +85,64 @@ def some(kind: Any, draw: random.Random) -> Any:
     return {int: 1, float: draw.random(), bool: draw.random() < 0.5, str: "why"}[kind]
 
 
-def machine(draw: random.Random) -> tuple[Membership, list[int]]:
+def some_membership(draw: random.Random) -> tuple[Membership, list[int]]:
     """A launcher in some state, and the numbers of its connections."""
     rules = Rules(1, 3, max_restarts=3)
-    own = Membership(A, rules, draw.random() < 0.5, [B.place], 0.0, 1.0)
+    membership = Membership(A, rules, draw.random() < 0.5, [B.place], 0.0, 1.0)
     if draw.random() < 0.7:
-        own.rest(Report("new"), 0.0)
+        membership.processes_ended(Report("new"), 0.0)
     keys = [1, 2, 4]
     for key in keys[1:]:
         if draw.random() < 0.5:
-            own.heard(key, Hello(B, rules.common, 0), 0.1)
+            membership.on_message(key, Join(B, rules.common, 0), 0.1)
     if draw.random() < 0.5:  # it follows another one, in a round
-        own.heard(1, messages.Joined(B, True), 0.2)
-        own.heard(1, Proposal(Round(1, 0, (B, A)), ()), 0.2)
-        own.heard(1, messages.Go(1, ""), 0.2)
+        membership.on_message(1, messages.Joined(B, 0), 0.2)
+        membership.on_message(1, Proposal(Round(1, 0, (B, A)), ()), 0.2)
+        membership.on_message(1, messages.Commit(1, ""), 0.2)
     for tenth in range(draw.randrange(40)):
-        own.tick(0.3 + tenth / 10)
-    return own, keys
+        membership.tick(0.3 + tenth / 10)
+    return membership, keys
 
 
 @pytest.mark.parametrize("count", [300, pytest.param(20_000, marks=[pytest.mark.long, pytest.mark.timeout(600)])])
-def test_no_message_at_any_moment_is_a_fault_of_the_machine(count: int) -> None:
-    """Five messages to each machine, of those that have the secret, too: none raises, and all that it says can be sent."""
+def test_no_message_at_any_moment_is_a_fault_of_the_membership(count: int) -> None:
+    """Five messages to each launcher, of those that have the secret, too: none raises, and all that it says can be sent."""
     draw, said = random.Random(1), 0
     for _ in range(count):
-        own, keys = machine(draw)
+        membership, keys = some_membership(draw)
         now = 5.0
         for _ in range(5):
             kind = draw.choice(get_args(Message))
-            own.heard(draw.choice([*keys, 99]), some(kind, draw), now)
+            membership.on_message(draw.choice([*keys, 99]), some(kind, draw), now)
             if draw.random() < 0.2:
-                own.closed(draw.choice(keys), draw.choice(["closed", "refused", "silent", "secret", "stranger"]), now)
+                membership.on_closed(
+                    draw.choice(keys), draw.choice(["closed", "refused", "silent", "secret", "stranger"]), now
+                )
             if draw.random() < 0.2:
-                own.rest(Report(draw.choice(["done", "failed", "preempted"])), now)
+                membership.processes_ended(Report(draw.choice(["done", "failed", "preempted"])), now)
             now += draw.choice([0.1, 3.0])
-            own.tick(now)
-            for action in own.actions:
+            membership.tick(now)
+            for action in membership.actions:
                 if action[0] == "send":
                     said += 1
                     assert decode(encode(action[2])) == action[2]
-            own.actions.clear()
+            membership.actions.clear()
     assert said > count
 
 
-def test_halt_is_one_of_two() -> None:
-    assert json.loads(encode(Halt("end", "lost"))) == {"kind": "halt", "how": "end", "why": "lost"}
+def test_a_stop_has_one_of_two_modes() -> None:
+    assert json.loads(encode(StopProcesses("end", "lost"))) == {"kind": "stopprocesses", "how": "end", "why": "lost"}
+
+
+def test_a_launcher_that_joins_another_leader_keeps_what_it_knows() -> None:
+    """That leader may itself have been left behind, and not know it yet."""
+    membership = Membership(A, Rules(1, 3, max_restarts=3), False, [B.place], 0.0, 1.0)
+    membership.processes_ended(Report("new"), 0.0)
+    for message in (messages.Joined(B, 0), Proposal(Round(7, 0, (B, A)), ()), messages.Commit(7, "")):
+        membership.on_message(1, message, 0.2)
+    membership.on_closed(1, "closed", 0.3)
+    membership.on_message(3, messages.Joined(B, 2), 0.4)
+    membership.actions.clear()
+    membership.on_closed(3, "closed", 0.5)
+    asked = [action[2] for action in membership.actions if action[0] == "send"]
+    assert [message.round for message in asked if isinstance(message, Join)] == [7]

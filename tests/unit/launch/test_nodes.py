@@ -13,7 +13,7 @@ from paceline.launch import host, nodes
 from paceline.launch.connection import Connection
 from paceline.launch.launcher import Job, Target
 from paceline.launch.membership import Membership
-from paceline.launch.messages import Beat, Message
+from paceline.launch.messages import Heartbeat, Message
 from paceline.launch.nodes import Nodes
 from paceline.launch.rounds import Member, Rules
 
@@ -23,12 +23,12 @@ SECRET = "0123456789abcdef"
 class Closing(Membership):
     """Ends connection 3 as soon as anything is heard."""
 
-    def heard(self, key: int, message: Message, now: float) -> None:
+    def on_message(self, key: int, message: Message, now: float) -> None:
         self.actions.append(("close", 3))
 
 
-def meeting(machine: Membership, listener: socket.socket | None = None) -> Nodes:
-    return Nodes(Job(Target("script", "train.py")), listener, machine, SECRET)
+def meeting(membership: Membership, listener: socket.socket | None = None) -> Nodes:
+    return Nodes(Job(Target("script", "train.py")), listener, membership, SECRET)
 
 
 def test_a_connection_that_was_ended_by_what_came_before_it_is_not_served() -> None:
@@ -39,12 +39,12 @@ def test_a_connection_that_was_ended_by_what_came_before_it_is_not_served() -> N
     own._connections[2].flush()
     caller = Connection(1, theirs, SECRET, True)
     caller.connecting = False
-    caller.hear()
-    own.tend()
-    caller.say(Beat())
-    caller.hear()
+    caller.receive()
+    own.poll()
+    caller.send(Heartbeat(1))
+    caller.receive()
     own._add(Connection(3, other, SECRET, True))
-    own.tend()
+    own.poll()
     assert list(own._connections) == [2] and other.fileno() == -1
     own.leave_in_child()
     theirs.close()
@@ -64,14 +64,14 @@ def leader() -> Iterator[Nodes]:
 def test_strangers_have_little_room_and_little_time(
     leader: Nodes, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    place = leader.machine.me.place
-    links = [socket.create_connection(place) for _ in range(nodes._MOST_UNPROVED + 5)]
+    place = leader.membership.me.place
+    links = [socket.create_connection(place) for _ in range(nodes._UNPROVED_AT_MOST + 5)]
     for _ in range(2 * len(links)):
-        leader.tend()
-    assert len(leader._connections) == nodes._MOST_UNPROVED
+        leader.poll()
+    assert len(leader._connections) == nodes._UNPROVED_AT_MOST
     monkeypatch.setattr(nodes, "_PROVE_S", -1.0)
     leader._ticked = 0.0
-    leader.tend()
+    leader.poll()
     assert not leader._connections
     for link in links:
         link.close()

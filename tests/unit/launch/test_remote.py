@@ -13,25 +13,25 @@ from paceline.base.errors import ConfigError
 from paceline.config.given import Given
 from paceline.config.sources import resolve_launch
 from paceline.launch import host
-from paceline.launch.contact import Contact
+from paceline.launch.assignment import Assignment
+from paceline.launch.channels import HostChannel
 from paceline.launch.hostfile import Slots
 from paceline.launch.job import job_of
-from paceline.launch.orders import Orders
-from paceline.launch.remote import addresses, keep, reachable, survey
+from paceline.launch.remote import addresses, reachable, store, survey
 
 
 @pytest.fixture
-def orders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+def assignment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(host, "accelerators", lambda: host.Accelerators("cuda", 2))
     (tmp_path / "train.py").write_text("")
     told = resolve_launch([], {"HOME": "/nonexistent"})
     hosts = (Slots("node0", (0, 1)), Slots("node1", (1, 2)))
-    return Orders(told, "train.py", (), str(tmp_path), {}, hosts).message()
+    return Assignment(told, "train.py", (), str(tmp_path), {}, hosts).to_message()
 
 
-def test_nothing_is_missing(orders: dict[str, Any]) -> None:
-    assert survey(orders, 0) == []
+def test_nothing_is_missing(assignment: dict[str, Any]) -> None:
+    assert survey(assignment, 0) == []
 
 
 @pytest.mark.parametrize(
@@ -44,8 +44,8 @@ def test_nothing_is_missing(orders: dict[str, Any]) -> None:
         ({}, 1, "slots 1,2 are asked for, and there are 2 devices"),
     ],
 )
-def test_what_is_missing(changed: dict[str, Any], node: int, said: str, orders: dict[str, Any]) -> None:
-    (found,) = survey({**orders, **changed}, node)
+def test_what_is_missing(changed: dict[str, Any], node: int, said: str, assignment: dict[str, Any]) -> None:
+    (found,) = survey({**assignment, **changed}, node)
     assert said in found
 
 
@@ -64,18 +64,19 @@ def test_what_is_missing(changed: dict[str, Any], node: int, said: str, orders: 
     ],
 )
 def test_a_host_that_does_not_answer(command: str, said: str) -> None:
-    contact = Contact("x", ("sh", "-c", f"exec 1>&2; {command}"))
+    channel = HostChannel("x", ("sh", "-c", f"exec 1>&2; {command}"))
     try:
         if "sleep" not in command:
-            _, told = contact.process.communicate()
-            contact.hear(2, told)
-            contact.hear(2, b"")
-            contact.open = 0
-        assert said in contact.why(22, "/py", 3)
+            for stream, pipe in channel.pipes.items():
+                output = pipe.read()
+                if output:
+                    channel.receive(stream, output)
+                channel.receive(stream, b"")
+            channel._process.wait()
+        assert said in channel.why_silent(22, "/py", 3)
     finally:
-        if contact.process.poll() is None:
-            contact.process.kill()
-        contact.close()
+        channel._process.kill()
+        channel.close()
 
 
 def test_where_a_host_is_reached() -> None:
@@ -87,12 +88,12 @@ def test_where_a_host_is_reached() -> None:
     assert "127.0.0.1" not in addresses(["127.0.0.1"])
 
 
-def test_orders_are_kept_for_this_user_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_assignment_is_stored_for_this_user_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    keep("orders", {"secret": 1})
-    assert (tmp_path / "orders").stat().st_mode & 0o777 == 0o600
+    store("assignment", {"secret": 1})
+    assert (tmp_path / "assignment").stat().st_mode & 0o777 == 0o600
     with pytest.raises(FileExistsError):
-        keep("orders", {})
+        store("assignment", {})
 
 
 def test_a_hostfile_where_only_this_host_counts() -> None:

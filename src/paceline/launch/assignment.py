@@ -1,4 +1,4 @@
-"""What one host is told to run for a run that was started from another one, as it travels there."""
+"""What a host is to run for a run that was started from another one, as it travels there."""
 
 from __future__ import annotations
 
@@ -14,7 +14,9 @@ from paceline.config.sources import Launch
 from paceline.launch import secret
 from paceline.launch.hostfile import Slots
 
-VARIABLE = "PACELINE_ORDERS"  # where they travel through the environment of mpirun or srun
+# Where it travels through the environment of mpirun or srun. The name stays, as does the key "orders" of the messages: a
+# host with an older version looks for them, and then says which version it has.
+VARIABLE = "PACELINE_ORDERS"
 
 
 def python_version() -> str:
@@ -23,21 +25,21 @@ def python_version() -> str:
 
 
 @dataclass(frozen=True)
-class Orders:
+class Assignment:
     """A run on several hosts.
 
     Attributes:
-        told: the merged settings.
+        settings: the merged settings.
         script, args: what to run.
         cwd: the working directory, the same everywhere.
         env: variables that go along; they may hold secrets.
         hosts: who takes part, in the order of their ranks.
         local_rank: whether `--local_rank=N` goes before the script's own arguments.
         secret: made for this run, by which its launchers know each other.
-        version, python: of the host that gave the orders.
+        version, python: of the host that the run was started from.
     """
 
-    told: Launch
+    settings: Launch
     script: str
     args: tuple[str, ...]
     cwd: str
@@ -48,21 +50,23 @@ class Orders:
     version: str = VERSION
     python: str = python_version()
 
-    def message(self) -> dict[str, Any]:
-        """As they travel."""
+    def to_message(self) -> dict[str, Any]:
+        """As it travels."""
         return {**asdict(self), "env": dict(self.env)}
 
     @classmethod
-    def of(cls, message: dict[str, Any]) -> Orders:
-        """As they have travelled; for orders of this version alone."""
-        told = message["told"]
-        launch, run = LaunchSettings(**told["launch"]), RunSettings(**told["run"])
-        decisions = tuple(Choice(**row) for row in told["decisions"])
-        hosts = tuple(Slots(each["host"], tuple(each["ids"])) for each in message["hosts"])
-        args = tuple(message["args"])
-        return cls(**{**message, "told": Launch(launch, run, decisions), "hosts": hosts, "args": args})
+    def from_message(cls, message: dict[str, Any]) -> Assignment:
+        """As it has travelled; for an assignment of this version alone."""
+        merged = message["settings"]
+        settings = Launch(
+            LaunchSettings(**merged["launch"]),
+            RunSettings(**merged["run"]),
+            tuple(Choice(**row) for row in merged["decisions"]),
+        )
+        hosts = tuple(Slots(host["host"], tuple(host["ids"])) for host in message["hosts"])
+        return cls(**{**message, "settings": settings, "hosts": hosts, "args": tuple(message["args"])})
 
-    def on(self, node: int, place: tuple[str, int] | None) -> Launch:
+    def settings_of(self, node: int, place: tuple[str, int] | None) -> Launch:
         """The settings of one host.
 
         Args:
@@ -70,7 +74,7 @@ class Orders:
             place: where node 0 listens; None where there is no other.
         """
         slots = self.hosts[node].ids
-        mine: dict[str, Any] = {
+        values: dict[str, Any] = {
             "hostfile": None,
             "nodes": len(self.hosts),
             "node_rank": node,
@@ -79,9 +83,9 @@ class Orders:
             "gpu_ids": ",".join(map(str, slots)),
         }
         if place is not None:
-            mine |= {"main_address": place[0], "main_port": place[1]}
-        rows = tuple(
-            Choice(row.field, mine[row.field], "command line", "--hostfile") if row.field in mine else row
-            for row in self.told.decisions
-        )
-        return replace(self.told, launch=replace(self.told.launch, **mine), decisions=rows)
+            values["main_address"], values["main_port"] = place
+        decisions = list(self.settings.decisions)
+        for index, row in enumerate(decisions):
+            if row.field in values:
+                decisions[index] = Choice(row.field, values[row.field], "command line", "--hostfile")
+        return replace(self.settings, launch=replace(self.settings.launch, **values), decisions=tuple(decisions))

@@ -30,12 +30,12 @@ def disagreement(
         if here != there:
             why = f"{_called(me)} says {here}, {_called(other)} says {there}"
             return Problem("launch-nodes", f"nodes disagree about the {name}.", why, fix)
-    for each in present:
-        if other.node >= 0 and each.node == other.node:
-            why = f"from {each.host} and from {other.host}"
+    for member in present:
+        if other.node >= 0 and member.node == other.node:
+            why = f"from {member.host} and from {other.host}"
             return Problem("launch-nodes", f"node {other.node} is there twice.", why, fix)
-        if (other.node >= 0) != (each.node >= 0):
-            why = f"{_called(each)} and {_called(other)}"
+        if (other.node >= 0) != (member.node >= 0):
+            why = f"{_called(member)} and {_called(other)}"
             return Problem("launch-nodes", "some nodes have a number, and others have none.", why, fix)
     return None
 
@@ -50,12 +50,12 @@ def cut_off(lost: str, here: int, before: int) -> Problem:
     )
 
 
-def unanswered(join_s: float, answers: Mapping[Place, str]) -> Problem:
+def unanswered(join_timeout_s: float, answers: Mapping[Place, str]) -> Problem:
     """No run was found."""
     told = ", ".join(f"{place[0]}:{place[1]} {_ANSWERS.get(how, how)}" for place, how in answers.items())
     return Problem(
         "launch-address",
-        f"node 0 does not answer within {join_s:g} s.",
+        f"node 0 does not answer within {join_timeout_s:g} s.",
         f"--main-address, --main-port: {told or 'this host'}",
         "start node 0 too, let its firewall pass that port, or wait longer with --rdzv-conf timeout=600",
     )
@@ -77,12 +77,12 @@ def other_secret(answers: Mapping[Place, str]) -> Problem | None:
 
 def too_few(rules: Rules, members: Sequence[Member], port: int, lost: str) -> Problem:
     """Not enough nodes came, or came back."""
-    numbers = {each.node for each in members}
+    numbers = {member.node for member in members}
     missing = [node for node in range(rules.most) if node not in numbers]
     who = f"nodes {missing}" if min(numbers) >= 0 else f"{rules.least - len(members)} of {rules.least} nodes"
     return Problem(
         "launch-address",
-        f"{who} did not come within {rules.join_s:g} s.",
+        f"{who} did not come within {rules.join_timeout_s:g} s.",
         f"node 0 waits at port {port}{f'; before, {lost}' if lost else ''}",
         "start the same command on each of them, with --main-address naming this host",
     )
