@@ -79,7 +79,7 @@ def at_endpoint(port: int, **changes: str | None) -> Iterator[None]:
 
 def free() -> None:
     """Ends the leases that this process holds: a saver keeps one until it is collected, which a test does not wait for."""
-    from paceline.checkpoint.remote import STORE
+    from paceline.checkpoint.store.remote import STORE
 
     for lease in STORE._leases.values():
         lease.release()
@@ -99,7 +99,7 @@ def forget() -> None:
 
 def filesystem() -> Any:
     """The bucket as others see it."""
-    from paceline.checkpoint import objects
+    from paceline.checkpoint.store import objects
 
     return objects.filesystem("s3://")
 

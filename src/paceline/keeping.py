@@ -52,7 +52,7 @@ class Keeping(Participant):
         Raises:
             CheckpointError: on every rank; what was saved in the folder before is whole.
         """
-        from paceline.checkpoint import model as files  # takes half a second: not before it is needed
+        from paceline.checkpoint.weights import model as files  # takes half a second: not before it is needed
 
         files.save_model(
             self.unwrap_model(model), save_directory, max_shard_size, safe_serialization, **self._whole_of(model)
@@ -72,7 +72,7 @@ class Keeping(Participant):
         Raises:
             CheckpointError: `checkpoint-other-model` with what is missing, unexpected or misshapen; nothing was touched.
         """
-        from paceline.checkpoint import model as files
+        from paceline.checkpoint.weights import model as files
 
         files.load_model(self.unwrap_model(model), directory, strict=strict, **self._whole_of(model, ("peers", "tied")))
 

@@ -20,7 +20,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from paceline.base.errors import PlanError, PrepareError, Problem
 from paceline.base.log import logger, warn_once
-from paceline.checkpoint.module_state import clean
+from paceline.checkpoint.state.module_state import clean
 from paceline.data.active import ActiveLoaders
 from paceline.data.loader import PreparedLoader
 from paceline.data.prepare import prepare_loader

@@ -13,10 +13,10 @@ from paceline.base.errors import CheckpointError
 from paceline.base.log import logger
 from paceline.checkpoint import retention
 from paceline.checkpoint.agree import agreed
-from paceline.checkpoint.module_state import own_names
-from paceline.checkpoint.state import RunState, TrainState
+from paceline.checkpoint.state.module_state import own_names
+from paceline.checkpoint.state.train_state import RunState, TrainState
+from paceline.checkpoint.state.window import Gradients, Window
 from paceline.checkpoint.store import store_for
-from paceline.checkpoint.window import Gradients, Window
 from paceline.data.active import ActiveLoaders
 from paceline.data.loader import PreparedLoader
 from paceline.evaluation_stop import StepEnd

@@ -20,10 +20,10 @@ from safetensors.torch import load_file
 
 from paceline import Accelerator
 from paceline.base.errors import CheckpointError
-from paceline.checkpoint.deepspeed import DeepSpeedFolder
-from paceline.checkpoint.export import export_checkpoint
-from paceline.checkpoint.model import load_model
+from paceline.checkpoint.weights.export import export_checkpoint
+from paceline.checkpoint.weights.model import load_model
 from paceline.compat.deepspeed import schedules
+from paceline.compat.deepspeed.checkpoint_format_files import DeepSpeedFolder
 from paceline.compat.deepspeed.initialize import initialize
 from paceline.testing import run_ranks
 

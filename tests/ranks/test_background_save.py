@@ -24,9 +24,9 @@ from torch.utils.data import DataLoader, TensorDataset
 from paceline import Accelerator
 from paceline.base.errors import CheckpointError
 from paceline.checkpoint import checkpointer, verify
-from paceline.checkpoint.local import LocalStore
-from paceline.checkpoint.manifest import Manifest
+from paceline.checkpoint.format.manifest import Manifest
 from paceline.checkpoint.retention import Keep
+from paceline.checkpoint.store.local import LocalStore
 from paceline.testing import ranks, run_ranks
 from paceline.testing.ranks import RankFailed
 

@@ -16,8 +16,8 @@ from torch import nn
 
 from paceline import Accelerator
 from paceline.base.errors import CheckpointError
-from paceline.checkpoint import export
-from paceline.checkpoint.held import Held
+from paceline.checkpoint.weights import export
+from paceline.checkpoint.weights.divided import Held
 from paceline.testing import run_ranks
 from paceline.world.layout import AXES
 

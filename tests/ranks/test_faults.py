@@ -18,9 +18,9 @@ from typing import Any
 import pytest
 import torch
 
+from paceline.checkpoint.format.manifest import verify
 from paceline.checkpoint.listing import entries
-from paceline.checkpoint.local import LocalStore
-from paceline.checkpoint.manifest import verify
+from paceline.checkpoint.store.local import LocalStore
 
 SCRIPTS = Path(__file__).parent / "scripts"
 BATCHES = 20

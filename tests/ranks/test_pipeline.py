@@ -321,7 +321,7 @@ def test_states_are_saved_and_loaded(tmp_path):
 
     for first, again in run_ranks(run, world=2):
         assert first == again
-    from paceline.checkpoint.model import load_model
+    from paceline.checkpoint.weights.model import load_model
 
     model = made("gpt tied")
     load_model(model, tmp_path / "model")

@@ -50,7 +50,7 @@ def test_every_package_that_is_named_can_be_installed(root) -> None:
     found = hints(root)
     wrong = {place: sorted(set(names) - ON_PYPI) for place, names in found.items() if set(names) - ON_PYPI}
     assert not wrong, f"not on PYPI in this form, or missing in this test's list: {wrong}"
-    assert "src/paceline/checkpoint/objects.py" in found and "docs/how-to/checkpoint-to-s3.md" in found
+    assert "src/paceline/checkpoint/store/objects.py" in found and "docs/how-to/checkpoint-to-s3.md" in found
 
 
 def test_the_name_of_each_package_that_a_tracker_needs_is_known() -> None:

@@ -1,4 +1,4 @@
-"""A new strategy, launcher, tracker or store is one new file: the registry finds it, and what uses it takes it."""
+"""A strategy, launcher, tracker, store or checkpoint format is one new file: the registry finds it, and its users take it."""
 
 from __future__ import annotations
 
@@ -68,6 +68,34 @@ class Toy:
 LAUNCHER = Toy()
 """
 
+CHECKPOINT_FORMAT = """
+from paceline.checkpoint.format.checkpoint_format import CheckpointFormat, Summary
+
+class Toy(CheckpointFormat):
+    name = "toy"
+
+    def recognises(self, store, folder):
+        return store.exists(store.join(folder, "toy.pt"))
+
+    def summary(self, store, folder):
+        return Summary(step=7)
+
+    def read(self, store, folder, state, names):
+        from paceline.checkpoint.format.translation import Translation
+
+        translation = Translation(state, {"models"}, names)
+        translation.add_model("model", self.weights(store, folder, ""))
+        translation.set("run", {**state.run.state_dict(), "step": 7})
+        return translation.opened()
+
+    def weights(self, store, folder, model):
+        from paceline.checkpoint.weights.sources import torch_weights
+
+        return torch_weights([store.join(folder, "toy.pt")]) if self.recognises(store, folder) else None
+
+CHECKPOINT_FORMAT = Toy()
+"""
+
 Add = Callable[[str, str], None]
 
 
@@ -119,9 +147,49 @@ def test_a_store(add: Add) -> None:
 
     with pytest.raises(CheckpointError):
         store_for("toy://bucket/run")
-    add("paceline.checkpoint", STORE)
+    add("paceline.checkpoint.store", STORE)
     assert type(store_for("toy://bucket/run")).__name__ == "Toy"
     assert type(store_for("/tmp/run")).__name__ != "Toy"
+
+
+def test_a_checkpoint_format(
+    add: Add, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Through what users call: `load_state`, `--resume` (PACELINE_RESUME) and the commands."""
+    import torch
+
+    from paceline import Accelerator
+    from paceline.base.errors import CheckpointError
+    from paceline.cli.main import main
+
+    folder = tmp_path / "runs" / "seventh"
+    folder.mkdir(parents=True)
+    torch.save({"weight": torch.full((1, 2), 3.0), "bias": torch.full((1,), 4.0)}, folder / "toy.pt")
+
+    def loaded(load: Callable[[Accelerator], object]) -> list[float]:
+        accelerator = Accelerator(cpu=True)
+        model = torch.nn.Linear(2, 1)
+        model, _ = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        load(accelerator)
+        return torch.cat([parameter.detach().flatten() for parameter in model.parameters()]).tolist()
+
+    with pytest.raises(CheckpointError, match="checkpoint-none"):
+        loaded(lambda accelerator: accelerator.load_state(folder))
+    add("paceline.checkpoint.format", CHECKPOINT_FORMAT)
+    assert loaded(lambda accelerator: accelerator.load_state(folder)) == [3.0, 3.0, 4.0]
+    monkeypatch.setenv("PACELINE_RESUME", str(folder))
+    steps = []
+    assert loaded(lambda accelerator: steps.append(accelerator.resume().step)) == [3.0, 3.0, 4.0]
+    assert steps == [7]
+    for command, told in (
+        (["ls", str(folder.parent)], "toy format, unchecked"),
+        (["show", "--tensors", str(folder)], "models/model/weight"),
+        (["verify", str(folder)], "the toy format has no checksums"),
+        (["export", str(folder), str(tmp_path / "out")], "model.safetensors"),
+    ):
+        assert main(["checkpoint", *command]) == 0
+        assert told in capsys.readouterr().out
+    assert main(["checkpoint", "diff", str(folder), str(tmp_path / "out")]) == 0
 
 
 def test_a_launcher(add: Add) -> None:

@@ -22,12 +22,15 @@ class Registry:
         package: package whose modules are searched, such as `paceline.parallel`.
         attribute: name that a module must define to count as an implementation, such as `STRATEGY`.
         entry_points: group under which other distributions offer theirs, such as `paceline.strategies`.
+        libraries: a package with one package for each foreign library, such as `paceline.compat`. Its packages are
+            searched too; what one defines is called after that package.
     """
 
-    def __init__(self, package: str, attribute: str, entry_points: str) -> None:
+    def __init__(self, package: str, attribute: str, entry_points: str, *, libraries: str = "") -> None:
         self.package = package
         self.attribute = attribute
         self.entry_points = entry_points
+        self.libraries = libraries
         self._added: dict[str, Any] = {}
 
     def add(self, name: str, implementation: Any) -> None:
@@ -40,7 +43,7 @@ class Registry:
 
     def names(self) -> list[str]:
         """Names of all implementations, sorted."""
-        return sorted({*_modules(self.package, self.attribute), *_points(self.entry_points), *self._added})
+        return sorted({*self._modules(), *_points(self.entry_points), *self._added})
 
     def get(self, name: str) -> Any:
         """The implementation called `name`.
@@ -50,7 +53,7 @@ class Registry:
         """
         if name in self._added:
             return self._added[name]
-        module = _modules(self.package, self.attribute).get(name)
+        module = self._modules().get(name)
         if module is not None:
             return getattr(importlib.import_module(module), self.attribute)
         point = _points(self.entry_points).get(name)
@@ -65,6 +68,16 @@ class Registry:
 
     def __iter__(self) -> Iterator[Any]:
         return (self.get(name) for name in self.names())
+
+    def _modules(self) -> dict[str, str]:
+        """Names of modules by the names of the implementations that they define; none of them is imported for it."""
+        modules = dict(_modules(self.package, self.attribute))
+        if self.libraries:
+            for info in pkgutil.iter_modules(importlib.import_module(self.libraries).__path__):
+                in_package = _modules(f"{self.libraries}.{info.name}", self.attribute) if info.ispkg else {}
+                for module in in_package.values():
+                    modules[info.name] = module
+        return modules
 
 
 @cache

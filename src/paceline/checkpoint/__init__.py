@@ -6,22 +6,22 @@ from paceline.base.lazy import lazy_names
 
 # torch's distributed checkpoint takes over a second to import: not before something is saved or loaded.
 _WHERE = {
-    "STORES": "store",
-    "Checkpointer": "checkpointer",
-    "Loaded": "checkpointer",
-    "Manifest": "manifest",
-    "RunState": "state",
-    "Stateful": "state",
-    "Store": "store",
-    "TrainState": "state",
-    "check_stateful": "state",
-    "load_model": "model",
-    "load_object": "files",
-    "parse_size": "export",
-    "save_model": "model",
-    "save_object": "files",
-    "store_for": "store",
-    "verify": "manifest",
+    "STORES": "paceline.checkpoint.store",
+    "Checkpointer": "paceline.checkpoint.checkpointer",
+    "Loaded": "paceline.checkpoint.checkpointer",
+    "Manifest": "paceline.checkpoint.format.manifest",
+    "RunState": "paceline.checkpoint.state.train_state",
+    "Stateful": "paceline.checkpoint.state.train_state",
+    "Store": "paceline.checkpoint.store",
+    "TrainState": "paceline.checkpoint.state.train_state",
+    "check_stateful": "paceline.checkpoint.state.train_state",
+    "load_model": "paceline.checkpoint.weights.model",
+    "load_object": "paceline.checkpoint.files",
+    "parse_size": "paceline.checkpoint.weights.export",
+    "save_model": "paceline.checkpoint.weights.model",
+    "save_object": "paceline.checkpoint.files",
+    "store_for": "paceline.checkpoint.store",
+    "verify": "paceline.checkpoint.format.manifest",
 }
 
 __all__ = [
@@ -45,11 +45,11 @@ __all__ = [
 
 if TYPE_CHECKING:  # to type checkers a module with a `__getattr__` has every name, misspelt ones too
     from paceline.checkpoint.checkpointer import Checkpointer, Loaded
-    from paceline.checkpoint.export import parse_size
     from paceline.checkpoint.files import load_object, save_object
-    from paceline.checkpoint.manifest import Manifest, verify
-    from paceline.checkpoint.model import load_model, save_model
-    from paceline.checkpoint.state import RunState, Stateful, TrainState, check_stateful
+    from paceline.checkpoint.format.manifest import Manifest, verify
+    from paceline.checkpoint.state.train_state import RunState, Stateful, TrainState, check_stateful
     from paceline.checkpoint.store import STORES, Store, store_for
+    from paceline.checkpoint.weights.export import parse_size
+    from paceline.checkpoint.weights.model import load_model, save_model
 else:
-    __getattr__ = lazy_names(__name__, {name: f"{__name__}.{module}" for name, module in _WHERE.items()})
+    __getattr__ = lazy_names(__name__, _WHERE)

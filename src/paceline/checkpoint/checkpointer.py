@@ -18,7 +18,6 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from torch import Tensor
 from torch.distributed.checkpoint.metadata import Metadata
 
 from paceline.base import env
@@ -26,19 +25,19 @@ from paceline.base.errors import CheckpointError, Problem
 from paceline.checkpoint import retention
 from paceline.checkpoint.agree import Alone, Peers, agreed, distinct, raise_alike, together
 from paceline.checkpoint.background import Background
-from paceline.checkpoint.foreign import is_foreign, translate
-from paceline.checkpoint.lock import this_run
-from paceline.checkpoint.manifest import NAME, Checksummed, FileFact, Manifest, measure, read_json, verify
-from paceline.checkpoint.match import Mismatch
-from paceline.checkpoint.shards import INDEX, SavePlanner, read_index, read_shards, shapes, write_index, write_shard
-from paceline.checkpoint.share import Share, layout, local
+from paceline.checkpoint.format.checkpoint_format import CHECKPOINT_FORMATS, NATIVE, CheckpointFormat, format_of
+from paceline.checkpoint.format.manifest import NAME, STATE, Checksummed, FileFact, Manifest, measure, verify
+from paceline.checkpoint.format.shards import INDEX, SavePlanner, write_index, write_shard
+from paceline.checkpoint.format.share import Share, layout, local
+from paceline.checkpoint.format.translation import OpenCheckpoint
 from paceline.checkpoint.staging import Staging
-from paceline.checkpoint.state import Encoded, Restore, Shapes, TrainState, merge
+from paceline.checkpoint.state.match import Mismatch
+from paceline.checkpoint.state.train_state import Encoded, Restore, TrainState, merge
 from paceline.checkpoint.store import Store, store_for
+from paceline.checkpoint.store.lock import this_run
 from paceline.world import rendezvous
 
 _log = logging.getLogger("paceline.checkpoint")
-STATE = "state.json"
 
 
 @dataclass(frozen=True)
@@ -323,64 +322,53 @@ class Checkpointer:
         self.wait()
         store = self._store or store_for(path)
         home = store.resolve(os.fspath(path))
-        peers = self._peers
-        if together(peers, f"looking for {home}", lambda: self._look(store, home))[0]:
-            return self._load_foreign(home, state, strict)
-        manifest = agreed(peers, f"opening {home}", lambda: self._verified(store, home))
-        place = manifest.place(store, home)
-        index = agreed(peers, f"reading the index of {home}", lambda: read_index(store, place))
-        saved = agreed(peers, f"reading {STATE} of {home}", lambda: _read_state(store, place))
+        # Rank 0's answer counts: on hosts without a shared folder the others would find nothing.
+        name = together(self._peers, f"looking for {home}", lambda: self._recognise(store, home))[0]
+        checkpoint_format: CheckpointFormat = CHECKPOINT_FORMATS.get(name)
+        manifest = None
+        if checkpoint_format.has_manifest:
+            manifest = agreed(self._peers, f"opening {home}", lambda: self._verified(store, home))
+        checkpoint = checkpoint_format.open(store, home, state, self._peers, manifest)
+        notes = self._apply(home, checkpoint, strict)
+        return Loaded(home, manifest, notes)
 
-        read = partial(read_shards, store, place, index, manifest.files)
-        return Loaded(home, manifest, self._take(home, state, saved, shapes(index), read, strict))
+    def _recognise(self, store: Store, home: str) -> str:
+        """Brings back what a crash left aside; the name of the folder's format, ours where it is of none."""
+        if self._peers.rank:
+            return ""
+        if not store.exists(home):
+            folder, name = store.parent(home)
+            store.recover(folder, lambda other: other == name, lambda left: _files(store, left), clean=False)
+        checkpoint_format = format_of(store, home)
+        return NATIVE if checkpoint_format is None else checkpoint_format.name
 
-    def _take(
-        self,
-        home: str,
-        state: TrainState,
-        saved: dict[str, Any],
-        sizes: Shapes,
-        read: Callable[[dict[str, Tensor]], None],
-        strict: bool,
-        notes: tuple[str, ...] = (),
-    ) -> tuple[str, ...]:
+    def _apply(self, home: str, checkpoint: OpenCheckpoint, strict: bool) -> tuple[str, ...]:
         """Compares, and once all ranks agree that it fits, reads and applies; returns what is not exactly as it was."""
-        peers = self._peers
+        peers, state, saved = self._peers, checkpoint.state, checkpoint.saved
 
         def match() -> Restore:
-            restore = state.match(saved, sizes, peers.rank, strict=strict)
+            restore = state.match(saved, checkpoint.shapes, peers.rank, strict=strict)
             if restore.problems:
                 raise CheckpointError.of(restore.problems)
             return restore
 
         restore = agreed(peers, f"comparing {home} with this run", match)
-        notes += _judge(peers.gather_object(restore.mismatches), home, strict)
+        notes = [*checkpoint.notes, *_judge(peers.gather_object(restore.mismatches), home, strict)]
 
-        def take() -> list[str]:
-            read(restore.targets)
-            for few in state.sums(saved, sizes):
-                read(few)
+        def read_and_apply() -> list[str]:
+            checkpoint.read(restore.targets)
+            for targets in state.sums(saved, checkpoint.shapes):
+                checkpoint.read(targets)
             state.apply(saved, restore, peers.rank)
             return restore.notes
 
-        ranks = together(peers, f"reading {home}", take)
-        said = tuple(dict.fromkeys([*notes, *(note for theirs in ranks for note in theirs)]))
+        for notes_of_rank in together(peers, f"reading {home}", read_and_apply):
+            notes += notes_of_rank
+        unique_notes = tuple(dict.fromkeys(notes))
         if peers.rank == 0:
-            for note in said:
+            for note in unique_notes:
                 _log.warning("loaded %s: %s", home, note)
-        return said
-
-    def _look(self, store: Store, home: str) -> bool:
-        """Brings back what a crash left aside; whether the folder is another library's."""
-        if self._peers.rank == 0 and not store.exists(home):
-            folder, name = store.parent(home)
-            store.recover(folder, lambda other: other == name, lambda left: _files(store, left), clean=False)
-        return is_foreign(home)
-
-    def _load_foreign(self, home: str, state: TrainState, strict: bool) -> Loaded:
-        found = translate(home, state, self._peers)
-        said = self._take(home, found.state, found.saved, found.shapes, found.read, strict, tuple(found.notes))
-        return Loaded(home, None, said)
+        return unique_notes
 
     def _verified(self, store: Store, home: str) -> Manifest:
         _check_present(store, home)
@@ -486,10 +474,6 @@ def _write_json(store: Store, path: str, tree: Any) -> FileFact:
         stream = Checksummed(file)
         stream.write(json.dumps(tree).encode())
     return stream.fact
-
-
-def _read_state(store: Store, place: str) -> dict[str, Any]:
-    return read_json(store, store.join(place, STATE))
 
 
 def _check_present(store: Store, home: str) -> None:

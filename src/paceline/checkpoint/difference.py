@@ -10,12 +10,16 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from paceline.checkpoint.listing import home_of, is_checkpoint, the_checkpoint
-from paceline.checkpoint.manifest import Manifest, read_json
-from paceline.checkpoint.shards import read_index, read_shards, shapes
+from paceline.checkpoint.format.checkpoint_format import format_of
+from paceline.checkpoint.format.manifest import STATE, Manifest, read_json
+from paceline.checkpoint.format.shards import read_index, read_shards, shapes
+from paceline.checkpoint.listing import home_of, the_checkpoint
+from paceline.checkpoint.store import Store
+from paceline.checkpoint.weights.opening import open_weights
+from paceline.checkpoint.weights.sources import SafeWeights, Weights, read_whole
 
 _MODELS = "models/"
-_ENDING = ".safetensors"
+_MODEL = "models/model/"
 
 
 @dataclass(frozen=True)
@@ -49,19 +53,22 @@ class Side(Protocol):
 
 
 class Saved:
-    """A checkpoint.
+    """A checkpoint of ours.
+
+    Args:
+        store, home: where it lies.
 
     Raises:
-        CheckpointError: `checkpoint-missing`, `checkpoint-none`, `checkpoint-damaged`, `checkpoint-unsafe`.
+        CheckpointError: `checkpoint-damaged`, `checkpoint-unsafe`.
     """
 
-    def __init__(self, path: str) -> None:
-        self._store, home = the_checkpoint(path)
-        manifest = Manifest.read(self._store, home)
-        self._files, self._place = manifest.files, manifest.place(self._store, home)
-        self._index = read_index(self._store, self._place)
+    def __init__(self, store: Store, home: str) -> None:
+        manifest = Manifest.read(store, home)
+        self._store, self._files = store, manifest.files
+        self._place = manifest.place(store, home)
+        self._index = read_index(store, self._place)
         self.facts = shapes(self._index)
-        self.values = dict(leaves(read_json(self._store, self._store.join(self._place, "state.json"))))
+        self.values = dict(leaves(read_json(store, store.join(self._place, STATE))))
 
     def read(self, name: str) -> Tensor:
         """One tensor, whole, on the CPU."""
@@ -71,46 +78,38 @@ class Saved:
         return tensor
 
 
-class Weights:
-    """A file or folder of safetensors: a model alone, whose names are those of `models/model/` in a checkpoint.
+class ModelAlone:
+    """Weights without the state of a run; their names are those of `models/model/` in a checkpoint of ours."""
 
-    Raises:
-        CheckpointError: `checkpoint-none`, `checkpoint-damaged`.
-    """
-
-    def __init__(self, home: str) -> None:
-        names = sorted(os.listdir(home)) if os.path.isdir(home) else [home]
-        paths = [os.path.join(home, name) for name in names if name.endswith(_ENDING)]
-        if not paths:
-            the_checkpoint(home)  # raises: it has no manifest
-        from safetensors import safe_open
-
-        from paceline.checkpoint.files import reading
-
+    def __init__(self, weights: Weights) -> None:
         self.values: dict[str, Any] = {}
         self.facts: dict[str, tuple[torch.Size, torch.dtype]] = {}
-        self._files: dict[str, Any] = {}
-        for path in paths:
-            with reading(path):
-                file: Any = safe_open(path, framework="pt")
-                for name in file.keys():  # noqa: SIM118  (it is no mapping)
-                    part = file.get_slice(name)
-                    empty = part[0:0] if part.get_shape() else file.get_tensor(name)
-                    self.facts[f"{_MODELS}model/{name}"] = (torch.Size(part.get_shape()), empty.dtype)
-                    self._files[f"{_MODELS}model/{name}"] = file
+        for name, tensor in weights.entries.items():
+            self.facts[f"{_MODEL}{name}"] = torch.Size(tensor.shape), tensor.dtype
+        self._weights = weights
 
     def read(self, name: str) -> Tensor:
         """One tensor, whole, on the CPU."""
-        found: Tensor = self._files[name].get_tensor(name.removeprefix(f"{_MODELS}model/"))
-        return found
+        return read_whole(self._weights, name.removeprefix(_MODEL))
 
 
-def side(path: str) -> Saved | Weights:
-    """What lies at a path: a checkpoint, or else safetensors."""
+def side(path: str) -> Side:
+    """What lies at a path: a checkpoint; or else safetensors, in a file or a folder.
+
+    Raises:
+        CheckpointError: `checkpoint-missing`, `checkpoint-none`, `checkpoint-damaged`, `checkpoint-unsafe`.
+    """
     store, home = home_of(path)
-    if "://" in home or is_checkpoint(store, home):
-        return Saved(path)
-    return Weights(home)
+    checkpoint_format = format_of(store, home)
+    if checkpoint_format is not None and checkpoint_format.has_manifest:
+        return Saved(store, home)
+    if checkpoint_format is not None:
+        return ModelAlone(open_weights(home))
+    names = sorted(os.listdir(home)) if os.path.isdir(home) else [home]
+    files = [os.path.join(home, name) for name in names if name.endswith(".safetensors")]
+    if not files:
+        the_checkpoint(path)  # raises: it is none
+    return ModelAlone(SafeWeights(files))
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, BinaryIO
 
+import numpy
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load as load_safetensors
@@ -18,6 +19,11 @@ from torch import Tensor
 
 from paceline.base.errors import CheckpointError
 from paceline.checkpoint.agree import os_problem, refusal
+
+# What numpy's arrays are pickled with: harmless, but unknown to torch's safe reader (`torch.serialization.safe_globals`).
+NUMPY_ARRAYS: list[Any] = [
+    numpy.empty(0).__reduce__()[0], numpy.ndarray, numpy.dtype, type(numpy.dtype(numpy.uint32)),
+]  # fmt: skip
 
 
 @contextmanager

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from paceline.base.errors import CheckpointError, Problem
 from paceline.checkpoint import retention
-from paceline.checkpoint.manifest import NAME, Manifest, verify
+from paceline.checkpoint.format.checkpoint_format import NATIVE, CheckpointFormat, Summary, format_of
+from paceline.checkpoint.format.manifest import NAME, Manifest, verify
 from paceline.checkpoint.store import Store, store_for
 from paceline.world.layout import Layout
 
@@ -22,7 +23,9 @@ class Entry:
     Attributes:
         name, path: its folder.
         bytes: of all files in it.
-        manifest: None of an unfinished save, or where the manifest cannot be read.
+        format: whose checkpoint it is; see `CheckpointFormat`.
+        summary: what can be said of it.
+        manifest: None of an unfinished save, of another library's, or where the manifest cannot be read.
         problems: files that are missing or have another length; none are read.
         unfinished: whether a save did not come to its end here.
     """
@@ -30,29 +33,35 @@ class Entry:
     name: str
     path: str
     bytes: int
+    format: str = NATIVE
+    summary: Summary = field(default_factory=Summary)
     manifest: Manifest | None = None
     problems: tuple[Problem, ...] = ()
     unfinished: bool = False
 
     @property
     def state(self) -> str:
-        """ "complete", "damaged" or "unfinished"."""
-        return "unfinished" if self.unfinished else "damaged" if self.problems else "complete"
+        """ "complete", "damaged", "unfinished"; or "unchecked", where the format has no list of files to compare with."""
+        if self.unfinished:
+            return "unfinished"
+        if self.format != NATIVE:
+            return "unchecked"
+        return "damaged" if self.problems else "complete"
 
     def json(self) -> dict[str, Any]:
         """As JSON values."""
-        made = self.manifest
         return {
             "name": self.name,
             "path": self.path,
+            "format": self.format,
             "state": self.state,
             "bytes": self.bytes,
-            "step": made and made.step,
-            "created": made and made.created,
-            "world_size": made and made.world_size,
-            "plan": made and plan_in_short(made),
-            "metrics": made.metrics if made else {},
-            "problems": [in_words(each) for each in self.problems],
+            "step": self.summary.step,
+            "created": self.summary.created,
+            "world_size": self.summary.world_size,
+            "plan": None if self.manifest is None else plan_in_short(self.manifest),
+            "metrics": {} if self.manifest is None else self.manifest.metrics,
+            "problems": [in_words(problem) for problem in self.problems],
         }
 
 
@@ -81,19 +90,15 @@ def home_of(path: str) -> tuple[Store, str]:
     return store, home
 
 
-def is_checkpoint(store: Store, home: str) -> bool:
-    """Whether a folder is a checkpoint itself, sound or not."""
-    return store.exists(store.join(home, NAME))
-
-
-def the_checkpoint(path: str) -> tuple[Store, str]:
-    """As `home_of`, for one checkpoint.
+def the_checkpoint(path: str) -> tuple[Store, str, CheckpointFormat]:
+    """As `home_of`, for one checkpoint, sound or not; and its format.
 
     Raises:
         CheckpointError: `checkpoint-missing`, `checkpoint-none`.
     """
     store, home = home_of(path)
-    if not is_checkpoint(store, home):
+    checkpoint_format = format_of(store, home)
+    if checkpoint_format is None:
         near = retention.near(store, home)
         raise CheckpointError(
             "checkpoint-none",
@@ -101,7 +106,20 @@ def the_checkpoint(path: str) -> tuple[Store, str]:
             why=f"checkpoints in or near it: {', '.join(near)}" if near else "no checkpoint lies near it",
             fix=f"say {near[-1]}" if near else "check the path; a finished checkpoint has a manifest.json",
         )
-    return store, home
+    return store, home, checkpoint_format
+
+
+def listed(path: str) -> tuple[Store, str, list[Entry]]:
+    """What lies at a path that is one checkpoint, a folder of some, or a run's folder; and that folder.
+
+    Raises:
+        CheckpointError: `checkpoint-missing`, `checkpoint-none`.
+    """
+    store, home = home_of(path)
+    if format_of(store, home) is not None:
+        checkpoint = entry(store, home, store.parent(home)[1])
+        return store, home, [] if checkpoint is None else [checkpoint]
+    return the_folder(path)
 
 
 def the_folder(path: str) -> tuple[Store, str, list[Entry]]:
@@ -112,9 +130,9 @@ def the_folder(path: str) -> tuple[Store, str, list[Entry]]:
     """
     store, home = home_of(path)
     for folder in (home, store.join(home, AUTOMATIC)):
-        found = entries(store, folder)
-        if found:
-            return store, folder, found
+        checkpoints = entries(store, folder)
+        if checkpoints:
+            return store, folder, checkpoints
     names = store.list(home)
     raise CheckpointError(
         "checkpoint-none",
@@ -126,29 +144,39 @@ def the_folder(path: str) -> tuple[Store, str, list[Entry]]:
 
 def entries(store: Store, folder: str) -> list[Entry]:
     """Checkpoints directly in a folder, the oldest first, then what unfinished saves left there."""
-    found = [entry(store, store.join(folder, name), name) for name in store.list(folder)]
-    return sorted(filter(None, found), key=lambda each: (each.unfinished, *_place(store, each)))
+    everything = [entry(store, store.join(folder, name), name) for name in store.list(folder)]
+    return sorted(filter(None, everything), key=lambda checkpoint: (checkpoint.unfinished, *_age(store, checkpoint)))
 
 
 def entry(store: Store, path: str, name: str) -> Entry | None:
     """What lies at a path; None where it has nothing to do with checkpoints."""
-    left = name.startswith(".") and any(mark in name for mark in _UNFINISHED)
-    whole = not left and is_checkpoint(store, path)
-    if not store.folder(path) or not (left or whole or retention.number(store, path) is not None):
+    if not store.folder(path):
         return None
-    size = sum(store.files(path).values())
-    if not whole:
-        return Entry(name, path, size, unfinished=True)
+    left_over = name.startswith(".") and any(mark in name for mark in _UNFINISHED)
+    checkpoint_format = None if left_over else format_of(store, path)
+    if checkpoint_format is None:
+        if left_over or retention.number(store, path) is not None:
+            return Entry(name, path, _size(store, path), unfinished=True)
+        return None
+    size = _size(store, path)
+    if not checkpoint_format.has_manifest:
+        return Entry(name, path, size, checkpoint_format.name, checkpoint_format.summary(store, path))
     try:
         manifest = Manifest.read(store, path)
     except CheckpointError as error:
         return Entry(name, path, size, problems=error.problems)
-    return Entry(name, path, size, manifest, tuple(verify(path, store, names=(), manifest=manifest)))
+    summary = Summary(manifest.step, manifest.created, manifest.world_size)
+    problems = verify(path, store, names=(), manifest=manifest)
+    return Entry(name, path, size, summary=summary, manifest=manifest, problems=tuple(problems))
 
 
-def _place(store: Store, each: Entry) -> tuple[int, float, str]:
-    number = retention.number(store, each.path)
-    return -1 if number is None else number, each.manifest.created if each.manifest else 0.0, each.name
+def _size(store: Store, path: str) -> int:
+    return sum(store.files(path).values())
+
+
+def _age(store: Store, checkpoint: Entry) -> tuple[int, float, str]:
+    number = retention.number(store, checkpoint.path)
+    return -1 if number is None else number, checkpoint.summary.created or 0.0, checkpoint.name
 
 
 def plan_in_short(manifest: Manifest) -> str:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from paceline.base.errors import CheckpointError
-from paceline.checkpoint.manifest import NAME, Manifest
+from paceline.checkpoint.format.manifest import NAME, Manifest
 from paceline.checkpoint.store import Store
 from paceline.config.keywords import checked_keywords
 

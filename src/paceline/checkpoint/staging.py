@@ -13,7 +13,8 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from paceline.checkpoint.share import Share
+from paceline.checkpoint.format.share import Share
+from paceline.torch_internals.checkpoint import copy_all
 
 _PIECE_BYTES = 16 << 20
 _PAGE = 4096
@@ -35,7 +36,7 @@ class Staging:
             filled = [(view, tensor) for view, tensor in zip(self._views, tensors, strict=True) if view.numel()]
             if filled:
                 views, sources = zip(*filled, strict=True)
-                torch._foreach_copy_(views, sources, non_blocking=self._memory.is_pinned())
+                copy_all(views, sources, non_blocking=self._memory.is_pinned())
             if self._memory.is_pinned():
                 torch.accelerator.synchronize()
 

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, Literal
 
 from paceline.base import env as environment
-from paceline.checkpoint import manifest
+from paceline.checkpoint.format import manifest
 from paceline.checkpoint.store import STORES, Store, store_for
 
 Kind = Literal["raise", "exit", "kill", "stop", "sleep", "preempt", "kill-launcher", "disk-full", "forbidden"]

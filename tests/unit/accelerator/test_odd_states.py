@@ -12,10 +12,11 @@ from torch.utils.data import DataLoader, TensorDataset
 from paceline import Accelerator
 from paceline.base.errors import CheckpointError
 from paceline.base.exits import PREEMPTED
-from paceline.checkpoint import Checkpointer, TrainState, manifest
-from paceline.checkpoint.local import LocalStore
-from paceline.checkpoint.manifest import Manifest
+from paceline.checkpoint import Checkpointer, TrainState
+from paceline.checkpoint.format import manifest
+from paceline.checkpoint.format.manifest import Manifest
 from paceline.checkpoint.retention import Keep
+from paceline.checkpoint.store.local import LocalStore
 from paceline.optim.local_sgd import LocalSGD
 from paceline.testing import run_ranks
 

@@ -14,9 +14,9 @@ from torch import nn
 
 from paceline.base.errors import CheckpointError
 from paceline.checkpoint import Checkpointer, Manifest, RunState, TrainState, store_for, verify
-from paceline.checkpoint.local import LocalStore
-from paceline.checkpoint.manifest import NAME, encoded, measure
+from paceline.checkpoint.format.manifest import NAME, encoded, measure
 from paceline.checkpoint.retention import Keep
+from paceline.checkpoint.store.local import LocalStore
 
 
 def failing(code: str, call, *args, **keywords) -> CheckpointError:
@@ -61,7 +61,7 @@ def test_optimizer_states_lie_under_parameter_names(make_run, tmp_path) -> None:
     run = make_run()
     run.train(1)
     folder = Checkpointer().save(tmp_path / "c", run.state())
-    from paceline.checkpoint.shards import read_index
+    from paceline.checkpoint.format.shards import read_index
 
     keys = set(read_index(LocalStore(), folder).state_dict_metadata)
     assert {"models/model/hidden.weight", "optimizers/optimizer/hidden.weight/exp_avg"} <= keys

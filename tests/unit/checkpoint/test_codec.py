@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from paceline.base.errors import CheckpointError
-from paceline.checkpoint.codec import Encoder, decode, references
+from paceline.checkpoint.state.codec import Encoder, decode, references
 
 
 def back(value):

@@ -8,9 +8,9 @@ from torch import nn
 
 from paceline.base.errors import CheckpointError
 from paceline.checkpoint import Checkpointer, RunState, TrainState, load_model, save_model
-from paceline.checkpoint.local import LocalStore
-from paceline.checkpoint.lock import this_run
-from paceline.checkpoint.opening import open_weights
+from paceline.checkpoint.store.local import LocalStore
+from paceline.checkpoint.store.lock import this_run
+from paceline.checkpoint.weights.opening import open_weights
 
 OUTSIDE = ["../secret.safetensors", "/secret.safetensors", "a/../../secret.safetensors", "..", ".", "", "a\0b", 7]
 

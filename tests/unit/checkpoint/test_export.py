@@ -15,10 +15,10 @@ from torch import nn
 from paceline import Accelerator
 from paceline.base.errors import CheckpointError
 from paceline.checkpoint import Checkpointer, TrainState, load_model, save_model
-from paceline.checkpoint import export as exporting
-from paceline.checkpoint.export import export_checkpoint
-from paceline.checkpoint.opening import open_weights
-from paceline.checkpoint.weight_files import _NAMES
+from paceline.checkpoint.weights import export as exporting
+from paceline.checkpoint.weights.export import export_checkpoint
+from paceline.checkpoint.weights.opening import open_weights
+from paceline.checkpoint.weights.weight_files import _NAMES
 from paceline.world.exchange import as_bytes
 
 

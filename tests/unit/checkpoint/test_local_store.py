@@ -6,9 +6,10 @@ import pytest
 from torch import nn
 
 from paceline.base.errors import CheckpointError
-from paceline.checkpoint import Checkpointer, TrainState, local
-from paceline.checkpoint.local import LocalStore
+from paceline.checkpoint import Checkpointer, TrainState
 from paceline.checkpoint.retention import Keep
+from paceline.checkpoint.store import local
+from paceline.checkpoint.store.local import LocalStore
 
 
 def state(value: float) -> TrainState:

@@ -10,14 +10,14 @@ from threading import Timer
 import pytest
 
 from paceline.base.errors import CheckpointError
-from paceline.checkpoint import lock
-from paceline.checkpoint.local import LocalStore
+from paceline.checkpoint.store import lock
+from paceline.checkpoint.store.local import LocalStore
 
 STORE = LocalStore()
 OTHER = """
 import sys, time
-from paceline.checkpoint.local import LocalStore
-from paceline.checkpoint.lock import this_run
+from paceline.checkpoint.store.local import LocalStore
+from paceline.checkpoint.store.lock import this_run
 release = LocalStore().hold(sys.argv[1], this_run())
 print("held", flush=True)
 sys.stdin.read()
@@ -111,7 +111,7 @@ def test_a_holder_that_has_not_said_who_it_is(tmp_path):
 def _refused(folder):
     """Whether another process is kept out."""
     code = f"""
-from paceline.checkpoint.local import LocalStore
+from paceline.checkpoint.store.local import LocalStore
 from paceline.base.errors import CheckpointError
 try:
     LocalStore().hold({str(folder)!r}, {{}})()

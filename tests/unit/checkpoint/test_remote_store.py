@@ -29,9 +29,9 @@ from paceline.checkpoint import (
     remote_files,
     verify,
 )
-from paceline.checkpoint.lease import Lease
-from paceline.checkpoint.remote import RemoteStore
 from paceline.checkpoint.store import store_for
+from paceline.checkpoint.store.lease import Lease
+from paceline.checkpoint.store.remote import RemoteStore
 
 
 def state(value: float, size: int = 2) -> TrainState:
@@ -275,7 +275,8 @@ def test_an_upload_cut_off_midway(s3, s3_server, small_parts) -> None:
 CLIENT = """
 import os, signal, sys
 from torch import nn
-from paceline.checkpoint import Checkpointer, TrainState, checkpointer, remote_files
+from paceline.checkpoint import Checkpointer, TrainState, checkpointer
+from paceline.checkpoint.store import remote_files
 remote_files.PART = 5 << 20
 def die(*_):
     os.kill(os.getpid(), signal.SIGKILL)
@@ -410,9 +411,9 @@ def short_leases(monkeypatch):
 
 HOLDER = """
 import sys
-from paceline.checkpoint import lease
-from paceline.checkpoint.lock import this_run
-from paceline.checkpoint.remote import STORE
+from paceline.checkpoint.store import lease
+from paceline.checkpoint.store.lock import this_run
+from paceline.checkpoint.store.remote import STORE
 lease.RENEW_S = 0.1
 lease._process = lambda pid: "" if sys.argv[2] == "elsewhere" else PROCESS(pid)
 STORE.hold(sys.argv[1], this_run())

@@ -185,7 +185,7 @@ def test_prune(run_folder, capsys):
 def test_prune_leaves_a_folder_alone_that_a_run_holds(run_folder, capsys):
     folder = str(run_folder / "checkpoints")
     hold = (
-        "import sys; from paceline.checkpoint.local import STORE\n"
+        "import sys; from paceline.checkpoint.store.local import STORE\n"
         f"STORE.hold({folder!r}, {{'host': 'here', 'pid': '7'}}); print('held', flush=True); sys.stdin.read()"
     )
     other = subprocess.Popen([sys.executable, "-c", hold], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)

@@ -27,6 +27,11 @@ def age(created: float) -> str:
     return f"{seconds:.0f} s ago"
 
 
+def known(value: object) -> str:
+    """A value in a table; "-" where it is not known."""
+    return "-" if value is None else str(value)
+
+
 def moment(created: float) -> str:
     """A time of this place, such as "2026-05-04 13:37:00"."""
     return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(created))

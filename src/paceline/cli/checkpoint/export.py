@@ -29,7 +29,7 @@ def run(args: argparse.Namespace) -> int:
     """Prints the files that were written."""
     import os
 
-    from paceline.checkpoint.export import export_checkpoint
+    from paceline.checkpoint.weights.export import export_checkpoint
 
     names = export_checkpoint(
         args.checkpoint,

@@ -7,8 +7,12 @@ from __future__ import annotations
 
 import argparse
 import json
+from typing import TYPE_CHECKING
 
 from paceline.cli.checkpoint import _text
+
+if TYPE_CHECKING:
+    from paceline.checkpoint.listing import Entry
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -20,30 +24,32 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Prints a line for each checkpoint, the oldest first."""
-    from paceline.checkpoint.listing import Entry, entry, home_of, is_checkpoint, the_folder
+    from paceline.checkpoint.listing import listed
 
-    store, home = home_of(args.folder)
-    found: list[Entry]
-    if is_checkpoint(store, home):
-        found = [each for each in [entry(store, home, store.parent(home)[1])] if each]
-    else:
-        home, found = the_folder(args.folder)[1:]
+    _, folder, checkpoints = listed(args.folder)
     if args.json:
-        print(json.dumps({"folder": home, "checkpoints": [each.json() for each in found]}, indent=2))
+        as_json = [checkpoint.json() for checkpoint in checkpoints]
+        print(json.dumps({"folder": folder, "checkpoints": as_json}, indent=2))
         return 0
     rows = [("name", "step", "age", "size", "ranks", "plan", "state")]
-    for each in found:
-        made, facts = each.manifest, each.json()
-        rows.append(
-            (
-                each.name,
-                str(made.step) if made else "-",
-                _text.age(made.created) if made else "-",
-                _text.size(each.bytes),
-                str(made.world_size) if made else "-",
-                str(facts["plan"] or "-"),
-                f"damaged: {facts['problems'][0]}" if facts["problems"] else each.state,
-            )
-        )
-    print(f"{home}\n{_text.table(rows, '  ')}")
+    rows += [_row(checkpoint) for checkpoint in checkpoints]
+    print(f"{folder}\n{_text.table(rows, '  ')}")
     return 0
+
+
+def _row(checkpoint: Entry) -> tuple[str, ...]:
+    summary, facts = checkpoint.summary, checkpoint.json()
+    state = checkpoint.state
+    if state == "unchecked":
+        state = f"{checkpoint.format} format, unchecked"
+    elif facts["problems"]:
+        state = f"damaged: {facts['problems'][0]}"
+    return (
+        checkpoint.name,
+        _text.known(summary.step),
+        "-" if summary.created is None else _text.age(summary.created),
+        _text.size(checkpoint.bytes),
+        _text.known(summary.world_size),
+        _text.known(facts["plan"]),
+        state,
+    )

@@ -27,7 +27,7 @@ def run(args: argparse.Namespace) -> int:
     """Prints each checkpoint that goes, with its size; exit code 1 where one could not be removed."""
     from paceline.checkpoint import retention
     from paceline.checkpoint.listing import the_folder
-    from paceline.checkpoint.lock import this_run
+    from paceline.checkpoint.store.lock import this_run
 
     if args.keep_last is None and args.keep_every is None and args.best is None:
         raise ConfigError(

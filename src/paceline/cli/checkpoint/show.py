@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from paceline.cli.checkpoint import _text
 
 if TYPE_CHECKING:
-    from paceline.checkpoint.manifest import Manifest
+    from paceline.checkpoint.format.manifest import Manifest
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -22,37 +22,52 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prints what the manifest says, and with `--tensors` the index."""
-    from paceline.checkpoint.listing import plan_in_short, the_checkpoint
-    from paceline.checkpoint.manifest import Manifest
+    """Prints what the manifest says, and with `--tensors` the index; of another format what its files tell."""
+    from paceline.checkpoint.format.manifest import Manifest
+    from paceline.checkpoint.listing import the_checkpoint
 
-    store, home = the_checkpoint(args.checkpoint)
-    manifest = Manifest.read(store, home)
-    tensors: dict[str, tuple[list[int], str]] = {}
-    if args.tensors:
-        from paceline.checkpoint.shards import read_index, shapes
-
-        found = shapes(read_index(store, manifest.place(store, home)))
-        tensors = {
-            name: (list(shape), str(dtype).removeprefix("torch.")) for name, (shape, dtype) in sorted(found.items())
-        }
+    store, home, checkpoint_format = the_checkpoint(args.checkpoint)
+    if checkpoint_format.has_manifest:
+        manifest = Manifest.read(store, home)
+        as_json = asdict(manifest)
+        lines = [*_facts(manifest), *_plan(manifest.plan), *_files(manifest)]
+    else:
+        summary, sizes = checkpoint_format.summary(store, home), store.files(home)
+        as_json = {"format": checkpoint_format.name, **asdict(summary), "files": sizes}
+        lines = [_text.table([("format", checkpoint_format.name), ("step", _text.known(summary.step))], "  ")]
+        lines += [f"files: {len(sizes)}, {_text.size(sum(sizes.values()))}"]
+        lines += [_text.table([(name, _text.size(size)) for name, size in sizes.items()], "  ")]
+    tensors = _tensors(home) if args.tensors else {}
     if args.json:
-        rows = {name: {"shape": shape, "dtype": dtype} for name, (shape, dtype) in tensors.items()}
-        print(json.dumps({"path": home, **asdict(manifest), **({"tensors": rows} if args.tensors else {})}, indent=2))
+        if args.tensors:
+            as_json["tensors"] = {name: {"shape": shape, "dtype": dtype} for name, (shape, dtype) in tensors.items()}
+        print(json.dumps({"path": home, **as_json}, indent=2))
         return 0
-    print("\n".join([home, *_facts(manifest, plan_in_short(manifest)), *_plan(manifest.plan), *_files(manifest)]))
     if tensors:
-        print(f"tensors: {len(tensors)}")
-        print(_text.table(((name, dtype, str(shape)) for name, (shape, dtype) in tensors.items()), "  "))
+        rows = [(name, dtype, str(shape)) for name, (shape, dtype) in tensors.items()]
+        lines += [f"tensors: {len(tensors)}", _text.table(rows, "  ")]
+    print("\n".join([home, *lines]))
     return 0
 
 
-def _facts(manifest: Manifest, plan: str) -> list[str]:
+def _tensors(home: str) -> dict[str, tuple[list[int], str]]:
+    """Shape and dtype of each tensor by its path; of another format's those of the first model."""
+    from paceline.checkpoint.difference import side
+
+    tensors = {}
+    for name, (shape, dtype) in sorted(side(home).facts.items()):
+        tensors[name] = list(shape), str(dtype).removeprefix("torch.")
+    return tensors
+
+
+def _facts(manifest: Manifest) -> list[str]:
+    from paceline.checkpoint.listing import plan_in_short
+
     rows = [
         ("step", str(manifest.step)),
         ("saved", f"{_text.moment(manifest.created)} ({_text.age(manifest.created)})"),
         ("by", f"{manifest.world_size} ranks, Paceline {manifest.paceline}, torch {manifest.torch}"),
-        ("plan", plan),
+        ("plan", plan_in_short(manifest)),
         *((name, f"{value:g}") for name, value in manifest.metrics.items()),
     ]
     return [_text.table(rows, "  ")]
@@ -60,8 +75,11 @@ def _facts(manifest: Manifest, plan: str) -> list[str]:
 
 def _plan(plan: dict[str, Any]) -> list[str]:
     """The values that somebody chose, with where they came from."""
-    chosen = [each for each in plan.get("decisions", ()) if each["source"] != "default"]
-    rows = [(each["field"], str(each["value"]), each["where"] or each["reason"] or each["source"]) for each in chosen]
+    chosen = [decision for decision in plan.get("decisions", ()) if decision["source"] != "default"]
+    rows = []
+    for decision in chosen:
+        origin = decision["where"] or decision["reason"] or decision["source"]
+        rows.append((decision["field"], str(decision["value"]), origin))
     return ["chosen:", _text.table(rows, "  ")] if rows else []
 
 

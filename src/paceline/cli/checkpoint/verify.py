@@ -19,23 +19,19 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Compares every file with its checksum."""
-    from paceline.checkpoint.listing import entry, home_of, in_words, is_checkpoint, the_folder
-    from paceline.checkpoint.manifest import verify
+    from paceline.checkpoint.format.manifest import verify
+    from paceline.checkpoint.listing import in_words, listed
 
-    store, home = home_of(args.path)
-    if is_checkpoint(store, home):
-        found = [each for each in [entry(store, home, store.parent(home)[1])] if each]
-    else:
-        found = the_folder(args.path)[2]
-    progress = _text.Progress(sum(each.bytes for each in found if each.manifest))
+    store, _, checkpoints = listed(args.path)
+    progress = _text.Progress(sum(checkpoint.bytes for checkpoint in checkpoints if checkpoint.manifest))
     damaged = 0
-    for each in found:
-        problems = each.problems
-        if each.manifest is not None:
-            problems = tuple(verify(each.path, store, manifest=each.manifest, seen=progress))
+    for checkpoint in checkpoints:
+        problems = checkpoint.problems
+        if checkpoint.manifest is not None:
+            problems = tuple(verify(checkpoint.path, store, manifest=checkpoint.manifest, seen=progress))
         damaged += bool(problems)
         progress.clear()
-        print(f"{each.name}: {_verdict(each, damaged=bool(problems))}", flush=True)
+        print(f"{checkpoint.name}: {_verdict(checkpoint, damaged=bool(problems))}", flush=True)
         for problem in problems:
             print(f"  {in_words(problem)}")
     return 1 if damaged else 0
@@ -44,6 +40,8 @@ def run(args: argparse.Namespace) -> int:
 def _verdict(checkpoint: Entry, *, damaged: bool) -> str:
     if damaged:
         return "damaged"
+    if checkpoint.state == "unchecked":
+        return f"not checked: the {checkpoint.format} format has no checksums"
     if checkpoint.unfinished or checkpoint.manifest is None:
         return "unfinished"
     if not checkpoint.manifest.checksum:

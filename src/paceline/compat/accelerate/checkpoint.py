@@ -30,7 +30,7 @@ from torch import nn
 from paceline.base.errors import CheckpointError, CompatError
 from paceline.base.log import logger, warn_once
 from paceline.checkpoint.files import load_object, save_object, writing
-from paceline.checkpoint.model import load_model
+from paceline.checkpoint.weights.model import load_model
 
 _LOADERS = "paceline_loaders"
 # What numpy's random state is pickled with: harmless, but unknown to torch's safe reader.

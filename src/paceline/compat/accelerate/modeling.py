@@ -11,9 +11,9 @@ import torch
 from torch import nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
-from paceline.checkpoint.export import parse_size
 from paceline.checkpoint.files import read_tensors
-from paceline.checkpoint.model import load_model
+from paceline.checkpoint.weights.export import parse_size
+from paceline.checkpoint.weights.model import load_model
 from paceline.compat.absent import refuse
 from paceline.precision.policy import unwrap_forward
 

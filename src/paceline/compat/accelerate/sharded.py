@@ -11,10 +11,10 @@ from torch import nn
 
 from paceline.base.errors import CheckpointError
 from paceline.checkpoint.agree import agreed
-from paceline.checkpoint.export import export_checkpoint
 from paceline.checkpoint.files import load_object, save_object
-from paceline.checkpoint.match import Mismatch
-from paceline.checkpoint.module_state import ModuleState
+from paceline.checkpoint.state.match import Mismatch
+from paceline.checkpoint.state.module_state import ModuleState
+from paceline.checkpoint.weights.export import export_checkpoint
 from paceline.compat.accelerate.state import PartialState
 from paceline.world.sharded import is_sharded
 

@@ -4,7 +4,7 @@
     SAVE_DIR/global_step4/     a checkpoint of ours: models, optimizers, schedulers, loss scale, random streams, the
                                accumulation window, counters and the script's own `client_state`
 
-Folders that DeepSpeed itself wrote are read too (`paceline.checkpoint.deepspeed`).
+Folders that DeepSpeed itself wrote are read too (`checkpoint_format`).
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ import torch
 from paceline.base.errors import ConfigError
 from paceline.base.log import logger, warn_once
 from paceline.checkpoint.agree import agreed
-from paceline.checkpoint.deepspeed import tag_in
-from paceline.checkpoint.export import Rows, export_weights
 from paceline.checkpoint.files import replacing, writing
-from paceline.checkpoint.held import Held
-from paceline.checkpoint.module_state import clean
-from paceline.checkpoint.opening import open_weights
+from paceline.checkpoint.state.module_state import clean
 from paceline.checkpoint.store import Store, confined, store_for
+from paceline.checkpoint.weights.divided import Held
+from paceline.checkpoint.weights.export import Rows, export_weights
+from paceline.checkpoint.weights.opening import open_weights
 from paceline.compat.deepspeed.attendance import attendance
+from paceline.compat.deepspeed.checkpoint_format import tag_in
 from paceline.world.exchange import as_bytes
 
 _KEY = "deepspeed"  # where the engine's own state lies among the run's counters

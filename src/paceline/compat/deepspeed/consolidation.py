@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from paceline.base.log import warn_once
-from paceline.checkpoint.export import export_checkpoint
-from paceline.checkpoint.model import load_model
-from paceline.checkpoint.opening import open_weights
+from paceline.checkpoint.weights.export import export_checkpoint
+from paceline.checkpoint.weights.model import load_model
+from paceline.checkpoint.weights.opening import open_weights
 
 
 def get_fp32_state_dict_from_zero_checkpoint(

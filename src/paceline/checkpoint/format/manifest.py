@@ -24,6 +24,7 @@ from paceline.base.errors import CheckpointError, Problem, short_repr
 from paceline.checkpoint.store import Store
 
 NAME = "manifest.json"
+STATE = "state.json"
 FORMAT = "paceline-checkpoint"
 VERSION = 1
 _CHUNK = 1 << 22

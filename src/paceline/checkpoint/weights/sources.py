@@ -18,17 +18,17 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
-from torch.distributed.checkpoint.utils import _create_file_view
 
 from paceline.base.errors import CheckpointError
 from paceline.checkpoint.files import reading
-from paceline.checkpoint.shards import INDEX, read_index, tensor_of
+from paceline.checkpoint.format.shards import INDEX, read_index, tensor_of
 from paceline.checkpoint.store import Store, confined
+from paceline.torch_internals.checkpoint import file_view
 from paceline.world.parts import Part, regions
 
 Box = tuple[slice, ...]
 KINDS = (("model", "safetensors"), ("pytorch_model", "bin"))
-_DTYPES = {
+SAFETENSORS_DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64,
     "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
     "U16": torch.uint16, "U32": torch.uint32, "U64": torch.uint64, "C64": torch.complex64,
@@ -80,6 +80,11 @@ def fill(target: Tensor, part: Part, weights: Weights, name: str) -> None:
         target[here].copy_(weights.read(name, there))
 
 
+def read_whole(weights: Weights, name: str) -> Tensor:
+    """One tensor, whole, on the CPU."""
+    return weights.read(name, tuple(slice(0, size) for size in weights.entries[name].shape))
+
+
 class SafeWeights:
     """Files in the safetensors format.
 
@@ -106,9 +111,9 @@ class SafeWeights:
 
 
 def _dtype(name: str) -> torch.dtype:
-    if name not in _DTYPES:
+    if name not in SAFETENSORS_DTYPES:
         raise ValueError(f"it holds numbers of type {name}, which torch does not know")
-    return _DTYPES[name]
+    return SAFETENSORS_DTYPES[name]
 
 
 class TensorWeights:
@@ -163,7 +168,7 @@ def _state_in(found: Any, path: str) -> dict[str, Tensor]:
 
 
 class DividedWeights:
-    """A folder in the format of torch's distributed checkpoint: ours, accelerate's, torch's own.
+    """A folder in the format of torch's distributed checkpoint: ours, another library's, torch's own.
 
     Of the tensor that was read last the shards stay in memory, since its next rows are likely to be asked for.
 
@@ -219,7 +224,7 @@ class DividedWeights:
         if offset not in self._kept[1]:
             info = self._places[self._prefix + name][offset]
             with self._store.open(self._path(info), "rb") as file:
-                view = _create_file_view(cast(Any, file), info.offset, info.length)
+                view = file_view(file, info.offset, info.length)
                 self._kept[1][offset] = tensor_of(view, info.relative_path)
         return self._kept[1][offset]
 
@@ -232,7 +237,7 @@ class DividedWeights:
             if name.startswith(self._prefix) and name.removeprefix(self._prefix) not in self.entries:
                 (info,) = infos.values()
                 with self._store.open(self._path(info), "rb") as file:
-                    view = _create_file_view(cast(Any, file), info.offset, info.length)
+                    view = file_view(file, info.offset, info.length)
                     yield name.removeprefix(self._prefix), tensor_of(view, info.relative_path)
 
 

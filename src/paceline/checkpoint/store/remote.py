@@ -24,10 +24,10 @@ from collections.abc import Callable, Collection, Mapping
 from typing import Any, BinaryIO, cast
 
 from paceline.base.errors import CheckpointError
-from paceline.checkpoint import objects
-from paceline.checkpoint.lease import Lease
-from paceline.checkpoint.manifest import NAME, encoded
-from paceline.checkpoint.remote_files import Upload, open_reader
+from paceline.checkpoint.format.manifest import NAME, encoded
+from paceline.checkpoint.store import objects
+from paceline.checkpoint.store.lease import Lease
+from paceline.checkpoint.store.remote_files import Upload, open_reader
 
 _log = logging.getLogger("paceline.checkpoint")
 _MARKS = ".saving"

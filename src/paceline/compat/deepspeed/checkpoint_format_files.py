@@ -19,17 +19,15 @@ from functools import cached_property
 from math import prod
 from typing import Any
 
-import numpy
 import torch
 from torch import Tensor
 
 from paceline.base.errors import CheckpointError
-from paceline.checkpoint.local import STORE
-from paceline.checkpoint.store import confined
-from paceline.checkpoint.weights import Box, Entry, load_mapped
+from paceline.checkpoint.files import NUMPY_ARRAYS
+from paceline.checkpoint.weights.sources import Box, Entry, load_mapped
 
 _MODEL = re.compile(r"(?:zero_pp_rank_(\d+)_)?mp_rank_(\d+)_model_states\.pt")
-_OPTIM = re.compile(r"(?:\w+?_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
+_OPTIMIZER = re.compile(r"(?:\w+?_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
 _LAYER = re.compile(r"layer_(\d+)-(?:model_(\d+)-)?model_states\.pt")
 # Keys of DeepSpeed's own beside which a script's client state lies.
 _KEYS = """
@@ -54,30 +52,8 @@ _SAFE: list[Any] = [
     (type("_Scale", (_Plain,), {}), "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler"),
     (type("_Fragment", (_Plain,), {}), "deepspeed.utils.tensor_fragment.fragment_address"),
     (_Number, "deepspeed.runtime.zero.config.ZeroStageEnum"),
-    Namespace, numpy._core.multiarray._reconstruct, numpy.ndarray, numpy.dtype, type(numpy.dtype(numpy.uint32)),
+    Namespace, *NUMPY_ARRAYS,
 ]  # fmt: skip
-
-
-_LONGEST_TAG = 4096  # bytes of a path
-
-
-def is_deepspeed(folder: str) -> bool:
-    """Whether a folder is one checkpoint of DeepSpeed's."""
-    return os.path.isdir(folder) and any(_MODEL.fullmatch(name) for name in os.listdir(folder))
-
-
-def newest(folder: str) -> str:
-    """The checkpoint that the file `latest` in a folder names; the folder itself where there is no such file."""
-    path = os.path.join(folder, "latest")
-    if "://" in folder or not os.path.isfile(path):
-        return folder
-    with open(path, "rb") as file:
-        return confined(STORE, folder, tag_in(file.read(_LONGEST_TAG)), path)
-
-
-def tag_in(content: bytes) -> str:
-    """What a file `latest` names; bytes that are no text become marks that no folder's name has."""
-    return content.decode("utf-8", "replace").strip()
 
 
 class Pieces:
@@ -131,7 +107,7 @@ class DeepSpeedFolder:
         self.folder = folder
         names = sorted(os.listdir(folder))
         self._models = self._by_rank(names, _MODEL)
-        self._optims = self._by_rank(names, _OPTIM)
+        self._optims = self._by_rank(names, _OPTIMIZER)
         layers = [name for name in names if _LAYER.fullmatch(name)]
         if layers or len({int(m[2]) for name in names if (m := _MODEL.fullmatch(name))}) > 1:
             self._refuse("a pipeline's" if layers else "tensor parallelism's", layers or list(self._models.values()))

@@ -16,17 +16,17 @@ from collections.abc import Sequence
 from typing import Any, BinaryIO, Protocol
 
 import torch
-from safetensors.torch import _TYPES
 from torch import Tensor
 
-from paceline.checkpoint.weights import Entry
+from paceline.checkpoint.weights.sources import SAFETENSORS_DTYPES, Entry
+from paceline.torch_internals.checkpoint import storage_class_name, tensor_rebuilder
 
 # In the order of the format's own writer, which puts the widest first so that all lie where they may.
 _ORDER = (
     "BOOL", "U8", "I8", "F8_E5M2", "F8_E4M3", "F8_E4M3FNUZ", "F8_E5M2FNUZ", "I16", "U16", "F16", "BF16", "I32", "U32",
     "F32", "C64", "F64", "I64", "U64",
 )  # fmt: skip
-_NAMES = {dtype: name for name, dtype in _TYPES.items()}
+_NAMES = {dtype: name for name, dtype in SAFETENSORS_DTYPES.items()}
 _ALIGNED = 64
 
 
@@ -166,9 +166,8 @@ class _Whole:
             strides.insert(0, stride)
             stride *= max(size, 1)
         told = (_Storage(self.number, entry), 0, entry.shape, tuple(strides), False, OrderedDict())
-        if _typed(entry.dtype):
-            return torch._utils._rebuild_tensor_v2, told
-        return torch._utils._rebuild_tensor_v3, (*told, entry.dtype)
+        rebuild, rest = tensor_rebuilder(entry.dtype)
+        return rebuild, (*told, *rest)
 
 
 class _Pickler(pickle.Pickler):
@@ -177,15 +176,10 @@ class _Pickler(pickle.Pickler):
     def persistent_id(self, obj: Any) -> Any:
         if not isinstance(obj, _Storage):
             return None
-        kind, entry = _typed(obj.entry.dtype), obj.entry
+        kind, entry = storage_class_name(obj.entry.dtype), obj.entry
         storage = getattr(torch, kind) if kind else torch.storage.UntypedStorage
         count = entry.nbytes // (entry.dtype.itemsize if kind else 1)
         return "storage", storage, str(obj.number), "cpu", count
-
-
-def _typed(dtype: torch.dtype) -> str | None:
-    """Name of torch's old kind of storage for a dtype; newer ones have none."""
-    return torch.storage._dtype_to_storage_type_map().get(dtype)
 
 
 def _pickled(entries: Sequence[Entry]) -> bytes:

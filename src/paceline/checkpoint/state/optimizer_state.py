@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from paceline.checkpoint.codec import Encoder, decode, references
+from paceline.checkpoint.state.codec import Encoder, decode, references
 from paceline.world.sharded import division_of, is_sharded, local
 
 

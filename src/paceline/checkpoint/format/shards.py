@@ -17,18 +17,17 @@ from typing import Any, BinaryIO, cast
 
 import torch
 from torch import Tensor
-from torch.distributed._shard._utils import narrow_tensor_by_index
-from torch.distributed.checkpoint import filesystem, metadata
+from torch.distributed.checkpoint import filesystem
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import ReadItem, SavePlan
 from torch.distributed.checkpoint.storage import WriteResult
-from torch.distributed.checkpoint.utils import _create_file_view
 
 from paceline.base.errors import CheckpointError
-from paceline.checkpoint.manifest import Checksummed, FileFact
-from paceline.checkpoint.share import envelope, raw
+from paceline.checkpoint.format.manifest import Checksummed, FileFact
+from paceline.checkpoint.format.share import envelope, raw
 from paceline.checkpoint.store import Store
+from paceline.torch_internals.checkpoint import INDEX_GLOBALS, file_view
 
 INDEX = ".metadata"
 
@@ -86,31 +85,9 @@ def write_index(store: Store, folder: str, index: Metadata, results: Iterable[Wr
 class _IndexReader(pickle.Unpickler):
     """Unpickles an index and nothing else: the index comes from outside, and a pickle can name any function."""
 
-    _ALLOWED = frozenset(
-        {
-            ("torch", "Size"),
-            ("torch.serialization", "_get_layout"),
-            ("pathlib", "PosixPath"),  # torch's own writer notes the folder
-            (filesystem.__name__, "_StorageInfo"),
-            *(
-                (metadata.__name__, name)
-                for name in (
-                    "BytesStorageMetadata",
-                    "ChunkStorageMetadata",
-                    "Metadata",
-                    "MetadataIndex",
-                    "StorageMeta",
-                    "TensorProperties",
-                    "TensorStorageMetadata",
-                    "_MEM_FORMAT_ENCODING",
-                )
-            ),
-        }
-    )
-
     def find_class(self, module: str, name: str) -> Any:
-        """A class of the list above, or a dtype of torch."""
-        if (module, name) in self._ALLOWED:
+        """A class that torch's index consists of, or a dtype."""
+        if (module, name) in INDEX_GLOBALS:
             return getattr(importlib.import_module(module), name)
         if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
             return getattr(torch, name)
@@ -228,8 +205,8 @@ class _Saved:
         """Reads the region into `target`: straight into its memory where it lies there as it does in the file."""
         start = self._data()
         if start is None:
-            saved = tensor_of(_create_file_view(cast(Any, self._file), self._start, self._length), self._name)
-            target.copy_(narrow_tensor_by_index(saved, self._item.storage_offsets, self._item.lengths))
+            saved = tensor_of(file_view(self._file, self._start, self._length), self._name)
+            target.copy_(_box(saved, self._item.storage_offsets, self._item.lengths))
             return
         shape, offsets, lengths = self._shape, self._item.storage_offsets, self._item.lengths
         if not target.numel():
@@ -243,7 +220,7 @@ class _Saved:
             return
         part = scratch.tensor(rows, self._dtype)
         self._into(raw(part))
-        target.copy_(narrow_tensor_by_index(part, [0, *offsets[1:]] if shape else [], lengths))
+        target.copy_(_box(part, [0, *offsets[1:]] if shape else [], lengths))
 
     def _data(self) -> int | None:
         """Where the tensor's bytes begin; None where another version of torch wrote them, which torch itself must read."""
@@ -265,6 +242,10 @@ class _Saved:
             if not count:
                 raise EOFError(f"{self._name} ended early: it was cut after it had been verified")
             view = view[count:]
+
+
+def _box(tensor: Tensor, offsets: Sequence[int], lengths: Sequence[int]) -> Tensor:
+    return tensor[tuple(slice(start, start + length) for start, length in zip(offsets, lengths, strict=True))]
 
 
 class _Scratch:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from paceline.base.errors import CheckpointError
-from paceline.checkpoint.remote_errors import no_bucket, telling
+from paceline.checkpoint.store.remote_errors import no_bucket, telling
 
 ANSWER_S = 30.0
 _LISTING_S = 120.0

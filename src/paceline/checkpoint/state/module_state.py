@@ -20,10 +20,11 @@ def unwrap(module: nn.Module) -> nn.Module:
     while True:
         if isinstance(module, (DistributedDataParallel, DataParallel)):
             module = cast(nn.Module, module.module)
-        elif "_orig_mod" in module._modules:
-            module = cast(nn.Module, module._modules["_orig_mod"])
-        else:
+            continue
+        compiled = dict(module.named_children()).get("_orig_mod")
+        if compiled is None:
             return module
+        module = compiled
 
 
 def clean(name: str) -> str:

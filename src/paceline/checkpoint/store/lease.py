@@ -25,8 +25,8 @@ import time
 from collections.abc import Mapping
 
 from paceline.base.errors import CheckpointError
-from paceline.checkpoint import objects
-from paceline.checkpoint.lock import LOST_S, locked
+from paceline.checkpoint.store import objects
+from paceline.checkpoint.store.lock import LOST_S, locked
 
 _log = logging.getLogger("paceline.checkpoint")
 LEASE_S = 30.0

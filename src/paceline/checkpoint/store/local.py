@@ -19,8 +19,8 @@ import sys
 from collections.abc import Callable, Collection, Mapping
 from typing import BinaryIO, cast
 
-from paceline.checkpoint.direct import DurableFile, sync_folder
-from paceline.checkpoint.lock import hold_local
+from paceline.checkpoint.store.direct import DurableFile, sync_folder
+from paceline.checkpoint.store.lock import hold_local
 
 _PARTIAL = ".partial-"
 _ASIDE = ".aside-"

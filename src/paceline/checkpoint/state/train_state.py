@@ -12,6 +12,7 @@ Nothing here communicates or touches a file: `checkpointer` does.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Collection, Iterator, Mapping, MutableMapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
@@ -21,16 +22,17 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from paceline.base.errors import CheckpointError, Problem
-from paceline.checkpoint import rng
-from paceline.checkpoint.codec import Encoder, decode, references
-from paceline.checkpoint.match import Mismatch, owner_problems
-from paceline.checkpoint.module_state import ModuleState, parameter_names, unwrap
-from paceline.checkpoint.optimizer_state import OptimizerState
-from paceline.checkpoint.window import Window
+from paceline.checkpoint.state import rng
+from paceline.checkpoint.state.codec import Encoder, decode, references
+from paceline.checkpoint.state.match import Mismatch, owner_problems
+from paceline.checkpoint.state.module_state import ModuleState, parameter_names, unwrap
+from paceline.checkpoint.state.optimizer_state import OptimizerState
+from paceline.checkpoint.state.window import Window
 from paceline.world.sharded import is_sharded
 
 Shapes = Mapping[str, tuple[torch.Size, torch.dtype]]
 _PLAIN_KINDS = ("schedulers", "loaders", "custom")
+KINDS = frozenset({"models", "optimizers", *_PLAIN_KINDS, "scaler", "rng", "window"})
 
 
 @runtime_checkable
@@ -176,6 +178,12 @@ class TrainState:
         self.plain = {kind: items if kind in kinds else {} for kind, items in self.plain.items()}
         self.scaler = self.scaler if "scaler" in kinds else None
         self.window = self.window if "window" in kinds else None
+
+    def narrowed(self, kinds: Collection[str]) -> TrainState:
+        """A copy that leaves still more alone than this one does; see `narrow`."""
+        copied = copy.copy(self)
+        copied.narrow(kinds if self._only is None else self._only & frozenset(kinds))
+        return copied
 
     def _wanted(self, saved: Mapping[str, Any]) -> Mapping[str, Any]:
         """What of a saved state is to be loaded."""

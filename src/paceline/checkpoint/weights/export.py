@@ -25,14 +25,13 @@ from torch import Tensor
 
 from paceline.base.errors import CheckpointError, Problem
 from paceline.checkpoint.agree import Alone, Peers, agreed, together
-from paceline.checkpoint.deepspeed import newest
-from paceline.checkpoint.direct import sync_folder
 from paceline.checkpoint.files import replacing
-from paceline.checkpoint.manifest import NAME, verify
-from paceline.checkpoint.opening import open_weights
+from paceline.checkpoint.format.checkpoint_format import format_of, newest_in
 from paceline.checkpoint.store import store_for
-from paceline.checkpoint.weight_files import SafeFile, TorchFile, WeightFile
-from paceline.checkpoint.weights import Entry, Weights, is_part
+from paceline.checkpoint.store.direct import sync_folder
+from paceline.checkpoint.weights.opening import open_weights
+from paceline.checkpoint.weights.sources import Entry, Weights, is_part
+from paceline.checkpoint.weights.weight_files import SafeFile, TorchFile, WeightFile
 from paceline.world.exchange import as_bytes
 
 TURN_BYTES, LEAST_TURN_BYTES = 64 << 20, 1 << 16
@@ -177,8 +176,8 @@ def export_checkpoint(
     """Writes the weights of one model of a checkpoint, tensor by tensor, without building the model.
 
     Args:
-        path: a checkpoint of ours, whatever its plan, on a disk or at a URL; a folder of accelerate's, also one that its
-            FSDP divided; one of DeepSpeed's; one of torch's distributed format; or anything else that `load_model` reads.
+        path: a checkpoint of ours, whatever its plan, on a disk or at a URL; one of another library; one of torch's
+            distributed format; or anything else that `load_model` reads.
         directory, max_shard_size, safe_serialization: as in `export_weights`.
         model: which, in a checkpoint of several.
 
@@ -192,11 +191,11 @@ def export_checkpoint(
             those of `export_weights`.
     """
     store = store_for(path)
-    home = newest(store.resolve(os.fspath(path)))
-    if store.exists(store.join(home, NAME)):
-        problems = verify(home, store)
-        if problems:
-            raise CheckpointError.of(problems)
+    home = newest_in(store, store.resolve(os.fspath(path)))
+    checkpoint_format = format_of(store, home)
+    problems = [] if checkpoint_format is None else checkpoint_format.damage(store, home)
+    if problems:
+        raise CheckpointError.of(problems)
     return export_weights(Stored(open_weights(home, model)), directory, max_shard_size, safe_serialization)
 
 

@@ -20,12 +20,12 @@ from torch import Tensor, nn
 
 from paceline.base.errors import CheckpointError
 from paceline.checkpoint.agree import Alone, Peers, agreed, together
-from paceline.checkpoint.export import export_weights
-from paceline.checkpoint.held import Held
-from paceline.checkpoint.match import Mismatch
-from paceline.checkpoint.module_state import ModuleState, unwrap
-from paceline.checkpoint.opening import open_weights
-from paceline.checkpoint.weights import Weights, fill
+from paceline.checkpoint.state.match import Mismatch
+from paceline.checkpoint.state.module_state import ModuleState, unwrap
+from paceline.checkpoint.weights.divided import Held
+from paceline.checkpoint.weights.export import export_weights
+from paceline.checkpoint.weights.opening import open_weights
+from paceline.checkpoint.weights.sources import Weights, fill
 from paceline.world.parts import part_of_whole
 from paceline.world.sharded import local
 
@@ -207,10 +207,10 @@ def _materialise(model: nn.Module, state: ModuleState, wanted: Iterable[str]) ->
         for each in (name, *(alias for alias, first in state.aliases.items() if first == name)):
             path, _, key = state.raw[each].rpartition(".")
             owner = unwrap(model).get_submodule(path)
-            if key in owner._parameters:
-                was = owner._parameters[key]
-                assert was is not None
-                parameter = nn.Parameter(real, was.requires_grad) if parameter is None else parameter
-                owner._parameters[key] = parameter
-            else:
-                owner._buffers[key] = real
+            old = getattr(owner, key)
+            if not isinstance(old, nn.Parameter):
+                setattr(owner, key, real)
+                continue
+            if parameter is None:
+                parameter = nn.Parameter(real, old.requires_grad)
+            setattr(owner, key, parameter)

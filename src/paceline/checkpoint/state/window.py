@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from paceline.base.errors import Problem
-from paceline.checkpoint.codec import Encoder
+from paceline.checkpoint.state.codec import Encoder
 from paceline.world.held import Held
 from paceline.world.parts import part_of_whole, regions
 from paceline.world.sharded import is_sharded, local

@@ -14,8 +14,8 @@ from collections import deque
 from concurrent.futures import Future
 from typing import Any, BinaryIO, Protocol, cast
 
-from paceline.checkpoint import objects
-from paceline.checkpoint.remote_errors import telling
+from paceline.checkpoint.store import objects
+from paceline.checkpoint.store.remote_errors import telling
 
 _log = logging.getLogger("paceline.checkpoint")
 PART = 1 << 24

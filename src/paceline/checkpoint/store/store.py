@@ -10,7 +10,7 @@ from typing import BinaryIO, Protocol
 from paceline.base.errors import CheckpointError, short_repr
 from paceline.base.registry import Registry
 
-STORES = Registry("paceline.checkpoint", "STORE", "paceline.stores")
+STORES = Registry("paceline.checkpoint.store", "STORE", "paceline.stores")
 _PATHLIB = re.compile(r"[a-z][a-z0-9+.-]+:/[^/]")
 
 

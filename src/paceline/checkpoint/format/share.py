@@ -18,12 +18,13 @@ from typing import Any, cast
 import numpy
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint import filesystem
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import WriteItem
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.tensor import DTensor
 from torch.serialization import get_crc32_options, set_crc32_options
+
+from paceline.torch_internals.checkpoint import storage_info
 
 _ALIGN = 64
 _JOIN_BYTES = 1 << 20  # what is smaller is collected, so that no call of the system writes a few bytes
@@ -132,7 +133,7 @@ class Share:
     def results(self, name: str) -> list[WriteResult]:
         """For torch's index: where each tensor lies in the file `name`."""
         return [
-            WriteResult(place.index, place.length, filesystem._StorageInfo(name, place.start, place.length))
+            WriteResult(place.index, place.length, storage_info(name, place.start, place.length))
             for place in self.places
         ]
 

@@ -1,0 +1,189 @@
+"""`CheckpointFormat`: one kind of checkpoint folder, ours or another library's, in one file each.
+
+    recognises      whether a folder is a checkpoint of this kind; all that follows is asked of the one that says so
+    newest          the checkpoint that a folder of several says is its newest
+    summary         what `paceline checkpoint ls` and `show` say of it
+    damage          what is wrong with its files, where there are checksums
+    read, open      everything but the tensors, in the words of our `state.json`: `load_state`, `resume`
+    weights         the tensors of one model: `load_model`, `paceline checkpoint export`
+
+The file of a format is imported to ask whether it recognises a folder, also by commands that need no torch: it imports
+torch, and whatever does so, within its methods.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from paceline.base.errors import CheckpointError, Problem
+from paceline.base.registry import Registry
+from paceline.checkpoint.agree import Peers, agreed, together
+from paceline.checkpoint.store import Store
+
+if TYPE_CHECKING:
+    from paceline.checkpoint.format.manifest import Manifest
+    from paceline.checkpoint.format.translation import OpenCheckpoint
+    from paceline.checkpoint.state.train_state import TrainState
+    from paceline.checkpoint.weights.sources import Weights
+
+CHECKPOINT_FORMATS = Registry(
+    "paceline.checkpoint.format", "CHECKPOINT_FORMAT", "paceline.checkpoint_formats", libraries="paceline.compat"
+)
+NATIVE = "native"
+
+
+@dataclass(frozen=True)
+class Summary:
+    """What can be said of a checkpoint without reading tensors; None of what its folder does not tell.
+
+    Attributes:
+        step: optimizer steps done.
+        created: seconds since 1970, UTC.
+        world_size: ranks that saved it.
+    """
+
+    step: int | None = None
+    created: float | None = None
+    world_size: int | None = None
+
+
+@dataclass(frozen=True)
+class RunNames:
+    """The names that all ranks of this run know, for formats that go by names, or by the order of parameters.
+
+    Attributes:
+        rank: of this process.
+        tensors: of each model, the names of all its tensors.
+        parameters: of each optimizer, its parameters in their order, each with the number of its group.
+    """
+
+    rank: int
+    tensors: Mapping[str, set[str]]
+    parameters: Mapping[str, list[tuple[str, int]]]
+
+    @classmethod
+    def of(cls, state: TrainState, peers: Peers, folder: str) -> RunNames:
+        """Gathers them. Ranks: all; one `gather_object`."""
+        from paceline.checkpoint.state.module_state import ModuleState
+
+        own_tensors = {name: set(ModuleState.of(model).raw) for name, model in state.models.items()}
+        own_parameters = {name: list(optimizer.groups.items()) for name, optimizer in state.optimizer_states().items()}
+        tensors: dict[str, set[str]] = {name: set() for name in own_tensors}
+        parameters: dict[str, list[tuple[str, int]]] = {name: [] for name in own_parameters}
+        ranks = together(peers, f"comparing {folder}", lambda: (own_tensors, own_parameters))
+        for rank_tensors, rank_parameters in ranks:
+            for model in tensors:
+                tensors[model] |= rank_tensors[model]
+            for optimizer in parameters:
+                parameters[optimizer] += rank_parameters[optimizer]
+        for optimizer, pairs in parameters.items():
+            # The groups in their order; within one, lower ranks (earlier stages of a pipeline) first.
+            parameters[optimizer] = sorted(dict.fromkeys(pairs), key=lambda pair: pair[1])
+        return cls(peers.rank, tensors, parameters)
+
+
+class CheckpointFormat:
+    """One kind of checkpoint folder. A format overrides what its folders can give; `recognises` and `read` are enough.
+
+    Attributes:
+        name: as in the registry.
+        has_manifest: whether a `manifest.json` of ours says what belongs to a checkpoint.
+    """
+
+    name: str
+    has_manifest = False
+
+    def recognises(self, store: Store, folder: str) -> bool:
+        """Whether a folder is one checkpoint of this kind, by the names of its files."""
+        raise NotImplementedError
+
+    def newest(self, store: Store, folder: str) -> str | None:
+        """The checkpoint that a folder of several names as its newest; None where it names none.
+
+        Raises:
+            CheckpointError: `checkpoint-unsafe`, where the name leads out of the folder.
+        """
+        return None
+
+    def summary(self, store: Store, folder: str) -> Summary:
+        """What can be said of a checkpoint without reading tensors."""
+        return Summary()
+
+    def damage(self, store: Store, folder: str) -> list[Problem]:
+        """One problem for each damaged file, which is read whole for it; none where there are no checksums."""
+        return []
+
+    def read(self, store: Store, folder: str, state: TrainState, names: RunNames) -> OpenCheckpoint:
+        """Everything but the tensors, for this rank; touches nothing. See `Translation`.
+
+        Args:
+            store, folder: the checkpoint.
+            state: of this run.
+            names: of all ranks.
+
+        Ranks: each on its own; what fails on one fails on all.
+
+        Raises:
+            CheckpointError: `checkpoint-damaged`, `checkpoint-unsafe`, `checkpoint-foreign`, `checkpoint-groups`.
+        """
+        raise CheckpointError(
+            "checkpoint-foreign",
+            f"{folder} holds weights alone.",
+            why=f"its format is {self.name!r}, which keeps no state of a run",
+            fix="load it with `load_model`",
+        )
+
+    def open(
+        self, store: Store, folder: str, state: TrainState, peers: Peers, manifest: Manifest | None
+    ) -> OpenCheckpoint:
+        """As `read`, for all ranks together.
+
+        Args:
+            store, folder, state: as there.
+            peers: the ranks that load together.
+            manifest: what the files were compared with; None where the format has none.
+
+        Ranks: all.
+        """
+        names = RunNames.of(state, peers, folder)
+        return agreed(peers, f"reading {folder}", lambda: self.read(store, folder, state, names))
+
+    def weights(self, store: Store, folder: str, model: str) -> Weights | None:
+        """The tensors of one model; None where the folder holds none in this format.
+
+        It is asked of folders too that are no whole checkpoint, such as one that holds a model alone.
+
+        Args:
+            store, folder: where it lies.
+            model: which, in a checkpoint of several: "model", "model_1"; empty for the only one.
+
+        Raises:
+            CheckpointError: `checkpoint-missing`, `checkpoint-damaged`, `checkpoint-unsafe`.
+        """
+        return None
+
+
+def formats() -> Iterator[CheckpointFormat]:
+    """All formats, ours first: a folder with our manifest is ours, whatever else lies in it."""
+    yield CHECKPOINT_FORMATS.get(NATIVE)
+    for name in CHECKPOINT_FORMATS.names():
+        if name != NATIVE:
+            yield CHECKPOINT_FORMATS.get(name)
+
+
+def format_of(store: Store, folder: str) -> CheckpointFormat | None:
+    """The format of which a folder is a checkpoint; None where it is none."""
+    return next((candidate for candidate in formats() if candidate.recognises(store, folder)), None)
+
+
+def newest_in(store: Store, folder: str) -> str:
+    """The checkpoint that a folder says is its newest; the folder itself where it says nothing, or is one of ours."""
+    for candidate in formats():
+        if candidate.has_manifest and candidate.recognises(store, folder):
+            return folder
+        newest = candidate.newest(store, folder)
+        if newest is not None:
+            return newest
+    return folder

@@ -1,0 +1,224 @@
+"""accelerate's checkpoint folders, said in the words of our own: what `TrainState` needs to compare and take them.
+
+    model.safetensors, pytorch_model.bin      weights of the first model (model_1..., pytorch_model_1... of the next)
+    pytorch_model_fsdp.bin                    the same where FSDP divided it and the state was gathered
+    pytorch_model_fsdp_0/, optimizer_0/       where it was not: torch's distributed format
+    optimizer.bin, scheduler.bin              of the first; optimizer_1.bin, ... of the next
+    scaler.pt, custom_checkpoint_0.pkl        the loss scale; registered objects
+    random_states_0.pkl                       random streams, of each rank
+
+Tensors are read where they lie, each rank its part. Nothing in a file is run: what holds more than tensors, arrays and
+plain values is refused. A place in the data cannot be taken over, since it is a pickled sampler of accelerate's own.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+
+from paceline.base.errors import CheckpointError
+from paceline.checkpoint.files import NUMPY_ARRAYS
+from paceline.checkpoint.format.checkpoint_format import RunNames
+from paceline.checkpoint.format.translation import OpenCheckpoint, Translation
+from paceline.checkpoint.state.train_state import KINDS, TrainState
+from paceline.checkpoint.store import Store
+from paceline.checkpoint.weights.model import spelled
+from paceline.checkpoint.weights.opening import open_weights
+from paceline.checkpoint.weights.sources import DividedWeights, Weights, load_mapped
+
+_MODELS = r"(?:pytorch_)?model(?:_fsdp)?(?:_(\d+))?(?:\.safetensors|\.bin)?(?:\.index\.json)?|pytorch_model_fsdp.*_rank\d+\.bin"
+_OPTIMIZERS = r"optimizer(?:_(\d+))?(?:\.bin)?"
+_SCHEDULERS = r"scheduler(?:_(\d+))?\.bin"
+_STREAMS = r"random_states_(\d+)\.pkl"
+_OBJECTS = r"custom_checkpoint_(\d+)\.pkl"
+
+
+class AccelerateReader:
+    """Reads one folder for one rank.
+
+    Args:
+        store, folder: accelerate's folder.
+        state: of this run.
+        names: of all ranks.
+    """
+
+    def __init__(self, store: Store, folder: str, state: TrainState, names: RunNames) -> None:
+        self._store, self._folder = store, folder
+        self._files = sorted(os.listdir(folder))
+        self._names = names
+        self._optimizers = state.optimizer_states()
+        self._translation = Translation(state, KINDS - {"loaders"}, names)
+        self._steps: list[int] = []
+        if state.plain["loaders"]:
+            self._translation.note(
+                "data position: loaders begin an epoch anew; `skip_first_batches` passes over what was seen"
+            )
+
+    def read(self) -> OpenCheckpoint:
+        """All of it."""
+        for name, number in self._numbered("model", _MODELS):
+            self._translation.add_model(name, self._weights(number))
+        for name, number in self._numbered("optimizer", _OPTIMIZERS):
+            self._add_optimizer(name, number)
+        steps = max(self._steps, default=None)
+        for name, number in self._numbered("scheduler", _SCHEDULERS):
+            state = self._load("scheduler", number, "bin")
+            self._add("schedulers", name, state)
+            self._compare_steps(name, state, steps)
+        for name, number in self._numbered("object", _OBJECTS):
+            self._add("custom", name, load_mapped(self._path(f"custom_checkpoint_{number}.pkl")))
+        if "scaler.pt" in self._files:
+            self._translation.set("scaler", load_mapped(self._path("scaler.pt")))
+        if steps is None:
+            self._translation.note("steps: the optimizer keeps none, so the count of this run goes on")
+        else:
+            self._translation.set("run", {**self._translation.state.run.state_dict(), "step": steps})
+        self._add_streams()
+        return self._translation.opened()
+
+    def _path(self, name: str) -> str:
+        return os.path.join(self._folder, name)
+
+    def _load(self, stem: str, number: int, ending: str) -> Any:
+        end = f"_{number}" if number else ""
+        return load_mapped(self._path(f"{stem}{end}.{ending}"))
+
+    def _numbered(self, single: str, pattern: str) -> Iterator[tuple[str, int]]:
+        """Our names and accelerate's numbers of one kind of thing, by what lies in the folder."""
+        matches = [re.fullmatch(pattern, name) for name in self._files]
+        numbers = {int(match[1] or 0) for match in matches if match}
+        for number in range(len(numbers)):
+            yield single if number == 0 else f"{single}_{number}", number
+
+    def _weights(self, number: int) -> Weights:
+        of_ranks = [name for name in self._files if re.search(r"_rank\d+\.bin$", name)]
+        if not of_ranks:
+            return open_weights(self._folder, f"model_{number}" if number else "")
+        raise CheckpointError(
+            "checkpoint-foreign",
+            f"{self._folder} holds each process's own part of the weights, as its FSDP had flattened it.",
+            why=f"found {', '.join(of_ranks)} (LOCAL_STATE_DICT)",
+            fix="load it where it was saved, and save it with FULL_STATE_DICT or SHARDED_STATE_DICT",
+        )
+
+    # -- optimizers --------------------------------------------------------------------------------------------
+
+    def _add_optimizer(self, name: str, number: int) -> None:
+        divided = self._path(f"optimizer_{number}")
+        if os.path.isdir(divided):
+            states, groups = self._divided(divided)
+        else:
+            raw = self._load("optimizer", number, "bin")
+            states, groups = raw["state"], raw["param_groups"]
+        own = self._own_names(name, groups)
+        encoded = {}
+        for key, state in states.items():
+            if key in own:
+                encoded[own[key]] = self._encode(state, f"optimizers/{name}/{own[key]}")
+        members = {}
+        for at, group in enumerate(groups):
+            members |= dict.fromkeys([own[key] for key in group["params"]], at)
+        self._translation.add_optimizer(name, self._optimizers.get(name), groups, members, encoded)
+        for state in encoded.values():
+            step = self._translation.number(state.get("step"))
+            if step is not None:
+                self._steps.append(int(step))
+
+    def _encode(self, state: Mapping[str, Any], path: str) -> dict[str, Any]:
+        """JSON for a parameter's state, of which some tensors may have stayed in their files."""
+        in_files = {key: item for key, item in state.items() if isinstance(item, _InFile)}
+        plain = {key: item for key, item in state.items() if key not in in_files}
+        encoded: dict[str, Any] = self._translation.encode(plain, path)
+        for key, item in in_files.items():
+            encoded[key] = self._translation.tensor(f"{path}/{key}", item.weights, item.name)
+        return encoded
+
+    def _own_names(self, optimizer: str, groups: list[dict[str, Any]]) -> dict[Any, str]:
+        """For each key of a saved state, the name of the parameter here."""
+        keys = [key for group in groups for key in group["params"]]
+        order = [name for name, _ in self._names.parameters.get(optimizer, [])]
+        if all(isinstance(key, str) for key in keys):
+            here = set(order)
+            return {key: next((name for name in spelled(key) if name in here), key) for key in keys}
+        if order and len(keys) != len(order):
+            raise CheckpointError(
+                "checkpoint-groups",
+                f"optimizer {optimizer!r} has {len(order)} parameters, but {len(keys)} in {self._folder}.",
+                why="accelerate numbers parameters in their order, and knows no names",
+                fix="build the optimizer of the same parameters, in the same groups and order, as when it was saved",
+            )
+        return dict(zip(keys, order, strict=False))
+
+    def _divided(self, folder: str) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+        """States by parameter name and groups of a folder of torch's distributed format."""
+        weights = DividedWeights(self._store, folder)
+        values = dict(weights.objects())
+        states: dict[str, Any] = {}
+        groups: dict[int, dict[str, Any]] = {}
+        for key, path in weights.paths.items():
+            if path[:2] == ("optimizer", "state"):
+                item = _InFile(weights, key) if key in weights.entries else values.get(key)
+                states.setdefault(str(path[2]), {})[str(path[3])] = item
+            elif path[:2] == ("optimizer", "param_groups") and len(path) == 4:
+                groups.setdefault(int(path[2]), {})[str(path[3])] = values.get(key)
+        return states, [groups[at] for at in sorted(groups)]
+
+    # -- the rest ----------------------------------------------------------------------------------------------
+
+    def _add(self, kind: str, name: str, state: object) -> None:
+        self._translation.add(kind, name, self._translation.state.plain[kind].get(name), state)
+
+    def _compare_steps(self, name: str, scheduler: Any, steps: int | None) -> None:
+        count = scheduler.get("last_epoch") if isinstance(scheduler, dict) else None
+        if steps is not None and isinstance(count, int) and count != steps:
+            self._translation.note(
+                f"{name}: it was stepped {count} times in {steps} optimizer steps (accelerate does so once for each "
+                "process) and goes on from there, once for each step; learning rates are those of the checkpoint"
+            )
+
+    def _add_streams(self) -> None:
+        """This rank's own random streams, and rank 0's, from which a rank without any derives new ones."""
+        device = self._translation.state.device
+        for name in self._files:
+            match = re.fullmatch(_STREAMS, name)
+            if match is None:
+                continue
+            rank = int(match[1])
+            streams = None
+            if rank in (0, self._names.rank):
+                with torch.serialization.safe_globals(NUMPY_ARRAYS):
+                    streams = _as_ours(load_mapped(self._path(name)), device)
+            self._translation.add_streams(rank, streams)
+
+
+class _InFile:
+    """A tensor that stays in its file."""
+
+    def __init__(self, weights: Weights, name: str) -> None:
+        self.weights, self.name = weights, name
+
+
+def _as_ours(raw: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
+    """Random streams as `rng.capture` gives them."""
+    version, words, gauss = raw["random_state"]
+    kind, keys, position, has_gauss, cached = raw["numpy_random_seed"]
+    streams: dict[str, Any] = {
+        "python": {"version": version, "words": torch.tensor(words, dtype=torch.int64), "gauss": gauss},
+        "numpy": {
+            "bit_generator": kind,
+            "state": {"key": keys, "pos": position},
+            "has_gauss": has_gauss,
+            "gauss": cached,
+        },
+        "torch": raw["torch_manual_seed"],
+        "device": "cpu",
+    }
+    for other in ("cuda", "xpu", "npu", "mlu", "sdaa", "musa", "hpu"):
+        states = raw.get(f"torch_{other}_manual_seed")
+        if states and other == device.type:
+            streams |= {"device": other, "accelerator": states[(device.index or 0) % len(states)]}
+    return streams
