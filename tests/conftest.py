@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 from s3_server import s3, s3_server  # noqa: F401  (fixtures)
-from warm_python import WarmPython
 
 # Set by pytest itself, and by libraries (OpenMP, scikit-learn, torch) when they are first imported.
 _ENVIRONMENT_OF_OTHERS = ("PYTEST_", "KMP_", "TORCHINDUCTOR_")
@@ -46,13 +45,6 @@ def leaves_nothing_behind() -> Iterator[None]:
     leaks += [f"file {name}" for name in sorted(set(os.listdir(folder)) - files) if not name.startswith((".", "__"))]
     if leaks:
         pytest.fail(f"the test leaves behind: {', '.join(leaks)}", pytrace=False)
-
-
-@pytest.fixture(scope="session")
-def warm_python(tmp_path_factory: pytest.TempPathFactory) -> Iterator[WarmPython]:
-    """A Python that has imported torch, for tests that start many commands."""
-    with WarmPython(tmp_path_factory.mktemp("warm")) as python:
-        yield python
 
 
 def _environment() -> dict[str, str]:

@@ -1,15 +1,19 @@
 """A Python that has imported torch: each command runs in a fork of it, and so without the seconds of those imports.
 
-    with WarmPython(folder) as python:
-        subprocess.run([python.executable, "train.py", "--epochs", "1"], cwd=..., env=..., capture_output=True)
-        subprocess.run([python.executable, "-m", "paceline", "launch", "--procs", "2", "train.py"])
+    python = executable()
+    subprocess.run([python, "train.py", "--epochs", "1"], cwd=..., env=..., capture_output=True)
+    subprocess.run([python, "-m", "paceline", "launch", "--procs", "2", "train.py"])
 
 Whoever starts such a command sees an ordinary process: its standard streams, working directory, environment, exit code
 and signals are those of the command. In truth it is a small client (`_run_command`). It hands all of these over a
 socket to the server (`_serve`), which forks and becomes the script. No command can see what another one did: the server
 itself runs nothing but the imports. `sys.executable` of a command is this Python too.
 
-What begins neither with a script nor with `-m` is left to an ordinary interpreter. Linux only.
+Start a command cold (`sys.executable`) where a test looks at the process itself: its children, what it imports, or what
+becomes of them when it is killed. A SIGKILL to the client kills all processes of the command's group.
+
+What begins neither with a script nor with `-m` is left to an ordinary interpreter. Linux only: elsewhere `executable` is
+the ordinary interpreter.
 """
 
 from __future__ import annotations
@@ -20,6 +24,7 @@ import signal
 import socket
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NoReturn, Self
@@ -33,7 +38,7 @@ _MESSAGE_BYTES = 1 << 20
 
 
 class WarmPython:
-    """A server in a fresh interpreter, from the beginning of a `with` to its end.
+    """A server in a fresh interpreter, from the beginning of a `with` to its end, or from `start` to `close`.
 
     Args:
         folder: for its socket; its path must be short (a socket's is at most 107 bytes).
@@ -52,9 +57,16 @@ class WarmPython:
         self._server: subprocess.Popen[bytes] | None = None
 
     def __enter__(self) -> Self:
+        return self.start()
+
+    def start(self) -> Self:
+        """Starts the server; returns when it has imported its modules."""
         client = f"{sys.executable} -I -S {_HERE} run {self._socket}"
         self.bin.mkdir()
-        self._write("python", f'case "$1" in -m|[!-]*) exec {client} "$@";; *) exec {sys.executable} "$@";; esac')
+        # A worker that a launcher starts fresh ends with its parent, which must therefore be the launcher itself.
+        cold = f'"-m paceline.launch.worker") exec {sys.executable} "$@";;'
+        warm = f'"-m "*|[!-]*) exec {client} "$@";;'
+        self._write("python", f'case "$1 $2" in {cold} {warm} *) exec {sys.executable} "$@";; esac')
         self._write("paceline", f'exec {client} -m paceline "$@"')
         command = [sys.executable, str(_HERE), "serve", str(self._socket), self.executable, *self._modules]
         # A session of its own: Ctrl-C is for those who started the commands, and they pass it on.
@@ -73,9 +85,33 @@ class WarmPython:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Ends the server, and the commands that still run."""
         assert self._server is not None
         # The end of its standard input is what ends it, so that it also ends where this process is killed.
         self._server.communicate()
+
+
+@cache
+def executable(*more: str) -> str:
+    """The `python` of a server for all tests of this process: started at the first call, and ended with the process.
+
+    Args:
+        more: modules that it imports beside the usual ones. Each set of them has a server of its own.
+    """
+    if not sys.platform.startswith("linux"):
+        return sys.executable
+    import atexit  # not above: the client, which is this file too, does without these
+    import shutil
+    import tempfile
+
+    folder = Path(tempfile.mkdtemp(prefix="warm-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    python = WarmPython(folder, (*MODULES, *more))
+    atexit.register(python.close)
+    return python.start().executable
 
 
 # -- the client ----------------------------------------------------------------------------------------------------

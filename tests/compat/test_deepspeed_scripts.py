@@ -12,10 +12,10 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from warm_python import executable
 
 SCRIPTS = Path(__file__).parent / "scripts" / "deepspeed"
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
@@ -25,7 +25,7 @@ def run(words: list[str], folder: Path) -> str:
     """What a program prints, both streams together."""
     variables = {**os.environ, "OMP_NUM_THREADS": "1"}
     ended = subprocess.run(
-        [sys.executable, *words], cwd=folder, env=variables, text=True, timeout=200, check=False,
+        [executable(), *words], cwd=folder, env=variables, text=True, timeout=200, check=False,
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
     )  # fmt: skip
     assert ended.returncode == 0, ended.stdout[-6000:]

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from warm_python import executable
 
 from paceline.base import env
 from paceline.testing import run_ranks
@@ -85,7 +86,7 @@ def assert_recorded(found: dict) -> None:
 def test_a_config_file_of_accelerates() -> None:
     command = ["-m", "paceline", "launch", "--compat", "accelerate", "--config", "fsdp.yaml", "fsdp_program.py"]
     variables = {**env.snapshot(), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([sys.executable, *command], cwd=REFERENCE, env=variables, capture_output=True, text=True,
+    done = subprocess.run([executable(), *command], cwd=REFERENCE, env=variables, capture_output=True, text=True,
                           timeout=100)  # fmt: skip
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout.strip().splitlines()[-1])

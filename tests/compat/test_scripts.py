@@ -12,10 +12,10 @@ import os
 import random
 import re
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from warm_python import executable
 
 from paceline.testing import run_ranks
 
@@ -29,7 +29,7 @@ pytestmark = [
 def run(words: list[str], folder: Path, *, fails: bool = False, **variables: str) -> str:
     """What a program prints, both streams together."""
     ended = subprocess.run(
-        [sys.executable, *words],
+        [executable("warm_accelerate"), *words],
         cwd=folder,
         env={**os.environ, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", **variables},
         stdout=subprocess.PIPE,

@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from warm_python import executable
 
 PROGRAM = Path(__file__).parent / "programs" / "trainer.py"
 
@@ -21,7 +21,17 @@ PROGRAM = Path(__file__).parent / "programs" / "trainer.py"
     ids=["one process", "two processes, accumulation, bf16"],
 )
 def test_trainer(tmp_path: Path, size: int, options) -> None:
-    words = [sys.executable, "-m", "paceline", "launch", "--cpu", "-n", str(size), "--compat", "accelerate"]
+    words = [
+        executable("warm_accelerate"),
+        "-m",
+        "paceline",
+        "launch",
+        "--cpu",
+        "-n",
+        str(size),
+        "--compat",
+        "accelerate",
+    ]
     ended = subprocess.run(
         [*words, str(PROGRAM), str(tmp_path), json.dumps(options)],
         env={**os.environ, "OMP_NUM_THREADS": "1"},

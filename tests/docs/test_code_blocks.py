@@ -11,8 +11,8 @@ from pathlib import Path
 
 import page_reader
 import pytest
+import warm_python
 from page_reader import blocks
-from warm_python import WarmPython
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -29,8 +29,8 @@ def has_code(page: Path) -> bool:
 @pytest.mark.parametrize(
     "page", [page for page in PAGES if has_code(page)], ids=lambda page: str(page.relative_to(ROOT))
 )
-def test_a_page_runs(page: Path, tmp_path: Path, warm_python: WarmPython) -> None:
-    executable = sys.executable if page in COLD else warm_python.executable
+def test_a_page_runs(page: Path, tmp_path: Path) -> None:
+    executable = sys.executable if page in COLD else warm_python.executable()
     # Commands such as `torchrun` are those of the environment in any case.
     folders = [os.path.dirname(executable), os.path.dirname(sys.executable), os.environ["PATH"]]
     environment = {**os.environ, "PATH": os.pathsep.join(folders)}

@@ -7,19 +7,16 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-from warm_python import MODULES, WarmPython
+from warm_python import executable
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"
 LAUNCH = {1: [], 2: ["-m", "paceline", "launch", "--procs", "2"]}
-# One worker, which imports transformers once and makes what several tests look at once.
-TRANSFORMERS = pytest.mark.xdist_group("transformers")
 TRANSFORMERS_MODULES = (
-    *MODULES,
     "transformers.models.bert.modeling_bert",
     "transformers.models.bert.tokenization_bert",
     "transformers.models.gpt2.modeling_gpt2",
@@ -28,10 +25,9 @@ TRANSFORMERS_MODULES = (
 
 
 @pytest.fixture(scope="module")
-def python(tmp_path_factory) -> Iterator[str]:
+def python() -> str:
     """A Python that has imported what the examples with transformers import."""
-    with WarmPython(tmp_path_factory.mktemp("warm"), TRANSFORMERS_MODULES) as warm:
-        yield warm.executable
+    return executable(*TRANSFORMERS_MODULES)
 
 
 def run(
@@ -56,27 +52,24 @@ def logged(file: Path) -> list[dict]:
 @pytest.fixture(scope="module")
 def sentences(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("sentences")
-    run(sys.executable, 1, "text_classification/make_data.py", ["--to", "train.json", "--sentences", 2500], folder)
+    run(sys.executable, 1, "text_classification/make_data.py", ["--to", "train.json", "--sentences", 1300], folder)
     return folder / "train.json"
 
 
-@TRANSFORMERS
 @pytest.mark.timeout(300)
 def test_sentences_are_told_apart_alike_on_one_process_and_two(python, sentences, tmp_path):
-    arguments = ["--data", sentences, "--epochs", 2, "--eval-step", 60, "--batch-size", 32, "--learning-rate", "2e-3"]
+    arguments = ["--data", sentences, "--epochs", 2, "--eval-step", 60, "--batch-size", 32, "--learning-rate", "3e-3"]
     losses = {}
     for width in LAUNCH:
         said, _ = run(python, width, "text_classification/train.py", [*arguments, "--out", f"out{width}"], tmp_path)
         assert said.count("macro avg") == 1 and f"{width} process" in said
-        assert (
-            0.4 < float(re.search(r"accuracy +([\d.]+) +250", said)[1]) < 1.0
-        )  # chance is 0.2, one label in 20 is wrong
-        losses[width] = [float(loss) for loss in re.findall(r"step: \d+/126 loss: ([\d.]+)", said)]
-    assert len(losses[1]) == 7
-    assert losses[2][:4] == pytest.approx(losses[1][:4], abs=1e-3)  # later steps have magnified what rounding did
+        accuracy = float(re.search(r"accuracy +([\d.]+) +130", said)[1])
+        assert 0.35 < accuracy < 1.0  # chance is 0.2, one label in 20 is wrong
+        losses[width] = [float(loss) for loss in re.findall(r"step: \d+/66 loss: ([\d.]+)", said)]
+    assert len(losses[1]) == 4
+    assert losses[2] == pytest.approx(losses[1], abs=4e-3)  # later steps have magnified what rounding did
 
 
-@TRANSFORMERS
 def test_a_malformed_file_of_the_user_is_explained_once(python, tmp_path):
     (tmp_path / "mine.json").write_text('[["好", 3], ["x", 6], [1, 2], "q"]', encoding="utf-8")
     _, said = run(python, 2, "text_classification/train.py", ["--data", "mine.json"], tmp_path, fails=True)
@@ -100,29 +93,30 @@ def test_labels_are_the_same_where_they_are_made_and_where_they_are_read():
 # -- the script written for DeepSpeed ------------------------------------------------------------------------------
 
 
-@TRANSFORMERS
 @pytest.mark.timeout(300)
 def test_a_deepspeed_program_learns_alike_on_one_process_and_two_and_writes_what_its_config_asks(
-    sentences, tmp_path, warm_python
+    python, sentences, tmp_path
 ):
     example = EXAMPLES / "emotion_deepspeed"
+    few = tmp_path / "few.json"
+    few.write_text(json.dumps(json.loads(sentences.read_text(encoding="utf-8"))[:640]), encoding="utf-8")
     losses = {}
     for width in (1, 2):
         words = ["-m", "paceline", "deepspeed", "--num_gpus", str(width), str(example / "train.py"), "--deepspeed"]
-        words += ["--deepspeed_config", str(example / "ds_config.json"), "--data", str(sentences), "--epochs", "1"]
+        words += ["--deepspeed_config", str(example / "ds_config.json"), "--data", str(few), "--epochs", "1"]
         folder = tmp_path / str(width)
         folder.mkdir()
-        command = [warm_python.executable, *words, "--log-step", "5"]
+        command = [python, *words, "--log-step", "4"]
         done = subprocess.run(command, capture_output=True, text=True, cwd=folder)
         assert done.returncode == 0, done.stderr
         assert done.stdout.count("macro avg") == 1
         losses[width] = [float(loss) for loss in re.findall(r"step \d+ loss ([\d.]+)", done.stdout)]
-    assert len(losses[1]) == 12  # of 62 steps
-    assert losses[2][:4] == pytest.approx(losses[1][:4], abs=5e-3)  # float16; later steps magnify what rounding did
+    assert len(losses[1]) == 4  # of 16 steps
+    assert losses[2] == pytest.approx(losses[1], abs=5e-3)  # float16; later steps magnify what rounding did
     assert "all_reduce" in done.stdout.split("Comm. Op")[1]
     written = tmp_path / "2" / "runs" / "emotion_deepspeed"
     rates = (written / "logs" / "csv" / "Train_Samples_lr.csv").read_text().splitlines()
-    assert rates[:2] == ["step,lr", "32,0.0"] and len(rates) == 63
+    assert rates[:2] == ["step,lr", "32,0.0"] and len(rates) == 17
     assert "BertEncoder" in (written / "flops.txt").read_text()
     assert list((written / "logs" / "tensorboard").iterdir()) and (written / "checkpoints" / "latest").exists()
 
@@ -130,10 +124,10 @@ def test_a_deepspeed_program_learns_alike_on_one_process_and_two_and_writes_what
 # -- the notebooks -----------------------------------------------------------------------------------------------
 
 
-def test_the_loop_gives_the_same_accuracies_on_one_process_and_two(warm_python, tmp_path):
+def test_the_loop_gives_the_same_accuracies_on_one_process_and_two(tmp_path):
     found = {}
     for width in LAUNCH:
-        said, bars = run(warm_python.executable, width, "notebook_loop/loop.py", [], tmp_path)
+        said, bars = run(executable(), width, "notebook_loop/loop.py", [], tmp_path)
         accuracies = re.findall(r"(\d)/5: 100%\|█+\| 100/100 \[[^\]]*((?:train|val)/acc)=([\d.]+)\]", bars)
         found[width] = list(dict.fromkeys(accuracies))  # a bar is drawn again when it is closed
         assert len(found[width]) == 10
@@ -174,9 +168,10 @@ def test_images_are_classified_from_a_notebook(width, tmp_path):
     for name in ("quickstart", "image_notebook"):
         shutil.copytree(EXAMPLES / name, tmp_path / "examples" / name)
     path = tmp_path / "examples" / "image_notebook" / "digits.ipynb"
-    path.write_text(
-        path.read_text(encoding="utf-8").replace("num_processes=2", f"num_processes={width}"), encoding="utf-8"
-    )
+    text = path.read_text(encoding="utf-8").replace("num_processes=2", f"num_processes={width}")
+    every_image = 'fnames = sorted(data_dir.glob(\\"*.png\\"))'
+    assert every_image in text
+    path.write_text(text.replace(every_image, f"{every_image}[::2]"), encoding="utf-8")
     said, accuracy = notebook_outputs(path)
     assert said.count("Launching training on") == 2
     assert re.findall(r"epoch (\d): [\d.]+$", said, re.MULTILINE) == ["0", "1", "2", "3", "4"]
@@ -205,7 +200,6 @@ def language_model(python, tmp_path_factory) -> Path:
     return folder
 
 
-@TRANSFORMERS
 @pytest.mark.timeout(300)
 def test_losses_are_those_of_one_process(language_model):
     one, two = (logged(language_model / "runs" / f"language_model_{width}" / "metrics.jsonl") for width in LAUNCH)
@@ -219,7 +213,6 @@ def test_losses_are_those_of_one_process(language_model):
     assert "difference" in table and "times as many" in table
 
 
-@TRANSFORMERS
 @pytest.mark.timeout(300)
 def test_an_interrupted_run_resumes_at_another_width_with_the_same_losses(python, language_model):
     arguments = [*SMALL, "--out", "runs/interrupted"]
@@ -233,7 +226,6 @@ def test_an_interrupted_run_resumes_at_another_width_with_the_same_losses(python
     assert [line.get("loss") for line in parts[:-1]] == pytest.approx([line["loss"] for line in whole[:-1]], rel=2e-4)
 
 
-@TRANSFORMERS
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_it_learns_in_half_precision(precision, python, language_model):
@@ -249,12 +241,12 @@ def test_it_learns_in_half_precision(precision, python, language_model):
 
 
 @pytest.mark.timeout(300)
-def test_one_script_learns_alike_under_every_plan(warm_python, tmp_path):
-    small = ["--steps", 20, "--width", 32, "--layers", 2, "--batch-size", 16, "--length", 32]
+def test_one_script_learns_alike_under_every_plan(tmp_path):
+    small = ["--steps", 20, "--width", 32, "--layers", 2, "--batch-size", 64, "--length", 32]
     plans = {"one": "", "zero": "--procs 2 --zero 2", "both": "--procs 4 --shard 2 --tp 2", "pipe": "--procs 2 --pp 2"}
     losses = {}
     for name, flags in plans.items():
-        command = [warm_python.executable, "-m", "paceline", "launch", "--threads", "1", *flags.split()]
+        command = [executable(), "-m", "paceline", "launch", "--threads", "1", *flags.split()]
         command += [str(EXAMPLES / "any_plan/train.py"), "--out", name, *map(str, small)]
         done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
         assert done.returncode == 0, done.stderr

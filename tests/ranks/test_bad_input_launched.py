@@ -10,6 +10,7 @@ from pathlib import Path
 from textwrap import dedent
 
 import pytest
+from warm_python import executable
 
 from paceline import Accelerator
 
@@ -44,8 +45,9 @@ def run(tmp_path):
     def start(script, *words, procs=2, plain=False):
         path = tmp_path / "train.py"
         path.write_text(BEGIN + dedent(script))
-        command = [sys.executable, "-m", "paceline.cli.main", "launch", "--procs", str(procs), "--cpu"]
-        command = [sys.executable] if plain else command
+        command = [executable()]
+        if not plain:
+            command += ["-m", "paceline.cli.main", "launch", "--procs", str(procs), "--cpu"]
         kept = {k: v for k, v in os.environ.items() if not k.startswith("PACELINE")}
         env = {**kept, "OMP_NUM_THREADS": "1"}
         return subprocess.run(

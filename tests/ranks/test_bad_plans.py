@@ -2,7 +2,6 @@
 
 import os
 import subprocess
-import sys
 from textwrap import dedent
 
 import pytest
@@ -10,6 +9,7 @@ import torch
 from parity_models import GPT
 from torch import nn
 from torch._subclasses import FakeTensorMode
+from warm_python import executable
 
 from paceline import Accelerator, PacelineError
 from paceline.testing import run_ranks
@@ -262,7 +262,7 @@ def test_a_second_model_under_a_plan_whose_ranks_would_read_other_samples():
 def launched(folder, script, *words):
     path = folder / "train.py"
     path.write_text(dedent(script))
-    command = [sys.executable, "-m", "paceline.cli.main", "launch", "--procs", "2", "--cpu", *words, str(path)]
+    command = [executable(), "-m", "paceline.cli.main", "launch", "--procs", "2", "--cpu", *words, str(path)]
     kept = {k: v for k, v in os.environ.items() if not k.startswith("PACELINE")}
     env = {**kept, "OMP_NUM_THREADS": "1"}
     return subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=90)

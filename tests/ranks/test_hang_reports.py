@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from warm_python import executable
 
 from paceline import Accelerator
 from paceline.base.errors import CollectiveError
@@ -173,18 +174,9 @@ def test_works_that_nobody_waited_for_are_finished_or_told() -> None:
 def launched(folder: Path, script: str, *words: str, **env: str) -> subprocess.CompletedProcess[str]:
     plain = {name: value for name, value in os.environ.items() if not name.startswith("PACELINE")}
     (folder / "train.py").write_text(dedent(script))
-    command = [
-        sys.executable,
-        "-m",
-        "paceline.cli.main",
-        "launch",
-        "--procs",
-        "2",
-        "--timeout-s",
-        "30",
-        *words,
-        "train.py",
-    ]
+    launch = ["-m", "paceline.cli.main", "launch", "--procs", "2", "--timeout-s", "30"]
+    # Some variables are read by torch when it is imported: then an interpreter that has not imported it yet.
+    command = [sys.executable if env else executable(), *launch, *words, "train.py"]
     return subprocess.run(
         command, cwd=folder, env={**plain, "OMP_NUM_THREADS": "1", **env}, capture_output=True, text=True, timeout=60
     )

@@ -13,8 +13,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from warm_python import executable
 
-PACELINE = (sys.executable, "-m", "paceline.cli.main", "launch")
+LAUNCH = ("-m", "paceline.cli.main", "launch")
 ALL_REDUCE = """
     import sys, torch, torch.distributed as dist
     dist.init_process_group("gloo")
@@ -50,7 +51,7 @@ def clean() -> dict[str, str]:
 
 
 def launch(*words: object, cwd: Path, **env: str) -> subprocess.CompletedProcess[str]:
-    command = [*PACELINE, *(str(word) for word in words)]
+    command = [executable(), *LAUNCH, *(str(word) for word in words)]
     environ = {**clean(), **env}
     return subprocess.run(
         command, cwd=cwd, env=environ, capture_output=True, text=True, errors="backslashreplace", timeout=60
@@ -59,11 +60,11 @@ def launch(*words: object, cwd: Path, **env: str) -> subprocess.CompletedProcess
 
 @pytest.fixture
 def begin(tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
-    """Starts a launcher that the test will end."""
+    """Starts a launcher that the test will end: a fresh process, as what becomes of it is what is tested."""
     started: list[subprocess.Popen[str]] = []
 
     def start(*words: object, **env: str) -> subprocess.Popen[str]:
-        command = [*PACELINE, *(str(word) for word in words)]
+        command = [sys.executable, *LAUNCH, *(str(word) for word in words)]
         pipe = subprocess.PIPE
         started.append(
             subprocess.Popen(command, cwd=tmp_path, env={**clean(), **env}, stdout=pipe, stderr=pipe, text=True)
@@ -144,10 +145,9 @@ print(LAUNCHER.submit(LAUNCHER.render(Job(Target("script", sys.argv[1]), 2, star
 
 
 def begun(start: str, name: str, folder: Path) -> subprocess.CompletedProcess[str]:
-    """Runs a script on 2 processes that are forked or, as where there are accelerators, fresh."""
-    if start == "fork":
-        return launch("-n", 2, name, cwd=folder)
-    command = [sys.executable, "-c", EXEC, name]
+    """Runs a script on 2 processes, forked or (as where there are accelerators) fresh, that end as Python always does."""
+    words = [*LAUNCH, "-n", "2"] if start == "fork" else ["-c", EXEC]
+    command = [sys.executable, *words, name]
     return subprocess.run(command, cwd=folder, env=clean(), capture_output=True, text=True, timeout=60)
 
 

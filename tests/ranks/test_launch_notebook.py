@@ -12,6 +12,7 @@ from textwrap import dedent
 from typing import Any
 
 import pytest
+from warm_python import executable
 
 SUM = """
     import torch
@@ -85,7 +86,7 @@ def session(folder: Path, text: str, **env: str) -> subprocess.CompletedProcess[
     (folder / "session.py").write_text(dedent(SUM) + dedent(text))
     everything = {**os.environ, "OMP_NUM_THREADS": "1", **env}
     everything = {name: value for name, value in everything.items() if value}  # "" takes a variable out
-    command = [sys.executable, "session.py"]
+    command = [executable(), "session.py"]
     return subprocess.run(command, cwd=folder, env=everything, capture_output=True, text=True, timeout=60)
 
 

@@ -5,6 +5,7 @@ import subprocess
 import sys
 
 import pytest
+from warm_python import executable
 
 SCRIPT = """
 import sys
@@ -52,7 +53,7 @@ def folder(tmp_path):
 
 def plan(folder, *words, code=0):
     done = subprocess.run(
-        [sys.executable, "-m", "paceline", "plan", *words], capture_output=True, text=True, timeout=120, cwd=folder
+        [executable(), "-m", "paceline", "plan", *words], capture_output=True, text=True, timeout=120, cwd=folder
     )
     assert done.returncode == code, done.stdout + done.stderr
     return done.stdout if code != 2 else done.stderr
@@ -97,13 +98,13 @@ def test_what_cannot_be_planned_is_said(folder):
     assert "`paceline plan` needs a script" in plan(folder, "--procs", "2", code=2)
     (folder / "empty.py").write_text("import nothing_of_this_name\n")
     done = subprocess.run(
-        [sys.executable, "-m", "paceline", "plan", "empty.py", "--shard", "2"],
+        [executable(), "-m", "paceline", "plan", "empty.py", "--shard", "2"],
         capture_output=True, text=True, timeout=60, cwd=folder,
     )  # fmt: skip
     assert "`--shard 2` stands after the script, which gets it" in done.stderr
     assert done.returncode == 1 and "[plan-rehearsal]" in done.stderr and "nothing_of_this_name" in done.stderr
     done = subprocess.run(
-        [sys.executable, "-m", "paceline", "plan", "--procs", "2", "--shard", "3", "train.py"],
+        [executable(), "-m", "paceline", "plan", "--procs", "2", "--shard", "3", "train.py"],
         capture_output=True, text=True, timeout=60, cwd=folder,
     )  # fmt: skip
     assert done.returncode == 1 and "[plan-size]" in done.stderr

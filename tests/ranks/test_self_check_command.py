@@ -1,11 +1,12 @@
 """`paceline test`: a real run on two processes, started as a user's script is."""
 
 import subprocess
-import sys
+
+from warm_python import executable
 
 
 def run(*words):
-    return subprocess.run([sys.executable, "-m", "paceline", *words], capture_output=True, text=True, timeout=100)
+    return subprocess.run([executable(), "-m", "paceline", *words], capture_output=True, text=True, timeout=100)
 
 
 def test_this_machine_passes():
