@@ -14,6 +14,7 @@ from paceline.data.active import ActiveLoaders
 from paceline.data.feed import NOTHING, Feed, Mark
 from paceline.data.prefetch import on_device
 from paceline.plan.data import BatchInfo, DataPlan, Position
+from paceline.world import runtime
 
 
 class EpochRows(NamedTuple):
@@ -63,7 +64,8 @@ class PreparedLoader:
         start, note = self._begin()
         before, loaded, real = self._mark, 0, 0
         self._began, previous = (start, note), None
-        steps = on_device(self._feed.open(start, note), self.device, self._non_blocking)
+        on_their_way = on_device(self._feed.open(start, note), self.device, self._non_blocking)
+        steps = runtime.current().batches(on_their_way)
         if self._active.batches is not None:
             steps = self._active.batches(steps)
         self._active.push(self)

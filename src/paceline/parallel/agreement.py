@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from paceline.base.errors import PlanError
+from paceline.world import runtime
 from paceline.world.works import wait_all
 
 GATHER, REDUCE, END = range(3)
@@ -42,7 +43,8 @@ class Statement:
 
     def __init__(self, group: Any, kind: int, unit: int, flags: list[int] | None = None) -> None:
         self._group, self._said = group, (kind, unit)
-        rank, ranks = dist.get_rank(group), dist.get_world_size(group)
+        rank = dist.get_rank(group)
+        ranks = dist.get_world_size(group) if runtime.current().others_answer else 1
         self._peers = [(rank + step) % ranks for step in range(1, ranks)]
         self._own = flags or []
         self._heard = {peer: torch.empty(2, dtype=torch.int64) for peer in self._peers}

@@ -1,0 +1,68 @@
+"""The trace of allocations: what came, went and was resized, the peak, and kinds that are known only afterwards."""
+
+import torch
+
+from paceline.planner.allocation_trace import AllocationTrace, parts
+from paceline.planner.operation_trace import OperationTrace
+
+
+def test_the_peak_is_the_most_that_lived_at_once():
+    allocations = AllocationTrace()
+    with OperationTrace(allocations):
+        first = torch.zeros(1000)
+        second = first + 1
+        del first
+        third = second * 2
+    peak = allocations.peak()
+    assert peak.total == 8000  # two of them at a time, never three
+    del second, third
+    assert allocations.peak(allocations.mark).total == 0
+
+
+def test_kinds_are_put_on_afterwards_and_the_stronger_one_counts():
+    allocations = AllocationTrace()
+    with OperationTrace(allocations):
+        weight = torch.zeros(100)
+        gradient = torch.ones(100)
+        scratch = torch.ones(50)
+    allocations.label([gradient], "communication")
+    allocations.label([weight], "parameters")
+    allocations.label([gradient], "gradients")
+    allocations.label([weight], "communication")
+    found = allocations.peak().at_peak
+    assert {name: count for name, count in found.items() if count} == {
+        "parameters": 400,
+        "gradients": 400,
+        "activations": 200,
+    }
+    del scratch
+
+
+def test_a_part_of_a_run_has_its_own_peak():
+    allocations = AllocationTrace()
+    with OperationTrace(allocations):
+        torch.zeros(1000)
+        kept = torch.zeros(10)
+        mark = allocations.mark
+        more = torch.zeros(20)
+    assert allocations.peak().total == 4000
+    assert allocations.peak(mark).total == 120
+    del kept, more
+
+
+def test_views_share_and_resizing_counts():
+    allocations = AllocationTrace()
+    with OperationTrace(allocations):
+        whole = torch.zeros(100)
+        view = whole[:50]
+    assert allocations.peak().total == 400
+    whole.untyped_storage().resize_(0)
+    allocations.resized(whole.untyped_storage())
+    assert allocations.peak(allocations.mark).total == 0
+    del view
+
+
+def test_a_plain_tensor_is_its_only_part():
+    tensor = torch.zeros(1)
+    (part,) = parts(tensor)
+    assert part is tensor
