@@ -1,6 +1,6 @@
-"""`OperationTrace`: sees every operation of a run, and enters its memory, arithmetic and communication.
+"""`OperationTrace`: sees every operation of a rehearsal, and enters its memory, arithmetic and communication.
 
-In a rehearsal it also lets tensors have a shape and no values. A tensor that an operation returns is then
+It lets tensors have a shape and no values. A tensor that an operation returns is
 
     fake      where a fake tensor went in: shapes, dtypes and memory as of a real one, without any computation
     fake      where nothing went in and it is large, inside a module's `__init__` or after the first `prepare`
@@ -61,7 +61,7 @@ class OperationTrace(dispatch.TorchDispatchMode):
 
     Args:
         allocations: where memory is entered.
-        fakes: makes fake tensors; None for a real run.
+        fakes: makes fake tensors.
         local_size: ranks on one node.
 
     Attributes:
@@ -69,12 +69,12 @@ class OperationTrace(dispatch.TorchDispatchMode):
         fakes_everywhere: whether large new tensors are fake in all code, as after `prepare`.
     """
 
-    def __init__(self, allocations: AllocationTrace, fakes: FakeTensorMode | None = None, local_size: int = 1) -> None:
+    def __init__(self, allocations: AllocationTrace, fakes: FakeTensorMode, local_size: int = 1) -> None:
         super().__init__()
         self.allocations = allocations
-        self.fakes = fakes
         self.traffic = Traffic()
         self.fakes_everywhere = False
+        self._fakes = fakes
         self._local_size = local_size
 
     def __torch_dispatch__(
@@ -87,38 +87,36 @@ class OperationTrace(dispatch.TorchDispatchMode):
             return operation(*args, **kwargs)
         given = [*_tensors(args), *_tensors(kwargs.values())]
         result = self._run(operation, given, args, kwargs)
-        made = _tensors((result,))
-        if self.fakes is None or _any_fake(given) or _any_fake(made):
+        made = _fakes_among(_tensors((result,)))
+        fakes = [*_fakes_among(given), *made]
+        if fakes:
             for tensor in made:
-                if self.fakes is None or isinstance(tensor, FakeTensor):
-                    self.allocations.enter(tensor)
-            self._enter_work(operation, args, kwargs, result, [*given, *made])
+                self.allocations.enter(tensor)
+            self._enter_work(operation, args, kwargs, result, fakes)
         return result
 
     def _run(self, operation: Operation, given: list[torch.Tensor], args: Arguments, kwargs: Keywords) -> object:
-        if self.fakes is None:
-            return operation(*args, **kwargs)
-        if _any_fake(given):
-            return self._run_on_fakes(operation, given, args, kwargs, self.fakes)
+        if _fakes_among(given):
+            return self._run_on_fakes(operation, given, args, kwargs)
         is_constructor = not given and kwargs.get("device") != torch.device("meta")
         if not is_constructor or not (self.fakes_everywhere or _in_module_init()):
             return operation(*args, **kwargs)
         if kwargs.get("generator") is not None:  # somebody wants these very numbers
             return operation(*args, **kwargs)
-        with self.fakes:
+        with self._fakes:
             fake = operation(*args, **kwargs)
         if isinstance(fake, torch.Tensor) and fake.numel() >= LARGE:
             return fake
         return operation(*args, **kwargs)
 
     def _run_on_fakes(
-        self, operation: Operation, given: list[torch.Tensor], args: Arguments, kwargs: Keywords, fakes: FakeTensorMode
+        self, operation: Operation, given: list[torch.Tensor], args: Arguments, kwargs: Keywords
     ) -> object:
         first = given[0]
         if operation in _LOOKS:
             return _zero(first.dtype)
         if operation in _VIEWS and isinstance(first, FakeTensor) and len(given) == 1:
-            return fake_view(operation, first, fakes, args, kwargs)
+            return fake_view(operation, first, self._fakes, args, kwargs)
         if operation in _FILLS and isinstance(args[0], FakeTensor):
             return args[0]
         if operation is _aten.index.Tensor:
@@ -129,24 +127,21 @@ class OperationTrace(dispatch.TorchDispatchMode):
         return operation(*args, **kwargs)
 
     def _enter_work(
-        self, operation: Operation, args: Arguments, kwargs: Keywords, result: object, tensors: list[torch.Tensor]
+        self, operation: Operation, args: Arguments, kwargs: Keywords, result: object, fakes: list[FakeTensor]
     ) -> None:
         name = operation.name()
         if name.startswith(("c10d::", "_c10d_functional", "_dtensor::")):
-            self._enter_communication(name, args, result, tensors)
+            self._enter_communication(name, args, result, fakes)
             return
         formula = formulas().get(dispatch.overloads_of(operation))
         if formula is not None:
             self.traffic.flops += formula(*args, **kwargs, out_val=result)
 
-    def _enter_communication(self, name: str, args: Arguments, result: object, tensors: list[torch.Tensor]) -> None:
+    def _enter_communication(self, name: str, args: Arguments, result: object, buffers: list[FakeTensor]) -> None:
         operation = name.split("::")[1].split(".")[0].strip("_")
         share_sent = next((share for word, share in _SHARES.items() if word in operation), None)
-        if share_sent is None or not tensors:
+        if share_sent is None:
             return
-        buffers = tensors
-        if self.fakes is not None:
-            buffers = [tensor for tensor in tensors if isinstance(tensor, FakeTensor)]
         self.allocations.label(buffers, "communication")
         whole = max(_bytes(value) for value in (*args, result))
         ranks = dispatch.group_ranks(args)
@@ -155,10 +150,9 @@ class OperationTrace(dispatch.TorchDispatchMode):
 
     def fake_module(self, model: nn.Module) -> None:
         """Makes parameters and buffers of a model fake, those that still are real; they stay the same objects."""
-        assert self.fakes is not None
         for tensor in (*model.parameters(), *model.buffers()):
             if not isinstance(tensor, FakeTensor):
-                self.allocations.enter(make_fake(tensor, self.fakes))
+                self.allocations.enter(make_fake(tensor, self._fakes))
 
     def paused(self) -> AbstractContextManager[Any]:
         """While it is open, nothing is seen and nothing becomes fake."""
@@ -176,8 +170,8 @@ _VIEWS = {
 _FILLS = {_aten.copy_.default, _aten.zero_.default, _aten.fill_.Scalar}
 
 
-def _any_fake(tensors: Iterable[torch.Tensor]) -> bool:
-    return any(isinstance(tensor, FakeTensor) for tensor in tensors)
+def _fakes_among(tensors: Iterable[torch.Tensor]) -> list[FakeTensor]:
+    return [tensor for tensor in tensors if isinstance(tensor, FakeTensor)]
 
 
 def _zero(dtype: torch.dtype) -> bool | float | int:

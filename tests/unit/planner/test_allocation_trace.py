@@ -3,16 +3,20 @@
 import torch
 
 from paceline.planner.allocation_trace import AllocationTrace, parts
-from paceline.planner.operation_trace import OperationTrace
+
+
+def entered(allocations: AllocationTrace, elements: int) -> torch.Tensor:
+    tensor = torch.zeros(elements)
+    allocations.enter(tensor)
+    return tensor
 
 
 def test_the_peak_is_the_most_that_lived_at_once():
     allocations = AllocationTrace()
-    with OperationTrace(allocations):
-        first = torch.zeros(1000)
-        second = first + 1
-        del first
-        third = second * 2
+    first = entered(allocations, 1000)
+    second = entered(allocations, 1000)
+    del first
+    third = entered(allocations, 1000)
     peak = allocations.peak()
     assert peak.total == 8000  # two of them at a time, never three
     del second, third
@@ -21,16 +25,15 @@ def test_the_peak_is_the_most_that_lived_at_once():
 
 def test_kinds_are_put_on_afterwards_and_the_stronger_one_counts():
     allocations = AllocationTrace()
-    with OperationTrace(allocations):
-        weight = torch.zeros(100)
-        gradient = torch.ones(100)
-        scratch = torch.ones(50)
+    weight = entered(allocations, 100)
+    gradient = entered(allocations, 100)
+    scratch = entered(allocations, 50)
     allocations.label([gradient], "communication")
     allocations.label([weight], "parameters")
     allocations.label([gradient], "gradients")
     allocations.label([weight], "communication")
-    found = allocations.peak().at_peak
-    assert {name: count for name, count in found.items() if count} == {
+    at_peak = allocations.peak().at_peak
+    assert {name: count for name, count in at_peak.items() if count} == {
         "parameters": 400,
         "gradients": 400,
         "activations": 200,
@@ -40,11 +43,10 @@ def test_kinds_are_put_on_afterwards_and_the_stronger_one_counts():
 
 def test_a_part_of_a_run_has_its_own_peak():
     allocations = AllocationTrace()
-    with OperationTrace(allocations):
-        torch.zeros(1000)
-        kept = torch.zeros(10)
-        mark = allocations.mark
-        more = torch.zeros(20)
+    entered(allocations, 1000)
+    kept = entered(allocations, 10)
+    mark = allocations.mark
+    more = entered(allocations, 20)
     assert allocations.peak().total == 4000
     assert allocations.peak(mark).total == 120
     del kept, more
@@ -52,9 +54,9 @@ def test_a_part_of_a_run_has_its_own_peak():
 
 def test_views_share_and_resizing_counts():
     allocations = AllocationTrace()
-    with OperationTrace(allocations):
-        whole = torch.zeros(100)
-        view = whole[:50]
+    whole = entered(allocations, 100)
+    view = whole[:50]
+    allocations.enter(view)
     assert allocations.peak().total == 400
     whole.untyped_storage().resize_(0)
     allocations.resized(whole.untyped_storage())

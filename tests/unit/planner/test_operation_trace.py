@@ -55,10 +55,3 @@ def test_masks_with_known_values_choose_as_many_rows_as_they_would(trace):
         output = layer(torch.randn(6, 64))
         mask = torch.tensor([True, False, True, True, False, False])
         assert output[mask].shape == (3, 64)
-
-
-def test_a_real_run_is_watched_too():
-    trace = OperationTrace(AllocationTrace())
-    with trace:
-        torch.ones(10, 20) @ torch.ones(20, 30)
-    assert trace.traffic.flops == 2 * 10 * 20 * 30
