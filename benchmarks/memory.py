@@ -91,14 +91,14 @@ def rank(way: Way, task: Task, precision: str) -> tuple[float, float]:
 
 def predicted(way: Way, task: Task, n: int) -> float:
     """The peak that the planner says beforehand, in bytes a parameter, as rank 0 of `n`."""
-    from paceline.planner.rehearsal import Troupe, rehearse
+    from paceline.planner.rehearsal import SimulatedWorld, rehearse
 
     def train() -> None:
         step = way(task)
         for _ in range(5):
             step()
 
-    seen = rehearse(train, Troupe(n, n))
+    seen = rehearse(train, SimulatedWorld(n, n))
     if seen.memory is None:
         raise RuntimeError(f"the rehearsal failed: {seen.problem}")
     return seen.memory.total / sum(parameter.numel() for parameter in gpt(task.size).parameters())

@@ -38,10 +38,9 @@ from paceline.precision.policy import TABLE, autocast
 from paceline.precision.scaler import LossScaler
 from paceline.preparation import Preparation
 from paceline.profiling import profiles_of
-from paceline.states import States
+from paceline.states import States, UnkeptStates
 from paceline.steps import Steps
-from paceline.world import rendezvous, torch_version
-from paceline.world.collectives import Collectives
+from paceline.world import rendezvous, runtime, torch_version
 from paceline.world.mesh import Mesh
 from paceline.world.places import user_frame
 from paceline.world.world import World
@@ -135,7 +134,8 @@ class Accelerator(Keeping):
             warn_once("config", notice)
         world = rendezvous.join(found, cpu=settings.cpu, timeout_s=settings.timeout_s)
         device = torch.device(world.device)
-        collectives = Collectives(
+        surroundings = runtime.current()
+        collectives = surroundings.collectives(
             world, device=device, debug=settings.debug, timeout_s=settings.timeout_s,
             hang_report_s=settings.hang_report_s)  # fmt: skip
         super().__init__(world, device, collectives)
@@ -151,7 +151,8 @@ class Accelerator(Keeping):
                  tail="pad" if settings.even_batches else "divide", non_blocking=settings.non_blocking))  # fmt: skip
         self.project_dir = None if project_dir is None else str(project_dir)
         self.trackers = Trackers(log_with, self.logging_dir, is_main=world.is_main)
-        self._states = States(
+        kind = States if surroundings.keeps_files else UnkeptStates
+        self._states = kind(
             self._prepared, self.collectives, self.scaler, self.project_dir, Keep.of(total_limit, keep),
             next(each for each in decisions if each.field == "resume"), self._active, self.gradients)  # fmt: skip
         self._steps = Steps(self._prepared, self.gradients, self.scaler, self._active, collectives, settings.debug)

@@ -33,7 +33,7 @@ class Keeping(Participant):
 
     def save(self, obj: Any, f: str | Path, safe_serialization: bool = False) -> None:
         """Writes an object beside `f` and renames it, on the main process only."""
-        if self.is_main_process:
+        if self.is_main_process and self._states.writes:
             save_object(obj, str(f), safe_serialization)
 
     def save_model(
@@ -52,6 +52,8 @@ class Keeping(Participant):
         Raises:
             CheckpointError: on every rank; what was saved in the folder before is whole.
         """
+        if not self._states.writes:
+            return
         from paceline.checkpoint.weights import model as files  # takes half a second: not before it is needed
 
         files.save_model(

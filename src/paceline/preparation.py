@@ -39,10 +39,11 @@ from paceline.plan.facts import ModelFacts, model_facts
 from paceline.plan.plan import Decision, Plan
 from paceline.plan.resolve import draft, resolve
 from paceline.planner import fit
-from paceline.planner.division import division_of
-from paceline.planner.exhausted import told, watch
+from paceline.planner.estimate import division_of
+from paceline.planner.exhausted import explain_exhaustion, watch
 from paceline.precision.policy import Precision, unwrap_forward, wrap_forward
 from paceline.preparation_errors import checked_placement, refused
+from paceline.world import runtime
 from paceline.world.collectives import Collectives
 from paceline.world.layout import DATA_AXES
 from paceline.world.mesh import Mesh
@@ -112,6 +113,7 @@ class Preparation:
         self._collectives = collectives
         self._precision, self._accumulation, self._scaler, self._active = precision, accumulation, scaler, active
         self._loader_options = loader_options
+        self._runtime = runtime.current()
         self._seed: int | None = None
         self._lengths: list[tuple[int, int]] = []  # batches in an epoch before and after
         self._known: weakref.WeakSet[Optimizer] = weakref.WeakSet()
@@ -156,6 +158,7 @@ class Preparation:
     def _prepare_models(
         self, models: list[tuple[int, Any]], places: list[bool], result: list[Any], optimizers: list[Optimizer]
     ) -> dict[int, tuple[int, str]]:
+        self._runtime.preparing(self, [model for _, model in models])
         new = [(at, model) for at, model in models if self.find(model) is None]
         for at, model in models:
             known = self.find(model)
@@ -205,6 +208,7 @@ class Preparation:
             logger("plan").info("%s", plan.explain())
             for line in filter(None, (division_of(plan, fact) for fact in facts)):
                 warn_once("plan", line)
+        self._runtime.prepared(self)
         return before
 
     def _note_draws(self, facts: ModelFacts, names: list[str]) -> None:
@@ -246,7 +250,7 @@ class Preparation:
     def _choose(self, facts: Sequence[ModelFacts]) -> None:
         """Says what the plan left open, and lays the ranks out anew. Ranks: all."""
         world = self._collectives.world
-        memory = self._collectives.broadcast_object(fit.memory_of(self.device, world.local_size))
+        memory = self._collectives.broadcast_object(self._runtime.memory(self.device, world.local_size))
         self.plan = fit.fit(self.plan, facts, world, memory)
         self.lay_out()
 
@@ -287,9 +291,10 @@ class Preparation:
             for key, value in state.items():
                 if isinstance(value, torch.Tensor) and value.dim() > 0:
                     state[key] = value.to(self.device)
-        decision = choose_fused(optimizer, any(each.facts.sparse for each in self.models))
-        if decision is not None:
-            self._note(decision)
+        if self._runtime.chooses_kernels:
+            decision = choose_fused(optimizer, any(each.facts.sparse for each in self.models))
+            if decision is not None:
+                self._note(decision)
         prepared = PreparedOptimizer(optimizer, self._accumulation, self._scaler, self._stepping)
         self.optimizers.append(prepared)
         self._known.add(optimizer)
@@ -381,7 +386,7 @@ class Preparation:
 
     def exhausted(self, where: str) -> AbstractContextManager[None]:
         """While it is open, memory that does not suffice is told with what the plan needs."""
-        return told(self._situation, where)
+        return explain_exhaustion(self._situation, where)
 
     def _situation(self) -> tuple[Plan, tuple[ModelFacts, ...], int, int]:
         world = self._collectives.world

@@ -74,9 +74,12 @@ class States:
         active, gradients: where a batch ends, and a step, a run that was asked to end can leave.
 
     Attributes:
+        writes: whether anything is written at all.
         run: the run's counters.
         iteration: number of the next automatically named checkpoint.
     """
+
+    writes = True
 
     def __init__(
         self,
@@ -341,6 +344,31 @@ class States:
         layout = prepared.plan.layout
         models = _numbered("model", [gradients(each) for each in prepared.models])
         return Window(models, self._gradients, layout.data_index(world.rank), layout.width, self._gradients.apart)
+
+
+class UnkeptStates(States):
+    """Those of a rehearsal or a trial: nothing is written, and nothing is looked for that the run could go on from."""
+
+    writes = False
+
+    def save(self, path: str | None, plan: Plan, **options: object) -> str:  # type: ignore[override]
+        """A name that a checkpoint could have."""
+        return path or "checkpoint"
+
+    def load(self, path: str | None, strict: bool = True, only: Collection[str] | None = None) -> None:
+        """Nothing is loaded."""
+
+    def on_main(self, work: Callable[[], None]) -> None:
+        """What writes is left out."""
+
+    def wait(self) -> None:
+        """No save is under way."""
+
+    def _source(self) -> None:
+        return None
+
+    def _listen(self) -> None:
+        """SIGTERM and Ctrl-C end the process, as there is nothing to save."""
 
 
 def _numbered(kind: str, items: list[Any]) -> dict[str, Any]:

@@ -6,8 +6,18 @@ from parity_models import GPT, loss_of
 from torch.utils.data import DataLoader, TensorDataset
 
 from paceline import Accelerator, PlanError
-from paceline.planner import fit
 from paceline.testing import run_ranks
+from paceline.world import runtime
+
+
+class Small(runtime.Runtime):
+    """A run on devices of so much memory."""
+
+    def __init__(self, bytes_each: int) -> None:
+        self.bytes_each = bytes_each
+
+    def memory(self, device: torch.device, local_size: int) -> int:
+        return self.bytes_each
 
 
 def data() -> TensorDataset:
@@ -17,7 +27,7 @@ def data() -> TensorDataset:
 
 def trained(plan, memory):
     torch.manual_seed(3)
-    fit.memory_of = lambda device, local_size: memory
+    runtime.use(Small(memory))
     accelerator = Accelerator(plan=plan, cpu=True, split_batches=True)
     model = GPT()
     model, optimizer, loader = accelerator.prepare(
@@ -49,7 +59,7 @@ def test_the_cheapest_plan_that_fits_is_chosen_and_explained() -> None:
 
 
 def too_little():
-    fit.memory_of = lambda device, local_size: 1000
+    runtime.use(Small(1000))
     accelerator = Accelerator(plan={"shard": "auto"}, cpu=True)
     with pytest.raises(PlanError) as caught:
         accelerator.prepare(GPT())

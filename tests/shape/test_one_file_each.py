@@ -130,14 +130,16 @@ def test_a_strategy(add: Add) -> None:
 
 
 def test_a_tracker(add: Add, tmp_path: Path) -> None:
-    from paceline.observe.trackers.group import Trackers
+    """Named as users name one of ours: `log_with="toy"`."""
+    from paceline import Accelerator
 
     add("paceline.observe.trackers", TRACKER)
-    trackers = Trackers("toy", tmp_path)
-    trackers.start("run")
-    trackers.log({"loss": 1.0}, step=3)
-    toy = trackers.get_tracker("toy")
-    trackers.finish()
+    accelerator = Accelerator(cpu=True, log_with="toy", project_dir=str(tmp_path / "logs"))
+    accelerator.init_trackers("run", config={"lr": 0.1})
+    accelerator.log({"loss": 1.0}, step=3)
+    toy = accelerator.get_tracker("toy", unwrap=True)
+    accelerator.end_training()
+    assert toy.folder == str(tmp_path / "logs")
     assert toy.seen == ["run", ({"loss": 1.0}, 3), "finished"]
 
 

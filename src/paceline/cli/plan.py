@@ -93,13 +93,19 @@ def _notice_misplaced(launch: Launch, words: Sequence[str]) -> None:
 
 def _split(given: Sequence[Given]) -> tuple[list[Given], list[str]]:
     """What was given, and the settings that were given as `auto`, which some of them do not know."""
-    asked = [each.name for each in given if each.name in _SEARCHED and str(each.value).lower() == "auto"]
-    return [each for each in given if each.name not in asked], asked
+    asked: list[str] = []
+    rest: list[Given] = []
+    for setting in given:
+        if setting.name in _SEARCHED and str(setting.value).lower() == "auto":
+            asked.append(setting.name)
+        else:
+            rest.append(setting)
+    return rest, asked
 
 
 def _opened(launch: Launch, asked: Sequence[str], everything: bool) -> tuple[str, ...]:
     """The settings that are to be chosen."""
-    left = {each.field for each in launch.decisions if each.source == "default"}
+    left = {choice.field for choice in launch.decisions if choice.source == "default"}
     chosen = set(asked)
     if everything:
         chosen |= left
@@ -113,12 +119,12 @@ def _predict(target: Target, launch: Launch, opened: tuple[str, ...], device: De
 
     from paceline.launch.worker import become
     from paceline.planner.predict import predict
-    from paceline.planner.rehearsal import Troupe
+    from paceline.planner.rehearsal import SimulatedWorld
 
     settings = launch.launch
     local = 1 if settings.procs == "auto" else int(settings.procs)
     nodes = int(str(settings.nodes).rpartition(":")[2])  # of a range, as many as may take part
-    troupe = Troupe(
+    simulated = SimulatedWorld(
         world_size=local * nodes,
         local_size=local,
         accelerated=device is not None and not device.name.startswith("cpu"),
@@ -127,7 +133,7 @@ def _predict(target: Target, launch: Launch, opened: tuple[str, ...], device: De
     )
     return predict(
         partial(become, target, settings.compat or ""),
-        troupe,
+        simulated,
         device=device,
         decisions=launch.decisions,
         opened=opened,
@@ -142,6 +148,7 @@ def _drawing(report: Report) -> str:
     from paceline.parallel.pipeline import STRATEGY, microbatches, per_rank
     from paceline.parallel.schedules import draw
 
-    options, ranks = STRATEGY.options(plan), plan.layout.pp
-    each = per_rank(options)
-    return draw(options.schedule, ranks * each, microbatches(options, ranks), each)
+    options = STRATEGY.options(plan)
+    ranks = plan.layout.pp
+    stages_per_rank = per_rank(options)
+    return draw(options.schedule, ranks * stages_per_rank, microbatches(options, ranks), stages_per_rank)

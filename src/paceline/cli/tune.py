@@ -70,13 +70,13 @@ def run(args: argparse.Namespace) -> int:
             "`paceline tune` needs a script.",
             fix="name it after the options: `paceline tune --procs 2 train.py --lr 0.1`",
         )
-    values, places = _said(args)
+    values, places = _search_arguments(args)
     tune(resolve_launch(schema.given(args)), args.script, args.script_args, values, places, args.device)
     return 0
 
 
 def tune(
-    told: Launch,
+    launch: Launch,
     script: str,
     script_args: Sequence[str],
     values: Mapping[str, Any] | None = None,
@@ -87,7 +87,7 @@ def tune(
     """A tuning from its settings to its files; `paceline deepspeed --autotuning` comes here too.
 
     Args:
-        told: settings of the launch.
+        launch: its settings.
         script, script_args: what is tuned.
         values: attributes of `Tuning` that the command line said; a DeepSpeed config's `autotuning` block says the rest.
         places: where each of them was said.
@@ -109,17 +109,19 @@ def tune(
     tuning = replace(Tuning(last_step=7), **said)
     tuning.check(places or {})
     # Accelerators are looked at by processes of their own: one that has touched them cannot be forked any more.
-    job, notices = _result(*in_child(lambda: job_of(told, script, script_args, environment.snapshot())))
+    job, notices = _result(*in_child(lambda: job_of(launch, script, script_args, environment.snapshot())))
     _refuse(job)
     job = replace(job, target=replace(job.target, local_rank=local_rank))
-    for notice in (*told.notices, *notices):
+    for notice in (*launch.notices, *notices):
         _say(notice)
-    here = (
-        _result(*in_child(lambda: of_this_host(job.procs, cpu=told.run.cpu))) if device is None else device_of(device)
-    )
-    decisions = tuple(each for each in told.decisions if each.source in ("command line", "file"))
-    results, bar = tune_results.Results(), Bar()
-    task = Task(job, decisions, tuning, said, here, told.run.timeout_s or 600.0)
+    if device is None:
+        here = _result(*in_child(lambda: of_this_host(job.procs, cpu=launch.run.cpu)))
+    else:
+        here = device_of(device)
+    decisions = tuple(choice for choice in launch.decisions if choice.source in ("command line", "file"))
+    results = tune_results.Results()
+    bar = Bar()
+    task = Task(job, decisions, tuning, said, here, launch.run.timeout_s or 600.0)
     tuner = Tuner(task, bar.tell, results.open, results.add)
     _say(f"rehearsing {script} for {here.name}")
     try:
@@ -136,7 +138,7 @@ def tune(
     return tuned, best
 
 
-def _said(args: argparse.Namespace) -> tuple[dict[str, Any], dict[str, str]]:
+def _search_arguments(args: argparse.Namespace) -> tuple[dict[str, Any], dict[str, str]]:
     """What the command line says of the search, and where.
 
     Raises:
@@ -211,30 +213,36 @@ class Bar:
     """How far a search is, on standard error: one line that changes on a terminal, else a line for each trial."""
 
     def __init__(self) -> None:
-        self._alive, self._width, self._began = sys.stderr.isatty(), 0, time.monotonic()
+        self._is_terminal = sys.stderr.isatty()
+        self._width = 0
+        self._began = time.monotonic()
 
     def tell(self, tuned: Tuned, candidate: Candidate, odd: str) -> None:
         """After a trial."""
-        done, total = len(tuned.progress.results), min(len(tuned.queue), tuned.task.tuning.trials)
-        seen = tuned.progress.results[candidate]
-        if seen.status == "measured":
-            rate = f", {seen.batch / seen.seconds:.1f} samples/s" if seen.batch else ""
-            what = f"{seen.seconds * 1e3:.1f} ms a step{rate}"
-        else:
-            what = f"{seen.status}: {seen.why}"
-        line = f"trial {done} of {total}  {candidate.name}  {what}{f' ({odd})' if odd else ''}"
-        if not self._alive:
+        done = len(tuned.progress.results)
+        total = min(len(tuned.queue), tuned.task.tuning.trials)
+        result = tuned.progress.results[candidate]
+        outcome = f"{result.status}: {result.why}"
+        if result.status == "measured":
+            outcome = f"{result.seconds * 1e3:.1f} ms a step"
+        if result.status == "measured" and result.batch:
+            outcome += f", {result.batch / result.seconds:.1f} samples/s"
+        if odd:
+            outcome += f" ({odd})"
+        line = f"trial {done} of {total}  {candidate.name}  {outcome}"
+        if not self._is_terminal:
             _say(line)
             return
         full = _BAR * done // max(1, total)
-        left = (time.monotonic() - self._began) / done * (total - done)
-        text = f"[{'#' * full}{'.' * (_BAR - full)}] {line}  ~{left:.0f} s left"[:118]
+        left_s = (time.monotonic() - self._began) / done * (total - done)
+        bar = "#" * full + "." * (_BAR - full)
+        text = f"[{bar}] {line}  ~{left_s:.0f} s left"[:118]
         sys.stderr.write("\r" + text.ljust(self._width))
         sys.stderr.flush()
         self._width = len(text)
 
     def close(self) -> None:
         """Leaves the line."""
-        if self._alive and self._width:
+        if self._is_terminal and self._width:
             sys.stderr.write("\n")
             sys.stderr.flush()

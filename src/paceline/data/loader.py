@@ -14,6 +14,7 @@ from paceline.data.active import ActiveLoaders
 from paceline.data.feed import NOTHING, Feed, Mark
 from paceline.data.prefetch import on_device
 from paceline.plan.data import BatchInfo, DataPlan, Position
+from paceline.world import runtime
 
 
 class EpochRows(NamedTuple):
@@ -84,7 +85,8 @@ class PreparedLoader:
         loaded = 0
         real = 0
         self._began = (start, note)
-        steps = on_device(self._feed.open(start, note), self.device, self._non_blocking)
+        on_their_way = on_device(self._feed.open(start, note), self.device, self._non_blocking)
+        steps = runtime.current().batches(on_their_way)
         if self._active.batches is not None:
             steps = self._active.batches(steps)
         self._active.push(self)

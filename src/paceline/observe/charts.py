@@ -9,11 +9,12 @@ import base64
 import math
 import struct
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from html import escape
 from typing import Any
 
 import numpy as np
+from numpy.typing import ArrayLike
 
 Points = Sequence[tuple[float, float]]
 
@@ -64,7 +65,9 @@ def line_chart(series: Mapping[str, Points], x_label: str = "", form: str = ".3g
     return f'<div class="legend">{"".join(legend)}<em>{escape(x_label)}</em></div>' + "".join(parts)
 
 
-def _line(points: Points, place: Any, colour: str, what: str, form: str) -> str:
+def _line(
+    points: Points, place: Callable[[float, float], tuple[float, float]], colour: str, what: str, form: str
+) -> str:
     path, dots, pen = [], [], "M"
     for x, y in points:
         if not (math.isfinite(x) and math.isfinite(y)):
@@ -142,7 +145,7 @@ def _cell(x: int, y: int, count: int, total: int, right: bool, tip: str) -> str:
     )
 
 
-def png_uri(pixels: Any) -> str:
+def png_uri(pixels: ArrayLike) -> str:
     """Pixels as a data URI of a PNG.
 
     Shape: [height, width] of grey or [height, width, 3] of red, green, blue; uint8.

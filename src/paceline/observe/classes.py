@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from numpy.typing import ArrayLike
 
 from paceline.base.errors import DataError
 
@@ -21,7 +22,7 @@ class ClassRow:
     samples: int
 
 
-def confusion_matrix(truth: Any, predicted: Any, classes: int) -> np.ndarray[Any, np.dtype[np.int64]]:
+def confusion_matrix(truth: ArrayLike, predicted: ArrayLike, classes: int) -> np.ndarray[Any, np.dtype[np.int64]]:
     """Counts of (true class, predicted class).
 
     Args:
@@ -65,5 +66,5 @@ def accuracy(matrix: np.ndarray[Any, Any]) -> float:
     return _share(matrix.trace(), matrix.sum())
 
 
-def _share(part: Any, whole: Any) -> float:
+def _share(part: np.integer[Any] | int, whole: np.integer[Any] | int) -> float:
     return float(part) / float(whole) if whole else 0.0

@@ -7,23 +7,26 @@ from typing import Any, Protocol
 
 import torch
 
+# A number of `HostClock`, an event of `DeviceClock`; each clock gets its own ones back.
+Moment = Any
+
 
 class Clock(Protocol):
     """Takes moments."""
 
-    def now(self) -> Any:
+    def now(self) -> Moment:
         """A moment."""
 
-    def ms(self, begin: Any, end: Any) -> float:
+    def ms(self, begin: Moment, end: Moment) -> float:
         """Milliseconds between two moments that have come."""
 
-    def come(self, moment: Any) -> bool:
+    def come(self, moment: Moment) -> bool:
         """Whether the device has got to a moment."""
 
-    def wait(self, moment: Any) -> None:
+    def wait(self, moment: Moment) -> None:
         """Returns once it has."""
 
-    def back(self, moment: Any) -> None:
+    def back(self, moment: Moment) -> None:
         """A moment that is not needed any more."""
 
 
@@ -54,27 +57,27 @@ class DeviceClock:
 
     def __init__(self, device: torch.device) -> None:
         self._kind = device.type
-        self._free: list[Any] = []
+        self._free: list[torch.Event] = []
 
-    def now(self) -> Any:
+    def now(self) -> torch.Event:
         """An event after what has been queued so far."""
         event = self._free.pop() if self._free else torch.Event(self._kind, enable_timing=True)
         event.record()
         return event
 
-    def ms(self, begin: Any, end: Any) -> float:
+    def ms(self, begin: torch.Event, end: torch.Event) -> float:
         """Time of the device between two events."""
         return float(begin.elapsed_time(end))
 
-    def come(self, moment: Any) -> bool:
+    def come(self, moment: torch.Event) -> bool:
         """Whether the event has passed."""
         return bool(moment.query())
 
-    def wait(self, moment: Any) -> None:
+    def wait(self, moment: torch.Event) -> None:
         """Waits for the event."""
         moment.synchronize()
 
-    def back(self, moment: Any) -> None:
+    def back(self, moment: torch.Event) -> None:
         """Keeps the event for another moment."""
         self._free.append(moment)
 

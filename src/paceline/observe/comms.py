@@ -20,14 +20,16 @@ import weakref
 from array import array
 from collections import deque
 from collections.abc import Callable, Collection
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
 
 import torch
 
 from paceline.observe import tap
+from paceline.world.collectives import Collectives
 
 _TRIMMED = 0.1
+
+Key = tuple[str, int, int]  # an operation, its bytes, and how many ranks take part
 
 
 @dataclass(frozen=True)
@@ -78,24 +80,24 @@ class Comms:
         self.device = device or torch.device("cpu")
         self.ops, self.verbose = frozenset(ops), verbose
         self._tell, self._phase, self._clock = tell, phase, clock
-        self._calls: dict[tuple[str, int, int], array[float]] = {}  # latencies in ms, in order of issue; nan: under way
+        self._calls: dict[Key, array[float]] = {}  # latencies in ms, in order of issue; nan: under way
         self._phases: dict[str, list[float]] = {}
-        self._pending: deque[tuple[Any, Any, Callable[[float], None]]] = deque()
-        self._events: list[Any] = []
-        self._ended: Any = None
+        self._pending: deque[tuple[torch.Event, torch.Event, Callable[[float], None]]] = deque()
+        self._free_events: list[torch.Event] = []
+        self._stop_listening: Callable[[], object] | None = None
 
     def start(self) -> None:
         """Begins to record; ends when this object is gone, if not before."""
-        if self._ended is None:
-            listener = _Ear(self)
+        if self._stop_listening is None:
+            listener = _Listener(self)
             tap.listen(listener)
-            self._ended = weakref.finalize(self, tap.ignore, listener)
+            self._stop_listening = weakref.finalize(self, tap.ignore, listener)
 
     def stop(self) -> None:
         """Ends recording; what was recorded stays."""
-        if self._ended is not None:
-            self._ended()
-            self._ended = None
+        if self._stop_listening is not None:
+            self._stop_listening()
+            self._stop_listening = None
 
     def reset(self) -> None:
         """Forgets what was recorded."""
@@ -110,7 +112,8 @@ class Comms:
         if self.ops and op not in self.ops:
             return _nothing
         latencies = self._calls.setdefault((op, size_bytes, ranks), array("d"))
-        number, phase = len(latencies), self._phase()
+        number = len(latencies)
+        phase = self._phase()
         latencies.append(math.nan)
 
         def took(ms: float) -> None:
@@ -124,7 +127,8 @@ class Comms:
             return lambda: took((self._clock() - begun) * 1e3)
         if len(self._pending) > 256:
             self._drain()
-        begin, end = self._event(), self._event()
+        begin = self._event()
+        end = self._event()
         begin.record()
 
         def completed() -> None:  # on a stream that waits for the collective
@@ -133,8 +137,8 @@ class Comms:
 
         return completed
 
-    def _event(self) -> Any:
-        return self._events.pop() if self._events else torch.Event(self.device.type, enable_timing=True)
+    def _event(self) -> torch.Event:
+        return self._free_events.pop() if self._free_events else torch.Event(self.device.type, enable_timing=True)
 
     def _drain(self, wait: bool = False) -> None:
         """Reads the events of what the device has finished."""
@@ -142,7 +146,7 @@ class Comms:
             begin, end, took = self._pending.popleft()
             end.synchronize()
             took(begin.elapsed_time(end))
-            self._events += (begin, end)
+            self._free_events += (begin, end)
 
     # -- what it says --------------------------------------------------------------------------------------------
 
@@ -154,14 +158,18 @@ class Comms:
     def latencies_ms(self, op: str) -> list[float]:
         """Of each completed call of an operation, size by size in order of issue."""
         self._drain(wait=True)
-        return [ms for key, each in sorted(self._calls.items()) if key[0] == op for ms in each if ms == ms]
+        completed: list[float] = []
+        for (name, _, _), latencies in sorted(self._calls.items()):
+            if name == op:
+                completed += [ms for ms in latencies if not math.isnan(ms)]
+        return completed
 
     def by_phase(self) -> dict[str, float]:
         """Milliseconds of communication by the part of the step in which it was issued, hidden or not."""
         self._drain(wait=True)
         return {phase or "other": sum(values) for phase, values in sorted(self._phases.items())}
 
-    def summary(self, straggler: bool = False, collectives: Any = None) -> list[Traffic]:
+    def summary(self, straggler: bool = False, collectives: Collectives | None = None) -> list[Traffic]:
         """What was recorded so far.
 
         Args:
@@ -178,20 +186,25 @@ class Comms:
         everyone = [mine] if collectives is None else collectives.gather_object(mine)
         return [self._compared(each, everyone) for each in own]
 
-    def _compared(self, own: Traffic, everyone: list[dict[tuple[str, int, int], list[float]]]) -> Traffic:
+    def _compared(self, own: Traffic, everyone: list[dict[Key, list[float]]]) -> Traffic:
         key = (own.op, own.size_bytes, own.ranks)
         # Only those who made as many calls made the same ones.
-        same = [each[key] for each in everyone if len(each.get(key, ())) == own.count]
-        least = [min(call) for call in zip(*same, strict=True) if all(ms == ms for ms in call)]
-        return Traffic(**{**vars(own), "straggler_ms": max(0.0, own.total_ms - sum(least))})
+        same = [latencies[key] for latencies in everyone if len(latencies.get(key, ())) == own.count]
+        fastest_ms = 0.0
+        for call in zip(*same, strict=True):
+            if not any(map(math.isnan, call)):
+                fastest_ms += min(call)
+        return replace(own, straggler_ms=max(0.0, own.total_ms - fastest_ms))
 
-    def to_dict(self, straggler: bool = False, collectives: Any = None) -> dict[str, dict[int, dict[str, Any]]]:
+    def to_dict(
+        self, straggler: bool = False, collectives: Collectives | None = None
+    ) -> dict[str, dict[int, dict[str, float | None]]]:
         """Operation -> bytes -> what is known of its calls; where groups differ in size, of all of them together."""
-        found: dict[str, dict[int, dict[str, Any]]] = {}
-        for each in self.summary(straggler, collectives):
-            values = {name: value for name, value in vars(each).items() if name not in ("op", "size_bytes")}
-            found.setdefault(each.op, {})[each.size_bytes] = values
-        return found
+        operations: dict[str, dict[int, dict[str, float | None]]] = {}
+        for traffic in self.summary(straggler, collectives):
+            values = {name: value for name, value in vars(traffic).items() if name not in ("op", "size_bytes")}
+            operations.setdefault(traffic.op, {})[traffic.size_bytes] = values
+        return operations
 
     @staticmethod
     def line(op: str, size_bytes: int, ranks: int, ms: float) -> str:
@@ -201,20 +214,28 @@ class Comms:
             f"comms: {op} {size(size_bytes)} among {ranks}: {ms:.2f} ms, algbw {algbw:.2f} Gbps, busbw {busbw:.2f} Gbps"
         )
 
-    def text(self, straggler: bool = False, collectives: Any = None) -> str:
+    def text(self, straggler: bool = False, collectives: Collectives | None = None) -> str:
         """The table. Ranks: as `summary`."""
         heads = ["operation", "size", "ranks", "count", "total ms", "mean ms", "algbw Gbps", "busbw Gbps"]
-        heads += ["straggler ms"] * straggler
+        if straggler:
+            heads.append("straggler ms")
         rows = [heads]
-        for one in self.summary(straggler, collectives):
-            rates = [f"{one.total_ms:.2f}", f"{one.mean_ms:.3f}", f"{one.algbw_gbps:.2f}", f"{one.busbw_gbps:.2f}"]
-            late = [] if one.straggler_ms is None else [f"{one.straggler_ms:.2f}"]
-            rows.append([one.op, size(one.size_bytes), str(one.ranks), str(one.count), *rates, *late])
+        for calls in self.summary(straggler, collectives):
+            row = [calls.op, size(calls.size_bytes), str(calls.ranks), str(calls.count)]
+            row += [
+                f"{calls.total_ms:.2f}",
+                f"{calls.mean_ms:.3f}",
+                f"{calls.algbw_gbps:.2f}",
+                f"{calls.busbw_gbps:.2f}",
+            ]
+            if calls.straggler_ms is not None:
+                row.append(f"{calls.straggler_ms:.2f}")
+            rows.append(row)
         phases = ", ".join(f"{name} {ms:.1f} ms" for name, ms in self.by_phase().items())
         return "\n".join(["communication of this rank", *table(rows), f"issued during: {phases or 'nothing yet'}"])
 
 
-class _Ear:
+class _Listener:
     """Passes on what the tap tells, and does not keep its owner alive."""
 
     def __init__(self, owner: Comms) -> None:
@@ -229,18 +250,19 @@ def _nothing() -> None:
     """For calls that are not recorded."""
 
 
-def _traffic(key: tuple[str, int, int], latencies: Collection[float]) -> Traffic:
+def _traffic(key: Key, latencies: Collection[float]) -> Traffic:
     op, size_bytes, ranks = key
-    known = [ms for ms in latencies if ms == ms]
-    mean = trimmed_mean(known)
-    return Traffic(op, size_bytes, ranks, len(latencies), sum(known), mean, *bandwidth(op, size_bytes, mean, ranks))
+    completed = [ms for ms in latencies if not math.isnan(ms)]
+    mean = trimmed_mean(completed)
+    rates = bandwidth(op, size_bytes, mean, ranks)
+    return Traffic(op, size_bytes, ranks, len(latencies), sum(completed), mean, *rates)
 
 
 def trimmed_mean(values: Collection[float], share: float = _TRIMMED) -> float:
     """The mean without the lowest and the highest `share` of the values; 0 of none."""
     cut = int(len(values) * share)
-    kept = sorted(values)[cut : len(values) - cut]
-    return sum(kept) / len(kept) if kept else 0.0
+    middle = sorted(values)[cut : len(values) - cut]
+    return sum(middle) / len(middle) if middle else 0.0
 
 
 def bandwidth(op: str, size_bytes: int, ms: float, ranks: int) -> tuple[float, float]:
@@ -253,7 +275,9 @@ def bandwidth(op: str, size_bytes: int, ms: float, ranks: int) -> tuple[float, f
         return 2 * rate, rate * 2 * share
     if op.startswith(("all_gather", "reduce_scatter")):
         return rate * ranks, rate * ranks * share
-    return rate, rate * share if op.startswith("all_to_all") else rate
+    if op.startswith("all_to_all"):
+        return rate, rate * share
+    return rate, rate
 
 
 def size(count: float) -> str:

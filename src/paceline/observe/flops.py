@@ -11,20 +11,26 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import cache
+from functools import cache, partial
+from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass_type
 from torch.utils.flop_counter import flop_registry
+from torch.utils.hooks import RemovableHandle
 
-from paceline.observe.clock import Clock, HostClock
+from paceline.observe.clock import Clock, HostClock, Moment
 from paceline.observe.flops_text import text
 from paceline.observe.operations import Part, Profile
+from paceline.observe.phases import Listener
+from paceline.torch_internals import dispatch
+from paceline.torch_internals.dispatch import Operation
+from paceline.world.tree import map_tensors
 
 
-class Flops:
+class Flops(Listener):
     """Counts and times one step of a run.
 
     Args:
@@ -65,7 +71,7 @@ class Flops:
         self._phase = "rest"
         self._counter: Counter | None = None
         self._tree: Tree | None = None
-        self._moments: list[tuple[str, Any]] = []
+        self._moments: list[tuple[str, Moment]] = []
         self._micro = 0
 
     def follow_model(self, model: nn.Module, parameters: int | None = None) -> None:
@@ -84,7 +90,8 @@ class Flops:
 
     def to(self, phase: str) -> None:
         """See `observe.phases.Listener`."""
-        before, self._phase = self._phase, phase
+        before = self._phase
+        self._phase = phase
         if self._tree is None:
             return
         self._moments.append((phase, self._clock.now()))
@@ -105,11 +112,19 @@ class Flops:
         if self._number + 1 == self.step:
             self._follow()
         if self._counter is not None and self.profile is None and self._tree is not None:
-            counter, model = self._counter, self._tree.take()
-            self.profile = Profile(model, sum(count for _, count in self._models), self._number, self._micro)
-            self.profile.forward, self.profile.backward = counter.forward, counter.backward
-            self.profile.recomputed = counter.recomputed
-            self.profile.copy, self.profile.everywhere = self._totals(counter.forward)
+            counter = self._counter
+            copy, everywhere = self._totals(counter.forward)
+            self.profile = Profile(
+                self._tree.take(),
+                sum(count for _, count in self._models),
+                self._number,
+                self._micro,
+                counter.forward,
+                counter.backward,
+                counter.recomputed,
+                copy,
+                everywhere,
+            )
 
     def ended(self) -> None:
         """See `observe.phases.Listener`."""
@@ -117,7 +132,8 @@ class Flops:
             self._take_times()
             if self._counter is None:
                 self._finish()
-        self._number, self._micro = self._number + 1, 0
+        self._number += 1
+        self._micro = 0
         self._counter = Counter() if self._number == self.step else None
         if self._tree is not None:
             self._tree.restart(self._counter)
@@ -142,23 +158,20 @@ class Flops:
         assert self._tree is not None and self.profile is not None
         self._moments.append(("", self._clock.now()))
         self._clock.wait(self._moments[-1][1])
-        spent: dict[str, float] = {}
-        for (name, begin), (_, end) in zip(self._moments, self._moments[1:], strict=False):
-            spent[name] = spent.get(name, 0.0) + self._clock.ms(begin, end)
-        self.profile.model = self._tree.take()
-        self.profile.forward_ms, self.profile.pipeline_ms = spent.get("forward", 0.0), spent.get("pipeline", 0.0)
-        self.profile.backward_ms = spent.get("backward", 0.0) + spent.get("reduce", 0.0)
-        self.profile.step_ms = spent.get("clip", 0.0) + spent.get("step", 0.0)
-        self.profile.total_ms = sum(spent.values())
+        ms_by_phase: dict[str, float] = {}
+        for (phase, begin), (_, end) in pairwise(self._moments):
+            ms_by_phase[phase] = ms_by_phase.get(phase, 0.0) + self._clock.ms(begin, end)
+        self.profile.take_times(self._tree.take(), ms_by_phase)
 
     def _finish(self) -> None:
         self.complete = True
         self._leave()
-        if self.file is not None and self._tell is not None:
-            with open(self.file, "w", encoding="utf-8") as out:
-                out.write(self.text() + "\n")
-        elif self._tell is not None:
+        if self._tell is None:
+            return
+        if self.file is None:
             self._tell(self.text())
+        else:
+            Path(self.file).write_text(self.text() + "\n", encoding="utf-8")
 
     def text(self) -> str:
         """The profile in words; "" before there is one."""
@@ -170,44 +183,60 @@ class Flops:
 _COUNTED = ("forward", "backward", "reduce")
 
 
-class Counter(TorchDispatchMode):
+class Counter(dispatch.TorchDispatchMode):
     """Counts operations while it is entered.
 
     Attributes:
         forward, backward, recomputed: operations outside of a backward pass; in one; of forward computing done again in one.
-        open: parts of the tree that are being called.
     """
 
     supports_higher_order_operators = True
 
     def __init__(self) -> None:
         super().__init__()
-        self.forward = self.backward = self.recomputed = 0
-        self.open: list[Part] = []
+        self.forward = 0
+        self.backward = 0
+        self.recomputed = 0
+        self._parts: list[Part] = []  # those that are being called, the outermost first
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def enter_part(self, part: Part) -> None:
+        """From here on what is computed belongs to `part` too."""
+        part.called()
+        self._parts.append(part)
+
+    def leave_part(self) -> None:
+        """The part that was entered last has ended."""
+        if self._parts:
+            self._parts.pop()
+
+    def __torch_dispatch__(
+        self,
+        operation: Operation,
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> object:
         kwargs = kwargs or {}
-        if any(is_traceable_wrapper_subclass_type(each) for each in types):
+        if dispatch.has_wrapper(types):
             return NotImplemented  # of a DTensor the operators on this rank's part count, which come next
-        packet = getattr(func, "_overloadpacket", func)
-        formula = formulas().get(packet)
+        formula = formulas().get(dispatch.overloads_of(operation))
         if formula is None:
             # Composite operators come in parts already, unless there is no autograd that takes them apart.
-            if torch.is_inference_mode_enabled() and isinstance(func, torch._ops.OpOverload) and func._can_decompose():
+            if torch.is_inference_mode_enabled():
                 with self:
-                    parts = func.decompose(*args, **kwargs)
-                    if parts is not NotImplemented:
-                        return parts
-            return func(*args, **kwargs)
-        out = func(*args, **kwargs)
-        self._count(int(formula(*args, **kwargs, out_val=out)))
-        return out
+                    result = dispatch.taken_apart(operation, args, kwargs)
+                if result is not NotImplemented:
+                    return result
+            return operation(*args, **kwargs)
+        result = operation(*args, **kwargs)
+        self._count(int(formula(*args, **kwargs, out_val=result)))
+        return result
 
     def _count(self, flops: int) -> None:
-        if torch._C._current_graph_task_id() == -1:
+        if not dispatch.is_in_backward_pass():
             self.forward += flops
-            for part in self.open:
-                part.flops += flops
+            for part in self._parts:
+                part.count(flops)
         elif torch.is_grad_enabled():  # as only a forward pass does that is run again
             self.recomputed += flops
         else:
@@ -215,26 +244,32 @@ class Counter(TorchDispatchMode):
 
 
 @cache
-def formulas() -> Mapping[Any, Callable[..., int]]:
+def formulas() -> Mapping[Operation, Callable[..., int]]:
     """torch's formulas by operator, and for attention on CPUs and fused recurrent layers, which it has none for."""
-    aten = torch.ops.aten
-    known = dict(flop_registry)
-    for device in ("for_cpu", "for_cpu_backward"):
-        name = f"_scaled_dot_product_flash_attention_{device}"
-        like = aten._scaled_dot_product_flash_attention
-        like = aten._scaled_dot_product_flash_attention_backward if device.endswith("backward") else like
-        if hasattr(aten, name) and like in known:
-            known.setdefault(getattr(aten, name), known[like])
-    known.setdefault(aten.mkldnn_rnn_layer, lambda rows, *weights, **_: _recurrent(rows, weights[:2]))
-    known.setdefault(aten.mkldnn_rnn_layer_backward, lambda rows, *weights, **_: 2 * _recurrent(rows, weights[:2]))
-    known.setdefault(aten._cudnn_rnn, lambda rows, weights, *_, **__: _recurrent(rows, weights))
-    known.setdefault(aten._cudnn_rnn_backward, lambda rows, weights, *_, **__: 2 * _recurrent(rows, weights))
+    known: dict[Operation, Callable[..., int]] = dict(flop_registry)
+    for name in ("_scaled_dot_product_flash_attention", "_scaled_dot_product_flash_attention_backward"):
+        on_cpu = name.replace("attention", "attention_for_cpu")
+        known.setdefault(dispatch.aten(on_cpu), known[dispatch.aten(name)])
+    for layer, weights_of in (("mkldnn_rnn_layer", _two_matrices), ("_cudnn_rnn", _list_of_matrices)):
+        known.setdefault(dispatch.aten(layer), partial(_recurrent, 1, weights_of))
+        known.setdefault(dispatch.aten(f"{layer}_backward"), partial(_recurrent, 2, weights_of))
     return known
 
 
-def _recurrent(rows: torch.Tensor, weights: Sequence[torch.Tensor]) -> int:
+def _two_matrices(first: torch.Tensor, second: torch.Tensor, *rest: object) -> Sequence[torch.Tensor]:
+    return first, second
+
+
+def _list_of_matrices(weights: Sequence[torch.Tensor], *rest: object) -> Sequence[torch.Tensor]:
+    return weights
+
+
+def _recurrent(
+    passes: int, weights_of: Callable[..., Sequence[torch.Tensor]], rows: torch.Tensor, *args: Any, **kwargs: object
+) -> int:
     """Each row of each step meets each weight once. Shape of `rows`: [steps, batch, features], or the first two swapped."""
-    return 2 * rows.shape[0] * rows.shape[1] * sum(weight.numel() for weight in weights if weight.dim() == 2)
+    elements = sum(weight.numel() for weight in weights_of(*args) if weight.dim() == 2)
+    return passes * 2 * rows.shape[0] * rows.shape[1] * elements
 
 
 class Tree:
@@ -248,9 +283,9 @@ class Tree:
         self.open = False
         self._clock, self._counter = clock, counter
         self._calls: list[Part] = []
-        self._taken: list[tuple[Part, Any, Any]] = []
-        self._begun: list[Any] = []
-        self._hooks: list[Any] = []
+        self._taken: list[tuple[Part, Moment, Moment]] = []
+        self._begun: list[Moment] = []
+        self._hooks: list[RemovableHandle] = []
         self._roots = [self._part(model, "") for model in models]
 
     def _part(self, module: nn.Module, name: str) -> Part:
@@ -258,16 +293,15 @@ class Tree:
         for child_name, child in module.named_children():
             part.children.append(self._part(child, f"{name}.{child_name}" if name else child_name))
 
-        def before(*_: Any) -> None:
-            if self.open and torch._C._current_graph_task_id() == -1:  # else it is run again, in a backward pass
+        def before(*_: object) -> None:
+            if self.open and not dispatch.is_in_backward_pass():  # else it is run again, in a backward pass
                 self._calls.append(part)
                 self._begun.append(self._clock.now())
                 if self._counter is not None:
-                    part.calls += 1
-                    self._counter.open.append(part)
+                    self._counter.enter_part(part)
 
-        def after(*_: Any) -> None:
-            if not any(each is part for each in self._calls):
+        def after(*_: object) -> None:
+            if not any(called is part for called in self._calls):
                 return
             # Those inside it that are still open were left by an exception which runs no hooks: the end of a stage.
             while self._leave_one() is not part:
@@ -280,8 +314,8 @@ class Tree:
     def _leave_one(self) -> Part:
         part = self._calls.pop()
         self._taken.append((part, self._begun.pop(), self._clock.now()))
-        if self._counter is not None and self._counter.open:
-            self._counter.open.pop()
+        if self._counter is not None:
+            self._counter.leave_part()
         return part
 
     def restart(self, counter: Counter | None) -> None:
@@ -289,20 +323,21 @@ class Tree:
         self._counter = counter
         self._taken.clear()
         for root in self._roots:
-            for _, part in root.walk():
-                part.latency_ms = 0.0
+            root.clear_times()
 
     def take(self) -> Part:
         """The tree with its times; waits for the device. Several models are the children of one part."""
         for part, begin, end in self._taken:
             self._clock.wait(end)
-            part.latency_ms += self._clock.ms(begin, end)
+            part.add_time(self._clock.ms(begin, end))
         self._taken.clear()
         if len(self._roots) == 1:
             return self._roots[0]
-        roots = [(part.flops, part.latency_ms, part.parameters) for part in self._roots]
-        flops, ms, parameters = (sum(column) for column in zip(*roots, strict=True)) if roots else (0, 0.0, 0)
-        return Part("", "models", int(parameters), int(flops), float(ms), 1, self._roots)
+        together = Part("", "models", children=self._roots)
+        for root in self._roots:
+            together.add(root)
+        together.calls = 1
+        return together
 
     def remove(self) -> None:
         """Takes the hooks away."""
@@ -327,12 +362,22 @@ def of(model: nn.Module, *args: Any, **kwargs: Any) -> Profile:
         >>> of(torch.nn.Linear(10, 5), torch.randn(8, 10)).macs
         400
     """
-    meta = any(parameter.is_meta for parameter in model.parameters())
-    if meta:
-        args, kwargs = torch.utils._pytree.tree_map_only(torch.Tensor, lambda t: t.to("meta"), (args, kwargs))
+    if any(parameter.is_meta for parameter in model.parameters()):
+        args, kwargs = map_tensors(lambda tensor: tensor.to("meta"), (args, kwargs))
     with counted([model]) as (counter, tree), torch.no_grad():
         model(*args, **kwargs)
-    return _found(counter, tree, count_parameters(model))
+    part = tree.take()
+    return Profile(
+        part,
+        count_parameters(model),
+        micro_batches=1,
+        forward=counter.forward,
+        backward=counter.backward,
+        recomputed=counter.recomputed,
+        copy=counter.forward,
+        everywhere=counter.forward,
+        forward_ms=part.latency_ms,
+    )
 
 
 @contextmanager
@@ -346,11 +391,3 @@ def counted(models: Sequence[nn.Module], clock: Clock | None = None) -> Iterator
             yield counter, tree
     finally:
         tree.remove()
-
-
-def _found(counter: Counter, tree: Tree, parameters: int) -> Profile:
-    model = tree.take()
-    profile = Profile(model, parameters, 0, 1, counter.forward, counter.backward, counter.recomputed)
-    profile.copy = profile.everywhere = counter.forward
-    profile.forward_ms = model.latency_ms
-    return profile

@@ -48,7 +48,7 @@ def _whole(profile: Profile) -> list[list[str]]:
     if seconds:
         rows.append(["optimizer time", f"{profile.step_ms:.2f} ms"])
         rows.append(["whole step", f"{profile.total_ms:.2f} ms, {number(profile.total / seconds)}FLOPS"])
-    return [["", ""], *rows][1:]
+    return rows
 
 
 _BY: tuple[tuple[str, Callable[[Part], float]], ...] = (
@@ -60,14 +60,11 @@ _BY: tuple[tuple[str, Callable[[Part], float]], ...] = (
 
 def by_depth(model: Part) -> dict[int, dict[str, Part]]:
     """For each depth the classes of modules there, each as the sum of its modules."""
-    found: dict[int, dict[str, Part]] = {}
+    sums: dict[int, dict[str, Part]] = {}
     for depth, part in model.walk():
-        kind = found.setdefault(depth, {}).setdefault(part.kind, Part(part.kind, part.kind))
-        kind.parameters += part.parameters
-        kind.flops += part.flops
-        kind.latency_ms += part.latency_ms
-        kind.calls += part.calls
-    return found
+        kinds = sums.setdefault(depth, {})
+        kinds.setdefault(part.kind, Part(part.kind, part.kind)).add(part)
+    return sums
 
 
 def _heaviest(model: Part, depth: int, top: int) -> list[list[str]]:
@@ -78,10 +75,8 @@ def _heaviest(model: Part, depth: int, top: int) -> list[list[str]]:
         cells = [str(level)]
         for name, value in _BY:
             heavy = sorted(kinds.values(), key=value, reverse=True)[:top]
-            shown = [
-                f"{one.kind} {value(one):.2f}" if "ms" in name else f"{one.kind} {number(value(one))}" for one in heavy
-            ]
-            cells.append(", ".join(each.strip() for each in shown))
+            form = _two_digits if "ms" in name else number
+            cells.append(", ".join(f"{kind.kind} {form(value(kind))}".strip() for kind in heavy))
         rows.append(cells)
     return rows
 
@@ -91,19 +86,21 @@ def _tree(model: Part, depth: int) -> list[list[str]]:
     for level, part in model.walk():
         if depth >= 0 and level > depth:
             continue
-        name = f"{'  ' * level}{part.name.rpartition('.')[2] or 'model'} ({part.kind})"
-        if not part.calls:
-            rows.append(
-                [name, number(part.parameters), share(part.parameters, model.parameters), "not called", *[""] * 4]
-            )
-            continue
-        rate = number(part.flops / part.latency_ms * 1e3) if part.latency_ms else "0"
-        rows.append([
-            name, number(part.parameters), share(part.parameters, model.parameters),
-            number(part.macs), share(part.macs, model.macs),
-            f"{part.latency_ms:.3f}", share(part.latency_ms, model.latency_ms), rate,
-        ])  # fmt: skip
+        name = part.name.rpartition(".")[2] or "model"
+        row = [f"{'  ' * level}{name} ({part.kind})"]
+        row += [number(part.parameters), share(part.parameters, model.parameters)]
+        if part.calls:
+            row += [number(part.macs), share(part.macs, model.macs)]
+            row += [f"{part.latency_ms:.3f}", share(part.latency_ms, model.latency_ms)]
+            row.append(number(part.flops / part.latency_ms * 1e3) if part.latency_ms else "0")
+        else:
+            row += ["not called", "", "", "", ""]
+        rows.append(row)
     return rows
+
+
+def _two_digits(value: float) -> str:
+    return f"{value:.2f}"
 
 
 def number(value: float, digits: int = 2) -> str:

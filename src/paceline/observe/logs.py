@@ -21,7 +21,7 @@ class RankLogger(logging.LoggerAdapter[logging.Logger]):
     order; every rank must then make the call, since they wait for each other.
     """
 
-    def log(self, level: int, msg: object, *args: Any, **kwargs: Any) -> None:
+    def log(self, level: int, msg: object, *args: object, **kwargs: Any) -> None:
         """Logs as `logging.Logger.log` does.
 
         Ranks: with `in_order` all must call, whatever their level; otherwise nothing communicates.
@@ -49,16 +49,17 @@ class RankLogger(logging.LoggerAdapter[logging.Logger]):
                 super().log(level, msg, *args, **kwargs)
             dist.barrier()
 
-    def process(self, msg: Any, kwargs: MutableMapping[str, Any]) -> tuple[Any, MutableMapping[str, Any]]:
+    def process(self, msg: object, kwargs: MutableMapping[str, Any]) -> tuple[Any, MutableMapping[str, Any]]:
         """Leaves message and arguments as they are."""
         return msg, kwargs
 
-    def warning_once(self, msg: str, *args: Any, **kwargs: Any) -> None:
+    def warning_once(self, msg: str, *args: object, **kwargs: Any) -> None:
         """Logs a warning the first time that this logger sees it."""
-        said: set[Any] = self.__dict__.setdefault("_said", set())
+        said: set[tuple[str, tuple[object, ...]]] = self.__dict__.setdefault("_said", set())
         if (msg, args) not in said:
             said.add((msg, args))
-            self.warning(msg, *args, **{**kwargs, "stacklevel": kwargs.get("stacklevel", 1) + 1})
+            kwargs["stacklevel"] = kwargs.get("stacklevel", 1) + 1
+            self.warning(msg, *args, **kwargs)
 
 
 @checked_keywords

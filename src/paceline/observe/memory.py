@@ -15,12 +15,12 @@ from dataclasses import dataclass, field
 import torch
 
 from paceline.observe.comms import size, table
-from paceline.observe.phases import NAMES
+from paceline.observe.phases import NAMES, Listener
 
 
 @dataclass
-class Held:
-    """Bytes.
+class PhaseMemory:
+    """Bytes of one phase.
 
     Attributes:
         device_peak, process_peak: the most in one phase, over all steps.
@@ -31,6 +31,13 @@ class Held:
     process_peak: int = 0
     device: int = 0
     process: int = 0
+
+    def ended(self, device: int, device_peak: int, process: int, process_peak: int) -> None:
+        """Takes what was held at its end, and at its peak."""
+        self.device = device
+        self.process = process
+        self.device_peak = max(self.device_peak, device_peak)
+        self.process_peak = max(self.process_peak, process_peak)
 
 
 class Resident:
@@ -47,10 +54,10 @@ class Resident:
             return _largest(), _largest()
         if self._owner != os.getpid():
             self._open()
-        told = os.pread(self._status, 4096, 0)
+        status = os.pread(self._status, 4096, 0)
         if self._reset >= 0:
             os.pwrite(self._reset, b"5", 0)
-        return _bytes(told, b"VmRSS:"), _bytes(told, b"VmHWM:")
+        return _bytes(status, b"VmRSS:"), _bytes(status, b"VmHWM:")
 
     def _open(self) -> None:
         self._close()
@@ -71,10 +78,12 @@ class Resident:
         self._close()
 
 
-def _bytes(told: bytes, name: bytes) -> int:
-    """A number of kB in `/proc/self/status`; 0 where it is not told."""
-    begin = told.find(name)
-    return 0 if begin < 0 else int(told[begin + len(name) : told.index(b" kB", begin)]) * 1024
+def _bytes(status: bytes, name: bytes) -> int:
+    """A number of kB in `/proc/self/status`; 0 where it is not there."""
+    begin = status.find(name)
+    if begin < 0:
+        return 0
+    return int(status[begin + len(name) : status.index(b" kB", begin)]) * 1024
 
 
 def _largest() -> int:
@@ -104,7 +113,7 @@ class Device:
         return now, peak
 
 
-class Memory:
+class Memory(Listener):
     """Follows what is held, phase by phase.
 
     Args:
@@ -118,10 +127,13 @@ class Memory:
     """
 
     def __init__(self, device: torch.device, predicted: Callable[[], Mapping[str, int]] = dict) -> None:
-        self._device, self._resident, self._predicted = Device(device), Resident(), predicted
-        self.phases: dict[str, Held] = {}
+        self._device = Device(device)
+        self._resident = Resident()
+        self._predicted = predicted
+        self.phases: dict[str, PhaseMemory] = {}
         self.steps: list[int] = []
-        self._phase, self._peak = "before", 0
+        self._phase = "before"
+        self._peak = 0
         self.base = self._resident.read()[0]
         self._device.read()
 
@@ -129,19 +141,12 @@ class Memory:
 
     def to(self, phase: str) -> None:
         """See `observe.phases.Listener`."""
-        (device, device_peak), (process, process_peak) = self._device.read(), self._resident.read()
-        held = self.phases.setdefault(self._phase, Held())
-        held.device, held.process = device, process
-        held.device_peak = max(held.device_peak, device_peak)
-        held.process_peak = max(held.process_peak, process_peak)
+        device, device_peak = self._device.read()
+        process, process_peak = self._resident.read()
+        memory = self.phases.setdefault(self._phase, PhaseMemory())
+        memory.ended(device, device_peak, process, process_peak)
         self._peak = max(self._peak, device_peak if self._device.counts else process_peak)
         self._phase = phase
-
-    def micro_batch(self) -> None:
-        """See `observe.phases.Listener`."""
-
-    def stepped(self) -> None:
-        """See `observe.phases.Listener`."""
 
     def ended(self) -> None:
         """See `observe.phases.Listener`."""
@@ -159,29 +164,29 @@ class Memory:
 
     def to_dict(self) -> dict[str, object]:
         """All of it as plain values, in bytes."""
-        phases = {name: vars(held) for name, held in self.phases.items()}
         return {
             "peak": self.peak,
             "base": self.base,
             "steps": self.steps,
-            "phases": phases,
+            "phases": {name: vars(memory) for name, memory in self.phases.items()},
             "predicted": self._predicted(),
         }
 
     def text(self) -> str:
         """The table."""
         own = "device" if self._device.counts else "process"
-        rows = [["phase", "peak of the process", "after it"]]
-        rows[0] += ["peak of the device", "after it"] * self._device.counts
+        rows = [["phase", "peak of the process", "after it", "peak of the device", "after it"]]
         for name in ("before", *NAMES):
             if name in self.phases:
-                held = self.phases[name]
-                cells = [size(held.process_peak), size(held.process)]
-                rows.append([name, *cells, *([size(held.device_peak), size(held.device)] * self._device.counts)])
-        foretold = {name: count for name, count in self._predicted().items() if count}
-        said = ", ".join(f"{name} {size(count)}" for name, count in foretold.items()) or "nothing"
+                memory = self.phases[name]
+                counts = (memory.process_peak, memory.process, memory.device_peak, memory.device)
+                rows.append([name, *map(size, counts)])
+        if not self._device.counts:
+            rows = [row[:3] for row in rows]
+        predicted = {name: count for name, count in self._predicted().items() if count}
+        parts = ", ".join(f"{name} {size(count)}" for name, count in predicted.items()) or "nothing"
         lines = ["memory of this rank", *table(rows)]
         above = "" if self._device.counts else f" above the {size(self.base)} that it began with"
         lines.append(f"the most in one step: {size(self.peak)} of the {own}{above}")
-        lines.append(f"the plan predicts {size(sum(foretold.values()))} without activations: {said}")
+        lines.append(f"the plan predicts {size(sum(predicted.values()))} without activations: {parts}")
         return "\n".join(lines)

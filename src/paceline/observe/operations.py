@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -33,6 +33,30 @@ class Part:
     def macs(self) -> int:
         """Multiply-accumulates: half of its operations."""
         return self.flops // 2
+
+    def called(self) -> None:
+        """Counts a call of its forward."""
+        self.calls += 1
+
+    def count(self, flops: int) -> None:
+        """Adds operations of a forward pass."""
+        self.flops += flops
+
+    def add_time(self, ms: float) -> None:
+        """Adds the time of a forward pass."""
+        self.latency_ms += ms
+
+    def clear_times(self) -> None:
+        """Forgets the times, of the parts inside it too."""
+        for _, part in self.walk():
+            part.latency_ms = 0.0
+
+    def add(self, part: Part) -> None:
+        """Adds another part to this one, which is a sum over several."""
+        self.parameters += part.parameters
+        self.flops += part.flops
+        self.latency_ms += part.latency_ms
+        self.calls += part.calls
 
     def walk(self, depth: int = 0) -> Iterator[tuple[int, Part]]:
         """This part and those inside it, each with its depth."""
@@ -80,6 +104,20 @@ class Profile:
     def total(self) -> int:
         """All operations of this rank in the step."""
         return self.forward + self.backward + self.recomputed
+
+    def take_times(self, model: Part, ms_by_phase: Mapping[str, float]) -> None:
+        """Takes the times of another step, which was not counted.
+
+        Args:
+            model: the tree with its times.
+            ms_by_phase: milliseconds by the names of `observe.phases`.
+        """
+        self.model = model
+        self.forward_ms = ms_by_phase.get("forward", 0.0)
+        self.backward_ms = ms_by_phase.get("backward", 0.0) + ms_by_phase.get("reduce", 0.0)
+        self.pipeline_ms = ms_by_phase.get("pipeline", 0.0)
+        self.step_ms = ms_by_phase.get("clip", 0.0) + ms_by_phase.get("step", 0.0)
+        self.total_ms = sum(ms_by_phase.values())
 
     def to_dict(self) -> dict[str, Any]:
         """All of it as plain values."""

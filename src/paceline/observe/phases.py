@@ -16,17 +16,22 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
+
+from paceline.torch_internals.dispatch import after_backward_pass
 
 NAMES = ("data", "forward", "backward", "reduce", "pipeline", "clip", "step", "rest")
 _BEGIN = ("data", "forward", "backward", "pipeline")  # with one of these a step begins, after an optimizer has stepped
 
 
-class Listener(Protocol):
-    """Whoever measures. Every method is called on the thread that trains (`to` also on one that runs backward passes)."""
+class Listener:
+    """Whoever measures overrides some of these.
+
+    Every method is called on the thread that trains, `to` also on one that runs backward passes.
+    """
 
     def to(self, phase: str) -> None:
         """`phase` runs from now on."""
@@ -55,17 +60,18 @@ class Phases:
         self.listeners: list[Listener] = []
         self.steps = 0
         self._stack: list[str] = []
-        self._stepped = self._passed = False
-        self._kept = {name: _Phase(self, name) for name in NAMES}
+        self._stepped = False
+        self._passed = False
+        self._contexts = {name: _Phase(self, name) for name in NAMES}
 
     # -- for those who train -------------------------------------------------------------------------------------
 
     def during(self, name: str, inside: AbstractContextManager[Any] | None = None) -> AbstractContextManager[Any]:
         """While it is open, `name` runs; `inside` is entered too."""
         if inside is None:
-            return self._kept[name]
+            return self._contexts[name]
         stack = ExitStack()
-        stack.enter_context(self._kept[name])
+        stack.enter_context(self._contexts[name])
         stack.enter_context(inside)
         return stack
 
@@ -73,8 +79,8 @@ class Phases:
         """From here on `name` runs, until `leave`."""
         if self._passed and name != "reduce" and not self._stack:
             self._passed = False
-            for each in self.listeners:
-                each.micro_batch()
+            for listener in self.listeners:
+                listener.micro_batch()
         if self._stepped and name in _BEGIN:
             self.end()
         self._stack.append(name)
@@ -88,8 +94,13 @@ class Phases:
             self._passed = not self._stack
         elif left == "step":
             self._stepped = True
-            for each in self.listeners:
-                each.stepped()
+            for listener in self.listeners:
+                listener.stepped()
+
+    def leave_if(self, name: str) -> None:
+        """The same, where `name` runs now: an exception may have left it open, or closed it."""
+        if self._stack[-1:] == [name]:
+            self.leave()
 
     def swap(self, name: str) -> None:
         """`name` runs in the place of what runs now."""
@@ -102,13 +113,13 @@ class Phases:
         if self._stepped:
             self._stepped = False
             self.steps += 1
-            for each in self.listeners:
-                each.ended()
+            for listener in self.listeners:
+                listener.ended()
 
     def _to(self, name: str) -> None:
         self.now = name
-        for each in self.listeners:
-            each.to(name)
+        for listener in self.listeners:
+            listener.to(name)
 
     # -- joins ---------------------------------------------------------------------------------------------------
 
@@ -116,15 +127,15 @@ class Phases:
         """Calls of `model` that record gradients are the phase "forward"."""
         owner, phases = weakref.ref(model), weakref.ref(self)
 
-        def before(module: nn.Module, _: Any) -> None:  # no method: a copy of the model copies its hooks
+        def before(module: nn.Module, _: object) -> None:  # no method: a copy of the model copies its hooks
             own = phases()
             if own is not None and module is owner() and torch.is_grad_enabled():
                 own.enter("forward")
 
-        def after(module: nn.Module, _: Any, __: Any) -> None:
+        def after(module: nn.Module, _: object, __: object) -> None:
             own = phases()
-            if own is not None and module is owner() and torch.is_grad_enabled() and own._stack[-1:] == ["forward"]:
-                own.leave()
+            if own is not None and module is owner() and torch.is_grad_enabled():
+                own.leave_if("forward")
 
         model.register_forward_pre_hook(before, prepend=True)
         model.register_forward_hook(after, always_call=True)
@@ -141,14 +152,15 @@ class Phases:
                 self.swap("reduce")
 
         def first(gradient: torch.Tensor) -> None:
-            torch.autograd.Variable._execution_engine.queue_callback(last)
+            after_backward_pass(last)
 
         if loss.requires_grad:
             loss.register_hook(first)
 
     def batches(self, iterator: Iterator[Any]) -> Iterator[Any]:
         """The same items; waiting for each is the phase "data"."""
-        phase, nothing = self._kept["data"], object()
+        phase = self._contexts["data"]
+        nothing = object()
         try:
             while True:
                 with phase:
@@ -171,5 +183,5 @@ class _Phase:
     def __enter__(self) -> None:
         self._owner.enter(self._name)
 
-    def __exit__(self, *error: Any) -> None:
+    def __exit__(self, *error: object) -> None:
         self._owner.leave()

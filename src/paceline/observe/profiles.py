@@ -12,9 +12,10 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -28,6 +29,7 @@ from paceline.observe.memory import Memory
 from paceline.observe.phases import Phases
 from paceline.observe.wall_clock import WallClock
 from paceline.plan.options import option, read
+from paceline.world.collectives import Collectives
 
 NAME = "profile"  # of the setting, and of its options: `--option profile.flops_step=3`
 
@@ -62,13 +64,22 @@ def chosen(
     names = ",".join(map(str, profile)) or "no"
     if not isinstance(profile, Mapping):
         return names, options
-    own = {
-        f"{str(name).replace('-', '_')}_{key}": value
-        for name, told in profile.items()
-        if isinstance(told, Mapping)
-        for key, value in told.items()
-    }
-    return names, {**(options or {}), NAME: {**(options or {}).get(NAME, {}), **own}} if own else options
+    options_of_profiles: dict[str, Any] = {}
+    for name, chosen_options in profile.items():
+        if isinstance(chosen_options, Mapping):
+            prefix = str(name).replace("-", "_")
+            options_of_profiles |= {f"{prefix}_{key}": value for key, value in chosen_options.items()}
+    if not options_of_profiles:
+        return names, options
+    options = options or {}
+    return names, {**options, NAME: {**options.get(NAME, {}), **options_of_profiles}}
+
+
+class Runner(Protocol):
+    """What runs the stages of a pipeline, and says so."""
+
+    def follow(self, model: nn.Module, during: Callable[[str], AbstractContextManager[Any]], /) -> None:
+        """Enters `during("forward")`, `during("backward")` and so on around what it runs of `model`."""
 
 
 class Profiles:
@@ -101,40 +112,49 @@ class Profiles:
         options: Mapping[str, Any],
         device: torch.device,
         main: bool,
-        collectives: Any,
+        collectives: Collectives,
         width: Callable[[], int] = lambda: 1,
         predicted: Callable[[], Mapping[str, int]] = dict,
         folder: str | None = None,
         places: Mapping[str, str] | None = None,
     ) -> None:
-        told, problems = read(ProfileOptions, _plain(options), NAME, places)
+        chosen, problems = read(ProfileOptions, _plain(options), NAME, places)
         if problems:
             raise ConfigError(
                 "profile-options",
                 "the profiles of this run have options that they do not take.",
-                why=[f"{each.what} {each.why}" for each in problems],
+                why=[f"{problem.what} {problem.why}" for problem in problems],
                 fix=problems[0].fix,
             )
         self.phases = Phases()
         self.tell: Callable[[str], None] = _to_stderr
-        self.is_main, self.collectives, self._folder, self._width = main, collectives, folder, width
+        self.is_main = main
+        self.collectives = collectives
+        self._folder = folder
+        self._width = width
         self._finished = False
         clock = clock_of(device)
-        self.wall_clock = WallClock(clock, told.wall_clock_every, self._say) if "wall-clock" in names else None
-        self.flops = None
+        self.wall_clock: WallClock | None = None
+        self.flops: Flops | None = None
+        self.memory: Memory | None = None
+        self.comms: Comms | None = None
+        # The wall clock comes first, so that what the others do falls into the phase that begins.
+        if "wall-clock" in names:
+            self.wall_clock = WallClock(clock, chosen.wall_clock_every, self._say)
+            self.phases.listeners.append(self.wall_clock)
         if "flops" in names:
             self.flops = Flops(
-                told.flops_step, told.flops_depth, told.flops_top, told.flops_detailed,
-                told.flops_file if main else None, clock, self._totals, self._say,
+                chosen.flops_step, chosen.flops_depth, chosen.flops_top, chosen.flops_detailed,
+                chosen.flops_file if main else None, clock, self._totals, self._say,
             )  # fmt: skip
-        self.memory = Memory(device, predicted) if "memory" in names else None
-        self.comms = None
+            self.phases.listeners.append(self.flops)
+        if "memory" in names:
+            self.memory = Memory(device, predicted)
+            self.phases.listeners.append(self.memory)
         if "comms" in names:
-            ops = [each.strip() for each in told.comms_ops.split(",") if each.strip()]
-            self.comms = Comms(device, ops, told.comms_verbose, self._say, lambda: self.phases.now)
+            operations = [name.strip() for name in chosen.comms_ops.split(",") if name.strip()]
+            self.comms = Comms(device, operations, chosen.comms_verbose, self._say, lambda: self.phases.now)
             self.comms.start()
-        # The wall clock comes first, so that what the others do falls into the phase that begins.
-        self.phases.listeners = [each for each in (self.wall_clock, self.flops, self.memory) if each is not None]
 
     def _say(self, text: str) -> None:
         if self.is_main:
@@ -144,7 +164,7 @@ class Profiles:
         (total,) = self.collectives.sum_ints([own])
         return total // self._width(), total
 
-    def follow(self, wrapped: nn.Module, module: nn.Module, parameters: int, runner: Any = None) -> None:
+    def follow(self, wrapped: nn.Module, module: nn.Module, parameters: int, runner: Runner | None = None) -> None:
         """Takes a prepared model in.
 
         Args:
@@ -165,33 +185,39 @@ class Profiles:
 
         Ranks: with `straggler`, which compares the collectives of the ranks, all; else any.
         """
-        found: dict[str, Any] = {}
+        summary: dict[str, Any] = {}
         if self.wall_clock is not None:
-            found["wall-clock"] = {**self.wall_clock.mean(), "steps": self.wall_clock.steps}
+            summary["wall-clock"] = {**self.wall_clock.mean(), "steps": self.wall_clock.steps}
         if self.flops is not None and self.flops.profile is not None:
-            found["flops"] = self.flops.profile.to_dict()
+            summary["flops"] = self.flops.profile.to_dict()
         if self.comms is not None:
-            found["comms"] = self.comms.to_dict(straggler, self.collectives)
+            summary["comms"] = self.comms.to_dict(straggler, self.collectives)
         if self.memory is not None:
-            found["memory"] = self.memory.to_dict()
-        return found
+            summary["memory"] = self.memory.to_dict()
+        return summary
 
     def values(self) -> dict[str, float]:
         """The few numbers for trackers: milliseconds of the last step by phase, peak of memory."""
+        values: dict[str, float] = {}
         last = self.wall_clock.last if self.wall_clock is not None else None
-        found = {f"profile/{name}_ms": ms for name, ms in last.phases.items()} if last is not None else {}
         if last is not None:
-            found["profile/step_total_ms"] = last.total_ms
+            values = {f"profile/{name}_ms": ms for name, ms in last.phases.items()}
+            values["profile/step_total_ms"] = last.total_ms
         if self.memory is not None:
-            found["profile/peak_bytes"] = float(self.memory.peak)
-        return found
+            values["profile/peak_bytes"] = float(self.memory.peak)
+        return values
 
     def text(self, straggler: bool = False) -> str:
         """All tables. Ranks: as `summary`."""
-        tables = [self.wall_clock.text()] if self.wall_clock is not None else []
-        tables += [self.flops.text()] if self.flops is not None else []
-        tables += [self.comms.text(straggler, self.collectives)] if self.comms is not None else []
-        tables += [self.memory.text()] if self.memory is not None else []
+        tables: list[str] = []
+        if self.wall_clock is not None:
+            tables.append(self.wall_clock.text())
+        if self.flops is not None:
+            tables.append(self.flops.text())
+        if self.comms is not None:
+            tables.append(self.comms.text(straggler, self.collectives))
+        if self.memory is not None:
+            tables.append(self.memory.text())
         return "\n\n".join(filter(None, tables))
 
     def finish(self) -> None:
@@ -209,8 +235,8 @@ class Profiles:
         if not self.is_main:
             return
         if self._folder is None:
-            shown = (self.wall_clock, self.comms, self.memory)  # a profile of flops was told when it was complete
-            self.tell("\n\n".join(each.text() for each in shown if each is not None))
+            measured = (self.wall_clock, self.comms, self.memory)  # a profile of flops was told when it was complete
+            self.tell("\n\n".join(profile.text() for profile in measured if profile is not None))
             return
         Path(self._folder).mkdir(parents=True, exist_ok=True)
         with open(Path(self._folder) / "profile.jsonl", "a", encoding="utf-8") as lines:

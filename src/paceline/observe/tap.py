@@ -12,13 +12,13 @@ completion  through the work's future; a work without one (gloo's point to point
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import cache
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
+
+from paceline.torch_internals.station import Station, awaited_work
 
 _NAMES = {
     "allreduce_": "all_reduce",
@@ -41,7 +41,6 @@ _NAMES = {
     "recv_": "recv",
     "recv_any_source_": "recv",
 }
-_STATION = "BackendSelect"  # part of every call, whatever its tensors and its thread
 # Operators whose second argument, not the first, is what this rank brings.
 _SECOND = ("allgather", "_allgather", "gather_", "alltoall")
 
@@ -62,114 +61,73 @@ class Listener(Protocol):
 
 
 _listeners: list[Listener] = []
-_library: list[torch.library.Library] = []
+_stations: list[Station] = []
 
 
 def listen(listener: Listener) -> None:
     """Begins to tell `listener`; what is in flight already is not told."""
     _listeners.append(listener)
-    if not _library:
-        library = torch.library.Library("c10d", "IMPL")
+    if not _stations:
+        station = Station("c10d")
         for name in _NAMES:
-            library.impl(name, _kernel(name), _STATION, with_keyset=True)
-        _library.append(library)
+            station.observe(name, _observer(name, station.argument_names(name)))
+        _stations.append(station)
 
 
 def ignore(listener: Listener) -> None:
     """Ends telling `listener`; after the last one the operators are as they were."""
     if listener in _listeners:
         _listeners.remove(listener)
-    if not _listeners and _library:
-        _library.pop()._destroy()
+    if not _listeners and _stations:
+        _stations.pop().close()
 
 
 def installed() -> bool:
     """Whether calls are passed through here at the moment."""
-    return bool(_library)
+    return bool(_stations)
 
 
-def _kernel(name: str) -> Callable[..., Any]:
-    """Tells, and passes the call on."""
-    operator = getattr(torch.ops.c10d, name).default
-    group_at = [each.name for each in operator._schema.arguments].index("process_group")
+def _observer(name: str, arguments: Sequence[str]) -> Callable[[Callable[[], Any], tuple[Any, ...]], Any]:
+    """Tells the calls of one operator, and passes them on."""
+    group_at = arguments.index("process_group")
     sized_at = int(name.startswith(_SECOND))
     op = _NAMES[name]
-    beyond = torch._C._dispatch_keyset_full_after(getattr(torch._C.DispatchKey, _STATION))
 
-    def kernel(keyset: Any, *args: Any) -> Any:
+    def observe(pass_on: Callable[[], Any], args: tuple[Any, ...]) -> Any:
         size, device = _sized(args[sized_at])
+        if op == "barrier":
+            size = 0
         ranks = dist.ProcessGroup.unbox(args[group_at]).size()
-        done = [each.issued(op, 0 if op == "barrier" else size, ranks, device) for each in _listeners]
-        # Without the interpreter's lock, which a thread of the backend may wait for while it holds the backend's own.
-        out = operator.redispatch(keyset & beyond, *args)
-        work = dist.Work.unbox(out[-1] if isinstance(out, tuple) else out)
+        completed = [listener.issued(op, size, ranks, device) for listener in _listeners]
+        out = pass_on()
+        boxed = out[-1] if isinstance(out, tuple) else out
+        work = dist.Work.unbox(boxed)
         if (type(work), op, device) not in _WITHOUT_FUTURE:
             try:
-                work.get_future().then(lambda _: _call(done))
+                work.get_future().then(lambda _: _call(completed))
                 return out
             except RuntimeError as error:
                 if "not implemented" not in str(error):
                     raise
                 _WITHOUT_FUTURE.add((type(work), op, device))
-        awaited = _awaited()(work, done).boxed()
+        awaited = awaited_work(work, lambda: _call(completed))
         return (*out[:-1], awaited) if isinstance(out, tuple) else awaited
 
-    return kernel
+    return observe
 
 
 _WITHOUT_FUTURE: set[tuple[type, str, str]] = set()
-# Nobody in C++ keeps the Python half of a work, and without it waiting would never end; whoever waits has its own.
-_UNDER_WAY: set[Any] = set()
 
 
-def _call(done: list[Callable[[], None]]) -> None:
-    while done:
-        done.pop()()
+def _call(completed: list[Callable[[], None]]) -> None:
+    while completed:
+        completed.pop()()
 
 
-def _sized(tensors: Any) -> tuple[int, str]:
+def _sized(tensors: Tensor | Sequence[Any]) -> tuple[int, str]:
     """Bytes of tensors in lists, and the type of their device."""
     if isinstance(tensors, Tensor):
         return tensors.numel() * tensors.element_size(), tensors.device.type
-    sizes = [_sized(each) for each in tensors]
-    return sum(count for count, _ in sizes), sizes[0][1] if sizes else "cpu"
-
-
-@cache
-def _awaited() -> type:
-    """A work without a future, which tells when somebody has waited for it."""
-
-    class Awaited(dist.Work):
-        def __init__(self, work: Any, done: list[Callable[[], None]]) -> None:
-            super().__init__()
-            self._work, self._done = work, done
-            _UNDER_WAY.add(self)
-
-        def wait(self, timeout: Any = None) -> bool:
-            finished = self._work.wait() if timeout is None else self._work.wait(timeout)
-            _call(self._done)
-            _UNDER_WAY.discard(self)
-            return bool(finished)
-
-        def is_completed(self) -> bool:
-            return bool(self._work.is_completed())
-
-        def is_success(self) -> bool:
-            return bool(self._work.is_success())
-
-        def exception(self) -> Any:
-            return self._work.exception()
-
-        def source_rank(self) -> int:
-            return int(self._work.source_rank())
-
-        def _source_rank(self) -> int:
-            return int(self._work._source_rank())
-
-        def result(self) -> Any:
-            return self._work.result()
-
-        def synchronize(self) -> None:
-            self._work.synchronize()
-
-    return Awaited
+    sizes = [_sized(part) for part in tensors]
+    device = sizes[0][1] if sizes else "cpu"
+    return sum(count for count, _ in sizes), device

@@ -10,11 +10,11 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from itertools import pairwise
 
-from paceline.observe.clock import Clock, HostClock
+from paceline.observe.clock import Clock, HostClock, Moment
 from paceline.observe.comms import table
-from paceline.observe.phases import NAMES
+from paceline.observe.phases import NAMES, Listener
 
 _KEPT = 64  # steps whose times can be read one by one
 
@@ -41,12 +41,12 @@ class _Taken:
     """Moments of a step: each with the phase that begins there, and where micro-batches end."""
 
     step: int
-    moments: list[Any] = field(default_factory=list)
+    moments: list[Moment] = field(default_factory=list)
     names: list[str] = field(default_factory=list)
     micro: list[int] = field(default_factory=list)
 
 
-class WallClock:
+class WallClock(Listener):
     """Times the phases of steps.
 
     Args:
@@ -82,9 +82,6 @@ class WallClock:
     def micro_batch(self) -> None:
         """See `observe.phases.Listener`."""
         self._now.micro.append(len(self._now.moments) - 1)
-
-    def stepped(self) -> None:
-        """See `observe.phases.Listener`."""
 
     def ended(self) -> None:
         """See `observe.phases.Listener`."""
@@ -124,7 +121,7 @@ class WallClock:
                 self._tell(self._line(times.step))
 
     def _times(self, taken: _Taken) -> StepTimes:
-        own = [self._clock.ms(a, b) for a, b in zip(taken.moments, taken.moments[1:], strict=False)]
+        own = [self._clock.ms(begin, end) for begin, end in pairwise(taken.moments)]
         micro = []
         for begin, end in zip([0, *taken.micro], taken.micro, strict=False):
             micro.append(_by_phase(taken.names[begin:end], own[begin:end]))
@@ -169,7 +166,7 @@ class WallClock:
 
 
 def _by_phase(names: list[str], ms: list[float]) -> dict[str, float]:
-    found: dict[str, float] = {}
-    for name, each in zip(names, ms, strict=False):
-        found[name] = found.get(name, 0.0) + each
-    return found
+    sums: dict[str, float] = {}
+    for name, duration in zip(names, ms, strict=False):
+        sums[name] = sums.get(name, 0.0) + duration
+    return sums

@@ -46,6 +46,7 @@ class Accumulation:
         sync_at_end: whether the end of a loader ends the window.
         began: whether some backward pass went this way.
         passes: how many did.
+        declared: whether the loop says, by `accumulate`, where its micro-batches are.
         apart: whether ranks have taken steps of their own since their parameters were equal.
     """
 
@@ -58,6 +59,7 @@ class Accumulation:
         self.began = False
         self.passes = 0
         self.apart = False
+        self.declared = False
         self._active = active
         self._collectives = collectives
         self._micro = 0  # micro-batches of this window so far, this one included
@@ -80,6 +82,7 @@ class Accumulation:
     @contextmanager
     def window(self, hold: Callable[[], AbstractContextManager[Any]]) -> Iterator[None]:
         """One micro-batch. `hold()` keeps strategies from communicating; it is entered unless the window ends here."""
+        self.declared = True
         self._begin()
         with nullcontext() if self.sync else hold():
             self._open = True
@@ -87,6 +90,12 @@ class Accumulation:
                 yield
             finally:
                 self._open = False
+
+    @property
+    def batch(self) -> Any:
+        """What the loader that is being iterated says of the batch at hand; None where there is no such loader."""
+        loader = self._active.top
+        return None if loader is None else loader.current
 
     @property
     def first(self) -> bool:
@@ -97,12 +106,11 @@ class Accumulation:
         if self.sync:
             self._micro = 0
         self._micro += 1
-        loader = self._active.top
-        info = loader.current if loader is not None else None
+        info = self.batch
         ends = self.sync_at_end and info is not None and info.last
         self.sync = ends or self._micro >= self.steps
         if self._micro == 1:
-            self._reset(loader)
+            self._reset(self._active.top)
 
     def _reset(self, loader: _Loader | None) -> None:
         self._rows = self._counted = self._items_micro = 0
@@ -216,13 +224,11 @@ class Accumulation:
 
     def _idle(self) -> bool:
         """Whether this rank has no sample in the current global batch, but a row that other ranks hold."""
-        loader = self._active.top if self.weigh else None
-        info = loader.current if loader is not None else None
+        info = self.batch if self.weigh else None
         return info is not None and info.weights[info.index] == 0
 
     def _weigh(self, loss: torch.Tensor) -> torch.Tensor:
-        loader = self._active.top if self.weigh else None
-        info = loader.current if loader is not None else None
+        info = self.batch if self.weigh else None
         if info is None:  # no loader of ours: every micro-batch counts the same
             return loss if self.steps == 1 else loss / self.steps
         total = sum(info.weights)
@@ -244,7 +250,7 @@ class Accumulation:
         """What a closure computed on this rank as the mean over all ranks, weighed as its gradient is. Ranks: all."""
         if self.width == 1 or not isinstance(loss, torch.Tensor):
             return loss
-        info = self._active.top.current if self.weigh and self._active.top is not None else None
+        info = self.batch if self.weigh else None
         share = 1 / self.width if info is None else info.weights[info.index] / sum(info.weights)
         return self._collectives.reduce(loss.detach() * share if share else torch.zeros_like(loss))
 

@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 
 from paceline.base.errors import TrainError
 from paceline.optim.accumulate import Accumulation
+from paceline.world import runtime
 from paceline.world.sharded import local
 
 
@@ -45,6 +46,7 @@ class PreparedOptimizer(Optimizer):
         self._accumulation = accumulation
         self._scaler = scaler
         self._guard = guard
+        self._runtime = runtime.current()
         self._settled = False
         self._over = 0  # backward passes whose gradients were stepped or cleared
 
@@ -87,11 +89,14 @@ class PreparedOptimizer(Optimizer):
         self._settled = False
         self._over = self._accumulation.passes
         self.steps += 1
+        result = None
         with self._guard():
             if self._scaler is None:
-                return self.optimizer.step()
-            self.step_was_skipped = self._scaler.step(self.optimizer)
-        return None
+                result = self.optimizer.step()
+            else:
+                self.step_was_skipped = self._scaler.step(self.optimizer)
+        self._runtime.stepped(self, self._accumulation)
+        return result
 
     def _search(self, closure: Callable[[], Any]) -> Any:
         why = []
@@ -118,6 +123,7 @@ class PreparedOptimizer(Optimizer):
         self.steps += 1
         result = self.optimizer.step(evaluate)
         self._settled = False
+        self._runtime.stepped(self, self._accumulation)
         return result
 
     def zero_grad(self, set_to_none: bool = True) -> None:

@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 
 from paceline.base.errors import PrepareError, Problem
 from paceline.plan.plan import Decision
+from paceline.torch_internals.dispatch import is_plain
 from paceline.world.sharded import is_sharded
 
 _FUSED = ("Adam", "AdamW", "SGD", "Adagrad")
@@ -184,7 +185,7 @@ def choose_fused(optimizer: Optimizer, sparse: bool) -> Decision | None:
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     meshes = {parameter.device_mesh if is_sharded(parameter) else None for parameter in parameters}
     on_cpu = all(parameter.device.type == "cpu" for parameter in parameters)
-    plain = all(p.is_floating_point() and (type(p) is nn.Parameter or is_sharded(p)) for p in parameters)
+    plain = all(p.is_floating_point() and (is_plain(p) or is_sharded(p)) for p in parameters)
     open_ = all(
         group.get("fused", False) is None and group.get("foreach") is None and not group.get("differentiable")
         for group in optimizer.param_groups

@@ -41,6 +41,7 @@ from paceline.plan.options import option
 from paceline.plan.plan import Decision, Plan
 from paceline.torch_internals import ddp
 from paceline.torch_internals.fsdp import replicate_function
+from paceline.world import runtime
 from paceline.world.held import Held
 from paceline.world.layout import GRADIENT_AXES
 
@@ -137,9 +138,16 @@ class Replicate(Strategy):
         )
         _STATES[wrapped] = state = _State([p for p in model.parameters() if not p.requires_grad])
         _watch(wrapped, state)
-        if hook != "none":
+        if not state.others_answer:
+            ddp.reduce_in_hook(wrapped)
+        elif hook != "none":
             install(wrapped, hook, options.comm_wrapper, group, options.comm_state)
-        elif options.find_unused_parameters == "auto" and not options.static_graph and not _sparse(model):
+        if (
+            hook == "none"
+            and options.find_unused_parameters == "auto"
+            and not options.static_graph
+            and not _sparse(model)
+        ):
             state.looking = True
             wrapped.require_backward_grad_sync = False
         return wrapped
@@ -281,6 +289,7 @@ def _refuse_held(state: _State, optimizer: Optimizer, *_: Any) -> None:
 class _State:
     frozen: list[nn.Parameter]  # unknown to DDP; those that are trained later are averaged here
     looking: bool = False  # the first window has not ended yet
+    others_answer: bool = field(default_factory=lambda: runtime.current().others_answer)  # not in a rehearsal
     held: int = 0  # open `hold_gradients`
     begun: bool = False  # a pass of a static graph has communicated
     armed: bool = False  # after a forward pass: DDP averages in the next backward pass
@@ -354,6 +363,8 @@ def _first_window(model: DistributedDataParallel, state: _State) -> None:
     _check_called(model)
     state.looking = state.touched = False
     model.require_backward_grad_sync = True
+    if not state.others_answer:
+        return  # which parameters were used is a value, and a rehearsal has none: all are taken as used
     group, ranks = model.process_group, dist.get_world_size(model.process_group)
     own = list(model.module.parameters())
     counts, places = _told(parameters, [own[number] for number in state.order], group)

@@ -17,8 +17,16 @@ from paceline.plan.facts import ModelFacts
 from paceline.plan.plan import Decision, Plan
 from paceline.plan.resolve import draft, resolve
 from paceline.planner.device import GIB
+from paceline.world.layout import AXES
 
 OPEN = ("replicate", "shard", "zero", "recompute", "tp", "pp")  # what a search may decide
+
+_DIVIDED_BY_STAGE = {
+    1: "optimizer states",
+    2: "gradients and optimizer states",
+    3: "parameters, gradients and optimizer states",
+}
+_DIVIDED_BY_AXIS = {"tp": "the matrices of each layer", "cp": "each sequence", "pp": "the layers"}
 
 
 @dataclass(frozen=True)
@@ -64,15 +72,16 @@ class Chosen:
 
 def estimate(plan: Plan, need: Need, strategies: Iterable[Strategy] | None = None) -> Bytes:
     """Bytes on one rank under a resolved plan: each strategy's `cost` in turn, summed over the models."""
-    known = list(STRATEGIES if strategies is None else strategies)
-    chain = [next(each for each in known if each.name == name) for name in plan.strategies]
+    by_name = {strategy.name: strategy for strategy in (STRATEGIES if strategies is None else strategies)}
     total = Bytes()
-    for number, facts in enumerate(need.models):
-        held = Bytes.alone(facts, activations=need.activations if number == 0 else 0)
-        held = Bytes(held.parameters, held.gradients, int(need.states * 4 * facts.trainable), held.activations)
-        for strategy in chain:
-            held = strategy.cost(plan, facts, held)
+    activations = need.activations  # of the whole run: counted with the first model
+    for facts in need.models:
+        alone = Bytes.alone(facts, activations=activations)
+        held = Bytes(alone.parameters, alone.gradients, int(need.states * 4 * facts.trainable), alone.activations)
+        for name in plan.strategies:
+            held = by_name[name].cost(plan, facts, held)
         total = Bytes(*(getattr(total, name) + getattr(held, name) for name in vars(total)))
+        activations = 0
     return total
 
 
@@ -83,7 +92,7 @@ def choose(
     usable: int,
     fixed: Mapping[str, Any] | None = None,
     opened: Sequence[str] = OPEN,
-    skip: Iterable[Mapping[str, Any]] = (),
+    skip: Sequence[Mapping[str, Any]] = (),
 ) -> Chosen:
     """The cheapest plan that fits.
 
@@ -93,25 +102,23 @@ def choose(
         usable: bytes on each rank.
         fixed: settings that stay as they are.
         opened: names of settings that may be chosen.
-        skip: settings that were found not to fit by other means.
+        skip: settings that do not fit, as is known by other means.
     """
-    told = {name: value for name, value in (fixed or {}).items() if name not in opened}
+    closed = {name: value for name, value in (fixed or {}).items() if name not in opened}
     rejected: list[Rejected] = []
-    passed = [dict(each) for each in skip]
-    for settings in candidates(world_size, local_size, told, opened):
-        if settings in passed:
+    for settings in candidates(world_size, local_size, closed, opened):
+        if settings in skip:
             continue
+        decisions = [Decision(name, value, "derived", "planner") for name, value in settings.items()]
         try:
-            notes = [Decision(name, value, "derived", "planner") for name, value in settings.items()]
-            plan = resolve(draft({**told, **settings}, notes, world_size), need.models, STRATEGIES)
+            plan = resolve(draft({**closed, **settings}, decisions, world_size), need.models, STRATEGIES)
         except PlanError as error:
             rejected.append(Rejected(settings, error.problems[0].what))
             continue
-        found = estimate(plan, need)
-        if found.held <= usable:
-            return Chosen(settings, found, tuple(rejected))
-        needed, there = gib(found.held), gib(usable)
-        rejected.append(Rejected(settings, f"needs {needed} a rank, {there} can be used"))
+        held = estimate(plan, need)
+        if held.held <= usable:
+            return Chosen(settings, held, tuple(rejected))
+        rejected.append(Rejected(settings, f"needs {gib(held.held)} a rank, {gib(usable)} can be used"))
     return Chosen(None, None, tuple(rejected))
 
 
@@ -120,22 +127,29 @@ def candidates(
 ) -> Iterator[dict[str, Any]]:
     """Settings of the open names, from what costs least in communication and computing again to what costs most."""
     seen: list[dict[str, Any]] = []
+    for full in _full_settings(world_size, local_size, fixed, opened):
+        if any(str(fixed.get(name, "auto")) not in ("auto", str(full[name])) for name in full):
+            continue
+        settings = {name: value for name, value in full.items() if name in opened}
+        if settings not in seen:
+            seen.append(settings)
+            yield settings
+
+
+def _full_settings(
+    world_size: int, local_size: int, fixed: Mapping[str, Any], opened: Sequence[str]
+) -> Iterator[dict[str, Any]]:
     axes = {axis: int(fixed.get(axis, 1)) for axis in ("cp", "tp", "pp")}
+    recomputes = ("no", "blocks") if "recompute" in opened else (fixed.get("recompute", "no"),)
     for pp in _sizes("pp", world_size, axes, opened):
         for tp in _sizes("tp", local_size, axes, opened):
             inner = pp * tp * axes["cp"]
             if world_size % inner:
                 continue
-            for recompute in ("no", "blocks") if "recompute" in opened else (fixed.get("recompute", "no"),):
-                near = max(1, local_size // (tp * axes["cp"]))
+            near = max(1, local_size // (tp * axes["cp"]))
+            for recompute in recomputes:
                 for data in _data(world_size // inner, near, fixed.get("shard", "auto")):
-                    full = {**data, "tp": tp, "pp": pp, "recompute": recompute}
-                    if any(str(fixed.get(name, "auto")) not in ("auto", str(full[name])) for name in full):
-                        continue
-                    settings = {name: value for name, value in full.items() if name in opened}
-                    if settings not in seen:
-                        seen.append(settings)
-                        yield settings
+                    yield {**data, "tp": tp, "pp": pp, "recompute": recompute}
 
 
 def _sizes(axis: str, most: int, axes: Mapping[str, int], opened: Sequence[str]) -> list[int]:
@@ -144,11 +158,12 @@ def _sizes(axis: str, most: int, axes: Mapping[str, int], opened: Sequence[str])
     return [size for size in range(1, most + 1) if most % size == 0]
 
 
-def _data(width: int, near: int, shard: Any) -> Iterator[dict[str, Any]]:
+def _data(width: int, near: int, shard: int | str) -> Iterator[dict[str, Any]]:
     """Ways of using `width` ranks that read different samples, of which `near` stand on one node."""
     if shard != "auto" and int(shard) > 1:
-        for zero in (1, 2, 3) if width % int(shard) == 0 else ():
-            yield {"replicate": width // int(shard), "shard": int(shard), "zero": zero}
+        if width % int(shard) == 0:
+            for zero in (1, 2, 3):
+                yield {"replicate": width // int(shard), "shard": int(shard), "zero": zero}
         return
     yield {"replicate": width, "shard": 1, "zero": 0}
     if width > 1:
@@ -159,11 +174,60 @@ def _data(width: int, near: int, shard: Any) -> Iterator[dict[str, Any]]:
         yield {"replicate": 1, "shard": width, "zero": 3}
 
 
+def settings_of(plan: Plan) -> dict[str, Any]:
+    """A plan in settings, as `draft` takes them."""
+    settings = {axis: getattr(plan.layout, axis) for axis in AXES}
+    settings |= {name: getattr(plan, name) for name in ("accumulate", "recompute", "offload", "compile")}
+    settings["mixed_precision"] = plan.precision
+    if plan.zero:
+        settings["zero"] = plan.zero
+    return settings
+
+
+def division_of(plan: Plan, facts: ModelFacts) -> str:
+    """One line about one model: how a run divides it over the ranks, and what one rank holds then.
+
+    It is "" where every rank holds all of it and computes whole samples.
+
+    Args:
+        plan: resolved.
+        facts: of the model.
+    """
+    layout = plan.layout
+    divisions: list[str] = []
+    if layout.shard > 1 and plan.fully_sharded:
+        # FSDP2 divides parameters whatever the stage, and over ranks along cp too, which hold the same ones.
+        ranks = layout.size("shard", "cp")
+        divisions.append(f"zero={plan.zero} divides {_DIVIDED_BY_STAGE[3]} over {ranks} ranks")
+    elif layout.shard > 1:
+        divisions.append(f"zero={plan.zero} divides {_DIVIDED_BY_STAGE[plan.zero]} over {layout.shard} ranks")
+    for axis, divided in _DIVIDED_BY_AXIS.items():
+        size = layout.size(axis)
+        if size > 1:
+            divisions.append(f"{axis}={size} divides {divided} over {size} ranks")
+    if not divisions or not facts.trainable:
+        return ""
+    held = estimate(plan, Need((facts,)))
+    at_rest = (held.parameters + held.gradients + held.optimizer) / facts.parameters
+    return (
+        f"{facts.name} ({_count(facts.parameters)} parameters): {', '.join(divisions)}; about {at_rest:.1f} bytes a "
+        "parameter on each, with Adam and without activations. `accelerator.plan.explain()` says more."
+    )
+
+
+def _count(number: int) -> str:
+    """A number of parameters for people."""
+    for unit, size in (("billion", 10**9), ("million", 10**6), ("thousand", 10**3)):
+        if number >= size:
+            return f"{number / size:.1f} {unit}"
+    return str(number)
+
+
 def shown(settings: Mapping[str, Any]) -> str:
     """Settings as flags, those that say nothing left out."""
     plain = {"zero": (0, 3), "recompute": ("no",)}
-    words = [f"--{name} {value}" for name, value in settings.items() if value not in plain.get(name, (1,))]
-    return " ".join(words) or "one process, as it is"
+    flags = [f"--{name} {value}" for name, value in settings.items() if value not in plain.get(name, (1,))]
+    return " ".join(flags) or "one process, as it is"
 
 
 def gib(count: float) -> str:

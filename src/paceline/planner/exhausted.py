@@ -32,7 +32,7 @@ OutOfMemory.__module__ = __name__  # not among the public names, under which err
 
 
 @contextmanager
-def told(situation: Situation, where: str) -> Iterator[None]:
+def explain_exhaustion(situation: Situation, where: str) -> Iterator[None]:
     """Turns what an allocator raises inside into an error that says what the plan needs.
 
     Args:
@@ -57,9 +57,10 @@ def watch(model: nn.Module, situation: Situation) -> None:
     """Lets `model(...)` tell of memory that did not suffice; the module stays the same object."""
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        with told(situation, "forward"):
+        with explain_exhaustion(situation, "forward"):
             return self._paceline_watched(*args, **kwargs)  # type: ignore[operator]
 
+    # An attribute, and no variable of this function: a copy of the model has its own.
     model._paceline_watched = model.forward  # type: ignore[assignment]
     model.forward = MethodType(forward, model)  # type: ignore[method-assign]
 
@@ -71,16 +72,16 @@ def explain(
     need = Need(models)
     held = estimate(plan, need)
     rows = ", ".join(f"{name} {gib(count)}" for name, count in vars(held).items() if count and name != "sent")
-    said = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+    message = str(error).strip().splitlines() or [type(error).__name__]
     problem = Problem(
         "out-of-memory",
         f"memory did not suffice in the {where} pass." if where != "step" else "memory did not suffice in a step.",
-        why=[said, f"under {plan.layout} a rank needs {gib(held.held)} before activations: {rows}"],
+        why=[message[0], f"under {plan.layout} a rank needs {gib(held.held)} before activations: {rows}"],
         fix=_next(plan, need, held.held, world_size, local_size),
     )
-    made = OutOfMemory.of([problem])
-    assert isinstance(made, OutOfMemory)
-    return made
+    explained = OutOfMemory.of([problem])
+    assert isinstance(explained, OutOfMemory)
+    return explained
 
 
 def _next(plan: Plan, need: Need, now: int, world_size: int, local_size: int) -> str:
@@ -88,11 +89,14 @@ def _next(plan: Plan, need: Need, now: int, world_size: int, local_size: int) ->
     fixed = {axis: getattr(plan.layout, axis) for axis in ("tp", "cp", "pp")}
     fixed |= {"mixed_precision": plan.precision, "accumulate": plan.accumulate, "recompute": plan.recompute}
     for times in (1, 2, 4, 8):
-        size, near = world_size * times, max(local_size, min(8, local_size * times))
-        found = choose(need, size, near, now - 1, fixed, ("replicate", "shard", "zero"))
-        if found.settings is not None and found.estimate is not None:
-            flags = shown(found.settings) if times == 1 else f"--procs {size} {shown(found.settings)}"
-            return f"launch with `{flags}`, which needs {gib(found.estimate.held)} a rank before activations"
+        size = world_size * times
+        near = max(local_size, min(8, local_size * times))
+        chosen = choose(need, size, near, now - 1, fixed, ("replicate", "shard", "zero"))
+        if chosen.settings is not None and chosen.estimate is not None:
+            flags = shown(chosen.settings)
+            if times > 1:
+                flags = f"--procs {size} {flags}"
+            return f"launch with `{flags}`, which needs {gib(chosen.estimate.held)} a rank before activations"
         if plan.recompute == "no" and any(facts.blocks for facts in need.models):
             return "launch with `--recompute blocks`, which keeps fewer activations"
     return "use a smaller batch with more accumulation, or shorter samples"

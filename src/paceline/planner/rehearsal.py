@@ -1,18 +1,15 @@
 """A rehearsal: the user's own script up to and through an optimizer step, as one rank of many, on fake tensors.
 
-    child       a forked process, which is thrown away: whatever the script does to itself ends with it
-    world       rank 0 of as many as asked for; torch's "fake" process group, `Echo` for our own collectives
-    stage       constructors and functions at the seams of the house are replaced by those of a rehearsal
-    script      modules are built as fake tensors; `prepare` applies the real chain to them; batches are real
-    step 1      warms up: optimizer states come to be, torch works out shapes (with DDP step 2 too)
-    next step   is what is reported; then the script is stopped
-
-Nothing of this is known to the code that is rehearsed.
+child       a forked process, which is thrown away: whatever the script does to itself ends with it
+world       rank 0 of as many as asked for; torch's "fake" process group, `LoopbackCollectives` for our own collectives
+runtime     `RehearsalRuntime` in the place of the real one: no devices, no other ranks, no files
+script      modules are built as fake tensors; `prepare` applies the real chain to them; batches are real
+step 1      warms up: optimizer states come to be, torch works out shapes (with DDP step 2 too)
+next step   is what is reported; then the script is stopped
 """
 
 from __future__ import annotations
 
-import importlib
 import os
 import pickle
 import sys
@@ -20,24 +17,29 @@ import tempfile
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-import torch.distributed as dist
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
-from torch.utils._pytree import tree_leaves
 
 from paceline.base import env as environment
 from paceline.base.errors import PacelineError, PlanError
 from paceline.base.temporary import temporary_folder
 from paceline.plan.facts import ModelFacts
 from paceline.plan.plan import Plan
-from paceline.planner.echo import Echo
-from paceline.planner.ledger import Ledger, Peak
-from paceline.planner.witness import Traffic, Witness
+from paceline.planner.allocation_trace import AllocationTrace, Peak
+from paceline.planner.loopback import LoopbackCollectives
+from paceline.planner.operation_trace import OperationTrace, Traffic
+from paceline.torch_internals import fake, imaginary
+from paceline.world import runtime
+from paceline.world.runtime import Prepared, Runtime, Window
+from paceline.world.tree import tensors
+from paceline.world.world import World
 
 
 @dataclass(frozen=True)
@@ -62,10 +64,37 @@ class Rehearsal:
     problem: str = ""
     seconds: float = 0.0
 
+    @property
+    def activations(self) -> int:
+        """Bytes that this rank keeps between forward and backward at most; 0 where the script came to no step."""
+        return 0 if self.memory is None else self.memory.largest["activations"]
+
+    @property
+    def local_states(self) -> float:
+        """Float32 values of optimizer state that this rank keeps for each trained parameter of the models.
+
+        It is 2, as many as Adam keeps, where the script came to no step.
+        """
+        if self.memory is None or not self._trainable:
+            return 2.0
+        return self.optimizer / (4 * self._trainable)
+
+    @property
+    def whole_states(self) -> float:
+        """The same, with what other ranks keep where states are divided."""
+        if self.memory is None or not self._trainable:
+            return 2.0
+        optimizer = self.optimizer * max(1, self.plan.layout.size("shard", "tp", "pp"))
+        return round(optimizer / (4 * self._trainable))
+
+    @property
+    def _trainable(self) -> int:
+        return sum(facts.trainable for facts in self.models)
+
 
 @dataclass(frozen=True)
-class Troupe:
-    """How many ranks are imagined, and what they are told.
+class SimulatedWorld:
+    """How many ranks are imagined, and what a launcher would tell them.
 
     Attributes:
         world_size: ranks in all.
@@ -88,13 +117,16 @@ class _Finished(BaseException):
     """The step that was to be seen has been seen."""
 
 
-def rehearse(work: Callable[[], object], troupe: Troupe) -> Rehearsal:
-    """Runs `work` (a script, or a function that trains) as rank 0 of `troupe`, in a child process.
+def rehearse(work: Callable[[], object], simulated: SimulatedWorld, observer: Runtime | None = None) -> Rehearsal:
+    """Runs `work` (a script, or a function that trains) as rank 0 of a simulated world, in a child process.
+
+    Args:
+        observer: is told what happens in the run, too.
 
     Raises:
         PlanError: `plan-rehearsal`, where nothing was prepared; whatever error of ours the script runs into.
     """
-    kind, value = in_child(lambda: _perform(work, troupe))
+    kind, value = in_child(lambda: _perform(work, simulated, observer or Runtime()))
     if kind == "result":
         return value
     if kind == "ours":
@@ -109,14 +141,14 @@ def rehearse(work: Callable[[], object], troupe: Troupe) -> Rehearsal:
 
 def in_child(work: Callable[[], object]) -> tuple[str, Any]:
     """What `work` gives in a forked process: a result, an error of ours, or what else happened, in words."""
-    place = temporary_folder()
-    with tempfile.TemporaryFile(dir=place) as parcel, tempfile.TemporaryFile("w+", dir=place) as said:
+    folder = temporary_folder()
+    with tempfile.TemporaryFile(dir=folder) as parcel, tempfile.TemporaryFile("w+", dir=folder) as output:
         sys.stdout.flush()
         sys.stderr.flush()
         child = os.fork()
         if child == 0:
-            os.dup2(said.fileno(), 1)
-            os.dup2(said.fileno(), 2)
+            os.dup2(output.fileno(), 1)
+            os.dup2(output.fileno(), 2)
             try:
                 outcome: tuple[str, Any] = ("result", work())
             except PacelineError as error:
@@ -133,8 +165,8 @@ def in_child(work: Callable[[], object]) -> tuple[str, Any]:
         data = parcel.read()
         if data:
             return pickle.loads(data)  # type: ignore[no-any-return]
-        said.seek(0)
-        tail = said.read().strip().splitlines()[-1:] or ["it said nothing"]
+        output.seek(0)
+        tail = output.read().strip().splitlines()[-1:] or ["it said nothing"]
         return "other", f"the process of the rehearsal ended ({os.waitstatus_to_exitcode(status)}): {tail[0]}"
 
 
@@ -142,298 +174,179 @@ def _words(error: BaseException) -> str:
     """An exception in one line, with the last line of code outside of libraries."""
     if isinstance(error, SystemExit):
         return f"it left by sys.exit({error.code})"
-    frames = [f for f in traceback.extract_tb(error.__traceback__) if not _library(f.filename)]
-    place = f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
-    return f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}{place}"
+    place = ""
+    for frame in traceback.extract_tb(error.__traceback__):
+        if not _is_library(frame.filename):
+            place = f" ({frame.filename}:{frame.lineno})"
+    lines = str(error).strip().splitlines() or [""]
+    return f"{type(error).__name__}: {lines[0]}{place}"
 
 
-def _library(path: str) -> bool:
+def _is_library(path: str) -> bool:
     return "site-packages" in path or os.path.dirname(os.path.dirname(__file__)) in path or path.startswith("<")
 
 
-def _perform(work: Callable[[], object], troupe: Troupe) -> Rehearsal:
-    from torch._subclasses.fake_tensor import FakeTensorMode
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
+def _perform(work: Callable[[], object], simulated: SimulatedWorld, observer: Runtime) -> Rehearsal:
     began = time.monotonic()
     warnings.simplefilter("ignore")  # of fake tensors and fake groups; nobody could act on them
-    nodes = troupe.world_size // troupe.local_size
-    numbers = {"RANK": 0, "WORLD_SIZE": troupe.world_size, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": troupe.local_size}
-    numbers |= {"GROUP_RANK": 0, "GROUP_WORLD_SIZE": nodes, "MASTER_PORT": 1}
-    texts = {name: str(number) for name, number in numbers.items()}
-    environment.export({**texts, "MASTER_ADDR": "localhost", **troupe.settings})
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=troupe.world_size)
-    stage = Stage(Witness(Ledger(), FakeTensorMode(allow_non_fake_inputs=True), troupe.local_size), troupe)
-    stage.set()
+    variables = {
+        "RANK": 0,
+        "WORLD_SIZE": simulated.world_size,
+        "LOCAL_RANK": 0,
+        "LOCAL_WORLD_SIZE": simulated.local_size,
+        "GROUP_RANK": 0,
+        "GROUP_WORLD_SIZE": simulated.world_size // simulated.local_size,
+        "MASTER_ADDR": "localhost",
+        "MASTER_PORT": 1,
+    }
+    environment.export({name: str(value) for name, value in variables.items()} | dict(simulated.settings))
+    imaginary.join_imaginary_group(simulated.world_size)
+    fakes = fake.FakeTensorMode(allow_non_fake_inputs=True)
+    trace = OperationTrace(AllocationTrace(), fakes, simulated.local_size)
+    rehearsal = RehearsalRuntime(trace, simulated, observer)
+    runtime.use(rehearsal)
     problem = ""
-    try:
-        with stage.witness:
-            work()
-    except _Finished:
-        pass
-    except PacelineError:
-        if stage.plan is None:
-            raise
-        problem = _words(sys.exception() or RuntimeError())
-    except BaseException as error:
-        if stage.plan is None:
-            raise
-        problem = _words(error)
-    return stage.result(problem, time.monotonic() - began)
+    with ExitStack() as stack:
+        stack.enter_context(imaginary.without_ddp_verification())
+        stack.enter_context(fake.zeros_for_values())
+        stack.enter_context(fake.swappable(fakes))
+        stack.enter_context(fake.observed_resizes(trace.allocations.resized))
+        if simulated.accelerated:
+            stack.enter_context(fake.grouped_optimizer_kernels())
+        register_optimizer_step_pre_hook(rehearsal.before_optimizer_step)
+        register_optimizer_step_post_hook(rehearsal.after_optimizer_step)
+        try:
+            with trace:
+                work()
+        except _Finished:
+            pass
+        except BaseException as error:
+            if rehearsal.plan is None:
+                raise
+            problem = _words(error)
+    return rehearsal.result(problem, time.monotonic() - began)
 
 
-class Stage:
-    """What is put in the place of what at the seams, and what is seen there.
+class RehearsalRuntime(Runtime):
+    """The surroundings of rank 0 in a world that does not exist, and what is seen of the run there.
 
     Args:
-        witness: sees the operations.
-        troupe: who is imagined.
+        trace: sees the operations.
+        simulated: the world.
+        observer: is told of configs, micro-batches and steps too.
+
+    Attributes:
+        plan: of the models prepared last; None before.
     """
 
-    def __init__(self, witness: Witness, troupe: Troupe) -> None:
-        self.witness, self.troupe = witness, troupe
+    keeps_files = False
+    others_answer = False
+
+    def __init__(self, trace: OperationTrace, simulated: SimulatedWorld, observer: Runtime) -> None:
         self.plan: Plan | None = None
-        self.models: dict[int, ModelFacts] = {}
-        self._modules: list[torch.nn.Module] = []
+        self.chooses_kernels = not simulated.accelerated
+        self._trace = trace
+        self._allocations = trace.allocations
+        self._simulated = simulated
+        self._observer = observer
+        self._facts: dict[int, ModelFacts] = {}  # by id of the prepared model
+        self._modules: list[nn.Module] = []
         self._steps: dict[int, int] = {}  # id of an optimizer -> its steps
-        self._warm_up = 1
-        self._warm: Traffic | None = None  # of the steps that warm up, until the one that counts is over
+        self._warm_up_steps = 1
+        self._warm_up_traffic: Traffic | None = None  # until the step that counts is over
         self._start = 0
+        self._stack = ExitStack()
 
-    @property
-    def ledger(self) -> Ledger:
-        """Where memory is entered."""
-        return self.witness.ledger
+    # -- the surroundings ------------------------------------------------------------------------------------
 
-    def set(self) -> None:
-        """Replaces everything; there is no way back but the end of the process."""
-        nothing = lambda *_, **__: None  # noqa: E731
-        replace_at("paceline.world.device.detect", lambda *_, **__: torch.device("cpu"))
-        replace_at("paceline.accelerator.Collectives", Echo)
-        if "accelerate" in self.troupe.compat.split(","):
-            replace_at("paceline.compat.accelerate.state.Collectives", Echo)
-        if "deepspeed" in self.troupe.compat.split(","):
-            for call in ("begins", "call"):  # ranks that do not exist are not waited for
-                replace_at(f"paceline.compat.deepspeed.attendance.Attendance.{call}", nothing)
-        without_files(self.troupe.compat)
-        replace_at("paceline.parallel.replicate.install", nothing)
-        wrap_at("paceline.data.loader.on_device", self._batches)
-        wrap_at("paceline.preparation.Preparation._prepare_models", self._preparing)
-        wrap_at("paceline.preparation.choose_fused", self._choosing)
-        wrap_at("paceline.world.mesh.init_device_mesh", self._unseen)
-        replace_at("paceline.parallel.replicate._first_window", _skip_first_window)
-        replace_at("torch.nn.parallel.distributed._verify_param_shape_across_processes", nothing)
-        wrap_at("torch.UntypedStorage.resize_", self._resizing)
-        wrap_at("torch.utils.swap_tensors", self._swapping)
-        replace_at("torch._subclasses.fake_tensor.FakeTensor.__format__", lambda tensor, spec: format(0.0, spec))
-        replace_at("torch._subclasses.fake_tensor.FakeTensor.numpy", _numpy)
-        if self.troupe.memory:
-            replace_at("paceline.planner.fit.memory_of", lambda *_: self.troupe.memory)
-        if self.troupe.accelerated:
-            _optimizers_as_on_accelerators()
-        register_optimizer_step_pre_hook(self._before_step)
-        register_optimizer_step_post_hook(self._after_step)
+    def device(self, world: World, *, cpu: bool = False, index: int | None = None) -> torch.device:
+        """The CPU, whose fake tensors stand for those of any device."""
+        return torch.device("cpu")
 
-    # -- the seams -------------------------------------------------------------------------------------------
+    def collectives(self, world: World, *, device: torch.device, **options: object) -> LoopbackCollectives:
+        """Collective operations that this rank answers itself."""
+        return LoopbackCollectives(world, device=device)
 
-    def _preparing(self, prepare_models: Any) -> Any:
-        def prepared(preparation: Any, models: Any, *rest: Any) -> Any:
-            for _, model in models:
-                self.witness.fake_module(model)
-            if preparation.plan.layout.pp > 1 or "pp" in preparation.plan.open:
-                replace_at("torch.distributed.pipelining.stage.PipelineStage._send_meta", lambda *_: None)
-                replace_at("torch.distributed.pipelining.stage.PipelineStage._recv_meta", _gradients_like_outputs)
-            self.witness.live = True
-            before = prepare_models(preparation, models, *rest)
-            self.plan = preparation.plan
-            for each in preparation.models:
-                self.models[id(each)] = each.facts
-                self._modules.append(each.module)
-                if isinstance(each.wrapped, DistributedDataParallel):
-                    _reduce_by_hand(each.wrapped)
-                    self._warm_up = 2  # its first step with communication makes its buckets anew
-                self.ledger.label([*each.module.parameters(), *each.module.buffers()], "parameters")
-            return before
+    def memory(self, device: torch.device, local_size: int) -> int:
+        """Bytes of the device that the run is planned for."""
+        return self._simulated.memory or super().memory(device, local_size)
 
-        return prepared
+    # -- what happens in the run -----------------------------------------------------------------------------
 
-    def _choosing(self, choose_fused: Any) -> Any:
-        """Fused kernels are chosen by the type of the parameters: real ones stand in for the moment."""
+    def preparing(self, prepared: Prepared, models: Sequence[nn.Module]) -> None:
+        """Takes their values from the models; from here on everything large is fake."""
+        for model in models:
+            self._trace.fake_module(model)
+        if prepared.plan.layout.pp > 1 or "pp" in prepared.plan.open:
+            self._stack.enter_context(imaginary.without_stage_messages())
+        self._trace.fakes_everywhere = True
 
-        def chosen(optimizer: Any, sparse: bool) -> Any:
-            if self.troupe.accelerated:
-                return None
-            held = [group["params"] for group in optimizer.param_groups]
-            plain = all(hasattr(p, "fake_mode") for params in held for p in params)
-            for group in optimizer.param_groups if plain else ():
-                group["params"] = [torch.nn.Parameter(torch.empty(1)) for _ in group["params"]]
-            decision = choose_fused(optimizer, sparse)
-            for group, params in zip(optimizer.param_groups, held, strict=True):
-                group["params"] = params
-            return decision
+    def prepared(self, prepared: Prepared) -> None:
+        """Notes the plan, and which memory holds parameters."""
+        self.plan = prepared.plan
+        for model in prepared.models:
+            self._facts[id(model)] = model.facts
+            self._modules.append(model.module)
+            if isinstance(model.wrapped, DistributedDataParallel):
+                self._warm_up_steps = 2  # its first step with communication makes its buckets anew
+            self._allocations.label([*model.module.parameters(), *model.module.buffers()], "parameters")
 
-        return chosen
-
-    def _batches(self, _: Any) -> Any:
+    def batches(self, steps: Iterator[Any]) -> Iterator[Any]:
         """Batches are read as ever, unseen, and counted."""
+        while True:
+            with self._trace.paused():
+                step = next(steps, None)
+            if step is None:
+                return
+            self._allocations.label(tensors(step[0]), "batches")
+            yield step
 
-        def batches(steps: Iterator[Any], device: Any, non_blocking: bool) -> Iterator[Any]:
-            while True:
-                with self.witness.away():
-                    step = next(steps, None)
-                if step is None:
-                    return
-                self.ledger.label(tree_leaves(step[0]), "batches")
-                yield step
+    def foreign_config(self, library: str, config: Any) -> Any:
+        """What the observer makes of it."""
+        return self._observer.foreign_config(library, config)
 
-        return batches
+    def micro_batch(self, inputs: object, samples: int) -> None:
+        """Passed on."""
+        self._observer.micro_batch(inputs, samples)
 
-    def _unseen(self, make: Any) -> Any:
-        """For what computes with numbers of its own, such as the ranks of a large mesh."""
+    def stepped(self, optimizer: torch.optim.Optimizer, window: Window) -> None:
+        """Passed on."""
+        self._observer.stepped(optimizer, window)
 
-        def made(*args: Any, **kwargs: Any) -> Any:
-            with self.witness.away():
-                return make(*args, **kwargs)
+    def before_optimizer_step(self, optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
+        """What parameters hold as their gradients are gradients; what comes now are the optimizer's temporaries."""
+        for module in self._modules:
+            gradients = [parameter.grad for parameter in module.parameters() if parameter.grad is not None]
+            self._allocations.label(gradients, "gradients")
+        self._allocations.phase = "other"
 
-        return made
-
-    def _resizing(self, resize: Any) -> Any:
-        def resized(storage: Any, size: int) -> Any:
-            result = resize(storage, size)
-            self.ledger.resized(storage)
-            return result
-
-        return resized
-
-    def _swapping(self, swap: Any) -> Any:
-        """A tensor that something refers to weakly cannot be swapped; torch's own table of fakes does."""
-
-        def swapped(one: Any, other: Any) -> None:
-            self.witness.fakes.fake_tensor_converter.meta_converter.tensor_memo.clear()  # type: ignore[union-attr]
-            swap(one, other)
-
-        return swapped
-
-    # -- steps -----------------------------------------------------------------------------------------------
-
-    def _before_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
-        gradients = [p.grad for module in self._modules for p in module.parameters()]
-        self.ledger.label([each for each in gradients if each is not None], "gradients")
-        self.ledger.phase = "other"
-
-    def _after_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
-        self.ledger.phase = "activations"
-        self.ledger.label(_states(optimizer), "optimizer")
-        steps = self._steps[id(optimizer)] = self._steps.get(id(optimizer), 0) + 1
-        if steps > self._warm_up:
-            self._warm = None
+    def after_optimizer_step(self, optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
+        """Ends the script after the step that counts."""
+        self._allocations.phase = "activations"
+        for state in optimizer.state.values():
+            self._allocations.label(tensors(state), "optimizer")
+        steps = self._steps.get(id(optimizer), 0) + 1
+        self._steps[id(optimizer)] = steps
+        if steps > self._warm_up_steps:
+            self._warm_up_traffic = None
             raise _Finished
-        if steps == self._warm_up and sum(self._steps.values()) == steps:
-            self._start, self._warm, self.witness.traffic = self.ledger.mark, self.witness.traffic, Traffic()
+        if steps == self._warm_up_steps and sum(self._steps.values()) == steps:
+            self._start = self._allocations.mark
+            self._warm_up_traffic = self._trace.traffic
+            self._trace.traffic = Traffic()
 
     def result(self, problem: str, seconds: float) -> Rehearsal:
         """What was seen."""
         if self.plan is None:
             raise RuntimeError("it ended without a call of `prepare` with a model")
-        if not self._steps and not problem:
-            problem = "it ended before an optimizer step"
-        start, traffic = self._start, self.witness.traffic
-        if self._warm is not None:  # it never came to a whole second step: the first is all there is to tell
-            start, traffic = 0, self._warm
-        memory = self.ledger.peak(start) if self._steps else None
-        held = memory.largest["optimizer"] if memory else 0
-        facts = tuple(self.models.values())
-        return Rehearsal(self.plan, facts, memory, traffic, held, "" if memory else problem, seconds)
-
-
-def without_files(compat: str) -> None:
-    """From now on what a script saves is not written, and what it would go on from is not looked for.
-
-    Args:
-        compat: libraries whose names are served to the script.
-    """
-    nothing = lambda *_, **__: None  # noqa: E731
-    for writes in ("states.States.load", "states.States.on_main", "states.States._source", "states.States._listen",
-                   "states.States.wait", "keeping.save_object", "keeping.Keeping.save_model",
-                   "observe.trackers.group.Trackers.start"):  # fmt: skip
-        replace_at(f"paceline.{writes}", nothing)
-    replace_at("paceline.states.States.save", lambda states, path, plan, **_: path or "checkpoint")
-    if "accelerate" in compat.split(","):
-        replace_at(
-            "paceline.compat.accelerate.accelerator.Accelerator.save_state",
-            lambda accelerator, output_dir=None, *_, **__: output_dir or "checkpoint",
-        )
-    if "deepspeed" in compat.split(","):
-        for writes in ("save_checkpoint", "save_16bit_model"):
-            replace_at(f"paceline.compat.deepspeed.engine.DeepSpeedEngine.{writes}", lambda *_, **__: True)
-
-
-def wrap_at(path: str, wrapper: Callable[[Any], Any]) -> None:
-    """Puts `wrapper(what stands there)` in the place of `path`, a name in a module or in a class there.
-
-    A room above this one is looked up and not imported: the planner knows the seams of the house, not its facade.
-    """
-    parts = path.split(".")
-    for cut in range(len(parts) - 1, 0, -1):
-        try:
-            owner: Any = importlib.import_module(".".join(parts[:cut]))
-        except ModuleNotFoundError:
-            continue
-        for name in parts[cut:-1]:
-            owner = getattr(owner, name)
-        setattr(owner, parts[-1], wrapper(getattr(owner, parts[-1])))
-        return
-    raise AssertionError(f"no module {path}")
-
-
-def replace_at(path: str, value: Any) -> None:
-    wrap_at(path, lambda _: value)
-
-
-def _states(optimizer: Any) -> list[torch.Tensor]:
-    found: list[torch.Tensor] = []
-    for state in optimizer.state.values():
-        found += [value for value in tree_leaves(state) if isinstance(value, torch.Tensor)]
-    return found
-
-
-def _skip_first_window(model: Any, state: Any) -> None:
-    """In place of DDP's first window, which looks at values: every parameter was used."""
-    state.looking, model.require_backward_grad_sync = False, True
-    state.touched = state.armed = False
-
-
-def _reduce_by_hand(model: Any) -> None:
-    """DDP waits for what a fake group never answers; a hook answers for it."""
-
-    def hook(group, bucket):  # type: ignore[no-untyped-def]  # DDP looks at annotations, and knows only its own
-        dist.all_reduce(bucket.buffer(), group=group)
-        done: Any = torch.futures.Future()
-        done.set_result(bucket.buffer())
-        return done
-
-    if not model._comm_hooks:
-        model.register_comm_hook(model.process_group, hook)
-
-
-def _gradients_like_outputs(stage: Any, source: int) -> Any:
-    """What the next stage of a pipeline would tell of the gradients that it sends back: they have the outputs' form."""
-    from torch.distributed.pipelining.stage import _StageBackwardMeta
-
-    return _StageBackwardMeta(backward_metas=stage._stage_meta.outputs)
-
-
-def _numpy(tensor: torch.Tensor, **_: Any) -> Any:
-    with torch.utils._python_dispatch._disable_current_modes():
-        return torch.zeros(tensor.shape, dtype=tensor.dtype).numpy()
-
-
-def _optimizers_as_on_accelerators() -> None:
-    """There, torch's optimizers compute on all parameters at once, with temporary tensors as large."""
-    from torch._subclasses.fake_tensor import FakeTensor
-    from torch.utils import _foreach_utils
-
-    devices = [*_foreach_utils._get_foreach_kernels_supported_devices(), "cpu"]
-    for module in ("torch.utils._foreach_utils", "torch.optim.optimizer"):
-        replace_at(f"{module}._get_foreach_kernels_supported_devices", lambda: devices)
-    importlib.import_module("torch.optim.optimizer")._foreach_supported_types.append(FakeTensor)
+        facts = tuple(self._facts.values())
+        if not self._steps:
+            problem = problem or "it ended before an optimizer step"
+            return Rehearsal(self.plan, facts, None, self._trace.traffic, 0, problem, seconds)
+        start = self._start
+        traffic = self._trace.traffic
+        if self._warm_up_traffic is not None:  # it never came to a whole second step: the first is all there is
+            start = 0
+            traffic = self._warm_up_traffic
+        memory = self._allocations.peak(start)
+        return Rehearsal(self.plan, facts, memory, traffic, memory.largest["optimizer"], "", seconds)

@@ -8,9 +8,9 @@ from typing import Any
 
 from paceline.plan.cost import Bytes
 from paceline.plan.plan import Plan
+from paceline.planner.allocation_trace import KINDS
 from paceline.planner.device import Device
 from paceline.planner.estimate import Chosen, Rejected, gib, shown
-from paceline.planner.ledger import KINDS
 from paceline.planner.rehearsal import Rehearsal
 
 _WORDS = {

@@ -66,34 +66,25 @@ class Tuning:
         Raises:
             ConfigError: `tune-value`; all problems at once.
         """
+        unknown = set(self.arguments) - {"micro", "accumulate"}
+        max_batch = self.max_batch or self.min_batch
         rules = [
             ("metric", self.metric in METRICS, f"one of {', '.join(METRICS)}"),
             ("order", self.order in ORDERS, f"one of {', '.join(ORDERS)}"),
             ("first_step", self.first_step >= 2, "2 or more: the first step warms up"),
             ("last_step", self.last_step >= self.first_step, f"not before the first one, {self.first_step}"),
             ("max_micro", self.max_micro >= self.min_micro, f"not below the least, {self.min_micro}"),
-            (
-                "max_batch",
-                (self.max_batch or self.min_batch) >= self.min_batch,
-                f"not below the least, {self.min_batch}",
-            ),
+            ("max_batch", max_batch >= self.min_batch, f"not below the least, {self.min_batch}"),
         ]
-        rules += [
-            (name, getattr(self, name) >= 1, "1 or more")
-            for name in ("micro_sizes", "min_micro", "min_batch", "early_stop", "trials")
-        ]
-        strange = set(self.arguments) - {"micro", "accumulate"}
-        rules.append(("arguments", not strange, "arguments that follow `micro` or `accumulate`"))
-        problems = [
-            Problem(
-                "tune-value",
-                f"a tuning cannot go by {name} = {getattr(self, name)!r}.",
-                why=f"it comes from {places.get(name, 'the defaults')}; expected: {expected}",
-                fix="change it to such a value, or leave it out",
-            )
-            for name, good, expected in rules
-            if not good
-        ]
+        for name in ("micro_sizes", "min_micro", "min_batch", "early_stop", "trials"):
+            rules.append((name, getattr(self, name) >= 1, "1 or more"))
+        rules.append(("arguments", not unknown, "arguments that follow `micro` or `accumulate`"))
+        problems: list[Problem] = []
+        for name, is_valid, expected in rules:
+            if not is_valid:
+                what = f"a tuning cannot go by {name} = {getattr(self, name)!r}."
+                why = f"it comes from {places.get(name, 'the defaults')}; expected: {expected}"
+                problems.append(Problem("tune-value", what, why, "change it to such a value, or leave it out"))
         if problems:
             raise ConfigError.of(problems)
 
@@ -120,13 +111,20 @@ class Candidate:
     def name(self) -> str:
         """Names its folder, such as `z2_gas1_tmbspg8`."""
         words = [f"z{self.zero}", f"gas{self.accumulate}"]
-        words += [f"tmbspg{self.micro}"] if self.micro is not None else []
-        words += [f"recompute-{self.recompute}"] if self.recompute != "no" else []
+        if self.micro is not None:
+            words.append(f"tmbspg{self.micro}")
+        if self.recompute != "no":
+            words.append(f"recompute-{self.recompute}")
         words += [f"{name.rpartition('.')[2]}-{value}" for name, value in self.options]
         return "_".join(words)
 
     @property
-    def simplicity(self) -> tuple[Any, ...]:
+    def plan(self) -> tuple[str, int, tuple[tuple[str, Any], ...]]:
+        """What it has in common with candidates of other micro-batches."""
+        return self.recompute, self.zero, self.options
+
+    @property
+    def simplicity(self) -> tuple[int, bool, int, int, int]:
         """Less is simpler: what stays with the user of a plan, where two are equally fast."""
         return (self.zero, self.recompute != "no", len(self.options), self.accumulate, -(self.micro or 0))
 
@@ -140,15 +138,12 @@ class Candidate:
         Args:
             divided: whether the candidate says how the model is divided; else that stays as it is.
         """
-        found: dict[str, Any] = {}
-        if divided:
-            whole = self.zero == 0 or width == 1
-            found |= {
-                "replicate": width if whole else 1,
-                "shard": 1 if whole else width,
-                "zero": 0 if whole else self.zero,
-            }
-        return found | {"recompute": self.recompute, "accumulate": self.accumulate}
+        settings: dict[str, Any] = {"recompute": self.recompute, "accumulate": self.accumulate}
+        if not divided:
+            return settings
+        if self.zero == 0 or width == 1:
+            return {"replicate": width, "shard": 1, "zero": 0, **settings}
+        return {"replicate": 1, "shard": width, "zero": self.zero, **settings}
 
 
 @dataclass(frozen=True)
@@ -228,19 +223,16 @@ def batches(tuning: Tuning, width: int, micro: int, accumulate: int, total: int 
         micro, accumulate: as they are now.
         total: the batch of all ranks where that is fixed; None where accumulation is, and the batch follows.
     """
+    pairs: list[tuple[int, int]] = []
     if total is not None:
         share = total // width
-        sizes = [size for size in range(1, share + 1) if share % size == 0]
-        pairs = [(size, share // size) for size in sizes]
+        pairs = [(size, share // size) for size in range(1, share + 1) if share % size == 0]
     else:
-        pairs = [(2**power, accumulate) for power in range(tuning.max_micro.bit_length())]
-        pairs += [] if (micro, accumulate) in pairs else [(micro, accumulate)]
-        most = tuning.max_batch
-        pairs = [
-            pair
-            for pair in sorted(pairs)
-            if tuning.min_batch <= pair[0] * accumulate * width <= (most or pair[0] * accumulate * width)
-        ]
+        sizes = {2**power for power in range(tuning.max_micro.bit_length())}
+        for size in sorted({*sizes, micro}):
+            batch = size * accumulate * width
+            if batch >= tuning.min_batch and (not tuning.max_batch or batch <= tuning.max_batch):
+                pairs.append((size, accumulate))
     return [pair for pair in pairs if tuning.min_micro <= pair[0] <= tuning.max_micro]
 
 
@@ -248,7 +240,8 @@ def score(metric: str, seconds: float, batch: int | None, flops: float) -> float
     """How good a step of so many seconds is; more is better."""
     if metric == "latency":
         return -seconds
-    return (flops if metric == "flops" else float(batch or 1)) / max(seconds, 1e-12)
+    work = flops if metric == "flops" else float(batch or 1)
+    return work / max(seconds, 1e-12)
 
 
 def sort_out(
@@ -260,25 +253,29 @@ def sort_out(
     """
     queue: list[Candidate] = []
     left: list[Candidate] = []
-    plans: dict[tuple[Any, ...], list[Candidate]] = {}
-    for each in candidates:
-        plans.setdefault((each.recompute, each.zero, each.options), []).append(each)
-    for those in plans.values():
-        good = [each for each in those if not forecasts[each].problem and forecasts[each].bytes <= usable]
-        queue += sorted(good, key=lambda each: -(each.micro or 0))[: tuning.micro_sizes]
-        bad = [each for each in those if each not in good]
-        left += sorted(bad, key=lambda each: each.micro or 0)[:1]
+    by_plan: dict[object, list[Candidate]] = {}
+    for candidate in candidates:
+        by_plan.setdefault(candidate.plan, []).append(candidate)
+    for group in by_plan.values():
+        fitting: list[Candidate] = []
+        others: list[Candidate] = []
+        for candidate in sorted(group, key=lambda candidate: candidate.micro or 0):
+            forecast = forecasts[candidate]
+            fits = not forecast.problem and forecast.bytes <= usable
+            (fitting if fits else others).append(candidate)
+        queue += fitting[::-1][: tuning.micro_sizes]
+        left += others[:1]
+
+    def predicted_rank(candidate: Candidate) -> tuple[float, ...]:
+        forecast = forecasts[candidate]
+        predicted = score(tuning.metric, forecast.seconds, candidate.batch(1), forecast.flops)
+        # Equal predictions: fewer, larger micro-batches cost fewer calls, and a simpler plan fewer messages.
+        return (-round(predicted, 6), *candidate.simplicity)
+
     if tuning.order == "random":
         random.Random(0).shuffle(queue)
     elif tuning.order == "model_based":
-
-        def worth(each: Candidate) -> tuple[Any, ...]:
-            seen = forecasts[each]
-            good = score(tuning.metric, seen.seconds, each.batch(1), seen.flops)
-            # Equal predictions: fewer, larger micro-batches cost fewer calls, and a simpler plan fewer messages.
-            return (-round(good, 6), *each.simplicity)
-
-        queue.sort(key=worth)
+        queue.sort(key=predicted_rank)
     return queue, left
 
 
@@ -300,10 +297,9 @@ class Progress:
         """Takes in one result."""
         before = self.leader
         self.results[candidate] = measured
-        if self.leader is not None and self.leader != before and (before is None or not self._tie(self.leader, before)):
-            self.since = 0
-        else:
-            self.since += 1
+        leader = self.leader
+        improved = leader is not None and leader != before and (before is None or not self._tie(leader, before))
+        self.since = 0 if improved else self.since + 1
 
     @property
     def done(self) -> str:
@@ -317,32 +313,31 @@ class Progress:
     @property
     def leader(self) -> Candidate | None:
         """The fastest so far; None where nothing was measured."""
-        fine = [each for each, seen in self.results.items() if seen.status == "measured"]
-        return max(fine, key=self.score, default=None)
+        return max(self.measured, key=self.score, default=None)
+
+    @property
+    def measured(self) -> list[Candidate]:
+        """Those whose trial came to its end."""
+        return [candidate for candidate, result in self.results.items() if result.status == "measured"]
 
     def best(self) -> tuple[Candidate | None, list[Candidate]]:
         """The one to take: of those as fast as the fastest, within noise, the simplest; and the others of those."""
         fastest = self.leader
         if fastest is None:
             return None, []
-        equal = [
-            each
-            for each, seen in self.results.items()
-            if seen.status == "measured" and (each == fastest or self._tie(each, fastest))
-        ]
-        equal.sort(key=lambda each: each.simplicity)
+        equal = [candidate for candidate in self.measured if self._tie(candidate, fastest)]
+        equal.sort(key=lambda candidate: candidate.simplicity)
         return equal[0], equal[1:]
 
     def contenders(self) -> list[Candidate]:
         """The fastest, and those that its lead over them may be mere noise: worth a second trial each, three at most."""
         fastest = self.leader
-        fine = [each for each, seen in self.results.items() if seen.status == "measured"]
-        near = [
-            each
-            for each in fine
-            if each == fastest or (fastest and self._apart(each, fastest) <= self._noise(each, fastest))
-        ]
-        return sorted(near, key=self.score, reverse=True)[:3] if len(near) > 1 else []
+        if fastest is None:
+            return []
+        near = [one for one in self.measured if self._difference(one, fastest) <= self._noise(one, fastest)]
+        if len(near) == 1:
+            return []
+        return sorted(near, key=self.score, reverse=True)[:3]
 
     def again(self, candidate: Candidate, measured: Measured) -> bool:
         """Takes in a second trial; whether it counts. Other work on a machine only adds time, so the faster one does."""
@@ -353,18 +348,20 @@ class Progress:
 
     def score(self, candidate: Candidate) -> float:
         """How good a measured candidate is; more is better."""
-        seen = self.results[candidate]
-        return score(self.tuning.metric, seen.seconds, seen.batch, self.flops.get(candidate, 0.0))
+        result = self.results[candidate]
+        return score(self.tuning.metric, result.seconds, result.batch, self.flops.get(candidate, 0.0))
 
     def _tie(self, one: Candidate, other: Candidate) -> bool:
         """Whether two differ by no more than their own steps do among themselves, and by no more than a tenth."""
-        return self._apart(one, other) <= min(self._noise(one, other), 0.1)
+        return self._difference(one, other) <= min(self._noise(one, other), 0.1)
 
-    def _apart(self, one: Candidate, other: Candidate) -> float:
+    def _difference(self, one: Candidate, other: Candidate) -> float:
         """By what share of the better one two differ."""
-        a, b = self.score(one), self.score(other)
-        return abs(a - b) / max(abs(a), abs(b), 1e-12)
+        one_score = self.score(one)
+        other_score = self.score(other)
+        return abs(one_score - other_score) / max(abs(one_score), abs(other_score), 1e-12)
 
-    def _noise(self, *those: Candidate) -> float:
-        """The larger share of a step by which the measured steps of one are apart."""
-        return max(self.results[each].noise / max(self.results[each].seconds, 1e-12) for each in those)
+    def _noise(self, *candidates: Candidate) -> float:
+        """The larger share of a step by which the measured steps of one differ."""
+        results = [self.results[candidate] for candidate in candidates]
+        return max(result.noise / max(result.seconds, 1e-12) for result in results)

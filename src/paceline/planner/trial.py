@@ -1,23 +1,21 @@
 """What a script is made to do in a trial: its own steps are timed, nothing of it is kept, and it ends after the last.
 
-    Notes     what is seen at the seams of the house: batches, windows, a DeepSpeed config; in a rehearsal too
-    Trial     the same in a real run, as one of its processes: step 1 .. first-1 warm up | first .. last are timed | the end
+    ScriptNotes   what is seen of a script: batches, windows, a DeepSpeed config; in a rehearsal too
+    Trial         the same in a real run, as one of its processes: step 1 .. first-1 warm up | first .. last are timed | the end
 
-A trial is a forked process that is thrown away, so what is replaced here stays replaced.
+Both stand in the place of the run's `Runtime`. A trial is a forked process that is thrown away.
 """
 
 from __future__ import annotations
 
 import faulthandler
-import importlib
 import json
 import resource
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import torch
 import torch.distributed as dist
@@ -27,13 +25,14 @@ from paceline.config.deepspeed.text import entries_of, plain
 from paceline.launch.launcher import Target
 from paceline.launch.worker import become, leave
 from paceline.optim.batch_size import is_out_of_memory
-from paceline.planner.rehearsal import without_files, wrap_at
+from paceline.world import runtime
+from paceline.world.runtime import Runtime, Window
 from paceline.world.tree import first_rows
 
 Change = Callable[[Mapping[str, Any]], Mapping[str, Any]]
 
 
-class Notes:
+class ScriptNotes(Runtime):
     """What is seen of a script.
 
     Args:
@@ -46,137 +45,91 @@ class Notes:
     """
 
     def __init__(self, change: Change) -> None:
-        self.change = change
         self.seen: dict[str, Any] = {"windows": False, "rows": None, "batch": None}
-        self._before = set(sys.modules)
-        self._engine = False
+        self._change = change
+        self._has_engine = False
 
-    def set(self, compat: str) -> None:
-        """Replaces what is looked at."""
-        wrap_at("paceline.optim.optimizer.PreparedOptimizer.step", self._stepping)
-        wrap_at("paceline.optim.accumulate.Accumulation.window", self._window)
-        if "deepspeed" in compat:
-            self._engine = True
-            importlib.import_module("paceline.compat.deepspeed.initialize")
-            self._configs()
-            wrap_at("paceline.compat.deepspeed.engine.DeepSpeedEngine.forward", self._feeding)
-            wrap_at("paceline.compat.deepspeed.pipe_engine.PipelineEngine._compare_rows", self._pulling)
+    def watch(self, target: Target, compat: str, path: Path) -> None:
+        """Runs a script in this process; however it ends, what was seen is written to `path`."""
+        modules_before = set(sys.modules)
+        try:
+            become(target, compat)
+        finally:
+            imported = set(sys.modules) - modules_before
+            self.seen["modules"] = sorted(filter(_of_library, imported))
+            path.write_text(json.dumps(self.seen, default=str), encoding="utf-8")
 
-    def write(self, path: Path) -> None:
-        """Writes what was seen."""
-        self.seen["modules"] = sorted(name for name in set(sys.modules) - self._before if _of_library(name))
-        path.write_text(json.dumps(self.seen, default=str), encoding="utf-8")
+    def foreign_config(self, library: str, config: Any) -> Any:
+        """A changed config in the place of the script's own; the batches of an engine are its config's."""
+        _, block = entries_of(config, "deepspeed.initialize(config={})")
+        content = plain(block)
+        self._has_engine = True
+        self.seen["deepspeed"] = content
+        return self._change(content)
 
-    def stepped(self, optimizer: Any) -> None:
-        """Called after each optimizer step."""
-
-    def _stepping(self, step: Any) -> Any:
-        def stepping(optimizer: Any, *args: Any, **kwargs: Any) -> Any:
-            before = optimizer.steps
-            result = step(optimizer, *args, **kwargs)
-            if optimizer.steps > before:
-                self._count(optimizer)
-                self.stepped(optimizer)
-            return result
-
-        return stepping
-
-    def _count(self, optimizer: Any) -> None:
-        """Notes the batch of a step, from the loader that is being iterated."""
-        gradients = optimizer._accumulation
-        loader = gradients._active.top
-        info = loader.current if loader is not None else None
-        if info is not None and not self._engine:
-            windows = gradients.steps if self.seen["windows"] else 1
-            # The last batch of an epoch may be smaller than those before it.
-            self.seen["rows"] = max(self.seen["rows"] or 0, info.real[info.index])
-            self.seen["batch"] = max(self.seen["batch"] or 0, sum(info.real) * windows)
-
-    def _window(self, window: Any) -> Any:
-        def noted(gradients: Any, hold: Any) -> Any:
-            self.seen["windows"] = True
-            return window(gradients, hold)
-
-        return noted
-
-    def _feeding(self, forward: Any) -> Any:
-        def fed(engine: Any, *inputs: Any, **named: Any) -> Any:
-            self._fed(engine, (inputs, named))
-            return forward(engine, *inputs, **named)
-
-        return fed
-
-    def _pulling(self, compare: Any) -> Any:
-        def compared(engine: Any, inputs: Any, named: Any) -> Any:
-            self._fed(engine, (inputs, named))
-            return compare(engine, inputs, named)
-
-        return compared
-
-    def _fed(self, engine: Any, batch: Any) -> None:
+    def micro_batch(self, inputs: object, samples: int) -> None:
         """Notes the first micro-batch of an engine."""
         if self.seen["rows"] is None:
-            self.seen["rows"] = first_rows(batch)
-            self.seen["batch"] = engine.batch.train
+            self.seen["rows"] = first_rows(inputs)
+            self.seen["batch"] = samples
 
-    def _configs(self) -> None:
-        """Every place of ours that reads a DeepSpeed config reads a changed one."""
-        reading = importlib.import_module("paceline.config.deepspeed")
-        read = reading.read
-
-        def changed(config: Any, *args: Any, **kwargs: Any) -> Any:
-            content = contents(config)
-            self.seen["deepspeed"] = content
-            return read(self.change(content), *args, **kwargs)
-
-        for name, module in list(sys.modules.items()):
-            if name.startswith(("paceline.compat.", "paceline.config.")) and getattr(module, "read", None) is read:
-                module.read = changed  # type: ignore[attr-defined]
+    def stepped(self, optimizer: torch.optim.Optimizer, window: Window) -> None:
+        """Notes the batch of a step, from the loader that is being iterated."""
+        self.seen["windows"] = window.declared
+        batch = window.batch
+        if batch is None or self._has_engine:
+            return
+        micro_batches = window.steps if window.declared else 1
+        # The last batch of an epoch may be smaller than those before it.
+        self.seen["rows"] = max(self.seen["rows"] or 0, batch.real[batch.index])
+        self.seen["batch"] = max(self.seen["batch"] or 0, sum(batch.real) * micro_batches)
 
 
-def contents(config: Any) -> dict[str, Any]:
-    """A DeepSpeed config as a dict, however it was given."""
-    _, block = entries_of(config, "deepspeed.initialize(config={})")
-    return plain(block)  # type: ignore[no-any-return]
-
-
-class Trial(Notes):
+class Trial(ScriptNotes):
     """One process of a trial.
 
     Args:
-        folder: where this rank leaves what it found, as `rank<n>.json`.
+        folder: where this rank leaves what was measured, as `rank<n>.json`.
         first, last: optimizer steps that are timed.
         limit_s: seconds that may pass without a step.
         memory: bytes that this process may take on the host, on top of what it has; 0 for no bound.
-        change: as in `Notes`.
+        change: as in `ScriptNotes`.
     """
+
+    keeps_files = False
 
     def __init__(self, folder: Path, first: int, last: int, limit_s: float, memory: int, change: Change) -> None:
         super().__init__(change)
-        self.folder, self.first, self.last, self.limit_s, self.memory = folder, first, last, limit_s, memory
+        self._first = first
+        self._last = last
+        self._limit_s = limit_s
+        self._memory = memory
+        self._folder = folder
         self._times: list[float] = []
-        self._optimizer: Any = None
+        self._optimizer: torch.optim.Optimizer | None = None
         self._resident = 0
+        self._path: Path  # known in the process of the rank alone, as is what follows
+        self._stacks: TextIO
 
     def run(self, target: Target, compat: str) -> None:
         """Runs the script, to the last step that is timed. It does not return from there: the process ends."""
-        self.path = self.folder / f"rank{environment.get('RANK')}.json"
-        without_files(compat)
-        self.set(compat)
-        self._bound()
-        with self.path.with_suffix(".stack").open("w") as file:
-            self._stack = file
-            self._patience()
+        runtime.use(self)
+        self._path = self._folder / f"rank{environment.get('RANK')}.json"
+        self._limit_memory()
+        with self._path.with_suffix(".stack").open("w") as self._stacks:
+            self._expect_a_step()
             try:
                 become(target.on(environment.get("LOCAL_RANK") or 0), compat)
             except Exception as error:
                 if is_out_of_memory(error):
-                    self._leave_word("does not fit", why=str(error).strip().splitlines()[0] or type(error).__name__)
+                    lines = str(error).strip().splitlines() or [type(error).__name__]
+                    self._report("does not fit", why=lines[0])
                 raise
-            self._leave_word("ended", why=f"the script ended after {len(self._times)} steps")
+            self._report("ended", why=f"the script ended after {len(self._times)} steps")
 
-    def stepped(self, optimizer: Any) -> None:
+    def stepped(self, optimizer: torch.optim.Optimizer, window: Window) -> None:
         """Notes the time; ends the process after the last step."""
+        super().stepped(optimizer, window)
         if self._optimizer is None:
             self._optimizer = optimizer
         if optimizer is not self._optimizer:  # of several, the first one counts
@@ -185,37 +138,43 @@ class Trial(Notes):
         if device is not None:
             torch.accelerator.synchronize()
         self._times.append(time.perf_counter())
-        self._patience()
-        if len(self._times) < self.last:
+        self._expect_a_step()
+        if len(self._times) < self._last:
             return
-        peak = torch.accelerator.max_memory_allocated() if device is not None else _status("VmHWM") - self._resident
+        if device is not None:
+            peak = torch.accelerator.max_memory_allocated()
+        else:
+            peak = _status("VmHWM") - self._resident
         if dist.is_initialized():
             dist.barrier()  # nobody leaves while another needs its store or its connections
-        self._leave_word("measured", bytes=peak)
+        self._report("measured", bytes=peak)
         leave(0)  # not by an exception: `finally` of a script saves, and `except` of a script goes on
 
-    def _bound(self) -> None:
+    def _limit_memory(self) -> None:
         """Lets this process fail, and not the host, where it takes more than its share."""
         self._resident = _status("VmRSS")
-        if self.memory:
-            _, most = resource.getrlimit(resource.RLIMIT_DATA)
-            bound = _status("VmData") + self.memory
-            resource.setrlimit(
-                resource.RLIMIT_DATA, (bound if most == resource.RLIM_INFINITY else min(bound, most), most)
-            )
+        if not self._memory:
+            return
+        limit = _status("VmData") + self._memory
+        _, hard_limit = resource.getrlimit(resource.RLIMIT_DATA)
+        if hard_limit != resource.RLIM_INFINITY:
+            limit = min(limit, hard_limit)
+        resource.setrlimit(resource.RLIMIT_DATA, (limit, hard_limit))
 
-    def _patience(self) -> None:
-        faulthandler.dump_traceback_later(self.limit_s, file=self._stack, exit=True)
+    def _expect_a_step(self) -> None:
+        faulthandler.dump_traceback_later(self._limit_s, file=self._stacks, exit=True)
 
-    def _leave_word(self, status: str, **more: Any) -> None:
+    def _report(self, status: str, **more: object) -> None:
         steps = [after - before for before, after in zip(self._times, self._times[1:], strict=False)]
-        found = {"status": status, "steps": steps[self.first - 2 :], "done": len(self._times), **more}
-        self.path.write_text(json.dumps({**self.seen, **found}, default=str), encoding="utf-8")
+        measured = {"status": status, "steps": steps[self._first - 2 :], "done": len(self._times), **more}
+        self._path.write_text(json.dumps({**self.seen, **measured}, default=str), encoding="utf-8")
 
 
 def _device() -> torch.device | None:
-    found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-    return found if found is not None and found.type != "cpu" else None
+    if not torch.accelerator.is_available():
+        return None
+    device = torch.accelerator.current_accelerator()
+    return device if device is not None and device.type != "cpu" else None
 
 
 def _status(name: str) -> int:
@@ -231,14 +190,3 @@ def _of_library(name: str) -> bool:
     """Whether a module is no part of what the user writes."""
     place = getattr(getattr(sys.modules.get(name), "__spec__", None), "origin", None) or ""
     return "site-packages" in place or name.startswith("paceline.")
-
-
-@contextmanager
-def noting(path: Path, change: Change, compat: str) -> Iterator[None]:
-    """While it is open a script is looked at, as in a rehearsal; what was seen is written at the end."""
-    notes = Notes(change)
-    notes.set(compat)
-    try:
-        yield
-    finally:
-        notes.write(path)

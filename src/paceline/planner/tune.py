@@ -20,7 +20,7 @@ import signal
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -32,13 +32,13 @@ from paceline.config.given import Choice
 from paceline.config.sources import HANDED, hand_over
 from paceline.launch.launcher import LAUNCHERS, Job, Outcome, Target
 from paceline.launch.report import problem_of
-from paceline.launch.worker import become
 from paceline.planner import deepspeed_config
 from paceline.planner.device import Device
-from paceline.planner.outlook import Outlook
-from paceline.planner.rehearsal import Rehearsal, Troupe, in_child, rehearse
+from paceline.planner.estimate import gib
+from paceline.planner.forecast import Forecaster
+from paceline.planner.rehearsal import Rehearsal, SimulatedWorld, in_child, rehearse
 from paceline.planner.search import Candidate, Forecast, Measured, Progress, Space, Tuning, sort_out
-from paceline.planner.trial import Trial, noting
+from paceline.planner.trial import ScriptNotes, Trial
 from paceline.planner.tune_space import rows_of, settings_of, space_of
 
 _SAME_FAILURES = 3  # alike, one after the other, and nothing measured: it is the script
@@ -149,40 +149,41 @@ class Tuner:
             finally:
                 gc.unfreeze()
         if tuned.progress.leader is None:
-            raise self._nothing(tuned)
+            raise self._nothing_measured(tuned)
         return tuned
 
     # -- before the first trial ------------------------------------------------------------------------------
 
     def _look(self) -> Tuned:
         """Rehearses the script, and makes the candidates and their forecasts."""
-        seen, notes = self._rehearse(None)
-        content, config = notes.get("deepspeed"), None
+        rehearsal, notes = self._rehearse(None)
+        content = notes.get("deepspeed")
+        config = None
         if content is not None:
             config = deepspeed_config.told(content)
             self.task = replace(self.task, tuning=deepspeed_config.tuning_of(config, self.task.said))
         _load(notes.get("modules", ()))
-        layout = seen.plan.layout
+        layout = rehearsal.plan.layout
         width = layout.size("replicate", "shard")
-        space = space_of(seen, notes, config, self.task.tuning, self.task.decisions, width)
-        outlook = Outlook.of(seen, rows_of(notes), self.task.device, self.task.job.procs)
-        other = next((each for each in space.candidates() if self._varies(each, outlook)), None)
-        if other is not None:
-            again, more = self._rehearse(replace(other, accumulate=seen.plan.accumulate))
-            if rows_of(more) == other.micro:
-                outlook = outlook.with_second(again, other.micro or 1)
+        space = space_of(rehearsal, notes, config, self.task.tuning, self.task.decisions, width)
+        forecaster = Forecaster.of(rehearsal, rows_of(notes), self.task.device, self.task.job.procs)
+        other = _of_other_rows(space.candidates(), forecaster.rows)
+        if other is not None and other.micro is not None:
+            again, notes = self._rehearse(replace(other, accumulate=rehearsal.plan.accumulate))
+            rows = rows_of(notes)
+            if rows == other.micro:
+                forecaster = forecaster.with_second(again, other.micro)
             else:
-                why = f"the script feeds {rows_of(more)} samples where {other.micro} were asked for"
-                space = replace(
-                    space,
-                    micro=((None, seen.plan.accumulate),),
-                    closed=(*space.closed, Choice("micro", outlook.rows, reason=why)),
-                )
+                why = f"the script feeds {rows} samples where {other.micro} were asked for"
+                closed = (*space.closed, Choice("micro", forecaster.rows, reason=why))
+                space = replace(space, micro=((None, rehearsal.plan.accumulate),), closed=closed)
         candidates = space.candidates()
-        forecasts = {each: outlook.forecast(each, settings_of(each, space, width)) for each in candidates}
+        forecasts: dict[Candidate, Forecast] = {}
+        for candidate in candidates:
+            forecasts[candidate] = forecaster.forecast(candidate, settings_of(candidate, space, width))
         queue, left = sort_out(candidates, forecasts, self.task.device.usable, self.task.tuning)
-        progress = Progress(self.task.tuning, {each: found.flops for each, found in forecasts.items()})
-        return Tuned(self.task, width, space, forecasts, queue, left, progress, content, problem=seen.problem)
+        progress = Progress(self.task.tuning, {candidate: forecasts[candidate].flops for candidate in candidates})
+        return Tuned(self.task, width, space, forecasts, queue, left, progress, content, problem=rehearsal.problem)
 
     def _rehearse(self, candidate: Candidate | None) -> tuple[Rehearsal, dict[str, Any]]:
         """One rehearsal, of the script as it is or with the micro-batch of a candidate; and what was noted."""
@@ -190,7 +191,7 @@ class Tuner:
         target = job.target
         if candidate is not None:
             target = with_arguments(target, candidate, self.task.tuning.arguments)
-        troupe = Troupe(
+        simulated = SimulatedWorld(
             world_size=job.procs,
             local_size=job.procs,
             settings=_handed(self.task.decisions, {}),
@@ -198,39 +199,36 @@ class Tuner:
             compat=job.compat,
             memory=self.task.device.usable,
         )
-        change = partial(_changed, candidate=candidate, arguments=self.task.tuning.arguments)
-
-        def work() -> None:
-            with noting(path, change, job.compat):
-                become(target.on(0), job.compat)
-
-        seen = rehearse(work, troupe)
+        notes = ScriptNotes(partial(_changed, candidate=candidate, arguments=self.task.tuning.arguments))
+        seen = rehearse(partial(notes.watch, target.on(0), job.compat, path), simulated, notes)
         return seen, json.loads(path.read_text(encoding="utf-8"))
-
-    def _varies(self, candidate: Candidate, outlook: Outlook) -> bool:
-        """Whether a rehearsal of a candidate would tell what another micro-batch takes."""
-        return outlook.rows is not None and candidate.micro is not None and candidate.micro != outlook.rows
 
     # -- trials ----------------------------------------------------------------------------------------------
 
     def _search(self, tuned: Tuned, earlier: Mapping[str, Measured]) -> None:
-        failures: list[str] = []
+        failures: list[str] = []  # one after the other, up to the last trial
         for candidate in tuned.queue:
+            if candidate.name in earlier:
+                measured = earlier[candidate.name]
+                tuned.reused += 1
+            else:
+                measured = self._try(tuned, candidate)
+                self._keep(candidate, measured)
+            tuned.progress.add(candidate, measured)
+            self._tell(tuned, candidate, "from an earlier run" if candidate.name in earlier else "")
+            tuned.why = tuned.progress.done
+            if measured.status != "failed":
+                failures.clear()
+            else:
+                failures.append(measured.why)
+                if failures[-_SAME_FAILURES:] == [measured.why] * _SAME_FAILURES and tuned.progress.leader is None:
+                    tuned.why = f"{_SAME_FAILURES} trials failed alike, and none was measured"
             if tuned.why:
                 break
-            known = earlier.get(candidate.name)
-            measured = known or self._try(tuned, candidate)
-            if known is None:
-                self._keep(candidate, measured)
-            tuned.reused += known is not None
-            tuned.progress.add(candidate, measured)
-            self._tell(tuned, candidate, "from an earlier run" if known is not None else "")
-            failures = [*failures, measured.why] if measured.status == "failed" else []
-            tuned.why = tuned.progress.done
-            if failures[-_SAME_FAILURES:] == [measured.why] * _SAME_FAILURES and tuned.progress.leader is None:
-                tuned.why = f"{_SAME_FAILURES} trials failed alike, and none was measured"
         tuned.why = tuned.why or "all that fit were tried"
-        for candidate in tuned.progress.contenders() if not tuned.reused else []:
+        if tuned.reused:
+            return
+        for candidate in tuned.progress.contenders():
             measured = self._try(tuned, candidate)
             if tuned.progress.again(candidate, measured):
                 self._keep(candidate, measured)
@@ -240,99 +238,109 @@ class Tuner:
     def _try(self, tuned: Tuned, candidate: Candidate) -> Measured:
         """One trial: processes forked from this one, to their end."""
         task = self.task
+        tuning = task.tuning
         folder = Path(tempfile.mkdtemp(dir=self._folder))
-        told = {} if tuned.content is not None else tuned.settings(candidate)
+        # A DeepSpeed config says everything itself; else the candidate's settings go to the processes.
+        settings: dict[str, Any] = {}
+        if tuned.content is None:
+            settings = tuned.settings(candidate) | {f"options.{name}": value for name, value in candidate.options}
         memory = task.device.memory if task.device.name.startswith("cpu") else 0
-        change = partial(_changed, candidate=candidate, arguments=task.tuning.arguments)
-        trial = Trial(folder, task.tuning.first_step, task.tuning.last_step, task.limit_s, memory, change)
+        change = partial(_changed, candidate=candidate, arguments=tuning.arguments)
+        trial = Trial(folder, tuning.first_step, tuning.last_step, task.limit_s, memory, change)
         target = tuned.target(candidate)
-        out = Path(task.tuning.exps_dir) / candidate.name
+        log_dir = Path(tuning.exps_dir) / candidate.name
         job = replace(
             task.job,
             target=Target("function", target.name, target.args, partial(trial.run, target, task.job.compat)),
-            env={**task.job.env, **_handed(task.decisions, told, candidate.options if tuned.content is None else ())},
+            env={**task.job.env, **_handed(task.decisions, settings)},
             start="fork",
             max_restarts=0,
-            log_dir=str(out),
+            log_dir=str(log_dir),
         )
-        out.mkdir(parents=True, exist_ok=True)
-        for each in out.glob("rank*"):
-            each.unlink()
+        log_dir.mkdir(parents=True, exist_ok=True)
+        for path in log_dir.glob("rank*"):
+            path.unlink()
         if tuned.content is not None:
-            content = deepspeed_config.with_candidate(tuned.content, candidate, task.tuning.arguments)
-            (out / "ds_config.json").write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-        killed, began = _killed_by_system(), time.monotonic()
+            content = deepspeed_config.with_candidate(tuned.content, candidate, tuning.arguments)
+            (log_dir / "ds_config.json").write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+        killed_before = _killed_by_system()
+        began = time.monotonic()
         launcher = LAUNCHERS.get("local")
         outcome = launcher.submit(launcher.render(job)).wait()
         wall_s = time.monotonic() - began
-        asked = outcome.exit_code - 128
-        if outcome.failure is None and asked in (signal.SIGINT, signal.SIGTERM):
-            raise KeyboardInterrupt if asked == signal.SIGINT else SystemExit(outcome.exit_code)
-        measured = self._judge(folder, job, outcome, _killed_by_system() > killed, candidate, tuned.width)
+        if outcome.failure is None and outcome.exit_code == 128 + signal.SIGINT:
+            raise KeyboardInterrupt
+        if outcome.failure is None and outcome.exit_code == 128 + signal.SIGTERM:
+            raise SystemExit(outcome.exit_code)
+        measured = self._judge(folder, job, outcome, _killed_by_system() > killed_before, candidate, tuned.width)
         return replace(measured, wall_s=wall_s)
 
     def _judge(
         self, folder: Path, job: Job, outcome: Outcome, killed: bool, candidate: Candidate, width: int
     ) -> Measured:
         """What the processes of a trial left behind."""
-        words = [json.loads(path.read_text()) for path in sorted(folder.glob("rank*.json"))]
-        short = next((each for each in words if each["status"] == "does not fit"), None)
-        if short is not None:
-            return Measured("does not fit", why=str(short["why"]))
-        if outcome.failure is not None and outcome.failure.code == -signal.SIGKILL and killed:
+        failure = outcome.failure
+        reports = [json.loads(path.read_text()) for path in sorted(folder.glob("rank*.json"))]
+        for report in reports:
+            if report["status"] == "does not fit":
+                return Measured("does not fit", why=str(report["why"]))
+        if failure is not None and failure.code == -signal.SIGKILL and killed:
             return Measured("does not fit", why="the system killed a process for want of memory")
-        stack = next((path for path in sorted(folder.glob("rank*.stack")) if path.stat().st_size), None)
-        if stack is not None:
-            self._first(stack.read_text())
-            return Measured("failed", why=f"no step within {self.task.limit_s:g} s")
-        if outcome.failure is not None:
+        for stack in sorted(folder.glob("rank*.stack")):
+            if stack.stat().st_size:
+                self._note_failure(stack.read_text())
+                return Measured("failed", why=f"no step within {self.task.limit_s:g} s")
+        if failure is not None:
             problem = problem_of(outcome, job)
-            self._first(outcome.failure.report or f"{problem.what} See {job.log_dir}.")
-            last = outcome.failure.report.strip().splitlines()[-1:] or [problem.what]
-            found = next(
-                (line for line in outcome.failure.report.splitlines() if line.startswith("paceline.")), last[0]
-            )
-            return Measured("failed", why=found)
-        if len(words) < job.procs or any(each["status"] != "measured" for each in words):
-            done = min((each["done"] for each in words), default=0)
-            first, last_step = self.task.tuning.first_step, self.task.tuning.last_step
-            why = f"the script ended after {done} steps; steps {first} to {last_step} are measured"
+            self._note_failure(failure.report or f"{problem.what} See {job.log_dir}.")
+            lines = failure.report.strip().splitlines() or [problem.what]
+            # An error of ours goes on for some lines after the one that says what it is.
+            ours = [line for line in lines if line.startswith("paceline.")]
+            return Measured("failed", why=(ours or lines[-1:])[0])
+        if len(reports) < job.procs or any(report["status"] != "measured" for report in reports):
+            done = min((report["done"] for report in reports), default=0)
+            tuning = self.task.tuning
+            why = f"the script ended after {done} steps; steps {tuning.first_step} to {tuning.last_step} are measured"
             return Measured("failed", why=why)
-        rows = words[0].get("rows")
+        rows = reports[0].get("rows")
         if candidate.micro is not None and rows not in (None, candidate.micro):
             return Measured("failed", why=f"the script feeds {rows} samples where {candidate.micro} were asked for")
-        slowest = max(words, key=lambda each: statistics.median(each["steps"]))["steps"]
-        return Measured(
-            "measured",
-            statistics.median(slowest),
-            statistics.median(abs(each - statistics.median(slowest)) for each in slowest),
-            candidate.batch(width) or words[0].get("batch"),
-            max(each["bytes"] for each in words),
-        )
+        slowest = max((report["steps"] for report in reports), key=statistics.median)
+        seconds = statistics.median(slowest)
+        noise = statistics.median(abs(step - seconds) for step in slowest)
+        batch = candidate.batch(width) or reports[0].get("batch")
+        return Measured("measured", seconds, noise, batch, max(report["bytes"] for report in reports))
 
-    def _first(self, report: str) -> None:
+    def _note_failure(self, report: str) -> None:
         self.first_failure = self.first_failure or report.rstrip()
 
-    def _nothing(self, tuned: Tuned) -> PacelineError:
+    def _nothing_measured(self, tuned: Tuned) -> PacelineError:
         results = tuned.progress.results
-        why = [f"{each.name}: {seen.why}" for each, seen in results.items()][:4]
-        why += [f"{each.name} was not launched: {verdict(tuned, each)}" for each in tuned.left[: 4 - len(why)]]
-        steps = all("steps" in seen.why and seen.status == "failed" for seen in results.values()) if results else False
-        if steps:
+        why = [f"{candidate.name}: {result.why}" for candidate, result in results.items()][:4]
+        for candidate in tuned.left[: 4 - len(why)]:
+            why.append(f"{candidate.name} was not launched: {verdict(tuned, candidate)}")
+        if results and all("steps" in result.why and result.status == "failed" for result in results.values()):
             fix = "let the script take more optimizer steps, or measure earlier ones: --first-step 2 --last-step 3"
             return PlanError("tune-steps", "the script ends before the steps that are measured.", why, fix)
         fix = "see that the script trains under `paceline launch`; where memory does not suffice, use more processes"
         return PlanError("tune-none", "no candidate could be measured.", why, fix)
 
 
+def _of_other_rows(candidates: Sequence[Candidate], rows: int | None) -> Candidate | None:
+    """The first candidate whose rehearsal would tell what another micro-batch takes."""
+    for candidate in candidates:
+        if rows is not None and candidate.micro is not None and candidate.micro != rows:
+            return candidate
+    return None
+
+
 def verdict(tuned: Tuned, candidate: Candidate) -> str:
     """Why a candidate was not launched."""
-    from paceline.planner.estimate import gib
-
-    found, device = tuned.forecasts[candidate], tuned.task.device
-    if found.problem:
-        return found.problem
-    return f"needs {gib(found.bytes)} a rank, {gib(device.usable)} of {device.name} can be used"
+    forecast = tuned.forecasts[candidate]
+    device = tuned.task.device
+    if forecast.problem:
+        return forecast.problem
+    return f"needs {gib(forecast.bytes)} a rank, {gib(device.usable)} of {device.name} can be used"
 
 
 def with_arguments(target: Target, candidate: Candidate, arguments: Mapping[str, str]) -> Target:
@@ -340,16 +348,20 @@ def with_arguments(target: Target, candidate: Candidate, arguments: Mapping[str,
     words = list(target.args)
     for name, flag in arguments.items():
         value = candidate.micro if name == "micro" else candidate.accumulate
-        if value is None:
-            continue
-        at = next((number for number, word in enumerate(words) if word == flag or word.startswith(f"{flag}=")), None)
-        if at is None:
-            words += [flag, str(value)]
-        elif words[at] == flag:
-            words[at + 1 : at + 2] = [str(value)]
-        else:
-            words[at] = f"{flag}={value}"
+        if value is not None:
+            _set_argument(words, flag, str(value))
     return replace(target, args=tuple(words))
+
+
+def _set_argument(words: list[str], flag: str, value: str) -> None:
+    for number, word in enumerate(words):
+        if word == flag:
+            words[number + 1 : number + 2] = [value]
+            return
+        if word.startswith(f"{flag}="):
+            words[number] = f"{flag}={value}"
+            return
+    words += [flag, value]
 
 
 def _changed(
@@ -360,32 +372,30 @@ def _changed(
     return deepspeed_config.quiet_candidate(content, candidate, arguments)
 
 
-def _handed(
-    decisions: tuple[Choice, ...], told: Mapping[str, Any], options: tuple[tuple[str, Any], ...] = ()
-) -> dict[str, str]:
+def _handed(decisions: tuple[Choice, ...], settings: Mapping[str, Any]) -> dict[str, str]:
     """Settings for the processes: what was said, and in its place what a candidate says."""
-    rows = [each for each in decisions if each.field not in told and each.field not in ("resume", "profile")]
-    rows += [Choice(name, value, "command line", "a candidate of the tuning") for name, value in told.items()]
-    rows += [Choice(f"options.{name}", value, "command line", "a candidate of the tuning") for name, value in options]
-    rows += [Choice("resume", "no", "command line", "the tuning")]
-    return {HANDED: hand_over(rows)}
+    replaced = {*settings, "resume", "profile"}
+    choices = [decision for decision in decisions if decision.field not in replaced]
+    choices += [Choice(name, value, "command line", "a candidate of the tuning") for name, value in settings.items()]
+    choices.append(Choice("resume", "no", "command line", "the tuning"))
+    return {HANDED: hand_over(choices)}
 
 
-def _load(modules: Iterator[str] | list[str] | tuple[str, ...]) -> None:
+def _load(modules: Sequence[str]) -> None:
     """Imports here what the script imports from libraries, so that no trial has to.
 
     A module that starts a thread when it is imported would make forks unsafe: it is tried in a process of its own first.
     """
 
-    def quiet() -> bool:
+    def stays_single_threaded() -> bool:
         _import(modules)
         return len(os.listdir("/proc/self/task")) == 1
 
-    if modules and os.path.isdir("/proc/self/task") and in_child(quiet) == ("result", True):
+    if modules and os.path.isdir("/proc/self/task") and in_child(stays_single_threaded) == ("result", True):
         _import(modules)
 
 
-def _import(modules: Any) -> None:
+def _import(modules: Sequence[str]) -> None:
     for name in modules:
         importlib.import_module(name)
 

@@ -15,6 +15,8 @@ import json
 import shlex
 from collections.abc import Mapping
 from dataclasses import asdict
+from importlib.resources import files
+from itertools import pairwise
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -27,13 +29,17 @@ from paceline.planner.search import Candidate, Measured
 from paceline.planner.tune import Task, Tuned, verdict
 from paceline.planner.tune_space import settings_of
 
-_UNITS = {"throughput": "samples/s", "latency": "ms", "flops": "GFLOP/s"}
+# Each metric's unit, and how many of it a score of 1 is; a latency's score is negative seconds.
+_UNITS = {"throughput": ("samples/s", 1.0), "latency": ("ms", -1e3), "flops": ("GFLOP/s", 1e-9)}
+
+_NOT_OF_THE_RUN = ("config", "dry_run", "module", "timeout_s", "options")
 
 
 class Results:
     """The file of results of one tuning."""
 
-    _path = Path()
+    def __init__(self) -> None:
+        self._path = Path()
 
     def open(self, task: Task, content: Mapping[str, Any] | None) -> dict[str, Measured]:
         """Finds what an earlier run of the same tuning measured.
@@ -45,8 +51,9 @@ class Results:
         folder.mkdir(parents=True, exist_ok=True)
         self._path = folder / "results.jsonl"
         head = {"tuning": _mark(task, content), "script": shlex.join(task.job.target.command), "procs": task.job.procs}
-        there = self._path.exists() and not task.tuning.overwrite
-        lines = self._path.read_text(encoding="utf-8").splitlines() if there else []
+        lines: list[str] = []
+        if self._path.exists() and not task.tuning.overwrite:
+            lines = self._path.read_text(encoding="utf-8").splitlines()
         rows = [json.loads(line) for line in lines if line.endswith("}")]  # the last one may be cut off
         if not rows:
             self._path.write_text(json.dumps(head) + "\n", encoding="utf-8")
@@ -64,21 +71,20 @@ class Results:
 
     def add(self, candidate: Candidate, measured: Measured) -> None:
         """Writes one result."""
+        row = {"name": candidate.name, "candidate": asdict(candidate), "result": asdict(measured)}
         with self._path.open("a", encoding="utf-8") as file:
-            file.write(
-                json.dumps({"name": candidate.name, "candidate": asdict(candidate), "result": asdict(measured)}) + "\n"
-            )
+            file.write(json.dumps(row) + "\n")
 
 
 def _mark(task: Task, content: Mapping[str, Any] | None) -> str:
     """Changes where results could not be compared: another script, config, device or measurement."""
     script = Path(task.job.target.name)
     tuning = {**asdict(task.tuning), "overwrite": 0, "trials": 0, "early_stop": 0, "order": ""}
-    told = [
-        (each.field, str(each.value)) for each in task.decisions if each.source != "default" and each.field != "config"
-    ]
-    parts = [script.read_text(encoding="utf-8") if script.is_file() else str(script), task.job.target.args, task.job.procs,
-             tuning, sorted(told), content, task.device.name]  # fmt: skip
+    settings = [(choice.field, str(choice.value)) for choice in task.decisions if choice.source != "default"]
+    settings = sorted(setting for setting in settings if setting[0] != "config")
+    source = script.read_text(encoding="utf-8") if script.is_file() else str(script)
+    job = task.job
+    parts = [source, job.target.args, job.procs, tuning, settings, content, task.device.name]
     return hashlib.sha256(json.dumps(parts, default=str, sort_keys=True).encode()).hexdigest()[:16]
 
 
@@ -87,42 +93,45 @@ def _mark(task: Task, content: Mapping[str, Any] | None) -> str:
 
 def factor(tuned: Tuned) -> float:
     """By how much steps take longer than at the datasheet's rates: the median of what was measured."""
-    ratios = [
-        seen.seconds / tuned.forecasts[each].seconds
-        for each, seen in tuned.progress.results.items()
-        if seen.status == "measured" and tuned.forecasts[each].seconds
-    ]
+    ratios: list[float] = []
+    for candidate in tuned.progress.measured:
+        predicted = tuned.forecasts[candidate].seconds
+        if predicted:
+            ratios.append(tuned.progress.results[candidate].seconds / predicted)
     return median(ratios) if ratios else 1.0
 
 
 def table(tuned: Tuned) -> str:
     """What was tried and what was not launched, and what is known of it."""
     scale = factor(tuned)
-    head = ("candidate", "predicted", "memory", "measured", "+-", "samples/s", "GFLOP/s", "took", "status")
-    rows: list[tuple[str, ...]] = [head]
+    rows = [["candidate", "predicted", "memory", "measured", "+-", "samples/s", "GFLOP/s", "took"]]
+    statuses = ["status"]
     best, _ = tuned.progress.best()
-    for each in [*tuned.progress.results, *tuned.left]:
-        forecast, seen = tuned.forecasts[each], tuned.progress.results.get(each)
-        predicted = "" if forecast.problem else f"{forecast.seconds * scale * 1e3:.1f} ms"
-        memory = "" if forecast.problem else gib(forecast.bytes)
-        if seen is None:
-            rows.append((each.name, predicted, memory, "", "", "", "", "", f"not launched: {verdict(tuned, each)}"))
+    for candidate in [*tuned.progress.results, *tuned.left]:
+        forecast = tuned.forecasts[candidate]
+        predicted = ["", ""]
+        if not forecast.problem:
+            predicted = [f"{forecast.seconds * scale * 1e3:.1f} ms", gib(forecast.bytes)]
+        result = tuned.progress.results.get(candidate)
+        if result is None:
+            rows.append([candidate.name, *predicted, "", "", "", "", ""])
+            statuses.append(f"not launched: {verdict(tuned, candidate)}")
             continue
-        numbers = ["", "", "", ""]
-        if seen.status == "measured":
-            rate = f"{seen.batch / seen.seconds:.1f}" if seen.batch else ""
-            flops = f"{forecast.flops / seen.seconds / 1e9:.3g}" if forecast.flops else ""
-            numbers = [f"{seen.seconds * 1e3:.1f} ms", f"{seen.noise * 1e3:.1f}", rate, flops]
-        status = "best" if each == best else seen.status if not seen.why else f"{seen.status}: {seen.why}"
-        rows.append((each.name, predicted, memory, *numbers, f"{seen.wall_s:.1f} s", status))
-    widths = [max(len(row[at]) for row in rows) for at in range(len(head) - 1)]
-    lines = []
-    for row in rows:
-        cells = [
-            row[0].ljust(widths[0]),
-            *(cell.rjust(width) for cell, width in zip(row[1:-1], widths[1:], strict=True)),
-        ]
-        lines.append("  ".join([*cells, row[-1]]).rstrip())
+        measured = ["", "", "", ""]
+        if result.status == "measured":
+            rate = f"{result.batch / result.seconds:.1f}" if result.batch else ""
+            flops = f"{forecast.flops / result.seconds / 1e9:.3g}" if forecast.flops else ""
+            measured = [f"{result.seconds * 1e3:.1f} ms", f"{result.noise * 1e3:.1f}", rate, flops]
+        rows.append([candidate.name, *predicted, *measured, f"{result.wall_s:.1f} s"])
+        status = "best" if candidate == best else result.status
+        if result.why and candidate != best:
+            status = f"{result.status}: {result.why}"
+        statuses.append(status)
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines: list[str] = []
+    for (name, *cells), status in zip(rows, statuses, strict=True):
+        aligned = [cell.rjust(width) for cell, width in zip(cells, widths[1:], strict=True)]
+        lines.append("  ".join([name.ljust(widths[0]), *aligned, status]).rstrip())
     return "\n".join(lines)
 
 
@@ -130,19 +139,19 @@ def summary(tuned: Tuned) -> str:
     """The table, what was not varied, and the verdict."""
     tuning, device = tuned.task.tuning, tuned.task.device
     lines = [table(tuned), ""]
-    for each in tuned.space.closed:
-        value = "" if each.value is None else f" stays {each.value}"
-        lines.append(f"{each.field}{value}: {each.reason}{f' ({each.where})' if each.where else ''}")
+    for choice in tuned.space.closed:
+        value = "" if choice.value is None else f" stays {choice.value}"
+        place = f" ({choice.where})" if choice.where else ""
+        lines.append(f"{choice.field}{value}: {choice.reason}{place}")
     best, equal = tuned.progress.best()
     assert best is not None, "a tuning without a result is an error"
-    seen = tuned.progress.results[best]
-    tried, fit = len(tuned.progress.results), len(tuned.queue)
-    wall = [each.wall_s for each in tuned.progress.results.values()]
+    results = tuned.progress.results
+    wall_s = median(result.wall_s for result in results.values())
     lines += [
-        f"{tried} of the {fit} that are predicted to fit were tried, {median(wall):.1f} s a trial; {tuned.why}",
+        f"{len(results)} of the {len(tuned.queue)} that are predicted to fit were tried, {wall_s:.1f} s a trial; {tuned.why}",
         f"predicted: at the datasheet's rates of {device.name} x {factor(tuned):.3g}, the median of what was measured; "
         f"{gib(device.usable)} a rank can be used",
-        f"best by {tuning.metric}: {best.name}, {_said(tuned, best, seen)}",
+        f"best by {tuning.metric}: {best.name}, {_score(tuned, best)}",
     ]
     if tuned.problem:
         lines.insert(-2, f"memory is without activations, as the rehearsal came to no step: {tuned.problem}")
@@ -151,16 +160,19 @@ def summary(tuned: Tuned) -> str:
     if tuned.reused:
         lines.insert(-2, f"{tuned.reused} of these results were there from an earlier run")
     if equal:
-        names = ", ".join(each.name for each in equal[:4])
+        names = ", ".join(candidate.name for candidate in equal[:4])
         lines.append(f"as fast within noise, and not simpler: {names}")
     return "\n".join(lines)
 
 
-def _said(tuned: Tuned, candidate: Candidate, seen: Measured) -> str:
-    metric, value = tuned.task.tuning.metric, tuned.progress.score(candidate)
-    shown = {"throughput": value, "latency": -value * 1e3, "flops": value / 1e9}[metric]
-    unit = "steps/s" if metric == "throughput" and not seen.batch else _UNITS[metric]
-    return f"{shown:.4g} {unit} ({seen.seconds * 1e3:.1f} ms a step)"
+def _score(tuned: Tuned, candidate: Candidate) -> str:
+    """How good a candidate is, in the unit of the metric."""
+    metric = tuned.task.tuning.metric
+    result = tuned.progress.results[candidate]
+    unit, scale = _UNITS[metric]
+    if metric == "throughput" and not result.batch:
+        unit = "steps/s"
+    return f"{tuned.progress.score(candidate) * scale:.4g} {unit} ({result.seconds * 1e3:.1f} ms a step)"
 
 
 # -- files -----------------------------------------------------------------------------------------------------
@@ -183,24 +195,24 @@ def write(tuned: Tuned) -> Path:
 
 def command(tuned: Tuned, best: Candidate, folder: Path) -> str:
     """What runs the best candidate."""
-    job, target = tuned.task.job, tuned.target(best)
-    words = [*(["-m"] if target.kind == "module" else []), target.name, *target.args]
+    job = tuned.task.job
+    target = tuned.target(best)
+    words = [target.name, *target.args]
+    if target.kind == "module":
+        words = ["-m", *words]
     if tuned.content is None:
         return shlex.join(["paceline", "launch", "--config", str(folder / "best.yaml"), *words])
-    file, taken = str(folder / "ds_config_optimal.json"), False
-    for at, word in enumerate(words):
-        if (
-            word in ("--deepspeed_config", "--deepspeed")
-            and words[at + 1 : at + 2]
-            and not words[at + 1].startswith("-")
-        ):
-            words[at + 1], taken = file, True
+    file = str(folder / "ds_config_optimal.json")
+    for number, (word, following) in enumerate(pairwise([*words, "-"])):
+        if word in ("--deepspeed_config", "--deepspeed") and not following.startswith("-"):
+            words[number + 1] = file
         elif word.startswith("--deepspeed_config="):
-            words[at], taken = f"--deepspeed_config={file}", True
+            words[number] = f"--deepspeed_config={file}"
+    is_read = any(word.endswith(file) for word in words)
     start = ["launch", "--procs", str(job.procs), "--compat", job.compat]
     if target.local_rank:
         start = ["deepspeed", "--num_gpus", str(job.procs)]
-    note = "" if taken else f"  # once the script reads {file}: it names its config itself"
+    note = "" if is_read else f"  # once the script reads {file}: it names its config itself"
     return shlex.join(["paceline", *start, *words]) + note
 
 
@@ -209,68 +221,67 @@ def best_yaml(tuned: Tuned, best: Candidate) -> str:
     import yaml
 
     task = tuned.task
-    found: dict[str, Any] = {"procs": task.job.procs}
+    settings: dict[str, Any] = {"procs": task.job.procs}
     if task.job.compat:
-        found["compat"] = task.job.compat
-    kept = [each for each in task.decisions if each.source in ("command line", "file")]
-    found |= {each.field: each.value for each in kept if each.field not in ("config", "dry_run", "module", "timeout_s")}
+        settings["compat"] = task.job.compat
     options: dict[str, dict[str, Any]] = {}
-    for each in kept:
-        if each.field.startswith("options."):
-            del found[each.field]
-            _, strategy, option = each.field.split(".", 2)
-            options.setdefault(strategy, {})[option] = each.value
-    found.pop("options", None)
+    for choice in task.decisions:
+        if choice.source not in ("command line", "file") or choice.field in _NOT_OF_THE_RUN:
+            continue
+        if choice.field.startswith("options."):
+            _, strategy, option = choice.field.split(".", 2)
+            options.setdefault(strategy, {})[option] = choice.value
+        else:
+            settings[choice.field] = choice.value
     if tuned.content is None:
+        settings |= settings_of(best, tuned.space, tuned.width)
         for name, value in best.options:
             strategy, _, option = name.partition(".")
             options.setdefault(strategy, {})[option] = value
-    found |= best.settings(tuned.width) if tuned.content is not None else settings_of(best, tuned.space, tuned.width)
+    else:
+        settings |= best.settings(tuned.width)
     if options:
-        found["options"] = options
-    seen = tuned.progress.results[best]
-    lines = [f"# {best.name}: {_said(tuned, best, seen)} on {tuned.task.device.name}"]
+        settings["options"] = options
+    lines = [f"# {best.name}: {_score(tuned, best)} on {tuned.task.device.name}"]
     if tuned.content is not None:
         lines.append("# A DeepSpeed config of the script's own wins over this: give it ds_config_optimal.json.")
     elif tuned.task.tuning.arguments:
         lines.append(f"# with {shlex.join(tuned.target(best).args)}")
-    return "\n".join(lines) + "\n" + yaml.safe_dump(found, sort_keys=False)
+    return "\n".join(lines) + "\n" + yaml.safe_dump(settings, sort_keys=False)
 
 
 def best_config(tuned: Tuned, best: Candidate) -> dict[str, Any]:
     """The best as a DeepSpeed config."""
     if tuned.content is not None:
         return deepspeed_config.with_candidate(tuned.content, best, tuned.task.tuning.arguments)
-    seen = tuned.progress.results[best]
-    found: dict[str, Any] = {}
-    micro = best.micro or (seen.batch // best.accumulate // tuned.width if seen.batch else None)
+    result = tuned.progress.results[best]
+    config: dict[str, Any] = {}
+    micro = best.micro
+    if not micro and result.batch:
+        micro = result.batch // best.accumulate // tuned.width
     if micro:
-        found[deepspeed_config.MICRO] = micro
-    found[deepspeed_config.ACCUMULATE] = best.accumulate
-    found["zero_optimization"] = {"stage": best.zero}
-    precision = next((str(each.value) for each in tuned.task.decisions if each.field == "mixed_precision"), "no")
-    if precision in ("fp16", "bf16"):
-        found[precision] = {"enabled": True}
-    return found
+        config[deepspeed_config.MICRO] = micro
+    config[deepspeed_config.ACCUMULATE] = best.accumulate
+    config["zero_optimization"] = {"stage": best.zero}
+    for choice in tuned.task.decisions:
+        if choice.field == "mixed_precision" and choice.value in ("fp16", "bf16"):
+            config[choice.value] = {"enabled": True}
+    return config
 
 
 def picture(tuned: Tuned) -> str:
     """Measured and predicted time of each trial, as a page that needs nothing else."""
-    measured = [
-        (number, each)
-        for number, each in enumerate(tuned.queue, 1)
-        if (seen := tuned.progress.results.get(each)) and seen.status == "measured"
-    ]
     scale = factor(tuned)
-    chart = line_chart(
-        {
-            "measured ms": [(number, tuned.progress.results[each].seconds * 1e3) for number, each in measured],
-            "predicted ms": [(number, tuned.forecasts[each].seconds * scale * 1e3) for number, each in measured],
-        },
-        "trial",
-    )
-    style = Path(line_chart.__code__.co_filename).with_name("report.css").read_text(encoding="utf-8")
-    names = "".join(f"<li value={number}>{each.name}</li>" for number, each in measured)
+    measured: list[tuple[float, float]] = []
+    predicted: list[tuple[float, float]] = []
+    names = ""
+    for number, candidate in enumerate(tuned.queue, 1):
+        if candidate in tuned.progress.measured:
+            measured.append((number, tuned.progress.results[candidate].seconds * 1e3))
+            predicted.append((number, tuned.forecasts[candidate].seconds * scale * 1e3))
+            names += f"<li value={number}>{candidate.name}</li>"
+    chart = line_chart({"measured ms": measured, "predicted ms": predicted}, "trial")
+    style = files("paceline.observe").joinpath("report.css").read_text(encoding="utf-8")
     return (
         f"<!doctype html><meta charset=utf-8><title>Tuning</title><style>{style}</style>"
         f"<body><h1>Measured against predicted</h1>{chart}<ol>{names}</ol></body>\n"

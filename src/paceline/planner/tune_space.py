@@ -11,9 +11,11 @@ from paceline.planner import deepspeed_config
 from paceline.planner.rehearsal import Rehearsal
 from paceline.planner.search import Candidate, Space, Tuning, batches
 
+OptionSets = tuple[tuple[tuple[str, Any], ...], ...]
+
 
 def space_of(
-    seen: Rehearsal,
+    rehearsal: Rehearsal,
     notes: Mapping[str, Any],
     config: DeepSpeedConfig | None,
     tuning: Tuning,
@@ -23,7 +25,7 @@ def space_of(
     """What is open, and why the rest is not.
 
     Args:
-        seen: a rehearsal of the script as it is.
+        rehearsal: a rehearsal of the script as it is.
         notes: what was noted in it.
         config: the script's DeepSpeed config, if it has one.
         tuning: how to search.
@@ -31,12 +33,16 @@ def space_of(
         width: ranks that read different samples.
     """
     closed: list[Choice] = []
-    given: dict[str, Any] = {each.field: each for each in decisions if each.source != "default"}
-    given |= {each.field: each for each in seen.plan.decisions if each.source not in ("default", "derived")}
-    zero = _stages(seen, config, given, width, closed)
-    recompute = _recompute(seen, config, given, closed)
-    micro = _micro(seen, notes, config, tuning, given, width, closed)
-    options = {} if tuning.fast else {stage: _options(stage, config) for stage in zero}
+    given = {choice.field: choice for choice in decisions if choice.source != "default"}
+    for decision in rehearsal.plan.decisions:
+        if decision.source not in ("default", "derived"):
+            given[decision.field] = Choice(**vars(decision))
+    zero = _stages(rehearsal, config, given, width, closed)
+    recompute = _recompute(rehearsal, config, given, closed)
+    micro = _micro(rehearsal, notes, config, tuning, given, width, closed)
+    options: dict[int, OptionSets] = {}
+    if not tuning.fast:
+        options = {stage: _options(stage, config) for stage in zero}
     return Space(zero, recompute, micro, options, tuple(closed))
 
 
@@ -48,22 +54,23 @@ def rows_of(notes: Mapping[str, Any]) -> int | None:
 
 def settings_of(candidate: Candidate, space: Space, width: int) -> dict[str, Any]:
     """A candidate in our settings; what is closed is left as the script and the command line have it."""
-    closed = {each.field for each in space.closed}
-    found = candidate.settings(width, divided="zero" not in closed)
+    closed = {choice.field for choice in space.closed}
+    settings = candidate.settings(width, divided="zero" not in closed)
     if "recompute" in closed:
-        del found["recompute"]
+        del settings["recompute"]
     if candidate.micro is None:
-        del found["accumulate"]
-    return found
+        del settings["accumulate"]
+    return settings
 
 
 def _stages(
-    seen: Rehearsal, config: DeepSpeedConfig | None, given: Mapping[str, Any], width: int, closed: list[Choice]
+    rehearsal: Rehearsal, config: DeepSpeedConfig | None, given: Mapping[str, Choice], width: int, closed: list[Choice]
 ) -> tuple[int, ...]:
-    said = next((given[name] for name in ("zero", "shard", "replicate") if name in given), None)
-    if config is None and said is not None:
-        closed.append(Choice("zero", seen.plan.zero or 0, said.source, said.where, "it was given"))
-        return (seen.plan.zero or 0,)
+    for name in ("zero", "shard", "replicate"):
+        if config is None and name in given:
+            choice = given[name]
+            closed.append(Choice("zero", rehearsal.plan.zero, choice.source, choice.where, "it was given"))
+            return (rehearsal.plan.zero,)
     stages = (0, 1, 2, 3) if config is None else deepspeed_config.stages(config)
     if width > 1 or len(stages) == 1:
         return stages
@@ -72,15 +79,15 @@ def _stages(
 
 
 def _recompute(
-    seen: Rehearsal, config: DeepSpeedConfig | None, given: Mapping[str, Any], closed: list[Choice]
+    rehearsal: Rehearsal, config: DeepSpeedConfig | None, given: Mapping[str, Choice], closed: list[Choice]
 ) -> tuple[str, ...]:
-    said = given.get("recompute")
-    if said is not None:
-        closed.append(Choice("recompute", said.value, said.source, said.where, "it was given"))
-        return (str(said.value),)
+    choice = given.get("recompute")
+    if choice is not None:
+        closed.append(Choice("recompute", choice.value, choice.source, choice.where, "it was given"))
+        return (str(choice.value),)
     if config is not None:
         closed.append(Choice("recompute", "no", reason="no key of a DeepSpeed config turns it on"))
-    elif not any(facts.blocks for facts in seen.models):
+    elif not any(facts.blocks for facts in rehearsal.models):
         closed.append(Choice("recompute", "no", reason="the model has no repeated blocks"))
     else:
         return ("no", "blocks")
@@ -88,39 +95,42 @@ def _recompute(
 
 
 def _micro(
-    seen: Rehearsal,
+    rehearsal: Rehearsal,
     notes: Mapping[str, Any],
     config: DeepSpeedConfig | None,
     tuning: Tuning,
-    given: Mapping[str, Any],
+    given: Mapping[str, Choice],
     width: int,
     closed: list[Choice],
 ) -> tuple[tuple[int | None, int], ...]:
     """Pairs of micro-batch and accumulation."""
-    rows, accumulate, why = rows_of(notes), seen.plan.accumulate, ""
+    rows = rows_of(notes)
+    accumulate = rehearsal.plan.accumulate
+    accumulate_follows = config is not None or "accumulate" in tuning.arguments
+    why = ""
     if config is None and "micro" not in tuning.arguments:
         why = "the script's loader says it; `--arg micro=--FLAG` names an argument that it follows"
     elif rows is None:
         why = "the script comes to no step in a rehearsal, or its samples cannot be counted"
-    elif config is None and "accumulate" not in tuning.arguments and "accumulate" in given:
+    elif not accumulate_follows and "accumulate" in given:
         why = f"accumulation could not follow: it was given ({given['accumulate'].where})"
-    elif config is None and "accumulate" not in tuning.arguments and not notes["windows"]:
+    elif not accumulate_follows and not notes["windows"]:
         why = "accumulation could not follow: the loop has no `accelerator.accumulate(model)`"
-    found: list[tuple[int, int]] = []
-    if not why:
-        total = int(rows or 1) * accumulate * width if config is None else deepspeed_config.fixed_batch(config)
-        found = batches(tuning, width, int(rows or 1), accumulate, total)
-        why = "" if found else "none is within the bounds"
-    if why:
-        closed.append(Choice("micro", rows, reason=why))
-    return tuple(found) or ((None, accumulate),)
+    else:
+        total = rows * accumulate * width if config is None else deepspeed_config.fixed_batch(config)
+        pairs = batches(tuning, width, rows, accumulate, total)
+        if pairs:
+            return tuple(pairs)
+        why = "none is within the bounds"
+    closed.append(Choice("micro", rows, reason=why))
+    return ((None, accumulate),)
 
 
-def _options(stage: int, config: DeepSpeedConfig | None) -> tuple[tuple[tuple[str, Any], ...], ...]:
+def _options(stage: int, config: DeepSpeedConfig | None) -> OptionSets:
     """Sets of options that are worth a trial."""
     if config is not None:
         return deepspeed_config.options(stage)
     if stage == 3:
         return ((("shard.reshard", False),),)
-    name = "replicate" if stage == 0 else "zero"
-    return tuple(((f"{name}.bucket_cap_mb", size),) for size in (5, 100))
+    option = "replicate.bucket_cap_mb" if stage == 0 else "zero.bucket_cap_mb"
+    return (((option, 5),), ((option, 100),))

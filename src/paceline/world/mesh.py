@@ -10,6 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from paceline.torch_internals.device_mesh import concatenated, flattened
 from paceline.torch_internals.groups import timeout_of
+from paceline.torch_internals.dispatch import without_modes
 from paceline.world.layout import AXES, DATA_AXES, GRADIENT_AXES, Layout
 from paceline.world.world import World
 
@@ -89,7 +90,9 @@ class Mesh:
         """The `DeviceMesh` with all axes, named as in `Layout`; axes of one rank included."""
         if self._device_mesh is None:
             sizes = tuple(self.layout.size(axis) for axis in AXES)
-            self._device_mesh = init_device_mesh(self.device_type, sizes, mesh_dim_names=AXES)
+            # It computes with the numbers of the ranks: a mode that makes tensors without values must not see it.
+            with without_modes():
+                self._device_mesh = init_device_mesh(self.device_type, sizes, mesh_dim_names=AXES)
         return self._device_mesh
 
     def _group(self, axes: tuple[str, ...]) -> Group:

@@ -37,7 +37,7 @@ from paceline.base.errors import Problem, WorldError
 from paceline.base.log import logger, warn_once
 from paceline.torch_internals.groups import default_store
 from paceline.world import device as devices
-from paceline.world import interface
+from paceline.world import interface, runtime
 from paceline.world.departures import announce
 from paceline.world.works import finish_threads
 from paceline.world.world import World
@@ -134,11 +134,11 @@ def join(
     seconds = timeout(timeout_s)
     if dist.is_available() and dist.is_initialized():
         world = _adopt(world)
-        device = devices.detect(world, cpu=cpu, index=device_index)
+        device = runtime.current().device(world, cpu=cpu, index=device_index)
         devices.select(device)
         _current()
         return replace(world, device=str(device))
-    device = devices.detect(world, cpu=cpu, index=device_index)
+    device = runtime.current().device(world, cpu=cpu, index=device_index)
     devices.select(device)
     world = replace(world, device=str(device))
     if world.size == 1 and world.source == "single" and store is None:

@@ -8,8 +8,7 @@ from paceline.parallel.strategy import STRATEGIES
 from paceline.plan.facts import model_facts
 from paceline.plan.resolve import draft, resolve
 from paceline.planner.device import GIB, TABLE, device_of
-from paceline.planner.division import division_of
-from paceline.planner.estimate import Need, candidates, choose, estimate, shown
+from paceline.planner.estimate import Need, candidates, choose, division_of, estimate, shown
 
 
 class Block(nn.Module):

@@ -13,6 +13,7 @@ from torch import nn
 
 from paceline.base.errors import ConfigError, PacelineError, Problem
 from paceline.config.deepspeed import DeepSpeedConfig, read
+from paceline.world import runtime
 from paceline.world.world import World
 
 
@@ -36,7 +37,8 @@ def checked(
         problems.append(_sources(given))
         raise ConfigError.of(problems)
     try:
-        told = read(_content(*given.popitem()))
+        content = _content(*given.popitem())
+        told = read(runtime.current().foreign_config("deepspeed", content))
     except PacelineError as error:
         raise ConfigError.of([*problems, *error.problems]) from None
     if problems:

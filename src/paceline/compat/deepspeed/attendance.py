@@ -15,7 +15,7 @@ from typing import Any
 
 from paceline.base.errors import CheckpointError
 from paceline.base.log import logger
-from paceline.world import rendezvous
+from paceline.world import rendezvous, runtime
 from paceline.world.world import World
 
 PATIENCE_S = 10.0
@@ -41,7 +41,7 @@ class Attendance:
         )  # micro-batches begun, which a load does not turn back; the number of the last one
         self._timeout_s = rendezvous.timeout(timeout_s)
         self._store: Any = None
-        if world.size > 1:
+        if world.size > 1 and runtime.current().others_answer:
             self._store = rendezvous.part(f"attendance/{number}")
             rendezvous.on_leave(lambda why: self._store.set(f"ended/{world.rank}", why))
 

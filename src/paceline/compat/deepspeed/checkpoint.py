@@ -61,6 +61,8 @@ def save(
         ConfigError: `deepspeed-save-dir`, `deepspeed-tag`.
         CheckpointError: `checkpoint-ranks-missing` within seconds; those of `Accelerator.save_state`.
     """
+    if not engine.accelerator._states.writes:
+        return True
     attendance(engine).call("save_checkpoint", _EVERY_RANK)
     folder = _folder(save_dir)
     tag = _agreed_tag(engine, f"global_step{engine.global_steps}" if tag is None else str(tag))
@@ -280,6 +282,8 @@ def save_16bit_model(
     Raises:
         CheckpointError: `checkpoint-ranks-missing`; those of `Accelerator.save_model`. An older file stays whole.
     """
+    if not engine.accelerator._states.writes:
+        return True
     attendance(engine).call("save_16bit_model", _EVERY_RANK)
     accelerator, folder = engine.accelerator, _folder(save_dir)
     whole = accelerator._whole_of(engine._wrapped[0])

@@ -19,6 +19,7 @@ from paceline.base.errors import ConfigError
 from paceline.base.log import warn_once
 from paceline.compat.deepspeed.profiling import timed
 from paceline.config.deepspeed import read
+from paceline.world import runtime
 
 
 @dataclass
@@ -63,7 +64,9 @@ def configure(
     Raises:
         ConfigError: `deepspeed-checkpointing`, where a buffer is asked for without its size; those of the config.
     """
-    config = None if deepspeed_config is None else read(deepspeed_config)
+    config = None
+    if deepspeed_config is not None:
+        config = read(runtime.current().foreign_config("deepspeed", deepspeed_config))
 
     def said(value: Any, name: str) -> Any:
         if value is not None or config is None:

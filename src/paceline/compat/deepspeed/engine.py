@@ -26,6 +26,7 @@ from paceline.compat.deepspeed.saving import Saving
 from paceline.compat.deepspeed.scheduler import EngineScheduler
 from paceline.config.deepspeed import Batch, DeepSpeedConfig
 from paceline.config.given import Given
+from paceline.world import runtime
 
 
 class DeepSpeedEngine(Getters, Saving, nn.Module):
@@ -170,6 +171,7 @@ class DeepSpeedEngine(Getters, Saving, nn.Module):
         if not (self.training and torch.is_grad_enabled()):
             return self._wrapped[0](*inputs, **named)
         self._compare_rows(inputs, named)
+        runtime.current().micro_batch((inputs, named), self.batch.train)
         attendance(self).begins(self.micro_steps + 1)
         with self._hold():
             return self._wrapped[0](*inputs, **named)

@@ -27,6 +27,7 @@ from paceline.config.deepspeed import Batch
 from paceline.config.given import Given
 from paceline.parallel.microbatches import Microbatches
 from paceline.precision.policy import to_float32
+from paceline.world import runtime
 from paceline.world.tree import first_rows, map_leaves, to_device
 
 _FAILED = -1  # in the place of a count: this rank's iterator raised an error
@@ -153,6 +154,8 @@ class PipelineEngine(DeepSpeedEngine):
         if not all(here for _, here in ranks):
             found = self._share(found)
         self._compare_rows(tuple(each[0] for each in found[:1]), {})
+        if found:
+            runtime.current().micro_batch(found[0][0], self.batch.train)
         return found
 
     def _agree(self, ranks: list[list[int]], count: int, error: Exception | None) -> None:

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from paceline.base.log import warn_once
 from paceline.config import resolve_run
 from paceline.world import device as devices
-from paceline.world import rendezvous
+from paceline.world import rendezvous, runtime
 from paceline.world.world import World
 
 _ADDRESS = re.compile(r"tcp://(?P<host>[^/]+):(?P<port>\d+)/?$")
@@ -61,7 +61,7 @@ def init_distributed(
     rendezvous.join(
         world,
         cpu=settings.cpu,
-        backend=_backend(dist_backend, devices.detect(world, cpu=settings.cpu)),
+        backend=_backend(dist_backend, runtime.current().device(world, cpu=settings.cpu)),
         timeout_s=settings.timeout_s if seconds is None else float(seconds),
         store=dist.HashStore() if world.size == 1 else None,
     )

@@ -12,13 +12,14 @@ import importlib.util
 import os
 import sys
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from paceline.base.errors import Problem, TrackerError
 from paceline.base.log import warn_once
 from paceline.observe.trackers.tracker import TRACKERS, BlankTracker, Status, Tracker
+from paceline.world import runtime
 
 Wanted = str | type | Tracker
 
@@ -39,7 +40,8 @@ class Trackers:
 
     def __init__(self, wanted: Wanted | Iterable[Wanted] | None, folder: str | Path, *, is_main: bool = True) -> None:
         self.folder = str(folder)
-        self.is_main = is_main
+        # Where no files are kept the main process is as the others are: it constructs no tracker.
+        self.is_main = is_main and runtime.current().keeps_files
         self.started: dict[str, Tracker] = {}
         self._wanted = _resolve(_as_list(wanted))
         # Runs at exit too, and must not hold `self`: it gets the dict alone.
@@ -126,20 +128,24 @@ def _as_list(wanted: Wanted | Iterable[Wanted] | None) -> list[Wanted]:
     return [wanted]  # type: ignore[list-item]
 
 
-def _resolve(wanted: list[Any]) -> dict[str, Any]:
+def _resolve(wanted: Sequence[object]) -> dict[str, type | Tracker]:
     """Classes and instances by name; raises all problems at once."""
     if "all" in wanted:
-        found = [name for name in TRACKERS.names() if not _missing(TRACKERS.get(name))]
-        wanted = [*found, *(one for one in wanted if one != "all" and one not in found)]
-    chosen: dict[str, Any] = {}
+        installed = [name for name in TRACKERS.names() if not _missing(TRACKERS.get(name))]
+        wanted = [*installed, *(item for item in wanted if item != "all" and item not in installed)]
+    chosen: dict[str, type | Tracker] = {}
     problems: list[Problem] = []
-    for one in wanted:
-        if not isinstance(one, str | type) and isinstance(getattr(one, "value", None), str):
-            one = one.value  # a member of an enum of names
-        problem = _problem(one)
+    for item in wanted:
+        member_value = getattr(item, "value", None)
+        if isinstance(member_value, str) and not isinstance(item, str | type):
+            item = member_value  # a member of an enum of names
+        if isinstance(item, str) and item not in TRACKERS.names():
+            problems.append(_unknown(item))
+            continue
+        tracker = TRACKERS.get(item) if isinstance(item, str) else item
+        problem = _problem(tracker)
         if problem is None:
-            tracker = TRACKERS.get(one) if isinstance(one, str) else one
-            chosen[tracker.name] = tracker
+            chosen[tracker.name] = tracker  # type: ignore[attr-defined]
         else:
             problems.append(problem)
     if problems:
@@ -147,16 +153,17 @@ def _resolve(wanted: list[Any]) -> dict[str, Any]:
     return chosen
 
 
-def _problem(one: Any) -> Problem | None:
-    """What is wrong with a name, class or instance that is to be a tracker."""
-    if isinstance(one, str) and one not in TRACKERS.names():
-        return Problem(
-            "tracker-unknown",
-            f"there is no tracker called {one!r}.",
-            why=f"log_with names it; known: {', '.join(TRACKERS.names())}",
-            fix="use one of these names, or pass your own class with start, log and finish",
-        )
-    tracker = TRACKERS.get(one) if isinstance(one, str) else one
+def _unknown(name: str) -> Problem:
+    return Problem(
+        "tracker-unknown",
+        f"there is no tracker called {name!r}.",
+        why=f"log_with names it; known: {', '.join(TRACKERS.names())}",
+        fix="use one of these names, or pass your own class with start, log and finish",
+    )
+
+
+def _problem(tracker: object) -> Problem | None:
+    """What is wrong with a class or instance that is to be a tracker."""
     lacks = [part for part in ("name", "start", "log", "finish") if not hasattr(tracker, part)]
     if lacks:
         return Problem(
@@ -166,24 +173,26 @@ def _problem(one: Any) -> Problem | None:
             fix="give it `name`, `start(run, config)`, `log(values, step)` and `finish(status)`",
         )
     missing = _missing(tracker)
-    if missing:
-        package = getattr(tracker, "package", None)
-        return Problem(
-            "tracker-missing",
-            f"the tracker {tracker.name!r} needs {', '.join(missing)}, which is not installed.",
-            why=f"log_with names {tracker.name!r}; looked in {sys.prefix}",
-            fix=f"pip install {package}"
-            if package
-            else "install what provides it, or leave this tracker out of log_with",
-        )
-    return None
+    if not missing:
+        return None
+    name = getattr(tracker, "name", "")
+    package = getattr(tracker, "package", None)
+    fix = "install what provides it, or leave this tracker out of log_with"
+    if package:
+        fix = f"pip install {package}"
+    return Problem(
+        "tracker-missing",
+        f"the tracker {name!r} needs {', '.join(missing)}, which is not installed.",
+        why=f"log_with names {name!r}; looked in {sys.prefix}",
+        fix=fix,
+    )
 
 
-def _missing(tracker: Any) -> list[str]:
+def _missing(tracker: object) -> list[str]:
     return [name for name in getattr(tracker, "requires", ()) if importlib.util.find_spec(name) is None]
 
 
-def _number_of(value: Any) -> Any:
+def _number_of(value: object) -> object:
     import torch
 
     return value.item() if isinstance(value, torch.Tensor) and value.numel() == 1 else value

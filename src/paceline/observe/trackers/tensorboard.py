@@ -66,7 +66,7 @@ class TensorBoardTracker:
         self._writer = None
 
 
-def _hparam(value: Any) -> bool | int | float | str:
+def _hparam(value: object) -> bool | int | float | str:
     return value if isinstance(value, bool | int | float | str) else str(value)
 
 

@@ -45,7 +45,7 @@ class BlankTracker:
             raise AttributeError(attribute)
         return self
 
-    def __call__(self, *args: Any, **kwargs: Any) -> BlankTracker:
+    def __call__(self, *args: object, **kwargs: object) -> BlankTracker:
         return self
 
 

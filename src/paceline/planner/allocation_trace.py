@@ -1,4 +1,4 @@
-"""`Ledger`: every byte that comes and goes during a run, in order, so that the peak and what it is made of can be read off.
+"""`AllocationTrace`: every byte that comes and goes during a run, in order: the peak, and what it is made of.
 
 A tensor's storage is entered when an operation first returns it, and leaves when it is freed or resized. What kind of
 memory it was often shows only later (a gradient is one more tensor of the backward pass, until the optimizer reads
@@ -10,10 +10,10 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
+# Of two kinds that a storage was labelled with, the one that stands first counts.
 KINDS = ("parameters", "optimizer", "gradients", "communication", "batches", "activations", "other")
 
 
@@ -32,7 +32,7 @@ class Peak:
     largest: dict[str, int]
 
 
-class Ledger:
+class AllocationTrace:
     """Entries of storages that came and went.
 
     Attributes:
@@ -45,12 +45,12 @@ class Ledger:
         self._kinds: list[str] = []  # by number
         self._sizes: list[int] = []
         self._numbers: dict[int, int] = {}  # id of a living storage -> its number
-        self._watches: dict[int, Any] = {}
+        self._watches: dict[int, weakref.ref[torch.UntypedStorage]] = {}
 
     def enter(self, tensor: torch.Tensor) -> int:
         """Notes the storage of a tensor, if it is new or has another size; returns its number."""
         storage = tensor.untyped_storage()
-        key, size = id(storage), storage.nbytes()
+        key = id(storage)
         number = self._numbers.get(key)
         if number is None:
             number = len(self._kinds)
@@ -58,34 +58,33 @@ class Ledger:
             self._kinds.append(self.phase)
             self._sizes.append(0)
             self._watches[key] = weakref.ref(storage, lambda _: self._leave(key, number))
-        if size != self._sizes[number]:
-            self._entries.append((number, size - self._sizes[number]))
-            self._sizes[number] = size
+        self._set_size(number, storage.nbytes())
         return number
 
-    def resized(self, storage: Any) -> None:
+    def resized(self, storage: torch.UntypedStorage) -> None:
         """Notes that a storage was resized, as FSDP does with parameters that it gathers."""
         number = self._numbers.get(id(storage))
         if number is not None:
-            size = storage.nbytes()
-            self._entries.append((number, size - self._sizes[number]))
-            self._sizes[number] = size
-            self._raise(number, "communication")
+            self._set_size(number, storage.nbytes())
+            self._raise_kind(number, "communication")
 
     def _leave(self, key: int, number: int) -> None:
-        if self._sizes[number]:
-            self._entries.append((number, -self._sizes[number]))
-            self._sizes[number] = 0
+        self._set_size(number, 0)
         self._numbers.pop(key, None)
         self._watches.pop(key, None)
 
-    def label(self, tensors: Iterable[Any], kind: str) -> None:
-        """Says what kind of memory some tensors are; of two kinds the one that stands first in `KINDS` counts."""
+    def _set_size(self, number: int, size: int) -> None:
+        if size != self._sizes[number]:
+            self._entries.append((number, size - self._sizes[number]))
+            self._sizes[number] = size
+
+    def label(self, tensors: Iterable[torch.Tensor], kind: str) -> None:
+        """Says what kind of memory some tensors are; see `KINDS`."""
         for tensor in tensors:
             for part in parts(tensor):
-                self._raise(self.enter(part), kind)
+                self._raise_kind(self.enter(part), kind)
 
-    def _raise(self, number: int, kind: str) -> None:
+    def _raise_kind(self, number: int, kind: str) -> None:
         if KINDS.index(kind) < KINDS.index(self._kinds[number]):
             self._kinds[number] = kind
 
@@ -100,23 +99,29 @@ class Ledger:
         for number, change in self._entries[:start]:
             now[self._kinds[number]] += change
         total = sum(now.values())
-        most, at_peak, largest = total, dict(now), dict(now)
+        highest = total
+        at_peak = dict(now)
+        largest = dict(now)
         for number, change in self._entries[start:]:
             kind = self._kinds[number]
             now[kind] += change
             total += change
             if change > 0:
                 largest[kind] = max(largest[kind], now[kind])
-                if total > most:
-                    most, at_peak = total, dict(now)
-        return Peak(most, at_peak, largest)
+                if total > highest:
+                    highest = total
+                    at_peak = dict(now)
+        return Peak(highest, at_peak, largest)
 
 
-def parts(tensor: Any) -> list[torch.Tensor]:
-    """The plain tensors inside a tensor: itself, or those that a wrapper (a DTensor) holds; none for other objects."""
-    if not isinstance(tensor, torch.Tensor):
-        return []
-    if hasattr(tensor, "__tensor_flatten__"):
-        names, _ = tensor.__tensor_flatten__()
-        return [part for name in names for part in parts(getattr(tensor, name))]
-    return [tensor]
+def parts(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """The plain tensors inside a tensor: itself, or those that a wrapper (a DTensor) holds."""
+    if not hasattr(tensor, "__tensor_flatten__"):
+        return [tensor]
+    names, _ = tensor.__tensor_flatten__()
+    inner: list[torch.Tensor] = []
+    for name in names:
+        part = getattr(tensor, name)
+        if isinstance(part, torch.Tensor):  # a DTensor names its mesh, too
+            inner += parts(part)
+    return inner

@@ -1,0 +1,99 @@
+"""`LoopbackCollectives`: collective operations where the other ranks do not exist: each answers what this one said."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from paceline.world.collectives import Collectives, Reduction
+from paceline.world.mesh import Group
+from paceline.world.tree import Tree, map_tensors
+from paceline.world.world import World
+
+
+class LoopbackCollectives(Collectives):
+    """The operations of `Collectives`, each answered with this rank's own values in the place of every other rank's."""
+
+    def __init__(self, world: World, *, device: torch.device, group: Group = None) -> None:
+        # `Collectives` would make an exchange with the other ranks.
+        self.world = world
+        self.device = device
+        self.debug = False
+        self.group = group
+        if group is None and world.size > 1:
+            self.group = dist.group.WORLD
+        self.size = 1 if self.group is None else dist.get_world_size(self.group)
+        self.rank = 0
+        self._exchange = None
+        self._last_sent: object = None
+
+    def over(self, group: Group) -> Collectives:
+        """The same among the ranks of `group`."""
+        return self if group is None else LoopbackCollectives(self.world, device=self.device, group=group)
+
+    def gather(self, tree: Tree) -> Tree:
+        """What this rank has, once for each rank."""
+        return map_tensors(lambda tensor: torch.cat([_with_rows(tensor)] * self.size), tree)
+
+    def gather_rows(self, tree: Tree, real: Sequence[int], local: int, objects: bool = False) -> Tree:
+        """The same, with as many rows as all ranks have real ones."""
+        if objects:
+            return list(tree) * self.size
+
+        def real_rows(tensor: torch.Tensor) -> torch.Tensor:
+            rows = _with_rows(tensor)
+            if tensor.dim() == 0 or len(tensor) != local:
+                return torch.cat([rows] * len(real))
+            return torch.cat([rows[:count] for count in real])
+
+        return map_tensors(real_rows, tree)
+
+    def reduce(self, tree: Tree, reduction: Reduction = "sum", scale: float = 1.0) -> Tree:
+        """A copy of this rank's tensors."""
+
+        def scaled(tensor: torch.Tensor) -> torch.Tensor:
+            tensor = tensor.detach()
+            return tensor * scale if tensor.is_floating_point() else tensor.clone()
+
+        return map_tensors(scaled, tree)
+
+    def broadcast(self, tree: Tree, src: int = 0) -> Tree:
+        """A copy of this rank's tensors."""
+        return map_tensors(lambda tensor: tensor.detach().clone(), tree)
+
+    def pad_across(self, tree: Tree, dim: int = 0, pad_index: float = 0, pad_first: bool = False) -> Tree:
+        """This rank's tensors: the others are as long."""
+        return tree
+
+    def gather_object(self, obj: Any) -> list[Any]:
+        """The object, once for each rank."""
+        return [obj] * self.size
+
+    def broadcast_object(self, obj: Any, src: int = 0) -> Any:
+        """The object; where this rank only receives, what it sent last (in a pipeline: its own stage, as every stage)."""
+        if obj is None and src != self.rank:
+            return self._last_sent
+        self._last_sent = obj
+        return obj
+
+    def barrier(self) -> None:
+        """All ranks are here."""
+
+    def any(self, flag: bool) -> bool:
+        """The flag."""
+        return flag
+
+    def sum_ints(self, numbers: Sequence[int]) -> list[int]:
+        """As if every rank had these numbers."""
+        return [number * self.size for number in numbers]
+
+    def check(self, op: str, detail: str = "") -> None:
+        """All ranks agree."""
+
+
+def _with_rows(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor without its gradient; one of 0 dimensions as one row."""
+    return tensor.detach().reshape(tensor.shape or (1,))

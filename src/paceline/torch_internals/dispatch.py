@@ -1,0 +1,73 @@
+"""The private side of torch's dispatcher: modes that see every operation, and the operations that they see."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
+from torch.utils._python_dispatch import _disable_current_modes, is_traceable_wrapper_subclass_type
+
+Operation = Any  # a `torch._ops.OpOverload`, for which torch has no public name
+
+
+def without_modes() -> AbstractContextManager[Any]:
+    """While it is open, no mode sees what runs."""
+    return _disable_current_modes()
+
+
+def is_in_fake_mode() -> bool:
+    """Whether torch works out a shape for itself at the moment, under a `FakeTensorMode` that is entered."""
+    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
+
+
+def has_wrapper(types: Iterable[type]) -> bool:
+    """Whether one of the classes that a mode was given wraps other tensors, as DTensor does."""
+    return any(is_traceable_wrapper_subclass_type(kind) for kind in types)
+
+
+def is_plain(parameter: torch.Tensor) -> bool:
+    """Whether kernels compute on the parameter itself, as on those without values that stand in for such a one."""
+    return type(parameter) is nn.Parameter or hasattr(parameter, "fake_mode")
+
+
+def overloads_of(operation: Operation) -> Any:
+    """The operation without its overload, as torch's table of formulas knows it."""
+    return getattr(operation, "_overloadpacket", operation)
+
+
+def taken_apart(operation: Operation, args: Any, kwargs: dict[str, Any]) -> Any:
+    """What a composite operation gives, run as its parts; NotImplemented where it has none."""
+    if isinstance(operation, torch._ops.OpOverload) and operation._can_decompose():
+        return operation.decompose(*args, **kwargs)
+    return NotImplemented
+
+
+def aten(name: str) -> Operation:
+    """An operator of torch's own library, such as "mm"; those that torch may rename begin with an underscore."""
+    return getattr(torch.ops.aten, name)
+
+
+def is_in_backward_pass() -> bool:
+    """Whether autograd runs a backward pass on this thread."""
+    return torch._C._current_graph_task_id() != -1
+
+
+def after_backward_pass(callback: Callable[[], None]) -> None:
+    """Calls `callback` once, at the end of the backward pass that runs; callbacks run in the order in which they came."""
+    torch.autograd.Variable._execution_engine.queue_callback(callback)
+
+
+def group_ranks(args: Iterable[Any]) -> list[int]:
+    """The ranks of the group that a collective operation was given, as an object or (last of all words) by name."""
+    names: list[str] = []
+    for argument in args:
+        if isinstance(argument, str):
+            names.append(argument)
+        elif isinstance(argument, torch.ScriptObject) and "ProcessGroup" in str(argument._type()):
+            return dist.get_process_group_ranks(dist.ProcessGroup.unbox(argument))
+    return dist.get_process_group_ranks(torch._C._distributed_c10d._resolve_process_group(names[-1]))

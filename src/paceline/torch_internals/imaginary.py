@@ -1,0 +1,42 @@
+"""Process groups of which this process alone exists: what torch would ask the other ranks has to be left out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch.distributed as dist
+
+from paceline.torch_internals.fake import replaced
+
+
+def join_imaginary_group(world_size: int) -> None:
+    """Makes the default group: rank 0 of as many as are wanted. Collectives leave their tensors as they are."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size)
+
+
+@contextmanager
+def without_ddp_verification() -> Iterator[None]:
+    """While it is open, `DistributedDataParallel` does not compare the shapes of parameters over the ranks."""
+    from torch.nn.parallel import distributed
+
+    with replaced(distributed, "_verify_param_shape_across_processes", lambda *args, **kwargs: None):
+        yield
+
+
+@contextmanager
+def without_stage_messages() -> Iterator[None]:
+    """While it is open, stages of a pipeline do not tell each other shapes: gradients come back in the outputs' form."""
+    from torch.distributed.pipelining.stage import PipelineStage, _StageBackwardMeta
+
+    def receive(stage: Any, source: int) -> _StageBackwardMeta:
+        return _StageBackwardMeta(backward_metas=stage._stage_meta.outputs)
+
+    with (
+        replaced(PipelineStage, "_send_meta", lambda *args: None),
+        replaced(PipelineStage, "_recv_meta", receive),
+    ):
+        yield

@@ -1,0 +1,126 @@
+"""`Runtime`: what a run takes from its surroundings. A rehearsal and a tuning trial put something else there.
+
+    Runtime             a real run: devices, a process group that answers, files that are written
+    RehearsalRuntime    `planner.rehearsal`: ranks that do not exist, tensors without values, no files
+    ScriptNotes, Trial  `planner.trial`: the run is looked at, writes no files, and ends after the last measured step
+
+A script constructs its `Accelerator` by itself, so that nobody can hand it a runtime. What builds a run looks it up once, with
+`current`; `use` puts another one there, in a process that is thrown away afterwards.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+from torch import nn
+
+from paceline.world import device as devices
+from paceline.world.world import World
+
+if TYPE_CHECKING:
+    from paceline.world.collectives import Collectives
+
+
+class Prepared(Protocol):
+    """What was prepared so far, as `Preparation` shows it."""
+
+    @property
+    def plan(self) -> Any:
+        """The plan of the models prepared last."""
+
+    @property
+    def models(self) -> Sequence[Any]:
+        """The prepared models."""
+
+
+class Window(Protocol):
+    """The micro-batches of a step, as `optim.accumulate.Accumulation` shows them."""
+
+    @property
+    def steps(self) -> int:
+        """Micro-batches in a step."""
+
+    @property
+    def batch(self) -> Any:
+        """What the loader says of the batch at hand; None without a prepared loader."""
+
+    @property
+    def declared(self) -> bool:
+        """Whether the loop says where its micro-batches are."""
+
+
+class Runtime:
+    """The surroundings of a real run.
+
+    Attributes:
+        keeps_files: whether checkpoints and trackers write, and whether a run looks for a checkpoint to go on from.
+        others_answer: whether the other ranks exist, and so answer what this one asks.
+        chooses_kernels: whether optimizers may get kernels by the device of their parameters. A rehearsal for accelerators
+            runs on the CPU, whose choice would not be theirs.
+    """
+
+    keeps_files = True
+    others_answer = True
+    chooses_kernels = True
+
+    def device(self, world: World, *, cpu: bool = False, index: int | None = None) -> torch.device:
+        """The device of this process; see `device.detect`."""
+        return devices.detect(world, cpu=cpu, index=index)
+
+    def collectives(
+        self, world: World, *, device: torch.device, debug: bool, timeout_s: float | None, hang_report_s: float
+    ) -> Collectives:
+        """The collective operations of all ranks."""
+        from paceline.world.collectives import Collectives  # it imports what looks up the runtime
+
+        return Collectives(world, device=device, debug=debug, timeout_s=timeout_s, hang_report_s=hang_report_s)
+
+    def memory(self, device: torch.device, local_size: int) -> int:
+        """Bytes that one rank may count on: its accelerator's, or its share of the host's."""
+        if device.type != "cpu":
+            return int(torch.accelerator.get_memory_info(device)[1])
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // local_size
+
+    # -- what happens in the run -----------------------------------------------------------------------------
+
+    def preparing(self, prepared: Prepared, models: Sequence[nn.Module]) -> None:
+        """Called with the models that were given to `prepare`, before anything is done to them."""
+
+    def prepared(self, prepared: Prepared) -> None:
+        """Called after models were prepared."""
+
+    def batches(self, steps: Iterator[Any]) -> Iterator[Any]:
+        """What a loader yields on its way to the loop."""
+        return steps
+
+    def foreign_config(self, library: str, config: Any) -> Any:
+        """Another library's config, as the script gave it, before it is read."""
+        return config
+
+    def micro_batch(self, inputs: object, samples: int) -> None:
+        """Called where an engine is fed.
+
+        Args:
+            inputs: one micro-batch of this rank.
+            samples: of one optimizer step over all ranks.
+        """
+
+    def stepped(self, optimizer: torch.optim.Optimizer, window: Window) -> None:
+        """Called after each step of a prepared optimizer, those that an overflow has skipped included."""
+
+
+_current = Runtime()
+
+
+def current() -> Runtime:
+    """The runtime of this process."""
+    return _current
+
+
+def use(runtime: Runtime) -> None:
+    """Puts a runtime in the place of the current one, before the run is built."""
+    global _current
+    _current = runtime

@@ -1,0 +1,68 @@
+"""What a rehearsal or a trial does otherwise it does as a `Runtime`: no name of ours is replaced from outside."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+
+def dotted_names(tree: ast.AST) -> Iterator[str]:
+    """Texts handed to calls that could be looked up as a name of ours, such as "paceline.states.States.load"."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call):
+            for argument in node.args:
+                if isinstance(argument, ast.Constant) and isinstance(argument.value, str):
+                    yield argument.value
+
+
+def names_something(text: str, src: Path) -> bool:
+    """Whether a text is the path of a name inside a module; two parts alone are a group of entry points or a logger."""
+    parts = text.split(".")
+    if parts[0] != "paceline" or len(parts) < 3 or not all(part.isidentifier() for part in parts):
+        return False
+    module = src
+    for part in parts:
+        if (module / f"{part}.py").is_file():
+            return parts.index(part) < len(parts) - 1
+        if not (module / part).is_dir():
+            return True
+        module /= part
+    return False
+
+
+def modules_of_ours(tree: ast.Module, src: Path) -> set[str]:
+    """Names in a file that stand for modules of ours."""
+    names: set[str] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "paceline":
+            package = src.joinpath(*(node.module or "").split("."))
+            for alias in node.names:
+                if (package / f"{alias.name}.py").is_file() or (package / alias.name).is_dir():
+                    names.add(alias.asname or alias.name)
+    return names
+
+
+def test_no_name_of_ours_is_replaced_as_a_text(root: Path) -> None:
+    src = root / "src"
+    patched: list[str] = []
+    for path in sorted(src.rglob("*.py")):
+        for text in dotted_names(ast.parse(path.read_text(encoding="utf-8"))):
+            if names_something(text, src):
+                patched.append(f"{path.relative_to(root)}: {text}")
+    assert not patched, f"let the run look up its `Runtime` (world/runtime.py) instead: {patched}"
+
+
+def test_no_module_of_ours_gets_another_function(root: Path) -> None:
+    src = root / "src"
+    assigned: list[str] = []
+    for path in sorted(src.rglob("*.py")):
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        ours = modules_of_ours(tree, src)
+        stores = [
+            node for node in ast.walk(tree) if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store)
+        ]
+        for node in stores:
+            if isinstance(node.value, ast.Name) and node.value.id in ours:
+                assigned.append(f"{path.relative_to(root)}:{node.lineno}")
+    assert not assigned, assigned
