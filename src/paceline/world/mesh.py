@@ -9,8 +9,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from paceline.torch_internals.device_mesh import concatenated, flattened
-from paceline.torch_internals.groups import timeout_of
 from paceline.torch_internals.dispatch import without_modes
+from paceline.torch_internals.groups import timeout_of
 from paceline.world.layout import AXES, DATA_AXES, GRADIENT_AXES, Layout
 from paceline.world.world import World
 
