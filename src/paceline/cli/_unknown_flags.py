@@ -26,7 +26,7 @@ def error_for(parser: argparse.ArgumentParser, words: Sequence[str], unknown: Se
     of_script: list[str] = []
     flags = [word for word in unknown if word.startswith("-")]
     for word in flags or unknown:
-        problem = _of_launch(parser, word) or _slip(parser, words, word) or _of_accelerate(parser, word)
+        problem = _of_launch(parser, word) or _slip(parser, words, word) or _of_dialect(parser, word)
         if problem is not None:
             problems.append(problem)
         elif flags and _takes_script(parser):
@@ -55,15 +55,15 @@ def _of_launch(parser: argparse.ArgumentParser, word: str) -> Problem | None:
     return Problem("command-line", what, fix="leave it out; it is for `paceline launch`")
 
 
-def _of_accelerate(parser: argparse.ArgumentParser, word: str) -> Problem | None:
-    """The refusal of a flag of accelerate's that asks for what is not there; only where settings are taken at all."""
-    from paceline.config.accelerate import judge
+def _of_dialect(parser: argparse.ArgumentParser, word: str) -> Problem | None:
+    """The refusal of another library's flag that asks for what is not there; only where settings are taken at all."""
+    from paceline.config.dialects import judged
     from paceline.config.given import Given
 
     if "--procs" not in parser._option_string_actions:
         return None
     flag, _, value = word.partition("=")
-    verdict = judge(Given(flag.lstrip("-").replace("-", "_"), value or "true", "command line", flag))
+    verdict = judged(Given(flag.lstrip("-").replace("-", "_"), value or "true", "command line", flag))
     return verdict if isinstance(verdict, Problem) else None
 
 

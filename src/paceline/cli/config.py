@@ -1,7 +1,7 @@
 """Asks a few questions and writes the answers as a config file.
 
 The file is YAML that `paceline launch` reads. Options answer a question beforehand; `--config` takes the answers from
-another file, accelerate's too, so that `paceline config --default --config old.yaml --output run.yaml` translates it.
+another file, another library's too, so that `paceline config --default --config old.yaml --output run.yaml` translates it.
 """
 
 from __future__ import annotations

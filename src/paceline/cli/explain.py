@@ -6,8 +6,8 @@ import argparse
 import json
 from dataclasses import asdict
 
-from paceline.cli._table import lined_up
 from paceline.config import schema
+from paceline.config.dialects import dialects
 from paceline.config.sources import Launch, resolve_launch
 
 
@@ -15,19 +15,19 @@ def configure(parser: argparse.ArgumentParser) -> None:
     """Takes the options of `launch`, and `--json`."""
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument("--changed", action="store_true", help="leave out what has its default")
-    parser.add_argument(
-        "--deepspeed", metavar="FILE", help="a DeepSpeed config: what it means, with --procs also its batch"
-    )
+    for dialect in dialects():
+        if dialect.explains:
+            parser.add_argument(f"--{dialect.name}", metavar="FILE", help=dialect.explains)
     schema.add_options(parser, unlisted=("module", "no_python", "dry_run"))
 
 
 def run(args: argparse.Namespace) -> int:
     """Prints what `paceline launch` with the same options would use."""
-    if args.deepspeed is not None:
-        from paceline.cli._deepspeed_plan import explain
-
-        print(explain(args.deepspeed, schema.given(args), as_json=args.json, changed=args.changed))
-        return 0
+    for dialect in dialects():
+        path = getattr(args, dialect.name) if dialect.explains else None
+        if path is not None:
+            print(dialect.explain(path, schema.given(args), as_json=args.json, changed=args.changed))
+            return 0
     told = resolve_launch(schema.given(args))
     if args.json:
         rows = {"settings": [asdict(row) for row in told.decisions], "unused": [asdict(row) for row in told.unused]}
@@ -47,4 +47,5 @@ def table(told: Launch, *, changed: bool = False) -> str:
     if len(rows) == 1:
         rows.append(("(none differs from its default)", "", "", ""))
     heading = f"file: {told.file or 'none'}\n"
-    return "\n".join([heading, *lined_up(rows), *(f"\nnotice: {text}" for text in told.notices)])
+    notices = [f"\nnotice: {text}" for text in told.notices]
+    return "\n".join([heading, *schema.lined_up(rows), *notices])

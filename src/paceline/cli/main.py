@@ -38,7 +38,7 @@ class Parser(argparse.ArgumentParser):
         """Parses the words after the command's name.
 
         Raises:
-            ConfigError: `command-line`, `accelerate-feature`, about all words that are not taken.
+            ConfigError: `command-line`, and those of config dialects, about all words that are not taken.
         """
         args, unknown = self.parse_known_args(words)
         if unknown:

@@ -84,12 +84,12 @@ def tune(
     device: str | None = None,
     local_rank: bool = False,
 ) -> tuple[Tuned, Candidate]:
-    """A tuning from its settings to its files; `paceline deepspeed --autotuning` comes here too.
+    """A tuning from its settings to its files; other commands that tune come here too.
 
     Args:
         told: settings of the launch.
         script, script_args: what is tuned.
-        values: attributes of `Tuning` that the command line said; a DeepSpeed config's `autotuning` block says the rest.
+        values: attributes of `Tuning` that the command line said; a config that the script brings says the rest.
         places: where each of them was said.
         device: name of what a rank runs on, where it is not to be looked at.
         local_rank: whether the script gets `--local_rank=N` before its arguments.

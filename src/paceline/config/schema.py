@@ -8,10 +8,10 @@ from typing import Any
 
 from paceline.base.env import Variable
 from paceline.config import launchers
-from paceline.config.accelerate import FLAGS, own_name
+from paceline.config.dialects import known_flags
 from paceline.config.given import Given
 from paceline.config.kinds import YES_NO
-from paceline.config.settings import Setting, settings_of
+from paceline.config.settings import Setting, own_name, settings_of
 
 _PLAIN_SWITCHES = {"module", "no_python", "dry_run"}  # a `--no-...` of these would say nothing
 
@@ -40,8 +40,8 @@ def add_options(
 ) -> None:
     """Adds an option for each setting of `classes` (of both where none is named).
 
-    Hyphens and underscores are both understood. The spellings of accelerate, torchrun and other launchers are taken too,
-    hidden from `--help`.
+    Hyphens and underscores are both understood. The spellings of torchrun and of other launchers are taken too, hidden
+    from `--help`.
 
     Args:
         parser: where to add them; `given` reads them back from what it returns.
@@ -57,10 +57,11 @@ def add_options(
         if each.group not in groups:
             groups[each.group] = parser.add_argument_group(each.group)
         _add_option(groups[each.group], each, listed=each.name not in unlisted)
-    for name, takes in FLAGS.items():
+    of_dialects = known_flags()
+    for name, takes in of_dialects.items():
         _add_hidden(parser, name, takes)
     for name, takes, short in launchers.flags():
-        if name not in FLAGS:
+        if name not in of_dialects:
             _add_hidden(parser, name, takes, short)
 
 
@@ -73,7 +74,7 @@ def _add_hidden(parser: argparse.ArgumentParser, name: str, takes: bool, short: 
 
 def _add_option(group: argparse._ArgumentGroup, each: Setting, *, listed: bool) -> None:
     shown = [*([each.short] if each.short else []), each.flag]
-    other = [flag for name in (each.name, *each.accelerate) for flag in _spellings(name) if flag not in shown]
+    other = [flag for name in (each.name, *each.aliases) for flag in _spellings(name) if flag not in shown]
     default = "not set" if each.default in (None, "", {}) else shown_value(each.default)
     text = f"{each.doc} [{default}]".replace("%", "%%") if listed else argparse.SUPPRESS
     options: dict[str, Any] = {"action": _Note, "name": each.name}
@@ -88,9 +89,9 @@ def _add_option(group: argparse._ArgumentGroup, each: Setting, *, listed: bool) 
 
 def launch_flags() -> frozenset[str]:
     """All long flags that `paceline launch` takes, other launchers' too."""
-    names = [*FLAGS, *(name for name, _, _ in launchers.flags())]
+    names = [*known_flags(), *(name for name, _, _ in launchers.flags())]
     for each in settings_of().values():
-        names += [each.flag.removeprefix("--"), each.name, *each.accelerate]
+        names += [each.flag.removeprefix("--"), each.name, *each.aliases]
     return frozenset(flag for name in names for flag in _spellings(name))
 
 
@@ -127,12 +128,22 @@ def _name(flag: str) -> str:
 
 def _takes_value(name: str) -> bool:
     """Whether a value follows a flag that is no setting of ours."""
-    return launchers.takes_value(name) if launchers.knows(name) else FLAGS[name]
+    return launchers.takes_value(name) if launchers.knows(name) else known_flags()[name]
 
 
 def shown_value(value: object) -> str:
     """A value as a person writes it: yes and no for switches."""
     return {True: "yes", False: "no"}[value] if isinstance(value, bool) else "" if value is None else str(value)
+
+
+def lined_up(rows: Sequence[tuple[str, str, str, str]]) -> list[str]:
+    """Lines of a table for the terminal: a name, a value, where it comes from, and what there is to say."""
+    widths = [max(len(row[column]) for row in rows) for column in range(3)]
+    lines = []
+    for *cells, remark in rows:
+        padded = [cell.ljust(width) for cell, width in zip(cells, widths, strict=True)]
+        lines.append("  ".join([*padded, remark]).rstrip())
+    return lines
 
 
 def json_schema(*classes: type) -> dict[str, Any]:
@@ -151,11 +162,11 @@ def json_schema(*classes: type) -> dict[str, Any]:
 
 
 def variables(*classes: type) -> tuple[Variable, ...]:
-    """The environment variables of the settings, for the reference page; accelerate's names after ours."""
+    """The environment variables of the settings, for the reference page; other libraries' names after ours."""
     return tuple(
         Variable(name, each.kind.parse, each.default, each.doc)
         for each in settings_of(*classes).values()
-        for name in (each.variable, *each.variables)
+        for name in (each.variable, *each.other_variables)
     )
 
 
@@ -168,7 +179,7 @@ def table(*classes: type) -> str:
             group = each.group
             lines += ["", f"### {group[0].upper()}{group[1:]}", ""]
             lines += ["| setting | default | values | what it does | also |", "|---|---|---|---|---|"]
-        also = [f"`--{name}`" for name in each.accelerate] + [f"`{name}`" for name in each.variables]
+        also = [f"`--{name}`" for name in each.aliases] + [f"`{name}`" for name in each.other_variables]
         cells = [f"`{each.name}`", f"`{shown_value(each.default)}`" if each.default not in (None, "", {}) else "not set",
                  each.kind.expected, each.doc, ", ".join([f"`{each.short}`"] * bool(each.short) + also)]  # fmt: skip
         lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")

@@ -18,10 +18,11 @@ from typing import Any, Generic, TypeVar
 
 from paceline.base import env as environment
 from paceline.base.errors import ConfigError, Problem, short_repr
-from paceline.config import accelerate, engines, launchers
+from paceline.config import launchers
 from paceline.config import options as strategy_options
+from paceline.config.dialects import Translation, dialects, judged, known_by_a_dialect, notice_of
 from paceline.config.given import SOURCES, Choice, Given, nearest
-from paceline.config.settings import LaunchSettings, RunSettings, settings_of
+from paceline.config.settings import TOTAL, LaunchSettings, RunSettings, own_name, settings_of
 
 T = TypeVar("T")
 HANDED = "PACELINE_SETTINGS"
@@ -50,7 +51,7 @@ class Launch:
     Attributes:
         launch, run: the merged values.
         decisions: one row for each setting of both.
-        unused: accelerate's names that were given and have no effect here, each with the reason.
+        unused: names of other libraries that were given and have no effect here, each with the reason.
         notices: what the user should know, each with what to do.
         file: the config file that was read; None where there is none.
     """
@@ -101,7 +102,7 @@ def resolve_run(
     given, unused = _translate(given, nodes_of(env), problems)
     values, decisions = _merge(RunSettings, given, problems)
     _raise(problems)
-    notices = (*engines.notices(unused), *_unknown_variables(env))
+    notices = (*_notices(unused), *_unknown_variables(env))
     return Resolved(RunSettings(**values), decisions, notices)
 
 
@@ -137,7 +138,7 @@ def _from_code(code: Mapping[str, Any], plan: Any, options: Any, problems: list[
     problems += [
         _unknown(each)
         for each in given
-        if each.name not in known and not each.name.startswith(single) and not engines.knows(each)
+        if each.name not in known and not each.name.startswith(single) and not known_by_a_dialect(each)
     ]
     return given
 
@@ -152,10 +153,14 @@ def _read_file(path: str, given: list[Given], problems: list[Problem]) -> None:
 
 def _translate(given: list[Given], nodes: int, problems: list[Problem]) -> tuple[list[Given], list[Choice]]:
     """Turns what only some libraries say into settings of ours, and blocks of options into single ones."""
-    found = engines.translate(given, nodes)
-    problems += found.problems
+    unused: list[Choice] = []
+    for dialect in dialects():
+        translation = dialect.translate(given, nodes)
+        given = translation.given
+        unused += translation.unused
+        problems += translation.problems
     single: list[Given] = []
-    for each in found.given:
+    for each in given:
         if each.name != strategy_options.NAME:
             single.append(each)
             continue
@@ -164,7 +169,7 @@ def _translate(given: list[Given], nodes: int, problems: list[Problem]) -> tuple
                 problems.append(option)
             else:
                 single.append(option)
-    return single, found.unused
+    return single, unused
 
 
 def nodes_of(env: Mapping[str, str]) -> int:
@@ -190,21 +195,28 @@ def resolve_launch(flags: Sequence[Given] = (), env: Mapping[str, str] | None = 
         search: read the default file where none is named.
 
     Raises:
-        ConfigError: `config-value`, `accelerate-feature`, `launcher-flag`, `procs-split`, and those of `files.read`; all
+        ConfigError: `config-value`, those of dialects, `launcher-flag`, `procs-split`, and those of `files.read`; all
             at once.
     """
     env = environment.snapshot() if env is None else env
     problems: list[Problem] = []
     unused: list[Choice] = []
     given: list[Given] = []
-    deepspeed = launchers.plugin_fields(flags)
-    if deepspeed:
-        _read_plugin(deepspeed, given, unused, problems)
-    for each in flags:
-        if accelerate.own_name(each.name) or engines.knows(each):
-            given.append(each)
-        elif all(each.where != field.where for field in deepspeed):
-            _sort(launchers.refusal(each) or accelerate.judge(each) or _unknown(each), unused, problems)
+    together = Translation()
+    for dialect in dialects():
+        together.add(dialect.from_flags(flags))
+    given += together.given
+    unused += together.unused
+    problems += together.problems
+    for flag in flags:
+        if own_name(flag.name) or known_by_a_dialect(flag):
+            given.append(flag)
+        elif flag.name not in together.consumed:
+            verdict = launchers.refusal(flag) or judged(flag) or _unknown(flag)
+            if isinstance(verdict, Problem):
+                problems.append(verdict)
+            else:
+                unused.append(verdict)
     given += _from_env(env, LaunchSettings, RunSettings)
     path = _file_for(given, env, search)
     if path is not None:
@@ -219,20 +231,9 @@ def resolve_launch(flags: Sequence[Given] = (), env: Mapping[str, str] | None = 
     run_values, run_decisions = _merge(RunSettings, given, problems)
     decisions = _per_node(values, decisions, problems)
     _raise(problems)
-    notices = (*filter(None, map(accelerate.notice, unused)), *engines.notices(idle), *_unknown_variables(env))
+    notices = (*filter(None, map(notice_of, unused)), *_notices(idle), *_unknown_variables(env))
     rows = decisions + run_decisions
     return Launch(LaunchSettings(**values), RunSettings(**run_values), rows, (*unused, *idle), notices, path)
-
-
-def _read_plugin(fields: Sequence[Given], given: list[Given], unused: list[Choice], problems: list[Problem]) -> None:
-    """accelerate's flags for DeepSpeed, read as the block of its files is."""
-    from paceline.config.deepspeed.plugin import said_by
-
-    asked = [each for each in fields if each.name != "use_deepspeed"]
-    said = said_by(asked, "command line", fields[0].where)
-    given += said.given
-    unused += said.unused
-    problems += said.problems
 
 
 def hand_over(decisions: Iterable[Choice]) -> str:
@@ -267,14 +268,16 @@ def _handed(text: str) -> list[Given]:
 
 
 def _from_env(env: Mapping[str, str], *classes: type) -> list[Given]:
-    """Variables that are set and not empty; ours last, so that it wins over accelerate's."""
-    foreign = engines.from_env(env) if RunSettings in classes else []
-    return foreign + [
-        Given(each.name, env[variable], "environment", variable)
-        for each in settings_of(*classes).values()
-        for variable in (*reversed(each.variables), each.variable)
-        if env.get(variable)
-    ]
+    """Variables that are set and not empty; ours last, so that it wins over those of other libraries."""
+    given: list[Given] = []
+    if RunSettings in classes:
+        for dialect in dialects():
+            given += dialect.from_env(env)
+    for setting in settings_of(*classes).values():
+        for variable in (*reversed(setting.other_variables), setting.variable):
+            if env.get(variable):
+                given.append(Given(setting.name, env[variable], "environment", variable))
+    return given
 
 
 def _merge(cls: type, given: Sequence[Given], problems: list[Problem]) -> tuple[dict[str, Any], tuple[Choice, ...]]:
@@ -283,7 +286,7 @@ def _merge(cls: type, given: Sequence[Given], problems: list[Problem]) -> tuple[
     merged = strategy_options.merge(given) if settings.pop(strategy_options.NAME, None) else None
     said: dict[str, list[Given]] = {}
     for each in given:
-        if (name := accelerate.own_name(each.name)) in settings:
+        if (name := own_name(each.name)) in settings:
             said.setdefault(name, []).append(each)
     values: dict[str, Any] = {}
     choices = []
@@ -297,10 +300,10 @@ def _merge(cls: type, given: Sequence[Given], problems: list[Problem]) -> tuple[
                 continue
             instead = f"instead of {choice.value} ({choice.where})" if choice.where else ""
             choice = Choice(name, value, each.source, each.where, instead)
-            if each.name == accelerate.TOTAL:
-                values[accelerate.TOTAL] = value
+            if each.name == TOTAL:
+                values[TOTAL] = value
             elif name == "procs":
-                values.pop(accelerate.TOTAL, None)
+                values.pop(TOTAL, None)
         values[name] = choice.value
         choices.append(choice)
     if merged is not None:
@@ -310,8 +313,8 @@ def _merge(cls: type, given: Sequence[Given], problems: list[Problem]) -> tuple[
 
 
 def _per_node(values: dict[str, Any], decisions: tuple[Choice, ...], problems: list[Problem]) -> tuple[Choice, ...]:
-    """Turns accelerate's number of all processes into ours, the number on each node."""
-    total, nodes = values.pop(accelerate.TOTAL, None), values["nodes"]
+    """Turns a number of processes over all nodes into ours, the number on each node."""
+    total, nodes = values.pop(TOTAL, None), values["nodes"]
     if not isinstance(total, int) or nodes == 1:
         return decisions
     procs, rest = divmod(total, nodes)
@@ -335,7 +338,7 @@ def _file_for(given: Sequence[Given], env: Mapping[str, str], search: bool) -> s
     """The config file that was named, by the strongest source; else the default one where it exists."""
 
     def strongest(name: str) -> str | None:
-        found = [each for each in given if accelerate.own_name(each.name) == name]
+        found = [each for each in given if own_name(each.name) == name]
         return str(max(reversed(found), key=lambda one: SOURCES.index(one.source)).value) if found else None
 
     named = strongest("config")
@@ -375,11 +378,9 @@ def _bad_value(given: Given, expected: str, default: object) -> Problem:
     )
 
 
-def _sort(verdict: Choice | Problem, unused: list[Choice], problems: list[Problem]) -> None:
-    if isinstance(verdict, Problem):
-        problems.append(verdict)
-    else:
-        unused.append(verdict)
+def _notices(unused: Sequence[Choice]) -> list[str]:
+    """What dialects say of values that their `translate` found to be without effect."""
+    return [notice for dialect in dialects() for notice in dialect.notices(unused)]
 
 
 def _raise(problems: Sequence[Problem]) -> None:

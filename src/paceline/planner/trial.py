@@ -23,11 +23,11 @@ import torch
 import torch.distributed as dist
 
 from paceline.base import env as environment
-from paceline.config.deepspeed.text import entries_of, plain
 from paceline.launch.launcher import Target
 from paceline.launch.worker import become, leave
 from paceline.optim.batch_size import is_out_of_memory
 from paceline.planner.rehearsal import without_files, wrap_at
+from paceline.planner.script_config import script_configs
 from paceline.world.tree import first_rows
 
 Change = Callable[[Mapping[str, Any]], Mapping[str, Any]]
@@ -40,7 +40,7 @@ class Notes:
         change: what becomes of a DeepSpeed config before it is used.
 
     Attributes:
-        seen: "deepspeed" (the config as the script gave it), "rows" (samples of one micro-batch on
+        seen: "config" (the engine's config as the script gave it), "rows" (samples of one micro-batch on
             this rank), "batch" (samples of one step over all ranks), "windows" (whether the loop says where a step's
             micro-batches are), "modules" (what the script imported from libraries).
     """
@@ -121,23 +121,17 @@ class Notes:
 
     def _configs(self) -> None:
         """Every place of ours that reads a DeepSpeed config reads a changed one."""
-        reading = importlib.import_module("paceline.config.deepspeed")
+        reading = importlib.import_module("paceline.compat.deepspeed.config")
         read = reading.read
 
         def changed(config: Any, *args: Any, **kwargs: Any) -> Any:
-            content = contents(config)
-            self.seen["deepspeed"] = content
+            content = script_configs().contents(config)
+            self.seen["config"] = content
             return read(self.change(content), *args, **kwargs)
 
         for name, module in list(sys.modules.items()):
-            if name.startswith(("paceline.compat.", "paceline.config.")) and getattr(module, "read", None) is read:
+            if name.startswith("paceline.compat.") and getattr(module, "read", None) is read:
                 module.read = changed  # type: ignore[attr-defined]
-
-
-def contents(config: Any) -> dict[str, Any]:
-    """A DeepSpeed config as a dict, however it was given."""
-    _, block = entries_of(config, "deepspeed.initialize(config={})")
-    return plain(block)  # type: ignore[no-any-return]
 
 
 class Trial(Notes):

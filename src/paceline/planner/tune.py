@@ -33,10 +33,10 @@ from paceline.config.sources import HANDED, hand_over
 from paceline.launch.launcher import LAUNCHERS, Job, Outcome, Target
 from paceline.launch.report import problem_of
 from paceline.launch.worker import become
-from paceline.planner import deepspeed_config
 from paceline.planner.device import Device
 from paceline.planner.outlook import Outlook
 from paceline.planner.rehearsal import Rehearsal, Troupe, in_child, rehearse
+from paceline.planner.script_config import script_configs
 from paceline.planner.search import Candidate, Forecast, Measured, Progress, Space, Tuning, sort_out
 from paceline.planner.trial import Trial, noting
 from paceline.planner.tune_space import rows_of, settings_of, space_of
@@ -157,10 +157,10 @@ class Tuner:
     def _look(self) -> Tuned:
         """Rehearses the script, and makes the candidates and their forecasts."""
         seen, notes = self._rehearse(None)
-        content, config = notes.get("deepspeed"), None
+        content, config = notes.get("config"), None
         if content is not None:
-            config = deepspeed_config.told(content)
-            self.task = replace(self.task, tuning=deepspeed_config.tuning_of(config, self.task.said))
+            config = script_configs().read(content)
+            self.task = replace(self.task, tuning=config.tuning(self.task.said))
         _load(notes.get("modules", ()))
         layout = seen.plan.layout
         width = layout.size("replicate", "shard")
@@ -259,7 +259,7 @@ class Tuner:
         for each in out.glob("rank*"):
             each.unlink()
         if tuned.content is not None:
-            content = deepspeed_config.with_candidate(tuned.content, candidate, task.tuning.arguments)
+            content = script_configs().with_candidate(tuned.content, candidate, task.tuning.arguments)
             (out / "ds_config.json").write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
         killed, began = _killed_by_system(), time.monotonic()
         launcher = LAUNCHERS.get("local")
@@ -356,8 +356,8 @@ def _changed(
     content: Mapping[str, Any], candidate: Candidate | None, arguments: Mapping[str, str]
 ) -> Mapping[str, Any]:
     if candidate is None:
-        return deepspeed_config.plain(content)
-    return deepspeed_config.quiet_candidate(content, candidate, arguments)
+        return script_configs().plain(content)
+    return script_configs().quiet_candidate(content, candidate, arguments)
 
 
 def _handed(

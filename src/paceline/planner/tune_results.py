@@ -21,8 +21,8 @@ from typing import Any
 
 from paceline.base.errors import ConfigError
 from paceline.observe.charts import line_chart
-from paceline.planner import deepspeed_config
 from paceline.planner.estimate import gib
+from paceline.planner.script_config import script_configs
 from paceline.planner.search import Candidate, Measured
 from paceline.planner.tune import Task, Tuned, verdict
 from paceline.planner.tune_space import settings_of
@@ -238,20 +238,13 @@ def best_yaml(tuned: Tuned, best: Candidate) -> str:
 
 
 def best_config(tuned: Tuned, best: Candidate) -> dict[str, Any]:
-    """The best as a DeepSpeed config."""
+    """The best as the config of an engine."""
     if tuned.content is not None:
-        return deepspeed_config.with_candidate(tuned.content, best, tuned.task.tuning.arguments)
+        return script_configs().with_candidate(tuned.content, best, tuned.task.tuning.arguments)
     seen = tuned.progress.results[best]
-    found: dict[str, Any] = {}
     micro = best.micro or (seen.batch // best.accumulate // tuned.width if seen.batch else None)
-    if micro:
-        found[deepspeed_config.MICRO] = micro
-    found[deepspeed_config.ACCUMULATE] = best.accumulate
-    found["zero_optimization"] = {"stage": best.zero}
     precision = next((str(each.value) for each in tuned.task.decisions if each.field == "mixed_precision"), "no")
-    if precision in ("fp16", "bf16"):
-        found[precision] = {"enabled": True}
-    return found
+    return script_configs().of_candidate(best, micro, precision)
 
 
 def picture(tuned: Tuned) -> str:

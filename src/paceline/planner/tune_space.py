@@ -5,17 +5,16 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from paceline.config.deepspeed import DeepSpeedConfig
 from paceline.config.given import Choice
-from paceline.planner import deepspeed_config
 from paceline.planner.rehearsal import Rehearsal
+from paceline.planner.script_config import ScriptConfig
 from paceline.planner.search import Candidate, Space, Tuning, batches
 
 
 def space_of(
     seen: Rehearsal,
     notes: Mapping[str, Any],
-    config: DeepSpeedConfig | None,
+    config: ScriptConfig | None,
     tuning: Tuning,
     decisions: Sequence[Choice],
     width: int,
@@ -25,7 +24,7 @@ def space_of(
     Args:
         seen: a rehearsal of the script as it is.
         notes: what was noted in it.
-        config: the script's DeepSpeed config, if it has one.
+        config: the config that the script hands to its engine, if it has one.
         tuning: how to search.
         decisions: what the command line and files say.
         width: ranks that read different samples.
@@ -58,13 +57,13 @@ def settings_of(candidate: Candidate, space: Space, width: int) -> dict[str, Any
 
 
 def _stages(
-    seen: Rehearsal, config: DeepSpeedConfig | None, given: Mapping[str, Any], width: int, closed: list[Choice]
+    seen: Rehearsal, config: ScriptConfig | None, given: Mapping[str, Any], width: int, closed: list[Choice]
 ) -> tuple[int, ...]:
     said = next((given[name] for name in ("zero", "shard", "replicate") if name in given), None)
     if config is None and said is not None:
         closed.append(Choice("zero", seen.plan.zero or 0, said.source, said.where, "it was given"))
         return (seen.plan.zero or 0,)
-    stages = (0, 1, 2, 3) if config is None else deepspeed_config.stages(config)
+    stages = (0, 1, 2, 3) if config is None else config.stages()
     if width > 1 or len(stages) == 1:
         return stages
     closed.append(Choice("zero", 0, reason="one rank has nobody to divide with"))
@@ -72,7 +71,7 @@ def _stages(
 
 
 def _recompute(
-    seen: Rehearsal, config: DeepSpeedConfig | None, given: Mapping[str, Any], closed: list[Choice]
+    seen: Rehearsal, config: ScriptConfig | None, given: Mapping[str, Any], closed: list[Choice]
 ) -> tuple[str, ...]:
     said = given.get("recompute")
     if said is not None:
@@ -90,7 +89,7 @@ def _recompute(
 def _micro(
     seen: Rehearsal,
     notes: Mapping[str, Any],
-    config: DeepSpeedConfig | None,
+    config: ScriptConfig | None,
     tuning: Tuning,
     given: Mapping[str, Any],
     width: int,
@@ -108,7 +107,7 @@ def _micro(
         why = "accumulation could not follow: the loop has no `accelerator.accumulate(model)`"
     found: list[tuple[int, int]] = []
     if not why:
-        total = int(rows or 1) * accumulate * width if config is None else deepspeed_config.fixed_batch(config)
+        total = int(rows or 1) * accumulate * width if config is None else config.fixed_batch()
         found = batches(tuning, width, int(rows or 1), accumulate, total)
         why = "" if found else "none is within the bounds"
     if why:
@@ -116,10 +115,10 @@ def _micro(
     return tuple(found) or ((None, accumulate),)
 
 
-def _options(stage: int, config: DeepSpeedConfig | None) -> tuple[tuple[tuple[str, Any], ...], ...]:
+def _options(stage: int, config: ScriptConfig | None) -> tuple[tuple[tuple[str, Any], ...], ...]:
     """Sets of options that are worth a trial."""
     if config is not None:
-        return deepspeed_config.options(stage)
+        return config.options(stage)
     if stage == 3:
         return ((("shard.reshard", False),),)
     name = "replicate" if stage == 0 else "zero"

@@ -13,7 +13,7 @@ import re
 from functools import cache
 from pathlib import Path
 
-from paceline.compat.served import listed
+from paceline.compat.names import listed
 
 VERSION = "1.15.0"
 

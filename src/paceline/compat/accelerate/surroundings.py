@@ -17,9 +17,12 @@ import torch
 import yaml
 
 from paceline.base import env
+from paceline.base.errors import ConfigError
 from paceline.checkpoint.files import load_object, save_object
+from paceline.compat.accelerate.dialect import DIALECT
 from paceline.compat.accelerate.state import PartialState
 from paceline.config import places
+from paceline.config.settings import settings_of
 
 _COMPARE = {
     ">": operator.gt,
@@ -29,7 +32,7 @@ _COMPARE = {
     "<=": operator.le,
     "<": operator.lt,
 }
-default_config_file = str(places.accelerate_default(env.snapshot()))
+default_config_file = str(DIALECT.default_file(env.snapshot()))
 
 
 # -- environment ---------------------------------------------------------------------------------------------
@@ -154,8 +157,21 @@ def load(f: Any, map_location: Any = None, **kwargs: Any) -> Any:
 
 
 def write_basic_config(mixed_precision: str = "no", save_location: str = default_config_file) -> Path | bool:
-    """Writes accelerate's config file for this machine; False where there is one already."""
-    path = Path(save_location)
+    """Writes accelerate's config file for this machine; False where there is one already.
+
+    Raises:
+        ConfigError: `config-value` for an unknown precision, `config-write` where the file cannot be written.
+    """
+    try:
+        precision = settings_of()["mixed_precision"].kind.read(mixed_precision)
+    except ValueError as error:
+        raise ConfigError(
+            "config-value",
+            f"mixed_precision cannot be {mixed_precision!r}.",
+            f"it comes from write_basic_config(mixed_precision=...); expected: {error}",
+            'say mixed_precision="no"',
+        ) from None
+    path = Path(save_location).expanduser()
     if path.exists():
         print(f"There is a configuration at {path} already: it is left as it is.")
         return False
@@ -168,7 +184,7 @@ def write_basic_config(mixed_precision: str = "no", save_location: str = default
         "enable_cpu_affinity": False,
         "machine_rank": 0,
         "main_training_function": "main",
-        "mixed_precision": mixed_precision.lower(),
+        "mixed_precision": precision,
         "num_machines": 1,
         "num_processes": max(1, count),
         "rdzv_backend": "static",

@@ -13,12 +13,12 @@ from paceline.accelerator import Accelerator
 from paceline.base.log import warn_once
 from paceline.compat.deepspeed import checkpointing, optimizers, schedules
 from paceline.compat.deepspeed.arguments import checked
+from paceline.compat.deepspeed.config import DeepSpeedConfig
 from paceline.compat.deepspeed.engine import DeepSpeedEngine
 from paceline.compat.deepspeed.loader import loader_of
 from paceline.compat.deepspeed.loss_scale import scaler_options
 from paceline.compat.deepspeed.processes import init_distributed
 from paceline.compat.deepspeed.profiling import told_here
-from paceline.config.deepspeed import DeepSpeedConfig
 from paceline.config.given import Given
 from paceline.world.world import World
 

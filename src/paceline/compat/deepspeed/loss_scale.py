@@ -10,7 +10,7 @@ def scaler_options(config: Mapping[str, Any] | Any) -> dict[str, Any]:
     """Keywords for `Accelerator(scaler=...)`.
 
     Args:
-        config: values by dotted name, as `config.deepspeed.read` gives them.
+        config: values by dotted name, as `compat.deepspeed.config.read` gives them.
 
     A step whose loss is not finite is skipped like any other overflow, as scripts written for DeepSpeed expect.
     """

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.base.errors import Problem, TrackerError
-from paceline.config.deepspeed import DeepSpeedConfig
+from paceline.compat.deepspeed.config import DeepSpeedConfig
 from paceline.observe.trackers.group import Trackers
 from paceline.observe.trackers.tensorboard import TensorBoardTracker
 

@@ -16,8 +16,8 @@ import torch
 from torch.optim import Optimizer
 
 from paceline.base.errors import ConfigError
-from paceline.config.deepspeed import DeepSpeedConfig
-from paceline.config.deepspeed.parts import CLOSURE
+from paceline.compat.deepspeed.config import DeepSpeedConfig
+from paceline.compat.deepspeed.config.parts import CLOSURE
 from paceline.optim.lamb import Lamb
 from paceline.optim.lion import Lion
 

@@ -20,13 +20,13 @@ from pathlib import Path
 from typing import Any
 
 from paceline.base.errors import ConfigError
-from paceline.config.deepspeed.batch import MICRO, STEPS, TRAIN, closed
-from paceline.config.deepspeed.batch import Batch as Batch
-from paceline.config.deepspeed.keys import by_name
-from paceline.config.deepspeed.meaning import Meaning, meaning_of
-from paceline.config.deepspeed.row import NOTHING
-from paceline.config.deepspeed.text import Block, entries_of
-from paceline.config.deepspeed.values import values_of
+from paceline.compat.deepspeed.config.batch import MICRO, STEPS, TRAIN, closed
+from paceline.compat.deepspeed.config.batch import Batch as Batch
+from paceline.compat.deepspeed.config.keys import by_name
+from paceline.compat.deepspeed.config.meaning import Meaning, meaning_of
+from paceline.compat.deepspeed.config.row import NOTHING
+from paceline.compat.deepspeed.config.text import Block, entries_of
+from paceline.compat.deepspeed.config.values import values_of
 from paceline.config.given import Choice, Given
 
 

@@ -9,28 +9,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
-from paceline.base.env import parse_bool
 from paceline.base.errors import Problem, short_repr
-from paceline.config.engine_fields import FIELDS, NODES, ROWS, VALUE, Case, Field
+from paceline.compat.accelerate.engine_fields import FIELDS, ROWS, Field
+from paceline.compat.cases import NODES, VALUE, Case, fits, word
+from paceline.config.dialects import Translation
 from paceline.config.given import SOURCES, Choice, Given
-
-
-@dataclass
-class Translation:
-    """What became of a list of values.
-
-    Attributes:
-        given: in our words.
-        unused: those without effect, each with the reason.
-        problems: those that ask for what is not there.
-    """
-
-    given: list[Given] = field(default_factory=list)
-    unused: list[Choice] = field(default_factory=list)
-    problems: list[Problem] = field(default_factory=list)
 
 
 def field_of(given: Given) -> Field | None:
@@ -39,11 +24,6 @@ def field_of(given: Given) -> Field | None:
     if name == "distributed_type" and word(given.value) == "fsdp":
         name = "use_fsdp"
     return FIELDS.get(name)
-
-
-def knows(given: Given) -> bool:
-    """Whether a value belongs to an engine that is understood."""
-    return field_of(given) is not None
 
 
 def from_env(env: Mapping[str, str]) -> list[Given]:
@@ -119,24 +99,6 @@ def notices(unused: Sequence[Choice]) -> tuple[str, ...]:
         return ()
     rows = "; ".join(f"{row.field} ({row.where}): {row.reason.removeprefix('no effect here: ')}" for row in told)
     return (f"no effect here: {rows}.",)
-
-
-def fits(case: Case, value: Any) -> bool:
-    """Whether a case is about a value."""
-    if case.value == "*":
-        return True
-    words = [each.lower() for each in case.value.split("|")]
-    if word(value) in words:
-        return True
-    try:
-        return ("true" if parse_bool(word(value)) else "false") in words
-    except ValueError:
-        return False
-
-
-def word(value: Any) -> str:
-    """A value as one small word, for comparison."""
-    return str(value).strip().lower()
 
 
 def _value(ours: Any, theirs: Any, nodes: int) -> Any:

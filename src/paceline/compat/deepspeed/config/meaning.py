@@ -7,11 +7,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from paceline.base.errors import Problem
-from paceline.config.deepspeed.keys import rows
-from paceline.config.deepspeed.row import Derived, Key, Staged
-from paceline.config.deepspeed.values import Said
-from paceline.config.engine_fields import VALUE, Case
-from paceline.config.engines import fits, word
+from paceline.compat.cases import VALUE, Case, fits, word
+from paceline.compat.deepspeed.config.keys import rows
+from paceline.compat.deepspeed.config.row import Derived, Key, Staged
+from paceline.compat.deepspeed.config.values import Said
 from paceline.config.given import Choice, Given
 
 _ZERO = "zero_optimization"

@@ -6,14 +6,19 @@ deepspeed_config_file: ds.json (hf_ds_config=...)  -> that config; the other fie
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from types import MappingProxyType
+from typing import TYPE_CHECKING
 
 from paceline.base.errors import Problem, short_repr
-from paceline.config.deepspeed import DeepSpeedConfig, read_block
-from paceline.config.deepspeed.text import Block, Entry, entries_of
+from paceline.config.dialects import Translation
 from paceline.config.given import Choice, Given, nearest
+
+# The table of DeepSpeed's keys is long, and few who start a run with accelerate's words ask for DeepSpeed.
+if TYPE_CHECKING:
+    from paceline.compat.deepspeed.config import DeepSpeedConfig
+    from paceline.compat.deepspeed.config.text import Block
 
 _ZERO = "zero_optimization"
 FIELDS: Mapping[str, str] = MappingProxyType({
@@ -46,23 +51,56 @@ _ENGINES = {
     "scheduler": "the script's own scheduler is prepared",
 }
 
+# Its flags for `accelerate launch`, and whether a value follows.
+FLAGS: Mapping[str, bool] = MappingProxyType({
+    "use_deepspeed": False,
+    "zero_stage": True,
+    "offload_optimizer_device": True,
+    "offload_param_device": True,
+    "offload_optimizer_nvme_path": True,
+    "offload_param_nvme_path": True,
+    "zero3_init_flag": True,
+    "zero3_save_16bit_model": True,
+    "deepspeed_config_file": True,
+    "deepspeed_multinode_launcher": True,
+    "deepspeed_moe_layer_cls_names": True,
+})  # fmt: skip
 
-@dataclass
-class Said:
-    """What accelerate's words come to.
 
-    Attributes:
-        given: in our words.
-        unused: those without effect, each with the reason.
-        problems: names that there are not.
+def from_flags(flags: Sequence[Given]) -> Translation:
+    """Reads the flags, where one of them asks for DeepSpeed.
+
+    Raises:
+        ConfigError: as `deepspeed.read`.
     """
+    # The others count only together with one of these: alone they must not divide a model.
+    asks = {"use_deepspeed", "zero_stage", "deepspeed_config_file"}
+    if not any(flag.name in asks for flag in flags):
+        return Translation()
+    own = [flag for flag in flags if flag.name in FLAGS or flag.name == "gradient_clipping"]
+    fields = [replace(flag, value=_as_in_file(str(flag.value))) for flag in own if flag.name != "use_deepspeed"]
+    translation = said_by(fields, "command line", own[0].where)
+    translation.consumed = {flag.name for flag in own}
+    return translation
 
-    given: list[Given] = field(default_factory=list)
-    unused: list[Choice] = field(default_factory=list)
-    problems: list[Problem] = field(default_factory=list)
+
+def from_file(keys: Mapping[str, Given]) -> Translation:
+    """Reads the block `deepspeed_config:` of a file, where `distributed_type` asks for it.
+
+    Raises:
+        ConfigError: as `deepspeed.read`.
+    """
+    asked = keys.get("distributed_type")
+    if asked is None or str(asked.value).upper() != "DEEPSPEED":
+        return Translation()
+    block = keys.get("deepspeed_config")
+    fields = block.value if block is not None and isinstance(block.value, list) else []
+    translation = said_by(fields, "file", asked.where)
+    translation.consumed = {"deepspeed_config"}
+    return translation
 
 
-def said_by(fields: Iterable[Given], source: str, place: str) -> Said:
+def said_by(fields: Iterable[Given], source: str, place: str) -> Translation:
     """Reads fields of the plugin or of the block.
 
     Args:
@@ -73,7 +111,7 @@ def said_by(fields: Iterable[Given], source: str, place: str) -> Said:
     Raises:
         ConfigError: as `deepspeed.read`.
     """
-    found, config, said = Said(), None, dict[str, Given]()
+    found, config, said = Translation(), None, dict[str, Given]()
     for each in fields:
         if each.value is None:
             continue
@@ -103,6 +141,9 @@ def said_by(fields: Iterable[Given], source: str, place: str) -> Said:
 
 
 def _config(config: Given | None, said: Mapping[str, Given]) -> DeepSpeedConfig:
+    from paceline.compat.deepspeed.config import read_block
+    from paceline.compat.deepspeed.config.text import Block, entries_of
+
     hints = {FIELDS[name]: each.value for name, each in said.items()}
     if config is not None:
         source, block = entries_of(config.value, "DeepSpeedPlugin(hf_ds_config={})")
@@ -114,6 +155,8 @@ def _config(config: Given | None, said: Mapping[str, Given]) -> DeepSpeedConfig:
 
 
 def _add(block: Block, path: list[str], given: Given) -> None:
+    from paceline.compat.deepspeed.config.text import Block, Entry
+
     name, *rest = path
     if not rest:
         block.append(Entry(name, given.value, given.where))
@@ -123,3 +166,9 @@ def _add(block: Block, path: list[str], given: Given) -> None:
         inside = Block()
         block.append(Entry(name, inside, given.where))
     _add(inside, rest, given)
+
+
+def _as_in_file(text: str) -> object:
+    if text.isdigit():
+        return int(text)
+    return {"true": True, "false": False}.get(text.lower(), text)

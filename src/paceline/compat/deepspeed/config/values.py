@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from paceline.base.errors import Problem, short_repr
-from paceline.config.deepspeed.keys import blocks, by_name, rows
-from paceline.config.deepspeed.parts import PARTS, Param, Part, part
-from paceline.config.deepspeed.row import Key
-from paceline.config.deepspeed.text import Block, Entry, plain
+from paceline.compat.deepspeed.config.keys import blocks, by_name, rows
+from paceline.compat.deepspeed.config.parts import PARTS, Param, Part, part
+from paceline.compat.deepspeed.config.row import Key
+from paceline.compat.deepspeed.config.text import Block, Entry, plain
 from paceline.config.given import nearest
 
 _OLD_BLOCKS = {"bfloat16": "bf16"}

@@ -8,10 +8,9 @@ from dataclasses import asdict
 from typing import Any
 
 from paceline.base import env as environment
-from paceline.cli._table import lined_up
+from paceline.compat.deepspeed.config import Batch, DeepSpeedConfig, read
+from paceline.compat.deepspeed.config.batch import MICRO, STEPS, TRAIN
 from paceline.config import schema
-from paceline.config.deepspeed import Batch, DeepSpeedConfig, read
-from paceline.config.deepspeed.batch import MICRO, STEPS, TRAIN
 from paceline.config.given import Choice, Given
 from paceline.config.sources import Launch, Resolved, resolve_launch, resolve_run
 
@@ -73,21 +72,19 @@ def _text(
 ) -> list[str]:
     shown = [row for row in told.decisions if row.source != "default" or not changed]
     rows = [("setting", "value", "from", ""), *map(_row, shown)]
-    lines = [f"file: {config.source}", "", *lined_up(rows), "", _triangle(config, procs, batch)]
+    lines = [f"file: {config.source}", "", *schema.lined_up(rows), "", _triangle(config, procs, batch)]
     for heading, choices in (("read by the engine", config.kept), ("no effect here", config.unused)):
         if choices:
-            lines += ["", *lined_up([(heading, "value", "from", ""), *map(_row, choices)])]
+            lines += ["", *schema.lined_up([(heading, "value", "from", ""), *map(_row, choices)])]
     return [*lines, *(f"\nnotice: {text}" for text in told.notices)]
 
 
 def _row(each: Choice) -> tuple[str, str, str, str]:
-    origin = (
-        each.where
-        if each.source in ("code", "file")
-        else f"{each.source} ({each.where})"
-        if each.where
-        else each.source
-    )
+    origin = each.source
+    if each.source in ("code", "file"):
+        origin = each.where
+    elif each.where:
+        origin = f"{each.source} ({each.where})"
     value = each.value if isinstance(each.value, str) else schema.shown_value(each.value)
     return each.field, value or "-", origin, each.reason.removeprefix("no effect here: ")
 
