@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 
 NAMED = re.compile(r"deepspeed|accelerate(?![rd])", re.IGNORECASE)  # not `accelerator`, not `accelerated`
@@ -60,6 +61,28 @@ TO_MOVE = {
 }
 
 
+# Private attributes of the core that `compat` still uses. An entry may be removed; none is added.
+PRIVATE = {
+    "_agree",
+    "_alive",
+    "_custom_objects",
+    "_feed",
+    "_folder",
+    "_hooks",
+    "_opened",
+    "_optimizers",
+    "_prepared",
+    "_schedulers",
+    "_states",
+    "_steps",
+    "_whole_of",
+    "_wrapped",
+}
+
+# Names of torch's own modules, which some class of ours has too.
+OF_TORCH = {"_buffers", "_modules", "_parameters"}
+
+
 def lines_with_a_name(modules) -> dict[str, list[tuple[int, str]]]:
     """Path -> the lines outside `compat/` that name a library."""
     found: dict[str, list[tuple[int, str]]] = {}
@@ -87,3 +110,32 @@ def test_the_lists_only_shrink(modules) -> None:
     for path, texts in TEXTS.items():
         stale += [f"{path}: {text}" for text in texts if not any(text in line for _, line in named.get(path, []))]
     assert not stale, "remove these entries:\n" + "\n".join(stale)
+
+
+def private_names(tree: ast.AST) -> set[str]:
+    """Private attributes and methods that the classes of a module define."""
+    names = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef):
+            names.add(node.name)
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+            names.add(node.attr)
+    return {name for name in names if name.startswith("_") and not name.startswith("__")}
+
+
+def test_doors_use_public_names_of_the_core(modules) -> None:
+    of_core: set[str] = set()
+    for module in modules.values():
+        if module.room != "compat":
+            of_core |= private_names(module.tree)
+    wrong = []
+    for module in modules.values():
+        if module.room != "compat":
+            continue
+        for node in ast.walk(module.tree):
+            if isinstance(node, ast.Attribute) and node.attr in of_core - PRIVATE - OF_TORCH:
+                owner = ast.unparse(node.value)
+                # A module reaches into its own classes.
+                if owner not in ("self", "cls", "super()") and node.attr not in private_names(module.tree):
+                    wrong.append(f"{module.where}:{node.lineno} {owner}.{node.attr}")
+    assert not wrong, "give it a public name:\n" + "\n".join(wrong)

@@ -28,24 +28,29 @@ def run(args: argparse.Namespace) -> int:
         if path is not None:
             print(dialect.explain(path, schema.given(args), as_json=args.json, changed=args.changed))
             return 0
-    told = resolve_launch(schema.given(args))
+    resolved = resolve_launch(schema.given(args))
     if args.json:
-        rows = {"settings": [asdict(row) for row in told.decisions], "unused": [asdict(row) for row in told.unused]}
-        print(json.dumps({"file": told.file, **rows, "notices": told.notices}, indent=2))
+        report = {
+            "file": resolved.file,
+            "settings": [asdict(row) for row in resolved.decisions],
+            "unused": [asdict(row) for row in resolved.unused],
+            "notices": resolved.notices,
+        }
+        print(json.dumps(report, indent=2))
     else:
-        print(table(told, changed=args.changed))
+        print(table(resolved, changed=args.changed))
     return 0
 
 
-def table(told: Launch, *, changed: bool = False) -> str:
+def table(resolved: Launch, *, changed: bool = False) -> str:
     """The settings as lined-up text."""
     rows = [("setting", "value", "from", "")]
-    for each in (*told.decisions, *told.unused):
-        if each.source != "default" or not changed:
-            origin = f"{each.source} ({each.where})" if each.where else each.source
-            rows.append((each.field, schema.shown_value(each.value) or "-", origin, each.reason))
+    for choice in (*resolved.decisions, *resolved.unused):
+        if choice.source != "default" or not changed:
+            origin = f"{choice.source} ({choice.where})" if choice.where else choice.source
+            rows.append((choice.field, schema.shown_value(choice.value) or "-", origin, choice.reason))
     if len(rows) == 1:
         rows.append(("(none differs from its default)", "", "", ""))
-    heading = f"file: {told.file or 'none'}\n"
-    notices = [f"\nnotice: {text}" for text in told.notices]
+    heading = f"file: {resolved.file or 'none'}\n"
+    notices = [f"\nnotice: {text}" for text in resolved.notices]
     return "\n".join([heading, *schema.lined_up(rows), *notices])

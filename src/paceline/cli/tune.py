@@ -76,7 +76,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def tune(
-    told: Launch,
+    resolved: Launch,
     script: str,
     script_args: Sequence[str],
     values: Mapping[str, Any] | None = None,
@@ -87,7 +87,7 @@ def tune(
     """A tuning from its settings to its files; other commands that tune come here too.
 
     Args:
-        told: settings of the launch.
+        resolved: settings of the launch.
         script, script_args: what is tuned.
         values: attributes of `Tuning` that the command line said; a config that the script brings says the rest.
         places: where each of them was said.
@@ -109,19 +109,21 @@ def tune(
     tuning = replace(Tuning(last_step=7), **said)
     tuning.check(places or {})
     # Accelerators are looked at by processes of their own: one that has touched them cannot be forked any more.
-    job, notices = _result(*in_child(lambda: job_of(told, script, script_args, environment.snapshot())))
+    job, notices = _result(*in_child(lambda: job_of(resolved, script, script_args, environment.snapshot())))
     _refuse(job)
     job = replace(job, target=replace(job.target, local_rank=local_rank))
-    for notice in (*told.notices, *notices):
+    for notice in (*resolved.notices, *notices):
         _say(notice)
-    here = (
-        _result(*in_child(lambda: of_this_host(job.procs, cpu=told.run.cpu))) if device is None else device_of(device)
-    )
-    decisions = tuple(each for each in told.decisions if each.source in ("command line", "file"))
-    results, bar = tune_results.Results(), Bar()
-    task = Task(job, decisions, tuning, said, here, told.run.timeout_s or 600.0)
+    if device is None:
+        target_device = _result(*in_child(lambda: of_this_host(job.procs, cpu=resolved.run.cpu)))
+    else:
+        target_device = device_of(device)
+    decisions = tuple(row for row in resolved.decisions if row.source in ("command line", "file"))
+    results = tune_results.Results()
+    bar = Bar()
+    task = Task(job, decisions, tuning, said, target_device, resolved.run.timeout_s or 600.0)
     tuner = Tuner(task, bar.tell, results.open, results.add)
-    _say(f"rehearsing {script} for {here.name}")
+    _say(f"rehearsing {script} for {target_device.name}")
     try:
         tuned = tuner.run()
     finally:
@@ -157,7 +159,10 @@ def _said(args: argparse.Namespace) -> tuple[dict[str, Any], dict[str, str]]:
         values |= {"min_micro": _whole(least, args.micro), "max_micro": _whole(most or least, args.micro)}
         places |= dict.fromkeys(("min_micro", "max_micro"), f"--micro {args.micro}")
     if args.arg:
-        values["arguments"] = dict(each.split("=", 1) if "=" in each else (each, "") for each in args.arg)
+        values["arguments"] = {}
+        for pair in args.arg:
+            name, _, flag = pair.partition("=")
+            values["arguments"][name] = flag
         places["arguments"] = f"--arg {' --arg '.join(args.arg)}"
     return values, places
 
@@ -193,8 +198,8 @@ def _refuse(job: Job) -> None:
     Raises:
         LaunchError: `tune-launch`.
     """
-    why = "several nodes take part" if job.nodes > 1 else "the script is a program of its own"
     if job.nodes > 1 or job.target.kind == "program":
+        why = "several nodes take part" if job.nodes > 1 else "the script is a program of its own"
         raise LaunchError(
             "tune-launch",
             "this cannot be tuned: trials are forked, on this host, from a process that has imported the script's libraries.",
@@ -211,19 +216,24 @@ class Bar:
     """How far a search is, on standard error: one line that changes on a terminal, else a line for each trial."""
 
     def __init__(self) -> None:
-        self._alive, self._width, self._began = sys.stderr.isatty(), 0, time.monotonic()
+        self._is_terminal = sys.stderr.isatty()
+        self._width = 0
+        self._began = time.monotonic()
 
     def tell(self, tuned: Tuned, candidate: Candidate, odd: str) -> None:
         """After a trial."""
-        done, total = len(tuned.progress.results), min(len(tuned.queue), tuned.task.tuning.trials)
-        seen = tuned.progress.results[candidate]
-        if seen.status == "measured":
-            rate = f", {seen.batch / seen.seconds:.1f} samples/s" if seen.batch else ""
-            what = f"{seen.seconds * 1e3:.1f} ms a step{rate}"
-        else:
-            what = f"{seen.status}: {seen.why}"
-        line = f"trial {done} of {total}  {candidate.name}  {what}{f' ({odd})' if odd else ''}"
-        if not self._alive:
+        done = len(tuned.progress.results)
+        total = min(len(tuned.queue), tuned.task.tuning.trials)
+        result = tuned.progress.results[candidate]
+        what = f"{result.status}: {result.why}"
+        if result.status == "measured":
+            what = f"{result.seconds * 1e3:.1f} ms a step"
+            if result.batch:
+                what += f", {result.batch / result.seconds:.1f} samples/s"
+        line = f"trial {done} of {total}  {candidate.name}  {what}"
+        if odd:
+            line += f" ({odd})"
+        if not self._is_terminal:
             _say(line)
             return
         full = _BAR * done // max(1, total)
@@ -235,6 +245,6 @@ class Bar:
 
     def close(self) -> None:
         """Leaves the line."""
-        if self._alive and self._width:
+        if self._is_terminal and self._width:
             sys.stderr.write("\n")
             sys.stderr.flush()

@@ -11,6 +11,16 @@ All that concerns one library lies in `compat/LIBRARY/`, and the core finds it t
     tuning      configs that its scripts bring            paceline.planner.script_config
 
 Every command imports this package and the dialects, so none of them imports torch, or what serves the names.
+
+What a library's package may use of the core, by public names alone (`tests/shape/test_doors.py`):
+
+    Accelerator                  subclassed, or owned by an engine; also its run, and what that has prepared
+    config                       Given, ConfigDialect, resolve_run: words of the library become settings with their places
+    checkpoint                   stores, files of weights, formats: what `save_state` and `load_state` are made of
+    data, optim, precision       prepared loaders, optimizers and schedulers; the scaler; Lamb, Lion
+    parallel                     stages and micro-batches of a pipeline; parts of divided parameters
+    observe                      profiles and trackers
+    world                        World, collectives, rendezvous; whole values of divided tensors
 """
 
 from __future__ import annotations

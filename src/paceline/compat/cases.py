@@ -50,7 +50,7 @@ def fits(case: Case, value: Any) -> bool:
     """Whether a case is about a value."""
     if case.value == "*":
         return True
-    words = [each.lower() for each in case.value.split("|")]
+    words = case.value.lower().split("|")
     if word(value) in words:
         return True
     try:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from math import ceil
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
@@ -109,15 +110,14 @@ def resolve_run(
 def _from_code(code: Mapping[str, Any], plan: Any, options: Any, problems: list[Problem]) -> list[Given]:
     """What the script said, the weakest first: values within one source are taken in order."""
     given: list[Given] = []
+    is_text = isinstance(plan, str | Path)
     if isinstance(plan, Mapping):
-        given += [
-            Given(name, value, "code", f"Accelerator(plan={{{name!r}: ...}})")
-            for name, value in plan.items()
-            if value is not None
-        ]
-    elif isinstance(plan, Sequence) and not isinstance(plan, str) and all(isinstance(each, Given) for each in plan):
+        for name, value in plan.items():
+            if value is not None:
+                given.append(Given(name, value, "code", f"Accelerator(plan={{{name!r}: ...}})"))
+    elif isinstance(plan, Sequence) and not is_text and all(isinstance(value, Given) for value in plan):
         given += plan
-    elif plan is not None and not isinstance(plan, str | Path):
+    elif plan is not None and not is_text:
         problems.append(
             Problem(
                 "config-value",
@@ -128,18 +128,10 @@ def _from_code(code: Mapping[str, Any], plan: Any, options: Any, problems: list[
         )
     if options is not None:
         given.append(Given(strategy_options.NAME, options, "code", "Accelerator(options=...)"))
-    given += [
-        Given(name, value, "code", f"Accelerator({IN_CODE.get(name, name)}=...)")
-        for name, value in code.items()
-        if value is not None
-    ]
-    known = settings_of(RunSettings)
-    single = f"{strategy_options.NAME}."  # an option that was read already
-    problems += [
-        _unknown(each)
-        for each in given
-        if each.name not in known and not each.name.startswith(single) and not known_by_a_dialect(each)
-    ]
+    for name, value in code.items():
+        if value is not None:
+            given.append(Given(name, value, "code", f"Accelerator({IN_CODE.get(name, name)}=...)"))
+    problems += [_unknown(value) for value in given if not (_of_run(value.name) or known_by_a_dialect(value))]
     return given
 
 
@@ -160,11 +152,11 @@ def _translate(given: list[Given], nodes: int, problems: list[Problem]) -> tuple
         unused += translation.unused
         problems += translation.problems
     single: list[Given] = []
-    for each in given:
-        if each.name != strategy_options.NAME:
-            single.append(each)
+    for value in given:
+        if value.name != strategy_options.NAME:
+            single.append(value)
             continue
-        for option in strategy_options.read(each):
+        for option in strategy_options.read(value):
             if isinstance(option, Problem):
                 problems.append(option)
             else:
@@ -179,11 +171,9 @@ def nodes_of(env: Mapping[str, str]) -> int:
         text = env.get(name, "")
         return int(text) if text.isdigit() and int(text) > 0 else 1
 
-    return (
-        number("GROUP_WORLD_SIZE")
-        if "GROUP_WORLD_SIZE" in env
-        else -(-number("WORLD_SIZE") // number("LOCAL_WORLD_SIZE"))
-    )
+    if "GROUP_WORLD_SIZE" in env:
+        return number("GROUP_WORLD_SIZE")
+    return ceil(number("WORLD_SIZE") / number("LOCAL_WORLD_SIZE"))
 
 
 def resolve_launch(flags: Sequence[Given] = (), env: Mapping[str, str] | None = None, *, search: bool = True) -> Launch:
@@ -238,25 +228,24 @@ def resolve_launch(flags: Sequence[Given] = (), env: Mapping[str, str] | None = 
 
 def hand_over(decisions: Iterable[Choice]) -> str:
     """JSON of what the command line and the file said about the run: {setting: [value, source, where]}."""
-    rows = {
-        row.field: [row.value, row.source, row.where]
-        for row in decisions
-        if _of_run(row.field) and row.source in ("command line", "file")
-    }
+    rows = {}
+    for row in decisions:
+        if _of_run(row.field) and row.source in ("command line", "file"):
+            rows[row.field] = [row.value, row.source, row.where]
     return json.dumps(rows, default=str)  # YAML has dates, which no option takes
 
 
 def _of_run(name: str) -> bool:
+    """Whether a name is a setting of the run, or a single option that was read already."""
     return name in settings_of(RunSettings) or name.startswith(f"{strategy_options.NAME}.")
 
 
 def _handed(text: str) -> list[Given]:
     try:
         rows = json.loads(text) if text else {}
+        handed = [Given(name, value, source, where) for name, (value, source, where) in rows.items()]
         return [
-            Given(name, value, source, where)
-            for name, (value, source, where) in rows.items()
-            if _of_run(name) and source in SOURCES and value is not None
+            given for given in handed if _of_run(given.name) and given.source in SOURCES and given.value is not None
         ]
     except (ValueError, TypeError, AttributeError):
         raise ConfigError(
@@ -282,64 +271,71 @@ def _from_env(env: Mapping[str, str], *classes: type) -> list[Given]:
 
 def _merge(cls: type, given: Sequence[Given], problems: list[Problem]) -> tuple[dict[str, Any], tuple[Choice, ...]]:
     """Reads every value, and takes for each setting the one of the strongest source (the last one within a source)."""
-    settings = dict(settings_of(cls))
-    merged = strategy_options.merge(given) if settings.pop(strategy_options.NAME, None) else None
-    said: dict[str, list[Given]] = {}
-    for each in given:
-        if (name := own_name(each.name)) in settings:
-            said.setdefault(name, []).append(each)
+    given_by_setting: dict[str, list[Given]] = {}
+    # Python's sort is stable, so the last one within a source stays the last.
+    for value in sorted(given, key=_strength):
+        given_by_setting.setdefault(own_name(value.name), []).append(value)
     values: dict[str, Any] = {}
-    choices = []
-    for name, setting in settings.items():
+    choices: list[Choice] = []
+    for name, setting in settings_of(cls).items():
+        if name == strategy_options.NAME:
+            continue
         choice = Choice(name, setting.default)
-        for each in sorted(said.get(name, ()), key=lambda one: SOURCES.index(one.source)):
+        for candidate in given_by_setting.get(name, ()):
             try:
-                value = setting.kind.read(each.value)
+                read = setting.kind.read(candidate.value)
             except ValueError as error:
-                problems.append(_bad_value(each, str(error), setting.default))
+                problems.append(_bad_value(candidate, str(error), setting.default))
                 continue
             instead = f"instead of {choice.value} ({choice.where})" if choice.where else ""
-            choice = Choice(name, value, each.source, each.where, instead)
-            if each.name == TOTAL:
-                values[TOTAL] = value
+            choice = Choice(name, read, candidate.source, candidate.where, instead)
+            if candidate.name == TOTAL:
+                values[TOTAL] = read
             elif name == "procs":
                 values.pop(TOTAL, None)
         values[name] = choice.value
         choices.append(choice)
-    if merged is not None:
-        values[strategy_options.NAME] = merged[0]
-        choices.extend(merged[1])
+    if strategy_options.NAME in settings_of(cls):
+        values[strategy_options.NAME], option_choices = strategy_options.merge(given)
+        choices += option_choices
     return values, tuple(choices)
+
+
+def _strength(given: Given) -> int:
+    """The later a source stands in `SOURCES`, the stronger it is."""
+    return SOURCES.index(given.source)
 
 
 def _per_node(values: dict[str, Any], decisions: tuple[Choice, ...], problems: list[Problem]) -> tuple[Choice, ...]:
     """Turns a number of processes over all nodes into ours, the number on each node."""
-    total, nodes = values.pop(TOTAL, None), values["nodes"]
+    total = values.pop(TOTAL, None)
+    nodes = values["nodes"]
     if not isinstance(total, int) or nodes == 1:
         return decisions
     procs, rest = divmod(total, nodes)
-    row = next(each for each in decisions if each.field == "procs")
-    where = {each.field: each.where or each.source for each in decisions}
+    by_field = {choice.field: choice for choice in decisions}
+    row = by_field["procs"]
     if rest:
+        nodes_said = by_field["nodes"].where or by_field["nodes"].source
         problems.append(
             Problem(
                 "procs-split",
                 f"{total} processes cannot be divided equally over {nodes} nodes.",
-                f"num_processes={total} ({row.where}) counts all nodes together; nodes={nodes} ({where['nodes']})",
+                f"num_processes={total} ({row.where}) counts all nodes together; nodes={nodes} ({nodes_said})",
                 f"set num_processes to {(procs + 1) * nodes}, or say --procs, which counts for each node",
             )
         )
     values["procs"] = procs
     changed = Choice("procs", procs, row.source, row.where, f"{total} over all {nodes} nodes")
-    return tuple(changed if each is row else each for each in decisions)
+    return tuple((by_field | {"procs": changed}).values())
 
 
 def _file_for(given: Sequence[Given], env: Mapping[str, str], search: bool) -> str | None:
     """The config file that was named, by the strongest source; else the default one where it exists."""
 
     def strongest(name: str) -> str | None:
-        found = [each for each in given if own_name(each.name) == name]
-        return str(max(reversed(found), key=lambda one: SOURCES.index(one.source)).value) if found else None
+        candidates = [value for value in given if own_name(value.name) == name]
+        return str(sorted(candidates, key=_strength)[-1].value) if candidates else None
 
     named = strongest("config")
     if named is not None or not search:
@@ -350,12 +346,13 @@ def _file_for(given: Sequence[Given], env: Mapping[str, str], search: bool) -> s
 
 
 def _unknown_variables(env: Mapping[str, str]) -> tuple[str, ...]:
-    known = {*environment.TABLE, *(each.variable for each in settings_of().values())}
+    variables = {*environment.TABLE, *(setting.variable for setting in settings_of().values())}
     notices = []
     for name in sorted(env):
-        if name.startswith("PACELINE_") and name not in known:
-            close = nearest(name, known)
-            notices.append(f"{name} is no variable of Paceline" + (f"; is {close} meant?" if close else "; unset it."))
+        if name.startswith("PACELINE_") and name not in variables:
+            close = nearest(name, variables)
+            advice = f"is {close} meant?" if close else "unset it."
+            notices.append(f"{name} is no variable of Paceline; {advice}")
     return tuple(notices)
 
 
@@ -370,11 +367,12 @@ def _unknown(given: Given) -> Problem:
 
 
 def _bad_value(given: Given, expected: str, default: object) -> Problem:
+    otherwise = f" (then {default})" if default is not None else ""
     return Problem(
         "config-value",
         f"{given.name} cannot be {short_repr(given.value)}.",
         f"it comes from {given.where}; expected: {expected}",
-        f"give {given.where} such a value, or leave it out" + (f" (then {default})" if default is not None else ""),
+        f"give {given.where} such a value, or leave it out{otherwise}",
     )
 
 

@@ -168,7 +168,7 @@ def _randomness(module: torch.nn.Module) -> str:
 def _has_foreign_hook(parameter: torch.nn.Parameter) -> bool:
     """Whether a hook on its gradient is anybody's but ours."""
     before = parameter._backward_hooks or {}
-    after = parameter._post_accumulate_grad_hooks or {}  # type: ignore[attr-defined]
+    after = parameter._post_accumulate_grad_hooks or {}
     owners = [str(getattr(hook, "__module__", "")) for hook in (*before.values(), *after.values())]
     return not all(owner.startswith("paceline.") for owner in owners)
 

@@ -111,46 +111,50 @@ def said_by(fields: Iterable[Given], source: str, place: str) -> Translation:
     Raises:
         ConfigError: as `deepspeed.read`.
     """
-    found, config, said = Translation(), None, dict[str, Given]()
-    for each in fields:
-        if each.value is None:
+    translation = Translation()
+    file: Given | None = None
+    said: dict[str, Given] = {}
+    for value in fields:
+        name = value.name
+        if value.value is None:
             continue
-        if each.name in FILES:
-            config = each
-        elif each.name in FIELDS:
-            said[each.name] = each
-        elif each.name in IDLE:
-            found.unused.append(Choice(each.name, each.value, source, each.where, f"no effect here: {IDLE[each.name]}"))
+        if name in FILES:
+            file = value
+        elif name in FIELDS:
+            said[name] = value
+        elif name in IDLE:
+            translation.unused.append(Choice(name, value.value, source, value.where, f"no effect here: {IDLE[name]}"))
         else:
-            close = nearest(each.name, [*FIELDS, *FILES, *IDLE])
-            what = f"{each.where}: accelerate's DeepSpeed has no field {short_repr(each.name)}."
-            found.problems.append(Problem("config-key", what, "", f"write {close!r}" if close else "leave it out"))
-    if config is None and "zero_stage" not in said:
+            close = nearest(name, [*FIELDS, *FILES, *IDLE])
+            what = f"{value.where}: accelerate's DeepSpeed has no field {short_repr(name)}."
+            fix = f"write {close!r}" if close else "leave it out"
+            translation.problems.append(Problem("config-key", what, "", fix))
+    if file is None and "zero_stage" not in said:
         said["zero_stage"] = Given("zero_stage", 2, source, place)
-    told = _config(config, said)
-    found.given += [Given(each.name, each.value, source, each.where) for each in told.given]
-    steps = told["gradient_accumulation_steps"]
+    config = _config(file, said)
+    translation.given += [replace(value, source=source) for value in config.given]
+    steps = config["gradient_accumulation_steps"]
     if steps is not None:
-        found.given.append(Given("accumulate", steps, source, told.places["gradient_accumulation_steps"]))
-    found.unused += told.unused
-    for row in told.kept:
+        translation.given.append(Given("accumulate", steps, source, config.places["gradient_accumulation_steps"]))
+    translation.unused += config.unused
+    for row in config.kept:
         why = _ENGINES.get(row.field.partition(".")[0])
         if why:
-            found.unused.append(Choice(row.field, row.value, source, row.where, f"no effect here: {why}"))
-    return found
+            translation.unused.append(Choice(row.field, row.value, source, row.where, f"no effect here: {why}"))
+    return translation
 
 
-def _config(config: Given | None, said: Mapping[str, Given]) -> DeepSpeedConfig:
+def _config(file: Given | None, said: Mapping[str, Given]) -> DeepSpeedConfig:
     from paceline.compat.deepspeed.config import read_block
     from paceline.compat.deepspeed.config.text import Block, entries_of
 
-    hints = {FIELDS[name]: each.value for name, each in said.items()}
-    if config is not None:
-        source, block = entries_of(config.value, "DeepSpeedPlugin(hf_ds_config={})")
+    if file is not None:
+        hints = {FIELDS[name]: value.value for name, value in said.items()}
+        source, block = entries_of(file.value, "DeepSpeedPlugin(hf_ds_config={})")
         return read_block(source, block, hints)
     block = Block()
-    for name, each in said.items():
-        _add(block, FIELDS[name].split("."), each)
+    for name, value in said.items():
+        _add(block, FIELDS[name].split("."), value)
     return read_block("DeepSpeedPlugin(...)", block, {})
 
 

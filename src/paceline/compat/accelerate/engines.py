@@ -28,14 +28,13 @@ def field_of(given: Given) -> Field | None:
 
 def from_env(env: Mapping[str, str]) -> list[Given]:
     """accelerate's variables that are set and not empty; those of FSDP where it is switched on."""
-    skipped = (
-        () if word(env.get("ACCELERATE_USE_FSDP", "")) in ("true", "1", "yes") else ("FSDP_", "ACCELERATE_USE_FSDP")
-    )
-    return [
-        Given(each.name, env[each.variable], "environment", each.variable)
-        for each in ROWS
-        if each.variable and env.get(each.variable) and not each.variable.startswith(skipped)
-    ]
+    uses_fsdp = word(env.get("ACCELERATE_USE_FSDP", "")) in ("true", "1", "yes")
+    given = []
+    for row in ROWS:
+        is_of_fsdp = row.variable.startswith(("FSDP_", "ACCELERATE_USE_FSDP"))
+        if env.get(row.variable) and (uses_fsdp or not is_of_fsdp):
+            given.append(Given(row.name, env[row.variable], "environment", row.variable))
+    return given
 
 
 def translate(given: Iterable[Given], nodes: int) -> Translation:
@@ -45,60 +44,58 @@ def translate(given: Iterable[Given], nodes: int) -> Translation:
         given: values of any source.
         nodes: hosts that take part.
     """
-    found = Translation()
+    translation = Translation()
     said: dict[str, Given] = {}
-    for each in sorted(given, key=lambda one: SOURCES.index(one.source)):
-        row = field_of(each)
+    for value in sorted(given, key=lambda value: SOURCES.index(value.source)):
+        row = field_of(value)
         if row is None:
-            found.given.append(each)
+            translation.given.append(value)
         else:
-            said[row.name] = Given(
-                row.name, "true" if each.name == "distributed_type" else each.value, each.source, each.where
-            )
+            text = "true" if value.name == "distributed_type" else value.value
+            said[row.name] = Given(row.name, text, value.source, value.where)
     for row in ROWS:
         if row.name in said:
-            _translate(row, said[row.name], said, nodes, found)
-    both = [said[name] for name in ("parallelism_config_cp_size", "parallelism_config_sp_size") if name in said]
-    if len([each for each in both if word(each.value) not in ("1", "none")]) > 1:
-        what, fix = "cp_size and sp_size both divide sequences.", "set one of them to 1"
-        found.problems.append(Problem("accelerate-feature", what, "; ".join(map(str, both)), fix))
-    return found
+            _translate(row, said, nodes, translation)
+    sizes = [said[name] for name in ("parallelism_config_cp_size", "parallelism_config_sp_size") if name in said]
+    divides = [size for size in sizes if word(size.value) not in ("1", "none")]
+    if len(divides) > 1:
+        what = "cp_size and sp_size both divide sequences."
+        why = "; ".join(map(str, sizes))
+        translation.problems.append(Problem("accelerate-feature", what, why, "set one of them to 1"))
+    return translation
 
 
-def _translate(row: Field, given: Given, said: Mapping[str, Given], nodes: int, found: Translation) -> None:
+def _translate(row: Field, said: Mapping[str, Given], nodes: int, translation: Translation) -> None:
+    given = said[row.name]
     missing = next((need for need in row.needs if not _met(need, said)), None)
     if missing is not None:
-        found.unused.append(_unused(given, f"it counts only together with {missing.replace('=', ' ')}"))
+        translation.unused.append(_unused(given, f"it counts only together with {missing.replace('=', ' ')}"))
         return
     case = next((case for case in row.cases if fits(case, given.value)), None)
     if case is None:
-        expected = ", ".join(each.value.replace("|", ", ") for each in row.cases)
-        found.problems.append(
-            Problem("config-value", f"{row.name} cannot be {short_repr(given.value)}.",
-                    f"it comes from {given.where}; expected: {expected}", f"give {given.where} such a value, or leave it out")
-        )  # fmt: skip
+        expected = ", ".join(case.value.replace("|", ", ") for case in row.cases)
+        what = f"{row.name} cannot be {short_repr(given.value)}."
+        why = f"it comes from {given.where}; expected: {expected}"
+        fix = f"give {given.where} such a value, or leave it out"
+        translation.problems.append(Problem("config-value", what, why, fix))
     elif case.fix:
-        shown = f"{row.name} {given.value}"
-        found.problems.append(
-            Problem("accelerate-feature", f"{shown} is not supported.", f"{given.where}: {case.why}", case.fix)
-        )
-    elif case.means:
-        if not any(name in said for name in case.unless):
-            found.given += [
-                Given(name, _value(value, given.value, nodes), given.source, given.where)
-                for name, value in case.means.items()
-            ]
-    else:
-        found.unused.append(_unused(given, case.why))
+        what = f"{row.name} {given.value} is not supported."
+        translation.problems.append(Problem("accelerate-feature", what, f"{given.where}: {case.why}", case.fix))
+    elif not case.means:
+        translation.unused.append(_unused(given, case.why))
+    elif not any(name in said for name in case.unless):
+        for name, value in case.means.items():
+            ours = _value(value, given.value, nodes)
+            translation.given.append(Given(name, ours, given.source, given.where))
 
 
 def notices(unused: Sequence[Choice]) -> tuple[str, ...]:
     """One sentence on what has no effect although somebody asked for it; nothing on values that change nothing."""
-    told = [row for row in unused if row.field in FIELDS and word(row.value) not in _default_words(FIELDS[row.field])]
-    if not told:
-        return ()
-    rows = "; ".join(f"{row.field} ({row.where}): {row.reason.removeprefix('no effect here: ')}" for row in told)
-    return (f"no effect here: {rows}.",)
+    texts = []
+    for row in unused:
+        if row.field in FIELDS and word(row.value) not in FIELDS[row.field].default.lower().split("|"):
+            texts.append(f"{row.field} ({row.where}): {row.reason.removeprefix('no effect here: ')}")
+    return (f"no effect here: {'; '.join(texts)}.",) if texts else ()
 
 
 def _value(ours: Any, theirs: Any, nodes: int) -> Any:
@@ -110,16 +107,10 @@ def _value(ours: Any, theirs: Any, nodes: int) -> Any:
 
 
 def _met(need: str, said: Mapping[str, Given]) -> bool:
+    """Whether a field has one of the values that another one needs, such as "dynamo_backend=inductor|eager"."""
     name, _, wanted = need.partition("=")
-    given = said.get(name)
-    return given is not None and any(
-        word(given.value) == each.lower() or fits(Case(each), given.value) for each in wanted.split("|")
-    )
+    return name in said and fits(Case(wanted), said[name].value)
 
 
 def _unused(given: Given, why: str) -> Choice:
     return Choice(given.name, given.value, given.source, given.where, f"no effect here: {why}")
-
-
-def _default_words(row: Field) -> tuple[str, ...]:
-    return tuple(each.lower() for each in row.default.split("|")) if row.default else ()

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from paceline.compat.deepspeed.monitors import Monitors
 from paceline.compat.deepspeed.profiling import Timers
+
+if TYPE_CHECKING:
+    from paceline.compat.deepspeed.engine import DeepSpeedEngine
 
 
 class Events:
@@ -19,7 +22,7 @@ class Events:
         timers: tell how long phases take, where the config asks for it.
     """
 
-    def __init__(self, engine: Any) -> None:
+    def __init__(self, engine: DeepSpeedEngine) -> None:
         self._engine = engine
         self.monitors = Monitors(engine.config, is_main=engine.accelerator.is_main_process)
         self.timers = Timers(engine)

@@ -50,54 +50,57 @@ def closed(given: Mapping[str, int | None], places: Mapping[str, str], width: in
         micro = train // width // steps
     elif steps is None:
         steps = 1 if train is None else train // micro // width
-    found = Batch(micro * steps * width if train is None else train, micro, steps, width)
-    if found.train != micro * steps * width or 0 in (micro, steps):
-        raise _unequal(found, given, places)
-    return found
+    closed_train = micro * steps * width
+    batch = Batch(closed_train if train is None else train, micro, steps, width)
+    if batch.train != closed_train or 0 in (micro, steps):
+        raise _unequal(batch, given, places)
+    return batch
 
 
 def triples(wanted: Batch, given: Mapping[str, int | None]) -> list[Batch]:
     """The nearest triples that close; as few as possible of the given numbers change."""
-    width, found = wanted.width, []
-
-    def add(micro: int, steps: int) -> None:
-        if micro > 0 and steps > 0:
-            found.append(Batch(micro * steps * width, micro, steps, width))
-
-    micro, steps = max(wanted.micro, 1), max(wanted.accumulate, 1)
+    width = wanted.width
+    micro = max(wanted.micro, 1)
+    steps = max(wanted.accumulate, 1)
+    pairs = [(micro, steps)]
     if given.get(MICRO) is not None:
-        for each in (wanted.train // (micro * width), -(-wanted.train // (micro * width))):
-            add(micro, each)
+        pairs += [(micro, count) for count in _around(wanted.train, micro * width)]
     if given.get(STEPS) is not None:
-        for each in (wanted.train // (steps * width), -(-wanted.train // (steps * width))):
-            add(each, steps)
+        pairs += [(size, steps) for size in _around(wanted.train, steps * width)]
     if given.get(MICRO) is None and given.get(STEPS) is None:
-        for each in (wanted.train // width, -(-wanted.train // width)):
-            add(each, 1)
-    add(micro, steps)
-    return sorted(set(found), key=lambda one: (abs(one.train - wanted.train), one.train, one.accumulate))[:3]
+        pairs += [(size, 1) for size in _around(wanted.train, width)]
+    batches = {Batch(size * count * width, size, count, width) for size, count in pairs if size > 0 and count > 0}
+    return sorted(batches, key=lambda batch: (abs(batch.train - wanted.train), batch.train, batch.accumulate))[:3]
 
 
-def _unequal(found: Batch, given: Mapping[str, int | None], places: Mapping[str, str]) -> PacelineError:
-    numbers = {TRAIN: found.train, MICRO: found.micro, STEPS: found.accumulate}
-    said = [
-        f"{name} = {value}" + (f" ({places[name]})" if given.get(name) is not None else " (what the others leave)")
-        for name, value in numbers.items()
-    ]
-    why = [*said, f"{found.width} {'rank reads' if found.width == 1 else 'ranks read'} samples of their own"]
-    if found.width == 1:
+def _around(total: int, divisor: int) -> tuple[int, int]:
+    """The quotient, rounded down and rounded up."""
+    return total // divisor, -(-total // divisor)
+
+
+def _unequal(batch: Batch, given: Mapping[str, int | None], places: Mapping[str, str]) -> PacelineError:
+    why = []
+    for name, value in ((TRAIN, batch.train), (MICRO, batch.micro), (STEPS, batch.accumulate)):
+        origin = places[name] if given.get(name) is not None else "what the others leave"
+        why.append(f"{name} = {value} ({origin})")
+    if batch.width == 1:
+        why.append("1 rank reads samples of their own")
         why.append("one process alone: was the script not started by a launcher?")
-    near = "; or ".join(
-        f"{TRAIN} {each.train}, {MICRO} {each.micro}, {STEPS} {each.accumulate}" for each in triples(found, given)
-    )
-    what = f"the batch does not divide: {found.train} is not {found.micro} x {found.accumulate} x {found.width}."
-    return BatchError.of([Problem("deepspeed-batch", what, why, f"set {near}")])
+    else:
+        why.append(f"{batch.width} ranks read samples of their own")
+    nearest = [
+        f"{TRAIN} {near.train}, {MICRO} {near.micro}, {STEPS} {near.accumulate}" for near in triples(batch, given)
+    ]
+    what = f"the batch does not divide: {batch.train} is not {batch.micro} x {batch.accumulate} x {batch.width}."
+    return BatchError.of([Problem("deepspeed-batch", what, why, f"set {'; or '.join(nearest)}")])
 
 
 def _open(given: Mapping[str, int | None], places: Mapping[str, str]) -> PacelineError:
     what = f"neither {TRAIN} nor {MICRO} is given."
-    steps = f"{STEPS} = {given[STEPS]} ({places[STEPS]})" if given.get(STEPS) is not None else ""
-    auto = [f"{name} is auto ({places[name]}), and nobody said what that is" for name in (TRAIN, MICRO)
-            if name in places]  # fmt: skip
-    fix = f'give one of the two: "{MICRO}": 8'
-    return BatchError.of([Problem("deepspeed-batch", what, [*filter(None, [steps]), *auto], fix)])
+    why = []
+    if given.get(STEPS) is not None:
+        why.append(f"{STEPS} = {given[STEPS]} ({places[STEPS]})")
+    for name in (TRAIN, MICRO):
+        if name in places:
+            why.append(f"{name} is auto ({places[name]}), and nobody said what that is")
+    return BatchError.of([Problem("deepspeed-batch", what, why, f'give one of the two: "{MICRO}": 8')])
