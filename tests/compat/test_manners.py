@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from paceline import CheckpointError, CompatError, ConfigError
 from paceline.base import env
 from paceline.base.log import forget_warnings
-from paceline.compat.accelerate import memory, modeling, operations, surroundings
+from paceline.compat.accelerate import modeling, operations, surroundings
 from paceline.compat.accelerate.accelerator import Accelerator
 from paceline.compat.accelerate.arguments import (
     DataLoaderConfiguration,
@@ -483,9 +483,9 @@ def test_versions_and_other_things() -> None:
     assert surroundings.merge_dicts({"a": {"b": 1}}, {"a": {"c": 2}}) == {"a": {"c": 2, "b": 1}}
     assert surroundings.recursive_getattr(nn.Sequential(nn.Linear(1, 1)), "0.bias") is not None
     assert surroundings.get_pretty_name(nn.Linear) == "Linear"
-    assert memory.release_memory(1, 2) == [None, None] and memory.should_reduce_batch_size(MemoryError())
+    assert surroundings.release_memory(1, 2) == [None, None] and surroundings.should_reduce_batch_size(MemoryError())
     with pytest.raises(CompatError, match="compat-name"):
-        memory.find_executable_batch_size(reduce_batch_size_fn=lambda: 1)
+        surroundings.find_executable_batch_size(reduce_batch_size_fn=lambda: 1)
     assert not surroundings.tqdm(range(1), main_process_only=False, disable=True).n
 
 
