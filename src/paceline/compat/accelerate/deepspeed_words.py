@@ -78,7 +78,11 @@ def from_flags(flags: Sequence[Given]) -> Translation:
     if not any(flag.name in asks for flag in flags):
         return Translation()
     own = [flag for flag in flags if flag.name in FLAGS or flag.name == "gradient_clipping"]
-    fields = [replace(flag, value=_as_in_file(str(flag.value))) for flag in own if flag.name != "use_deepspeed"]
+    fields = []
+    for flag in own:
+        text = str(flag.value)
+        if flag.name != "use_deepspeed":
+            fields.append(replace(flag, value=text if flag.name in FILES else _as_in_file(text)))
     translation = said_by(fields, "command line", own[0].where)
     translation.consumed = {flag.name for flag in own}
     return translation
@@ -150,7 +154,9 @@ def _config(file: Given | None, said: Mapping[str, Given]) -> DeepSpeedConfig:
 
     if file is not None:
         hints = {FIELDS[name]: value.value for name, value in said.items()}
-        source, block = entries_of(file.value, "DeepSpeedPlugin(hf_ds_config={})")
+        # A file may be called 7, which YAML gives as a number.
+        config = file.value if isinstance(file.value, Mapping) else str(file.value)
+        source, block = entries_of(config, "DeepSpeedPlugin(hf_ds_config={})")
         return read_block(source, block, hints)
     block = Block()
     for name, value in said.items():
