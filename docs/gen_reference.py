@@ -4,8 +4,8 @@ reference/api.md            docstrings and signatures of the public names
 reference/command-line.md   `paceline COMMAND --help` of every command
 reference/settings.md       paceline.config.schema
 reference/strategies.md     options of each file of paceline.parallel
-reference/accelerate.md     paceline.config.engine_fields
-reference/deepspeed.md      paceline.config.deepspeed.keys, deepspeed_parts
+reference/accelerate.md     paceline.compat.accelerate.engine_fields
+reference/deepspeed.md      paceline.compat.deepspeed.config.keys, parts
 reference/environment.md    paceline.base.env.TABLE
 """
 
@@ -255,7 +255,7 @@ def _default(value: Any) -> str:
 
 def accelerate() -> str:
     """What becomes of every field of accelerate's engines."""
-    from paceline.config.engine_fields import ROWS
+    from paceline.compat.accelerate.engine_fields import ROWS
 
     head = """# Fields of accelerate's engines
 
@@ -281,8 +281,8 @@ told of once, with the reason; `paceline explain` lists it all.
 
 def deepspeed() -> str:
     """What becomes of every key of a DeepSpeed config."""
-    from paceline.config.deepspeed.keys import rows
-    from paceline.config.deepspeed.parts import PARTS
+    from paceline.compat.deepspeed.config.keys import rows
+    from paceline.compat.deepspeed.config.parts import PARTS
 
     head = """# Keys of a DeepSpeed config
 

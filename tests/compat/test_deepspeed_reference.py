@@ -13,9 +13,9 @@ from torch import nn
 
 from paceline import ConfigError
 from paceline.compat.deepspeed import partition
-from paceline.compat.deepspeed.loss_scale import scaler_options
+from paceline.compat.deepspeed.config import read
+from paceline.compat.deepspeed.initialize import scaler_options
 from paceline.compat.deepspeed.schedules import build
-from paceline.config.deepspeed import read
 from paceline.precision.scale import Growth
 from paceline.testing import run_ranks
 

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from paceline import Accelerator, ConfigError, PrepareError
+from paceline.compat.deepspeed.config import read
 from paceline.compat.deepspeed.schedules import (
     LRRangeTest,
     OneCycle,
@@ -19,7 +20,6 @@ from paceline.compat.deepspeed.schedules import (
     build,
     of_config,
 )
-from paceline.config.deepspeed import read
 
 
 def adam(groups: int = 1, **options: object) -> torch.optim.AdamW:

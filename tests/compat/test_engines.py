@@ -15,6 +15,7 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy, size_based_auto_wrap_p
 from paceline.base import env
 from paceline.base.errors import CompatError, ConfigError
 from paceline.compat.accelerate.accelerator import Accelerator
+from paceline.compat.accelerate.engine_fields import FIELDS, PLUGIN
 from paceline.compat.accelerate.plugins import (
     DeepSpeedSequenceParallelConfig,
     FullyShardedDataParallelPlugin,
@@ -24,9 +25,9 @@ from paceline.compat.accelerate.plugins import (
     TorchTensorParallelConfig,
     TorchTensorParallelPlugin,
 )
+from paceline.compat.cases import fits
 from paceline.compat.fsdp import plan_from, said_by
-from paceline.config import engines, resolve_run
-from paceline.config.engine_fields import FIELDS, PLUGIN
+from paceline.config import resolve_run
 from paceline.plan.options import read
 
 KNOWN = json.loads((Path(__file__).parent / "reference" / "engines.json").read_text(encoding="utf-8"))
@@ -263,5 +264,5 @@ def test_wrong_keywords_are_refused_all_at_once() -> None:
 
 def test_words_are_read_as_people_write_them() -> None:
     row = FIELDS["fsdp_offload_params"]
-    assert all(engines.fits(row.cases[0], value) for value in ("true", "Yes", "1", True, "on"))
-    assert not engines.fits(row.cases[0], "false")
+    assert all(fits(row.cases[0], value) for value in ("true", "Yes", "1", True, "on"))
+    assert not fits(row.cases[0], "false")

@@ -14,10 +14,10 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from paceline import CheckpointError, CompatError
+from paceline import CheckpointError, CompatError, ConfigError
 from paceline.base import env
 from paceline.base.log import forget_warnings
-from paceline.compat.accelerate import memory, modeling, operations, surroundings
+from paceline.compat.accelerate import modeling, operations, surroundings
 from paceline.compat.accelerate.accelerator import Accelerator
 from paceline.compat.accelerate.arguments import (
     DataLoaderConfiguration,
@@ -34,6 +34,7 @@ from paceline.compat.accelerate.plugins import TorchDynamoPlugin
 from paceline.compat.accelerate.state import AcceleratorState, GradientState, PartialState
 from paceline.compat.accelerate.tracking import GeneralTracker, filter_trackers
 from paceline.compat.adamw import AdamW
+from paceline.config import Given, resolve_launch
 from paceline.testing import run_ranks
 
 
@@ -482,10 +483,32 @@ def test_versions_and_other_things() -> None:
     assert surroundings.merge_dicts({"a": {"b": 1}}, {"a": {"c": 2}}) == {"a": {"c": 2, "b": 1}}
     assert surroundings.recursive_getattr(nn.Sequential(nn.Linear(1, 1)), "0.bias") is not None
     assert surroundings.get_pretty_name(nn.Linear) == "Linear"
-    assert memory.release_memory(1, 2) == [None, None] and memory.should_reduce_batch_size(MemoryError())
+    assert surroundings.release_memory(1, 2) == [None, None] and surroundings.should_reduce_batch_size(MemoryError())
     with pytest.raises(CompatError, match="compat-name"):
-        memory.find_executable_batch_size(reduce_batch_size_fn=lambda: 1)
+        surroundings.find_executable_batch_size(reduce_batch_size_fn=lambda: 1)
     assert not surroundings.tqdm(range(1), main_process_only=False, disable=True).n
+
+
+def test_write_basic_config_is_read_back(tmp_path: Path) -> None:
+    path = tmp_path / "sub/default_config.json"
+    assert surroundings.write_basic_config("bf16", str(path)) == path
+    assert surroundings.write_basic_config("fp16", str(path)) is False
+    found = resolve_launch([Given("config", str(path), "command line", "--config")], {})
+    assert found.run.mixed_precision == "bf16"
+    assert isinstance(found.launch.procs, int)
+
+
+def test_write_basic_config_of_an_unknown_precision(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError) as caught:
+        surroundings.write_basic_config("fp4", str(tmp_path / "c.json"))
+    assert caught.value.code == "config-value"
+
+
+def test_write_basic_config_where_nothing_may_be_written(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError) as caught:
+        surroundings.write_basic_config("no", str(tmp_path / "file" / "c.json"))
+    assert caught.value.code == "config-write"
 
 
 def test_the_config_file_is_one_that_we_read(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from paceline import ConfigError, TrackerError
+from paceline.compat.deepspeed.config import read
 from paceline.compat.deepspeed.initialize import initialize
 from paceline.compat.deepspeed.monitors import Monitors
 from paceline.compat.deepspeed.optimizers import (
@@ -21,7 +22,6 @@ from paceline.compat.deepspeed.optimizers import (
     FusedLamb,
     build,
 )
-from paceline.config.deepspeed import read
 from paceline.optim.lamb import Lamb
 from paceline.optim.lion import Lion
 from paceline.testing import run_ranks

@@ -8,7 +8,8 @@ import torch  # noqa: F401  (trials are forks of this process)
 import yaml
 
 from paceline.cli import main as command_line
-from paceline.config import deepspeed, files
+from paceline.compat.deepspeed import config as deepspeed
+from paceline.config import files
 
 SCRIPT = """
 import argparse, os, sys, time

@@ -1,8 +1,9 @@
-"""A strategy, launcher, tracker, store or checkpoint format is one new file: the registry finds it, and its users take it."""
+"""A strategy, launcher, tracker, store, checkpoint format or config dialect is one new file: a registry finds it."""
 
 from __future__ import annotations
 
 import importlib
+import json
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -94,6 +95,36 @@ class Toy(CheckpointFormat):
         return torch_weights([store.join(folder, "toy.pt")]) if self.recognises(store, folder) else None
 
 CHECKPOINT_FORMAT = Toy()
+"""
+
+DIALECT = """
+from paceline.config.dialects import ConfigDialect, Translation
+from paceline.config.given import Choice, Given
+
+class Toy(ConfigDialect):
+    name = "toy"
+    aliases = {"toy_hosts": "nodes"}
+    variables = {"TOY_PRECISION": "mixed_precision"}
+    flags = {"toy_stage": True, "toy_colour": True}
+
+    def names(self):
+        return ["toy_stage", "toy_colour"]
+
+    def knows(self, given):
+        return given.name == "toy_stage"
+
+    def translate(self, given, nodes):
+        found = Translation()
+        for each in given:
+            name = "zero" if each.name == "toy_stage" else each.name
+            found.given.append(Given(name, each.value, each.source, each.where))
+        return found
+
+    def judge(self, given):
+        if given.name == "toy_colour":
+            return Choice(given.name, given.value, given.source, given.where, "no effect here: toys are grey")
+
+DIALECT = Toy()
 """
 
 Add = Callable[[str, str], None]
@@ -200,6 +231,23 @@ def test_a_launcher(add: Add) -> None:
     assert "toy" not in LAUNCHERS.names()
     add("paceline.launch", LAUNCHER)
     assert LAUNCHERS.get("toy").render("job") == ("toy", "job")
+
+
+def test_a_config_dialect(add: Add, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch) -> None:
+    from paceline.cli.main import main
+
+    add("paceline.config", DIALECT)
+    monkeypatch.setenv("TOY_PRECISION", "bf16")
+    file = tmp_path / "toy.yaml"
+    file.write_text("toy_stage: 2\n")
+    words = ["--toy_hosts", "2", "--toy-colour", "red", "--config", str(file), "--shard", "auto", "--json"]
+    assert main(["explain", *words]) == 0
+    told = json.loads(capsys.readouterr().out)
+    settings = {row["field"]: (row["value"], row["where"]) for row in told["settings"]}
+    assert settings["nodes"] == (2, "--toy_hosts")
+    assert settings["zero"] == (2, f"{file}:1")
+    assert settings["mixed_precision"] == ("bf16", "TOY_PRECISION")
+    assert told["notices"] == ["toy_colour (--toy-colour) has no effect: toys are grey."]
 
 
 def test_one_added_by_hand() -> None:

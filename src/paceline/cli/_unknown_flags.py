@@ -10,11 +10,15 @@ import argparse
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from paceline.base.errors import ConfigError, Problem
 
+if TYPE_CHECKING:
+    from paceline.cli.main import Parser
 
-def error_for(parser: argparse.ArgumentParser, words: Sequence[str], unknown: Sequence[str]) -> ConfigError:
+
+def error_for(parser: Parser, words: Sequence[str], unknown: Sequence[str]) -> ConfigError:
     """The error about all unknown words at once.
 
     Args:
@@ -26,10 +30,10 @@ def error_for(parser: argparse.ArgumentParser, words: Sequence[str], unknown: Se
     of_script: list[str] = []
     flags = [word for word in unknown if word.startswith("-")]
     for word in flags or unknown:
-        problem = _of_launch(parser, word) or _slip(parser, words, word) or _of_accelerate(parser, word)
+        problem = _of_launch(parser, word) or _slip(parser, words, word) or _of_dialect(parser, word)
         if problem is not None:
             problems.append(problem)
-        elif flags and _takes_script(parser):
+        elif flags and parser.takes_script:
             of_script.append(word)
         else:
             what = f"`{parser.prog}` does not take {word.partition('=')[0]!r}."
@@ -39,48 +43,43 @@ def error_for(parser: argparse.ArgumentParser, words: Sequence[str], unknown: Se
     return ConfigError.of(problems)  # type: ignore[return-value]
 
 
-def _takes_script(parser: argparse.ArgumentParser) -> bool:
-    return any(action.dest == "script_args" for action in parser._actions)
-
-
-def _of_launch(parser: argparse.ArgumentParser, word: str) -> Problem | None:
+def _of_launch(parser: Parser, word: str) -> Problem | None:
     """A setting of `paceline launch` that another command does not use."""
     from paceline.config.settings import settings_of
 
     flag = word.partition("=")[0]
     flags = {setting.flag for setting in settings_of().values()}
-    if "--procs" not in parser._option_string_actions or flag.replace("_", "-") not in flags:
+    if "--procs" not in parser.options or flag.replace("_", "-") not in flags:
         return None
     what = f"`{parser.prog}` does not take {flag!r}, which would change nothing here."
     return Problem("command-line", what, fix="leave it out; it is for `paceline launch`")
 
 
-def _of_accelerate(parser: argparse.ArgumentParser, word: str) -> Problem | None:
-    """The refusal of a flag of accelerate's that asks for what is not there; only where settings are taken at all."""
-    from paceline.config.accelerate import judge
+def _of_dialect(parser: Parser, word: str) -> Problem | None:
+    """The refusal of another library's flag that asks for what is not there; only where settings are taken at all."""
+    from paceline.config.dialects import judged
     from paceline.config.given import Given
 
-    if "--procs" not in parser._option_string_actions:
+    if "--procs" not in parser.options:
         return None
     flag, _, value = word.partition("=")
-    verdict = judge(Given(flag.lstrip("-").replace("-", "_"), value or "true", "command line", flag))
+    verdict = judged(Given(flag.lstrip("-").replace("-", "_"), value or "true", "command line", flag))
     return verdict if isinstance(verdict, Problem) else None
 
 
-def _slip(parser: argparse.ArgumentParser, words: Sequence[str], word: str) -> Problem | None:
+def _slip(parser: Parser, words: Sequence[str], word: str) -> Problem | None:
     """A flag that is nearly one of the parser's, and that takes a value where that one does."""
     from paceline.config.given import nearest
 
     flag = word.partition("=")[0]
     has_value = "=" in word or _value_after(words, word) != ""
-    # A short name of another launcher, such as --gpus, is too near to too much to be suggested.
-    alike = [
-        name
-        for name, action in parser._option_string_actions.items()
-        if name.startswith("--")
-        and (action.nargs != 0) == has_value
-        and (action.help != argparse.SUPPRESS or len(name) > len("--gpus"))
-    ]
+    alike = []
+    for name, action in parser.options.items():
+        # A short name of another launcher, such as --gpus, is too near to too much to be suggested.
+        is_listed = action.help != argparse.SUPPRESS or len(name) > len("--gpus")
+        takes_value = action.nargs != 0
+        if name.startswith("--") and is_listed and takes_value == has_value:
+            alike.append(name)
     close = nearest(flag, alike) if flag.startswith("--") else ""
     if not close:
         return None
@@ -88,15 +87,17 @@ def _slip(parser: argparse.ArgumentParser, words: Sequence[str], word: str) -> P
     return Problem("command-line", what, fix=f"write {_listed_name(parser, close)}")
 
 
-def _listed_name(parser: argparse.ArgumentParser, flag: str) -> str:
+def _listed_name(parser: Parser, flag: str) -> str:
     """The spelling of a flag that `--help` shows, where the flag is another name of a setting."""
-    action = parser._option_string_actions[flag]
+    action = parser.options[flag]
     setting = getattr(action, "name", "")
-    same = [each for each in parser._actions if setting and getattr(each, "name", "") == setting]
-    negated = getattr(action, "const", None) == "false"
-    if same and not negated:
-        return next(name for name in same[0].option_strings if name.startswith("--"))
-    return flag.replace("_", "-") if setting else flag
+    if not setting:
+        return flag
+    is_negated = getattr(action, "const", None) == "false"
+    for name, other in parser.options.items():
+        if not is_negated and name.startswith("--") and getattr(other, "name", "") == setting:
+            return name
+    return flag.replace("_", "-")
 
 
 def _value_after(words: Sequence[str], flag: str) -> str:
@@ -107,10 +108,11 @@ def _value_after(words: Sequence[str], flag: str) -> str:
     return "" if after.startswith("-") or is_script else after
 
 
-def _behind_script(parser: argparse.ArgumentParser, words: Sequence[str], flags: Sequence[str]) -> Problem:
+def _behind_script(parser: Parser, words: Sequence[str], flags: Sequence[str]) -> Problem:
     """Flags before the script that most probably are the script's own."""
-    left, moved, named = list(words), list[str](), list[str]()
-    args: argparse.Namespace
+    left = list(words)
+    moved: list[str] = []
+    named: list[str] = []
     # The value of an unknown flag was taken for the script, so that what follows it has not been looked at yet.
     while flags:
         for flag in flags:
@@ -123,9 +125,11 @@ def _behind_script(parser: argparse.ArgumentParser, words: Sequence[str], flags:
         flags = [word for word in unknown if word.startswith("-")]
     script = [] if args.script else ["train.py"]
     names = [f"`{flag}`" for flag in dict.fromkeys(named)]
-    listed = names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"
-    are = "is not a flag" if len(names) == 1 else "are not flags"
-    it = "it belongs to the script, write it" if len(names) == 1 else "they belong to the script, write them"
     command = f"{parser.prog} {shlex.join([*left, *script, *moved])}"
-    fix = f"if {it} after the script: `{command}`"
-    return Problem("command-line", f"{listed} {are} of `{parser.prog}`.", fix=fix)
+    if len(names) == 1:
+        what = f"{names[0]} is not a flag of `{parser.prog}`."
+        belongs = "it belongs to the script, write it"
+    else:
+        what = f"{', '.join(names[:-1])} and {names[-1]} are not flags of `{parser.prog}`."
+        belongs = "they belong to the script, write them"
+    return Problem("command-line", what, fix=f"if {belongs} after the script: `{command}`")

@@ -12,7 +12,7 @@ import argparse
 from paceline.base.errors import ConfigError
 
 _SHELLS = ("bash", "zsh", "tcsh")
-_FILES = ("script", "script_args", "hostfile", "config", "output", "deepspeed")
+_FILES = ("script", "script_args", "hostfile", "config", "output")
 _FOLDERS = ("log_dir", "results")
 
 
@@ -58,6 +58,8 @@ def _whole_parser(files: object, folders: object) -> argparse.ArgumentParser:
         parser = branch.add_parser(rest, help=line, parents=[parser_for(name)], add_help=False)
         for action in parser._actions:
             kind = getattr(action, "name", action.dest)  # a setting's option notes its name beside `given`
-            if kind in _FILES or kind in _FOLDERS:
-                action.complete = files if kind in _FILES else folders  # type: ignore[attr-defined]
+            if kind in _FILES or action.metavar == "FILE":
+                action.complete = files  # type: ignore[attr-defined]
+            elif kind in _FOLDERS:
+                action.complete = folders  # type: ignore[attr-defined]
     return root

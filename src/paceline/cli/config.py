@@ -1,7 +1,7 @@
 """Asks a few questions and writes the answers as a config file.
 
 The file is YAML that `paceline launch` reads. Options answer a question beforehand; `--config` takes the answers from
-another file, accelerate's too, so that `paceline config --default --config old.yaml --output run.yaml` translates it.
+another file, another library's too, so that `paceline config --default --config old.yaml --output run.yaml` translates it.
 """
 
 from __future__ import annotations
@@ -50,14 +50,14 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Asks, then writes; prints the file's name to stdout."""
-    told = resolve_launch(schema.given(args), {}, search=False)
-    holds = settings_of()
-    said = (
-        row for row in told.decisions if row.source != "default" and row.field in holds and holds[row.field].in_file
-    )
-    values: dict[str, Any] = {row.field: row.value for row in said} | (
-        {"options": told.run.options} if told.run.options else {}
-    )
+    resolved = resolve_launch(schema.given(args), {}, search=False)
+    settings = settings_of()
+    values: dict[str, Any] = {}
+    for row in resolved.decisions:
+        if row.source != "default" and row.field in settings and settings[row.field].in_file:
+            values[row.field] = row.value
+    if resolved.run.options:
+        values["options"] = resolved.run.options
     path = Path(args.output).expanduser() if args.output else own_default(environment.snapshot())
     if not args.default:
         _need_terminal()
@@ -65,10 +65,11 @@ def run(args: argparse.Namespace) -> int:
     if path.exists() and not args.force and (args.default or not _ask_yes(f"{path} exists. Replace it?")):
         raise ConfigError("config-exists", f"{path} exists.", fix="say --force to replace it, or --output FILE")
     for name in WRITTEN:
-        values.setdefault(name, holds[name].default)
+        values.setdefault(name, settings[name].default)
     write(path, as_yaml(values))
     print(path)
-    _say(f"`paceline launch{f' --config {args.output}' if args.output else ''} script.py` uses it.")
+    config = f" --config {args.output}" if args.output else ""
+    _say(f"`paceline launch{config} script.py` uses it.")
     return 0
 
 
@@ -77,9 +78,9 @@ def as_yaml(values: Mapping[str, Any]) -> str:
     lines = [
         "# Settings of `paceline launch`. Flags, PACELINE_* variables and the script itself come before this file."
     ]
-    for name, each in settings_of().items():
+    for name, setting in settings_of().items():
         if values.get(name) is not None:
-            lines += ["", f"# {each.doc}", f"{name}: {json.dumps(values[name])}"]
+            lines += ["", f"# {setting.doc}", f"{name}: {json.dumps(values[name])}"]
     return "\n".join(lines) + "\n"
 
 
@@ -127,16 +128,16 @@ def _answer(name: str, values: dict[str, Any], question: str = "") -> None:
         values[name] = _ask(setting, question or _QUESTIONS.get(name, setting.doc))
 
 
-def _ask(each: Setting, question: str) -> Any:
+def _ask(setting: Setting, question: str) -> Any:
     """Asks until the answer can be read; an empty one is the default."""
-    default = "not set" if each.default is None else schema.shown_value(each.default)
+    default = "not set" if setting.default is None else schema.shown_value(setting.default)
     _say(f"\n{question}")
     while True:
-        answer = _input(f"{each.name} [{default}]: ")
+        answer = _input(f"{setting.name} [{default}]: ")
         if not answer:
-            return each.default
+            return setting.default
         try:
-            return each.kind.read(answer)
+            return setting.kind.read(answer)
         except ValueError as error:
             _say(f"{answer!r} cannot be read; expected: {error}.")
 

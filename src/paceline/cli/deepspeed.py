@@ -26,6 +26,9 @@ _REMOVED = {
     "min_elastic_nodes": "the least of `paceline launch --nodes LEAST:MOST`",
     "max_elastic_nodes": "the most of `paceline launch --nodes LEAST:MOST`",
 }
+Said = dict[
+    str, tuple[object, str]
+]  # setting of ours -> its value (None and False say nothing), and the flag that says it
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -76,26 +79,27 @@ def run(args: argparse.Namespace) -> int:
     from paceline.launch.job import job_of, target_of
 
     _check(args)
-    env, notices = environment.snapshot(), _idle(args)
+    env = environment.snapshot()
+    notices = _idle(args)
     given, at_hosts = _given(args, env, notices)
-    told = resolve_launch(given, env)
+    resolved = resolve_launch(given, env)
     if args.autotuning:
-        return _tune(args, told)
+        return _tune(args, resolved)
     if at_hosts:
         activate = args.venv_script or ""
         job = job_on_hosts(
-            told, args.script, args.script_args, env, local_rank=not args.no_local_rank, activate=activate
+            resolved, args.script, args.script_args, env, local_rank=not args.no_local_rank, activate=activate
         )
     else:
-        check_target(target_of(told.launch, args.script, args.script_args))
-        job, more = job_of(told, args.script, args.script_args, env)
+        check_target(target_of(resolved.launch, args.script, args.script_args))
+        job, more = job_of(resolved, args.script, args.script_args, env)
         notices += [each.replace("--procs 2", "--num_gpus 2") for each in more]  # this command's own flag
         job = replace(job, target=replace(job.target, local_rank=not args.no_local_rank))
     if not (args.quiet or args.log_level in ("error", "critical")):
-        for notice in (*told.notices, *notices):
+        for notice in (*resolved.notices, *notices):
             print(f"paceline: {notice}", file=sys.stderr)
     with _pid_file(args.save_pid):
-        return carry_out(job, told)
+        return carry_out(job, resolved)
 
 
 def _check(args: argparse.Namespace) -> None:
@@ -134,9 +138,9 @@ def _given(args: argparse.Namespace, env: Mapping[str, str], notices: list[str])
     from paceline.launch.hosts import text_of
     from paceline.launch.ssh import is_local
 
-    said: dict[str, tuple[object, str]] = {
-        "compat": (",".join(dict.fromkeys([*filter(None, env.get("PACELINE_COMPAT", "").split(",")), "deepspeed"])),
-                   "paceline deepspeed"),
+    served = [library for library in env.get("PACELINE_COMPAT", "").split(",") if library not in ("", "deepspeed")]
+    said: Said = {
+        "compat": (",".join([*served, "deepspeed"]), "paceline deepspeed"),
         "module": (args.module, "--module"),
         "no_python": (args.no_python, "--no_python"),
         "main_address": (args.master_addr, "--master_addr"),
@@ -146,24 +150,29 @@ def _given(args: argparse.Namespace, env: Mapping[str, str], notices: list[str])
     }  # fmt: skip
     if args.bind_cores_to_rank or args.bind_core_list:
         said["bind_cores"] = args.bind_core_list or "all", "--bind_cores_to_rank"
-    path = args.hostfile or (DEFAULT_HOSTFILE if os.path.isfile(DEFAULT_HOSTFILE) else os.devnull)
-    counts = {
-        "nodes": args.num_nodes if args.num_nodes > 0 else None,
-        "procs": args.num_gpus if args.num_gpus > 0 else None,
-    }
+    nodes = args.num_nodes if args.num_nodes > 0 else None
+    procs = args.num_gpus if args.num_gpus > 0 else None
+    path = args.hostfile
+    if not path and os.path.isfile(DEFAULT_HOSTFILE):
+        path = DEFAULT_HOSTFILE
     at_hosts = False
-    if path == os.devnull:
-        said |= _on_this_host(args, env, counts, notices)
+    if not path or path == os.devnull:
+        said |= _on_this_host(args, env, nodes or 1, procs, notices)
     else:
-        hosts = hostfile.choose(
-            hostfile.read(text_of(path), path), include=args.include, exclude=args.exclude, **counts
-        )
+        listed = hostfile.read(text_of(path), path)
+        hosts = hostfile.choose(listed, include=args.include, exclude=args.exclude, nodes=nodes, procs=procs)
         at_hosts = not args.no_ssh and (len(hosts) > 1 or args.force_multi)
         if at_hosts:
-            said |= {name: (getattr(args, name) or None, f"--{name}") for name in ("include", "exclude", "ssh_port")}
-            said |= {"hostfile": (path, "--hostfile"), "launcher": (args.launcher.lower(), "--launcher")}
-            said |= {"launcher_args": (args.launcher_args or None, "--launcher_args")}
-            said |= {"nodes": (counts["nodes"], "--num_nodes"), "procs": (counts["procs"], "--num_gpus")}
+            said |= {
+                "hostfile": (path, "--hostfile"),
+                "include": (args.include or None, "--include"),
+                "exclude": (args.exclude or None, "--exclude"),
+                "launcher": (args.launcher.lower(), "--launcher"),
+                "launcher_args": (args.launcher_args or None, "--launcher_args"),
+                "ssh_port": (args.ssh_port or None, "--ssh_port"),
+                "nodes": (nodes, "--num_nodes"),
+                "procs": (procs, "--num_gpus"),
+            }
         else:
             node = _node(args, len(hosts)) if args.no_ssh else 0
             said |= _slots(hosts[node].ids, path)
@@ -171,20 +180,19 @@ def _given(args: argparse.Namespace, env: Mapping[str, str], notices: list[str])
                 said |= _numbered(args, node, len(hosts))
             elif not is_local(hosts[0].host):
                 notices.append(f"{hosts[0].host}, the only host, is taken for this one; --force_multi goes there.")
-    return [
-        Given(name, str(value), "command line", flag)
-        for name, (value, flag) in said.items()
-        if value is not None and value is not False
-    ], at_hosts
+    given = []
+    for name, (value, flag) in said.items():
+        if value is not None and value is not False:
+            given.append(Given(name, str(value), "command line", flag))
+    return given, at_hosts
 
 
 def _on_this_host(
-    args: argparse.Namespace, env: Mapping[str, str], counts: Mapping[str, int | None], notices: list[str]
-) -> dict[str, tuple[object, str]]:
+    args: argparse.Namespace, env: Mapping[str, str], nodes: int, procs: int | None, notices: list[str]
+) -> Said:
     """What is said of this host's devices, where there is no hostfile."""
     from paceline.launch import host, hostfile
 
-    nodes = counts["nodes"] or 1
     if nodes > 1 and not args.no_ssh:
         raise ConfigError(
             "host-filter",
@@ -192,18 +200,21 @@ def _on_this_host(
             f"--num_nodes {nodes}",
             "name them with --hostfile FILE, or start the command on each with --no_ssh",
         )
-    include, visible = args.include, env.get("CUDA_VISIBLE_DEVICES", "")
-    chosen = bool(include or args.exclude or counts["procs"])
-    if visible and chosen:
+    include = args.include
+    where = "--num_gpus" if procs else "--include, --exclude"
+    chosen_by_flags = bool(include or args.exclude or procs)
+    visible = env.get("CUDA_VISIBLE_DEVICES", "")
+    names_numbers = all(name.strip().isdigit() for name in visible.split(","))  # not UUIDs
+    if visible and chosen_by_flags:
         notices.append(f"CUDA_VISIBLE_DEVICES={visible} is not used, as flags choose the devices.")
-    elif visible and all(each.strip().isdigit() for each in visible.split(",")):
-        include, chosen = f"localhost:{visible.replace(' ', '')}", True
-    said: dict[str, tuple[object, str]] = {}
-    if chosen:
+    elif visible and names_numbers:
+        include = f"localhost:{visible.replace(' ', '')}"
+        where = "CUDA_VISIBLE_DEVICES"
+    said: Said = {}
+    if include or chosen_by_flags:
         with environment.patched({"CUDA_VISIBLE_DEVICES": None}):
             count = host.accelerators().count
         pool = [hostfile.Slots("localhost", tuple(range(count or 1)))]
-        procs = counts["procs"]
         (slots,) = hostfile.choose(pool, include=include, exclude=args.exclude, procs=procs, open_ended=not count)
         if count and slots.ids[-1] >= count:
             raise LaunchError(
@@ -212,32 +223,30 @@ def _on_this_host(
                 f"--num_gpus {procs}",
                 f"ask for {count} at most",
             )
-        where = "--num_gpus" if procs else "CUDA_VISIBLE_DEVICES" if include != args.include else "--include, --exclude"
         said = _slots(slots.ids, where)
     if args.no_ssh and nodes > 1:
         said |= _numbered(args, _node(args, nodes), nodes)
     return said
 
 
-def _slots(ids: Sequence[int], where: str) -> dict[str, tuple[object, str]]:
+def _slots(ids: Sequence[int], where: str) -> Said:
     return {"procs": (len(ids), where), "gpu_ids": (",".join(map(str, ids)), where)}
 
 
 def _node(args: argparse.Namespace, nodes: int) -> int:
     """The number of this host among those that start themselves."""
     if not 0 <= args.node_rank < nodes:
+        what = f"node {args.node_rank} does not exist." if args.node_rank >= 0 else "which node is this?"
         raise ConfigError(
             "deepspeed-flag",
-            f"--no_ssh: node {args.node_rank} does not exist."
-            if args.node_rank >= 0
-            else "--no_ssh: which node is this?",
+            f"--no_ssh: {what}",
             f"there are {nodes} hosts",
             f"give each host another --node_rank, 0 to {nodes - 1}, in the order of the hostfile",
         )
     return int(args.node_rank)
 
 
-def _numbered(args: argparse.Namespace, node: int, nodes: int) -> dict[str, tuple[object, str]]:
+def _numbered(args: argparse.Namespace, node: int, nodes: int) -> Said:
     """This host's place among several that start themselves."""
     return {
         "nodes": (nodes, "--no_ssh"),
@@ -258,7 +267,7 @@ def _idle(args: argparse.Namespace) -> list[str]:
     return notices
 
 
-def _tune(args: argparse.Namespace, told: Launch) -> int:
+def _tune(args: argparse.Namespace, resolved: Launch) -> int:
     """Hands over to `paceline tune`; with "run", runs the best one afterwards."""
     import shlex
 
@@ -266,7 +275,7 @@ def _tune(args: argparse.Namespace, told: Launch) -> int:
     from paceline.cli.tune import tune
     from paceline.planner import tune_results
 
-    tuned, best = tune(told, args.script, args.script_args, local_rank=not args.no_local_rank)
+    tuned, best = tune(resolved, args.script, args.script_args, local_rank=not args.no_local_rank)
     if args.autotuning == "tune":
         return 0
     folder = Path(tuned.task.tuning.results_dir)

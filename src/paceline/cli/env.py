@@ -15,12 +15,13 @@ from typing import Any
 
 from paceline.base import env as environment
 from paceline.base.errors import PacelineError
-from paceline.config.places import accelerate_default, own_default
+from paceline.config.dialects import DIALECTS, dialects
+from paceline.config.places import own_default
 from paceline.config.settings import settings_of
 from paceline.world import torch_version
 from paceline.world.world import World
 
-PACKAGES = ("numpy", "safetensors", "pyyaml", "transformers", "accelerate", "deepspeed", "lightning")
+PACKAGES = ("numpy", "safetensors", "pyyaml", "transformers", *DIALECTS.own_names(), "lightning")
 PREFIXES = ("PACELINE_", "ACCELERATE_", "PARALLELISM_CONFIG_", "CUDA_", "NCCL_", "GLOO_", "TORCH", "OMP_", "MKL_",
             "SLURM_", "OMPI_", "PMI_", "MASTER_", "FSDP_", "HF_")  # fmt: skip
 _SECRET = re.compile(r"TOKEN|KEY|SECRET|PASSW|CREDENTIAL|AUTH", re.IGNORECASE)
@@ -49,7 +50,11 @@ def run(args: argparse.Namespace) -> int:
 def facts() -> dict[str, dict[str, Any]]:
     """The report: heading -> name -> value."""
     env = environment.snapshot()
-    files = {"paceline": own_default(env), "accelerate": accelerate_default(env)}
+    files = {"paceline": own_default(env)}
+    for dialect in dialects():
+        path = dialect.default_file(env)
+        if path is not None:
+            files[dialect.name] = path
     return {
         "versions": _versions(),
         "devices": _devices(),
@@ -62,7 +67,7 @@ def facts() -> dict[str, dict[str, Any]]:
 def relevant(env: dict[str, str]) -> dict[str, str]:
     """Variables that can change a run, sorted, without secrets."""
     rows = environment.TABLE
-    known = {*rows, *(name for each in settings_of().values() for name in (each.variable, *each.variables))}
+    known = {*rows, *(name for each in settings_of().values() for name in (each.variable, *each.other_variables))}
     shown = {}
     for name in sorted(env):
         if name in known or name.startswith(PREFIXES):

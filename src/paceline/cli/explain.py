@@ -6,8 +6,8 @@ import argparse
 import json
 from dataclasses import asdict
 
-from paceline.cli._table import lined_up
 from paceline.config import schema
+from paceline.config.dialects import dialects
 from paceline.config.sources import Launch, resolve_launch
 
 
@@ -15,36 +15,42 @@ def configure(parser: argparse.ArgumentParser) -> None:
     """Takes the options of `launch`, and `--json`."""
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument("--changed", action="store_true", help="leave out what has its default")
-    parser.add_argument(
-        "--deepspeed", metavar="FILE", help="a DeepSpeed config: what it means, with --procs also its batch"
-    )
+    for dialect in dialects():
+        if dialect.explains:
+            parser.add_argument(f"--{dialect.name}", metavar="FILE", help=dialect.explains)
     schema.add_options(parser, unlisted=("module", "no_python", "dry_run"))
 
 
 def run(args: argparse.Namespace) -> int:
     """Prints what `paceline launch` with the same options would use."""
-    if args.deepspeed is not None:
-        from paceline.cli._deepspeed_plan import explain
-
-        print(explain(args.deepspeed, schema.given(args), as_json=args.json, changed=args.changed))
-        return 0
-    told = resolve_launch(schema.given(args))
+    for dialect in dialects():
+        path = getattr(args, dialect.name) if dialect.explains else None
+        if path is not None:
+            print(dialect.explain(path, schema.given(args), as_json=args.json, changed=args.changed))
+            return 0
+    resolved = resolve_launch(schema.given(args))
     if args.json:
-        rows = {"settings": [asdict(row) for row in told.decisions], "unused": [asdict(row) for row in told.unused]}
-        print(json.dumps({"file": told.file, **rows, "notices": told.notices}, indent=2))
+        report = {
+            "file": resolved.file,
+            "settings": [asdict(row) for row in resolved.decisions],
+            "unused": [asdict(row) for row in resolved.unused],
+            "notices": resolved.notices,
+        }
+        print(json.dumps(report, indent=2))
     else:
-        print(table(told, changed=args.changed))
+        print(table(resolved, changed=args.changed))
     return 0
 
 
-def table(told: Launch, *, changed: bool = False) -> str:
+def table(resolved: Launch, *, changed: bool = False) -> str:
     """The settings as lined-up text."""
     rows = [("setting", "value", "from", "")]
-    for each in (*told.decisions, *told.unused):
-        if each.source != "default" or not changed:
-            origin = f"{each.source} ({each.where})" if each.where else each.source
-            rows.append((each.field, schema.shown_value(each.value) or "-", origin, each.reason))
+    for choice in (*resolved.decisions, *resolved.unused):
+        if choice.source != "default" or not changed:
+            origin = f"{choice.source} ({choice.where})" if choice.where else choice.source
+            rows.append((choice.field, schema.shown_value(choice.value) or "-", origin, choice.reason))
     if len(rows) == 1:
         rows.append(("(none differs from its default)", "", "", ""))
-    heading = f"file: {told.file or 'none'}\n"
-    return "\n".join([heading, *lined_up(rows), *(f"\nnotice: {text}" for text in told.notices)])
+    heading = f"file: {resolved.file or 'none'}\n"
+    notices = [f"\nnotice: {text}" for text in resolved.notices]
+    return "\n".join([heading, *schema.lined_up(rows), *notices])

@@ -35,7 +35,7 @@ def run(args: argparse.Namespace) -> int:
     from paceline.launch.hosts import job_on_hosts, starts_elsewhere, without_hostfile
     from paceline.launch.job import job_of, target_of
 
-    told = resolve_launch(schema.given(args))
+    resolved = resolve_launch(schema.given(args))
     if args.script is None:
         raise ConfigError(
             "command-line",
@@ -43,30 +43,32 @@ def run(args: argparse.Namespace) -> int:
             fix="name it after the options: `paceline launch --procs 2 train.py --lr 0.1`",
         )
     if _asks_for_help(args.script_args):
-        told = _alone(told)
-    env, notices = environment.snapshot(), list[str]()
-    if starts_elsewhere(told):
-        job = job_on_hosts(told, args.script, args.script_args, env)
+        resolved = _alone(resolved)
+    env = environment.snapshot()
+    notices: list[str] = []
+    if starts_elsewhere(resolved):
+        job = job_on_hosts(resolved, args.script, args.script_args, env)
     else:
-        without_hostfile(told)
-        check_target(target_of(told.launch, args.script, args.script_args))
-        job, notices = job_of(told, args.script, args.script_args, env)
-    check_plan(told, job)
-    for notice in (*told.notices, *notices):
+        without_hostfile(resolved)
+        check_target(target_of(resolved.launch, args.script, args.script_args))
+        job, notices = job_of(resolved, args.script, args.script_args, env)
+    check_plan(resolved, job)
+    for notice in (*resolved.notices, *notices):
         print(f"paceline: {notice}", file=sys.stderr)
-    if told.launch.dry_run:
-        return _show(job, told)
-    return carry_out(job, told)
+    if resolved.launch.dry_run:
+        return _show(job, resolved)
+    return carry_out(job, resolved)
 
 
-def check_plan(told: Launch, job: Job) -> None:
+def check_plan(resolved: Launch, job: Job) -> None:
     """Refuses axes that do not divide the processes, before any is started; what the model decides is for the script.
 
     Raises:
         PlanError: `plan-size`, `plan-zero`.
     """
     axes = {"shard", "zero", *AXES}
-    if job.least or not any(row.field in axes and row.source != "default" for row in told.decisions):
+    said = {row.field for row in resolved.decisions if row.source != "default"}
+    if job.least or not axes & said:
         return  # nobody divides anything, or the number of nodes may change
     from paceline.plan.plan import Decision
     from paceline.plan.resolve import draft
@@ -74,7 +76,7 @@ def check_plan(told: Launch, job: Job) -> None:
     world_size = job.procs * job.nodes
     if job.assignment is not None:
         world_size = sum(len(host.ids) for host in job.assignment.hosts)
-    draft(vars(told.run), [Decision(**vars(row)) for row in told.decisions], world_size)
+    draft(vars(resolved.run), [Decision(**vars(row)) for row in resolved.decisions], world_size)
 
 
 def _asks_for_help(words: Sequence[str]) -> bool:
@@ -82,37 +84,39 @@ def _asks_for_help(words: Sequence[str]) -> bool:
     return "--help" in words or list(words) == ["-h"]
 
 
-def _alone(told: Launch) -> Launch:
+def _alone(resolved: Launch) -> Launch:
     """The settings of one process on this host: help is the same on all ranks, and needs no other."""
-    launch = told.launch
-    asked = {"procs": 1, "module": launch.module, "no_python": launch.no_python, "compat": launch.compat}
-    asked["dry_run"] = launch.dry_run
-    alone = LaunchSettings(**asked)
-    kept = [row for row in told.decisions if row.field in asked or row.field not in settings_of(LaunchSettings)]
-    defaults = [Choice(name, getattr(alone, name)) for name in settings_of(LaunchSettings) if name not in asked]
-    return replace(told, launch=alone, decisions=(*kept, *defaults))
+    count = {"module", "no_python", "compat", "dry_run"}
+    launch = LaunchSettings(procs=1, **{name: getattr(resolved.launch, name) for name in count})
+    decisions = []
+    for row in resolved.decisions:
+        if row.field in count or row.field == "procs" or row.field not in settings_of(LaunchSettings):
+            decisions.append(row)
+        else:
+            decisions.append(Choice(row.field, getattr(launch, row.field)))
+    return replace(resolved, launch=launch, decisions=tuple(decisions))
 
 
-def _show(job: Job, told: Launch) -> int:
+def _show(job: Job, resolved: Launch) -> int:
     from paceline.cli.explain import table
     from paceline.launch.host import name
 
-    rendered = _launcher(job, told).render(job)
-    print(rendered.text(name()), "\n\nsettings:", table(told, changed=True), sep="\n")
+    rendered = _launcher(job, resolved).render(job)
+    print(rendered.text(name()), "\n\nsettings:", table(resolved, changed=True), sep="\n")
     return 0
 
 
-def _launcher(job: Job, told: Launch) -> Launcher:
+def _launcher(job: Job, resolved: Launch) -> Launcher:
     """Who starts a job: on other hosts, whoever was named."""
-    found: Launcher = LAUNCHERS.get("local" if job.assignment is None else told.launch.launcher)
+    found: Launcher = LAUNCHERS.get("local" if job.assignment is None else resolved.launch.launcher)
     return found
 
 
-def carry_out(job: Job, told: Launch) -> int:
+def carry_out(job: Job, resolved: Launch) -> int:
     """Runs a job to its end, and says what failed; returns the exit code."""
     from paceline.launch.report import describe
 
-    launcher = _launcher(job, told)
+    launcher = _launcher(job, resolved)
     outcome = launcher.submit(launcher.render(job)).wait()
     if not outcome.in_worker and (outcome.failure or outcome.elsewhere):
         print(describe(outcome, job), file=sys.stderr, flush=True)

@@ -30,6 +30,16 @@ class Parser(argparse.ArgumentParser):
         usage = f"{prog} [options]"
         super().__init__(prog=prog, description=description, usage=usage, allow_abbrev=False, **options)  # type: ignore[arg-type]
 
+    @property
+    def options(self) -> Mapping[str, argparse.Action]:
+        """Every spelling of an option, those that `--help` leaves out too -> what it does."""
+        return self._option_string_actions
+
+    @property
+    def takes_script(self) -> bool:
+        """Whether a script and its arguments follow the options."""
+        return any(action.dest == "script_args" for action in self._actions)
+
     def error(self, message: str) -> NoReturn:
         """Raises ConfigError `command-line` instead of leaving the process."""
         raise ConfigError("command-line", f"{self.prog}: {message}", fix=f"`{self.prog} --help` lists what it takes")
@@ -38,7 +48,7 @@ class Parser(argparse.ArgumentParser):
         """Parses the words after the command's name.
 
         Raises:
-            ConfigError: `command-line`, `accelerate-feature`, about all words that are not taken.
+            ConfigError: `command-line`, and those of config dialects, about all words that are not taken.
         """
         args, unknown = self.parse_known_args(words)
         if unknown:

@@ -31,13 +31,13 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Launches the checks; 0 where all passed."""
     given = schema.given(args)
-    told = resolve_launch(given)
-    source = {row.field: row.source for row in told.decisions}
-    found = 0 if told.run.cpu else host.accelerators().count
-    procs = told.launch.procs if isinstance(told.launch.procs, int) else max(found, 1)
+    resolved = resolve_launch(given)
+    source = {row.field: row.source for row in resolved.decisions}
+    found = 0 if resolved.run.cpu else host.accelerators().count
+    procs = resolved.launch.procs if isinstance(resolved.launch.procs, int) else max(found, 1)
     if source["procs"] == "default":
         procs, given = 2, (*given, Given("procs", "2", "command line", "--procs"))
         if found == 1 and source["cpu"] == "default":  # two processes cannot share one
             given = (*given, Given("cpu", "true", "command line", "--cpu"))
-    words = [*schema.words(given), "--module", CHECK, "--procs", str(procs * told.launch.nodes)]
+    words = [*schema.words(given), "--module", CHECK, "--procs", str(procs * resolved.launch.nodes)]
     return main(["launch", *words])

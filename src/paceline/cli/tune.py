@@ -76,7 +76,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def tune(
-    launch: Launch,
+    resolved: Launch,
     script: str,
     script_args: Sequence[str],
     values: Mapping[str, Any] | None = None,
@@ -84,12 +84,12 @@ def tune(
     device: str | None = None,
     local_rank: bool = False,
 ) -> tuple[Tuned, Candidate]:
-    """A tuning from its settings to its files; `paceline deepspeed --autotuning` comes here too.
+    """A tuning from its settings to its files; other commands that tune come here too.
 
     Args:
-        launch: its settings.
+        resolved: its settings.
         script, script_args: what is tuned.
-        values: attributes of `Tuning` that the command line said; a DeepSpeed config's `autotuning` block says the rest.
+        values: attributes of `Tuning` that the command line said; a config that the script brings says the rest.
         places: where each of them was said.
         device: name of what a rank runs on, where it is not to be looked at.
         local_rank: whether the script gets `--local_rank=N` before its arguments.
@@ -109,19 +109,19 @@ def tune(
     tuning = replace(Tuning(last_step=7), **said)
     tuning.check(places or {})
     # Accelerators are looked at by processes of their own: one that has touched them cannot be forked any more.
-    job, notices = _result(*in_child(lambda: job_of(launch, script, script_args, environment.snapshot())))
+    job, notices = _result(*in_child(lambda: job_of(resolved, script, script_args, environment.snapshot())))
     _refuse(job)
     job = replace(job, target=replace(job.target, local_rank=local_rank))
-    for notice in (*launch.notices, *notices):
+    for notice in (*resolved.notices, *notices):
         _say(notice)
     if device is None:
-        here = _result(*in_child(lambda: of_this_host(job.procs, cpu=launch.run.cpu)))
+        here = _result(*in_child(lambda: of_this_host(job.procs, cpu=resolved.run.cpu)))
     else:
         here = device_of(device)
-    decisions = tuple(choice for choice in launch.decisions if choice.source in ("command line", "file"))
+    decisions = tuple(choice for choice in resolved.decisions if choice.source in ("command line", "file"))
     results = tune_results.Results()
     bar = Bar()
-    task = Task(job, decisions, tuning, said, here, launch.run.timeout_s or 600.0)
+    task = Task(job, decisions, tuning, said, here, resolved.run.timeout_s or 600.0)
     tuner = Tuner(task, bar.tell, results.open, results.add)
     _say(f"rehearsing {script} for {here.name}")
     try:
@@ -159,7 +159,10 @@ def _search_arguments(args: argparse.Namespace) -> tuple[dict[str, Any], dict[st
         values |= {"min_micro": _whole(least, args.micro), "max_micro": _whole(most or least, args.micro)}
         places |= dict.fromkeys(("min_micro", "max_micro"), f"--micro {args.micro}")
     if args.arg:
-        values["arguments"] = dict(each.split("=", 1) if "=" in each else (each, "") for each in args.arg)
+        values["arguments"] = {}
+        for pair in args.arg:
+            name, _, flag = pair.partition("=")
+            values["arguments"][name] = flag
         places["arguments"] = f"--arg {' --arg '.join(args.arg)}"
     return values, places
 
@@ -195,8 +198,8 @@ def _refuse(job: Job) -> None:
     Raises:
         LaunchError: `tune-launch`.
     """
-    why = "several nodes take part" if job.nodes > 1 else "the script is a program of its own"
     if job.nodes > 1 or job.target.kind == "program":
+        why = "several nodes take part" if job.nodes > 1 else "the script is a program of its own"
         raise LaunchError(
             "tune-launch",
             "this cannot be tuned: trials are forked, on this host, from a process that has imported the script's libraries.",

@@ -4,6 +4,23 @@
     python -m paceline.compat script.py     the same for one process
 
 A name that is not carried can be imported all the same; using it raises `CompatError` and names the native way.
+
+All that concerns one library lies in `compat/LIBRARY/`, and the core finds it there by registries:
+
+    dialect     its flags, variables and config files     paceline.config.dialects
+    tuning      configs that its scripts bring            paceline.planner.script_config
+
+Every command imports this package and the dialects, so none of them imports torch, or what serves the names.
+
+What a library's package may use of the core, by public names alone (`tests/shape/test_doors.py`):
+
+    Accelerator                  subclassed, or owned by an engine; also its run, and what that has prepared
+    config                       Given, ConfigDialect, resolve_run: words of the library become settings with their places
+    checkpoint                   stores, files of weights, formats: what `save_state` and `load_state` are made of
+    data, optim, precision       prepared loaders, optimizers and schedulers; the scaler; Lamb, Lion
+    parallel                     stages and micro-batches of a pipeline; parts of divided parameters
+    observe                      profiles and trackers
+    world                        World, collectives, rendezvous; whole values of divided tensors
 """
 
 from __future__ import annotations
@@ -13,11 +30,8 @@ import sys
 from collections.abc import Iterable
 
 from paceline.base.errors import CompatError, Problem
-from paceline.compat import neighbours
-from paceline.compat.served import Server
 
-# Library -> package of ours that holds its table of names.
-_LIBRARIES = {"accelerate": "paceline.compat.accelerate", "deepspeed": "paceline.compat.deepspeed"}
+LIBRARIES = ("accelerate", "deepspeed")
 
 
 def install(names: Iterable[str]) -> None:
@@ -29,26 +43,29 @@ def install(names: Iterable[str]) -> None:
     Raises:
         CompatError: `compat-library`, for an unknown one; `compat-imported`, where the real one is imported already.
     """
+    from paceline.compat import neighbours
+    from paceline.compat.served import Server
+
     wanted = [name for name in dict.fromkeys(names) if not _is_served(name)]
     problems = [problem for name in wanted if (problem := _problem(name))]
     if problems:
         raise CompatError.of(problems)
     for name in wanted:
-        sys.meta_path.insert(0, Server(name, importlib.import_module(_LIBRARIES[name])))
+        sys.meta_path.insert(0, Server(name, importlib.import_module(f"{__name__}.{name}")))
     if "accelerate" in wanted:
         neighbours.install()
 
 
 def _is_served(name: str) -> bool:
-    return any(isinstance(finder, Server) and finder.library == name for finder in sys.meta_path)
+    return any(getattr(finder, "library", None) == name for finder in sys.meta_path)
 
 
 def _problem(name: str) -> Problem | None:
-    if name not in _LIBRARIES:
+    if name not in LIBRARIES:
         return Problem(
             "compat-library",
             f"Paceline cannot stand in for {name!r}.",
-            why=f"libraries whose names it serves: {', '.join(_LIBRARIES)}",
+            why=f"libraries whose names it serves: {', '.join(LIBRARIES)}",
             fix="use one of these",
         )
     if name in sys.modules:

@@ -5,7 +5,7 @@
         -> {"plan": {"zero": 2}, "options": {"shard": {"wrap": "size", ...}}, "notes": [...]}
     Accelerator(plan=..., options=...)
 
-What each keyword comes to stands in `paceline.config.engine_fields`.
+What each keyword comes to stands in `paceline.compat.accelerate.engine_fields`.
 """
 
 from __future__ import annotations
@@ -18,8 +18,9 @@ from typing import Any
 
 from paceline.base import env as environment
 from paceline.base.errors import CompatError, ConfigError, Problem
-from paceline.config import engines, options
-from paceline.config.engine_fields import FIELDS, MIXED, ROWS, TORCH
+from paceline.compat.accelerate import engines
+from paceline.compat.accelerate.engine_fields import FIELDS, MIXED, ROWS, TORCH
+from paceline.config import options
 from paceline.config.given import Given, nearest
 from paceline.config.sources import nodes_of
 

@@ -16,39 +16,13 @@ import importlib.metadata
 import importlib.util
 import sys
 from collections.abc import Iterable, Iterator, Sequence
-from functools import cache
 from importlib.abc import Loader
 from importlib.machinery import ModuleSpec
-from pathlib import Path
 from types import ModuleType
-from typing import Any, Protocol
+from typing import Any
 
 from paceline.compat.absent import absent
-
-
-class Names(Protocol):
-    """What a package of ours says of a library."""
-
-    VERSION: str
-
-    def modules(self) -> dict[str, frozenset[str]]:
-        """Names of its modules, each with its public names."""
-
-    def carried(self) -> dict[str, str]:
-        """Name -> "module:attribute" of ours that stands for it; a name with its module before one without."""
-
-    def native_way(self, name: str) -> tuple[str, str]:
-        """Why a name is not carried, and what to do instead."""
-
-
-@cache
-def listed(file: Path) -> dict[str, frozenset[str]]:
-    """The modules that a `names.txt` lists, a line each, with their public names."""
-    found = {}
-    for line in file.read_text(encoding="utf-8").splitlines():
-        name, _, names = line.partition(":")
-        found[name] = frozenset(names.split())
-    return found
+from paceline.compat.names import Names
 
 
 class Server(importlib.metadata.DistributionFinder, Loader):

@@ -1,4 +1,4 @@
-"""Reads config files: ours (flat keys, the names of the settings) and accelerate's, YAML or JSON, as they are.
+"""Reads config files: ours (flat keys, the names of the settings) and those of other libraries, YAML or JSON, as they are.
 
 The file is read as YAML nodes, not as values: a node knows its line, and its text (`no`, `0,1`, `1e-3`) is read by the
 same rules as a flag's. All problems of a file are found at once.
@@ -6,23 +6,17 @@ same rules as a flag's. All problems of a file are found at once.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Collection
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import yaml
 
 from paceline.base.errors import ConfigError, Problem, short_repr
-from paceline.config import accelerate, engines, limits, options
+from paceline.config import limits, options
+from paceline.config.dialects import Translation, dialects, judged, known_by_a_dialect
 from paceline.config.given import Choice, Given, nearest
-from paceline.config.settings import settings_of
-
-# Blocks of accelerate's files whose keys are read one by one, and what those keys begin with.
-_BLOCKS = {
-    "parallelism_config": "parallelism_config_",
-    "dynamo_config": "dynamo_",
-    "fsdp_config": "fsdp_",
-    "mpirun_config": "mpirun_",
-}
+from paceline.config.settings import TOTAL, own_name, settings_of
 
 
 @dataclass
@@ -52,8 +46,11 @@ def read(path: str) -> Content:
     root = _parse(path, _text(path))
     content = Content()
     if root is not None:
-        _read_block(path, root, "", content)
-        _read_deepspeed(path, root, content)
+        together = _read_together(path, root)
+        _read_block(path, root, "", content, together.consumed)
+        content.given += together.given
+        content.unused += together.unused
+        content.problems += together.problems
     return content
 
 
@@ -84,52 +81,52 @@ def _parse(path: str, text: str) -> yaml.MappingNode | None:
     raise ConfigError("config-syntax", f"{where} holds no settings.", f"it holds a {_kind(root)}", fix)
 
 
-def _read_block(path: str, block: yaml.MappingNode, prefix: str, content: Content) -> None:
+def _read_together(path: str, root: yaml.MappingNode) -> Translation:
+    """What dialects read of several keys at once."""
+    translation = Translation()
+    for dialect in dialects():
+        keys = {}
+        for key, node in root.value:
+            if isinstance(key, yaml.ScalarNode) and key.value in dialect.together:
+                keys[key.value] = _given(path, key, node)
+                if isinstance(node, yaml.MappingNode):
+                    block = [_given(path, *pair) for pair in node.value]
+                    keys[key.value] = replace(keys[key.value], value=block)
+        translation.add(dialect.from_file(keys))
+    return translation
+
+
+def _given(path: str, key: yaml.Node, node: yaml.Node) -> Given:
+    name = str(key.value) if isinstance(key, yaml.ScalarNode) else _kind(key)
+    value = None if options.is_null(node) else options.value_of(node)
+    return Given(name, value, "file", f"{path}:{key.start_mark.line + 1}")
+
+
+def _read_block(path: str, block: yaml.MappingNode, prefix: str, content: Content, consumed: Collection[str]) -> None:
+    blocks: dict[str, str] = {}
+    for dialect in dialects():
+        blocks |= dialect.blocks
     first: dict[str, str] = {}
     for key, node in block.value:
         where = f"{path}:{key.start_mark.line + 1}"
         written = str(key.value) if isinstance(key, yaml.ScalarNode) else _kind(key)
         name = written if written.startswith(prefix) else prefix + written
-        same = accelerate.own_name(name) or name
+        same = own_name(name) or name
         if same in first:
             what = f"{where} sets {same} a second time."
             content.problems.append(Problem("config-twice", what, f"first: {first[same]}", "keep one of the two"))
             continue
         first[same] = where
-        if name in _BLOCKS and isinstance(node, yaml.MappingNode):
-            _read_block(path, node, _BLOCKS[name], content)
-        elif name in _BLOCKS and options.is_null(node):
+        if name in consumed or (name in blocks and options.is_null(node)):
             continue
+        if name in blocks and isinstance(node, yaml.MappingNode):
+            _read_block(path, node, blocks[name], content, consumed)
         else:
             _read_key(path, name, node, where, content)
 
 
-def _read_deepspeed(path: str, root: yaml.MappingNode, content: Content) -> None:
-    """accelerate's `deepspeed_config:`, which counts where `distributed_type` asks for it."""
-    nodes = {key.value: (node, f"{path}:{key.start_mark.line + 1}") for key, node in root.value}
-    kind, place = nodes.get("distributed_type", (None, ""))
-    if kind is None or str(kind.value).upper() != "DEEPSPEED":
-        return
-    from paceline.config.deepspeed.plugin import said_by
-
-    block, _ = nodes.get("deepspeed_config", (None, ""))
-    fields = [
-        Given(
-            key.value,
-            None if options.is_null(node) else options.value_of(node),
-            "file",
-            f"{path}:{key.start_mark.line + 1}",
-        )
-        for key, node in (block.value if isinstance(block, yaml.MappingNode) else ())
-    ]
-    told = said_by(fields, "file", place)
-    content.given += told.given
-    content.unused = [each for each in content.unused if each.field != "deepspeed_config"] + told.unused
-    content.problems += told.problems
-
-
 def _read_key(path: str, name: str, node: yaml.Node, where: str, content: Content) -> None:
-    own = settings_of().get(accelerate.own_name(name))
+    own = settings_of().get(own_name(name))
     if name == options.NAME:
         for each in options.read_node(node, "file", path):
             if isinstance(each, Problem):
@@ -141,11 +138,11 @@ def _read_key(path: str, name: str, node: yaml.Node, where: str, content: Conten
         _read_setting(name, node, where, content)
         return
     told = Given(name, None if options.is_null(node) else options.value_of(node), "file", where)
-    if engines.knows(told):
+    if known_by_a_dialect(told):
         content.given += [told] if told.value is not None else []
         return
     text = node.value if isinstance(node, yaml.ScalarNode) else f"a {_kind(node)}"
-    verdict = accelerate.judge(Given(name, text, "file", where))
+    verdict = judged(Given(name, text, "file", where))
     if isinstance(verdict, Choice):
         content.unused.append(verdict)
     elif verdict is not None:
@@ -155,26 +152,28 @@ def _read_key(path: str, name: str, node: yaml.Node, where: str, content: Conten
 
 
 def _read_setting(name: str, node: yaml.Node, where: str, content: Content) -> None:
-    if options.is_null(node) or (
-        name == accelerate.TOTAL and node.value == "-1"
-    ):  # -1: accelerate's "say it on the flag"
+    # -1 stands in files for "the flag will say it".
+    if options.is_null(node) or (name == TOTAL and node.value == "-1"):
         return
     if isinstance(node, yaml.ScalarNode):
         content.given.append(Given(name, node.value, "file", where))
     elif isinstance(node, yaml.SequenceNode) and all(isinstance(each, yaml.ScalarNode) for each in node.value):
         content.given.append(Given(name, ",".join(each.value for each in node.value), "file", where))
     else:
-        expected = settings_of()[accelerate.own_name(name)].kind.expected
+        expected = settings_of()[own_name(name)].kind.expected
         why, fix = f"it comes from {where}; expected: {expected}", f"write `{name}: VALUE` on one line"
         content.problems.append(Problem("config-value", f"{name} cannot be a {_kind(node)}.", why, fix))
 
 
 def _unknown(name: str, where: str, *, on_command_line: bool) -> Problem:
     if on_command_line:
-        what, fix = f"{where}: {name} cannot stand in a file.", f"say {settings_of()[accelerate.own_name(name)].flag}"
+        what, fix = f"{where}: {name} cannot stand in a file.", f"say {settings_of()[own_name(name)].flag}"
         return Problem("config-key", what, "it is about one launch", fix)
-    own = [each.name for each in settings_of().values() if each.in_file]
-    close = nearest(name, own) or nearest(name, accelerate.names())
+    own = [setting.name for setting in settings_of().values() if setting.in_file]
+    others = [TOTAL]
+    for dialect in dialects():
+        others += [*dialect.aliases, *dialect.names()]
+    close = nearest(name, own) or nearest(name, others)
     fix = f"write {close!r}" if close else "`paceline explain` lists all settings"
     return Problem("config-key", f"{where}: there is no setting {short_repr(name)}.", "", fix)
 

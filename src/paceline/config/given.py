@@ -15,7 +15,7 @@ class Given:
     """A value as it was given, still unread.
 
     Attributes:
-        name: of a setting, or accelerate's name of one.
+        name: of a setting, or another library's name of one.
         value: text from a flag, a variable or a file; any object from code.
         source: one of `SOURCES`.
         where: the exact place, such as "run.yaml:12", "--tp", "PACELINE_TP" or "Accelerator(tp=...)".

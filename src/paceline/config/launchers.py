@@ -1,7 +1,7 @@
-"""Flags of other launchers (torchrun, accelerate's DeepSpeed, DeepSpeed, Lightning) and what each of them means here.
+"""Flags of other launchers (torchrun, Lightning and those alike) and what each of them means here.
 
 Those that say the same as a flag of ours are taken. The others are refused by name, with the flag of ours that does what
-they do. accelerate's names that may also stand in its files are in `settings.py`, `accelerate.py` and `engine_fields.py`.
+they do. Names that may also stand in another library's files belong to its dialect.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from types import MappingProxyType
 
 from paceline.base.errors import Problem
 from paceline.config.given import Given
+from paceline.config.settings import TOTAL
 
 
 def _as(name: str) -> Callable[[str], dict[str, str]]:
@@ -21,7 +22,7 @@ def _as(name: str) -> Callable[[str], dict[str, str]]:
 
 
 def _processes(value: str) -> dict[str, str]:
-    """torchrun's words for a number of processes, DeepSpeed's -1 for all devices, or Lightning's list of devices."""
+    """torchrun's words for a number of processes, -1 for all devices, or Lightning's list of devices."""
     if "," in value:
         return {"gpu_ids": value}
     if value in ("gpu", "xpu", "all", "-1"):
@@ -59,6 +60,7 @@ class Flag:
 
 
 _ROWS = (
+    Flag(TOTAL),  # not yet a setting: the number of nodes has to be known first
     Flag("nproc_per_node gpus num_gpus", _processes, short="-np"),
     Flag("nnodes num_nodes", _as("nodes")),
     Flag("master_addr", _as("main_address")),
@@ -84,23 +86,6 @@ _ROWS = (
 )
 _FLAGS: Mapping[str, Flag] = MappingProxyType({name: row for row in _ROWS for name in row.names.split()})
 
-# accelerate's flags for its DeepSpeed plugin, and whether a value follows. `config.deepspeed.plugin` reads them.
-DEEPSPEED: Mapping[str, bool] = MappingProxyType(
-    {
-        "use_deepspeed": False,
-        "zero_stage": True,
-        "offload_optimizer_device": True,
-        "offload_param_device": True,
-        "offload_optimizer_nvme_path": True,
-        "offload_param_nvme_path": True,
-        "zero3_init_flag": True,
-        "zero3_save_16bit_model": True,
-        "deepspeed_config_file": True,
-        "deepspeed_multinode_launcher": True,
-        "deepspeed_moe_layer_cls_names": True,
-    }
-)
-
 
 def flags() -> Iterable[tuple[str, bool, str]]:
     """Each flag that is understood: its name, whether a value follows, and its one-letter form."""
@@ -109,18 +94,16 @@ def flags() -> Iterable[tuple[str, bool, str]]:
         yield first, row.takes, row.short
         for name in others:
             yield name, row.takes, ""
-    for name, takes in DEEPSPEED.items():
-        yield name, takes, ""
 
 
 def takes_value(name: str) -> bool:
     """Whether a value follows a flag of this table."""
-    return DEEPSPEED[name] if name in DEEPSPEED else _FLAGS[name].takes
+    return _FLAGS[name].takes
 
 
 def knows(name: str) -> bool:
     """Whether this is the name of a flag of this table."""
-    return name in _FLAGS or name in DEEPSPEED
+    return name in _FLAGS
 
 
 def translate(given: Sequence[Given]) -> tuple[Given, ...]:
@@ -148,19 +131,3 @@ def refusal(given: Given) -> Problem | None:
         return None
     what = f"{given.where} is a flag of another launcher, which Paceline does not have."
     return Problem("launcher-flag", what, "", row.instead)
-
-
-def plugin_fields(given: Iterable[Given]) -> list[Given]:
-    """What accelerate's DeepSpeed is told, with values as a file would have them; [] where it is not asked for."""
-    given = list(given)
-    # The others count only together with one of these: alone they must not divide a model.
-    if not {"use_deepspeed", "zero_stage", "deepspeed_config_file"} & {each.name for each in given}:
-        return []
-    fields = [each for each in given if each.name in DEEPSPEED or each.name == "gradient_clipping"]
-    return [Given(each.name, _value(str(each.value)), each.source, each.where) for each in fields]
-
-
-def _value(text: str) -> object:
-    if text.isdigit():
-        return int(text)
-    return {"true": True, "false": False}.get(text.lower(), text)

@@ -12,7 +12,7 @@ from typing import Any
 
 from paceline.base.errors import ConfigError
 
-# The longest config that DeepSpeed's or accelerate's own examples hold has 200 keys and 8 kB.
+# The longest config in the examples of the libraries that we read configs of has 200 keys and 8 kB.
 MAX_BYTES = 1 << 20
 MAX_VALUES = 10_000
 MAX_DEPTH = 100

@@ -6,30 +6,30 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from paceline.base.errors import ConfigError
+from paceline.config.dialects import dialects
 
 
 def own_default(env: Mapping[str, str]) -> Path:
     """Our default file: `paceline/config.yaml` under XDG_CONFIG_HOME (~/.config)."""
-    home = env.get("XDG_CONFIG_HOME") or str(_home(env) / ".config")
-    return Path(home) / "paceline" / "config.yaml"
-
-
-def accelerate_default(env: Mapping[str, str]) -> Path:
-    """accelerate's default file under HF_HOME, or `huggingface` under XDG_CACHE_HOME (~/.cache): YAML before JSON."""
-    cache = env.get("XDG_CACHE_HOME") or str(_home(env) / ".cache")
-    folder = Path(env.get("HF_HOME") or Path(cache) / "huggingface").expanduser() / "accelerate"
-    yaml, as_json = folder / "default_config.yaml", folder / "default_config.json"
-    return as_json if as_json.is_file() and not yaml.is_file() else yaml
+    return user_folder(env, "XDG_CONFIG_HOME", ".config") / "paceline" / "config.yaml"
 
 
 def default_file(env: Mapping[str, str], *, compat: str | None = None) -> str | None:
-    """The default file that exists: accelerate's where its names are served, else ours; None where there is none."""
-    places = [accelerate_default(env)] if "accelerate" in (compat or "").split(",") else []
-    return next((str(path) for path in [*places, own_default(env)] if path.is_file()), None)
+    """The default file that exists: a library's where its names are served, else ours; None where there is none."""
+    served = (compat or "").split(",")
+    paths = [dialect.default_file(env) for dialect in dialects() if dialect.name in served]
+    for path in (*paths, own_default(env)):
+        if path is not None and path.is_file():
+            return str(path)
+    return None
 
 
-def _home(env: Mapping[str, str]) -> Path:
-    return Path(env["HOME"]) if env.get("HOME") else Path.home()
+def user_folder(env: Mapping[str, str], variable: str, name: str) -> Path:
+    """The user's folder for files of a kind: where `variable` says, else `name` in the home."""
+    if env.get(variable):
+        return Path(env[variable])
+    home = Path(env["HOME"]) if env.get("HOME") else Path.home()
+    return home / name
 
 
 def write(path: Path, text: str) -> None:

@@ -1,7 +1,8 @@
 """Every setting, defined once: its default, its kind, one sentence, and its names on the command line and elsewhere.
 
 A setting `main_port` is `--main-port` (or `--main_port`) on the command line, `PACELINE_MAIN_PORT` in the environment
-and `main_port` in a file. `config/schema.py` derives the options, the JSON schema and the docs table from here.
+and `main_port` in a file. `config/schema.py` derives the options, the JSON schema and the docs table from here. What other
+libraries call it stands in their dialects (`config/dialects.py`).
 """
 
 from __future__ import annotations
@@ -11,7 +12,11 @@ from dataclasses import MISSING, dataclass, field, fields
 from functools import cache
 from typing import Any
 
+from paceline.config.dialects import DIALECTS, dialects
 from paceline.config.kinds import OPTIONS, YES_NO, Kind, matching, one_of, seconds, some_of, whole, whole_or_range
+
+# Processes over all nodes together, as other launchers count them; our `procs` counts per node.
+TOTAL = "num_processes"
 
 
 @dataclass(frozen=True)
@@ -25,8 +30,6 @@ class Setting:
         doc: one sentence that says what it does.
         group: heading under which `--help` and the docs list it.
         short: a one-letter flag, such as "-n"; "" for none.
-        accelerate: accelerate's names for it, as flag and as file key.
-        variables: accelerate's environment variables for it; `PACELINE_<NAME>` comes before them.
         in_file: whether a config file may hold it.
         spelling: how the flag is called where not as the setting.
     """
@@ -37,8 +40,6 @@ class Setting:
     doc: str
     group: str
     short: str = ""
-    accelerate: tuple[str, ...] = ()
-    variables: tuple[str, ...] = ()
     in_file: bool = True
     spelling: str = ""
 
@@ -51,6 +52,28 @@ class Setting:
     def variable(self) -> str:
         """Its environment variable."""
         return f"PACELINE_{self.name.upper()}"
+
+    @property
+    def aliases(self) -> list[str]:
+        """Other libraries' names for it, as flag and as file key."""
+        return [alias for dialect in dialects() for alias, name in dialect.aliases.items() if name == self.name]
+
+    @property
+    def other_variables(self) -> list[str]:
+        """Other libraries' environment variables for it; its own comes before them."""
+        return [variable for dialect in dialects() for variable, name in dialect.variables.items() if name == self.name]
+
+
+def own_name(name: str) -> str:
+    """Our setting for another library's name (or for our own name); "" where there is none."""
+    if name in settings_of():
+        return name
+    if name == TOTAL:
+        return "procs"
+    for dialect in dialects():
+        if name in dialect.aliases:
+            return dialect.aliases[name]
+    return ""
 
 
 def setting(default: Any, kind: Kind, doc: str, group: str, **names: Any) -> Any:
@@ -83,19 +106,16 @@ class RunSettings:
     mixed_precision: str = setting(
         "no", one_of("no", "fp16", "bf16"),
         "Precision of the model's arithmetic: float32 (no), float16 with loss scaling, or bfloat16.",
-        _DEVICE, variables=("ACCELERATE_MIXED_PRECISION",),
+        _DEVICE,
     )  # fmt: skip
     accumulate: int = setting(
         1, whole(1), "Micro-batches in one optimizer step.", _DATA,
-        accelerate=("gradient_accumulation_steps",), variables=("ACCELERATE_GRADIENT_ACCUMULATION_STEPS",),
     )  # fmt: skip
     cpu: bool = setting(
         False, YES_NO, "Runs on the CPU although there is an accelerator.", _DEVICE,
-        accelerate=("use_cpu",), variables=("ACCELERATE_USE_CPU",),
     )  # fmt: skip
     debug: bool = setting(
         False, YES_NO, "Checks before each collective that all ranks enter the same one; explains hangs.", _DEVICE,
-        variables=("ACCELERATE_DEBUG_MODE",),
     )  # fmt: skip
     timeout_s: float | None = setting(
         None, seconds(), "Seconds after which a collective that some rank never enters fails; not set: 600.",
@@ -183,22 +203,20 @@ class LaunchSettings:
     )  # fmt: skip
     threads: int | None = setting(
         None, whole(1), "CPU threads of each process; not set: OMP_NUM_THREADS, else the node's cores shared equally.",
-        _PROCESSES, accelerate=("num_cpu_threads_per_process",),
+        _PROCESSES,
     )  # fmt: skip
     nodes: int | str = setting(
         1, whole_or_range(1, 100_000),
         "How many nodes (hosts) take part; start the command on each. 1:3: goes on while at least 1 is there, takes in "
         "up to 3.", _NODES,
-        accelerate=("num_machines",),
     )  # fmt: skip
-    node_rank: int = setting(0, whole(0), "Number of this node, from 0.", _NODES, accelerate=("machine_rank",))
+    node_rank: int = setting(0, whole(0), "Number of this node, from 0.", _NODES)
     main_address: str | None = setting(
         None, matching(r"\S+", "a host name or an IP address", "HOST"),
-        "Address of node 0, or of several joined by commas; not set: this host.", _NODES, accelerate=("main_process_ip",),
+        "Address of node 0, or of several joined by commas; not set: this host.", _NODES,
     )  # fmt: skip
     main_port: int = setting(
         0, whole(0, maximum=65535), "Port at which node 0 listens; 0: a free one (on several nodes: 29500).", _NODES,
-        accelerate=("main_process_port",),
     )  # fmt: skip
     rdzv_backend: str = setting(
         "static", matching(r"[A-Za-z][\w-]*", "a name such as static or c10d", "NAME"),
@@ -213,17 +231,14 @@ class LaunchSettings:
     hostfile: str | None = setting(
         None, matching(r".+", "a file", "FILE"),
         "File with a line `HOST slots=N` for each host; the processes are started on all of them from here.", _NODES,
-        accelerate=("deepspeed_hostfile",),
     )  # fmt: skip
     include: str = setting(
         "", matching(r".*", "HOST[:SLOT,...] joined by @", "HOST[:SLOT,...][@HOST...]"),
         "Hosts of the hostfile, or slots of them, that are used; not set: all.", _NODES, short="-i",
-        accelerate=("deepspeed_inclusion_filter",),
     )  # fmt: skip
     exclude: str = setting(
         "", matching(r".*", "HOST[:SLOT,...] joined by @", "HOST[:SLOT,...][@HOST...]"),
         "Hosts of the hostfile, or slots of them, that are left out.", _NODES, short="-e",
-        accelerate=("deepspeed_exclusion_filter",),
     )  # fmt: skip
     launcher: str = setting(
         "ssh", matching(r"[A-Za-z]\w*", "ssh, pdsh, openmpi or slurm", "ssh|pdsh|openmpi|slurm"),
@@ -246,9 +261,7 @@ class LaunchSettings:
     grace_s: float = setting(
         30.0, seconds(), "Seconds that processes have to save and end after SIGTERM.", _SUPERVISION
     )
-    monitor_interval_s: float = setting(
-        0.1, seconds(), "Seconds between two looks at the processes.", _SUPERVISION, accelerate=("monitor_interval",)
-    )
+    monitor_interval_s: float = setting(0.1, seconds(), "Seconds between two looks at the processes.", _SUPERVISION)
     log_dir: str | None = setting(
         None, matching(r".+", "a directory", "DIR"), "Directory for each process's output.", _SUPERVISION
     )
@@ -267,14 +280,14 @@ class LaunchSettings:
     config: str | None = setting(
         None, matching(r".+", "a file", "FILE"),
         "File of settings; not set: ~/.config/paceline/config.yaml where that exists.",
-        _LAUNCH, accelerate=("config_file",), in_file=False,
+        _LAUNCH, in_file=False,
     )  # fmt: skip
     module: bool = setting(
         False, YES_NO, "The script is a module's name, as after `python -m`.", _LAUNCH, short="-m", in_file=False
     )
     no_python: bool = setting(False, YES_NO, "The script is a program that needs no Python.", _LAUNCH, in_file=False)
     compat: str | None = setting(
-        None, some_of("accelerate", "deepspeed"), "Serves the names of other libraries to a script that imports them.",
+        None, some_of(*DIALECTS.own_names()), "Serves the names of other libraries to a script that imports them.",
         _LAUNCH,
     )  # fmt: skip
     dry_run: bool = setting(

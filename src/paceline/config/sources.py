@@ -13,15 +13,17 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from math import ceil
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 from paceline.base import env as environment
 from paceline.base.errors import ConfigError, Problem, short_repr
-from paceline.config import accelerate, engines, launchers
+from paceline.config import launchers
 from paceline.config import options as strategy_options
+from paceline.config.dialects import Translation, dialects, judged, known_by_a_dialect, notice_of
 from paceline.config.given import SOURCES, Choice, Given, nearest
-from paceline.config.settings import LaunchSettings, RunSettings, settings_of
+from paceline.config.settings import TOTAL, LaunchSettings, RunSettings, own_name, settings_of
 
 T = TypeVar("T")
 HANDED = "PACELINE_SETTINGS"
@@ -50,7 +52,7 @@ class Launch:
     Attributes:
         launch, run: the merged values.
         decisions: one row for each setting of both.
-        unused: accelerate's names that were given and have no effect here, each with the reason.
+        unused: names of other libraries that were given and have no effect here, each with the reason.
         notices: what the user should know, each with what to do.
         file: the config file that was read; None where there is none.
     """
@@ -101,22 +103,21 @@ def resolve_run(
     given, unused = _translate(given, nodes_of(env), problems)
     values, decisions = _merge(RunSettings, given, problems)
     _raise(problems)
-    notices = (*engines.notices(unused), *_unknown_variables(env))
+    notices = (*_notices(unused), *_unknown_variables(env))
     return Resolved(RunSettings(**values), decisions, notices)
 
 
 def _from_code(code: Mapping[str, Any], plan: Any, options: Any, problems: list[Problem]) -> list[Given]:
     """What the script said, the weakest first: values within one source are taken in order."""
     given: list[Given] = []
+    is_text = isinstance(plan, str | Path)
     if isinstance(plan, Mapping):
-        given += [
-            Given(name, value, "code", f"Accelerator(plan={{{name!r}: ...}})")
-            for name, value in plan.items()
-            if value is not None
-        ]
-    elif isinstance(plan, Sequence) and not isinstance(plan, str) and all(isinstance(each, Given) for each in plan):
+        for name, value in plan.items():
+            if value is not None:
+                given.append(Given(name, value, "code", f"Accelerator(plan={{{name!r}: ...}})"))
+    elif isinstance(plan, Sequence) and not is_text and all(isinstance(value, Given) for value in plan):
         given += plan
-    elif plan is not None and not isinstance(plan, str | Path):
+    elif plan is not None and not is_text:
         problems.append(
             Problem(
                 "config-value",
@@ -127,18 +128,10 @@ def _from_code(code: Mapping[str, Any], plan: Any, options: Any, problems: list[
         )
     if options is not None:
         given.append(Given(strategy_options.NAME, options, "code", "Accelerator(options=...)"))
-    given += [
-        Given(name, value, "code", f"Accelerator({IN_CODE.get(name, name)}=...)")
-        for name, value in code.items()
-        if value is not None
-    ]
-    known = settings_of(RunSettings)
-    single = f"{strategy_options.NAME}."  # an option that was read already
-    problems += [
-        _unknown(each)
-        for each in given
-        if each.name not in known and not each.name.startswith(single) and not engines.knows(each)
-    ]
+    for name, value in code.items():
+        if value is not None:
+            given.append(Given(name, value, "code", f"Accelerator({IN_CODE.get(name, name)}=...)"))
+    problems += [_unknown(value) for value in given if not (_of_run(value.name) or known_by_a_dialect(value))]
     return given
 
 
@@ -152,19 +145,23 @@ def _read_file(path: str, given: list[Given], problems: list[Problem]) -> None:
 
 def _translate(given: list[Given], nodes: int, problems: list[Problem]) -> tuple[list[Given], list[Choice]]:
     """Turns what only some libraries say into settings of ours, and blocks of options into single ones."""
-    found = engines.translate(given, nodes)
-    problems += found.problems
+    unused: list[Choice] = []
+    for dialect in dialects():
+        translation = dialect.translate(given, nodes)
+        given = translation.given
+        unused += translation.unused
+        problems += translation.problems
     single: list[Given] = []
-    for each in found.given:
-        if each.name != strategy_options.NAME:
-            single.append(each)
+    for value in given:
+        if value.name != strategy_options.NAME:
+            single.append(value)
             continue
-        for option in strategy_options.read(each):
+        for option in strategy_options.read(value):
             if isinstance(option, Problem):
                 problems.append(option)
             else:
                 single.append(option)
-    return single, found.unused
+    return single, unused
 
 
 def nodes_of(env: Mapping[str, str]) -> int:
@@ -174,11 +171,9 @@ def nodes_of(env: Mapping[str, str]) -> int:
         text = env.get(name, "")
         return int(text) if text.isdigit() and int(text) > 0 else 1
 
-    return (
-        number("GROUP_WORLD_SIZE")
-        if "GROUP_WORLD_SIZE" in env
-        else -(-number("WORLD_SIZE") // number("LOCAL_WORLD_SIZE"))
-    )
+    if "GROUP_WORLD_SIZE" in env:
+        return number("GROUP_WORLD_SIZE")
+    return ceil(number("WORLD_SIZE") / number("LOCAL_WORLD_SIZE"))
 
 
 def resolve_launch(flags: Sequence[Given] = (), env: Mapping[str, str] | None = None, *, search: bool = True) -> Launch:
@@ -190,21 +185,28 @@ def resolve_launch(flags: Sequence[Given] = (), env: Mapping[str, str] | None = 
         search: read the default file where none is named.
 
     Raises:
-        ConfigError: `config-value`, `accelerate-feature`, `launcher-flag`, `procs-split`, and those of `files.read`; all
+        ConfigError: `config-value`, those of dialects, `launcher-flag`, `procs-split`, and those of `files.read`; all
             at once.
     """
     env = environment.snapshot() if env is None else env
     problems: list[Problem] = []
     unused: list[Choice] = []
     given: list[Given] = []
-    deepspeed = launchers.plugin_fields(flags)
-    if deepspeed:
-        _read_plugin(deepspeed, given, unused, problems)
-    for each in flags:
-        if accelerate.own_name(each.name) or engines.knows(each):
-            given.append(each)
-        elif all(each.where != field.where for field in deepspeed):
-            _sort(launchers.refusal(each) or accelerate.judge(each) or _unknown(each), unused, problems)
+    together = Translation()
+    for dialect in dialects():
+        together.add(dialect.from_flags(flags))
+    given += together.given
+    unused += together.unused
+    problems += together.problems
+    for flag in flags:
+        if own_name(flag.name) or known_by_a_dialect(flag):
+            given.append(flag)
+        elif flag.name not in together.consumed:
+            verdict = launchers.refusal(flag) or judged(flag) or _unknown(flag)
+            if isinstance(verdict, Problem):
+                problems.append(verdict)
+            else:
+                unused.append(verdict)
     given += _from_env(env, LaunchSettings, RunSettings)
     path = _file_for(given, env, search)
     if path is not None:
@@ -219,43 +221,31 @@ def resolve_launch(flags: Sequence[Given] = (), env: Mapping[str, str] | None = 
     run_values, run_decisions = _merge(RunSettings, given, problems)
     decisions = _per_node(values, decisions, problems)
     _raise(problems)
-    notices = (*filter(None, map(accelerate.notice, unused)), *engines.notices(idle), *_unknown_variables(env))
+    notices = (*filter(None, map(notice_of, unused)), *_notices(idle), *_unknown_variables(env))
     rows = decisions + run_decisions
     return Launch(LaunchSettings(**values), RunSettings(**run_values), rows, (*unused, *idle), notices, path)
 
 
-def _read_plugin(fields: Sequence[Given], given: list[Given], unused: list[Choice], problems: list[Problem]) -> None:
-    """accelerate's flags for DeepSpeed, read as the block of its files is."""
-    from paceline.config.deepspeed.plugin import said_by
-
-    asked = [each for each in fields if each.name != "use_deepspeed"]
-    said = said_by(asked, "command line", fields[0].where)
-    given += said.given
-    unused += said.unused
-    problems += said.problems
-
-
 def hand_over(decisions: Iterable[Choice]) -> str:
     """JSON of what the command line and the file said about the run: {setting: [value, source, where]}."""
-    rows = {
-        row.field: [row.value, row.source, row.where]
-        for row in decisions
-        if _of_run(row.field) and row.source in ("command line", "file")
-    }
+    rows = {}
+    for row in decisions:
+        if _of_run(row.field) and row.source in ("command line", "file"):
+            rows[row.field] = [row.value, row.source, row.where]
     return json.dumps(rows, default=str)  # YAML has dates, which no option takes
 
 
 def _of_run(name: str) -> bool:
+    """Whether a name is a setting of the run, or a single option that was read already."""
     return name in settings_of(RunSettings) or name.startswith(f"{strategy_options.NAME}.")
 
 
 def _handed(text: str) -> list[Given]:
     try:
         rows = json.loads(text) if text else {}
+        handed = [Given(name, value, source, where) for name, (value, source, where) in rows.items()]
         return [
-            Given(name, value, source, where)
-            for name, (value, source, where) in rows.items()
-            if _of_run(name) and source in SOURCES and value is not None
+            given for given in handed if _of_run(given.name) and given.source in SOURCES and given.value is not None
         ]
     except (ValueError, TypeError, AttributeError):
         raise ConfigError(
@@ -267,76 +257,85 @@ def _handed(text: str) -> list[Given]:
 
 
 def _from_env(env: Mapping[str, str], *classes: type) -> list[Given]:
-    """Variables that are set and not empty; ours last, so that it wins over accelerate's."""
-    foreign = engines.from_env(env) if RunSettings in classes else []
-    return foreign + [
-        Given(each.name, env[variable], "environment", variable)
-        for each in settings_of(*classes).values()
-        for variable in (*reversed(each.variables), each.variable)
-        if env.get(variable)
-    ]
+    """Variables that are set and not empty; ours last, so that it wins over those of other libraries."""
+    given: list[Given] = []
+    if RunSettings in classes:
+        for dialect in dialects():
+            given += dialect.from_env(env)
+    for setting in settings_of(*classes).values():
+        for variable in (*reversed(setting.other_variables), setting.variable):
+            if env.get(variable):
+                given.append(Given(setting.name, env[variable], "environment", variable))
+    return given
 
 
 def _merge(cls: type, given: Sequence[Given], problems: list[Problem]) -> tuple[dict[str, Any], tuple[Choice, ...]]:
     """Reads every value, and takes for each setting the one of the strongest source (the last one within a source)."""
-    settings = dict(settings_of(cls))
-    merged = strategy_options.merge(given) if settings.pop(strategy_options.NAME, None) else None
-    said: dict[str, list[Given]] = {}
-    for each in given:
-        if (name := accelerate.own_name(each.name)) in settings:
-            said.setdefault(name, []).append(each)
+    given_by_setting: dict[str, list[Given]] = {}
+    # Python's sort is stable, so the last one within a source stays the last.
+    for value in sorted(given, key=_strength):
+        given_by_setting.setdefault(own_name(value.name), []).append(value)
     values: dict[str, Any] = {}
-    choices = []
-    for name, setting in settings.items():
+    choices: list[Choice] = []
+    for name, setting in settings_of(cls).items():
+        if name == strategy_options.NAME:
+            continue
         choice = Choice(name, setting.default)
-        for each in sorted(said.get(name, ()), key=lambda one: SOURCES.index(one.source)):
+        for candidate in given_by_setting.get(name, ()):
             try:
-                value = setting.kind.read(each.value)
+                read = setting.kind.read(candidate.value)
             except ValueError as error:
-                problems.append(_bad_value(each, str(error), setting.default))
+                problems.append(_bad_value(candidate, str(error), setting.default))
                 continue
             instead = f"instead of {choice.value} ({choice.where})" if choice.where else ""
-            choice = Choice(name, value, each.source, each.where, instead)
-            if each.name == accelerate.TOTAL:
-                values[accelerate.TOTAL] = value
+            choice = Choice(name, read, candidate.source, candidate.where, instead)
+            if candidate.name == TOTAL:
+                values[TOTAL] = read
             elif name == "procs":
-                values.pop(accelerate.TOTAL, None)
+                values.pop(TOTAL, None)
         values[name] = choice.value
         choices.append(choice)
-    if merged is not None:
-        values[strategy_options.NAME] = merged[0]
-        choices.extend(merged[1])
+    if strategy_options.NAME in settings_of(cls):
+        values[strategy_options.NAME], option_choices = strategy_options.merge(given)
+        choices += option_choices
     return values, tuple(choices)
 
 
+def _strength(given: Given) -> int:
+    """The later a source stands in `SOURCES`, the stronger it is."""
+    return SOURCES.index(given.source)
+
+
 def _per_node(values: dict[str, Any], decisions: tuple[Choice, ...], problems: list[Problem]) -> tuple[Choice, ...]:
-    """Turns accelerate's number of all processes into ours, the number on each node."""
-    total, nodes = values.pop(accelerate.TOTAL, None), values["nodes"]
+    """Turns a number of processes over all nodes into ours, the number on each node."""
+    total = values.pop(TOTAL, None)
+    nodes = values["nodes"]
     if not isinstance(total, int) or nodes == 1:
         return decisions
     procs, rest = divmod(total, nodes)
-    row = next(each for each in decisions if each.field == "procs")
-    where = {each.field: each.where or each.source for each in decisions}
+    by_field = {choice.field: choice for choice in decisions}
+    row = by_field["procs"]
     if rest:
+        nodes_said = by_field["nodes"].where or by_field["nodes"].source
         problems.append(
             Problem(
                 "procs-split",
                 f"{total} processes cannot be divided equally over {nodes} nodes.",
-                f"num_processes={total} ({row.where}) counts all nodes together; nodes={nodes} ({where['nodes']})",
+                f"num_processes={total} ({row.where}) counts all nodes together; nodes={nodes} ({nodes_said})",
                 f"set num_processes to {(procs + 1) * nodes}, or say --procs, which counts for each node",
             )
         )
     values["procs"] = procs
     changed = Choice("procs", procs, row.source, row.where, f"{total} over all {nodes} nodes")
-    return tuple(changed if each is row else each for each in decisions)
+    return tuple((by_field | {"procs": changed}).values())
 
 
 def _file_for(given: Sequence[Given], env: Mapping[str, str], search: bool) -> str | None:
     """The config file that was named, by the strongest source; else the default one where it exists."""
 
     def strongest(name: str) -> str | None:
-        found = [each for each in given if accelerate.own_name(each.name) == name]
-        return str(max(reversed(found), key=lambda one: SOURCES.index(one.source)).value) if found else None
+        candidates = [value for value in given if own_name(value.name) == name]
+        return str(sorted(candidates, key=_strength)[-1].value) if candidates else None
 
     named = strongest("config")
     if named is not None or not search:
@@ -347,12 +346,13 @@ def _file_for(given: Sequence[Given], env: Mapping[str, str], search: bool) -> s
 
 
 def _unknown_variables(env: Mapping[str, str]) -> tuple[str, ...]:
-    known = {*environment.TABLE, *(each.variable for each in settings_of().values())}
+    variables = {*environment.TABLE, *(setting.variable for setting in settings_of().values())}
     notices = []
     for name in sorted(env):
-        if name.startswith("PACELINE_") and name not in known:
-            close = nearest(name, known)
-            notices.append(f"{name} is no variable of Paceline" + (f"; is {close} meant?" if close else "; unset it."))
+        if name.startswith("PACELINE_") and name not in variables:
+            close = nearest(name, variables)
+            advice = f"is {close} meant?" if close else "unset it."
+            notices.append(f"{name} is no variable of Paceline; {advice}")
     return tuple(notices)
 
 
@@ -367,19 +367,18 @@ def _unknown(given: Given) -> Problem:
 
 
 def _bad_value(given: Given, expected: str, default: object) -> Problem:
+    otherwise = f" (then {default})" if default is not None else ""
     return Problem(
         "config-value",
         f"{given.name} cannot be {short_repr(given.value)}.",
         f"it comes from {given.where}; expected: {expected}",
-        f"give {given.where} such a value, or leave it out" + (f" (then {default})" if default is not None else ""),
+        f"give {given.where} such a value, or leave it out{otherwise}",
     )
 
 
-def _sort(verdict: Choice | Problem, unused: list[Choice], problems: list[Problem]) -> None:
-    if isinstance(verdict, Problem):
-        problems.append(verdict)
-    else:
-        unused.append(verdict)
+def _notices(unused: Sequence[Choice]) -> list[str]:
+    """What dialects say of values that their `translate` found to be without effect."""
+    return [notice for dialect in dialects() for notice in dialect.notices(unused)]
 
 
 def _raise(problems: Sequence[Problem]) -> None:

@@ -8,35 +8,36 @@ that hold the same class several times; where blocks lie inside blocks, the oute
 from __future__ import annotations
 
 from collections import Counter
-from typing import Any
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
 
 _CONTAINERS = ("ModuleList", "Sequential", "ModuleDict", "PipelineModule")
 
 
-def repeated_blocks(model: Any) -> tuple[str, ...]:
+def repeated_blocks(model: torch.nn.Module) -> tuple[str, ...]:
     """Names (FQNs) of the repeated blocks, in order of definition; empty where nothing repeats."""
-    found: list[str] = []
-    _search(model, "", found)
-    return tuple(found)
+    blocks: list[str] = []
+    _search(model, "", blocks)
+    return tuple(blocks)
 
 
-def _search(module: Any, prefix: str, found: list[str]) -> None:
-    children = dict(module.named_children())
-    repeated: set[str] = set()
-    if type(module).__name__ in _CONTAINERS:
-        counts = Counter(type(child) for child in children.values())
-        repeated = {
-            name
-            for name, child in children.items()
-            if counts[type(child)] > 1 and any(True for _ in child.children()) and _trains_or_holds(child)
-        }
-    for name, child in children.items():
+def _search(module: torch.nn.Module, prefix: str, blocks: list[str]) -> None:
+    counts = Counter(type(child) for child in module.children())
+    in_container = type(module).__name__ in _CONTAINERS
+    for name, child in module.named_children():
         path = f"{prefix}.{name}" if prefix else name
-        if name in repeated:
-            found.append(path)
+        # Layers such as a lone ReLU repeat too, and are no blocks: a block has children, and parameters in them.
+        if in_container and counts[type(child)] > 1 and _has_children(child) and _has_parameters(child):
+            blocks.append(path)
         else:
-            _search(child, path, found)
+            _search(child, path, blocks)
 
 
-def _trains_or_holds(module: Any) -> bool:
-    return any(True for _ in module.parameters())
+def _has_children(module: torch.nn.Module) -> bool:
+    return next(module.children(), None) is not None
+
+
+def _has_parameters(module: torch.nn.Module) -> bool:
+    return next(module.parameters(), None) is not None

@@ -23,7 +23,7 @@ class DataPlan:
         width, index: how many ranks read different samples, and which share this one reads.
         seed: with the epoch, decides the order of samples.
         tail: what becomes of a last global batch that is not full: "divide" it as evenly as it goes, "pad" it with
-            the epoch's first samples (accelerate's `even_batches`), or "drop" it.
+            the epoch's first samples (the setting `even_batches`), or "drop" it.
     """
 
     global_batch: int

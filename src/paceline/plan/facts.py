@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING
 
 from paceline.plan.blocks import repeated_blocks
+
+if TYPE_CHECKING:
+    import torch
 
 _NUMBERS = ("head", "dim", "size", "embd", "width", "model")  # in names of attributes that count heads or features
 
@@ -77,105 +80,148 @@ class ModelFacts:
     hooked: tuple[str, ...] = ()
 
 
-def model_facts(model: Any) -> ModelFacts:
-    """Reads the facts of a `torch.nn.Module`; changes nothing and computes nothing on its device."""
+def model_facts(model: torch.nn.Module) -> ModelFacts:
+    """Reads the facts of a model; changes nothing and computes nothing on its device."""
+    # A tied parameter stands under several names, and counts once.
     names: dict[int, list[str]] = {}
-    unique: dict[int, Any] = {}
+    parameters: list[torch.nn.Parameter] = []
     for name, parameter in model.named_parameters(remove_duplicate=False):
+        if id(parameter) not in names:
+            parameters.append(parameter)
         names.setdefault(id(parameter), []).append(name)
-        unique[id(parameter)] = parameter
-    trainable = [parameter for parameter in unique.values() if parameter.requires_grad]
-    modules = list(model.named_modules())
-    blocks = repeated_blocks(model)
-    tensors = (*unique.values(), *model.buffers())
+    trainable = [parameter for parameter in parameters if parameter.requires_grad]
+    half_names = []
+    hooked = []
+    for parameter in trainable:
+        name = names[id(parameter)][0]
+        if str(parameter.dtype) == "torch.float16":
+            half_names.append(name)
+        if _has_foreign_hook(parameter):
+            hooked.append(name)
+
+    sparse = False
+    batch_norms = []
+    random_layers = []
+    layers = []
+    callables = []
+    for name, module in model.named_modules():
+        sparse = sparse or getattr(module, "sparse", False) is True
+        if _normalises_batches(module):
+            batch_norms.append(name)
+        if randomness := _randomness(module):
+            random_layers.append((name, randomness))
+        if layer := _layer(name, module):
+            layers.append(layer)
+        if _computes(module):
+            callables.append((name, type(module).__name__))
+
+    buffers = list(model.buffers())
+    tensors = [*parameters, *buffers]
     apart = bool(getattr(model, "pipeline_apart", False))
     return ModelFacts(
         name=type(model).__name__,
-        parameters=sum(parameter.numel() for parameter in unique.values()),
+        parameters=sum(parameter.numel() for parameter in parameters),
         trainable=sum(parameter.numel() for parameter in trainable),
-        parameter_bytes=sum(parameter.numel() * parameter.element_size() for parameter in unique.values()),
+        parameter_bytes=sum(parameter.numel() * parameter.element_size() for parameter in parameters),
         tied=tuple(tuple(group) for group in names.values() if len(group) > 1),
         dtypes=_sorted_text(parameter.dtype for parameter in trainable),
-        half_names=tuple(names[id(p)][0] for p in trainable if str(p.dtype) == "torch.float16"),
-        buffers=sum(1 for _ in model.buffers()),
-        batch_norms=tuple(name for name, module in modules if _normalises_batches(module)),
-        random_layers=tuple((name, kind) for name, module in modules if (kind := _random(module))),
-        sparse=any(getattr(module, "sparse", False) is True for _, module in modules),
-        blocks=blocks,
+        half_names=tuple(half_names),
+        buffers=len(buffers),
+        batch_norms=tuple(batch_norms),
+        random_layers=tuple(random_layers),
+        sparse=sparse,
+        blocks=repeated_blocks(model),
         meta=not apart and any(tensor.is_meta for tensor in tensors),
         apart=apart,
         devices=_sorted_text(tensor.device for tensor in tensors if not tensor.is_meta),
-        layers=tuple(layer for name, module in modules for layer in _layer(name, module)),
-        modules=tuple((name, type(module).__name__) for name, module in modules if _callable(module)),
+        layers=tuple(layers),
+        modules=tuple(callables),
         tensor_plan=_tensor_plan(model),
-        hooked=tuple(names[id(p)][0] for p in trainable if _hooked(p)),
+        hooked=tuple(hooked),
     )
 
 
-def _normalises_batches(module: Any) -> bool:
+def _class_names(module: torch.nn.Module) -> set[str]:
+    """Names of a module's class and of all that it inherits from: planning knows torch's classes by name alone."""
+    return {base.__name__ for base in type(module).__mro__}
+
+
+def _normalises_batches(module: torch.nn.Module) -> bool:
     """Whether a module is one of torch's batch norms; those that never train (`FrozenBatchNorm2d`) are none."""
-    return any(base.__name__ == "_BatchNorm" for base in type(module).__mro__)
+    return "_BatchNorm" in _class_names(module)
 
 
-def _random(module: Any) -> str:
-    """What makes a `torch.nn.Module` random, in a few words; "" where nothing in it says so."""
+def _randomness(module: torch.nn.Module) -> str:
+    """What makes a module random, in a few words; "" where nothing in it says so."""
     kind = type(module).__name__
-    bases = {base.__name__ for base in type(module).__mro__}
-    if bases & {"RReLU", "FractionalMaxPool2d", "FractionalMaxPool3d"}:
+    classes = _class_names(module)
+    if classes & {"RReLU", "FractionalMaxPool2d", "FractionalMaxPool3d"}:
         return kind
-    by_class = "_DropoutNd" in bases or "drop" in kind.lower() or "StochasticDepth" in bases
-    names = [key for key in vars(module) if "drop" in key.lower() or (by_class and key in ("p", "prob"))]
-    for name in names:
-        rate = vars(module)[name]
-        if type(rate) is float and 0 < rate <= 1:
+    is_dropout = "_DropoutNd" in classes or "drop" in kind.lower() or "StochasticDepth" in classes
+    for name, rate in vars(module).items():
+        may_be_rate = "drop" in name.lower() or (is_dropout and name in ("p", "prob"))
+        if may_be_rate and type(rate) is float and 0 < rate <= 1:
             return f"{kind} {name}={rate:g}"
     return ""
 
 
-def _hooked(parameter: Any) -> bool:
+def _has_foreign_hook(parameter: torch.nn.Parameter) -> bool:
     """Whether a hook on its gradient is anybody's but ours."""
-    hooks = (*(parameter._backward_hooks or {}).values(), *(parameter._post_accumulate_grad_hooks or {}).values())
-    return any(not str(getattr(hook, "__module__", "")).startswith("paceline.") for hook in hooks)
+    before = parameter._backward_hooks or {}
+    after = parameter._post_accumulate_grad_hooks or {}
+    owners = [str(getattr(hook, "__module__", "")) for hook in (*before.values(), *after.values())]
+    return not all(owner.startswith("paceline.") for owner in owners)
 
 
-def _callable(module: Any) -> bool:
+def _computes(module: torch.nn.Module) -> bool:
     """Whether a module computes something itself, as a `ModuleList` does not."""
     return getattr(type(module).forward, "__name__", "") != "_forward_unimplemented"
 
 
-def _layer(name: str, module: Any) -> Iterable[Layer]:
-    shapes = tuple((key, tuple(p.shape)) for key, p in module._parameters.items() if p is not None)
-    numbers = tuple(
-        (key, value)
-        for key, value in vars(module).items()
-        if type(value) is int and (key in ("h", "H") or any(word in key.lower() for word in _NUMBERS))
-    )
+def _layer(name: str, module: torch.nn.Module) -> Layer | None:
+    """The row of a module; None for one that only holds others."""
+    own = module.named_parameters(recurse=False, remove_duplicate=False)
+    shapes = tuple((key, tuple(parameter.shape)) for key, parameter in own)
+    numbers = []
+    for key, value in vars(module).items():
+        counts = key in ("h", "H") or any(word in key.lower() for word in _NUMBERS)
+        if counts and type(value) is int:
+            numbers.append((key, value))
     kind = type(module).__name__
-    if shapes or numbers or not module._modules or kind == "Sequential":
-        yield Layer(name, kind, _role(module), shapes, numbers)
+    is_leaf = next(module.children(), None) is None
+    if not (shapes or numbers or is_leaf or kind == "Sequential"):
+        return None
+    return Layer(name, kind, _role(module), shapes, tuple(numbers))
 
 
-def _role(module: Any) -> str:
+def _role(module: torch.nn.Module) -> str:
     """What a module computes, where its class is known to compute just that."""
-    if type(module).__name__ == "MultiheadAttention":
+    kind = type(module).__name__
+    if kind == "MultiheadAttention":
         return "attention"
     forward = getattr(type(module).forward, "__qualname__", "")
-    if forward in ("Linear.forward", "Conv1D.forward"):
-        return "conv1d" if forward[0] == "C" else "linear"
+    if forward == "Linear.forward":
+        return "linear"
+    if forward == "Conv1D.forward":
+        return "conv1d"
     if forward == "Embedding.forward":
         special = module.max_norm is not None or module.scale_grad_by_freq or module.sparse
         return "" if special else "embedding"
-    flat = module._parameters and all(p is None or p.dim() == 1 for p in module._parameters.values())
-    return "norm" if flat and not module._modules and "norm" in type(module).__name__.lower() else ""
+    is_leaf = next(module.children(), None) is None
+    dims = {parameter.dim() for parameter in module.parameters(recurse=False)}
+    # `elementwise_affine=False` leaves a norm of torch's without parameters, but with the attribute.
+    has_weights = bool(dims) or hasattr(module, "weight")
+    is_norm = "norm" in kind.lower() and is_leaf and has_weights and dims <= {1}
+    return "norm" if is_norm else ""
 
 
-def _tensor_plan(model: Any) -> tuple[tuple[str, str], ...]:
+def _tensor_plan(model: torch.nn.Module) -> tuple[tuple[str, str], ...]:
     """What transformers' models say of themselves; a base model's part lacks its prefix in the config."""
     own = getattr(model, "tp_plan", None) or getattr(model, "_tp_plan", None)
     if not own:
         own = getattr(getattr(model, "config", None), "base_model_tp_plan", None)
-    return tuple((str(k), str(v)) for k, v in own.items()) if isinstance(own, dict) else ()
+    return tuple((str(key), str(value)) for key, value in own.items()) if isinstance(own, dict) else ()
 
 
-def _sorted_text(values: Iterable[Any]) -> tuple[str, ...]:
+def _sorted_text(values: Iterable[torch.dtype | torch.device]) -> tuple[str, ...]:
     return tuple(sorted({str(value).removeprefix("torch.") for value in values}))

@@ -46,34 +46,38 @@ def read(
         strategy: its name.
         places: where each was said, by `options.strategy.name`.
     """
-    known = {each.name: each for each in fields(cls)}  # type: ignore[arg-type]
+    options = {option.name: option for option in fields(cls)}  # type: ignore[arg-type]
     values: dict[str, Any] = {}
     problems = []
     for name, value in given.items():
         place = (places or {}).get(f"options.{strategy}.{name}", "")
         said = f"it comes from {place}; " if place else ""
-        if name not in known:
-            close = get_close_matches(name, known, 1)
+        if name not in options:
+            close = get_close_matches(name, options, 1)
             problems.append(
                 Problem(
                     "strategy-option",
                     f"{strategy} has no option called {name!r}.",
-                    why=f"{said}options: {', '.join(known) or 'none'}",
+                    why=f"{said}options: {', '.join(options) or 'none'}",
                     fix=f"write {close[0]!r}" if close else "use one of these, or leave it out",
                 )
             )
             continue
-        kind, default = known[name].metadata["kind"], known[name].default
+        kind = options[name].metadata["kind"]
+        default = options[name].default
+        if kind is None or (value is None and default is None):
+            values[name] = value
+            continue
         try:
-            unset = value is None and default is None
-            values[name] = value if kind is None or unset else kind.read(value)
+            values[name] = kind.read(value)
         except ValueError as error:
+            otherwise = "" if default is MISSING else f", or leave it out (then {default})"
             problems.append(
                 Problem(
                     "strategy-value",
                     f"{strategy}.{name} cannot be {short_repr(value)}.",
                     why=f"{said}expected: {error}",
-                    fix="give it such a value" + ("" if default is MISSING else f", or leave it out (then {default})"),
+                    fix=f"give it such a value{otherwise}",
                 )
             )
     return cls(**values), problems
@@ -81,10 +85,9 @@ def read(
 
 def rows(cls: type) -> list[tuple[str, Any, str, str]]:
     """Name, default, what is expected and what it does, for each option: for the reference page."""
-    found = []
-    for each in fields(cls):
-        factory = each.default_factory
-        default = each.default if factory is MISSING else factory()
-        kind = each.metadata["kind"]
-        found.append((each.name, default, kind.expected if kind else "any", each.metadata["doc"]))
-    return found
+    table = []
+    for option in fields(cls):
+        kind = option.metadata["kind"]
+        default = option.default if option.default_factory is MISSING else option.default_factory()
+        table.append((option.name, default, kind.expected if kind else "any", option.metadata["doc"]))
+    return table

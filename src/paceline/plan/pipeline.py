@@ -14,9 +14,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from math import prod
+from math import inf, prod
 
-from paceline.plan.facts import ModelFacts
+from paceline.plan.facts import Layer, ModelFacts
 
 Action = tuple[str, int, int]  # F, B, I or W; stage; micro-batch
 LENGTHS = {"F": 1, "B": 2, "I": 1, "W": 1}
@@ -62,18 +62,16 @@ class Schedule:
         return (ranks - 1) / (filled * per_rank * microbatches + ranks - 1)
 
 
-SCHEDULES = {
-    each.name: each
-    for each in (
-        Schedule("gpipe", 1, 1, 1),
-        Schedule("1f1b", 1, 1, 1, otherwise="gpipe"),
-        Schedule("breadth-first", 2, 1, 64),
-        Schedule("interleaved", 2, 2, 64, otherwise="breadth-first"),
-        Schedule("zero-bubble", 1, 1, 64, otherwise="breadth-first"),
-        Schedule("zbv", 2, 2, 2, "v"),
-        Schedule("dualpipev", 2, 2, 2, "v", otherwise="zbv"),
-    )
-}
+_TABLE = (
+    Schedule("gpipe", 1, 1, 1),
+    Schedule("1f1b", 1, 1, 1, otherwise="gpipe"),
+    Schedule("breadth-first", 2, 1, 64),
+    Schedule("interleaved", 2, 2, 64, otherwise="breadth-first"),
+    Schedule("zero-bubble", 1, 1, 64, otherwise="breadth-first"),
+    Schedule("zbv", 2, 2, 2, "v"),
+    Schedule("dualpipev", 2, 2, 2, "v", otherwise="zbv"),
+)
+SCHEDULES = {schedule.name: schedule for schedule in _TABLE}
 
 
 def rank_of(stage: int, ranks: int, placement: str) -> int:
@@ -96,10 +94,13 @@ def choose(schedule: str, wanted: int, rows: int, ranks: int) -> tuple[str, int]
 
 def matching(pattern: str, names: Iterable[str]) -> tuple[str, ...]:
     """The names that a pattern with `*` and `?` matches, part by part: `*` does not cross a dot."""
-    parts = pattern.split(".")
-    return tuple(
-        name for name in names if len(own := name.split(".")) == len(parts) and all(map(fnmatchcase, own, parts))
-    )
+    wanted = pattern.split(".")
+    matched = []
+    for name in names:
+        parts = name.split(".")
+        if len(parts) == len(wanted) and all(map(fnmatchcase, parts, wanted)):
+            matched.append(name)
+    return tuple(matched)
 
 
 def balanced(weights: Sequence[float], stages: int) -> tuple[int, ...]:
@@ -113,20 +114,25 @@ def balanced(weights: Sequence[float], stages: int) -> tuple[int, ...]:
     ends = [0.0]
     for weight in weights:
         ends.append(ends[-1] + weight)
-    best: list[float] = ends[:]  # of the first stages: cost of the heaviest when they hold the first i blocks
+    # Dynamic programming over stages: `lightest[i]` is the cost of the heaviest of the stages so far when they hold the first
+    # i blocks, and `cuts` remembers for each further stage where it then begins.
+    lightest = ends[:]
     cuts: list[list[int]] = []
     for stage in range(1, stages):
-        found, places = [float("inf")] * (count + 1), [0] * (count + 1)
+        with_stage = [inf] * (count + 1)
+        cut_at = [0] * (count + 1)
         for end in range(stage + 1, count + 1):
             for cut in range(stage, end):
-                heaviest = max(best[cut], ends[end] - ends[cut])
-                if heaviest < found[end]:
-                    found[end], places[end] = heaviest, cut
-        best = found
-        cuts.append(places)
-    begins, end = [], count
-    for places in reversed(cuts):
-        end = places[end]
+                heaviest = max(lightest[cut], ends[end] - ends[cut])
+                if heaviest < with_stage[end]:
+                    with_stage[end] = heaviest
+                    cut_at[end] = cut
+        lightest = with_stage
+        cuts.append(cut_at)
+    begins: list[int] = []
+    end = count
+    for cut_at in reversed(cuts):
+        end = cut_at[end]
         begins.append(end)
     return (0, *reversed(begins))
 
@@ -171,22 +177,27 @@ class Timeline:
         small letters for the rank's later stages, dots while it waits."""
         widest = max(len(str(cell.microbatch)) for cells in self.ranks for cell in cells)
         unit = widest + 2
+        waiting = ".".ljust(unit)
         rows = []
         for rank, cells in enumerate(self.ranks):
-            row, now = "", 0
+            row = ""
+            now = 0
             first = min(cell.stage for cell in cells)
             for cell in cells:
-                row += ".".ljust(unit) * (cell.start - now)
+                row += waiting * (cell.start - now)
                 letter = cell.op if cell.stage == first else cell.op.lower()
                 row += f"{letter}{cell.microbatch}".ljust(cell.length * unit - 1, "-") + " "
                 now = cell.start + cell.length
-            rows.append(f"rank {rank}  " + (row + ".".ljust(unit) * (self.length - now)).rstrip())
+            row += waiting * (self.length - now)
+            rows.append(f"rank {rank}  {row.rstrip()}")
         return "\n".join(rows)
 
     def svg(self, unit: int = 22, height: int = 24) -> str:
         """The same as an SVG image for a page."""
         colours = {"F": "#7aa6d8", "B": "#8cc28c", "I": "#8cc28c", "W": "#e0b36a"}
-        left, wide, high = 52, 52 + self.length * unit, len(self.ranks) * (height + 4)
+        left = 52
+        wide = left + self.length * unit
+        high = len(self.ranks) * (height + 4)
         parts = [
             f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {wide} {high}" width="{wide}" height="{high}" '
             'font-family="monospace" font-size="11">'
@@ -213,13 +224,13 @@ def simulate(order: Mapping[int, Sequence[Action]]) -> Timeline:
         order: for each rank, its actions in order.
     """
     last = max(stage for actions in order.values() for _, stage, _ in actions)
-    done: dict[tuple[str, int, int], int] = {}  # F, or backward up to the input -> when it ended
+    ended: dict[Action, int] = {}  # F, or B for a backward pass up to the input -> when
     free = dict.fromkeys(order, 0)
     left = {rank: list(actions) for rank, actions in order.items()}
     cells: dict[int, list[Cell]] = {rank: [] for rank in order}
 
     def ready(op: str, stage: int, microbatch: int) -> int | None:
-        needs = []
+        needs: list[Action] = []
         if op == "F" and stage > 0:
             needs.append(("F", stage - 1, microbatch))
         elif op in "BI":
@@ -228,7 +239,9 @@ def simulate(order: Mapping[int, Sequence[Action]]) -> Timeline:
                 needs.append(("B", stage + 1, microbatch))
         elif op == "W":
             needs.append(("B", stage, microbatch))
-        return max((done[need] for need in needs), default=0) if all(need in done for need in needs) else None
+        if any(need not in ended for need in needs):
+            return None
+        return max((ended[need] for need in needs), default=0)
 
     while any(left.values()):
         moved = False
@@ -239,7 +252,8 @@ def simulate(order: Mapping[int, Sequence[Action]]) -> Timeline:
                 free[rank] = start + LENGTHS[op]
                 cells[rank].append(Cell(op, stage, microbatch, start, LENGTHS[op]))
                 if op != "W":
-                    done["F" if op == "F" else "B", stage, microbatch] = free[rank]
+                    passed = "F" if op == "F" else "B"
+                    ended[passed, stage, microbatch] = free[rank]
                 moved = True
         assert moved, "an order in which every rank waits for another"
     return Timeline(tuple(tuple(cells[rank]) for rank in sorted(cells)), max(free.values()))
@@ -265,22 +279,28 @@ def chain(facts: ModelFacts, patterns: Sequence[str], stages: int) -> tuple[str,
 
 def elements(facts: ModelFacts, name: str) -> int:
     """Elements in the parameters of a module and all inside it."""
-    return sum(
-        prod(shape)
-        for layer in facts.layers
-        if layer.name == name or layer.name.startswith(f"{name}.")
-        for _, shape in layer.shapes
-    )
+    inside = [layer for layer in facts.layers if layer.name == name or layer.name.startswith(f"{name}.")]
+    return sum(own_elements(layer) for layer in inside)
+
+
+def own_elements(layer: Layer) -> int:
+    """Elements in a module's own parameters."""
+    return sum(prod(shape) for _, shape in layer.shapes)
 
 
 def loads(facts: ModelFacts, blocks: Sequence[str]) -> list[int]:
     """Elements that come with each block: its own, and those of the modules defined after it, up to the next block;
     what is defined before the first block comes with that."""
-    found = [0] * len(blocks)
-    at = 0
+    weights = [0] * len(blocks)
     numbers = {name: number for number, name in enumerate(blocks)}
+    current = 0
     for layer in facts.layers:
+        # The outermost of the modules around a layer that is a block; a layer outside all blocks stays with the last one.
         parts = layer.name.split(".")
-        at = next((numbers[own] for n in range(1, len(parts) + 1) if (own := ".".join(parts[:n])) in numbers), at)
-        found[at] += sum(prod(shape) for _, shape in layer.shapes)
-    return found
+        for depth in range(1, len(parts) + 1):
+            path = ".".join(parts[:depth])
+            if path in numbers:
+                current = numbers[path]
+                break
+        weights[current] += own_elements(layer)
+    return weights

@@ -72,13 +72,17 @@ class Plan:
 
     def explain(self) -> str:
         """The whole plan as text: a heading, one line for each decision, and one for all that nobody chose."""
-        heading = (
-            f"plan: {self.layout}, precision {self.precision}, accumulate {self.accumulate}, "
-            f"strategies {' -> '.join(self.strategies) or 'none'}"
-        )
-        chosen = [f"  {each}" for each in self.decisions if each.source != "default" and each.field != "strategies"]
-        rest = [f"{each.field} = {each.value}" for each in self.decisions if each.source == "default"]
-        return "\n".join([heading, *chosen, *([f"  by default: {', '.join(rest)}"] if rest else [])])
+        chain = " -> ".join(self.strategies) or "none"
+        lines = [f"plan: {self.layout}, precision {self.precision}, accumulate {self.accumulate}, strategies {chain}"]
+        defaults = []
+        for decision in self.decisions:
+            if decision.source == "default":
+                defaults.append(f"{decision.field} = {decision.value}")
+            elif decision.field != "strategies":
+                lines.append(f"  {decision}")
+        if defaults:
+            lines.append(f"  by default: {', '.join(defaults)}")
+        return "\n".join(lines)
 
     def to_json(self) -> str:
         """The plan as JSON text; values that JSON lacks are written as their `str`."""

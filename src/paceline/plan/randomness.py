@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from paceline.plan.facts import ModelFacts
 from paceline.plan.plan import Decision, Plan
 
-_ALIKE = 3  # more names that differ in numbers alone are told as one pattern
+_MOST_NAMES = 3  # more names that differ in numbers alone are shown as one pattern
 
 
 def random_layers(plan: Plan, facts: ModelFacts) -> list[Decision]:
@@ -37,13 +37,18 @@ def _shown(layers: Iterable[tuple[str, str]]) -> str:
     """Every name with its kind; those that differ in numbers alone as one pattern where they are many."""
     groups: dict[tuple[str, str], list[str]] = {}
     for name, kind in layers:
-        groups.setdefault((re.sub(r"(?<![^.])\d+(?![^.])", "*", name), kind), []).append(name)
+        pattern = re.sub(r"(?<![^.])\d+(?![^.])", "*", name)
+        groups.setdefault((pattern, kind), []).append(name)
     texts = []
     for (_, kind), names in groups.items():
-        if len(names) > _ALIKE:
-            parts = [set(part) for part in zip(*(name.split(".") for name in names), strict=True)]
-            pattern = ".".join(part.pop() if len(part) == 1 else "*" for part in parts)
-            texts.append(f"{len(names)} of {pattern} ({kind})")
+        if len(names) > _MOST_NAMES:
+            texts.append(f"{len(names)} of {_common_pattern(names)} ({kind})")
         else:
-            texts.extend(f"{name or 'the model itself'} ({kind})" for name in names)
+            texts += [f"{name or 'the model itself'} ({kind})" for name in names]
     return ", ".join(texts)
+
+
+def _common_pattern(names: Iterable[str]) -> str:
+    """One name for several of equally many parts: `layers.*.dropout`, with a star only where they differ."""
+    columns = zip(*(name.split(".") for name in names), strict=True)
+    return ".".join(column[0] if len(set(column)) == 1 else "*" for column in columns)

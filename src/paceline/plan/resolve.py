@@ -52,11 +52,10 @@ def draft(
         PlanError: `plan-size`, `plan-precision`, `plan-accumulate`; all that apply, at once.
     """
     decisions = list(decisions)
-    notes = {decision.field: decision for decision in decisions}
-    fixed, derived = _sizes(settings, world_size)
-    notes |= derived
+    sizes, derived = _sizes(settings, world_size)
+    by_field = {decision.field: decision for decision in decisions} | derived
     plan = Plan(
-        layout=Layout(**fixed),
+        layout=Layout(**sizes),
         precision=str(settings.get("mixed_precision", "no")),
         accumulate=settings.get("accumulate", 1),
         recompute=str(settings.get("recompute", "no")),
@@ -66,9 +65,9 @@ def draft(
     )
     zero, reason = _stage(settings, plan.layout)
     if reason:
-        told = notes.get("zero")
-        notes["zero"] = Decision("zero", zero, "derived", told.where if told else "", reason)
-    plan = replace(plan, zero=zero, open=_open(settings, decisions), decisions=tuple(notes.values()))
+        where = by_field["zero"].where if "zero" in by_field else ""
+        by_field["zero"] = Decision("zero", zero, "derived", where, reason)
+    plan = replace(plan, zero=zero, open=_open(settings, decisions), decisions=tuple(by_field.values()))
     problems = run_problems(plan, world_size)
     if problems:
         raise PlanError.of(problems)
@@ -77,33 +76,38 @@ def draft(
 
 def _sizes(settings: Mapping[str, Any], world_size: int) -> tuple[dict[str, int], dict[str, Decision]]:
     """Ranks along each axis; `replicate`, or `shard` where a stage of it is asked for, takes what the others leave."""
-    sizes = {axis: settings.get(axis, "auto") for axis in AXES}
-    fixed = {axis: int(size) for axis, size in sizes.items() if size != "auto"}
-    others = prod(fixed.values())
+    given = {axis: int(settings[axis]) for axis in AXES if settings.get(axis, "auto") != "auto"}
+    others = prod(given.values())
     rest = max(1, world_size // others) if others > 0 else 1
-    staged = settings.get("zero", "auto") not in ("auto", 0) or settings.get("offload", "no") == "all"
-    takes = "shard" if "replicate" in fixed or (staged and "shard" not in fixed) else "replicate"
-    notes = {}
+    divides = settings.get("zero", "auto") not in ("auto", 0) or settings.get("offload", "no") == "all"
+    takes_rest = "shard" if "replicate" in given or (divides and "shard" not in given) else "replicate"
+    sizes = dict(given)
+    derived = {}
     for axis in AXES:
-        if axis in fixed:
+        if axis in given:
             continue
-        fixed[axis] = rest if axis == takes else 1
+        sizes[axis] = 1
         reason = "not asked for"
-        if axis == takes:
-            reason = f"{world_size} processes" + (f", {others} along the other axes" if others > 1 else "")
-        notes[axis] = Decision(axis, fixed[axis], "derived", reason=reason)
-    return fixed, notes
+        if axis == takes_rest:
+            sizes[axis] = rest
+            reason = f"{world_size} processes"
+            if others > 1:
+                reason += f", {others} along the other axes"
+        derived[axis] = Decision(axis, sizes[axis], "derived", reason=reason)
+    return sizes, derived
 
 
 def _open(settings: Mapping[str, Any], decisions: Iterable[Decision]) -> tuple[str, ...]:
     """What somebody left to be chosen: "auto" that was said, and what follows from it where nothing else was."""
-    said = {each.field for each in decisions if each.value == "auto" and each.source != "default"}
-    found: set[str] = said & {"shard", "zero", "tp", "pp"}
-    if found & {"shard", "zero"}:
-        found |= {name for name in ("shard", "zero") if settings.get(name, "auto") == "auto"}
-    if found and settings.get("replicate", "auto") == "auto":
-        found.add("replicate")
-    return tuple(sorted(found))
+    said = {decision.field for decision in decisions if decision.value == "auto" and decision.source != "default"}
+    left_open = said & {"shard", "zero", "tp", "pp"}
+    follows = ["shard", "zero"] if left_open & {"shard", "zero"} else []
+    if left_open:
+        follows.append("replicate")
+    for name in follows:
+        if settings.get(name, "auto") == "auto":
+            left_open.add(name)
+    return tuple(sorted(left_open))
 
 
 def _stage(settings: Mapping[str, Any], layout: Layout) -> tuple[int, str]:
@@ -132,36 +136,43 @@ def resolve(
     Raises:
         PlanError: every problem of the plan with these models, in one error.
     """
-    facts = list(models)
-    known = sorted(strategies, key=lambda strategy: strategy.stage)
-    chosen = [strategy for strategy in known if strategy.wanted(plan) and strategy.concerns(facts)]
-    served = {axis for strategy in chosen for axis in strategy.axes}
-    problems = [*found, *model_problems(plan, facts)]
-    for axis in AXES:
-        if getattr(plan.layout, axis) > 1 and axis not in served:
-            problems.append(
-                Problem(
-                    "plan-axis",
-                    f"no strategy serves the axis `{axis}`.",
-                    why=f"{origin(plan, axis)}; strategies: {', '.join(strategy.name for strategy in known)}",
-                    fix=f"leave {axis} at 1",
-                )
-            )
-    problems += _option_problems(plan, known)
+    models = list(models)
+    strategies = sorted(strategies, key=lambda strategy: strategy.stage)
+    chosen = [strategy for strategy in strategies if strategy.wanted(plan) and strategy.concerns(models)]
+
+    problems = [*found, *model_problems(plan, models), *_unserved_axes(plan, chosen, strategies)]
+    problems += _option_problems(plan, strategies)
     for strategy in chosen:
-        for one in facts:
-            problems.extend(strategy.check(plan, one))
+        for facts in models:
+            problems += strategy.check(plan, facts)
     if problems:
         raise PlanError.of(problems)
-    made = {each: None for strategy in chosen for one in facts for each in strategy.decide(plan, one)}
-    made |= {each: None for one in facts for each in random_layers(plan, one)}
+
+    # A decision that concerns several models alike is told once.
+    decisions: dict[Decision, None] = {}
+    for strategy in chosen:
+        for facts in models:
+            decisions |= dict.fromkeys(strategy.decide(plan, facts))
+    for facts in models:
+        decisions |= dict.fromkeys(random_layers(plan, facts))
     names = tuple(strategy.name for strategy in chosen)
-    reason = ", ".join(f"{s.name} serves {'/'.join(s.axes)}" for s in chosen) or "one process needs none"
-    return replace(
-        plan,
-        strategies=names,
-        decisions=(*_told(plan, names), *made, Decision("strategies", names, "derived", reason=reason)),
-    )
+    served = [f"{strategy.name} serves {'/'.join(strategy.axes)}" for strategy in chosen]
+    reason = ", ".join(served) or "one process needs none"
+    chain = Decision("strategies", names, "derived", reason=reason)
+    return replace(plan, strategies=names, decisions=(*_with_idle_options(plan, names), *decisions, chain))
+
+
+def _unserved_axes(plan: Plan, chosen: Iterable[Pass], strategies: Iterable[Pass]) -> list[Problem]:
+    """Axes that are asked for and that no chosen strategy serves."""
+    served = {axis for strategy in chosen for axis in strategy.axes}
+    names = ", ".join(strategy.name for strategy in strategies)
+    problems = []
+    for axis in AXES:
+        if getattr(plan.layout, axis) > 1 and axis not in served:
+            what = f"no strategy serves the axis `{axis}`."
+            why = f"{origin(plan, axis)}; strategies: {names}"
+            problems.append(Problem("plan-axis", what, why=why, fix=f"leave {axis} at 1"))
+    return problems
 
 
 def _option_problems(plan: Plan, strategies: Iterable[Pass]) -> list[Problem]:
@@ -174,21 +185,25 @@ def _option_problems(plan: Plan, strategies: Iterable[Pass]) -> list[Problem]:
             problems += read(by_name[name].Options, given, name, places)[1]
             continue
         where = next((place for field, place in places.items() if field.startswith(f"options.{name}.")), "")
+        why = f"they come from {where}; " if where else ""
         close = nearest(name, by_name)
         problems.append(
             Problem(
                 "plan-option",
                 f"options are given for {name!r}, which is no strategy.",
-                why=f"{f'they come from {where}; ' if where else ''}strategies: {', '.join(by_name)}",
+                why=f"{why}strategies: {', '.join(by_name)}",
                 fix=f"write {close!r}" if close else "use one of these names",
             )
         )
     return problems
 
 
-def _told(plan: Plan, names: tuple[str, ...]) -> Iterable[Decision]:
+def _with_idle_options(plan: Plan, names: tuple[str, ...]) -> Iterable[Decision]:
     """The decisions so far; options of a strategy that this plan does not use say that they have no effect."""
-    for each in plan.decisions:
-        parts = each.field.split(".", 2)
-        idle = parts[0] == "options" and parts[1] not in (*names, "profile")
-        yield replace(each, reason=f"no effect: this plan does not use {parts[1]}") if idle else each
+    for decision in plan.decisions:
+        block, _, rest = decision.field.partition(".")
+        strategy = rest.partition(".")[0]
+        if block == "options" and strategy not in (*names, "profile"):
+            yield replace(decision, reason=f"no effect: this plan does not use {strategy}")
+        else:
+            yield decision

@@ -104,9 +104,16 @@ MODEL_RULES: tuple[Callable[[Plan, ModelFacts], list[Problem]], ...] = (no_half_
 
 def run_problems(plan: Plan, world_size: int) -> list[Problem]:
     """All problems that show before there is a model."""
-    return [problem for rule in RUN_RULES for problem in rule(plan, world_size)]
+    problems: list[Problem] = []
+    for rule in RUN_RULES:
+        problems += rule(plan, world_size)
+    return problems
 
 
 def model_problems(plan: Plan, models: Iterable[ModelFacts]) -> list[Problem]:
     """All problems of the models under this plan."""
-    return [problem for facts in models for rule in MODEL_RULES for problem in rule(plan, facts)]
+    problems: list[Problem] = []
+    for facts in models:
+        for rule in MODEL_RULES:
+            problems += rule(plan, facts)
+    return problems

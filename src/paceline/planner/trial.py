@@ -21,10 +21,10 @@ import torch
 import torch.distributed as dist
 
 from paceline.base import env as environment
-from paceline.config.deepspeed.text import entries_of, plain
 from paceline.launch.launcher import Target
 from paceline.launch.worker import become, leave
 from paceline.optim.batch_size import is_out_of_memory
+from paceline.planner.script_config import script_configs
 from paceline.world import runtime
 from paceline.world.runtime import Runtime, Window
 from paceline.world.tree import first_rows
@@ -39,7 +39,7 @@ class ScriptNotes(Runtime):
         change: what becomes of a DeepSpeed config before it is used.
 
     Attributes:
-        seen: "deepspeed" (the config as the script gave it), "rows" (samples of one micro-batch on
+        seen: "config" (the engine's config as the script gave it), "rows" (samples of one micro-batch on
             this rank), "batch" (samples of one step over all ranks), "windows" (whether the loop says where a step's
             micro-batches are), "modules" (what the script imported from libraries).
     """
@@ -61,10 +61,9 @@ class ScriptNotes(Runtime):
 
     def foreign_config(self, library: str, config: Any) -> Any:
         """A changed config in the place of the script's own; the batches of an engine are its config's."""
-        _, block = entries_of(config, "deepspeed.initialize(config={})")
-        content = plain(block)
+        content = script_configs().contents(config)
         self._has_engine = True
-        self.seen["deepspeed"] = content
+        self.seen["config"] = content
         return self._change(content)
 
     def micro_batch(self, inputs: object, samples: int) -> None:

@@ -32,11 +32,11 @@ from paceline.config.given import Choice
 from paceline.config.sources import HANDED, hand_over
 from paceline.launch.launcher import LAUNCHERS, Job, Outcome, Target
 from paceline.launch.report import problem_of
-from paceline.planner import deepspeed_config
 from paceline.planner.device import Device
 from paceline.planner.estimate import gib
 from paceline.planner.forecast import Forecaster
 from paceline.planner.rehearsal import Rehearsal, SimulatedWorld, in_child, rehearse
+from paceline.planner.script_config import script_configs
 from paceline.planner.search import Candidate, Forecast, Measured, Progress, Space, Tuning, sort_out
 from paceline.planner.trial import ScriptNotes, Trial
 from paceline.planner.tune_space import rows_of, settings_of, space_of
@@ -157,11 +157,11 @@ class Tuner:
     def _look(self) -> Tuned:
         """Rehearses the script, and makes the candidates and their forecasts."""
         rehearsal, notes = self._rehearse(None)
-        content = notes.get("deepspeed")
+        content = notes.get("config")
         config = None
         if content is not None:
-            config = deepspeed_config.told(content)
-            self.task = replace(self.task, tuning=deepspeed_config.tuning_of(config, self.task.said))
+            config = script_configs().read(content)
+            self.task = replace(self.task, tuning=config.tuning(self.task.said))
         _load(notes.get("modules", ()))
         layout = rehearsal.plan.layout
         width = layout.size("replicate", "shard")
@@ -261,7 +261,7 @@ class Tuner:
         for path in log_dir.glob("rank*"):
             path.unlink()
         if tuned.content is not None:
-            content = deepspeed_config.with_candidate(tuned.content, candidate, tuning.arguments)
+            content = script_configs().with_candidate(tuned.content, candidate, tuning.arguments)
             (log_dir / "ds_config.json").write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
         killed_before = _killed_by_system()
         began = time.monotonic()
@@ -368,8 +368,8 @@ def _changed(
     content: Mapping[str, Any], candidate: Candidate | None, arguments: Mapping[str, str]
 ) -> Mapping[str, Any]:
     if candidate is None:
-        return deepspeed_config.plain(content)
-    return deepspeed_config.quiet_candidate(content, candidate, arguments)
+        return script_configs().plain(content)
+    return script_configs().quiet_candidate(content, candidate, arguments)
 
 
 def _handed(decisions: tuple[Choice, ...], settings: Mapping[str, Any]) -> dict[str, str]:

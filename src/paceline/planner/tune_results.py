@@ -23,8 +23,8 @@ from typing import Any
 
 from paceline.base.errors import ConfigError
 from paceline.observe.charts import line_chart
-from paceline.planner import deepspeed_config
 from paceline.planner.estimate import gib
+from paceline.planner.script_config import script_configs
 from paceline.planner.search import Candidate, Measured
 from paceline.planner.tune import Task, Tuned, verdict
 from paceline.planner.tune_space import settings_of
@@ -251,22 +251,18 @@ def best_yaml(tuned: Tuned, best: Candidate) -> str:
 
 
 def best_config(tuned: Tuned, best: Candidate) -> dict[str, Any]:
-    """The best as a DeepSpeed config."""
+    """The best as the config of an engine."""
     if tuned.content is not None:
-        return deepspeed_config.with_candidate(tuned.content, best, tuned.task.tuning.arguments)
+        return script_configs().with_candidate(tuned.content, best, tuned.task.tuning.arguments)
     result = tuned.progress.results[best]
-    config: dict[str, Any] = {}
     micro = best.micro
     if not micro and result.batch:
         micro = result.batch // best.accumulate // tuned.width
-    if micro:
-        config[deepspeed_config.MICRO] = micro
-    config[deepspeed_config.ACCUMULATE] = best.accumulate
-    config["zero_optimization"] = {"stage": best.zero}
+    precision = "no"
     for choice in tuned.task.decisions:
-        if choice.field == "mixed_precision" and choice.value in ("fp16", "bf16"):
-            config[choice.value] = {"enabled": True}
-    return config
+        if choice.field == "mixed_precision":
+            precision = str(choice.value)
+    return script_configs().of_candidate(best, micro, precision)
 
 
 def picture(tuned: Tuned) -> str:

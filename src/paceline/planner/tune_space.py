@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from paceline.config.deepspeed import DeepSpeedConfig
 from paceline.config.given import Choice
-from paceline.planner import deepspeed_config
 from paceline.planner.rehearsal import Rehearsal
+from paceline.planner.script_config import ScriptConfig
 from paceline.planner.search import Candidate, Space, Tuning, batches
 
 OptionSets = tuple[tuple[tuple[str, Any], ...], ...]
@@ -17,7 +16,7 @@ OptionSets = tuple[tuple[tuple[str, Any], ...], ...]
 def space_of(
     rehearsal: Rehearsal,
     notes: Mapping[str, Any],
-    config: DeepSpeedConfig | None,
+    config: ScriptConfig | None,
     tuning: Tuning,
     decisions: Sequence[Choice],
     width: int,
@@ -27,7 +26,7 @@ def space_of(
     Args:
         rehearsal: a rehearsal of the script as it is.
         notes: what was noted in it.
-        config: the script's DeepSpeed config, if it has one.
+        config: the config that the script hands to its engine, if it has one.
         tuning: how to search.
         decisions: what the command line and files say.
         width: ranks that read different samples.
@@ -64,14 +63,14 @@ def settings_of(candidate: Candidate, space: Space, width: int) -> dict[str, Any
 
 
 def _stages(
-    rehearsal: Rehearsal, config: DeepSpeedConfig | None, given: Mapping[str, Choice], width: int, closed: list[Choice]
+    rehearsal: Rehearsal, config: ScriptConfig | None, given: Mapping[str, Choice], width: int, closed: list[Choice]
 ) -> tuple[int, ...]:
     for name in ("zero", "shard", "replicate"):
         if config is None and name in given:
             choice = given[name]
             closed.append(Choice("zero", rehearsal.plan.zero, choice.source, choice.where, "it was given"))
             return (rehearsal.plan.zero,)
-    stages = (0, 1, 2, 3) if config is None else deepspeed_config.stages(config)
+    stages = (0, 1, 2, 3) if config is None else config.stages()
     if width > 1 or len(stages) == 1:
         return stages
     closed.append(Choice("zero", 0, reason="one rank has nobody to divide with"))
@@ -79,7 +78,7 @@ def _stages(
 
 
 def _recompute(
-    rehearsal: Rehearsal, config: DeepSpeedConfig | None, given: Mapping[str, Choice], closed: list[Choice]
+    rehearsal: Rehearsal, config: ScriptConfig | None, given: Mapping[str, Choice], closed: list[Choice]
 ) -> tuple[str, ...]:
     choice = given.get("recompute")
     if choice is not None:
@@ -97,7 +96,7 @@ def _recompute(
 def _micro(
     rehearsal: Rehearsal,
     notes: Mapping[str, Any],
-    config: DeepSpeedConfig | None,
+    config: ScriptConfig | None,
     tuning: Tuning,
     given: Mapping[str, Choice],
     width: int,
@@ -117,7 +116,7 @@ def _micro(
     elif not accumulate_follows and not notes["windows"]:
         why = "accumulation could not follow: the loop has no `accelerator.accumulate(model)`"
     else:
-        total = rows * accumulate * width if config is None else deepspeed_config.fixed_batch(config)
+        total = rows * accumulate * width if config is None else config.fixed_batch()
         pairs = batches(tuning, width, rows, accumulate, total)
         if pairs:
             return tuple(pairs)
@@ -126,10 +125,10 @@ def _micro(
     return ((None, accumulate),)
 
 
-def _options(stage: int, config: DeepSpeedConfig | None) -> OptionSets:
+def _options(stage: int, config: ScriptConfig | None) -> OptionSets:
     """Sets of options that are worth a trial."""
     if config is not None:
-        return deepspeed_config.options(stage)
+        return config.options(stage)
     if stage == 3:
         return ((("shard.reshard", False),),)
     option = "replicate.bucket_cap_mb" if stage == 0 else "zero.bucket_cap_mb"

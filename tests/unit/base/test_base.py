@@ -5,7 +5,7 @@ import pickle
 import pytest
 
 from paceline import ConfigError, PacelineError, PlanError
-from paceline.base import env, log
+from paceline.base import env, log, registry
 from paceline.base.errors import Problem
 from paceline.base.registry import Registry
 
@@ -58,3 +58,21 @@ def test_an_unknown_implementation_lists_those_that_exist():
     registry.remove("toy")
     with pytest.raises(ConfigError, match=r"\[unknown-name\]"):
         registry.get("toy")
+
+
+def test_another_distribution_may_offer_an_implementation(tmp_path, monkeypatch):
+    (tmp_path / "elsewhere.py").write_text("STRATEGY = 'theirs'\n")
+    info = tmp_path / "elsewhere-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: elsewhere\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text("[paceline.toys]\nmine = elsewhere:STRATEGY\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setattr(registry, "_entry_point_files", registry._entry_point_files.__wrapped__)
+    toys = Registry("paceline.launch", "NO_SUCH_ATTRIBUTE", "paceline.toys")
+    assert (toys.names(), toys.get("mine"), toys.own_names()) == (["mine"], "theirs", [])
+
+
+def test_a_library_is_called_after_its_package():
+    dialects = Registry("paceline.config", "DIALECT", "paceline.none", libraries="paceline.compat")
+    assert dialects.names() == ["accelerate", "deepspeed"]
+    assert dialects.get("deepspeed").name == "deepspeed"

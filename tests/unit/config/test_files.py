@@ -8,7 +8,6 @@ import pytest
 
 from paceline.base.errors import ConfigError
 from paceline.config import Given, files, resolve_launch
-from paceline.config.accelerate import write_basic_config
 from paceline.config.places import default_file
 
 # As `accelerate config` has written it for one host with two GPUs.
@@ -188,25 +187,3 @@ def test_hf_home_holds_accelerates_json(tmp_path):
     path.parent.mkdir()
     path.write_text("{}")
     assert default_file({"HF_HOME": str(tmp_path), "HOME": str(tmp_path)}, compat="accelerate") == str(path)
-
-
-def test_write_basic_config_is_read_back(tmp_path):
-    path = tmp_path / "sub/default_config.json"
-    assert write_basic_config("bf16", str(path)) == path
-    assert write_basic_config("fp16", str(path)) is False
-    found = resolve_launch([Given("config", str(path), "command line", "--config")], {})
-    assert found.run.mixed_precision == "bf16"
-    assert isinstance(found.launch.procs, int)
-
-
-def test_write_basic_config_of_an_unknown_precision(tmp_path):
-    with pytest.raises(ConfigError) as caught:
-        write_basic_config("fp4", str(tmp_path / "c.json"))
-    assert caught.value.code == "config-value"
-
-
-def test_write_basic_config_where_nothing_may_be_written(tmp_path):
-    (tmp_path / "file").write_text("")
-    with pytest.raises(ConfigError) as caught:
-        write_basic_config("no", str(tmp_path / "file" / "c.json"))
-    assert caught.value.code == "config-write"

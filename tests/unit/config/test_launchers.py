@@ -8,9 +8,8 @@ import os
 import pytest
 
 from paceline.base.errors import ConfigError
+from paceline.compat.accelerate import deepspeed_words
 from paceline.config import schema
-from paceline.config.deepspeed import plugin
-from paceline.config.launchers import DEEPSPEED
 from paceline.config.sources import Launch, resolve_launch
 
 
@@ -94,9 +93,12 @@ def test_every_flag_of_torchrun_is_known() -> None:
 
 
 def test_every_field_of_accelerates_deepspeed_that_is_a_flag_is_known() -> None:
-    fields = {*plugin.FIELDS, *plugin.IDLE, "deepspeed_config_file", "use_deepspeed"}
-    assert set(DEEPSPEED) <= fields
-    assert set(plugin.FIELDS) - set(DEEPSPEED) == {"gradient_accumulation_steps", "gradient_clipping"}
+    fields = {*deepspeed_words.FIELDS, *deepspeed_words.IDLE, "deepspeed_config_file", "use_deepspeed"}
+    assert set(deepspeed_words.FLAGS) <= fields
+    assert set(deepspeed_words.FIELDS) - set(deepspeed_words.FLAGS) == {
+        "gradient_accumulation_steps",
+        "gradient_clipping",
+    }
 
 
 def test_the_words_of_a_command_line_can_be_said_again() -> None:

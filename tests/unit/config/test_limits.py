@@ -7,8 +7,8 @@ import pytest
 
 from paceline import ConfigError
 from paceline.base.errors import Problem, short_repr
+from paceline.compat.deepspeed.config import read as read_deepspeed
 from paceline.config import files, limits, options
-from paceline.config.deepspeed import read as read_deepspeed
 from paceline.config.given import Given
 
 LONGEST_MESSAGE = 10_000

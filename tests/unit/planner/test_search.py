@@ -3,7 +3,7 @@
 import pytest
 
 from paceline.base.errors import ConfigError
-from paceline.planner import deepspeed_config
+from paceline.planner.script_config import script_configs
 from paceline.planner.search import Candidate, Forecast, Measured, Progress, Space, Tuning, batches, score, sort_out
 
 GIB = 2**30
@@ -142,16 +142,16 @@ def test_the_autotuning_block():
         "tuner_type": "random", "tuner_early_stopping": 3, "tuner_num_trials": 9,
         "arg_mappings": {"train_micro_batch_size_per_gpu": "--per_device_train_batch_size"},
     }  # fmt: skip
-    config = deepspeed_config.told(
+    config = script_configs().read(
         {"train_batch_size": 16, "zero_optimization": {"stage": [1, 3]}, "autotuning": block}
     )
-    tuning = deepspeed_config.tuning_of(config, {"trials": 4})
+    tuning = config.tuning({"trials": 4})
     assert tuning == Tuning(
         metric="latency", first_step=4, last_step=6, fast=False, micro_sizes=2, min_micro=2, max_micro=64, max_batch=512,
         order="random", early_stop=3, trials=4, arguments={"micro": "--per_device_train_batch_size"},
     )  # fmt: skip
-    assert deepspeed_config.stages(config) == (1, 3)
-    assert deepspeed_config.fixed_batch(config) == 16
+    assert config.stages() == (1, 3)
+    assert config.fixed_batch() == 16
 
 
 @pytest.mark.parametrize(
@@ -160,8 +160,8 @@ def test_the_autotuning_block():
 def test_stages(stage, expected):
     zero = {} if stage is None else {"zero_optimization": {"stage": stage}}
     content = {"train_batch_size": 16, **zero}
-    assert deepspeed_config.stages(deepspeed_config.told(content)) == expected
-    assert deepspeed_config.plain(content).get("zero_optimization", {}).get("stage", 0) == expected[0]
+    assert script_configs().read(content).stages() == expected
+    assert script_configs().plain(content).get("zero_optimization", {}).get("stage", 0) == expected[0]
 
 
 def test_a_candidate_in_a_config():
@@ -173,7 +173,7 @@ def test_a_candidate_in_a_config():
         "autotuning": {"enabled": True},
     }
     candidate = Candidate(2, 4, 2, options=(("reduce_bucket_size", 1000),))
-    found = deepspeed_config.with_candidate(content, candidate, {})
+    found = script_configs().with_candidate(content, candidate, {})
     assert found == {
         "train_micro_batch_size_per_gpu": 4,
         "gradient_accumulation_steps": 2,
@@ -181,10 +181,10 @@ def test_a_candidate_in_a_config():
         "csv_monitor": {"enabled": True, "output_path": "logs"},
         "wall_clock_breakdown": True,
     }
-    quiet = deepspeed_config.quiet_candidate(content, candidate, {})
+    quiet = script_configs().quiet_candidate(content, candidate, {})
     assert quiet["csv_monitor"]["enabled"] is False and "wall_clock_breakdown" not in quiet
     assert content["autotuning"] == {"enabled": True}  # the user's own is left alone
     auto = {"train_batch_size": "auto", "train_micro_batch_size_per_gpu": "auto", "gradient_accumulation_steps": "auto"}
-    found = deepspeed_config.with_candidate(auto, Candidate(0, 4, 2), {"micro": "--per_device_train_batch_size"})
+    found = script_configs().with_candidate(auto, Candidate(0, 4, 2), {"micro": "--per_device_train_batch_size"})
     assert found["train_micro_batch_size_per_gpu"] == "auto"  # the argument says it
     assert found["gradient_accumulation_steps"] == 2

@@ -13,7 +13,7 @@ import re
 from functools import cache
 from pathlib import Path
 
-from paceline.compat.served import listed
+from paceline.compat.names import listed
 
 VERSION = "1.15.0"
 
@@ -42,11 +42,11 @@ _CARRIED = {
         dtype_byte_size extract_model_from_parallel find_tied_parameters get_max_layer_size get_max_memory
         has_compiled_regions id_tensor_storage init_empty_weights init_on_device is_compiled_module
         load_checkpoint_in_model load_state_dict named_module_tensors retie_parameters set_module_tensor_to_device""",
-    f"{_HERE}.surroundings": """are_libraries_initialized clear_environment compare_versions default_config_file
-        get_gpu_info get_int_from_env get_pretty_name is_peft_model is_port_in_use is_torch_version is_tqdm_available
-        load merge_dicts parse_choice_from_env parse_flag_from_env patch_environment purge_accelerate_environment
-        recursive_getattr save str_to_bool tqdm write_basic_config""",
-    f"{_HERE}.memory": "clear_device_cache find_executable_batch_size release_memory should_reduce_batch_size",
+    f"{_HERE}.surroundings": """are_libraries_initialized clear_device_cache clear_environment compare_versions
+        default_config_file find_executable_batch_size get_gpu_info get_int_from_env get_pretty_name is_peft_model
+        is_port_in_use is_torch_version is_tqdm_available load merge_dicts parse_choice_from_env parse_flag_from_env
+        patch_environment purge_accelerate_environment recursive_getattr release_memory save
+        should_reduce_batch_size str_to_bool tqdm write_basic_config""",
     f"{_HERE}.constants": """FSDP_AUTO_WRAP_POLICY FSDP_BACKWARD_PREFETCH FSDP_SHARDING_STRATEGY FSDP_STATE_DICT_TYPE
         MODEL_NAME OPTIMIZER_NAME RNG_STATE_NAME SAFE_MODEL_NAME SAFE_WEIGHTS_INDEX_NAME SAFE_WEIGHTS_NAME SAMPLER_NAME
         SCALER_NAME SCHEDULER_NAME WEIGHTS_INDEX_NAME WEIGHTS_NAME""",

@@ -119,7 +119,9 @@ def get_max_layer_size(
     modules: list[tuple[str, nn.Module]], module_sizes: Mapping[str, int], no_split_module_classes: list[str]
 ) -> tuple[int, list[str]]:
     """Bytes of the largest module that must stay whole, and the names of those of that size."""
-    largest, names, todo = 0, [], list(modules)
+    largest = 0
+    names: list[str] = []
+    todo = list(modules)
     while todo:
         name, module = todo.pop(0)
         children = list(module.named_children()) if isinstance(module, nn.Module) else []
@@ -184,14 +186,12 @@ def set_module_tensor_to_device(
     old = getattr(owner, name)
     if value is None and old.is_meta and torch.device(device).type != "meta":
         raise ValueError(f"{tensor_name} has no values yet (it is on meta), so `value` must be given for {device}.")
-    wanted = dtype if dtype is not None else old.dtype if old.is_floating_point() and value is not None else None
-    moved = (
-        (old if value is None else value).to(device, wanted) if wanted else (old if value is None else value).to(device)
-    )
-    if name in owner._parameters:
-        owner._parameters[name] = nn.Parameter(moved.detach(), requires_grad=old.requires_grad)
-    else:
-        owner._buffers[name] = moved
+    if value is not None and dtype is None and old.is_floating_point():
+        dtype = old.dtype
+    moved = (old if value is None else value).to(device, dtype)
+    if isinstance(old, nn.Parameter):
+        moved = nn.Parameter(moved.detach(), requires_grad=old.requires_grad)
+    setattr(owner, name, moved)
 
 
 def load_state_dict(checkpoint_file: str, device_map: Any = None) -> dict[str, torch.Tensor]:
@@ -232,4 +232,6 @@ def extract_model_from_parallel(
         inner = inner.module
     if not keep_fp32_wrapper:
         unwrap_forward(inner)
-    return compiled if compiled is not None and keep_torch_compile and inner is compiled._orig_mod else inner
+    if compiled is not None and keep_torch_compile and inner is compiled._orig_mod:
+        return compiled
+    return inner

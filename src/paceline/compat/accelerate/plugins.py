@@ -1,6 +1,6 @@
 """accelerate's argument classes that say what a plan says: FSDP, sizes of axes, tensor parallel, dynamo.
 
-What each field comes to stands in `paceline.config.engine_fields`; `compat.fsdp.said_by` reads the objects.
+What each field comes to stands in `paceline.compat.accelerate.engine_fields`; `compat.fsdp.said_by` reads the objects.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ from typing import Any
 from paceline.base import env as environment
 from paceline.base.log import warn_once
 from paceline.compat.accelerate.arguments import KwargsHandler
+from paceline.compat.accelerate.deepspeed_words import said_by
+from paceline.compat.accelerate.engine_fields import PLUGIN, ROWS
 from paceline.compat.accelerate.kinds import DynamoBackend
-from paceline.config.deepspeed.plugin import said_by
-from paceline.config.engine_fields import PLUGIN, ROWS
 from paceline.config.given import Given
 
 
@@ -164,7 +164,7 @@ class DeepSpeedPlugin:
         """The same in our words; what has no effect is told of once.
 
         Raises:
-            ConfigError: as `paceline.config.deepspeed.read`.
+            ConfigError: as `paceline.compat.deepspeed.config.read`.
         """
         code = "DeepSpeedPlugin({}=...)"
         told = said_by(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib.metadata
 import importlib.util
 import operator
@@ -17,9 +18,14 @@ import torch
 import yaml
 
 from paceline.base import env
+from paceline.base.errors import ConfigError
 from paceline.checkpoint.files import load_object, save_object
+from paceline.compat.absent import refuse
+from paceline.compat.accelerate.dialect import DIALECT
 from paceline.compat.accelerate.state import PartialState
 from paceline.config import places
+from paceline.config.settings import settings_of
+from paceline.optim import batch_size
 
 _COMPARE = {
     ">": operator.gt,
@@ -29,7 +35,7 @@ _COMPARE = {
     "<=": operator.le,
     "<": operator.lt,
 }
-default_config_file = str(places.accelerate_default(env.snapshot()))
+default_config_file = str(DIALECT.default_file(env.snapshot()))
 
 
 # -- environment ---------------------------------------------------------------------------------------------
@@ -154,8 +160,21 @@ def load(f: Any, map_location: Any = None, **kwargs: Any) -> Any:
 
 
 def write_basic_config(mixed_precision: str = "no", save_location: str = default_config_file) -> Path | bool:
-    """Writes accelerate's config file for this machine; False where there is one already."""
-    path = Path(save_location)
+    """Writes accelerate's config file for this machine; False where there is one already.
+
+    Raises:
+        ConfigError: `config-value` for an unknown precision, `config-write` where the file cannot be written.
+    """
+    try:
+        precision = settings_of()["mixed_precision"].kind.read(mixed_precision)
+    except ValueError as error:
+        raise ConfigError(
+            "config-value",
+            f"mixed_precision cannot be {mixed_precision!r}.",
+            f"it comes from write_basic_config(mixed_precision=...); expected: {error}",
+            'say mixed_precision="no"',
+        ) from None
+    path = Path(save_location).expanduser()
     if path.exists():
         print(f"There is a configuration at {path} already: it is left as it is.")
         return False
@@ -168,7 +187,7 @@ def write_basic_config(mixed_precision: str = "no", save_location: str = default
         "enable_cpu_affinity": False,
         "machine_rank": 0,
         "main_training_function": "main",
-        "mixed_precision": mixed_precision.lower(),
+        "mixed_precision": precision,
         "num_machines": 1,
         "num_processes": max(1, count),
         "rdzv_backend": "static",
@@ -208,3 +227,34 @@ def recursive_getattr(obj: Any, attr: str) -> Any:
     """`obj.a.b` for "a.b"."""
     find: Callable[[Any, str], Any] = getattr
     return reduce(find, attr.split("."), obj)
+
+
+# -- memory --------------------------------------------------------------------------------------------------
+
+
+def clear_device_cache(garbage_collection: bool = False) -> None:
+    """Gives memory that nobody holds back to the device."""
+    if garbage_collection:
+        gc.collect()
+    if torch.accelerator.is_available():
+        torch.accelerator.empty_cache()
+
+
+def release_memory(*objects: Any) -> list[None]:
+    """As many Nones as objects, for `a, b = release_memory(a, b)`; then the device's cache is emptied."""
+    clear_device_cache(garbage_collection=True)
+    return [None] * len(objects)
+
+
+def should_reduce_batch_size(exception: Exception) -> bool:
+    """Whether an error is about memory."""
+    return batch_size.is_out_of_memory(exception)
+
+
+def find_executable_batch_size(
+    function: Any = None, starting_batch_size: int = 128, reduce_batch_size_fn: Any = None
+) -> Any:
+    """Calls a function with a batch size that fits, halved until it does."""
+    if reduce_batch_size_fn is not None:
+        refuse("find_executable_batch_size(reduce_batch_size_fn=...)", "sizes are halved", "leave it out")
+    return batch_size.find_executable_batch_size(function, starting_batch_size)

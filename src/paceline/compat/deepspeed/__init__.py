@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
-from paceline.compat.served import listed
+from paceline.compat.names import listed
 
 VERSION = "0.19.8"
 

@@ -12,7 +12,7 @@ from typing import Any
 from torch import nn
 
 from paceline.base.errors import ConfigError, PacelineError, Problem
-from paceline.config.deepspeed import DeepSpeedConfig, read
+from paceline.compat.deepspeed.config import DeepSpeedConfig, read
 from paceline.world import runtime
 from paceline.world.world import World
 

@@ -11,12 +11,15 @@ from __future__ import annotations
 import time
 import weakref
 from itertools import count
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from paceline.base.errors import CheckpointError
 from paceline.base.log import logger
 from paceline.world import rendezvous, runtime
 from paceline.world.world import World
+
+if TYPE_CHECKING:
+    from paceline.compat.deepspeed.engine import DeepSpeedEngine
 
 PATIENCE_S = 10.0
 _POLL_S = 0.02
@@ -106,7 +109,7 @@ def _missing(name: str, fix: str, here: int, ranks: dict[int, str]) -> Checkpoin
 _attendances: weakref.WeakKeyDictionary[Any, Attendance] = weakref.WeakKeyDictionary()
 
 
-def attendance(engine: Any) -> Attendance:
+def attendance(engine: DeepSpeedEngine) -> Attendance:
     """The engine's attendance list. Ranks: all make their engines in the same order."""
     if engine not in _attendances:
         _attendances[engine] = Attendance(engine.accelerator.world, next(_numbers))

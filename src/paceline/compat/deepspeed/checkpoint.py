@@ -12,7 +12,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -29,6 +29,9 @@ from paceline.compat.deepspeed.attendance import attendance
 from paceline.compat.deepspeed.checkpoint_format import tag_in
 from paceline.world.exchange import as_bytes
 
+if TYPE_CHECKING:
+    from paceline.compat.deepspeed.engine import DeepSpeedEngine
+
 _KEY = "deepspeed"  # where the engine's own state lies among the run's counters
 _COUNTERS = ("global_steps", "global_samples", "skipped_steps")
 _ALL = frozenset({"models", "optimizers", "schedulers", "custom", "scaler", "rng", "window"})
@@ -40,7 +43,7 @@ _EVERY_RANK = "call it on every rank, outside of `if rank == 0`: each writes its
 
 
 def save(
-    engine: Any,
+    engine: DeepSpeedEngine,
     save_dir: str | os.PathLike[str],
     tag: Any = None,
     client_state: Mapping[str, Any] | None = None,
@@ -90,7 +93,7 @@ def _folder(save_dir: Any) -> str:
     return os.fspath(save_dir)
 
 
-def _agreed_tag(engine: Any, tag: str) -> str:
+def _agreed_tag(engine: DeepSpeedEngine, tag: str) -> str:
     """Rank 0's tag, once `checkpoint.tag_validation` has been obeyed. Ranks: all."""
     tags = engine.accelerator.collectives.gather_object(tag)
     mode = str(engine.config["checkpoint.tag_validation"]).upper()
@@ -112,7 +115,7 @@ def _agreed_tag(engine: Any, tag: str) -> str:
     return str(tags[0])
 
 
-def _own_state(engine: Any, client_state: Mapping[str, Any]) -> dict[str, Any]:
+def _own_state(engine: DeepSpeedEngine, client_state: Mapping[str, Any]) -> dict[str, Any]:
     """What the engine keeps beside the accelerator."""
     return {
         "counters": {name: getattr(engine, name) for name in _COUNTERS},
@@ -131,7 +134,7 @@ def _write_latest(store: Store, folder: str, tag: str) -> None:
 
 
 def load(
-    engine: Any,
+    engine: DeepSpeedEngine,
     load_dir: str | os.PathLike[str],
     tag: Any = None,
     strict: bool = True,
@@ -182,7 +185,7 @@ def load(
     return path, dict(own.get("client_state", {}))
 
 
-def _latest(engine: Any, store: Store, folder: str) -> str | None:
+def _latest(engine: DeepSpeedEngine, store: Store, folder: str) -> str | None:
     """What `latest` says; None, with a warning, where there is none. Ranks: all."""
 
     def read() -> str | None:
@@ -204,7 +207,7 @@ def _latest(engine: Any, store: Store, folder: str) -> str | None:
     return tag
 
 
-def _notice_universal(engine: Any) -> None:
+def _notice_universal(engine: DeepSpeedEngine) -> None:
     if engine.config["checkpoint.load_universal"]:
         warn_once(
             "compat",
@@ -213,7 +216,7 @@ def _notice_universal(engine: Any) -> None:
         )
 
 
-def _load_by(engine: Any, custom_load_fn: Callable[..., Any], path: str) -> None:
+def _load_by(engine: DeepSpeedEngine, custom_load_fn: Callable[..., Any], path: str) -> None:
     """Lets the script load the model, whose parameters are whole meanwhile. Ranks: all."""
     weights = open_weights(path)
     found = {name: weights.read(name, tuple(slice(0, size) for size in e.shape)) for name, e in weights.entries.items()}
@@ -221,7 +224,7 @@ def _load_by(engine: Any, custom_load_fn: Callable[..., Any], path: str) -> None
         custom_load_fn(src=found, dst=engine.module)
 
 
-def _take_counters(engine: Any, own: Mapping[str, Any]) -> None:
+def _take_counters(engine: DeepSpeedEngine, own: Mapping[str, Any]) -> None:
     for name, value in own.get("counters", {}).items():
         setattr(engine, name, value)
     done, steps = own.get("window", (0, 1))
@@ -268,7 +271,7 @@ class _Cast:
 
 
 def save_16bit_model(
-    engine: Any,
+    engine: DeepSpeedEngine,
     save_dir: str | os.PathLike[str],
     save_filename: str = "pytorch_model.bin",
     exclude_frozen: bool = False,

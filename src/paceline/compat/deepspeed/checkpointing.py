@@ -17,8 +17,8 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 from paceline import preparation
 from paceline.base.errors import ConfigError
 from paceline.base.log import warn_once
+from paceline.compat.deepspeed.config import read
 from paceline.compat.deepspeed.profiling import timed
-from paceline.config.deepspeed import read
 from paceline.world import runtime
 
 

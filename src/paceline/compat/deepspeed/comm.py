@@ -62,7 +62,11 @@ barrier = _served(dist.barrier)
 
 
 def all_reduce_coalesced(
-    tensors: Sequence[Tensor], op: Any = ReduceOp.SUM, group: Any = None, async_op: bool = False, **logged: Any
+    tensors: Sequence[Tensor],
+    op: ReduceOp = ReduceOp.SUM,
+    group: ProcessGroup | None = None,
+    async_op: bool = False,
+    **logged: object,
 ) -> Any:
     """Each of some tensors, reduced. Ranks: all of the group."""
     works = [dist.all_reduce(tensor, op, group, async_op) for tensor in tensors]
@@ -70,7 +74,10 @@ def all_reduce_coalesced(
 
 
 def all_gather_coalesced(
-    output_tensors: Sequence[Tensor], input_tensors: Sequence[Tensor], group: Any = None, async_op: bool = False
+    output_tensors: Sequence[Tensor],
+    input_tensors: Sequence[Tensor],
+    group: ProcessGroup | None = None,
+    async_op: bool = False,
 ) -> Any:
     """Each of some tensors, gathered. Ranks: all of the group."""
     works = [
@@ -96,7 +103,7 @@ class _Works:
 
 
 def monitored_barrier(
-    group: Any = None, timeout: timedelta | None = None, wait_all_ranks: bool = False, **logged: Any
+    group: ProcessGroup | None = None, timeout: timedelta | None = None, wait_all_ranks: bool = False, **logged: object
 ) -> None:
     """Waits for all ranks; where the backend can, it names those that do not come. Ranks: all of the group."""
     if dist.get_backend(group) == "gloo":
@@ -115,7 +122,7 @@ def is_initialized() -> bool:
     return dist.is_available() and dist.is_initialized()
 
 
-def destroy_process_group(group: Any = None) -> None:
+def destroy_process_group(group: ProcessGroup | None = None) -> None:
     """Ends a group; without one, leaves the group of all. Ranks: all."""
     if group is None:
         rendezvous.leave()
@@ -133,12 +140,12 @@ def get_world_group() -> Any:
     return dist.group.WORLD
 
 
-def get_rank(group: Any = None) -> int:
+def get_rank(group: ProcessGroup | None = None) -> int:
     """Number of this process in a group."""
     return dist.get_rank(group)
 
 
-def get_world_size(group: Any = None) -> int:
+def get_world_size(group: ProcessGroup | None = None) -> int:
     """How many ranks a group has."""
     return dist.get_world_size(group)
 
@@ -148,12 +155,12 @@ def get_local_rank() -> int:
     return World.detect().local_rank
 
 
-def get_global_rank(group: Any = None, group_rank: int = 0) -> int:
+def get_global_rank(group: ProcessGroup | None = None, group_rank: int = 0) -> int:
     """Number among all of a rank of a group."""
     return dist.get_global_rank(group or dist.group.WORLD, group_rank)
 
 
-def get_all_ranks_from_group(group: Any = None) -> list[int]:
+def get_all_ranks_from_group(group: ProcessGroup | None = None) -> list[int]:
     """The ranks of a group, as numbers among all."""
     return dist.get_process_group_ranks(group or dist.group.WORLD)
 

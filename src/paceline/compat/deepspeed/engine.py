@@ -20,11 +20,11 @@ from paceline.accelerator import Accelerator
 from paceline.base.errors import ConfigError, Problem, TrainError
 from paceline.base.log import warn_once
 from paceline.compat.deepspeed.attendance import attendance
-from paceline.compat.deepspeed.events import Events
+from paceline.compat.deepspeed.config import Batch, DeepSpeedConfig
 from paceline.compat.deepspeed.getters import Getters
+from paceline.compat.deepspeed.monitors import Events
 from paceline.compat.deepspeed.saving import Saving
 from paceline.compat.deepspeed.scheduler import EngineScheduler
-from paceline.config.deepspeed import Batch, DeepSpeedConfig
 from paceline.config.given import Given
 from paceline.world import runtime
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from paceline.accelerator import Accelerator
-from paceline.config.deepspeed import Batch, DeepSpeedConfig
+from paceline.compat.deepspeed.config import Batch, DeepSpeedConfig
 
 # Name of a method of DeepSpeed's -> key of the config.
 _KEYS = {

@@ -13,12 +13,11 @@ from paceline.accelerator import Accelerator
 from paceline.base.log import warn_once
 from paceline.compat.deepspeed import checkpointing, optimizers, schedules
 from paceline.compat.deepspeed.arguments import checked
+from paceline.compat.deepspeed.config import DeepSpeedConfig
 from paceline.compat.deepspeed.engine import DeepSpeedEngine
 from paceline.compat.deepspeed.loader import loader_of
-from paceline.compat.deepspeed.loss_scale import scaler_options
 from paceline.compat.deepspeed.processes import init_distributed
 from paceline.compat.deepspeed.profiling import told_here
-from paceline.config.deepspeed import DeepSpeedConfig
 from paceline.config.given import Given
 from paceline.world.world import World
 
@@ -84,6 +83,32 @@ def initialize(
         loader = loader_of(training_data, batch.micro, collate_fn, told["dataloader_drop_last"], kind.shuffles())
     engine = kind(accelerator, told, batch, model, made, scheduler, loader)
     return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
+
+
+def scaler_options(config: DeepSpeedConfig | Mapping[str, Any]) -> dict[str, Any]:
+    """DeepSpeed's fp16 block as keywords for `Accelerator(scaler=...)`, the same at every stage of ZeRO.
+
+    Args:
+        config: values by dotted name.
+
+    A step whose loss is not finite is skipped like any other overflow, as scripts written for DeepSpeed expect.
+    """
+    if config["fp16.loss_scale"]:
+        return {
+            "init_scale": float(config["fp16.loss_scale"]),
+            "growth_factor": 1.0,
+            "backoff_factor": 1.0,
+            "bad_loss": "skip",
+        }
+    return {
+        "init_scale": 2.0 ** config["fp16.initial_scale_power"],
+        "growth_interval": config["fp16.loss_scale_window"],
+        "growth_delay": 1,
+        "hysteresis": config["fp16.hysteresis"],
+        "consecutive_hysteresis": config["fp16.consecutive_hysteresis"],
+        "min_scale": float(config["fp16.min_loss_scale"]),
+        "bad_loss": "skip",
+    }
 
 
 def _engine_of(model: Any) -> type[DeepSpeedEngine]:

@@ -1,4 +1,4 @@
-"""DeepSpeed's monitors on our trackers: tensorboard, csv, wandb and comet, as the config enables them.
+"""What an engine says after each step: DeepSpeed's monitors on our trackers (tensorboard, csv, wandb and comet), and its line.
 
     Monitors(config, is_main=...)            every rank: packages are looked up, all problems are raised at once
         .write_events([(name, value, step)])     main process: each event goes to each monitor
@@ -12,12 +12,16 @@ import csv
 import importlib.util
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from paceline.base.errors import Problem, TrackerError
-from paceline.config.deepspeed import DeepSpeedConfig
+from paceline.compat.deepspeed.config import DeepSpeedConfig
+from paceline.compat.deepspeed.profiling import Timers
 from paceline.observe.trackers.group import Trackers
 from paceline.observe.trackers.tensorboard import TensorBoardTracker
+
+if TYPE_CHECKING:
+    from paceline.compat.deepspeed.engine import DeepSpeedEngine
 
 Event = tuple[str, Any, int]
 
@@ -147,17 +151,15 @@ class Monitors:
     def __init__(self, config: DeepSpeedConfig, *, is_main: bool) -> None:
         wanted = {name: _said(config, name) for name in _MAKERS if config[f"{name}.enabled"]}
         trackers = {name: _MAKERS[name](said) for name, said in wanted.items()}
-        problems = [
-            Problem(
-                "deepspeed-monitor",
-                f"the monitor {name} needs {package}, which is not installed.",
-                why=f"{name}.enabled is true ({config.places.get(f'{name}.enabled', config.source)})",
-                fix=f"`pip install {package}`, or write `enabled: false`; csv_monitor needs no package",
-            )
-            for name, tracker in trackers.items()
-            for package in getattr(tracker, "requires", ())
-            if importlib.util.find_spec(package) is None
-        ]
+        problems = []
+        for name, tracker in trackers.items():
+            place = config.places.get(f"{name}.enabled", config.source)
+            for package in getattr(tracker, "requires", ()):
+                if importlib.util.find_spec(package) is None:
+                    what = f"the monitor {name} needs {package}, which is not installed."
+                    why = f"{name}.enabled is true ({place})"
+                    fix = f"`pip install {package}`, or write `enabled: false`; csv_monitor needs no package"
+                    problems.append(Problem("deepspeed-monitor", what, why=why, fix=fix))
         if problems:
             raise TrackerError.of(problems)
         self._groups = [Trackers([tracker], ".", is_main=is_main) for tracker in trackers.values()]
@@ -180,3 +182,47 @@ class Monitors:
         """Closes files; what is left open at the interpreter's end is closed then."""
         for group in self._groups:
             group.finish()
+
+
+class Events:
+    """What an engine says after a step: to its monitors, and a line every `steps_per_print` steps.
+
+    Args:
+        engine: its owner.
+
+    Attributes:
+        monitors: where events go.
+        timers: tell how long phases take, where the config asks for it.
+    """
+
+    def __init__(self, engine: DeepSpeedEngine) -> None:
+        self._engine = engine
+        self.monitors = Monitors(engine.config, is_main=engine.accelerator.is_main_process)
+        self.timers = Timers(engine)
+
+    def after_step(self, boundary: bool) -> None:
+        """Tells what is due after a micro-batch; `boundary` where it ended a window."""
+        engine = self._engine
+        self.timers.after_step(boundary)
+        if not (boundary and engine.accelerator.is_main_process):
+            return
+        if self.monitors.enabled:
+            self.monitors.write_events(self._values())
+        every = engine.config["steps_per_print"]
+        if every and engine.global_steps % every == 0:
+            scale = f", loss scale={engine.loss_scale():g}" if engine.fp16_enabled() else ""
+            print(
+                f"step={engine.global_steps}, skipped={engine.skipped_steps}, lr={engine.get_lr()}, "
+                f"mom={engine.get_mom()}{scale}",
+                flush=True,
+            )
+
+    def _values(self) -> list[Event]:
+        engine = self._engine
+        samples = engine.global_samples
+        events: list[Event] = [("Train/Samples/lr", float(engine.get_lr()[0]), samples)]
+        if engine.fp16_enabled():
+            events.append(("Train/Samples/loss_scale", engine.loss_scale(), samples))
+        if engine.wall_clock_breakdown():
+            events += [(f"Train/Samples/{name}", ms, samples) for name, ms in self.timers.values()]
+        return events

@@ -16,11 +16,12 @@ import torch
 from torch.optim import Optimizer
 
 from paceline.base.errors import ConfigError
-from paceline.config.deepspeed import DeepSpeedConfig
-from paceline.config.deepspeed.parts import CLOSURE
+from paceline.compat.deepspeed.config import DeepSpeedConfig
+from paceline.compat.deepspeed.config.parts import CLOSURE
 from paceline.optim.lamb import Lamb
 from paceline.optim.lion import Lion
 
+Params = Iterable[torch.Tensor] | Iterable[dict[str, Any]]  # parameters, or groups of them
 _IDLE = ("torch_adam", "set_grad_none", "fp32_optimizer_states", "adam_w_mode", "adamw_mode", "ns_method")
 
 
@@ -61,7 +62,7 @@ def _clipped(name: str, max_grad_norm: float) -> None:
 
 
 def _adam(
-    name: str, params: Any, decoupled: bool, bias_correction: bool = True, max_grad_norm: float = 0.0, **named: Any
+    name: str, params: Params, decoupled: bool, bias_correction: bool = True, max_grad_norm: float = 0.0, **named: Any
 ) -> Optimizer:
     _clipped(name, max_grad_norm)
     if not bias_correction:
@@ -76,7 +77,7 @@ class FusedAdam(torch.optim.Adam, metaclass=_StandsFor):
     made = (torch.optim.Adam,)
 
     @staticmethod
-    def build(params: Any, lr: float = 1e-3, bias_correction: bool = True, betas: tuple[float, float] = (0.9, 0.999),
+    def build(params: Params, lr: float = 1e-3, bias_correction: bool = True, betas: tuple[float, float] = (0.9, 0.999),
               eps: float = 1e-8, adam_w_mode: bool = True, weight_decay: float = 0.0, amsgrad: bool = False,
               set_grad_none: bool = True) -> Optimizer:  # fmt: skip
         """Makes it; the arguments are DeepSpeed's."""
@@ -90,7 +91,7 @@ class DeepSpeedCPUAdam(torch.optim.Adam, metaclass=_StandsFor):
     made = (torch.optim.Adam,)
 
     @staticmethod
-    def build(model_params: Any, lr: float = 1e-3, bias_correction: bool = True,
+    def build(model_params: Params, lr: float = 1e-3, bias_correction: bool = True,
               betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8, weight_decay: float = 0.0,
               amsgrad: bool = False, adamw_mode: bool = True, fp32_optimizer_states: bool = True) -> Optimizer:  # fmt: skip
         """Makes it; the arguments are DeepSpeed's."""
@@ -104,13 +105,13 @@ class DeepSpeedCPUAdagrad(torch.optim.Adagrad, metaclass=_StandsFor):
     made = (torch.optim.Adagrad,)
 
     @staticmethod
-    def build(model_params: Any, lr: float = 1e-2, eps: float = 1e-10, weight_decay: float = 0.0, amsgrad: bool = False,
+    def build(model_params: Params, lr: float = 1e-2, eps: float = 1e-10, weight_decay: float = 0.0, amsgrad: bool = False,
               fp32_optimizer_states: bool = True) -> Optimizer:  # fmt: skip
         """Makes it; the arguments are DeepSpeed's."""
         return torch.optim.Adagrad(model_params, lr=lr, eps=eps, weight_decay=weight_decay)
 
 
-def _lamb(params: Any, max_grad_norm: float = 0.0, amsgrad: bool = False, **named: Any) -> Optimizer:
+def _lamb(params: Params, max_grad_norm: float = 0.0, amsgrad: bool = False, **named: Any) -> Optimizer:
     _clipped("Lamb", max_grad_norm)
     if amsgrad:
         raise _refuse("Lamb", "amsgrad=True: Lamb has no such form", "leave it out")
@@ -123,7 +124,7 @@ class FusedLamb(Lamb, metaclass=_StandsFor):
     made = (Lamb,)
 
     @staticmethod
-    def build(params: Any, lr: float = 1e-3, bias_correction: bool = True, betas: tuple[float, float] = (0.9, 0.999),
+    def build(params: Params, lr: float = 1e-3, bias_correction: bool = True, betas: tuple[float, float] = (0.9, 0.999),
               eps: float = 1e-8, eps_inside_sqrt: bool = False, weight_decay: float = 0.0, max_grad_norm: float = 0.0,
               max_coeff: float = 10.0, min_coeff: float = 0.01, amsgrad: bool = False) -> Optimizer:  # fmt: skip
         """Makes it; the arguments are DeepSpeed's."""
@@ -132,7 +133,7 @@ class FusedLamb(Lamb, metaclass=_StandsFor):
                      min_coeff=min_coeff)  # fmt: skip
 
 
-def _muon(params: Any, lr: float = 1e-3, muon_lr: float | None = None, **named: Any) -> Optimizer:
+def _muon(params: Params, lr: float = 1e-3, muon_lr: float | None = None, **named: Any) -> Optimizer:
     """torch's Muon, which steps matrices alone."""
     found = list(params)
     flat = [each for group in found for each in (group["params"] if isinstance(group, Mapping) else [group])]

@@ -19,11 +19,11 @@ from torch import nn
 from paceline.base.errors import DataError, TrainError
 from paceline.base.log import warn_once
 from paceline.compat.deepspeed.checkpoint import attendance
+from paceline.compat.deepspeed.config import Batch
 from paceline.compat.deepspeed.engine import DeepSpeedEngine
 from paceline.compat.deepspeed.loader import loader_of
 from paceline.compat.deepspeed.pipe import PipelineModule
 from paceline.compat.deepspeed.topology import PipelineParallelGrid
-from paceline.config.deepspeed import Batch
 from paceline.config.given import Given
 from paceline.parallel.microbatches import Microbatches
 from paceline.precision.policy import to_float32

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -23,11 +23,16 @@ from paceline.observe.flops import Counter, Tree, count_parameters
 from paceline.observe.flops_text import by_depth, number, share
 from paceline.observe.operations import Part, Profile
 from paceline.observe.profiles import Profiles
+from paceline.world.tree import tensors
+
+if TYPE_CHECKING:
+    from paceline.compat.deepspeed.config import DeepSpeedConfig
+    from paceline.compat.deepspeed.engine import DeepSpeedEngine
 
 _RULE = "-" * 30
 
 
-def told_here(config: Any) -> list[Given]:
+def told_here(config: DeepSpeedConfig) -> list[Given]:
     """What a config with a wall clock adds to its settings: the engine words the times, so that nobody else does."""
     if not config["wall_clock_breakdown"]:
         return []
@@ -44,7 +49,7 @@ class Timers:
         last: milliseconds by DeepSpeed's names, of the micro-batch and of the step that ended last.
     """
 
-    def __init__(self, engine: Any) -> None:
+    def __init__(self, engine: DeepSpeedEngine) -> None:
         global _latest
         self.last: dict[str, float] = {}
         self._engine = weakref.proxy(engine)
@@ -197,27 +202,27 @@ def _rate(flops: float, seconds: float) -> str:
     return flops_to_string(flops / seconds if seconds else 0.0)
 
 
-def number_to_string(num: float, units: Any = None, precision: int = 2) -> str:
+def number_to_string(num: float, units: str | None = None, precision: int = 2) -> str:
     """A count for people, such as `1.63 M`."""
     return number(num, precision).rstrip()
 
 
-def params_to_string(params_num: float, units: Any = None, precision: int = 2) -> str:
+def params_to_string(params_num: float, units: str | None = None, precision: int = 2) -> str:
     """Parameters, such as `101.77 K`."""
     return number_to_string(params_num, units, precision)
 
 
-def macs_to_string(macs: float, units: Any = None, precision: int = 2) -> str:
+def macs_to_string(macs: float, units: str | None = None, precision: int = 2) -> str:
     """Multiply-accumulates, such as `813.06 KMACs`."""
     return f"{number(macs, precision)}MACs"
 
 
-def flops_to_string(flops: float, units: Any = None, precision: int = 2) -> str:
+def flops_to_string(flops: float, units: str | None = None, precision: int = 2) -> str:
     """Operations per second, such as `1.20 GFLOPS`."""
     return f"{number(flops, precision)}FLOPS"
 
 
-def duration_to_string(duration: float, units: Any = None, precision: int = 2) -> str:
+def duration_to_string(duration: float, units: str | None = None, precision: int = 2) -> str:
     """Seconds for people."""
     for unit, scale in (("s", 1.0), ("ms", 1e-3)):
         if duration >= scale:
@@ -234,13 +239,15 @@ class FlopsProfiler:
         recompute_fwd_factor: not needed: what is computed again is counted.
     """
 
-    def __init__(self, model: nn.Module, ds_engine: Any = None, recompute_fwd_factor: float = 0.0) -> None:
+    def __init__(
+        self, model: nn.Module, ds_engine: DeepSpeedEngine | None = None, recompute_fwd_factor: float = 0.0
+    ) -> None:
         self.model = model
         self.started = False
         self._profile = Profile(Part("", type(model).__name__))
         self._open: tuple[ExitStack, Counter, Tree] | None = None
 
-    def start_profile(self, ignore_list: Any = None) -> None:
+    def start_profile(self, ignore_list: Sequence[type[nn.Module]] | None = None) -> None:
         """Begins to count."""
         from paceline.observe.flops import counted
 
@@ -333,7 +340,7 @@ def get_model_profile(
     warm_up: int = 1,
     as_string: bool = True,
     output_file: str | None = None,
-    ignore_modules: Any = None,
+    ignore_modules: Sequence[type[nn.Module]] | None = None,
     mode: str = "forward",
 ) -> tuple[Any, Any, Any]:
     """Operations, multiply-accumulates and parameters of one forward pass.
@@ -455,8 +462,7 @@ def timed(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _differentiable(tree: Any) -> list[torch.Tensor]:
-    leaves = torch.utils._pytree.tree_leaves(tree)
-    return [each for each in leaves if isinstance(each, torch.Tensor) and each.requires_grad]
+    return [tensor for tensor in tensors(tree) if tensor.requires_grad]
 
 
 def _moment() -> float:
@@ -523,7 +529,7 @@ class SynchronizedWallClockTimer:
         normalizer: float = 1.0,
         reset: bool = True,
         memory_breakdown: bool = False,
-        ranks: Any = None,
+        ranks: Sequence[int] | None = None,
     ) -> None:
         """Prints the times of some."""
         known = [name for name in names if name in self.timers]

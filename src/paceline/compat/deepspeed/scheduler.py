@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from paceline.base.log import warn_once
+
+if TYPE_CHECKING:
+    from paceline.compat.deepspeed.engine import DeepSpeedEngine
 
 
 class EngineScheduler:
@@ -18,7 +21,7 @@ class EngineScheduler:
         calls: how often the script called `step()`.
     """
 
-    def __init__(self, prepared: Any, engine: Any) -> None:
+    def __init__(self, prepared: Any, engine: DeepSpeedEngine) -> None:
         self.prepared, self.calls = prepared, 0
         self._engine = engine
 

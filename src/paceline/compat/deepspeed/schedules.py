@@ -37,7 +37,7 @@ class Schedule:
         last_batch_iteration: t, the only state.
     """
 
-    def __init__(self, optimizer: Any, last_batch_iteration: int = -1) -> None:
+    def __init__(self, optimizer: Optimizer, last_batch_iteration: int = -1) -> None:
         self.optimizer = _optimizer(optimizer)
         self.last_batch_iteration = last_batch_iteration
         self._last_lr: list[Any] | None = None
@@ -92,7 +92,9 @@ class Schedule:
 class _Warmup(Schedule):
     """What schedules with a warm-up share: how much of it is done at t."""
 
-    def __init__(self, optimizer: Any, steps: int, kind: str, last_batch_iteration: int, first_step: bool) -> None:
+    def __init__(
+        self, optimizer: Optimizer, steps: int, kind: str, last_batch_iteration: int, first_step: bool
+    ) -> None:
         super().__init__(optimizer, last_batch_iteration)
         self.warmup_num_steps = max(2, _count(steps, "warmup_num_steps"))
         if kind not in ("log", "linear"):
@@ -126,7 +128,7 @@ class WarmupLR(_Warmup):
 
     def __init__(
         self,
-        optimizer: Any,
+        optimizer: Optimizer,
         warmup_min_lr: Rates = 0.0,
         warmup_max_lr: Rates | None = None,
         warmup_num_steps: int = 1000,
@@ -159,7 +161,7 @@ class WarmupDecayLR(WarmupLR):
 
     def __init__(
         self,
-        optimizer: Any,
+        optimizer: Optimizer,
         total_num_steps: int,
         warmup_min_lr: Rates = 0.0,
         warmup_max_lr: Rates = 0.001,
@@ -193,7 +195,7 @@ class WarmupCosineLR(_Warmup):
 
     def __init__(
         self,
-        optimizer: Any,
+        optimizer: Optimizer,
         total_num_steps: int,
         warmup_min_ratio: float = 0.0,
         warmup_num_steps: int = 1000,
@@ -243,7 +245,7 @@ class LRRangeTest(Schedule):
 
     def __init__(
         self,
-        optimizer: Any,
+        optimizer: Optimizer,
         lr_range_test_min_lr: Rates = 1e-3,
         lr_range_test_step_size: int = 2000,
         lr_range_test_step_rate: float = 1.0,
@@ -285,7 +287,7 @@ class OneCycle(Schedule):
 
     def __init__(
         self,
-        optimizer: Any,
+        optimizer: Optimizer,
         cycle_min_lr: Rates,
         cycle_max_lr: Rates,
         decay_lr_rate: float = 0.0,
@@ -376,7 +378,7 @@ VALID_LR_SCHEDULES = list(SCHEDULES)
 WARMUP_LOG_RATE, WARMUP_LINEAR_RATE, TOTAL_NUM_STEPS = "log", "linear", "total_num_steps"
 
 
-def build(type: str, optimizer: Any, params: Mapping[str, Any]) -> Any:
+def build(type: str, optimizer: Optimizer, params: Mapping[str, Any]) -> Any:
     """The schedule that a config asks for.
 
     Args:
@@ -407,7 +409,7 @@ def build(type: str, optimizer: Any, params: Mapping[str, Any]) -> Any:
     return made(optimizer, **params)
 
 
-def of_config(config: Mapping[str, Any] | Any, optimizer: Any) -> Any:
+def of_config(config: Mapping[str, Any] | Any, optimizer: Optimizer) -> Any:
     """The schedule of a config's `scheduler` block; None where there is none."""
     kind, params = config["scheduler.type"], dict(config["scheduler.params"])
     if kind is None:

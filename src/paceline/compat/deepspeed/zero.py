@@ -50,7 +50,13 @@ class Init:
         dtype, config_dict_or_path, enabled and others: the config of `initialize` decides.
     """
 
-    def __init__(self, module: nn.Module | None = None, *args: Any, remote_device: Any = None, **named: Any) -> None:
+    def __init__(
+        self,
+        module: nn.Module | None = None,
+        *args: object,
+        remote_device: str | torch.device | None = None,
+        **named: object,
+    ) -> None:
         if remote_device not in (None, "none", "cpu"):
             warn_once(
                 "compat",
@@ -61,7 +67,7 @@ class Init:
     def __enter__(self) -> Init:
         return self
 
-    def __exit__(self, *failure: Any) -> None:
+    def __exit__(self, *failure: object) -> None:
         return None
 
 
@@ -106,7 +112,7 @@ class GatheredParameters:
         self._open = _gathered(self._params, self._modifier)
         self._open.__enter__()
 
-    def __exit__(self, *failure: Any) -> None:
+    def __exit__(self, *failure: object) -> None:
         opened, self._open = self._open, None
         opened.__exit__(*failure)
 
@@ -200,6 +206,6 @@ def _models() -> Iterator[Any]:
         yield from prepared.models
 
 
-def _places(parameter: Any) -> list[tuple[nn.Module, str]]:
+def _places(parameter: Tensor) -> list[tuple[nn.Module, str]]:
     modules = (module for each in _models() for module in each.module.modules())
     return [(m, name) for m in modules for name, own in m._parameters.items() if own is parameter]

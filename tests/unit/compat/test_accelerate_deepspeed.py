@@ -77,3 +77,11 @@ def test_the_plugin_with_a_config_fills_in_what_is_auto():
     config = {"zero_optimization": {"stage": "auto"}, "gradient_accumulation_steps": "auto", "bf16": {"enabled": True}}
     said = DeepSpeedPlugin(hf_ds_config=config, zero_stage=1, gradient_accumulation_steps=8).said()
     assert {each.name: each.value for each in said} == {"zero": 1, "accumulate": 8, "mixed_precision": "bf16"}
+
+
+@pytest.mark.parametrize("name", ["7", "true"])
+def test_a_config_file_whose_name_reads_as_a_value(name):
+    flags = [Given("deepspeed_config_file", name, "command line", "--deepspeed_config_file")]
+    with pytest.raises(ConfigError) as caught:
+        resolve_launch(flags, {}, search=False)
+    assert caught.value.code == "config-file"

@@ -15,9 +15,9 @@ from collections.abc import Mapping
 from functools import cache
 from types import MappingProxyType
 
-from paceline.config.deepspeed.kinds import ANY, BLOCK, DTYPE, LIST, SWITCH, TEXT, count, number, word
-from paceline.config.deepspeed.row import NOTHING, Key, Staged, gone, idle, key
-from paceline.config.engine_fields import VALUE, Case
+from paceline.compat.cases import VALUE, Case
+from paceline.compat.deepspeed.config.kinds import ANY, BLOCK, DTYPE, LIST, SWITCH, TEXT, count, number, word
+from paceline.compat.deepspeed.config.row import NOTHING, Key, Staged, gone, idle, key
 from paceline.config.kinds import YES_NO
 
 _MEAN = "gradients are averaged over ranks; where the division stands changes rounding alone"
@@ -195,8 +195,8 @@ _REMOVED = (
 @cache
 def rows() -> tuple[Key, ...]:
     """The whole table."""
-    from paceline.config.deepspeed.watch_keys import WATCH
-    from paceline.config.deepspeed.zero_keys import ZERO
+    from paceline.compat.deepspeed.config.watch_keys import WATCH
+    from paceline.compat.deepspeed.config.zero_keys import ZERO
 
     return (*_BATCH, *_OPTIMIZER, *_STEP, *_PRECISION, *ZERO, *_ACTIVATIONS, *_CHECKPOINT, *WATCH, *_OURS, *_REMOVED)
 

@@ -5,10 +5,10 @@ import pickle
 import pytest
 
 from paceline.base.errors import ConfigError
-from paceline.config.deepspeed import read
-from paceline.config.deepspeed.keys import blocks, by_name, rows
-from paceline.config.deepspeed.parts import PARTS
-from paceline.config.deepspeed.row import Staged
+from paceline.compat.deepspeed.config import read
+from paceline.compat.deepspeed.config.keys import blocks, by_name, rows
+from paceline.compat.deepspeed.config.parts import PARTS
+from paceline.compat.deepspeed.config.row import Staged
 from paceline.config.options import NAME as OPTIONS
 from paceline.config.settings import RunSettings, settings_of
 from paceline.config.sources import resolve_run

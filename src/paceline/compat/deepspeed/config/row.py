@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from paceline.config.engine_fields import Case, Stands
+from paceline.compat.cases import Case, Stands
 from paceline.config.kinds import Kind
 
 NOTHING = "it asks for nothing"

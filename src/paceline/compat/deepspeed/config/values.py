@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from paceline.base.errors import Problem, short_repr
-from paceline.config.deepspeed.keys import blocks, by_name, rows
-from paceline.config.deepspeed.parts import PARTS, Param, Part, part
-from paceline.config.deepspeed.row import Key
-from paceline.config.deepspeed.text import Block, Entry, plain
+from paceline.compat.deepspeed.config.keys import blocks, by_name, rows
+from paceline.compat.deepspeed.config.parts import PARTS, Param, Part, part
+from paceline.compat.deepspeed.config.row import Key
+from paceline.compat.deepspeed.config.text import Block, Entry, plain
 from paceline.config.given import nearest
 
 _OLD_BLOCKS = {"bfloat16": "bf16"}
@@ -84,29 +84,31 @@ def _read_key(row: Key, entry: Entry, hints: Mapping[str, Any], said: Said) -> N
 
 def _read_part(role: str, hints: Mapping[str, Any], said: Said) -> None:
     """The parameters of the optimizer or the scheduler, by the rules of its type."""
-    name, params = said.values[f"{role}.type"], said.values[f"{role}.params"]
+    name = said.values[f"{role}.type"]
+    params = said.values[f"{role}.params"]
     where = said.places.get(f"{role}.params", "")
+    place = said.places.get(f"{role}.type", "")
     if name is None:
         if params:
             what = f"{role}.params ({where}) are given without a type."
-            said.problems.append(
-                Problem("config-value", what, "", f'say which {role}: "type": "{PARTS[role][0].name}"')
-            )
+            fix = f'say which {role}: "type": "{PARTS[role][0].name}"'
+            said.problems.append(Problem("config-value", what, "", fix))
         return
-    found, place = part(role, name), said.places.get(f"{role}.type", "")
-    if found is None:
+    kind = part(role, name)
+    if kind is None:
         close = nearest(name, [each.name for each in PARTS[role]])
         known = ", ".join(each.name for each in PARTS[role] if not each.why)
+        what = f"{role}.type cannot be {short_repr(name)}."
+        why = f"it comes from {place}; there are: {known}"
         fix = f"write {close!r}" if close else f"use one of these, or hand `initialize` the {role} itself"
-        said.problems.append(Problem("config-value", f"{role}.type cannot be {short_repr(name)}.",
-                                     f"it comes from {place}; there are: {known}", fix))  # fmt: skip
-    elif found.why:
-        what = f"{role}.type {found.name} is not supported."
-        said.problems.append(Problem("deepspeed-feature", what, f"{place}: {found.why}", found.fix))
-    elif found.params is None:
+        said.problems.append(Problem("config-value", what, why, fix))
+    elif kind.why:
+        what = f"{role}.type {kind.name} is not supported."
+        said.problems.append(Problem("deepspeed-feature", what, f"{place}: {kind.why}", kind.fix))
+    elif kind.params is None:
         said.values[f"{role}.params"] = _of_torch(role, params, hints)
     else:
-        said.values[f"{role}.params"] = _params(role, found, params, where, hints, said)
+        said.values[f"{role}.params"] = _params(role, kind, params, where, hints, said)
 
 
 def _of_torch(role: str, params: Mapping[str, Any], hints: Mapping[str, Any]) -> dict[str, Any]:
@@ -114,47 +116,46 @@ def _of_torch(role: str, params: Mapping[str, Any], hints: Mapping[str, Any]) ->
     read = {}
     for name, value in params.items():
         if _is_auto(value):
-            value = _hint(f"{role}.params.{name}", {"lr": "learning_rate"}.get(name, name), hints)
+            value = _hint(f"{role}.params.{name}", "learning_rate" if name == "lr" else name, hints)
         if value is not None or params[name] is None:
             read[name] = value
     return read
 
 
 def _params(
-    role: str, found: Part, params: Mapping[str, Any], where: str, hints: Mapping[str, Any], said: Said
+    role: str, kind: Part, params: Mapping[str, Any], where: str, hints: Mapping[str, Any], said: Said
 ) -> dict[str, Any]:
+    """The parameters of one of the types that we build."""
     read: dict[str, Any] = {}
-    known: Mapping[str, Param] = found.params or {}
+    rows: Mapping[str, Param] = kind.params or {}
     for name, given in params.items():
-        full, row = f"{role}.params.{name}", known.get(name)
+        full_name = f"{role}.params.{name}"
+        row = rows.get(name)
         if row is None:
-            close = nearest(name, known)
+            close = nearest(name, rows)
+            taken = [each for each, other in rows.items() if not other.why]
+            what = f"{where}: {kind.name} has no parameter {name!r}."
             fix = f"write {close!r}" if close else "leave it out"
-            why = f"it takes: {', '.join(each for each in known if not known[each].why)}"
-            said.problems.append(Problem("config-key", f"{where}: {found.name} has no parameter {name!r}.", why, fix))
-            continue
-        if row.why:
-            what = f"{full} is not supported."
+            said.problems.append(Problem("config-key", what, f"it takes: {', '.join(taken)}", fix))
+        elif row.why:
+            what = f"{full_name} is not supported."
             said.problems.append(Problem("deepspeed-feature", what, f"{where}: {row.why}", row.fix))
-            continue
-        value = _hint(full, row.hint, hints) if _is_auto(given) else given
-        if value is None:
-            if _is_auto(given) and row.required:
-                said.problems.append(_no_default(full, where))
+        else:
+            value = _hint(full_name, row.hint, hints) if _is_auto(given) else given
+            if value is not None:
+                try:
+                    read[name] = row.kind.read(value)
+                except ValueError as error:
+                    said.problems.append(wrong_value(full_name, value, where, str(error), row.default))
+            elif _is_auto(given) and row.required:
+                said.problems.append(_no_default(full_name, where))
             elif given is None and row.default is None:
                 read[name] = None
-            continue
-        try:
-            read[name] = row.kind.read(value)
-        except ValueError as error:
-            said.problems.append(wrong_value(full, value, where, str(error), row.default))
-    for name, row in known.items():
+    for name, row in rows.items():
         if row.required and name not in params:
-            what = f"{role}.params lacks {name}, which {found.name} needs."
-            fix = f'say it: "{name}": ...'
-            said.problems.append(
-                Problem("config-value", what, f"{found.name} stands in {said.places[f'{role}.type']}", fix)
-            )
+            what = f"{role}.params lacks {name}, which {kind.name} needs."
+            why = f"{kind.name} stands in {said.places[f'{role}.type']}"
+            said.problems.append(Problem("config-value", what, why, f'say it: "{name}": ...'))
     return read
 
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from paceline.config.deepspeed.kinds import BLOCK, LIST, TEXT, count, number, word
-from paceline.config.deepspeed.row import NOTHING, Derived, Key, idle, key
-from paceline.config.engine_fields import VALUE, Case
+from paceline.compat.cases import VALUE, Case
+from paceline.compat.deepspeed.config.kinds import BLOCK, LIST, TEXT, count, number, word
+from paceline.compat.deepspeed.config.row import NOTHING, Derived, Key, idle, key
 from paceline.config.kinds import YES_NO, Kind
 
 _FROM_ONE = Derived("the number + 1", lambda step: step + 1)

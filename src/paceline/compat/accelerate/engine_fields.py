@@ -11,41 +11,11 @@ as an environment variable, and as an attribute of a plugin or a keyword of torc
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
-
-class Stands:
-    """Stands for a number or a text that is known later."""
-
-    def __init__(self, text: str) -> None:
-        self.text = text
-
-    def __repr__(self) -> str:
-        return self.text
-
-
-VALUE, NODES = Stands("the same"), Stands("number of hosts")
-
-
-@dataclass(frozen=True)
-class Case:
-    """What one value of a field comes to.
-
-    Attributes:
-        value: words with | between (capitals do not matter; yes, on and 1 are true); "*" is any value.
-        means: setting, or "options.strategy.option" -> value.
-        why: why it has no effect, or why it is refused.
-        fix: what to do instead; a case with one is refused.
-        unless: it says nothing where one of these fields is given.
-    """
-
-    value: str
-    means: Mapping[str, Any] = field(default_factory=dict)
-    why: str = ""
-    fix: str = ""
-    unless: tuple[str, ...] = ()
+from paceline.compat.cases import NODES, VALUE, Case
 
 
 @dataclass(frozen=True)

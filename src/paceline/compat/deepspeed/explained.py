@@ -8,11 +8,11 @@ from dataclasses import asdict
 from typing import Any
 
 from paceline.base import env as environment
-from paceline.cli._table import lined_up
+from paceline.compat.deepspeed.config import Batch, DeepSpeedConfig, read
+from paceline.compat.deepspeed.config.batch import MICRO, STEPS, TRAIN
 from paceline.config import schema
-from paceline.config.deepspeed import Batch, DeepSpeedConfig, read
-from paceline.config.deepspeed.batch import MICRO, STEPS, TRAIN
 from paceline.config.given import Choice, Given
+from paceline.config.settings import RunSettings
 from paceline.config.sources import Launch, Resolved, resolve_launch, resolve_run
 
 
@@ -34,10 +34,10 @@ def explain(path: str, flags: Sequence[Given], *, as_json: bool, changed: bool) 
     env = {**environment.snapshot(), **launch.hand_over()}
     batch = _batch(config, resolve_run({}, env, plan=config.given), procs)
     window = [] if batch is None else [Given("accumulate", batch.accumulate, "code", config.places.get(STEPS, path))]
-    told = resolve_run({}, env, plan=[*config.given, *window])
+    resolved = resolve_run({}, env, plan=[*config.given, *window])
     if as_json:
-        return json.dumps(_json(config, told, procs, batch), indent=2, default=str)
-    return "\n".join(_text(config, told, procs, batch, changed))
+        return json.dumps(_json(config, resolved, procs, batch), indent=2, default=str)
+    return "\n".join(_text(config, resolved, procs, batch, changed))
 
 
 def _processes(launch: Launch) -> int | None:
@@ -46,48 +46,48 @@ def _processes(launch: Launch) -> int | None:
     return procs * nodes if isinstance(procs, int) and isinstance(nodes, int) else None
 
 
-def _batch(config: DeepSpeedConfig, told: Resolved[Any], procs: int | None) -> Batch | None:
+def _batch(config: DeepSpeedConfig, resolved: Resolved[RunSettings], procs: int | None) -> Batch | None:
     if procs is None:
         return None
     from paceline.plan.plan import Decision
     from paceline.plan.resolve import draft
 
-    decisions = [Decision(**vars(each)) for each in told.decisions]
-    return config.batch(draft(vars(told.settings), decisions, procs, told.settings.options).layout.width)
+    decisions = [Decision(**vars(each)) for each in resolved.decisions]
+    return config.batch(draft(vars(resolved.settings), decisions, procs, resolved.settings.options).layout.width)
 
 
-def _json(config: DeepSpeedConfig, told: Resolved[Any], procs: int | None, batch: Batch | None) -> dict[str, Any]:
+def _json(
+    config: DeepSpeedConfig, resolved: Resolved[RunSettings], procs: int | None, batch: Batch | None
+) -> dict[str, Any]:
     return {
         "file": config.source,
-        "settings": [asdict(row) for row in told.decisions],
+        "settings": [asdict(row) for row in resolved.decisions],
         "processes": procs,
         "batch": None if batch is None else asdict(batch),
         "kept": [asdict(row) for row in config.kept],
         "unused": [asdict(row) for row in config.unused],
-        "notices": [*told.notices, *config.notices],
+        "notices": [*resolved.notices, *config.notices],
     }
 
 
 def _text(
-    config: DeepSpeedConfig, told: Resolved[Any], procs: int | None, batch: Batch | None, changed: bool
+    config: DeepSpeedConfig, resolved: Resolved[RunSettings], procs: int | None, batch: Batch | None, changed: bool
 ) -> list[str]:
-    shown = [row for row in told.decisions if row.source != "default" or not changed]
+    shown = [row for row in resolved.decisions if row.source != "default" or not changed]
     rows = [("setting", "value", "from", ""), *map(_row, shown)]
-    lines = [f"file: {config.source}", "", *lined_up(rows), "", _triangle(config, procs, batch)]
+    lines = [f"file: {config.source}", "", *schema.lined_up(rows), "", _triangle(config, procs, batch)]
     for heading, choices in (("read by the engine", config.kept), ("no effect here", config.unused)):
         if choices:
-            lines += ["", *lined_up([(heading, "value", "from", ""), *map(_row, choices)])]
-    return [*lines, *(f"\nnotice: {text}" for text in told.notices)]
+            lines += ["", *schema.lined_up([(heading, "value", "from", ""), *map(_row, choices)])]
+    return [*lines, *(f"\nnotice: {text}" for text in resolved.notices)]
 
 
 def _row(each: Choice) -> tuple[str, str, str, str]:
-    origin = (
-        each.where
-        if each.source in ("code", "file")
-        else f"{each.source} ({each.where})"
-        if each.where
-        else each.source
-    )
+    origin = each.source
+    if each.source in ("code", "file"):
+        origin = each.where
+    elif each.where:
+        origin = f"{each.source} ({each.where})"
     value = each.value if isinstance(each.value, str) else schema.shown_value(each.value)
     return each.field, value or "-", origin, each.reason.removeprefix("no effect here: ")
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from paceline.config.deepspeed.kinds import BLOCK, STAGE, SWITCH, TEXT, count, number, word
-from paceline.config.deepspeed.row import NOTHING, Derived, Key, Staged, gone, idle, key
-from paceline.config.engine_fields import VALUE, Case
+from paceline.compat.cases import VALUE, Case
+from paceline.compat.deepspeed.config.kinds import BLOCK, STAGE, SWITCH, TEXT, count, number, word
+from paceline.compat.deepspeed.config.row import NOTHING, Derived, Key, Staged, gone, idle, key
 from paceline.config.kinds import YES_NO, Kind
 
 _MIB = Derived("4 x elements / 2^20", lambda elements: round(elements * 4 / 2**20, 3) or 0.001)

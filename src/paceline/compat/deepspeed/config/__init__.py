@@ -20,13 +20,13 @@ from pathlib import Path
 from typing import Any
 
 from paceline.base.errors import ConfigError
-from paceline.config.deepspeed.batch import MICRO, STEPS, TRAIN, closed
-from paceline.config.deepspeed.batch import Batch as Batch
-from paceline.config.deepspeed.keys import by_name
-from paceline.config.deepspeed.meaning import Meaning, meaning_of
-from paceline.config.deepspeed.row import NOTHING
-from paceline.config.deepspeed.text import Block, entries_of
-from paceline.config.deepspeed.values import values_of
+from paceline.compat.deepspeed.config.batch import MICRO, STEPS, TRAIN, closed
+from paceline.compat.deepspeed.config.batch import Batch as Batch
+from paceline.compat.deepspeed.config.keys import by_name
+from paceline.compat.deepspeed.config.meaning import meaning_of
+from paceline.compat.deepspeed.config.row import NOTHING
+from paceline.compat.deepspeed.config.text import Block, entries_of
+from paceline.compat.deepspeed.config.values import values_of
 from paceline.config.given import Choice, Given
 
 
@@ -54,9 +54,8 @@ class DeepSpeedConfig:
         """A value by dotted name, or a whole block: `config["fp16"]["enabled"]` is `config["fp16.enabled"]`."""
         if name in self.values:
             return self.values[name]
-        block = {
-            key.removeprefix(f"{name}."): value for key, value in self.values.items() if key.startswith(f"{name}.")
-        }
+        prefix = f"{name}."
+        block = {key.removeprefix(prefix): value for key, value in self.values.items() if key.startswith(prefix)}
         if not block:
             raise KeyError(name)
         return DeepSpeedConfig(self.source, block)
@@ -72,12 +71,12 @@ class DeepSpeedConfig:
     @property
     def notices(self) -> tuple[str, ...]:
         """One sentence on what has no effect although somebody asked for it; nothing on what DeepSpeed has by itself."""
-        told = [
-            row for row in self.unused
-            if NOTHING not in row.reason and row.value != by_name()[row.field].default
-        ]  # fmt: skip
-        rows = "; ".join(f"{row.field} ({row.where}): {row.reason.removeprefix('no effect here: ')}" for row in told)
-        return (f"no effect here: {rows}.",) if rows else ()
+        texts = []
+        for row in self.unused:
+            is_default = row.value == by_name()[row.field].default
+            if NOTHING not in row.reason and not is_default:
+                texts.append(f"{row.field} ({row.where}): {row.reason.removeprefix('no effect here: ')}")
+        return (f"no effect here: {'; '.join(texts)}.",) if texts else ()
 
 
 def read(
@@ -103,10 +102,16 @@ def read(
 
 def read_block(source: str, block: Block, hints: Mapping[str, Any]) -> DeepSpeedConfig:
     """The same from keys that were found already."""
-    said = values_of(block, hints)
-    meaning: Meaning = meaning_of(said)
-    problems = [*said.problems, *meaning.problems]
+    values = values_of(block, hints)
+    meaning = meaning_of(values)
+    problems = [*values.problems, *meaning.problems]
     if problems:
         raise ConfigError.of(problems)
-    told = (tuple(meaning.given), tuple(meaning.unused), tuple(meaning.kept))
-    return DeepSpeedConfig(source, said.values, said.places, *told)
+    return DeepSpeedConfig(
+        source,
+        values.values,
+        values.places,
+        given=tuple(meaning.given),
+        unused=tuple(meaning.unused),
+        kept=tuple(meaning.kept),
+    )

@@ -1,0 +1,184 @@
+"""accelerate's words for DeepSpeed, read as a DeepSpeed config: its plugin, and the block `deepspeed_config:` of its files.
+
+zero_stage: 2, offload_optimizer_device: cpu      -> {"zero_optimization": {"stage": 2, "offload_optimizer": ...}}
+deepspeed_config_file: ds.json (hf_ds_config=...)  -> that config; the other fields are what its "auto" stands for
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from types import MappingProxyType
+from typing import TYPE_CHECKING
+
+from paceline.base.errors import Problem, short_repr
+from paceline.config.dialects import Translation
+from paceline.config.given import Choice, Given, nearest
+
+# The table of DeepSpeed's keys is long, and few who start a run with accelerate's words ask for DeepSpeed.
+if TYPE_CHECKING:
+    from paceline.compat.deepspeed.config import DeepSpeedConfig
+    from paceline.compat.deepspeed.config.text import Block
+
+_ZERO = "zero_optimization"
+FIELDS: Mapping[str, str] = MappingProxyType({
+    "zero_stage": f"{_ZERO}.stage",
+    "gradient_accumulation_steps": "gradient_accumulation_steps",
+    "gradient_clipping": "gradient_clipping",
+    "offload_optimizer_device": f"{_ZERO}.offload_optimizer.device",
+    "offload_param_device": f"{_ZERO}.offload_param.device",
+    "offload_optimizer_nvme_path": f"{_ZERO}.offload_optimizer.nvme_path",
+    "offload_param_nvme_path": f"{_ZERO}.offload_param.nvme_path",
+    "zero3_save_16bit_model": f"{_ZERO}.stage3_gather_16bit_weights_on_model_save",
+})  # fmt: skip
+FILES = ("deepspeed_config_file", "hf_ds_config")
+_LAUNCHED = "`paceline launch --nodes`, or --hostfile, says where a run takes place"
+IDLE: Mapping[str, str] = MappingProxyType({
+    "zero3_init_flag": "a model that is built on the meta device takes no memory until it is prepared",
+    "is_train_batch_min": "loaders keep the batch size that the script gives them",
+    "transformer_moe_cls_names": "units are found by themselves",
+    "deepspeed_moe_layer_cls_names": "units are found by themselves",
+    "deepspeed_multinode_launcher": _LAUNCHED,
+    "deepspeed_hostfile": _LAUNCHED,
+    "deepspeed_exclusion_filter": _LAUNCHED,
+    "deepspeed_inclusion_filter": _LAUNCHED,
+    "enable_msamp": "8-bit training is not built yet",
+    "msamp_opt_level": "8-bit training is not built yet",
+})  # fmt: skip
+_ENGINES = {
+    "gradient_clipping": "call `accelerator.clip_grad_norm_` in the script",
+    "optimizer": "the script's own optimizer is prepared",
+    "scheduler": "the script's own scheduler is prepared",
+}
+
+# Its flags for `accelerate launch`, and whether a value follows.
+FLAGS: Mapping[str, bool] = MappingProxyType({
+    "use_deepspeed": False,
+    "zero_stage": True,
+    "offload_optimizer_device": True,
+    "offload_param_device": True,
+    "offload_optimizer_nvme_path": True,
+    "offload_param_nvme_path": True,
+    "zero3_init_flag": True,
+    "zero3_save_16bit_model": True,
+    "deepspeed_config_file": True,
+    "deepspeed_multinode_launcher": True,
+    "deepspeed_moe_layer_cls_names": True,
+})  # fmt: skip
+
+
+def from_flags(flags: Sequence[Given]) -> Translation:
+    """Reads the flags, where one of them asks for DeepSpeed.
+
+    Raises:
+        ConfigError: as `deepspeed.read`.
+    """
+    # The others count only together with one of these: alone they must not divide a model.
+    asks = {"use_deepspeed", "zero_stage", "deepspeed_config_file"}
+    if not any(flag.name in asks for flag in flags):
+        return Translation()
+    own = [flag for flag in flags if flag.name in FLAGS or flag.name == "gradient_clipping"]
+    fields = []
+    for flag in own:
+        text = str(flag.value)
+        if flag.name != "use_deepspeed":
+            fields.append(replace(flag, value=text if flag.name in FILES else _as_in_file(text)))
+    translation = said_by(fields, "command line", own[0].where)
+    translation.consumed = {flag.name for flag in own}
+    return translation
+
+
+def from_file(keys: Mapping[str, Given]) -> Translation:
+    """Reads the block `deepspeed_config:` of a file, where `distributed_type` asks for it.
+
+    Raises:
+        ConfigError: as `deepspeed.read`.
+    """
+    asked = keys.get("distributed_type")
+    if asked is None or str(asked.value).upper() != "DEEPSPEED":
+        return Translation()
+    block = keys.get("deepspeed_config")
+    fields = block.value if block is not None and isinstance(block.value, list) else []
+    translation = said_by(fields, "file", asked.where)
+    translation.consumed = {"deepspeed_config"}
+    return translation
+
+
+def said_by(fields: Iterable[Given], source: str, place: str) -> Translation:
+    """Reads fields of the plugin or of the block.
+
+    Args:
+        fields: each with its place; those that are None say nothing.
+        source: that of what is given: "file" or "code".
+        place: where DeepSpeed is asked for; without a config and a stage it is stage 2, as accelerate has it.
+
+    Raises:
+        ConfigError: as `deepspeed.read`.
+    """
+    translation = Translation()
+    file: Given | None = None
+    said: dict[str, Given] = {}
+    for value in fields:
+        name = value.name
+        if value.value is None:
+            continue
+        if name in FILES:
+            file = value
+        elif name in FIELDS:
+            said[name] = value
+        elif name in IDLE:
+            translation.unused.append(Choice(name, value.value, source, value.where, f"no effect here: {IDLE[name]}"))
+        else:
+            close = nearest(name, [*FIELDS, *FILES, *IDLE])
+            what = f"{value.where}: accelerate's DeepSpeed has no field {short_repr(name)}."
+            fix = f"write {close!r}" if close else "leave it out"
+            translation.problems.append(Problem("config-key", what, "", fix))
+    if file is None and "zero_stage" not in said:
+        said["zero_stage"] = Given("zero_stage", 2, source, place)
+    config = _config(file, said)
+    translation.given += [replace(value, source=source) for value in config.given]
+    steps = config["gradient_accumulation_steps"]
+    if steps is not None:
+        translation.given.append(Given("accumulate", steps, source, config.places["gradient_accumulation_steps"]))
+    translation.unused += config.unused
+    for row in config.kept:
+        why = _ENGINES.get(row.field.partition(".")[0])
+        if why:
+            translation.unused.append(Choice(row.field, row.value, source, row.where, f"no effect here: {why}"))
+    return translation
+
+
+def _config(file: Given | None, said: Mapping[str, Given]) -> DeepSpeedConfig:
+    from paceline.compat.deepspeed.config import read_block
+    from paceline.compat.deepspeed.config.text import Block, entries_of
+
+    if file is not None:
+        hints = {FIELDS[name]: value.value for name, value in said.items()}
+        # A file may be called 7, which YAML gives as a number.
+        config = file.value if isinstance(file.value, Mapping) else str(file.value)
+        source, block = entries_of(config, "DeepSpeedPlugin(hf_ds_config={})")
+        return read_block(source, block, hints)
+    block = Block()
+    for name, value in said.items():
+        _add(block, FIELDS[name].split("."), value)
+    return read_block("DeepSpeedPlugin(...)", block, {})
+
+
+def _add(block: Block, path: list[str], given: Given) -> None:
+    from paceline.compat.deepspeed.config.text import Block, Entry
+
+    name, *rest = path
+    if not rest:
+        block.append(Entry(name, given.value, given.where))
+        return
+    inside = next((each.value for each in block if each.name == name), None)
+    if inside is None:
+        inside = Block()
+        block.append(Entry(name, inside, given.where))
+    _add(inside, rest, given)
+
+
+def _as_in_file(text: str) -> object:
+    if text.isdigit():
+        return int(text)
+    return {"true": True, "false": False}.get(text.lower(), text)

@@ -1,0 +1,198 @@
+"""accelerate's names in flags and files: what each means here, which have no effect, and which cannot be served.
+
+Nothing that somebody wrote is dropped without a word. Fields of its engines (FSDP, its ParallelismConfig, dynamo) stand in
+`engine_fields`, those of its DeepSpeed plugin in `deepspeed_words`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+
+from paceline.base.errors import Problem
+from paceline.compat.accelerate import deepspeed_words, engines
+from paceline.compat.accelerate.engine_fields import FIELDS
+from paceline.config.dialects import ConfigDialect, Translation
+from paceline.config.given import Choice, Given
+from paceline.config.places import user_folder
+
+# accelerate's names of our settings, as flags and as keys of its files.
+_ALIASES = {
+    "gradient_accumulation_steps": "accumulate",
+    "use_cpu": "cpu",
+    "num_cpu_threads_per_process": "threads",
+    "num_machines": "nodes",
+    "machine_rank": "node_rank",
+    "main_process_ip": "main_address",
+    "main_process_port": "main_port",
+    "deepspeed_hostfile": "hostfile",
+    "deepspeed_inclusion_filter": "include",
+    "deepspeed_exclusion_filter": "exclude",
+    "monitor_interval": "monitor_interval_s",
+    "config_file": "config",
+}
+_VARIABLES = {
+    "ACCELERATE_MIXED_PRECISION": "mixed_precision",
+    "ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "accumulate",
+    "ACCELERATE_USE_CPU": "cpu",
+    "ACCELERATE_DEBUG_MODE": "debug",
+}
+
+_OFF = ("no", "false", "", "none", "null", "0")
+_SHARDING = "leave it out; `--zero 1`, 2 or 3 divides optimizer states, gradients and parameters"
+_HERE = "start `paceline launch` on the machine itself"
+
+
+@dataclass(frozen=True)
+class Foreign:
+    """Some of accelerate's names, none of them a setting of ours, that are treated alike.
+
+    Attributes:
+        names: the names, with blanks between.
+        why: what they are for.
+        idle: values (in small letters) that ask for nothing; None where no value has an effect.
+        fix: what to do instead; "" where every value is idle.
+        takes: whether a value follows on the command line; None for names that stand in files alone.
+        tell: a value in a file that is not "off" is worth a notice.
+    """
+
+    names: str
+    why: str
+    idle: tuple[str, ...] | None = None
+    fix: str = ""
+    takes: bool | None = None
+    tell: bool = False
+
+
+_ROWS = (
+    Foreign("same_network", "nodes are found by main_address alone", takes=False),
+    Foreign("multi_gpu use_xpu", "`procs` says it", takes=False),
+    Foreign("role main_training_function", "the whole script is run, whatever it is called", takes=True),
+    Foreign("quiet", "there is nothing to silence: a failing rank is reported once", takes=False),
+    Foreign("enable_cpu_affinity", "processes are not bound to cores; use numactl for that", takes=False, tell=True),
+    Foreign("use_parallelism_config", "the sizes of the axes say it", takes=False),
+    Foreign("compute_environment", "it says where the run takes place", ("local_machine",), _HERE),
+    Foreign(
+        "distributed_type",
+        "it names how accelerate divides the work",
+        ("no", "multi_gpu", "multi_cpu", "multi_xpu", "multi_npu", "multi_mlu", "multi_musa", "multi_hpu", "deepspeed"),
+        "set distributed_type to MULTI_GPU (MULTI_CPU without one)",
+    ),
+    Foreign("use_deepspeed", "it asks for DeepSpeed's engine", _OFF, _SHARDING, False),
+    Foreign(
+        "use_megatron_lm", "it asks for Megatron-LM's engine", _OFF, "`--tp`, `--pp` and `--zero` divide a model", False
+    ),
+    Foreign("gradient_clipping", "it is DeepSpeed's", _OFF, "call `accelerator.clip_grad_norm_` in the script", True),
+    Foreign(
+        "deepspeed_config megatron_lm_config fp8_config",
+        "it counts only where distributed_type or mixed_precision asks for it",
+    ),
+    Foreign("mpirun_hostfile", "it starts processes through mpirun", _OFF, "run `mpirun -n N python script.py`", True),
+    Foreign("tpu", "it asks for TPUs", _OFF, "use the CPU, or an accelerator that `torch.accelerator` knows", False),
+    Foreign("downcast_bf16 tpu_use_cluster tpu_use_sudo", "it concerns TPUs alone", takes=False),
+    Foreign("tpu_name tpu_zone", "it concerns TPUs alone", takes=True),
+    Foreign("tpu_vm tpu_env command_file commands", "it concerns TPUs alone"),
+)
+FOREIGN: Mapping[str, Foreign] = MappingProxyType({name: row for row in _ROWS for name in row.names.split()})
+
+# Families of flags and keys that belong to one engine, by how their names begin.
+_FAMILIES: Mapping[str, tuple[str, str]] = MappingProxyType(
+    {
+        "fsdp_": ("accelerate 1.15 has no such field of FSDP", "leave it out"),
+        "deepspeed_": ("it configures DeepSpeed", _SHARDING),
+        "zero_": ("it configures DeepSpeed", _SHARDING),
+        "zero3_": ("it configures DeepSpeed", _SHARDING),
+        "offload_": ("it configures DeepSpeed", _SHARDING),
+        "megatron_lm_": ("it configures Megatron-LM", "leave it out; `--tp`, `--pp` and `--zero` divide a model"),
+        "fp8_": ("it configures float8 arithmetic", "use mixed_precision bf16"),
+        "parallelism_config_": (
+            "accelerate 1.15 has no such field",
+            "leave it out; the sizes of dp_replicate, dp_shard, tp, cp and sp are read",
+        ),
+        "aws_": ("it concerns SageMaker", _HERE),
+        "tpu_": ("it concerns TPUs", "leave it out"),
+    }
+)
+
+
+class AccelerateDialect(ConfigDialect):
+    """accelerate's flags, variables and files."""
+
+    name = "accelerate"
+    aliases = _ALIASES
+    variables = _VARIABLES
+    flags: Mapping[str, bool] = {
+        **{name: row.takes for name, row in FOREIGN.items() if row.takes is not None},
+        **{name: row.takes for name, row in FIELDS.items() if row.takes is not None},
+        **deepspeed_words.FLAGS,
+    }
+    blocks: Mapping[str, str] = {
+        "parallelism_config": "parallelism_config_",
+        "dynamo_config": "dynamo_",
+        "fsdp_config": "fsdp_",
+        "mpirun_config": "mpirun_",
+    }
+    together = ("distributed_type", "deepspeed_config")
+
+    def names(self) -> list[str]:
+        """Keys of its files that are no aliases."""
+        return [*FOREIGN, *(name for name, row in FIELDS.items() if row.takes is not None)]
+
+    def knows(self, given: Given) -> bool:
+        """Whether a value belongs to an engine."""
+        return engines.field_of(given) is not None
+
+    def translate(self, given: Sequence[Given], nodes: int) -> Translation:
+        """Reads the fields of its engines."""
+        return engines.translate(given, nodes)
+
+    def judge(self, given: Given) -> Choice | Problem | None:
+        """What becomes of a name that is neither a setting of ours nor a field of an engine."""
+        foreign = FOREIGN.get(given.name)
+        text = str(given.value).strip()
+        if foreign is None:
+            for prefix, (why, fix) in _FAMILIES.items():
+                if given.name.startswith(prefix):
+                    return _refusal(given.name, given.where, why, fix)
+            return None
+        if foreign.idle is None or text.lower() in foreign.idle:
+            return Choice(given.name, given.value, given.source, given.where, f"no effect here: {foreign.why}")
+        shown = given.name if text.lower() == "true" else f"{given.name} {text}"
+        return _refusal(shown, given.where, foreign.why, foreign.fix)
+
+    def asks_nothing(self, unused: Choice) -> bool:
+        """Whether a value is off, or one that its own `accelerate config` writes into every file."""
+        foreign = FOREIGN.get(unused.field)
+        return str(unused.value).lower() in _OFF or (foreign is not None and not foreign.tell)
+
+    def notices(self, unused: Sequence[Choice]) -> tuple[str, ...]:
+        """One sentence on fields of engines."""
+        return engines.notices(unused)
+
+    def from_env(self, env: Mapping[str, str]) -> list[Given]:
+        """Its variables for fields of engines."""
+        return engines.from_env(env)
+
+    def from_flags(self, flags: Sequence[Given]) -> Translation:
+        """Flags of its DeepSpeed plugin."""
+        return deepspeed_words.from_flags(flags)
+
+    def from_file(self, keys: Mapping[str, Given]) -> Translation:
+        """The block `deepspeed_config:`, which counts where `distributed_type` asks for it."""
+        return deepspeed_words.from_file(keys)
+
+    def default_file(self, env: Mapping[str, str]) -> Path:
+        """Its file under HF_HOME, or `huggingface` under XDG_CACHE_HOME (~/.cache): YAML before JSON."""
+        cache = user_folder(env, "XDG_CACHE_HOME", ".cache")
+        folder = Path(env.get("HF_HOME") or cache / "huggingface").expanduser() / "accelerate"
+        yaml, as_json = folder / "default_config.yaml", folder / "default_config.json"
+        return as_json if as_json.is_file() and not yaml.is_file() else yaml
+
+
+def _refusal(name: str, where: str, why: str, fix: str) -> Problem:
+    return Problem("accelerate-feature", f"{name} is not supported.", f"{where}: {why}", fix)
+
+
+DIALECT = AccelerateDialect()

@@ -1,0 +1,116 @@
+"""Reads what accelerate says about its engines (FSDP, its ParallelismConfig, dynamo) as settings of ours.
+
+--fsdp_*, fsdp_config:, FSDP_*, FullyShardedDataParallelPlugin(...)
+    -> Given("fsdp_sharding_strategy", "SHARD_GRAD_OP", source, where)
+    -> a case of `engine_fields.FIELDS`
+    -> Given("zero", 2, source, where), or why it has no effect, or a problem
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from paceline.base.errors import Problem, short_repr
+from paceline.compat.accelerate.engine_fields import FIELDS, ROWS, Field
+from paceline.compat.cases import NODES, VALUE, Case, fits, word
+from paceline.config.dialects import Translation
+from paceline.config.given import SOURCES, Choice, Given
+
+
+def field_of(given: Given) -> Field | None:
+    """The row of a value's name; None where it is none of an engine's."""
+    name = given.name
+    if name == "distributed_type" and word(given.value) == "fsdp":
+        name = "use_fsdp"
+    return FIELDS.get(name)
+
+
+def from_env(env: Mapping[str, str]) -> list[Given]:
+    """accelerate's variables that are set and not empty; those of FSDP where it is switched on."""
+    uses_fsdp = word(env.get("ACCELERATE_USE_FSDP", "")) in ("true", "1", "yes")
+    given = []
+    for row in ROWS:
+        is_of_fsdp = row.variable.startswith(("FSDP_", "ACCELERATE_USE_FSDP"))
+        if env.get(row.variable) and (uses_fsdp or not is_of_fsdp):
+            given.append(Given(row.name, env[row.variable], "environment", row.variable))
+    return given
+
+
+def translate(given: Iterable[Given], nodes: int) -> Translation:
+    """Says the same in our words; what is no engine's passes through.
+
+    Args:
+        given: values of any source.
+        nodes: hosts that take part.
+    """
+    translation = Translation()
+    said: dict[str, Given] = {}
+    for value in sorted(given, key=lambda value: SOURCES.index(value.source)):
+        row = field_of(value)
+        if row is None:
+            translation.given.append(value)
+        else:
+            text = "true" if value.name == "distributed_type" else value.value
+            said[row.name] = Given(row.name, text, value.source, value.where)
+    for row in ROWS:
+        if row.name in said:
+            _translate(row, said, nodes, translation)
+    sizes = [said[name] for name in ("parallelism_config_cp_size", "parallelism_config_sp_size") if name in said]
+    divides = [size for size in sizes if word(size.value) not in ("1", "none")]
+    if len(divides) > 1:
+        what = "cp_size and sp_size both divide sequences."
+        why = "; ".join(map(str, sizes))
+        translation.problems.append(Problem("accelerate-feature", what, why, "set one of them to 1"))
+    return translation
+
+
+def _translate(row: Field, said: Mapping[str, Given], nodes: int, translation: Translation) -> None:
+    given = said[row.name]
+    missing = next((need for need in row.needs if not _met(need, said)), None)
+    if missing is not None:
+        translation.unused.append(_unused(given, f"it counts only together with {missing.replace('=', ' ')}"))
+        return
+    case = next((case for case in row.cases if fits(case, given.value)), None)
+    if case is None:
+        expected = ", ".join(case.value.replace("|", ", ") for case in row.cases)
+        what = f"{row.name} cannot be {short_repr(given.value)}."
+        why = f"it comes from {given.where}; expected: {expected}"
+        fix = f"give {given.where} such a value, or leave it out"
+        translation.problems.append(Problem("config-value", what, why, fix))
+    elif case.fix:
+        what = f"{row.name} {given.value} is not supported."
+        translation.problems.append(Problem("accelerate-feature", what, f"{given.where}: {case.why}", case.fix))
+    elif not case.means:
+        translation.unused.append(_unused(given, case.why))
+    elif not any(name in said for name in case.unless):
+        for name, value in case.means.items():
+            ours = _value(value, given.value, nodes)
+            translation.given.append(Given(name, ours, given.source, given.where))
+
+
+def notices(unused: Sequence[Choice]) -> tuple[str, ...]:
+    """One sentence on what has no effect although somebody asked for it; nothing on values that change nothing."""
+    texts = []
+    for row in unused:
+        if row.field in FIELDS and word(row.value) not in FIELDS[row.field].default.lower().split("|"):
+            texts.append(f"{row.field} ({row.where}): {row.reason.removeprefix('no effect here: ')}")
+    return (f"no effect here: {'; '.join(texts)}.",) if texts else ()
+
+
+def _value(ours: Any, theirs: Any, nodes: int) -> Any:
+    if ours is NODES:
+        return nodes
+    if ours is VALUE:
+        return theirs.strip() if isinstance(theirs, str) else theirs
+    return ours
+
+
+def _met(need: str, said: Mapping[str, Given]) -> bool:
+    """Whether a field has one of the values that another one needs, such as "dynamo_backend=inductor|eager"."""
+    name, _, wanted = need.partition("=")
+    return name in said and fits(Case(wanted), said[name].value)
+
+
+def _unused(given: Given, why: str) -> Choice:
+    return Choice(given.name, given.value, given.source, given.where, f"no effect here: {why}")

@@ -1,0 +1,106 @@
+"""The batch triangle: `train_batch_size = micro-batch x accumulation steps x ranks that read different samples`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from paceline.base.errors import ConfigError, PacelineError, Problem
+
+TRAIN, MICRO, STEPS = "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"
+
+
+@dataclass(frozen=True)
+class Batch:
+    """The three numbers of a batch, all known: `train = micro * accumulate * width`."""
+
+    train: int
+    micro: int
+    accumulate: int
+    width: int
+
+    def __str__(self) -> str:
+        return f"{self.train} = {self.micro} x {self.accumulate} x {self.width}"
+
+
+class BatchError(ConfigError, AssertionError):
+    """A batch triangle that does not close; an AssertionError too, which DeepSpeed raises there."""
+
+
+BatchError.__module__ = __name__  # where it can be found again when it travels between processes
+
+
+def closed(given: Mapping[str, int | None], places: Mapping[str, str], width: int) -> Batch:
+    """Finds what is not given of the three numbers.
+
+    Args:
+        given: the three by name; None for one that is not given.
+        places: where each was given.
+        width: ranks that read different samples.
+
+    Raises:
+        BatchError: `deepspeed-batch`.
+    """
+    train, micro, steps = (given.get(name) for name in (TRAIN, MICRO, STEPS))
+    if train is None and micro is None:
+        raise _open(given, places)
+    if micro is None:
+        assert train is not None
+        steps = steps or 1
+        micro = train // width // steps
+    elif steps is None:
+        steps = 1 if train is None else train // micro // width
+    closed_train = micro * steps * width
+    batch = Batch(closed_train if train is None else train, micro, steps, width)
+    if batch.train != closed_train or 0 in (micro, steps):
+        raise _unequal(batch, given, places)
+    return batch
+
+
+def triples(wanted: Batch, given: Mapping[str, int | None]) -> list[Batch]:
+    """The nearest triples that close; as few as possible of the given numbers change."""
+    width = wanted.width
+    micro = max(wanted.micro, 1)
+    steps = max(wanted.accumulate, 1)
+    pairs = [(micro, steps)]
+    if given.get(MICRO) is not None:
+        pairs += [(micro, count) for count in _around(wanted.train, micro * width)]
+    if given.get(STEPS) is not None:
+        pairs += [(size, steps) for size in _around(wanted.train, steps * width)]
+    if given.get(MICRO) is None and given.get(STEPS) is None:
+        pairs += [(size, 1) for size in _around(wanted.train, width)]
+    batches = {Batch(size * count * width, size, count, width) for size, count in pairs if size > 0 and count > 0}
+    return sorted(batches, key=lambda batch: (abs(batch.train - wanted.train), batch.train, batch.accumulate))[:3]
+
+
+def _around(total: int, divisor: int) -> tuple[int, int]:
+    """The quotient, rounded down and rounded up."""
+    return total // divisor, -(-total // divisor)
+
+
+def _unequal(batch: Batch, given: Mapping[str, int | None], places: Mapping[str, str]) -> PacelineError:
+    why = []
+    for name, value in ((TRAIN, batch.train), (MICRO, batch.micro), (STEPS, batch.accumulate)):
+        origin = places[name] if given.get(name) is not None else "what the others leave"
+        why.append(f"{name} = {value} ({origin})")
+    if batch.width == 1:
+        why.append("1 rank reads samples of their own")
+        why.append("one process alone: was the script not started by a launcher?")
+    else:
+        why.append(f"{batch.width} ranks read samples of their own")
+    nearest = [
+        f"{TRAIN} {near.train}, {MICRO} {near.micro}, {STEPS} {near.accumulate}" for near in triples(batch, given)
+    ]
+    what = f"the batch does not divide: {batch.train} is not {batch.micro} x {batch.accumulate} x {batch.width}."
+    return BatchError.of([Problem("deepspeed-batch", what, why, f"set {'; or '.join(nearest)}")])
+
+
+def _open(given: Mapping[str, int | None], places: Mapping[str, str]) -> PacelineError:
+    what = f"neither {TRAIN} nor {MICRO} is given."
+    why = []
+    if given.get(STEPS) is not None:
+        why.append(f"{STEPS} = {given[STEPS]} ({places[STEPS]})")
+    for name in (TRAIN, MICRO):
+        if name in places:
+            why.append(f"{name} is auto ({places[name]}), and nobody said what that is")
+    return BatchError.of([Problem("deepspeed-batch", what, why, f'give one of the two: "{MICRO}": 8')])

@@ -1,0 +1,144 @@
+"""From the values of a DeepSpeed config to settings of ours; and keys of it that fight."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from paceline.base.errors import Problem
+from paceline.compat.cases import VALUE, Case, fits, word
+from paceline.compat.deepspeed.config.keys import rows
+from paceline.compat.deepspeed.config.row import Derived, Key, Staged
+from paceline.compat.deepspeed.config.values import Said
+from paceline.config.dialects import Translation
+from paceline.config.given import Choice, Given
+
+_ZERO = "zero_optimization"
+_STAGE = f"{_ZERO}.stage"
+
+
+_ORDERED = (
+    ("autotuning.start_profile_step", "autotuning.end_profile_step"),
+    ("autotuning.min_train_batch_size", "autotuning.max_train_batch_size"),
+    ("autotuning.min_train_micro_batch_size_per_gpu", "autotuning.max_train_micro_batch_size_per_gpu"),
+)
+
+
+@dataclass
+class Meaning(Translation):
+    """What became of a config.
+
+    Attributes:
+        kept: keys whose values are read as they are.
+    """
+
+    kept: list[Choice] = field(default_factory=list)
+
+
+def meaning_of(said: Said) -> Meaning:
+    """Applies the table, in its order: of two rows that mean the same setting the later one counts."""
+    meaning = Meaning(problems=_conflicts(said))
+    for row in rows():
+        where = said.places.get(row.name)
+        if where is None and row.always:
+            where = said.places.get(_switch(row))
+        if where and said.values[row.name] is not None and _is_on(row, said):
+            _apply(row, where, said, meaning)
+    _join_profiles(meaning)
+    return meaning
+
+
+def _switch(row: Key) -> str:
+    return f"{row.name.rpartition('.')[0]}.enabled"
+
+
+def _is_on(row: Key, said: Said) -> bool:
+    """Whether the block of a key is switched on; one without a switch is."""
+    return row.name == _switch(row) or bool(said.values.get(_switch(row), True))
+
+
+def _apply(row: Key, where: str, said: Said, meaning: Meaning) -> None:
+    value = said.values[row.name]
+    if row.needs and not _met(row.needs, said.values):
+        why = f"it counts only together with {row.needs.replace('=', ' ')}"
+        meaning.unused.append(_unused(row, value, where, why))
+        return
+    case = next((case for case in row.cases if fits(case, _asked(value)) and _at_stage(case, said.values)), None)
+    if case is None:
+        meaning.kept.append(Choice(row.name, value, "code", where))
+        return
+    says_it = next((name for name in case.unless if name in said.places), None)
+    if case.fix:
+        shown = row.name if isinstance(value, Mapping | bool) else f"{row.name} {value}"
+        what = f"{shown} is not supported."
+        meaning.problems.append(Problem("deepspeed-feature", what, f"{where}: {case.why}", case.fix))
+    elif not case.means:
+        meaning.unused.append(_unused(row, value, where, case.why))
+    elif says_it:
+        meaning.unused.append(_unused(row, value, where, f"{says_it} ({said.places[says_it]}) says it"))
+    else:
+        for name, ours in case.means.items():
+            meaning.given.append(Given(name, _ours(ours, value), "code", where))
+
+
+def _asked(value: Any) -> Any:
+    """A block asks for something unless it is switched off."""
+    return value.get("enabled", True) if isinstance(value, Mapping) else value
+
+
+def _at_stage(case: Case, values: Mapping[str, Any]) -> bool:
+    return not isinstance(case, Staged) or str(values[_STAGE]) in case.stages
+
+
+def _met(need: str, values: Mapping[str, Any]) -> bool:
+    name, _, wanted = need.partition("=")
+    return word(values[name]) == wanted
+
+
+def _ours(ours: Any, theirs: Any) -> Any:
+    if isinstance(ours, Derived):
+        return ours.of(theirs)
+    return theirs if ours is VALUE else ours
+
+
+def _unused(row: Key, value: Any, where: str, why: str) -> Choice:
+    return Choice(row.name, value, "code", where, f"no effect here: {why}")
+
+
+def _join_profiles(meaning: Meaning) -> None:
+    """One setting holds all that is measured."""
+    measured = [given for given in meaning.given if given.name == "profile"]
+    if measured:
+        meaning.given = [given for given in meaning.given if given.name != "profile"]
+        names = ",".join(str(given.value) for given in measured)
+        places = dict.fromkeys(given.where for given in measured)
+        meaning.given.append(Given("profile", names, "code", ", ".join(places)))
+
+
+def _conflicts(said: Said) -> list[Problem]:
+    """Pairs of keys that cannot both count."""
+    values = said.values
+    problems: list[Problem] = []
+
+    def add(first: str, second: str, why: str, fix: str) -> None:
+        shown = [f"{name} = {values[name]} ({said.places.get(name, 'the default')})" for name in (first, second)]
+        problems.append(Problem("deepspeed-conflict", f"{first} and {second} fight.", [*shown, why], fix))
+
+    precisions = [name for name in ("fp16.enabled", "bf16.enabled", "torch_autocast.enabled") if values[name]]
+    if len(precisions) > 1:
+        add(precisions[0], precisions[1], "a run has one precision", "keep one of the two")
+    for older, newer in (("cpu_offload", "offload_optimizer"), ("cpu_offload_param", "offload_param")):
+        old_key = f"{_ZERO}.{older}"
+        new_key = f"{_ZERO}.{newer}.device"
+        if old_key in said.places and new_key in said.places:
+            add(old_key, new_key, "they say the same in two ways", f"keep {newer}, the newer one")
+    if values["gradient_allreduce_op"] == "sum" and values[_STAGE] == 3:
+        fix = "leave gradient_allreduce_op out, or take a lower stage"
+        add("gradient_allreduce_op", _STAGE, "stage 3 averages gradients", fix)
+    if isinstance(values[_STAGE], str | list) and not values["autotuning.enabled"]:
+        add(_STAGE, "autotuning.enabled", "several stages are for a search", "name one stage")
+    for least, most in _ORDERED:
+        if None not in (values[least], values[most]) and values[least] > values[most]:
+            add(least, most, "the first must not be larger than the second", "exchange the two numbers")
+    return problems

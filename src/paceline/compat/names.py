@@ -1,0 +1,32 @@
+"""What a package of ours says of the library whose names it serves."""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+from typing import Protocol
+
+
+class Names(Protocol):
+    """One library's names."""
+
+    VERSION: str
+
+    def modules(self) -> dict[str, frozenset[str]]:
+        """Names of its modules, each with its public names."""
+
+    def carried(self) -> dict[str, str]:
+        """Name -> "module:attribute" of ours that stands for it; a name with its module before one without."""
+
+    def native_way(self, name: str) -> tuple[str, str]:
+        """Why a name is not carried, and what to do instead."""
+
+
+@cache
+def listed(file: Path) -> dict[str, frozenset[str]]:
+    """The modules that a `names.txt` lists, a line each, with their public names."""
+    modules = {}
+    for line in file.read_text(encoding="utf-8").splitlines():
+        name, _, names = line.partition(":")
+        modules[name] = frozenset(names.split())
+    return modules

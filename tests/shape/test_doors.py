@@ -1,0 +1,141 @@
+"""The core knows no other library: what concerns one lies in `compat/`, and is found there by registries."""
+
+from __future__ import annotations
+
+import ast
+import re
+
+NAMED = re.compile(r"deepspeed|accelerate(?![rd])", re.IGNORECASE)  # not `accelerator`, not `accelerated`
+
+# The command that serves a library, under its name.
+COMMANDS = {"src/paceline/cli/deepspeed.py"}
+
+# Lines outside `compat/` that name a library: a part of each, and why it stays.
+TEXTS = {
+    "src/paceline/base/env.py": {
+        "`accelerate`, `deepspeed`, joined by commas": "documentation of a variable: users have to know what it may hold",
+    },
+    "src/paceline/cli/env.py": {
+        '"ACCELERATE_"': "a prefix of variables that a report shows, since they change a run",
+    },
+    "src/paceline/cli/checkpoint/export.py": {
+        "that accelerate's FSDP divided": "help of the command: users have to know what it reads",
+        "a checkpoint: ours, accelerate's": "the same",
+    },
+    "src/paceline/config/settings.py": {
+        "as accelerate does": "help of a setting: whose habit it is",
+    },
+    "src/paceline/parallel/ulysses.py": {
+        '"DeepSpeed Ulysses", 2023': "title of the paper that the algorithm is from",
+    },
+    "src/paceline/precision/scaler.py": {
+        "min_scale (DeepSpeed: ": "an error: the name that the value has in the user's config",
+    },
+}
+
+# Files that still name a library, and are to be freed of it. An entry may be removed; none is added.
+TO_MOVE = {
+    "src/paceline/checkpoint/deepspeed.py",
+    "src/paceline/checkpoint/deepspeed_state.py",
+    "src/paceline/checkpoint/export.py",
+    "src/paceline/checkpoint/foreign.py",
+    "src/paceline/checkpoint/opening.py",
+    "src/paceline/checkpoint/weights.py",
+    "src/paceline/data/loader.py",
+    "src/paceline/launch/forward.py",
+    "src/paceline/launch/job.py",
+    "src/paceline/launch/local.py",
+    "src/paceline/launch/notebook.py",
+    "src/paceline/launch/report.py",
+    "src/paceline/launch/warm.py",
+    "src/paceline/optim/accumulate.py",
+    "src/paceline/optim/optimizer.py",
+    "src/paceline/parallel/stages.py",
+    "src/paceline/planner/rehearsal.py",
+    "src/paceline/planner/search.py",
+    "src/paceline/planner/trial.py",
+    "src/paceline/planner/tune.py",
+    "src/paceline/planner/tune_results.py",
+    "src/paceline/planner/tune_space.py",
+    "src/paceline/precision/scale.py",
+}
+
+
+# Private attributes of the core that `compat` still uses. An entry may be removed; none is added.
+PRIVATE = {
+    "_agree",
+    "_alive",
+    "_custom_objects",
+    "_feed",
+    "_folder",
+    "_hooks",
+    "_opened",
+    "_optimizers",
+    "_prepared",
+    "_schedulers",
+    "_states",
+    "_steps",
+    "_whole_of",
+    "_wrapped",
+}
+
+# Names of torch's own modules, which some class of ours has too.
+OF_TORCH = {"_buffers", "_modules", "_parameters"}
+
+
+def lines_with_a_name(modules) -> dict[str, list[tuple[int, str]]]:
+    """Path -> the lines outside `compat/` that name a library."""
+    found: dict[str, list[tuple[int, str]]] = {}
+    for module in modules.values():
+        if module.room == "compat" or module.where in COMMANDS:
+            continue
+        for number, line in enumerate(module.text.splitlines(), start=1):
+            if NAMED.search(line):
+                found.setdefault(module.where, []).append((number, line.strip()))
+    return found
+
+
+def test_the_core_names_no_other_library(modules) -> None:
+    wrong = []
+    for path, lines in lines_with_a_name(modules).items():
+        if path not in TO_MOVE:
+            texts = TEXTS.get(path, {})
+            wrong += [f"{path}:{number} {line}" for number, line in lines if not any(text in line for text in texts)]
+    assert not wrong, "move it to `compat/LIBRARY/`, or give a text for users its reason here:\n" + "\n".join(wrong)
+
+
+def test_the_lists_only_shrink(modules) -> None:
+    named = lines_with_a_name(modules)
+    stale = sorted(TO_MOVE - named.keys())
+    for path, texts in TEXTS.items():
+        stale += [f"{path}: {text}" for text in texts if not any(text in line for _, line in named.get(path, []))]
+    assert not stale, "remove these entries:\n" + "\n".join(stale)
+
+
+def private_names(tree: ast.AST) -> set[str]:
+    """Private attributes and methods that the classes of a module define."""
+    names = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef):
+            names.add(node.name)
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+            names.add(node.attr)
+    return {name for name in names if name.startswith("_") and not name.startswith("__")}
+
+
+def test_doors_use_public_names_of_the_core(modules) -> None:
+    of_core: set[str] = set()
+    for module in modules.values():
+        if module.room != "compat":
+            of_core |= private_names(module.tree)
+    wrong = []
+    for module in modules.values():
+        if module.room != "compat":
+            continue
+        for node in ast.walk(module.tree):
+            if isinstance(node, ast.Attribute) and node.attr in of_core - PRIVATE - OF_TORCH:
+                owner = ast.unparse(node.value)
+                # A module reaches into its own classes.
+                if owner not in ("self", "cls", "super()") and node.attr not in private_names(module.tree):
+                    wrong.append(f"{module.where}:{node.lineno} {owner}.{node.attr}")
+    assert not wrong, "give it a public name:\n" + "\n".join(wrong)
