@@ -11,24 +11,19 @@ trip of the host for each unit.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from paceline.base.errors import PlanError
+from paceline.world.mesh import unit_name
 from paceline.world.works import wait_all
 
 GATHER, REDUCE, END = range(3)
 _DOES = ("gathers the parameters of {}", "reduces the gradients of {}", "has ended the backward pass of {}")
 _TAG = 1 << 20  # of what is said; further tags are those of flags
-_names: list[str] = []  # of all units, in the order in which all ranks made them
-
-
-def number(name: str) -> int:
-    """Registers a unit. Ranks: all of a group register the same ones, in one order."""
-    _names.append(name)
-    return len(_names) - 1
 
 
 class Statement:
@@ -36,15 +31,17 @@ class Statement:
 
     Args:
         group: all say something, as often.
-        kind, unit: what this rank is about to do, and with which unit.
+        kind: what this rank is about to do: `GATHER`, `REDUCE` or `END`.
+        unit: the number of the unit with which it does so, from `register_unit`.
         flags: small numbers that are the rank's own; as many on all ranks that say the same.
     """
 
-    def __init__(self, group: Any, kind: int, unit: int, flags: list[int] | None = None) -> None:
-        self._group, self._said = group, (kind, unit)
+    def __init__(self, group: Any, kind: int, unit: int, flags: Sequence[int] | None = None) -> None:
+        self._group = group
+        self._said = (kind, unit)
         rank, ranks = dist.get_rank(group), dist.get_world_size(group)
         self._peers = [(rank + step) % ranks for step in range(1, ranks)]
-        self._own = flags or []
+        self._own = list(flags or ())
         self._heard = {peer: torch.empty(2, dtype=torch.int64) for peer in self._peers}
         self._flags = {peer: torch.empty(len(self._own), dtype=torch.uint8) for peer in self._peers}
         self._works = self._exchange(torch.tensor(self._said), self._heard, _TAG)
@@ -73,7 +70,7 @@ class Statement:
 
     def _diverged(self, peer: int, other: tuple[int, ...]) -> PlanError:
         mine, theirs = (
-            f"rank {dist.get_global_rank(self._group, rank)} {_DOES[kind].format(_names[unit])}"
+            f"rank {dist.get_global_rank(self._group, rank)} {_DOES[kind].format(unit_name(unit))}"
             for rank, (kind, unit) in ((dist.get_rank(self._group), self._said), (peer, other))
         )
         return PlanError(

@@ -28,16 +28,15 @@ from paceline.config.kinds import YES_NO, Kind, one_of, whole
 from paceline.parallel.block_calls import (
     REGION,
     compare,
+    divide_attention,
     hidden_states,
     keeps,
     map_arguments,
     no_sequence,
-    override_forward,
 )
-from paceline.parallel.pipeline import STRATEGY as PIPELINE
 from paceline.parallel.random_streams import RandomStreams
 from paceline.parallel.sequence_split import Division, Region, Sizes, sequence_dim
-from paceline.parallel.strategy import Context, Strategy
+from paceline.parallel.strategy import AppliedStrategy, Context, Strategy
 from paceline.parallel.tensor import STRATEGY as TENSOR
 from paceline.parallel.ulysses import fitting
 from paceline.plan.cost import Bytes
@@ -72,7 +71,6 @@ class ContextParallel(Strategy):
     name = "context"
     stage = 30
     axes = ("cp",)
-
     Options = ContextOptions
 
     def check(self, plan: Plan, facts: ModelFacts) -> list[Problem]:
@@ -125,12 +123,12 @@ class ContextParallel(Strategy):
             return []
         return [Decision("context.method", *_method(plan, facts))]
 
-    def cost(self, plan: Plan, facts: ModelFacts, held: Bytes) -> Bytes:
+    def cost(self, plan: Plan, facts: ModelFacts, before: Bytes) -> Bytes:
         """Activations are divided; keys and values are about 4 of the 34 bytes a block keeps for each channel and position
         (Korthikanti et al., 2022). Round a ring go they, they again, and their gradients; by all-to-all goes each of the
         four matrices of attention twice."""
         cp = plan.layout.cp
-        kept = held.activations // cp
+        kept = before.activations // cp
         pair = kept * 4 // 34
         ring = (
             _method(plan, facts)[0] == "ring"
@@ -138,9 +136,9 @@ class ContextParallel(Strategy):
             else self.options(plan).method == "ring"
         )
         sent = 3 * (cp - 1) * pair if ring else 4 * (cp - 1) * pair // cp
-        return replace(held, activations=kept, sent=held.sent + sent)
+        return replace(before, activations=kept, sent=before.sent + sent)
 
-    def apply(self, model: nn.Module, context: Context) -> nn.Module:
+    def apply(self, model: nn.Module, context: Context) -> AppliedStrategy:
         """Hooks the blocks; the model stays the object that it was.
 
         Raises:
@@ -151,9 +149,7 @@ class ContextParallel(Strategy):
         streams = RandomStreams(dist.get_rank(group), context.device)
         streams.share(group)
         method = _method(context.plan, context.facts)[0] if options.method == "auto" else options.method
-        begins: set[str] = set()
-        if context.plan.layout.pp > 1:
-            begins = {*PIPELINE.stages(model).first}
+        begins = set(context.runner.first_blocks) if context.runner is not None else set()
         spans = _spans(model, options.blocks, context.facts.blocks, begins)
         if not spans and not begins:
             raise PlanError(
@@ -167,7 +163,7 @@ class ContextParallel(Strategy):
         for module in model.modules():
             if isinstance(module, nn.TransformerEncoder):
                 module.use_nested_tensor = False  # what it makes of padded batches has no sequence dimension
-        return model
+        return AppliedStrategy(model)
 
 
 def _method(plan: Plan, facts: ModelFacts) -> tuple[str, str, str, str]:
@@ -257,7 +253,7 @@ class _Span:
         """Puts the hooks on."""
         for number, block in enumerate(self.blocks):
             block._context_place = number  # type: ignore[assignment]
-            override_forward(block)
+            divide_attention(block)
             block.register_forward_pre_hook(self.enter, with_kwargs=True)
         self.blocks[-1].register_forward_hook(self.leave)
 

@@ -13,9 +13,7 @@ Zhao et al., "PyTorch FSDP: Experiences on Scaling Fully Sharded Data Parallel",
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -33,15 +31,13 @@ from paceline.parallel.fsdp import (
     refuse_copies,
     take_whole_states,
     take_whole_values,
-    whole_parameters,
 )
-from paceline.parallel.strategy import Context, Strategy
+from paceline.parallel.strategy import AppliedStrategy, Context, Strategy
 from paceline.parallel.wrapping import POLICIES, Wrapping, wrapping
 from paceline.plan.cost import Bytes
 from paceline.plan.facts import ModelFacts
 from paceline.plan.options import option
 from paceline.plan.plan import Decision, Plan
-from paceline.world.held import Held
 from paceline.world.tree import map_tensors
 
 _HALVES = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -85,8 +81,9 @@ class Shard(Strategy):
     name = "shard"
     stage = 60
     axes = ("replicate", "shard")
-
     Options = ShardOptions
+    replaces_parameters = True
+    divides_steps = True
 
     def wanted(self, plan: Plan) -> bool:
         """Where parameters are divided, or a lower stage meets tensor or pipeline parallel."""
@@ -131,38 +128,38 @@ class Shard(Strategy):
             made.append(Decision("shard.offload", "all", "derived", reason=text))
         return made
 
-    def cost(self, plan: Plan, facts: ModelFacts, held: Bytes) -> Bytes:
+    def cost(self, plan: Plan, facts: ModelFacts, before: Bytes) -> Bytes:
         """Everything divided by n; at the peak the two largest units are whole, and the gradients of one."""
         n = plan.layout.size("shard", "cp")
         options = self.options(plan)
         own = max((_SIZES.get(dtype, 4) for dtype in facts.dtypes), default=4)
         param = _param_dtype(plan, options)
         gathered = param.itemsize if param is not None else own
-        scale = held.parameters / max(1, facts.parameter_bytes)  # what tensor and pipeline ranks left of the model
+        scale = before.parameters / max(1, facts.parameter_bytes)  # what tensor and pipeline ranks left of the model
         sizes = sorted(_unit_sizes(self.wrapping(plan, facts), facts), reverse=True)
         whole_ones = sum(sizes) if _resolved_reshard(plan, options)[0] is False else sum(sizes[:2])
         buffers = int(scale * (whole_ones * gathered + 2 * (sizes or [0])[0] * 4))
-        once = held.parameters * gathered // own
+        once = before.parameters * gathered // own
         passes = 1 if _resolved_reshard(plan, options)[0] is False else 2
-        sent = (n - 1) * (passes * once + held.gradients) // n
+        sent = (n - 1) * (passes * once + before.gradients) // n
         return replace(
-            held,
-            parameters=-(-held.parameters // n),
-            gradients=-(-held.gradients // n),
-            optimizer=-(-held.optimizer // n),
-            buffers=held.buffers + buffers,
-            sent=held.sent + sent,
+            before,
+            parameters=-(-before.parameters // n),
+            gradients=-(-before.gradients // n),
+            optimizer=-(-before.optimizer // n),
+            buffers=before.buffers + buffers,
+            sent=before.sent + sent,
         )
 
-    def apply(self, model: nn.Module, context: Context) -> nn.Module:
+    def apply(self, model: nn.Module, context: Context) -> AppliedStrategy:
         """Divides the model in place. Every rank calls it."""
         from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
         group = context.mesh.gradient_group
         broadcast_values(model, group)
         plan, options = context.plan, context.options
-        found = self.wrapping(plan, context.facts)
-        alone = _left_alone(model, found)
+        chosen = self.wrapping(plan, context.facts)
+        alone = _left_alone(model, chosen)
         _make_contiguous(model)
         reshard, _ = _resolved_reshard(plan, options)
         named: dict[str, Any] = {
@@ -172,8 +169,8 @@ class Shard(Strategy):
             **_offload(plan, context.device),
         }
         present = dict(model.named_modules())
-        norms = _norms_apart(plan, options, context.facts, found)
-        units = [present[name] for name in found.units if name in present and name not in norms]
+        norms = _norms_apart(plan, options, context.facts, chosen)
+        units = [present[name] for name in chosen.units if name in present and name not in norms]
         if apart := [present[name] for name in norms if name in present]:
             fully_shard(apart, reshard_after_forward=False, **{**named, "mp_policy": MixedPrecisionPolicy()})
         for unit in (*units, model):
@@ -184,51 +181,28 @@ class Shard(Strategy):
         refuse_copies(model)
         if options.prefetch != "auto":
             _prefetch(units, options.prefetch)
-        _UNITS[model] = made = Units(model, group, alone, keeps=reshard is False)
+        applied = DividedUnits(model, group, alone, keeps=reshard is False)
+        applied.parameters_on_host = plan.offload != "no"
         if context.device.type == "cpu":
-            made.agree()
+            applied.agree()
         take_whole_values(model)
-        return model
+        return applied
 
-    def bind(self, optimizer: Optimizer, model: nn.Module, context: Context) -> None:
+
+class DividedUnits(Units):
+    """A model whose parameters are divided."""
+
+    def bind(self, optimizer: Optimizer) -> list[Decision]:
         """Whole parameters that an unfinished pass left behind are given up after each step.
 
         Raises:
             PlanError: `shard-optimizer`; each step: TrainError `step-held`.
         """
         _refuse_optimizer(optimizer)
-        units = _UNITS[model]
-        optimizer.register_step_pre_hook(units.refuse_step)
-        optimizer.register_step_post_hook(units.reshard)
+        optimizer.register_step_pre_hook(self.refuse_step)
         take_whole_states(optimizer)
-        forget_with(optimizer, lambda: units.forget(p for group in optimizer.param_groups for p in group["params"]))
-
-    def hold_gradients(self, model: nn.Module) -> AbstractContextManager[Any]:
-        """No communication of gradients while it is open."""
-        return _UNITS[model].hold() if model in _UNITS else nullcontext()
-
-    def settle(self, model: nn.Module) -> None:
-        """Reduces what was held."""
-        if model in _UNITS:
-            _UNITS[model].settle()
-
-    def held(self, model: nn.Module) -> Held:
-        """Whole gradients that were not reduced yet."""
-        return _UNITS[model].held() if model in _UNITS else Held()
-
-    def take(self, model: nn.Module, held: Held) -> None:
-        """Takes them back."""
-        if model in _UNITS:
-            _UNITS[model].take(held)
-
-    def full(self, model: nn.Module, writeback: bool) -> AbstractContextManager[Any]:
-        """Gathers every parameter."""
-        if model in _UNITS:
-            _UNITS[model].reshard()
-        return whole_parameters(model, writeback)
-
-
-_UNITS: weakref.WeakKeyDictionary[nn.Module, Units] = weakref.WeakKeyDictionary()
+        forget_with(optimizer, lambda: self.forget(p for group in optimizer.param_groups for p in group["params"]))
+        return super().bind(optimizer)
 
 
 # -- what the options mean -----------------------------------------------------------------------------------------------

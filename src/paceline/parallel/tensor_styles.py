@@ -17,9 +17,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import wraps
-from inspect import Parameter, signature
-from types import MethodType
 from typing import Any
 
 import torch
@@ -175,25 +172,6 @@ class Region:
         """Sets the counts of heads to those of the whole model, or of this rank."""
         for module, name, all_of_them, here in self.numbers:
             setattr(module, name, all_of_them if whole else here)
-
-
-def override(module: nn.Module, forward: Callable[..., Any], slot: str) -> None:
-    """Puts `forward(module, original, *args, **kwargs)` in the place of the module's own forward, on the instance.
-
-    Args:
-        slot: attribute that keeps the original, so that a deep copy of the module runs its own.
-    """
-    original = module.forward
-
-    @wraps(original)
-    def replaced(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        return forward(self, getattr(self, slot), *args, **kwargs)
-
-    told = signature(original)  # a bound method hides its first parameter, so `self` must stand before the others
-    first = Parameter("self", Parameter.POSITIONAL_ONLY)
-    replaced.__signature__ = told.replace(parameters=[first, *told.parameters.values()])  # type: ignore[attr-defined]
-    setattr(module, slot, original)
-    module.forward = MethodType(replaced, module)  # type: ignore[method-assign]
 
 
 def _multiply(x: Tensor, weight: Tensor, turned: bool, bias: Tensor | None = None) -> Tensor:

@@ -221,7 +221,6 @@ class Stage:
         wrap_at("paceline.preparation.Preparation._prepare_models", self._preparing)
         wrap_at("paceline.preparation.choose_fused", self._choosing)
         wrap_at("paceline.world.mesh.init_device_mesh", self._unseen)
-        replace_at("paceline.parallel.replicate._first_window", _skip_first_window)
         replace_at("paceline.parallel.agreement.Statement._exchange", lambda *_: [])
         replace_at("paceline.parallel.agreement.Statement.heard", lambda said: list(said._own))
         replace_at("torch.nn.parallel.distributed._verify_param_shape_across_processes", nothing)
@@ -251,6 +250,7 @@ class Stage:
             for each in preparation.models:
                 self.models[id(each)] = each.facts
                 self._modules.append(each.module)
+                each.chain.rehearse()
                 if isinstance(each.wrapped, DistributedDataParallel):
                     _reduce_by_hand(each.wrapped)
                     self._warm_up = 2  # its first step with communication makes its buckets anew
@@ -397,12 +397,6 @@ def _states(optimizer: Any) -> list[torch.Tensor]:
     for state in optimizer.state.values():
         found += [value for value in tree_leaves(state) if isinstance(value, torch.Tensor)]
     return found
-
-
-def _skip_first_window(model: Any, state: Any) -> None:
-    """In place of DDP's first window, which looks at values: every parameter was used."""
-    state.looking, model.require_backward_grad_sync = False, True
-    state.touched = state.armed = False
 
 
 def _reduce_by_hand(model: Any) -> None:

@@ -17,6 +17,9 @@ Group = Any
 
 _cpu_groups: weakref.WeakKeyDictionary[Any, Group] = weakref.WeakKeyDictionary()
 
+# Of this process and not of one mesh: meshes that cover all ranks share the default group, and so its tags.
+_unit_names: list[str] = []
+
 
 class Mesh:
     """The groups of a layout.
@@ -105,6 +108,20 @@ class Mesh:
         if self.layout.size(*axes) == self.world.size:
             return dist.group.WORLD
         return self._flat(axes).get_group()
+
+
+def register_unit(name: str) -> int:
+    """A number for something that ranks gather or reduce by itself, as a tag for its messages.
+
+    Ranks: all register the same ones, in one order.
+    """
+    _unit_names.append(name)
+    return len(_unit_names) - 1
+
+
+def unit_name(number: int) -> str:
+    """The name with which `register_unit` was called."""
+    return _unit_names[number]
 
 
 def cpu_group(group: Group) -> Group:
