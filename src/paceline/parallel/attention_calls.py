@@ -6,7 +6,6 @@ A `TorchFunctionMode` sees every call of a torch function in this thread, howeve
 
 from __future__ import annotations
 
-from types import FunctionType
 from typing import Any
 
 import torch
@@ -18,6 +17,7 @@ from paceline.base.errors import TrainError
 from paceline.parallel.ring_attention import ring_attention
 from paceline.parallel.sequence_split import Region
 from paceline.parallel.ulysses import ulysses_attention
+from paceline.torch_internals.attention import multi_head_attention_with
 from paceline.world.sharded import is_sharded
 
 
@@ -138,10 +138,7 @@ def _multi_head(region: Region, *args: Any, **kwargs: Any) -> Any:
         whole = _joined(mask, _whole_mask(keys, region), query)
         return attend(region, query, key, value, whole, dropout_p, is_causal)
 
-    original = functional.multi_head_attention_forward
-    own = {**original.__globals__, "scaled_dot_product_attention": attention, "has_torch_function": lambda _: False}
-    run = FunctionType(original.__code__, own, original.__name__, original.__defaults__, original.__closure__)
-    return run(*args, **kwargs)
+    return multi_head_attention_with(attention, *args, **kwargs)
 
 
 def _joined(mask: Tensor | None, keys: Tensor | None, query: Tensor) -> Tensor | None:

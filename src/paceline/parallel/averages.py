@@ -1,4 +1,4 @@
-"""Gradients that no strategy reduces in the backward pass, averaged at the end of a window."""
+"""Many tensors at once: gradients that no strategy reduces in the backward pass, and values that all ranks shall have."""
 
 from __future__ import annotations
 
@@ -38,6 +38,16 @@ def average_gradients(parameters: list[nn.Parameter], group: Any) -> None:
         dist.all_reduce(flat, group=group)
         for gradient, mean in zip(chunk, flat.split([g.numel() for g in chunk]), strict=True):
             gradient.copy_(mean.view_as(gradient))
+
+
+def broadcast_tensors(tensors: list[torch.Tensor], group: Any) -> None:
+    """The first rank's tensors for all, in place. Ranks: all of the group."""
+    with torch.no_grad():
+        for chunk in _chunks(tensors):
+            flat = torch.cat([tensor.reshape(-1) for tensor in chunk])
+            dist.broadcast(flat, group=group, group_src=0)
+            for tensor, first in zip(chunk, flat.split([t.numel() for t in chunk]), strict=True):
+                tensor.copy_(first.view_as(tensor))
 
 
 def _chunks(tensors: list[torch.Tensor]) -> Iterable[list[torch.Tensor]]:

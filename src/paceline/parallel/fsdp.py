@@ -24,12 +24,13 @@ from torch.optim import Optimizer
 
 from paceline.base.errors import PlanError, PrepareError
 from paceline.parallel import agreement, gloo
-from paceline.parallel.averages import CHUNK, average_gradients
+from paceline.parallel.averages import average_gradients, broadcast_tensors
 from paceline.parallel.batch_norm import is_synchronised
 from paceline.parallel.stand_ins import step_held
 from paceline.parallel.strategy import AppliedStrategy
 from paceline.plan.plan import Decision
 from paceline.torch_internals import fsdp as internals
+from paceline.torch_internals.tensors import has_gradient_hooks
 from paceline.world.mesh import register_unit
 from paceline.world.pending_gradients import PendingGradients
 from paceline.world.sharded import is_sharded, whole
@@ -268,7 +269,7 @@ def _refuse_double_backward(gradient: torch.Tensor) -> None:
 
 def _refuse_hooks(model: nn.Module) -> None:
     for name, parameter in model.named_parameters():
-        if parameter._backward_hooks and is_sharded(parameter):
+        if is_sharded(parameter) and has_gradient_hooks(parameter):
             raise PlanError(
                 "shard-hooks",
                 f"a hook on the gradient of {name} was never called.",
@@ -290,13 +291,6 @@ def broadcast_values(model: nn.Module, group: Any) -> None:
     broadcast_tensors([tensor.to_local() if is_sharded(tensor) else tensor for tensor in tensors], group)
 
 
-def broadcast_tensors(tensors: list[torch.Tensor], group: Any) -> None:
-    """The first rank's tensors for all, in place. Ranks: all of the group."""
-    if tensors:
-        with torch.no_grad():
-            dist._broadcast_coalesced(group, tensors, CHUNK, 0)
-
-
 # -- whole parameters ----------------------------------------------------------------------------------------------------
 
 
@@ -310,12 +304,13 @@ def part_of(tensor: torch.Tensor, like: Any) -> torch.Tensor:
 
 
 @contextmanager
-def whole_parameters(model: nn.Module, writeback: bool) -> Iterator[None]:
+def whole_parameters(model: nn.Module, writeback: bool = False) -> Iterator[None]:
     """While it is open, each divided parameter of `model` is a whole plain one. Ranks: all that hold parts.
 
     Args:
         model: any module; what is not divided stays as it is.
-        writeback: each rank takes its part of what was changed inside.
+        writeback: each rank takes its part of what was changed inside, also where an exception ends the block: on one
+            process, what was changed before the exception stays changed too.
     """
     places = [
         (module, name, parameter)

@@ -20,10 +20,10 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from paceline.base.errors import Problem
 from paceline.parallel.fsdp import part_of, refresh
+from paceline.torch_internals.tensors import TorchDispatchMode, dtensor, memory_of, written_by
 from paceline.world.sharded import is_sharded
 
 Slot = tuple[str, str]  # name of a module, name of a parameter or buffer in it
@@ -38,12 +38,7 @@ class _Written(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         named = kwargs or {}
-        for place, told in enumerate(func._schema.arguments):
-            if told.alias_info is not None and told.alias_info.is_write:
-                value = args[place] if place < len(args) else named.get(told.name)
-                for tensor in value if isinstance(value, (list, tuple)) else [value]:
-                    if isinstance(tensor, torch.Tensor):
-                        self.memory.add(tensor.untyped_storage()._cdata)
+        self.memory.update(map(memory_of, written_by(func, args, named)))
         return func(*args, **named)
 
 
@@ -204,7 +199,7 @@ class _Twin:
 
     def memory(self, slot: Slot) -> int:
         """Identifies the memory of what lies in a slot."""
-        return self.value(slot).untyped_storage()._cdata
+        return memory_of(self.value(slot))
 
     def value(self, slot: Slot) -> torch.Tensor:
         """What lies in a slot now; an initialiser may have put a new tensor there."""
@@ -262,9 +257,8 @@ def _place(holders: list[tuple[nn.Module, str]], value: torch.Tensor, device: to
     old: Any = dict(_own(module))[key]
     new: Any = value.to(device)
     if is_sharded(old):
-        from torch.distributed.tensor import DTensor
-
-        new = DTensor(part_of(value, old).clone().to(device), old._spec, requires_grad=False)
+        part = part_of(value, old).clone().to(device)
+        new = dtensor(part, old.device_mesh, old.placements, old.shape, old.stride())
     if isinstance(old, nn.Parameter):
         new = nn.Parameter(new, old.requires_grad)
     for module, key in holders:

@@ -20,7 +20,6 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
 import torch
@@ -36,6 +35,7 @@ from paceline.parallel.stages import Hidden, Leave, Spec, Stage, Stages, Visit, 
 from paceline.parallel.strategy import Runner
 from paceline.plan.pipeline import SCHEDULES, choose, rank_of
 from paceline.torch_internals.fsdp import kept_gathered
+from paceline.torch_internals.pipelining import stage_class
 from paceline.world.collectives import Collectives
 from paceline.world.forward import override_forward
 from paceline.world.pending_gradients import PendingGradients
@@ -220,8 +220,8 @@ class Pipe(Runner):
             gives = Spec((), torch.float32) if last else hidden[stage][0]
             module = Stage(self._micro_pass(stage), self.stages.modules(stage), self._shared)
             made.append(
-                _stage_class()(
-                    self,
+                stage_class()(
+                    self.computing,
                     module,
                     stage,
                     self.stages.count,
@@ -489,38 +489,3 @@ def _gathered(model: nn.Module, schedule: str) -> Iterator[None]:
 def _wait(device: torch.device) -> None:
     if device.type != "cpu":
         torch.accelerator.synchronize()
-
-
-@cache
-def _stage_class() -> type:
-    """torch's stage, which tells its pipe when it computes."""
-    from torch.distributed.pipelining import PipelineStage
-
-    class Timed(PipelineStage):
-        def __init__(self, pipe: Pipe, *args: Any, **kwargs: Any) -> None:
-            super().__init__(*args, **kwargs)
-            self._pipe = pipe
-
-        def _post_metadata_inference_cleanup(self) -> None:
-            """torch drops gradients here, those of an open window too; with the shapes given nothing has added to them."""
-            for module in self.submod.modules():
-                if hasattr(module, "reshard"):
-                    module.reshard()
-            before = [(parameter, parameter.grad) for parameter in self.submod.parameters()]
-            super()._post_metadata_inference_cleanup()
-            for parameter, gradient in before:
-                parameter.grad = gradient
-
-        def forward_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
-            with self._pipe.computing("forward"):
-                return super().forward_one_chunk(*args, **kwargs)
-
-        def backward_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
-            with self._pipe.computing("backward"):
-                return super().backward_one_chunk(*args, **kwargs)
-
-        def backward_weight_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
-            with self._pipe.computing("backward"):
-                return super().backward_weight_one_chunk(*args, **kwargs)
-
-    return Timed

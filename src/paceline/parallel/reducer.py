@@ -21,12 +21,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from paceline.parallel.averages import average_gradients
+from paceline.parallel.averages import average_gradients, broadcast_tensors
 from paceline.parallel.division import batches, dtensor, even, pack, packed_parts, packed_width, rows, travels_alone
 from paceline.parallel.gloo import Handle, reduce_parts, reduce_scatter
 from paceline.world.mesh import Mesh, cpu_group, register_unit
 from paceline.world.pending_gradients import PendingGradients
-from paceline.world.sharded import is_sharded
+from paceline.world.sharded import is_sharded, local
 from paceline.world.works import wait_all
 
 
@@ -83,7 +83,7 @@ class Reducer:
         self._reduced: dict[Tensor, Tensor] = {}
         self._earlier: dict[Tensor, Any] = {}  # reduced before this backward pass, and not cleared since
         self._outputs: list[Tensor] = []  # of the first round, in the order of buckets
-        dist._broadcast_coalesced(self._all, _tensors(model), self._cap, 0)
+        broadcast_tensors(_tensors(model), self._all)
         self._parameters = [p for p in model.parameters() if p.requires_grad and p.numel()]
         self._frozen = [p for p in model.parameters() if not p.requires_grad]
         self._plan_buckets()
@@ -110,7 +110,7 @@ class Reducer:
         def broadcast(module: nn.Module, _: Any) -> None:  # no method: a copy of the model copies its hooks
             if module is owner() and module.training and not self._held and torch.is_grad_enabled():
                 buffers = [buffer.detach() for buffer in module.buffers() if buffer.numel()]
-                dist._broadcast_coalesced(self._all, buffers, self._cap, 0)
+                broadcast_tensors(buffers, self._all)
 
         model.register_forward_pre_hook(broadcast)
 
@@ -297,7 +297,7 @@ class Reducer:
         part = self._reduced[parameter]
         earlier = self._earlier.get(parameter)
         if earlier is not None:
-            part.add_(earlier._local_tensor)
+            part.add_(local(earlier))
         parameter.grad = None
         parameter.grad = dtensor(part, self._mesh, parameter.shape)
 

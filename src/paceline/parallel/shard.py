@@ -38,6 +38,7 @@ from paceline.plan.cost import Bytes
 from paceline.plan.facts import ModelFacts
 from paceline.plan.options import option
 from paceline.plan.plan import Decision, Plan
+from paceline.torch_internals.tensors import is_view
 from paceline.world.tree import map_tensors
 
 _HALVES = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -266,7 +267,7 @@ def _own_memory(module: nn.Module, args: Any, output: Any) -> Any:
     """Copies outputs that are views: an operation in place on one would drop FSDP2's hook on it without a word."""
     if not torch.is_grad_enabled():
         return output
-    return map_tensors(lambda t: t.clone() if t.requires_grad and t._base is not None else t, output)
+    return map_tensors(lambda t: t.clone() if t.requires_grad and is_view(t) else t, output)
 
 
 def _make_contiguous(model: nn.Module) -> None:

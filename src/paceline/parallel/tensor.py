@@ -24,11 +24,12 @@ from torch.optim import Optimizer
 
 from paceline.base.errors import PlanError, Problem
 from paceline.parallel import tensor_styles as styles
+from paceline.parallel.fsdp import whole_parameters
 from paceline.parallel.random_streams import RandomStreams
 from paceline.parallel.strategy import AppliedStrategy, Context, Strategy
 from paceline.parallel.tensor_names import HEADS, KV_HEADS, LOCAL_HEADS, Group, shape
 from paceline.parallel.tensor_plan import DIVIDED, Division, TensorOptions, divide, divided_elements
-from paceline.parallel.tensor_proof import Proof, whole_counts, whole_parameters
+from paceline.parallel.tensor_proof import Proof, whole_counts
 from paceline.plan.cost import Bytes
 from paceline.plan.facts import ModelFacts
 from paceline.plan.plan import Decision, Plan
@@ -122,11 +123,7 @@ class DividedLayers(AppliedStrategy):
     @contextmanager
     def full_parameters(self, writeback: bool) -> Iterator[None]:
         """While it is open, parameters are whole and modules count all heads."""
-
-        def wrap(parameter: torch.Tensor, gathered: torch.Tensor) -> nn.Parameter:
-            return nn.Parameter(gathered, requires_grad=parameter.requires_grad)
-
-        with whole_parameters([self.module], writeback, wrap), whole_counts(self._regions):
+        with whole_parameters(self.module, writeback), whole_counts(self._regions):
             yield
 
 

@@ -24,12 +24,12 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd import Function
-from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from paceline.base.errors import TrainError
 from paceline.parallel.gloo import gather_parts
 from paceline.parallel.random_streams import RandomStreams
 from paceline.parallel.stages import Shell
+from paceline.torch_internals.tensors import is_seen_by_a_mode
 from paceline.world.sharded import is_sharded
 
 SEQUENCE = 1  # the dimension of positions: activations are [batch, positions, features]
@@ -112,7 +112,7 @@ class _SumSplit(Function):
 
 def _free(x: Tensor) -> Tensor:
     """`x`, if it may be overwritten; selective recompute keeps products of matrices, and hands them out once more."""
-    return x if _get_current_dispatch_mode() is None else x.clone()
+    return x.clone() if is_seen_by_a_mode() else x
 
 
 def _gathered(x: Tensor, dim: int, group: Any) -> Tensor:
