@@ -159,24 +159,26 @@ class Pipe(Runner):
     def _alike(self, parts: Sequence[Part]) -> list[list[Part]]:
         """Micro-batches of one shape together: a schedule's buffers are for one. Where peers that gather shards together
         would find others than this rank, each stands alone, so that all pass in the same order."""
-        found: dict[str, list[Part]] = {}
+        by_shape: dict[str, list[Part]] = {}
         for part in parts:
-            found.setdefault(describe(part[:2]), []).append(part)
+            by_shape.setdefault(describe(part[:2]), []).append(part)
         if self._peers is not None:
-            own = [list(found).index(describe(part[:2])) for part in parts]
-            if len(set(map(tuple, self._peers.gather(torch.tensor([own])).tolist()))) > 1:
+            shapes = list(by_shape)
+            own_order = [shapes.index(describe(part[:2])) for part in parts]
+            orders = self._peers.gather(torch.tensor([own_order])).tolist()
+            if any(order != own_order for order in orders):
                 return [[part] for part in parts]
-        return list(found.values())
+        return list(by_shape.values())
 
     def _begin(self, loss_fn: Callable[..., Tensor], share: Tensor) -> None:
         self._losses = []
 
-        def weighed(output: Any, micro_target: Any) -> Tensor:
+        def scaled_loss(output: Any, micro_target: Any) -> Tensor:
             loss = loss_fn(output, micro_target)
             self._losses.append(loss.detach().float())
             return loss * share
 
-        self._loss = weighed
+        self._loss = scaled_loss
         self._copies.begin()  # before a probe, which may leave whole parameters in the place of divided ones
 
     def _total(self, mean: bool, count: int) -> Tensor:
@@ -187,7 +189,8 @@ class Pipe(Runner):
 
     def _run(self, name: str, parts: list[Part]) -> None:
         """Micro-batches of one shape through a schedule."""
-        count, self._batch = len(parts), parts
+        count = len(parts)
+        self._batch = parts
         schedule = self._scheduled((name, count, describe(parts[0][:2])))
         numbers = torch.arange(count)
         try:
@@ -203,15 +206,17 @@ class Pipe(Runner):
     def _scheduled(self, key: Any) -> Any:
         """The schedule for batches of a shape, with its stages and their buffers."""
         name, count, shape = key
-        new = shape not in self._shapes
-        if new if self._peers is None else self._peers.any(new):
+        is_new = shape not in self._shapes
+        if self._peers is not None:
+            is_new = self._peers.any(is_new)
+        if is_new:
             self._probe(shape)
         outputs, hidden = self._shapes[shape]
         self.stages.outputs = outputs
         if key in self._built:
             self._built.move_to_end(key)
             return self._built[key]
-        made = []
+        stages = []
         for stage in self.stages.own:
             # Halves of a backward pass begin at the stage's input, so that must have a gradient though nothing before trains.
             trains = [trained or SCHEDULES[name].halves for _, trained in hidden]
@@ -219,7 +224,7 @@ class Pipe(Runner):
             last = stage == self.stages.count - 1
             gives = Spec((), torch.float32) if last else hidden[stage][0]
             module = Stage(self._micro_pass(stage), self.stages.modules(stage), self._shared)
-            made.append(
+            stages.append(
                 stage_class()(
                     self.computing,
                     module,
@@ -231,15 +236,17 @@ class Pipe(Runner):
                     group=self.owners.group,
                 )
             )
-        self._built[key] = build(name, made, count, lambda loss, number: loss)
+        self._built[key] = build(name, stages, count, lambda loss, number: loss)
         if len(self._built) > _KEPT:
             self._built.popitem(last=False)
         return self._built[key]
 
     def _shared(self) -> Iterator[nn.Parameter]:
-        inside = {
-            id(p) for stage in self.stages.own for module in self.stages.modules(stage) for p in module.parameters()
-        }
+        """Parameters that are in no stage: those that all ranks hold."""
+        inside: set[int] = set()
+        for stage in self.stages.own:
+            for module in self.stages.modules(stage):
+                inside.update(map(id, module.parameters()))
         return (parameter for parameter in self.module.parameters() if id(parameter) not in inside)
 
     def _micro_pass(self, stage: int) -> Callable[[tuple[Tensor, ...], int], Hidden]:
@@ -319,14 +326,14 @@ class Pipe(Runner):
                 fix="train with `accelerator.forward_backward(model, batch, loss_fn)`; evaluate inside `torch.no_grad()`",
             )
         output, _, _ = self._walk(args, kwargs, self._pass)
-        src = self._rank_of_stage[-1]
-        mine = self.owners.rank == src
-        told = self.owners.broadcast_object(specs(output) if mine else None, src=src)
-        own = tensors(output) if mine else []
-        if not mine:
-            map_leaves(lambda leaf: own.append(leaf.empty(self._device)) if isinstance(leaf, Spec) else None, told)
-        arrived = iter(self.owners.broadcast(own, src=src))
-        return output if mine else map_leaves(lambda leaf: next(arrived) if isinstance(leaf, Spec) else leaf, told)
+        last = self._rank_of_stage[-1]
+        if self.owners.rank == last:
+            self.owners.broadcast_object(specs(output), src=last)
+            self.owners.broadcast(tensors(output), src=last)
+            return output
+        places = _empty(self.owners.broadcast_object(None, src=last), self._device)
+        arrived = iter(self.owners.broadcast(tensors(places), src=last))
+        return map_tensors(lambda _: next(arrived), places)
 
     def _probe(self, shape: str) -> None:
         """Learns the shapes of one kind of micro-batch, and leaves no trace in buffers and random streams."""
@@ -348,54 +355,49 @@ class Pipe(Runner):
         sends, and whether it has parameters to train. Where one rank raises, all do.
         """
         rank, owners, group = self.owners.rank, self._rank_of_stage, self.owners.group
-        known: dict[str, list[Any]] = {}
+        outputs: dict[str, list[Any]] = {}
         sent: list[tuple[Any, bool]] = []
-        self.stages.outputs = known
+        self.stages.outputs = outputs
         hidden = output = None
         for stage, owner in enumerate(owners):
-            told: Any = None
+            report: _Report | Exception | None = None
             if rank == owner:
                 if stage and owners[stage - 1] != rank:
                     hidden = _empty(sent[-1][0], self._device)
-                    for each in tensors(hidden):
-                        dist.recv(each, dist.get_global_rank(group, owners[stage - 1]), group)
-                told = self._told(stage, hidden, args, kwargs, call)
-                if not isinstance(told, Exception):
-                    output, told = told
-            told = self.owners.broadcast_object(told, src=owner)
-            if isinstance(told, Exception):
-                raise told
-            recorded, spec, trains = told
-            known |= recorded
-            sent.append((spec, trains))
+                    for tensor in tensors(hidden):
+                        dist.recv(tensor, dist.get_global_rank(group, owners[stage - 1]), group)
+                output, report = self._run_stage(stage, hidden, args, kwargs, call)
+            report = self.owners.broadcast_object(report, src=owner)
+            if isinstance(report, Exception):
+                raise report
+            assert report is not None
+            outputs |= report.outputs
+            sent.append((report.sends, report.trains))
             if rank == owner and stage + 1 < len(owners):
                 hidden = output
                 if owners[stage + 1] != rank:
-                    for each in tensors(output):
-                        dist.send(each, dist.get_global_rank(group, owners[stage + 1]), group)
-        return (output if rank == owners[-1] else None), known, sent
+                    for tensor in tensors(output):
+                        dist.send(tensor, dist.get_global_rank(group, owners[stage + 1]), group)
+        return (output if rank == owners[-1] else None), outputs, sent
 
-    def _told(
+    def _run_stage(
         self, stage: int, hidden: Hidden | None, args: tuple[Any, ...], kwargs: dict[str, Any], call: Callable[..., Any]
-    ) -> Any:
-        """Runs a stage; its output, and what others must know of it; or the error that they must raise too."""
+    ) -> tuple[Any, _Report | Exception]:
+        """A stage's output, and what the other ranks must know of it: an error, too, which all of them raise."""
         recorded: dict[str, list[Any]] = {}
+        is_last = stage == self.stages.count - 1
         args, kwargs = self.stages.arguments(hidden, args, kwargs)
         try:
             with self.stages.entering(Visit(stage, hidden, recorded)):
                 output = call(*args, **kwargs)
-                last = stage == self.stages.count - 1
-                output = output if last else self.stages.hidden(stage, output)
+                if not is_last:
+                    output = self.stages.hidden(stage, output)
                 self.stages.check(stage, output, hidden)
-        except Exception as error:  # it is raised again, on every rank
-            try:
-                pickle.loads(pickle.dumps(error))
-            except Exception:
-                return RuntimeError(f"{type(error).__name__}: {error}")
-            return error
-        trains = any(p.requires_grad for module in self.stages.modules(stage) for p in module.parameters())
-        trains = trains or any(p.requires_grad for p in self._shared())
-        return output, (recorded, None if last else specs(output), trains)
+        except Exception as error:
+            return None, _sendable(error)
+        own = [parameter for module in self.stages.modules(stage) for parameter in module.parameters()]
+        trains = any(parameter.requires_grad for parameter in (*own, *self._shared()))
+        return output, _Report(recorded, None if is_last else specs(output), trains)
 
     def _pass(self, *args: Any, **kwargs: Any) -> Any:
         """The user's forward, up to the end of the stage at hand."""
@@ -452,6 +454,30 @@ def _rows_of(batch: Part, rows: int, begin: int, end: int) -> Part:
 
 
 @dataclass(frozen=True)
+class _Report:
+    """What all ranks must know of a stage that ran.
+
+    Attributes:
+        outputs: what each of its units gave, as structures of `Spec`.
+        sends: what goes to the next stage, as one; None from the last stage.
+        trains: whether some of its parameters is trained.
+    """
+
+    outputs: dict[str, list[Any]]
+    sends: Any
+    trains: bool
+
+
+def _sendable(error: Exception) -> Exception:
+    """The error itself, if another process can make it again; else one with its words."""
+    try:
+        pickle.loads(pickle.dumps(error))
+    except Exception:
+        return RuntimeError(f"{type(error).__name__}: {error}")
+    return error
+
+
+@dataclass(frozen=True)
 class _Described:
     """A tensor of a state, without its values."""
 
@@ -466,11 +492,15 @@ class _Described:
         return self.spec.empty("cpu" if self.on_cpu else device)
 
 
-def _empty(spec: Any, device: torch.device | str, requires_grad: bool = False) -> Any:
-    """Tensors of some kinds; whole numbers and masks have no gradients."""
-    return map_leaves(
-        lambda leaf: leaf.empty(device, requires_grad and leaf.dtype.is_floating_point), spec
-    )  # fmt: skip
+def _empty(specs: Any, device: torch.device | str, requires_grad: bool = False) -> Any:
+    """A nested structure with a tensor for each `Spec`; whole numbers and masks have no gradients."""
+
+    def tensor(leaf: Any) -> Any:
+        if not isinstance(leaf, Spec):
+            return leaf
+        return leaf.empty(device, requires_grad and leaf.dtype.is_floating_point)
+
+    return map_leaves(tensor, specs)
 
 
 @contextmanager
