@@ -127,7 +127,8 @@ def _multi_head(region: Region, *args: Any, **kwargs: Any) -> Any:
             "nn.MultiheadAttention is asked for its weights, of which no rank holds a whole row",
             "call it with need_weights=False",
         )
-    mask, padding = kwargs.get("attn_mask"), kwargs.get("key_padding_mask")
+    mask = kwargs.get("attn_mask")
+    padding = kwargs.get("key_padding_mask")
     if mask is not None and not (kwargs.get("is_causal") and padding is None):
         kwargs["attn_mask"] = None
         kwargs["is_causal"] = False

@@ -57,7 +57,8 @@ def _chunks(tensors: list[torch.Tensor]) -> Iterable[list[torch.Tensor]]:
     for tensor in sorted(tensors, key=lambda tensor: str(tensor.dtype)):
         if chunk and (size + tensor.nbytes > CHUNK or chunk[0].dtype != tensor.dtype):
             yield chunk
-            chunk, size = [], 0
+            chunk = []
+            size = 0
         chunk.append(tensor)
         size += tensor.nbytes
     if chunk:

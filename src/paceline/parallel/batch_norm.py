@@ -264,9 +264,12 @@ class _Normalise(Function):
         idle: bool,
     ) -> Tensor:
         like = weight if weight is not None else input.new_empty((), dtype=_wide(input.dtype))
-        mean, variance = mean.to(like.dtype), variance.to(like.dtype)
+        mean = mean.to(like.dtype)
+        variance = variance.to(like.dtype)
         ctx.save_for_backward(input, weight, mean, variance, total)
-        ctx.eps, ctx.peers, ctx.idle = eps, peers, idle
+        ctx.eps = eps
+        ctx.peers = peers
+        ctx.idle = idle
         return torch.native_batch_norm(input, weight, bias, mean, variance, False, 0.0, eps)[0]
 
     @staticmethod
@@ -290,7 +293,8 @@ class _Normalise(Function):
             shape = [1, -1] + [1] * (input.dim() - 2)
             direct += (input * slope.view(shape) + shift.view(shape)).to(direct.dtype)
         mine = ctx.needs_input_grad
-        of_weight, of_bias = (of_weight if mine[1] else None), (of_bias if mine[2] else None)
+        of_weight = of_weight if mine[1] else None
+        of_bias = of_bias if mine[2] else None
         return direct, of_weight, of_bias, None, None, None, None, None, None
 
 

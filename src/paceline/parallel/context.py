@@ -75,7 +75,8 @@ class ContextParallel(Strategy):
 
     def check(self, plan: Plan, facts: ModelFacts) -> list[Problem]:
         """There are blocks, and their heads divide where they must."""
-        options, cp = self.options(plan), plan.layout.cp
+        options = self.options(plan)
+        cp = plan.layout.cp
         problems = []
         if options.blocks == "auto" and not facts.blocks:
             problems.append(
@@ -168,7 +169,8 @@ class ContextParallel(Strategy):
 
 def _method(plan: Plan, facts: ModelFacts) -> tuple[str, str, str, str]:
     """Value, source, place and reason of the method that `auto` stands for."""
-    cp, heads = plan.layout.cp * plan.layout.tp, _heads(facts)
+    cp = plan.layout.cp * plan.layout.tp
+    heads = _heads(facts)
     if heads and all(number % cp == 0 for number in heads):
         known = ", ".join(str(number) for number in sorted(heads))
         return "ulysses", "derived", "", f"{known} heads are divided by {cp}: one exchange before and after attention"
@@ -233,7 +235,9 @@ class _Span:
         self, blocks: list[nn.Module], group: Any, ranks: int, options: ContextOptions, streams: RandomStreams
     ) -> None:
         self.blocks = blocks
-        self.group, self.ranks, self.options = group, ranks, options
+        self.group = group
+        self.ranks = ranks
+        self.options = options
         self.region: Region | None = None
         self.whole = False  # whether this call's sequence is not divided
         self.sizes = Sizes(0, 0, 0, 0)
@@ -246,7 +250,9 @@ class _Span:
         copied = copy(self)
         memo[id(self)] = copied
         copied.blocks = deepcopy(self.blocks, memo)
-        copied.untried, copied.region, copied.sample = set(self.untried), None, None
+        copied.untried = set(self.untried)
+        copied.region = None
+        copied.sample = None
         return copied
 
     def hook(self) -> None:
@@ -279,7 +285,8 @@ class _Span:
                 "calls blocks out of order",
                 fix="call all blocks in order, and let plan={'recompute': 'blocks'} do activation checkpointing",
             )
-        region, sizes = self.region, self.sizes
+        region = self.region
+        sizes = self.sizes
         assert region is not None
         if number in self.untried and self.sample is not None:
             self.untried.discard(number)

@@ -35,7 +35,8 @@ class Copies:
     """
 
     def __init__(self, model: nn.Module, groups: Sequence[Holders], collectives: Collectives) -> None:
-        self._model, self.collectives = model, collectives
+        self._model = model
+        self.collectives = collectives
         self.groups = [group for group in groups if len(group) > 1]
         self._before: dict[str, Tensor] = {}  # gradients that were summed already, while new ones accumulate
         self._open = False  # gradients wait to be summed
@@ -104,7 +105,9 @@ class Copies:
     def _exchange(self, gradient: Tensor, holders: list[int]) -> None:
         """Sums a gradient (or the shard of it that lies here) over its holders, in place."""
         local = gradient.to_local() if is_sharded(gradient) else gradient
-        mine, rank, group = local.contiguous(), self.collectives.rank, self.collectives.group
+        mine = local.contiguous()
+        rank = self.collectives.rank
+        group = self.collectives.group
         parts = {holder: mine if holder == rank else torch.empty_like(mine) for holder in holders}
         operations = []
         for holder in holders:

@@ -173,7 +173,8 @@ class _Twin:
         twin.__dict__.update(module.__dict__)
         if _takes(getattr(module, "_init_weights", None), 1):
             around = name
-        self._modules[name], self._around[name] = twin, around
+        self._modules[name] = twin
+        self._around[name] = around
         copies: dict[str, Any] = {}
         for kind in ("_parameters", "_buffers"):
             copies[kind] = {key: None if t is None else _empty(t) for key, t in getattr(module, kind).items()}
@@ -207,7 +208,8 @@ class _Twin:
 
     def put(self, slot: Slot, tensor: torch.Tensor) -> None:
         """Replaces what lies in a slot."""
-        module, key = self._modules[slot[0]], slot[1]
+        module = self._modules[slot[0]]
+        key = slot[1]
         if key in module._parameters:
             module._parameters[key] = nn.Parameter(tensor, requires_grad=tensor.is_floating_point())
         else:
@@ -243,7 +245,8 @@ def _joined(written: dict[str, list[Slot]]) -> list[_Part]:
             if other is None:
                 part.slots.append(slot)
             elif other is not part:
-                part.slots, part.modules = other.slots + part.slots, other.modules + part.modules
+                part.slots = other.slots + part.slots
+                part.modules = other.modules + part.modules
             for each in part.slots:
                 owner[each] = part
         part.modules.append(name)

@@ -354,7 +354,9 @@ class Pipe(Runner):
         Returns the output (None on ranks without the last stage); what each unit gave; and for each stage what it
         sends, and whether it has parameters to train. Where one rank raises, all do.
         """
-        rank, owners, group = self.owners.rank, self._rank_of_stage, self.owners.group
+        rank = self.owners.rank
+        owners = self._rank_of_stage
+        group = self.owners.group
         outputs: dict[str, list[Any]] = {}
         sent: list[tuple[Any, bool]] = []
         self.stages.outputs = outputs

@@ -25,7 +25,7 @@ from paceline.parallel.stages import Spec, Stages
 from paceline.parallel.strategy import AppliedStrategy, Context, Strategy
 from paceline.plan.cost import Bytes
 from paceline.plan.facts import ModelFacts
-from paceline.plan.options import option
+from paceline.plan.options import names_of, option
 from paceline.plan.pipeline import SCHEDULES, balanced, chain, even, loads, matching, rank_of
 from paceline.plan.plan import Decision, Plan
 from paceline.world.collectives import Collectives
@@ -75,34 +75,36 @@ class Pipeline(Strategy):
         if problems:
             return problems
         count = plan.layout.pp * per_rank(options)
-        blocks = chain(facts, names(options.blocks), count)
+        blocks = chain(facts, names_of(options.blocks), count)
         problems = _block_problems(options, facts, blocks, count)
         return problems or _split_problems(options, facts, blocks, count)
 
     def decide(self, plan: Plan, facts: ModelFacts) -> list[Decision]:
         """The schedule and its bubble, and what each stage holds."""
-        options, ranks = self.options(plan), plan.layout.pp
-        schedule, each = SCHEDULES[options.schedule], per_rank(options)
-        blocks, begins = divide(options, facts, ranks * each)
+        options = self.options(plan)
+        ranks = plan.layout.pp
+        schedule = SCHEDULES[options.schedule]
+        stages = ranks * per_rank(options)
+        blocks, begins = divide(options, facts, stages)
         ends = (*begins[1:], len(blocks))
-        parts = [
-            f"{blocks[a]} .. {blocks[b - 1]}" if b - a > 1 else blocks[a] for a, b in zip(begins, ends, strict=True)
-        ]
+        parts = []
+        for begin, end in zip(begins, ends, strict=True):
+            parts.append(f"{blocks[begin]} .. {blocks[end - 1]}" if end - begin > 1 else blocks[begin])
+        sizes = ", ".join(str(end - begin) for begin, end in zip(begins, ends, strict=True))
         most = microbatches(options, ranks)
-        bubble = schedule.bubble(most, ranks, each)
-        found = [
+        bubble = schedule.bubble(most, ranks, per_rank(options))
+        decisions = [
             Decision(
                 "pipeline.schedule", schedule.name, "derived", "options" if "schedule" in _given(plan) else "",
                 f"with {most} micro-batches a batch ranks wait {bubble:.0%} of the time, where stages take equally long",
             ),
             Decision(
                 "pipeline.split", " | ".join(parts), "derived", "options" if "split" in _given(plan) else "",
-                f"{len(blocks)} blocks on {ranks * each} stages by {options.split}, "
-                f"{', '.join(str(b - a) for a, b in zip(begins, ends, strict=True))} each",
+                f"{len(blocks)} blocks on {stages} stages by {options.split}, {sizes} each",
             ),
         ]  # fmt: skip
         if facts.batch_norms:
-            found.append(
+            decisions.append(
                 Decision(
                     "pipeline.batch_norm",
                     "each micro-batch",
@@ -112,23 +114,28 @@ class Pipeline(Strategy):
                     "other numbers than one process has over the whole batch",
                 )
             )
-        return found
+        return decisions
 
     def cost(self, plan: Plan, facts: ModelFacts, before: Bytes) -> Bytes:
         """The fullest rank's share; of activations, those of the micro-batches that wait for their backward pass."""
-        options, ranks = self.options(plan), plan.layout.pp
-        each = per_rank(options)
-        blocks, begins = divide(options, facts, ranks * each)
-        own, ends = loads(facts, blocks), (*begins[1:], len(blocks))
-        of_rank, of_blocks = [0] * ranks, [0] * ranks
-        for stage, (a, b) in enumerate(zip(begins, ends, strict=True)):
+        options = self.options(plan)
+        ranks = plan.layout.pp
+        stages = ranks * per_rank(options)
+        blocks, begins = divide(options, facts, stages)
+        ends = (*begins[1:], len(blocks))
+        load_of_block = loads(facts, blocks)
+        load_of_rank = [0] * ranks
+        blocks_of_rank = [0] * ranks
+        for stage, (begin, end) in enumerate(zip(begins, ends, strict=True)):
             rank = rank_of(stage, ranks, SCHEDULES[options.schedule].placement)
-            of_rank[rank] += sum(own[a:b])
-            of_blocks[rank] += b - a
-        share = max(of_rank) / max(1, sum(own))
+            load_of_rank[rank] += sum(load_of_block[begin:end])
+            blocks_of_rank[rank] += end - begin
+        share = max(load_of_rank) / max(1, sum(load_of_block))
         count = microbatches(options, ranks)
-        waiting = count if options.schedule in ("gpipe", "breadth-first") else min(count, ranks * each)
-        activations = before.activations * max(of_blocks) / len(blocks) * waiting / count
+        waiting = count
+        if options.schedule not in ("gpipe", "breadth-first"):  # these run all forward passes first
+            waiting = min(count, stages)
+        activations = before.activations * max(blocks_of_rank) / len(blocks) * waiting / count
         return replace(
             before,
             parameters=int(before.parameters * share),
@@ -145,9 +152,12 @@ class Pipeline(Strategy):
         Args:
             model: whole, on every rank.
         """
-        options, mesh, facts = context.options, context.mesh, context.facts
+        options = context.options
+        mesh = context.mesh
+        facts = context.facts
         group = context.collectives.over(mesh.group("pp"))
-        ranks, rank = context.plan.layout.pp, group.rank
+        ranks = context.plan.layout.pp
+        rank = group.rank
         shapes = {name: Spec.of(parameter) for name, parameter in model.named_parameters()}
         if not (facts.meta or facts.apart):
             for tensor in (*model.parameters(), *model.buffers()):
@@ -159,7 +169,7 @@ class Pipeline(Strategy):
             stages_of[rank_of(stage, ranks, placement)].append(stage)
         whole_names = list(model.state_dict())
         trained = [name for name, _ in model.named_parameters()]
-        stages = Stages(model, blocks, begins, stages_of[rank], names(options.keep), context.device)
+        stages = Stages(model, blocks, begins, stages_of[rank], names_of(options.keep), context.device)
         tied = {group[0]: group for group in facts.tied}
         holders = [_holders(tied.get(name, (name,)), stages, stages_of) for name in trained]
         if facts.apart:
@@ -189,37 +199,32 @@ def _holders(names_of_one: Sequence[str], stages: Stages, stages_of: Sequence[Se
 
 
 def _level(
-    model: nn.Module, held: dict[str, Holders], shapes: dict[str, Spec], group: Collectives, device: torch.device
+    model: nn.Module, holders_of: dict[str, Holders], shapes: dict[str, Spec], group: Collectives, device: torch.device
 ) -> None:
     """Parameters that several ranks have built get the values of the first of them. Ranks: all along `pp`.
 
     Args:
-        held: name -> rank along `pp` -> the name under which it holds the parameter.
+        holders_of: name -> rank along `pp` -> the name under which it holds the parameter.
         shapes: of each, on all ranks.
     """
-    own = dict(model.named_parameters(remove_duplicate=False))
-    for name, holders in held.items():
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    for name, holders in holders_of.items():
         if len(holders) > 1:
-            mine = own.get(holders.get(group.rank, ""))
-            value = shapes[name].empty(device) if mine is None else mine.detach()
+            own = parameters.get(holders.get(group.rank, ""))
+            value = shapes[name].empty(device) if own is None else own.detach()
             value = group.broadcast(value, src=min(holders))
-            if mine is not None:
-                mine.data.copy_(value)
+            if own is not None:
+                own.data.copy_(value)
 
 
 # -- what options say ------------------------------------------------------------------------------------------
 
 
-def names(given: Any) -> tuple[str, ...]:
-    """Names from an option: a list of them, or text with commas."""
-    parts = given.split(",") if isinstance(given, str) else given
-    return tuple(part.strip() for part in parts if part.strip())
-
-
 def per_rank(options: PipelineOptions) -> int:
     """Stages on each rank."""
-    told = options.stages_per_rank
-    return SCHEDULES[options.schedule].stages_per_rank if told == "auto" else int(told)
+    if options.stages_per_rank == "auto":
+        return SCHEDULES[options.schedule].stages_per_rank
+    return int(options.stages_per_rank)
 
 
 def microbatches(options: PipelineOptions, ranks: int) -> int:
@@ -229,14 +234,14 @@ def microbatches(options: PipelineOptions, ranks: int) -> int:
 
 def divide(options: PipelineOptions, facts: ModelFacts, stages: int) -> tuple[tuple[str, ...], tuple[int, ...]]:
     """Names of the blocks, and the numbers of those with which stages begin."""
-    blocks = chain(facts, names(options.blocks), stages)
+    blocks = chain(facts, names_of(options.blocks), stages)
     if options.split == "uniform":
         return blocks, even(len(blocks), stages)
     if options.split == "parameters":
         return blocks, balanced(loads(facts, blocks), stages)
     if options.split == "time":
         return blocks, balanced([float(weight) for weight in options.weights], stages)
-    return blocks, (0, *(blocks.index(matching(name, blocks)[0]) for name in names(options.split)))
+    return blocks, (0, *(blocks.index(matching(name, blocks)[0]) for name in names_of(options.split)))
 
 
 def _given(plan: Plan) -> Any:
@@ -244,15 +249,16 @@ def _given(plan: Plan) -> Any:
 
 
 def _schedule_problems(options: PipelineOptions, ranks: int) -> list[Problem]:
-    schedule, each = SCHEDULES[options.schedule], per_rank(options)
-    found = []
-    if not schedule.least <= each <= schedule.most:
+    schedule = SCHEDULES[options.schedule]
+    stages = per_rank(options)
+    problems = []
+    if not schedule.least <= stages <= schedule.most:
         needs = str(schedule.least) if schedule.least == schedule.most else f"at least {schedule.least}"
-        found.append(
+        problems.append(
             Problem(
                 "pipeline-stages",
-                f"the schedule {schedule.name} cannot run {each} stages on each rank.",
-                why=f"pipeline.stages_per_rank={each}; {schedule.name} needs {needs}",
+                f"the schedule {schedule.name} cannot run {stages} stages on each rank.",
+                why=f"pipeline.stages_per_rank={stages}; {schedule.name} needs {needs}",
                 fix="leave stages_per_rank out: the schedule's own number is taken",
             )
         )
@@ -264,7 +270,7 @@ def _schedule_problems(options: PipelineOptions, ranks: int) -> list[Problem]:
             else f"rounds of equal size, and {count} are {count // ranks} rounds of {ranks} and a rest"
         )
         fits = next(n for n in range(count + 1, 100 * (count + ranks)) if schedule.takes(n, ranks))
-        found.append(
+        problems.append(
             Problem(
                 "pipeline-microbatches",
                 f"the schedule {schedule.name} cannot run {count} micro-batches on {ranks} ranks.",
@@ -272,12 +278,13 @@ def _schedule_problems(options: PipelineOptions, ranks: int) -> list[Problem]:
                 fix=f"set microbatches to {fits}, or use schedule={schedule.otherwise!r}",
             )
         )
-    return found
+    return problems
 
 
 def _block_problems(options: PipelineOptions, facts: ModelFacts, blocks: Sequence[str], stages: int) -> list[Problem]:
-    for pattern in (*names(options.blocks), *names(options.keep)):
-        if not matching(pattern, [name for name, _ in (*facts.modules, *((layer.name, "") for layer in facts.layers))]):
+    modules = [*(name for name, _ in facts.modules), *(layer.name for layer in facts.layers)]
+    for pattern in (*names_of(options.blocks), *names_of(options.keep)):
+        if not matching(pattern, modules):
             return [
                 Problem(
                     "pipeline-pattern",
@@ -320,7 +327,7 @@ def _split_problems(options: PipelineOptions, facts: ModelFacts, blocks: Sequenc
         ]
     if options.split in _SPLITS:
         return []
-    given = names(options.split)
+    given = names_of(options.split)
     wrong = [name for name in given if len(matching(name, blocks)) != 1]
     if wrong:
         return [

@@ -14,7 +14,7 @@ Recomputation in Large Transformer Models", 2022 (selective).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -28,7 +28,7 @@ from paceline.parallel.block_calls import CACHES
 from paceline.parallel.strategy import AppliedStrategy, Context, Strategy
 from paceline.plan.cost import Bytes
 from paceline.plan.facts import ModelFacts
-from paceline.plan.options import option
+from paceline.plan.options import names_of, option
 from paceline.plan.plan import Decision, Plan
 from paceline.plan.rules import origin
 from paceline.world.forward import override_forward
@@ -39,7 +39,9 @@ KEPT = (
     "_scaled_dot_product_efficient_attention", "_scaled_dot_product_cudnn_attention",
 )  # fmt: skip
 # Bytes that a block keeps for each channel and position, of 34 in all (Korthikanti et al., 2022, table 2).
-_ALL, _INPUT, _PRODUCTS = 34, 2, 22
+_ALL = 34
+_INPUT = 2
+_PRODUCTS = 22
 
 
 @dataclass(frozen=True)
@@ -77,7 +79,7 @@ class Recompute(Strategy):
                     fix="set recompute to no, or keep the model's layers in a torch.nn.ModuleList",
                 )
             )
-        unknown = [name for name in _names(self.options(plan).save) if not _overloads(name)]
+        unknown = [name for name in names_of(self.options(plan).save) if not _overloads(name)]
         if unknown:
             problems.append(
                 Problem(
@@ -94,7 +96,7 @@ class Recompute(Strategy):
         total = len(facts.blocks)
         again = len(chosen(plan.recompute, facts.blocks))
         if plan.recompute == "selective":
-            reason = f"{total} blocks keep the results of {', '.join(_names(self.options(plan).save))}"
+            reason = f"{total} blocks keep the results of {', '.join(names_of(self.options(plan).save))}"
         else:
             reason = f"{again} of {total} blocks keep their inputs alone" + f", {total - again} keep all" * (
                 again < total
@@ -114,7 +116,7 @@ class Recompute(Strategy):
         modules = dict(model.named_modules())
         how: dict[str, Any] = {"use_reentrant": False}
         if context.plan.recompute == "selective":
-            kept = [overload for name in _names(context.options.save) for overload in _overloads(name)]
+            kept = [overload for name in names_of(context.options.save) for overload in _overloads(name)]
             how["context_fn"] = partial(create_selective_checkpoint_contexts, kept)
         for name in chosen(context.plan.recompute, context.facts.blocks):
             if any(True for _ in modules[name].parameters()):  # else another rank of a pipeline holds it
@@ -140,11 +142,6 @@ def _override(block: Any, how: dict[str, Any]) -> None:
 
     block._recomputed_before = "context_fn" not in how
     override_forward(block, "recompute", forward)
-
-
-def _names(save: str | Iterable[str]) -> list[str]:
-    """The option as a list; on the command line it is text with commas."""
-    return [name.strip() for name in save.split(",")] if isinstance(save, str) else list(save)
 
 
 def _overloads(name: str) -> list[Any]:

@@ -68,18 +68,24 @@ class _Ring(torch.autograd.Function):
                 )
         out = out.to(query.dtype)
         ctx.save_for_backward(query, key, value, out, lse, mask)
-        ctx.region, ctx.causal, ctx.scale = region, causal, scale
+        ctx.region = region
+        ctx.causal = causal
+        ctx.scale = scale
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
         query, key, value, out, lse, mask = ctx.saved_tensors
-        region, wide = ctx.region, _wide(query)
+        region = ctx.region
+        wide = _wide(query)
         d_query = torch.zeros_like(query, dtype=wide)
-        arriving, d_key, d_value = None, key, value
+        arriving = None
+        d_key = key
+        d_value = value
         for source, k, v in _around(region, key, value):
-            d_key, d_value = torch.zeros_like(key, dtype=wide), torch.zeros_like(value, dtype=wide)
+            d_key = torch.zeros_like(key, dtype=wide)
+            d_value = torch.zeros_like(value, dtype=wide)
             rows, columns, own = _piece(region, source, ctx.causal)
             if k[:, :, columns].shape[2]:
                 parts = piece_backward(
@@ -131,7 +137,8 @@ class _Flight:
 
     def __init__(self, region: Region, tensors: tuple[Tensor, ...], tag: int) -> None:
         self._sent = torch.cat([tensor.reshape(-1) for tensor in tensors])
-        self._received, self._like = torch.empty_like(self._sent), tensors
+        self._received = torch.empty_like(self._sent)
+        self._like = tensors
         ranks = region.division.ranks
         after, before = (dist.get_global_rank(region.group, (region.rank + by) % ranks) for by in (1, -1))
         self._works = dist.batch_isend_irecv(

@@ -41,7 +41,8 @@ def order(name: str, ranks: int, stages_per_rank: int, microbatches: int) -> dic
             rank: _single(rank, microbatches if name == "gpipe" else ranks - rank, microbatches)
             for rank in range(ranks)
         }
-    placement, count = SCHEDULES[name].placement, ranks * stages_per_rank
+    placement = SCHEDULES[name].placement
+    count = ranks * stages_per_rank
     own = [
         SimpleNamespace(
             stage_index=stage, num_stages=count, group_size=ranks, group_rank=0, is_last=stage == count - 1,

@@ -118,7 +118,8 @@ class Shard(Strategy):
         reshard, why = _resolved_reshard(plan, options)
         if options.reshard == "auto":
             made.append(Decision("shard.reshard", reshard, "derived", reason=why))
-        param, reduce = _param_dtype(plan, options), _reduce_dtype(plan, options)
+        param = _param_dtype(plan, options)
+        reduce = _reduce_dtype(plan, options)
         if param is not None and options.param_dtype == "auto":
             text = f"mixed_precision={plan.precision}: gathering {param} sends half the bytes"
             made.append(Decision("shard.param_dtype", str(param).removeprefix("torch."), "derived", reason=text))
@@ -158,7 +159,8 @@ class Shard(Strategy):
 
         group = context.mesh.gradient_group
         broadcast_values(model, group)
-        plan, options = context.plan, context.options
+        plan = context.plan
+        options = context.options
         chosen = self.wrapping(plan, context.facts)
         alone = _left_alone(model, chosen)
         _make_contiguous(model)

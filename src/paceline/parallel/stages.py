@@ -45,7 +45,8 @@ class Spec:
     """Shape and dtype of a tensor; a leaf of nested structures, which a dataclass would not be."""
 
     def __init__(self, shape: tuple[int, ...], dtype: torch.dtype) -> None:
-        self.shape, self.dtype = shape, dtype
+        self.shape = shape
+        self.dtype = dtype
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Spec) and (self.shape, self.dtype) == (other.shape, other.dtype)
@@ -253,7 +254,8 @@ class Stages:
         """While it is open, the model is the stage `visit.stage`."""
         begin: AbstractContextManager[Any] = nullcontext()
         if self._begin_at is not None:
-            begin, visit.entered = self._begin_at(self.begins[visit.stage]), True
+            begin = self._begin_at(self.begins[visit.stage])
+            visit.entered = True
         swaps = self._swaps_of(visit.stage, visit.recorded is not None)
         for slots, key, there, _ in swaps:
             slots[key] = there
@@ -288,7 +290,8 @@ class Stages:
         return self._swaps[stage, record]
 
     def _at_stub(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        visit, owner = self.visit, self._stage_of[name]
+        visit = self.visit
+        owner = self._stage_of[name]
         if visit is None:
             raise PlanError(
                 "pipeline-elsewhere",

@@ -131,7 +131,8 @@ class _Divider:
     """Divides one model."""
 
     def __init__(self, model: nn.Module, context: Context) -> None:
-        self.model, self.context = model, context
+        self.model = model
+        self.context = context
         self.options: TensorOptions = context.options
         self.mesh = context.mesh.along("tp")
         self.group = self.mesh.get_group()
@@ -278,7 +279,8 @@ class _Divider:
     def _prove(self, name: str, group: Group, region: styles.Region) -> None:
         if not group.split or self.division.source == "model" or not hasattr(self.modules.get(name), "forward"):
             return
-        module, last = self.modules[name], self.modules[group.last]
+        module = self.modules[name]
+        last = self.modules[group.last]
         key = (type(module).__name__, tuple(each[len(name) :] for each in (*group.first, group.last)))
         proof = self.proofs.setdefault(key, Proof(name, self.regions))
         proof.regions.append(region)

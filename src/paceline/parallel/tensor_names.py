@@ -198,9 +198,14 @@ def examined(group: Group, own: Iterable[Layer], layers: Mapping[str, Layer], bl
         layers: all, by name.
         block: FQN of its block.
     """
-    first, last = layers[group.first[0]], layers[group.last]
-    width, model = shape(first)[1], shape(first)[0]
-    reason, heads, kv_heads, head_dim = group.reason, 0, 0, 0
+    first = layers[group.first[0]]
+    last = layers[group.last]
+    width = shape(first)[1]
+    model = shape(first)[0]
+    reason = group.reason
+    heads = 0
+    kv_heads = 0
+    head_dim = 0
     if group.attention:
         heads, kv_heads, head_dim = _heads(group, layers)
         if not reason and not heads:

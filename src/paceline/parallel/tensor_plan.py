@@ -162,9 +162,13 @@ def _in_block(name: str, facts: ModelFacts) -> bool:
 
 def _unknown_styles(rules: Iterable[tuple[str, Any]], source: str, facts: ModelFacts) -> list[Problem]:
     if source == "table":
-        place, styles, fix = "options.tensor.plan", tuple(STYLES), "use one of these"
+        place = "options.tensor.plan"
+        styles = tuple(STYLES)
+        fix = "use one of these"
     else:
-        place, styles, fix = f"the own plan of {facts.name}", tuple(OWN_STYLES), f"write a plan of your own: {_EXAMPLE}"
+        place = f"the own plan of {facts.name}"
+        styles = tuple(OWN_STYLES)
+        fix = f"write a plan of your own: {_EXAMPLE}"
     return [
         Problem(
             "tensor-style",

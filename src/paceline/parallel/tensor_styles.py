@@ -74,7 +74,8 @@ class _Gather(Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, dim: int, group: Any) -> Tensor:
-        ctx.dim, ctx.group = dim, group
+        ctx.dim = dim
+        ctx.group = group
         return _gathered(x, dim, group)
 
     @staticmethod
@@ -87,7 +88,8 @@ class _Split(Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, dim: int, group: Any) -> Tensor:
-        ctx.dim, ctx.group = dim, group
+        ctx.dim = dim
+        ctx.group = group
         return _share(x, dim, group)
 
     @staticmethod
@@ -100,7 +102,8 @@ class _SumSplit(Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, dim: int, group: Any) -> Tensor:
-        ctx.dim, ctx.group = dim, group
+        ctx.dim = dim
+        ctx.group = group
         x = _free(x).contiguous()
         dist.all_reduce(x, group=group)
         return _share(x, dim, group)
@@ -157,7 +160,8 @@ class Region:
             self._open = True
             self.streams.open()
         if self._source is not x:
-            self._source, self._entered = x, _Copy.apply(x, self.group)
+            self._source = x
+            self._entered = _Copy.apply(x, self.group)
         assert self._entered is not None
         return self._entered
 
@@ -236,7 +240,8 @@ def vocabulary(region: Region) -> Callable[..., Any]:
         if not is_sharded(self.weight):
             return original(tokens)
         weight = _local(self.weight)
-        rows, start = weight.shape[0], dist.get_rank(region.group) * weight.shape[0]
+        rows = weight.shape[0]
+        start = dist.get_rank(region.group) * weight.shape[0]
         here = tokens - start
         elsewhere = (here < 0) | (here >= rows)
         padding = self.padding_idx - start if self.padding_idx is not None else -1

@@ -46,7 +46,8 @@ def ulysses_attention(
     Raises:
         TrainError: `context-heads`.
     """
-    ranks, heads = region.division.ranks, query.shape[1]
+    ranks = region.division.ranks
+    heads = query.shape[1]
     if heads % ranks:
         raise TrainError(
             "context-heads",

@@ -19,6 +19,7 @@ from typing import Any
 
 from paceline.base.errors import Problem
 from paceline.plan.facts import ModelFacts
+from paceline.plan.options import names_of
 
 POLICIES = ("auto", "size", "none")
 _USED_FROM_OUTSIDE = ("MultiheadAttention",)  # their children's parameters are used without calling the children
@@ -41,12 +42,6 @@ class Wrapping:
     problems: tuple[Problem, ...] = ()
 
 
-def words(value: Any) -> tuple[str, ...]:
-    """A list of names, given as one or as text with commas."""
-    parts = value.split(",") if isinstance(value, str) else value
-    return tuple(str(part).strip() for part in parts if str(part).strip())
-
-
 def wrapping(facts: ModelFacts, wrap: Any, min_params: int, ignored: Any) -> Wrapping:
     """Chooses the units of one model.
 
@@ -57,7 +52,7 @@ def wrapping(facts: ModelFacts, wrap: Any, min_params: int, ignored: Any) -> Wra
         ignored: classes or name patterns of modules that are left alone.
     """
     problems: list[Problem] = []
-    alone = _alone(facts, words(ignored), problems)
+    alone = _alone(facts, names_of(ignored), problems)
     if wrap == "auto":
         units: Iterable[str] = facts.blocks
     elif wrap == "size":
@@ -65,7 +60,7 @@ def wrapping(facts: ModelFacts, wrap: Any, min_params: int, ignored: Any) -> Wra
     elif wrap == "none":
         units = ()
     else:
-        units = _by_class(facts, words(wrap), problems)
+        units = _by_class(facts, names_of(wrap), problems)
     chosen: list[str] = []
     tied: list[str] = []
     for name in units:

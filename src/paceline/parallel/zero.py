@@ -87,7 +87,8 @@ class Zero(Strategy):
 
     def decide(self, plan: Plan, facts: ModelFacts) -> list[Decision]:
         """What the stage divides; what it means for an optimizer is said by `bind`."""
-        width, axis = plan.layout.shard, "each parameter's optimizer states"
+        width = plan.layout.shard
+        axis = "each parameter's optimizer states"
         what = axis if plan.zero == 1 else f"{axis} and gradients"
         return [
             Decision("zero.divides", what, "derived", reason=f"over shard={width}; parameters stay whole on every rank")
@@ -98,13 +99,15 @@ class Zero(Strategy):
 
         With a = bytes of the parameters, Adam: 8a + 8a/n at stage 1, 4a + 12a/n at stage 2.
         """
-        n, cap = plan.layout.shard, int(self.options(plan).bucket_cap_mb * 2**20)
+        n = plan.layout.shard
+        cap = int(self.options(plan).bucket_cap_mb * 2**20)
         trained = before.gradients
         gathered = (n - 1) * trained // n
         divided = replace(before, optimizer=-(-before.optimizer // n), sent=before.sent + gathered)
         if plan.zero == 1:
             return replace(divided, buffers=before.buffers + min(cap, trained))
-        gradients, others = -(-trained // n), plan.layout.size(*GRADIENT_AXES) // n
+        gradients = -(-trained // n)
+        others = plan.layout.size(*GRADIENT_AXES) // n
         sent = divided.sent + gathered + 2 * (others - 1) * gradients // others
         return replace(divided, gradients=gradients, buffers=before.buffers + min(2 * cap, 2 * trained), sent=sent)
 
