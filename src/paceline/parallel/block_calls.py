@@ -193,8 +193,8 @@ def _without_caches(
     block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     places = _cache_places(block) + [False] * len(args)
-    kept = tuple(None if cache else value for cache, value in zip(places, args, strict=False))
-    return kept, {name: None if name in CACHES else value for name, value in kwargs.items()}
+    others = tuple(None if cache else value for cache, value in zip(places, args, strict=False))
+    return others, {name: None if name in CACHES else value for name, value in kwargs.items()}
 
 
 def _cache_places(block: nn.Module) -> list[bool]:

@@ -129,15 +129,15 @@ class ContextParallel(Strategy):
         (Korthikanti et al., 2022). Round a ring go they, they again, and their gradients; by all-to-all goes each of the
         four matrices of attention twice."""
         cp = plan.layout.cp
-        kept = before.activations // cp
-        pair = kept * 4 // 34
+        activations = before.activations // cp
+        pair = activations * 4 // 34
         ring = (
             _method(plan, facts)[0] == "ring"
             if self.options(plan).method == "auto"
             else self.options(plan).method == "ring"
         )
         sent = 3 * (cp - 1) * pair if ring else 4 * (cp - 1) * pair // cp
-        return replace(before, activations=kept, sent=before.sent + sent)
+        return replace(before, activations=activations, sent=before.sent + sent)
 
     def apply(self, model: nn.Module, context: Context) -> AppliedStrategy:
         """Hooks the blocks; the model stays the object that it was.
@@ -172,8 +172,8 @@ def _method(plan: Plan, facts: ModelFacts) -> tuple[str, str, str, str]:
     cp = plan.layout.cp * plan.layout.tp
     heads = _heads(facts)
     if heads and all(number % cp == 0 for number in heads):
-        known = ", ".join(str(number) for number in sorted(heads))
-        return "ulysses", "derived", "", f"{known} heads are divided by {cp}: one exchange before and after attention"
+        numbers = ", ".join(str(number) for number in sorted(heads))
+        return "ulysses", "derived", "", f"{numbers} heads are divided by {cp}: one exchange before and after attention"
     reason = (
         f"of {', '.join(map(str, sorted(heads)))} heads {cp} is no divisor"
         if heads
@@ -198,22 +198,22 @@ def _example(facts: ModelFacts) -> str:
     return facts.blocks[0].rpartition(".")[0] + ".*" if facts.blocks else "layers.*"
 
 
-def _spans(model: nn.Module, pattern: str, known: tuple[str, ...], begins: set[str]) -> list[list[nn.Module]]:
+def _spans(model: nn.Module, pattern: str, names: tuple[str, ...], begins: set[str]) -> list[list[nn.Module]]:
     """Runs of blocks of one container that follow each other, each divided on its own.
 
     Args:
         model: with the blocks of this rank; where others hold them, modules without parameters stand.
         pattern: of the blocks' names, or "auto".
-        known: names of the repeated blocks.
+        names: names of the repeated blocks.
         begins: names of blocks that get hidden states from another rank.
     """
     modules = dict(model.named_modules())
     if pattern != "auto":
         depth = pattern.count(".")
-        known = tuple(name for name in modules if name.count(".") == depth and fnmatchcase(name, pattern))
+        names = tuple(name for name in modules if name.count(".") == depth and fnmatchcase(name, pattern))
     spans: dict[tuple[str, int], list[nn.Module]] = {}
     run = 0
-    for name in known:
+    for name in names:
         here = name in modules and any(True for _ in modules[name].parameters())
         run += name in begins or not here
         if here:

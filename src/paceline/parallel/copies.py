@@ -43,8 +43,8 @@ class Copies:
 
     def _own(self) -> list[nn.Parameter | None]:
         """This rank's parameter of each group, as it is now."""
-        found = dict(self._model.named_parameters(remove_duplicate=False))
-        return [found.get(group.get(self.collectives.rank, "")) for group in self.groups]
+        parameters = dict(self._model.named_parameters(remove_duplicate=False))
+        return [parameters.get(group.get(self.collectives.rank, "")) for group in self.groups]
 
     def owned_elsewhere(self) -> set[int]:
         """The `id` of each parameter that a lower rank holds too, and counts in norms."""

@@ -92,8 +92,8 @@ class Recipe:
         Args:
             kind: class of the model.
         """
-        known = {slot for part in self._parts for slot in part.slots}
-        lost = [slot for slot in self._aliases if slot not in known]
+        initialised = {slot for part in self._parts for slot in part.slots}
+        lost = [slot for slot in self._aliases if slot not in initialised]
         if not lost:
             return []
         modules = list(dict.fromkeys(name or kind for name, _ in lost))
@@ -131,9 +131,9 @@ class Recipe:
 
     def _holders(self, slot: Slot, present: dict[str, nn.Module]) -> list[tuple[nn.Module, str]]:
         """Where a tensor lies in a model, if it has no values there yet."""
-        found = [(present[name], key) for name, key in self._aliases[slot] if name in present]
+        places = [(present[name], key) for name, key in self._aliases[slot] if name in present]
         return [
-            (module, key) for module, key in found if (own := dict(_own(module)).get(key)) is not None and own.is_meta
+            (module, key) for module, key in places if (own := dict(_own(module)).get(key)) is not None and own.is_meta
         ]
 
     def _drawn(self, part: _Part, seed: int) -> dict[Slot, torch.Tensor]:
@@ -166,10 +166,10 @@ class _Twin:
         self._around: dict[str, str] = {}
         self._build(model, "", first, {}, "")
 
-    def _build(self, module: Any, name: str, first: dict[int, Slot], known: dict[int, nn.Module], around: str) -> Any:
-        if id(module) in known:
-            return known[id(module)]
-        twin = known[id(module)] = object.__new__(type(module))
+    def _build(self, module: Any, name: str, first: dict[int, Slot], twins: dict[int, nn.Module], around: str) -> Any:
+        if id(module) in twins:
+            return twins[id(module)]
+        twin = twins[id(module)] = object.__new__(type(module))
         twin.__dict__.update(module.__dict__)
         if _takes(getattr(module, "_init_weights", None), 1):
             around = name
@@ -179,7 +179,7 @@ class _Twin:
         for kind in ("_parameters", "_buffers"):
             copies[kind] = {key: None if t is None else _empty(t) for key, t in getattr(module, kind).items()}
         children = {
-            key: None if child is None else self._build(child, f"{name}.{key}".lstrip("."), first, known, around)
+            key: None if child is None else self._build(child, f"{name}.{key}".lstrip("."), first, twins, around)
             for key, child in module._modules.items()
         }
         twin.__dict__.update(_modules=children, **copies)
@@ -189,14 +189,14 @@ class _Twin:
         """What initialises a module, in order."""
         twin: Any = self._modules[name]
         around: Any = self._modules[self._around[name]]
-        found: list[Callable[[], Any]] = [
+        methods: list[Callable[[], Any]] = [
             getattr(twin, method)
             for method in ("reset_parameters", "_reset_parameters", "_init_weights")
             if _takes(getattr(twin, method, None), 0)
         ]
         if _takes(getattr(around, "_init_weights", None), 1):
-            found.append(lambda: around._init_weights(twin))
-        return [torch.no_grad()(each) for each in found]
+            methods.append(lambda: around._init_weights(twin))
+        return [torch.no_grad()(initialise) for initialise in methods]
 
     def memory(self, slot: Slot) -> int:
         """Identifies the memory of what lies in a slot."""
@@ -225,9 +225,11 @@ def _takes(method: Any, count: int) -> bool:
     """Whether something can be called with `count` values, and needs no other."""
     if not callable(method):
         return False
-    told = [p for p in signature(method).parameters.values() if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
-    needed = [p for p in told if p.default is p.empty]
-    return len(needed) <= count <= len(told) and (count > 0 or not needed)
+    parameters = [
+        p for p in signature(method).parameters.values() if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
+    ]
+    needed = [p for p in parameters if p.default is p.empty]
+    return len(needed) <= count <= len(parameters) and (count > 0 or not needed)
 
 
 def _own(module: nn.Module) -> Iterable[tuple[str, torch.Tensor]]:

@@ -107,8 +107,8 @@ class Recompute(Strategy):
         """Blocks keep their inputs (or products) alone; one at a time has all its activations again."""
         total = max(1, len(facts.blocks))
         share = len(chosen(plan.recompute, facts.blocks)) / total
-        kept = (_PRODUCTS if plan.recompute == "selective" else _INPUT) / _ALL
-        fraction = min(1.0, 1 - share + share * kept + (1 - kept) / total)
+        kept_share = (_PRODUCTS if plan.recompute == "selective" else _INPUT) / _ALL
+        fraction = min(1.0, 1 - share + share * kept_share + (1 - kept_share) / total)
         return replace(before, activations=int(before.activations * fraction))
 
     def apply(self, model: nn.Module, context: Context) -> AppliedStrategy:

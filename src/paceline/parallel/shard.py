@@ -107,28 +107,30 @@ class Shard(Strategy):
     def decide(self, plan: Plan, facts: ModelFacts) -> list[Decision]:
         """The units, when they give up parameters, and in which dtypes they are gathered and reduced."""
         options = self.options(plan)
-        found = self.wrapping(plan, facts)
+        wrapping = self.wrapping(plan, facts)
         kinds = dict(facts.modules)
-        classes = ", ".join(dict.fromkeys(kinds.get(name, "?") for name in found.units)) or "none"
-        reason = f"{len(found.units)} units ({classes}) and the root, which holds the rest"
-        if found.tied:
-            reason += f"; {', '.join(found.tied[:3])} share parameters with modules outside and stay in the root"
+        classes = ", ".join(dict.fromkeys(kinds.get(name, "?") for name in wrapping.units)) or "none"
+        reason = f"{len(wrapping.units)} units ({classes}) and the root, which holds the rest"
+        if wrapping.tied:
+            reason += f"; {', '.join(wrapping.tied[:3])} share parameters with modules outside and stay in the root"
         wrap = options.wrap if isinstance(options.wrap, str) else ", ".join(options.wrap)
-        made = [Decision(f"shard.wrap({facts.name})", wrap, "derived", reason=reason)]
+        decisions = [Decision(f"shard.wrap({facts.name})", wrap, "derived", reason=reason)]
         reshard, why = _resolved_reshard(plan, options)
         if options.reshard == "auto":
-            made.append(Decision("shard.reshard", reshard, "derived", reason=why))
+            decisions.append(Decision("shard.reshard", reshard, "derived", reason=why))
         param = _param_dtype(plan, options)
         reduce = _reduce_dtype(plan, options)
         if param is not None and options.param_dtype == "auto":
             text = f"mixed_precision={plan.precision}: gathering {param} sends half the bytes"
-            made.append(Decision("shard.param_dtype", str(param).removeprefix("torch."), "derived", reason=text))
+            decisions.append(Decision("shard.param_dtype", str(param).removeprefix("torch."), "derived", reason=text))
         if reduce is not None and options.reduce_dtype == "auto":
-            made.append(Decision("shard.reduce_dtype", "float32", "derived", reason="sums of gradients lose nothing"))
+            decisions.append(
+                Decision("shard.reduce_dtype", "float32", "derived", reason="sums of gradients lose nothing")
+            )
         if plan.offload != "no":
             text = "shards, their gradients and optimizer states wait in the host's memory; on a CPU they do already"
-            made.append(Decision("shard.offload", "all", "derived", reason=text))
-        return made
+            decisions.append(Decision("shard.offload", "all", "derived", reason=text))
+        return decisions
 
     def cost(self, plan: Plan, facts: ModelFacts, before: Bytes) -> Bytes:
         """Everything divided by n; at the peak the two largest units are whole, and the gradients of one."""
@@ -249,20 +251,24 @@ def _mesh(context: Context) -> Any:
     return context.mesh.along("replicate", inner) if context.plan.layout.replicate > 1 else context.mesh.along(inner)
 
 
-def _left_alone(model: nn.Module, found: Wrapping) -> list[nn.Parameter]:
+def _left_alone(model: nn.Module, wrapping: Wrapping) -> list[nn.Parameter]:
     """Parameters of modules left alone, and those without rows to divide; in one order on all ranks."""
     return [
         parameter
         for name, parameter in model.named_parameters()
-        if parameter.dim() == 0 or not parameter.numel() or any(name.startswith(f"{module}.") for module in found.alone)
+        if parameter.dim() == 0
+        or not parameter.numel()
+        or any(name.startswith(f"{module}.") for module in wrapping.alone)
     ]
 
 
-def _norms_apart(plan: Plan, options: ShardOptions, facts: ModelFacts, found: Wrapping) -> list[str]:
+def _norms_apart(plan: Plan, options: ShardOptions, facts: ModelFacts, wrapping: Wrapping) -> list[str]:
     """Batch norms that need a unit of their own: statistics are float32, and so must their weights be."""
     if _param_dtype(plan, options) not in _HALVES.values():
         return []
-    return [name for name in facts.batch_norms if not any(name == o or name.startswith(f"{o}.") for o in found.alone)]
+    return [
+        name for name in facts.batch_norms if not any(name == o or name.startswith(f"{o}.") for o in wrapping.alone)
+    ]
 
 
 def _own_memory(module: nn.Module, args: Any, output: Any) -> Any:
@@ -285,9 +291,9 @@ def _prefetch(units: list[Any], depth: int) -> None:
         unit.set_modules_to_backward_prefetch(units[max(0, at - depth) : at][::-1])
 
 
-def _unit_sizes(found: Wrapping, facts: ModelFacts) -> list[int]:
+def _unit_sizes(wrapping: Wrapping, facts: ModelFacts) -> list[int]:
     """Elements that each unit, and the root, gathers at once."""
-    sizes = dict.fromkeys(("", *found.units), 0)
+    sizes = dict.fromkeys(("", *wrapping.units), 0)
     repeats = {name for names in facts.tied for name in names[1:]}
     for layer in facts.layers:
         owner = max((u for u in sizes if u == "" or layer.name == u or layer.name.startswith(f"{u}.")), key=len)

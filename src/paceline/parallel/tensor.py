@@ -64,8 +64,8 @@ class Tensor(Strategy):
             "derived": f"by names and shapes in the {len(facts.blocks)} repeated blocks of {facts.name}",
         }
         counts = Counter(style for style in division.styles.values() if style != "replicated")
-        told = ", ".join(f"{count} {style}" for style, count in sorted(counts.items()))
-        made = [Decision("tensor.layers", told or "none", "derived", reason=sources[division.source])]
+        layers = ", ".join(f"{count} {style}" for style, count in sorted(counts.items()))
+        decisions = [Decision("tensor.layers", layers or "none", "derived", reason=sources[division.source])]
         reasons: dict[str, list[str]] = {}
         for name, reason in division.whole.items():
             reasons.setdefault(reason, []).append(name)
@@ -73,8 +73,8 @@ class Tensor(Strategy):
             shown = names[0] + (f" and {len(names) - 1} more" if names[1:] else "")
             inside = any(group.module == names[0] for group in division.groups)
             field = "tensor.computed_whole" if inside else "tensor.left_whole"
-            made.append(Decision(field, shown, "derived", reason=reason))
-        return made
+            decisions.append(Decision(field, shown, "derived", reason=reason))
+        return decisions
 
     def cost(self, plan: Plan, facts: ModelFacts, before: Bytes) -> Bytes:
         """Of the divided parameters each rank holds one part; what is sent depends on the tokens of a batch."""
@@ -217,18 +217,18 @@ class _Divider:
         if module is None or not group.heads:
             return []
         features = shape(self.layers[group.first[0]])[1]
-        found = []
+        counts = []
         for name, value in dict(self.layers[group.attention].numbers).items() if group.attention in self.layers else ():
             heads = name in (*HEADS, *KV_HEADS, *LOCAL_HEADS) and value in (group.heads, group.kv_heads)
             if heads or value == features:
-                found.append((module, name, value, value // self.width))
-        return found
+                counts.append((module, name, value, value // self.width))
+        return counts
 
     def _parameters(self) -> None:
         """Parameters become DTensors, with rank 0's values; those that are shared stay shared."""
         from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-        made: dict[int, nn.Parameter] = {}
+        new_parameters: dict[int, nn.Parameter] = {}
         places = [
             (name, module, key)
             for name, module in self.modules.items()
@@ -241,13 +241,13 @@ class _Divider:
             parameter = module._parameters[key]
             if parameter is None or is_sharded(parameter):
                 continue
-            if id(parameter) not in made:
+            if id(parameter) not in new_parameters:
                 dim = self._dim(name, parameter)
                 placement = Replicate() if dim is None else Shard(dim)
                 source = None if parameter.is_meta else 0
                 divided = distribute_tensor(parameter.detach(), self.mesh, [placement], src_data_rank=source)
-                made[id(parameter)] = nn.Parameter(divided, requires_grad=parameter.requires_grad)
-            module._parameters[key] = made[id(parameter)]
+                new_parameters[id(parameter)] = nn.Parameter(divided, requires_grad=parameter.requires_grad)
+            module._parameters[key] = new_parameters[id(parameter)]
 
     def _dim(self, name: str, parameter: torch.Tensor) -> int | None:
         """The dimension along which a parameter is divided."""
@@ -281,7 +281,7 @@ class _Divider:
             return
         module = self.modules[name]
         last = self.modules[group.last]
-        key = (type(module).__name__, tuple(each[len(name) :] for each in (*group.first, group.last)))
+        key = (type(module).__name__, tuple(layer[len(name) :] for layer in (*group.first, group.last)))
         proof = self.proofs.setdefault(key, Proof(name, self.regions))
         proof.regions.append(region)
 

@@ -152,11 +152,11 @@ def derive(facts: ModelFacts) -> Found:
 
 def _modules(block: str, linears: Iterable[str]) -> list[str]:
     """The block and the modules in it that hold linear layers, the innermost first."""
-    found = {block: None}
+    modules = {block: None}
     for name in linears:
         while (name := parent(name)) != block:
-            found[name] = None
-    return sorted(found, key=lambda name: -name.count("."))
+            modules[name] = None
+    return sorted(modules, key=lambda name: -name.count("."))
 
 
 def _groups(module: str, free: Mapping[str, Layer], layers: Mapping[str, Layer]) -> Iterator[Group]:
@@ -174,8 +174,8 @@ def _groups(module: str, free: Mapping[str, Layer], layers: Mapping[str, Layer])
         yield Group(module, (fused.name,), out.name, False, kind, attention=parent(fused.name))
     for first_names, last in MLP:
         members = [free.get(name) for name in (*first_names, last)]
-        if all(each is not None and each.name not in taken for each in members):
-            names = [each.name for each in members if each is not None]
+        if all(member is not None and member.name not in taken for member in members):
+            names = [member.name for member in members if member is not None]
             taken.update(names)
             yield Group(module, tuple(names[:-1]), names[-1])
     if not taken and is_sequence(module, layers):

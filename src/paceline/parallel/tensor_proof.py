@@ -112,10 +112,10 @@ def whole_counts(regions: list[Region]) -> Iterator[None]:
 
 @contextmanager
 def _evaluating(module: nn.Module) -> Iterator[None]:
-    modes = [(each, each.training) for each in module.modules()]
+    modes = [(submodule, submodule.training) for submodule in module.modules()]
     module.eval()
     try:
         yield
     finally:
-        for each, mode in modes:
-            each.training = mode
+        for submodule, mode in modes:
+            submodule.training = mode
