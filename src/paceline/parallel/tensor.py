@@ -281,7 +281,8 @@ class _Divider:
             return
         module = self.modules[name]
         last = self.modules[group.last]
-        key = (type(module).__name__, tuple(layer[len(name) :] for layer in (*group.first, group.last)))
+        layers = tuple(layer.removeprefix(name) for layer in (*group.first, group.last))
+        key = (type(module).__name__, layers)
         proof = self.proofs.setdefault(key, Proof(name, self.regions))
         proof.regions.append(region)
 
