@@ -70,8 +70,8 @@ def attend(
     if any(is_sharded(each) for each in (query, key, value)):
         raise _refused("its inputs are DTensors", "keep the parallel styles' default of local outputs")
     if query.ndim == 3:
-        inputs = (each.unsqueeze(0) for each in (query, key, value))
-        return attend(region, *inputs, attn_mask, dropout_p, is_causal, scale, enable_gqa).squeeze(0)
+        query, key, value = query.unsqueeze(0), key.unsqueeze(0), value.unsqueeze(0)
+        return attend(region, query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa).squeeze(0)
     lengths = [each.shape[-2] for each in (query, key, value)]
     if query.ndim != 4 or lengths != [region.local] * 3:
         raise _refused(

@@ -40,7 +40,7 @@ class Chain:
         runner: the applied strategy that runs forward and backward passes itself (a pipeline); None where the loop does.
     """
 
-    def __init__(self, plan: Plan, model: nn.Module, applied: Mapping[str, AppliedStrategy]) -> None:
+    def __init__(self, plan: Plan, model: nn.Module, applied: dict[str, AppliedStrategy]) -> None:
         self.plan = plan
         self.module = self.wrapped = model
         self.runner: Runner | None = None
@@ -63,10 +63,11 @@ class Chain:
         for name in context.plan.strategies:
             strategy: Strategy = STRATEGIES.get(name)
             context = replace(context, options=strategy.options(context.plan))
-            applied[name] = strategy.apply(wrapped, context)
-            wrapped = applied[name].wrapped
-            if isinstance(applied[name], Runner):
-                context = replace(context, runner=applied[name])
+            outcome = strategy.apply(wrapped, context)
+            applied[name] = outcome
+            wrapped = outcome.wrapped
+            if isinstance(outcome, Runner):
+                context = replace(context, runner=outcome)
         return cls(context.plan, model, applied)
 
     def __iter__(self) -> Iterator[AppliedStrategy]:

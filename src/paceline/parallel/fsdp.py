@@ -146,7 +146,7 @@ class Units(AppliedStrategy):
     def pending_gradients(self) -> PendingGradients:
         """Gradients that no communication has seen, by the parameters of which this rank keeps shards."""
         self.reshard()
-        gradients = {}
+        gradients: dict[torch.Tensor, torch.Tensor] = {}
         for parameter in _parameters(self.module):
             gradient = internals.pending_gradient(parameter)
             if gradient is not None:
@@ -312,7 +312,7 @@ def whole_parameters(model: nn.Module, writeback: bool = False) -> Iterator[None
         writeback: each rank takes its part of what was changed inside, also where an exception ends the block: on one
             process, what was changed before the exception stays changed too.
     """
-    places = [
+    places: list[tuple[nn.Module, str, Any]] = [
         (module, name, parameter)
         for module in model.modules()
         for name, parameter in module._parameters.items()

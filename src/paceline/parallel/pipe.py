@@ -113,7 +113,8 @@ class Pipe(Runner):
         self._losses: list[Tensor] = []
         self._inner = model.forward
         override_forward(model, "pipeline", self._forward)
-        model.forward.__func__.pipe = self  # see `pipe_of`
+        forward: Any = model.forward
+        forward.__func__.pipe = self  # see `pipe_of`
 
     # -- training ----------------------------------------------------------------------------------------------
 

@@ -156,6 +156,7 @@ class AppliedDDP(AppliedStrategy):
         group = context.mesh.gradient_group
         # PowerSGD waits inside its callbacks: with more than one bucket it deadlocks on gloo's two threads.
         one_bucket = options.comm_hook == "power_sgd" and context.device.type == "cpu"
+        named: dict[str, Any] = {} if options.broadcast_buffers else {"broadcast_buffers": False}
         wrapped = DistributedDataParallel(
             model,
             device_ids=None if context.device.index is None else [context.device.index],
@@ -164,7 +165,7 @@ class AppliedDDP(AppliedStrategy):
             find_unused_parameters=options.find_unused_parameters is True,
             gradient_as_bucket_view=options.gradient_as_bucket_view,
             static_graph=options.static_graph,
-            **({} if options.broadcast_buffers else {"broadcast_buffers": False}),
+            **named,
         )
         super().__init__(wrapped, model)
         self._context = context

@@ -54,7 +54,7 @@ class _Ring(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, query: Tensor, key: Tensor, value: Tensor, region: Region, causal: bool, mask: Any, scale: Any
-    ):
+    ) -> Tensor:
         out = query.new_zeros(*query.shape[:-1], value.shape[-1], dtype=_wide(query))
         lse = torch.full(query.shape[:-1], -math.inf, dtype=out.dtype, device=query.device)
         for source, k, v in _around(region, key, value):
@@ -89,9 +89,12 @@ class _Ring(torch.autograd.Function):
             rows, columns, own = _piece(region, source, ctx.causal)
             if k[:, :, columns].shape[2]:
                 parts = piece_backward(
-                    *(each[:, :, rows] for each in (gradient, query)),
-                    *(each[:, :, columns] for each in (k, v)),
-                    *(each[:, :, rows] for each in (out, lse)),
+                    gradient[:, :, rows],
+                    query[:, :, rows],
+                    k[:, :, columns],
+                    v[:, :, columns],
+                    out[:, :, rows],
+                    lse[:, :, rows],
                     own,
                     _mask_part(mask, region, source, columns),
                     ctx.scale,
@@ -102,6 +105,7 @@ class _Ring(torch.autograd.Function):
                 for total, part in zip((d_key, d_value), arriving.wait(), strict=True):
                     total += part
             arriving = _Flight(region, (d_key, d_value), tag=1)
+        assert arriving is not None, "there is at least this rank's own part"
         d_key, d_value = arriving.wait()
         return d_query.to(query.dtype), d_key.to(key.dtype), d_value.to(value.dtype), None, None, None, None
 

@@ -215,8 +215,7 @@ class Strategy:
 
     def options(self, plan: Plan) -> Any:
         """What the plan says for this strategy; wrong values, which `resolve` refuses, as their defaults."""
-        options, _ = read(self.Options, plan.options.get(self.name, {}), self.name)
-        return options
+        return read(self.Options, plan.options.get(self.name, {}), self.name)[0]
 
     def check(self, plan: Plan, facts: ModelFacts) -> list[Problem]:
         """What keeps this strategy from working on the model; empty where nothing does."""

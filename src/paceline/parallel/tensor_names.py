@@ -175,9 +175,9 @@ def _groups(module: str, free: Mapping[str, Layer], layers: Mapping[str, Layer])
     for first_names, last in MLP:
         members = [free.get(name) for name in (*first_names, last)]
         if all(member is not None and member.name not in taken for member in members):
-            names = [member.name for member in members if member is not None]
-            taken.update(names)
-            yield Group(module, tuple(names[:-1]), names[-1])
+            layers_of_group = [member.name for member in members if member is not None]
+            taken.update(layers_of_group)
+            yield Group(module, tuple(layers_of_group[:-1]), layers_of_group[-1])
     if not taken and is_sequence(module, layers):
         direct = [layer for name, layer in free.items() if "." not in name]
         if len(direct) == 2:

@@ -35,7 +35,7 @@ def override_forward(module: nn.Module, name: str, forward: Callable[..., Any]) 
     others = signature(original).parameters.values()
     overriding.__signature__ = signature(original).replace(parameters=[own, *others])  # type: ignore[attr-defined]
     setattr(module, slot, original)
-    module.forward = MethodType(overriding, module)  # type: ignore[method-assign]
+    module.forward = MethodType(overriding, module)
 
 
 def original_forward(module: nn.Module, name: str) -> Callable[..., Any] | None:
@@ -52,7 +52,7 @@ def restore_forward(module: nn.Module, name: str) -> None:
     delattr(module, _slot(name))
     del module.forward
     if original != module.forward:  # somebody had replaced it before us
-        module.forward = original  # type: ignore[method-assign]
+        module.forward = original
 
 
 def _slot(name: str) -> str:
