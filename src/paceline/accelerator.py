@@ -9,7 +9,7 @@ save_state         one TrainState                                         (keepi
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, TypedDict, TypeVar, TypeVarTuple, Unpack, cast, overload
 
@@ -31,7 +31,6 @@ from paceline.observe.profiles import chosen
 from paceline.observe.trackers.group import Trackers
 from paceline.optim.accumulate import Accumulation
 from paceline.optim.clip import clip_grad_norm, clip_grad_value
-from paceline.parallel.batch_norm import local_statistics
 from paceline.plan.plan import Decision, Plan
 from paceline.plan.resolve import draft
 from paceline.precision.policy import TABLE, autocast
@@ -370,8 +369,11 @@ class Accelerator(Keeping):
         from torch.distributed.algorithms.join import Join, Joinable
 
         wrapped = [each for each in joinables if isinstance(each, Joinable)]
-        models = [each.module for each in self._prepared.models]
-        with local_statistics(models), Join(wrapped) if wrapped and self.use_distributed else nullcontext():
+        with ExitStack() as stack:
+            for each in self._prepared.models:
+                stack.enter_context(each.chain.uneven_steps())
+            if wrapped and self.use_distributed:
+                stack.enter_context(Join(wrapped))
             yield
 
     # -- between ranks -----------------------------------------------------------------------------------------

@@ -31,9 +31,10 @@ from paceline.optim.clip import Across
 from paceline.optim.optimizer import PreparedOptimizer
 from paceline.optim.rebind import choose_fused, parameter_names, rebind, shared_parameters, started_optimizers
 from paceline.optim.schedule import PreparedScheduler, compare_lengths, is_scheduler
+from paceline.parallel.chain import Chain
 from paceline.parallel.draws import watch_first_pass
 from paceline.parallel.materialise import Recipe
-from paceline.parallel.strategy import STRATEGIES, Chain
+from paceline.parallel.strategy import STRATEGIES, AppliedStrategy, Context, strategies_of
 from paceline.plan import randomness
 from paceline.plan.facts import ModelFacts, model_facts
 from paceline.plan.plan import Decision, Plan
@@ -66,7 +67,7 @@ class PreparedModel:
     @property
     def module(self) -> nn.Module:
         """The module that the user wrote."""
-        return self.chain.unwrap(self.wrapped)
+        return self.chain.module
 
     @property
     def tied(self) -> dict[str, str]:
@@ -169,7 +170,7 @@ class Preparation:
         before = parameter_names([each.module for each in self.models] + [model for _, model in new])
         own = [each.optimizer for each in self.optimizers]
         found = shared_parameters(list(dict.fromkeys([*own, *optimizers])), before)
-        if self.plan.fully_sharded or self.plan.layout.size("tp", "pp") > 1:
+        if any(strategy.replaces_parameters for strategy in strategies_of(self.plan)):
             replaced = {id(parameter) for _, model in new for parameter in model.parameters()}
             found += started_optimizers([each for each in optimizers if each not in own], replaced)
         recipes = [Recipe(model) if fact.meta else None for (_, model), fact in zip(new, facts, strict=True)]
@@ -181,19 +182,24 @@ class Preparation:
         if new and self.plan.open:
             self._choose(facts)
         plan = resolve(self._draft(), facts, STRATEGIES, found) if new else self.plan
-        divided = plan.fully_sharded or plan.layout.size("tp", "pp") > 1
+        replaced_parameters = any(strategy.replaces_parameters for strategy in strategies_of(plan))
         for (at, model), fact, recipe in zip(new, facts, recipes, strict=True):
-            chain = Chain(plan, self.mesh, self._collectives, self.device, fact, lambda: self._active.idle)
             if places[at]:
                 move = lambda tensor: tensor if tensor.is_meta else tensor.to(self.device)  # noqa: E731
                 model._apply(move) if fact.meta else model.to(self.device)
-            if recipe is not None and not divided:
-                self._materialise(recipe, model, plan)
+            if recipe is not None and not replaced_parameters:
+                self._materialise(recipe, model, self.device)
             wrap_forward(model, self._precision, self.device)
             whole_names = tuple(map(clean, model.state_dict(keep_vars=True)))
-            prepared = PreparedModel(chain.apply(model), chain, fact, whole_names)
-            if recipe is not None and divided:
-                self._materialise(recipe, prepared.module, plan)
+            context = Context(
+                plan, self.mesh, self._collectives, self.device, fact,
+                idle=lambda: self._active.idle, siblings=self._applied,
+            )  # fmt: skip
+            chain = Chain.apply(model, context)
+            prepared = PreparedModel(chain.wrapped, chain, fact, whole_names)
+            if recipe is not None and replaced_parameters:
+                host = torch.device("cpu")
+                self._materialise(recipe, prepared.module, host if chain.parameters_on_host else self.device)
             if prepared.wrapped is not prepared.module or "forward" in vars(prepared.module):
                 watch(prepared.wrapped, self._situation)
             self.models.append(prepared)
@@ -221,11 +227,15 @@ class Preparation:
             self._note(noted)
             logger("plan").info("%s", noted)
 
-    def _materialise(self, recipe: Recipe, model: nn.Module, plan: Plan) -> None:
+    def _applied(self) -> Iterator[AppliedStrategy]:
+        """What strategies did to all models."""
+        for each in self.models:
+            yield from each.chain
+
+    def _materialise(self, recipe: Recipe, model: nn.Module, device: torch.device) -> None:
         """Gives a model from the meta device its values: rank 0's seed, so the same on all ranks and under every plan."""
-        waits = plan.offload != "no" and plan.fully_sharded  # on the host, until it is needed
         seed = int(self._collectives.broadcast_object(torch.initial_seed()))
-        recipe.run(model, torch.device("cpu") if waits else self.device, seed)
+        recipe.run(model, device, seed)
 
     def _misplaced(self, facts: ModelFacts, moved: bool) -> list[Problem]:
         """What is wrong with where a model is, on several ranks, each of which has one device."""
@@ -263,7 +273,7 @@ class Preparation:
         self._accumulation.over(self.plan.layout.width, self.data)
         self._loader_options["collectives"] = self.data
         if self._scaler is not None:
-            self._scaler.agree = self.plan.layout.size("shard", "tp", "pp") > 1
+            self._scaler.agree = any(strategy.divides_steps for strategy in strategies_of(self.plan))
             self._scaler.named = self.named_parameters
 
     def named_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
@@ -280,12 +290,13 @@ class Preparation:
         for known in self.optimizers:
             if known.optimizer is optimizer:
                 return known
-        tied = [each.facts.tied for each in self.models] if self.plan.layout.pp > 1 else None
+        removed = any(strategy.removes_parameters for strategy in strategies_of(self.plan))
+        tied = [each.facts.tied for each in self.models] if removed else None
         rebind(optimizer, before, [each.module for each in self.models], tied)
         own = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
         for each in self.models:
             if any(id(parameter) in own for parameter in each.module.parameters()):
-                for made in each.chain.bind(optimizer, each.wrapped):
+                for made in each.chain.bind(optimizer):
                     self._note(made)
         for state in optimizer.state.values():
             for key, value in state.items():
@@ -409,14 +420,14 @@ class Preparation:
             prepared = self.find(model)
             if prepared is None:
                 raise _unprepared(model, "gradients are held back by the strategies that `prepare` applied")
-            stack.enter_context(prepared.chain.hold_gradients(prepared.wrapped))
+            stack.enter_context(prepared.chain.hold_gradients())
         return stack
 
     def across(self) -> Across | None:
         """The ranks that hold the other stages of the models, for norms of all their gradients; None without any."""
-        copies = [each.chain.runner.copies(each.wrapped) for each in self.models if each.chain.runner is not None]
-        elsewhere = {key for each in copies for key in each.counted_elsewhere()}
-        return Across(copies[0].collectives, elsewhere) if copies else None
+        owners = [each.chain.owners for each in self.models if each.chain.owners is not None]
+        elsewhere = {key for each in self.models for key in each.chain.owned_elsewhere()}
+        return Across(owners[0], elsewhere) if owners else None
 
     def unwrap(self, model: nn.Module, keep_precision: bool = True, keep_compile: bool = True) -> nn.Module:
         """The module that the user wrote, with or without its mixed-precision forward and `torch.compile`."""
@@ -441,14 +452,14 @@ class Preparation:
             gathered[name] = gathered[alias] if alias in gathered else whole(value)
         state = {clean(name): value for name, value in gathered.items()}
         prepared = self.find(model)
-        return state if prepared is None else prepared.chain.gather_state(state, prepared.wrapped)
+        return state if prepared is None else prepared.chain.gather_state(state)
 
     def full_parameters(self, model: nn.Module, writeback: bool) -> AbstractContextManager[Any]:
         """While it is open, parameters are whole plain tensors. Ranks: all."""
         prepared = self.find(model)
         if prepared is None:
             raise _unprepared(model, "only what was prepared is divided")
-        return prepared.chain.full(prepared.wrapped, writeback)
+        return prepared.chain.full_parameters(writeback)
 
     @contextmanager
     def under(self, plan: Mapping[str, Any] | None) -> Iterator[None]:

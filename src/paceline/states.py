@@ -331,13 +331,13 @@ class States:
             return parameter in owners and owners[parameter].stale
 
         def gradients(each: PreparedModel) -> Gradients:
-            plan = each.chain.plan
+            plan, owners = each.chain.plan, each.chain.owners
             return Gradients(
                 parameters=lambda: own_names(each.module, each.tied),
-                held=lambda: each.chain.held(each.wrapped),
-                take=lambda held: each.chain.take(each.wrapped, held),
+                held=each.chain.pending_gradients,
+                take=each.chain.restore_pending,
                 layout=f"{plan.layout}, zero={plan.zero}, {', '.join(plan.strategies)}, {plan.options}",
-                ranks=world.size // plan.layout.pp,
+                ranks=world.size // (1 if owners is None else owners.size),
                 stale=stale,
             )
 

@@ -53,7 +53,7 @@ class Steps:
 
     def backward(self, loss: torch.Tensor, num_items: int | torch.Tensor | None, **named: Any) -> None:
         """See `Accelerator.backward`."""
-        if self._prepared.plan.layout.pp > 1:
+        if any(each.chain.runner is not None for each in self._prepared.models):
             raise PlanError(
                 "backward-pipeline",
                 "a pipeline runs forward and backward of its stages together, so there is no loss to call backward on.",
@@ -82,12 +82,11 @@ class Steps:
         mean = num_items is None
         if prepared is None or runner is None:
             return self._one_by_one(model, parts or (), loss_fn, factor, mean)
-        held = prepared.chain.hold_gradients(prepared.wrapped)
-        with self._prepared.exhausted("forward"), self._prepared.phase("pipeline"), held:
+        with self._prepared.exhausted("forward"), self._prepared.phase("pipeline"), prepared.chain.hold_gradients():
             if whole is not None:
-                loss = runner.forward_backward(prepared.wrapped, *whole, loss_fn, factor, mean)
+                loss = runner.forward_backward(whole, loss_fn, factor, mean)
             else:
-                loss = runner.forward_backward_each(prepared.wrapped, parts, loss_fn, factor, mean)
+                loss = runner.forward_backward_each(parts or (), loss_fn, factor, mean)
         if self._scaler is not None:
             self._scaler.watch(loss)
         self.settle()
@@ -114,7 +113,7 @@ class Steps:
             except BaseException as error:
                 hangs.backward_failed(error)
                 for each in self._prepared.models:
-                    each.chain.failed(each.wrapped)
+                    each.chain.backward_failed()
                 raise
             hangs.backward_passed()
 
@@ -137,4 +136,4 @@ class Steps:
         if self._gradients.sync:
             with self._prepared.phase("reduce"):
                 for each in self._prepared.models:
-                    each.chain.settle(each.wrapped)
+                    each.chain.finish_reduction()

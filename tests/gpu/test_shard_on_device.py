@@ -60,9 +60,9 @@ def test_units_on_the_device(alone, device, offload):
     fully_shard(model, **named)
     units = Units(model, dist.group.WORLD)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    with units.hold():
+    with units.hold_gradients():
         model(torch.ones(8, 64, device=device)).float().sum().backward()
-    units.settle()
+    units.finish_reduction()
     assert all(p.grad is not None for p in model.parameters())
     optimizer.zero_grad()
     assert {p.device.type for p in model.parameters()} == {"cpu" if offload else device.type}

@@ -4,6 +4,7 @@ The suite over plans (`test_parity_plans.py`) crosses plans; here one loop goes 
 """
 
 import logging
+from contextlib import suppress
 from copy import deepcopy
 from dataclasses import dataclass
 from functools import cache
@@ -285,6 +286,9 @@ def whole_and_back() -> tuple[torch.Tensor, list[str]]:
         assert type(model.head.weight) is nn.Parameter and model.head.weight.shape == (24, 5)
         with torch.no_grad():
             model.head.weight += 1
+    with suppress(KeyError), accelerator.full_parameters(model, writeback=True), torch.no_grad():
+        model.head.weight += 2
+        raise KeyError("what was changed before stays changed, as on one process")
     with accelerator.full_parameters(model), torch.no_grad():
         model.head.weight += 5  # not taken over
     names = [name for name, _ in accelerator.unwrap_model(model).named_parameters()]
@@ -295,7 +299,7 @@ def test_whole_parameters() -> None:
     torch.manual_seed(3)
     plain_model = Odd()
     for weight, names in run_ranks(whole_and_back, world=2):
-        torch.testing.assert_close(weight, plain_model.head.weight.detach() + 1)
+        torch.testing.assert_close(weight, plain_model.head.weight.detach() + 3)
         assert names == [name for name, _ in plain_model.named_parameters()]
 
 

@@ -1,7 +1,7 @@
 """Tensor parallel on real processes: the numbers of one plain process, for models that are written in several ways."""
 
 import logging
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import cache
 
 import pytest
@@ -439,7 +439,11 @@ def test_each_rank_holds_its_part_and_the_whole_can_be_had(tmp_path):
             assert model.blocks[0].attn.n_heads == HEADS and model.head.weight is model.tok.weight
             torch.testing.assert_close(model(x), before)  # forward computes on the whole here
             for parameter in model.parameters():
-                parameter.data.mul_(2)
+                parameter.data.mul_(4)
+        with suppress(KeyError), accelerator.full_parameters(prepared, writeback=True):
+            for parameter in model.parameters():
+                parameter.data.div_(2)
+            raise KeyError("what was changed before stays changed, as on one process")
         accelerator.save_model(prepared, tmp_path)
         for name, value in accelerator.get_state_dict(prepared).items():
             assert value.equal(2 * whole[name])

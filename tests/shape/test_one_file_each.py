@@ -14,13 +14,59 @@ import pytest
 from paceline.base import registry
 
 STRATEGY = """
-from paceline.parallel.strategy import Strategy
+from contextlib import contextmanager
+
+from torch import nn
+
+from paceline.parallel.strategy import Runner, Strategy
+
+
+class Twice(Runner):
+    begins, first_blocks = (0,), ("",)
+
+    def __init__(self, model):
+        super().__init__(nn.Sequential(model), model)
+        self.calls = []
+
+    def bind(self, optimizer):
+        self.calls.append("bind")
+        return []
+
+    @contextmanager
+    def hold_gradients(self):
+        self.calls.append("hold")
+        yield
+
+    def finish_reduction(self):
+        self.calls.append("finish")
+
+    def owned_elsewhere(self):
+        self.calls.append("norm")
+        return set()
+
+    def gather_state(self, state):
+        return {**state, "toy": 1}
+
+    def forward_backward(self, batch, loss_fn, factor, mean):
+        loss = loss_fn(self.wrapped(*batch.inputs), batch.target) + loss_fn(self.wrapped(*batch.inputs), batch.target)
+        (loss * factor).backward()
+        return loss.detach()
+
+    def forward_backward_each(self, parts, loss_fn, factor, mean):
+        raise NotImplementedError
+
+    def follow(self, phase):
+        pass
+
 
 class Toy(Strategy):
     name, stage = "toy", 5
 
     def wanted(self, plan):
         return True
+
+    def apply(self, model, context):
+        return Twice(model)
 
 STRATEGY = Toy()
 """
@@ -158,6 +204,29 @@ def test_a_strategy(add: Add) -> None:
     add("paceline.parallel", STRATEGY)
     assert "toy" in STRATEGIES.names()
     assert "toy" in resolve(Plan(), [], STRATEGIES).strategies
+
+
+def test_a_strategy_in_a_loop(add: Add) -> None:
+    """What a strategy does reaches the loop, clipping and the state without a line about it anywhere else."""
+    import torch
+    from torch import nn
+
+    from paceline import Accelerator, PlanError
+
+    add("paceline.parallel", STRATEGY)
+    accelerator, module = Accelerator(cpu=True), nn.Linear(2, 1)
+    model, optimizer = accelerator.prepare(module, torch.optim.SGD(module.parameters(), lr=1.0))
+    assert isinstance(model, nn.Sequential) and accelerator.unwrap_model(model) is module
+    batch = (torch.ones(3, 2), torch.zeros(3, 1))
+    loss = accelerator.forward_backward(model, batch, nn.functional.mse_loss)
+    torch.testing.assert_close(loss, 2 * nn.functional.mse_loss(module(batch[0]), batch[1]).detach())
+    accelerator.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step()
+    with pytest.raises(PlanError, match="backward-pipeline"):
+        accelerator.backward(nn.functional.mse_loss(model(batch[0]), batch[1]))
+    assert accelerator.get_state_dict(model)["toy"] == 1
+    (applied,) = accelerator._prepared.models[0].chain
+    assert applied.calls == ["bind", "hold", "finish", "norm"]
 
 
 def test_a_tracker(add: Add, tmp_path: Path) -> None:

@@ -174,7 +174,7 @@ class Profiles:
         """
         self.phases.follow_model(wrapped)
         if runner is not None:
-            runner.follow(wrapped, self.phases.during)
+            runner.follow(self.phases.during)
         if self.flops is not None:
             self.flops.follow_model(module, parameters)
 

@@ -11,22 +11,18 @@ check costs a round trip between the hosts for each unit, so that only debug mod
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import torch.distributed as dist
 
 from paceline.base.errors import PlanError
+from paceline.world.mesh import unit_name
 from paceline.world.transport import PairwiseTransport
 
 GATHER, REDUCE, END = range(3)
 _DOES = ("gathers the parameters of {}", "reduces the gradients of {}", "has ended the backward pass of {}")
 _TAG = 1 << 20  # of statements; the tags after it are those of flags, one a unit
-_names: list[str] = []  # of all units, in the order in which all ranks made them
-
-
-def number(name: str) -> int:
-    """Registers a unit. Ranks: all of a group register the same ones, in one order."""
-    _names.append(name)
-    return len(_names) - 1
 
 
 class Statement:
@@ -38,10 +34,10 @@ class Statement:
         flags: small numbers that are the rank's own; as many on all ranks that say the same.
     """
 
-    def __init__(self, group: dist.ProcessGroup, kind: int, unit: int, flags: list[int] | None = None) -> None:
+    def __init__(self, group: dist.ProcessGroup, kind: int, unit: int, flags: Sequence[int] | None = None) -> None:
         self._transport = PairwiseTransport(group)
         self._own_statement = [kind, unit]
-        self._own_flags = flags or []
+        self._own_flags = list(flags or ())
         size = self._transport.size
         self._statements = torch.empty(size, 2, dtype=torch.int64)
         self._flags = torch.empty(size, len(self._own_flags), dtype=torch.uint8)
@@ -81,4 +77,4 @@ class Statement:
     def _in_words(self, rank: int, statement: list[int]) -> str:
         kind, unit = statement
         global_rank = dist.get_global_rank(self._transport.group, rank)
-        return f"rank {global_rank} {_DOES[kind].format(_names[unit])}"
+        return f"rank {global_rank} {_DOES[kind].format(unit_name(unit))}"

@@ -6,7 +6,6 @@ A `TorchFunctionMode` sees every call of a torch function in this thread, howeve
 
 from __future__ import annotations
 
-from types import FunctionType
 from typing import Any
 
 import torch
@@ -18,6 +17,7 @@ from paceline.base.errors import TrainError
 from paceline.parallel.ring_attention import ring_attention
 from paceline.parallel.sequence_split import Region
 from paceline.parallel.ulysses import ulysses_attention
+from paceline.torch_internals.attention import multi_head_attention_with
 from paceline.world.sharded import is_sharded
 
 
@@ -70,8 +70,8 @@ def attend(
     if any(is_sharded(each) for each in (query, key, value)):
         raise _refused("its inputs are DTensors", "keep the parallel styles' default of local outputs")
     if query.ndim == 3:
-        inputs = (each.unsqueeze(0) for each in (query, key, value))
-        return attend(region, *inputs, attn_mask, dropout_p, is_causal, scale, enable_gqa).squeeze(0)
+        query, key, value = query.unsqueeze(0), key.unsqueeze(0), value.unsqueeze(0)
+        return attend(region, query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa).squeeze(0)
     lengths = [each.shape[-2] for each in (query, key, value)]
     if query.ndim != 4 or lengths != [region.local] * 3:
         raise _refused(
@@ -127,7 +127,8 @@ def _multi_head(region: Region, *args: Any, **kwargs: Any) -> Any:
             "nn.MultiheadAttention is asked for its weights, of which no rank holds a whole row",
             "call it with need_weights=False",
         )
-    mask, padding = kwargs.get("attn_mask"), kwargs.get("key_padding_mask")
+    mask = kwargs.get("attn_mask")
+    padding = kwargs.get("key_padding_mask")
     if mask is not None and not (kwargs.get("is_causal") and padding is None):
         kwargs["attn_mask"] = None
         kwargs["is_causal"] = False
@@ -138,10 +139,7 @@ def _multi_head(region: Region, *args: Any, **kwargs: Any) -> Any:
         whole = _joined(mask, _whole_mask(keys, region), query)
         return attend(region, query, key, value, whole, dropout_p, is_causal)
 
-    original = functional.multi_head_attention_forward
-    own = {**original.__globals__, "scaled_dot_product_attention": attention, "has_torch_function": lambda _: False}
-    run = FunctionType(original.__code__, own, original.__name__, original.__defaults__, original.__closure__)
-    return run(*args, **kwargs)
+    return multi_head_attention_with(attention, *args, **kwargs)
 
 
 def _joined(mask: Tensor | None, keys: Tensor | None, query: Tensor) -> Tensor | None:

@@ -1,4 +1,4 @@
-"""Gradients that no strategy reduces in the backward pass, averaged at the end of a window."""
+"""Many tensors at once: gradients that no strategy reduces in the backward pass, and values that all ranks shall have."""
 
 from __future__ import annotations
 
@@ -40,6 +40,16 @@ def average_gradients(parameters: list[nn.Parameter], group: Any) -> None:
             gradient.copy_(mean.view_as(gradient))
 
 
+def broadcast_tensors(tensors: list[torch.Tensor], group: Any) -> None:
+    """The first rank's tensors for all, in place. Ranks: all of the group."""
+    with torch.no_grad():
+        for chunk in _chunks(tensors):
+            flat = torch.cat([tensor.reshape(-1) for tensor in chunk])
+            dist.broadcast(flat, group=group, group_src=0)
+            for tensor, first in zip(chunk, flat.split([t.numel() for t in chunk]), strict=True):
+                tensor.copy_(first.view_as(tensor))
+
+
 def _chunks(tensors: list[torch.Tensor]) -> Iterable[list[torch.Tensor]]:
     """Tensors of one dtype, of about `CHUNK` bytes together, in one order on all ranks."""
     chunk: list[torch.Tensor] = []
@@ -47,7 +57,8 @@ def _chunks(tensors: list[torch.Tensor]) -> Iterable[list[torch.Tensor]]:
     for tensor in sorted(tensors, key=lambda tensor: str(tensor.dtype)):
         if chunk and (size + tensor.nbytes > CHUNK or chunk[0].dtype != tensor.dtype):
             yield chunk
-            chunk, size = [], 0
+            chunk = []
+            size = 0
         chunk.append(tensor)
         size += tensor.nbytes
     if chunk:

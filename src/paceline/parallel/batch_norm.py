@@ -15,7 +15,6 @@ Source of the backward pass: Ioffe and Szegedy, "Batch Normalization", 2015, sec
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -31,12 +30,12 @@ from torch.overrides import TorchFunctionMode
 
 from paceline.base.errors import PlanError, Problem
 from paceline.config.kinds import one_of
-from paceline.parallel.strategy import Context, Strategy
-from paceline.parallel.tensor_styles import override
+from paceline.parallel.strategy import AppliedStrategy, Context, Strategy
 from paceline.plan.facts import ModelFacts
 from paceline.plan.options import option
 from paceline.plan.plan import Decision, Plan
 from paceline.plan.rules import origin
+from paceline.world.forward import override_forward
 from paceline.world.layout import DATA_AXES
 
 _SHOWN = 3  # names in one line of the plan
@@ -104,7 +103,7 @@ class BatchNorm(Strategy):
         where = next((each.where for each in plan.decisions if each.field == "options.batch_norm.statistics"), "")
         return [Decision("batch_norm.statistics", statistics, "derived", where, reason)]
 
-    def apply(self, model: nn.Module, context: Context) -> nn.Module:
+    def apply(self, model: nn.Module, context: Context) -> AppliedStrategy:
         """Takes over the statistics of the model's batch norms, in place. Ranks: all."""
         # A group of its own: gradients are on their way in the other one meanwhile, in an order that may differ by rank.
         group = context.mesh.statistics_group
@@ -119,10 +118,27 @@ class BatchNorm(Strategy):
             elif converted or everything:
                 if converted:
                     module.__class__ = _ConvertedBatchNorm
-                if module not in _PEERS:
-                    override(module, _forward, "_batch_norm_forward")
-                _PEERS[module] = peers
-        return model
+                if not hasattr(module, _PEERS):
+                    override_forward(module, "batch_norm", _forward)
+                setattr(module, _PEERS, peers)
+        return SharedStatistics(model, peers)
+
+
+class SharedStatistics(AppliedStrategy):
+    """A model whose batch norms take statistics over several ranks."""
+
+    def __init__(self, model: nn.Module, peers: _Peers) -> None:
+        super().__init__(model)
+        self._peers = peers
+
+    @contextmanager
+    def uneven_steps(self) -> Iterator[None]:
+        """While it is open, each rank normalises by its own batch."""
+        self._peers.paused += 1
+        try:
+            yield
+        finally:
+            self._peers.paused -= 1
 
 
 class _ConvertedBatchNorm(_BatchNorm):
@@ -133,22 +149,15 @@ class _ConvertedBatchNorm(_BatchNorm):
             raise ValueError(f"expected an input of at least 2 dimensions, got {input.dim()}")
 
 
+_PEERS = "_batch_norm_peers"  # attribute of a layer whose statistics are taken over several ranks
+
+
 def is_synchronised(module: nn.Module) -> bool:
     """Whether a batch norm takes its statistics over all ranks, so that its buffers are the same everywhere."""
-    return module in _PEERS or isinstance(module, nn.SyncBatchNorm)
+    return getattr(module, _PEERS, None) is not None or isinstance(module, nn.SyncBatchNorm)
 
 
-@contextmanager
-def local_statistics(models: Iterable[nn.Module]) -> Iterator[None]:
-    """While it is open, each rank normalises by its own batch: where ranks take different numbers of steps."""
-    paused = {module: _PEERS.pop(module) for model in models for module in model.modules() if module in _PEERS}
-    try:
-        yield
-    finally:
-        _PEERS.update(paused)
-
-
-@dataclass(frozen=True)
+@dataclass
 class _Peers:
     """The ranks whose batches make one batch.
 
@@ -156,21 +165,22 @@ class _Peers:
         group: their group.
         ranks: how many they are.
         idle: whether this rank's rows stand for no sample: at the end of an epoch there may be fewer samples than ranks.
+        paused: open blocks in which each rank normalises by its own batch.
     """
 
     group: Any
     ranks: int
     idle: Callable[[], bool]
+    paused: int = 0
 
-
-# Not an attribute of the module: a copy of it, made for an average of weights, must not wait for other ranks.
-_PEERS: weakref.WeakKeyDictionary[nn.Module, _Peers] = weakref.WeakKeyDictionary()
+    def __deepcopy__(self, memo: dict[int, Any]) -> None:
+        """A copy of a layer, made for an average of weights, has no peers: it must not wait for other ranks."""
 
 
 def _forward(self: nn.Module, original: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
-    peers = _PEERS.get(self)
+    peers: _Peers | None = getattr(self, _PEERS)
     # Evaluation may run on one rank alone: there a layer without running statistics takes those of the batch it is given.
-    if peers is None or peers.ranks == 1 or not self.training:
+    if peers is None or peers.paused or peers.ranks == 1 or not self.training:
         return original(*args, **kwargs)
     with _BatchNormCalls(peers):
         return original(*args, **kwargs)
@@ -254,9 +264,12 @@ class _Normalise(Function):
         idle: bool,
     ) -> Tensor:
         like = weight if weight is not None else input.new_empty((), dtype=_wide(input.dtype))
-        mean, variance = mean.to(like.dtype), variance.to(like.dtype)
+        mean = mean.to(like.dtype)
+        variance = variance.to(like.dtype)
         ctx.save_for_backward(input, weight, mean, variance, total)
-        ctx.eps, ctx.peers, ctx.idle = eps, peers, idle
+        ctx.eps = eps
+        ctx.peers = peers
+        ctx.idle = idle
         return torch.native_batch_norm(input, weight, bias, mean, variance, False, 0.0, eps)[0]
 
     @staticmethod
@@ -280,7 +293,8 @@ class _Normalise(Function):
             shape = [1, -1] + [1] * (input.dim() - 2)
             direct += (input * slope.view(shape) + shift.view(shape)).to(direct.dtype)
         mine = ctx.needs_input_grad
-        of_weight, of_bias = (of_weight if mine[1] else None), (of_bias if mine[2] else None)
+        of_weight = of_weight if mine[1] else None
+        of_bias = of_bias if mine[2] else None
         return direct, of_weight, of_bias, None, None, None, None, None, None
 
 

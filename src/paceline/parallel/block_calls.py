@@ -10,8 +10,6 @@ import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import wraps
-from types import MethodType
 from typing import Any
 
 import torch
@@ -21,37 +19,41 @@ from torch import Tensor, nn
 from paceline.base.errors import TrainError
 from paceline.parallel.attention_calls import AttentionCalls
 from paceline.parallel.sequence_split import Division, Region, Sizes, sequence_dim
+from paceline.world.forward import original_forward, override_forward
 from paceline.world.tree import map_tensors, tensors
 
 REGION = "paceline_region"
 CACHES = ("past_key_value", "past_key_values", "layer_past")  # transformers' names for kept keys and values
+_NAME = "context"
 _TRIED = 16  # positions on each rank in a trial
 
 
-def override_forward(block: nn.Module) -> None:
+def divide_attention(block: nn.Module) -> None:
     """Makes `block.forward` compute with the attention of the region that comes with the call."""
-    original = block.forward
 
-    @wraps(original)
-    def forward(self: nn.Module, *args: Any, paceline_region: Region | None, **kwargs: Any) -> Any:
+    def forward(
+        block: nn.Module, original: Callable[..., Any], *args: Any, paceline_region: Region | None, **kwargs: Any
+    ) -> Any:
         if paceline_region is None:
-            return self._context_forward(*args, **kwargs)  # type: ignore[operator]
-        return _divided(self, paceline_region, args, kwargs)
+            return original(*args, **kwargs)
+        with AttentionCalls(paceline_region):
+            return original(*args, **kwargs)
 
-    block._context_forward = original  # type: ignore[assignment]
-    block.forward = MethodType(forward, block)  # type: ignore[method-assign]
+    override_forward(block, _NAME, forward)
 
 
-def _divided(block: nn.Module, region: Region, args: Any, kwargs: Any) -> Any:
-    with AttentionCalls(region):
-        return block._context_forward(*args, **kwargs)  # type: ignore[operator]
+def _plain(block: nn.Module) -> Callable[..., Any]:
+    """The block's own forward."""
+    original = original_forward(block, _NAME)
+    assert original is not None, "divide_attention was not called"
+    return original
 
 
 def map_arguments(
     change: Callable[[Tensor, str, bool], Tensor], block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The arguments of a block with `change(tensor, parameter, whether it is hidden states)` for each tensor."""
-    names = [*inspect.signature(block._context_forward).parameters]  # type: ignore[arg-type]
+    names = [*inspect.signature(_plain(block)).parameters]
     given = [*zip(names + names[-1:] * len(args), args, strict=False), *kwargs.items()]
     first = _first(names, given)
     hidden = [True]
@@ -96,7 +98,7 @@ def compare(
     """Runs a block on the beginning of a sequence, whole and divided, without gradients, and compares.
 
     Args:
-        block: with `override_forward`.
+        block: with `divide_attention`.
         sample: whole hidden states, the input of the first block.
         args, kwargs: of the call at hand; hidden states are divided already unless `number` is 0.
         region, sizes: of the call at hand.
@@ -136,9 +138,10 @@ def compare(
     with torch.no_grad(), _evaluating(block), torch.autocast(sample.device.type, enabled=False):
         args, kwargs = map_arguments(beginning, block, *_without_caches(block, args, kwargs))
         try:
-            whole = tensors(block._context_forward(*args, **kwargs))[0]  # type: ignore[operator]
+            whole = tensors(_plain(block)(*args, **kwargs))[0]
             args, kwargs = map_arguments(part, block, args, kwargs)
-            divided = tensors(_divided(block, short, args, kwargs))[0]
+            with AttentionCalls(short):
+                divided = tensors(_plain(block)(*args, **kwargs))[0]
         except RuntimeError as error:
             if type(error) is not RuntimeError:
                 raise
@@ -190,12 +193,12 @@ def _without_caches(
     block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     places = _cache_places(block) + [False] * len(args)
-    kept = tuple(None if cache else value for cache, value in zip(places, args, strict=False))
-    return kept, {name: None if name in CACHES else value for name, value in kwargs.items()}
+    others = tuple(None if cache else value for cache, value in zip(places, args, strict=False))
+    return others, {name: None if name in CACHES else value for name, value in kwargs.items()}
 
 
 def _cache_places(block: nn.Module) -> list[bool]:
-    return [name in CACHES for name in inspect.signature(block._context_forward).parameters]  # type: ignore[arg-type]
+    return [name in CACHES for name in inspect.signature(_plain(block)).parameters]
 
 
 @contextmanager

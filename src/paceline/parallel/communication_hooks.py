@@ -65,7 +65,8 @@ def install(model: DistributedDataParallel, name: str, wrapper: str, group: Any,
             group, **{"matrix_approximation_rank": 1, "start_powerSGD_iter": 2, **state}
         )
     else:
-        hook, hook_state = (bf16_hook if name == "bf16" else fp16_hook), group
+        hook = bf16_hook if name == "bf16" else fp16_hook
+        hook_state = group
     if wrapper in ("bf16", "fp16"):
         hook = partial(_wrapped, torch.bfloat16 if wrapper == "bf16" else torch.float16, hook)
     # torch reads a hook's annotations, which must be the classes themselves and not text.

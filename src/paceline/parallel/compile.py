@@ -14,7 +14,7 @@ from torch import nn
 from paceline.base.errors import Problem
 from paceline.base.log import logger
 from paceline.config.kinds import YES_NO, YES_NO_AUTO, Kind, one_of
-from paceline.parallel.strategy import Context, Strategy
+from paceline.parallel.strategy import AppliedStrategy, Context, Strategy
 from paceline.plan.facts import ModelFacts
 from paceline.plan.options import option
 from paceline.plan.plan import Decision, Plan
@@ -77,7 +77,7 @@ class Compile(Strategy):
         what = f"{regions} blocks, one by one" if facts.blocks else "the whole model: nothing in it repeats"
         return [Decision("compile.regions", regions, "derived", reason=f"{what}; on a CPU seldom faster than eager")]
 
-    def apply(self, model: nn.Module, context: Context) -> nn.Module:
+    def apply(self, model: nn.Module, context: Context) -> AppliedStrategy:
         """Compiles at the first call, not now."""
         options = context.options
         how: dict[str, Any] = {"backend": options.backend, "fullgraph": options.fullgraph}
@@ -92,7 +92,7 @@ class Compile(Strategy):
             logger("parallel").info(
                 "compile: on a CPU the first steps take many seconds, and later ones are seldom faster"
             )
-        return model
+        return AppliedStrategy(model)
 
 
 STRATEGY = Compile()

@@ -28,16 +28,15 @@ from paceline.config.kinds import YES_NO, Kind, one_of, whole
 from paceline.parallel.block_calls import (
     REGION,
     compare,
+    divide_attention,
     hidden_states,
     keeps,
     map_arguments,
     no_sequence,
-    override_forward,
 )
-from paceline.parallel.pipeline import STRATEGY as PIPELINE
 from paceline.parallel.random_streams import RandomStreams
 from paceline.parallel.sequence_split import Division, Region, Sizes, sequence_dim
-from paceline.parallel.strategy import Context, Strategy
+from paceline.parallel.strategy import AppliedStrategy, Context, Strategy
 from paceline.parallel.tensor import STRATEGY as TENSOR
 from paceline.parallel.ulysses import fitting
 from paceline.plan.cost import Bytes
@@ -72,12 +71,12 @@ class ContextParallel(Strategy):
     name = "context"
     stage = 30
     axes = ("cp",)
-
     Options = ContextOptions
 
     def check(self, plan: Plan, facts: ModelFacts) -> list[Problem]:
         """There are blocks, and their heads divide where they must."""
-        options, cp = self.options(plan), plan.layout.cp
+        options = self.options(plan)
+        cp = plan.layout.cp
         problems = []
         if options.blocks == "auto" and not facts.blocks:
             problems.append(
@@ -125,22 +124,22 @@ class ContextParallel(Strategy):
             return []
         return [Decision("context.method", *_method(plan, facts))]
 
-    def cost(self, plan: Plan, facts: ModelFacts, held: Bytes) -> Bytes:
+    def cost(self, plan: Plan, facts: ModelFacts, before: Bytes) -> Bytes:
         """Activations are divided; keys and values are about 4 of the 34 bytes a block keeps for each channel and position
         (Korthikanti et al., 2022). Round a ring go they, they again, and their gradients; by all-to-all goes each of the
         four matrices of attention twice."""
         cp = plan.layout.cp
-        kept = held.activations // cp
-        pair = kept * 4 // 34
+        activations = before.activations // cp
+        pair = activations * 4 // 34
         ring = (
             _method(plan, facts)[0] == "ring"
             if self.options(plan).method == "auto"
             else self.options(plan).method == "ring"
         )
         sent = 3 * (cp - 1) * pair if ring else 4 * (cp - 1) * pair // cp
-        return replace(held, activations=kept, sent=held.sent + sent)
+        return replace(before, activations=activations, sent=before.sent + sent)
 
-    def apply(self, model: nn.Module, context: Context) -> nn.Module:
+    def apply(self, model: nn.Module, context: Context) -> AppliedStrategy:
         """Hooks the blocks; the model stays the object that it was.
 
         Raises:
@@ -151,9 +150,7 @@ class ContextParallel(Strategy):
         streams = RandomStreams(dist.get_rank(group), context.device)
         streams.share(group)
         method = _method(context.plan, context.facts)[0] if options.method == "auto" else options.method
-        begins: set[str] = set()
-        if context.plan.layout.pp > 1:
-            begins = {*PIPELINE.stages(model).first}
+        begins = set(context.runner.first_blocks) if context.runner is not None else set()
         spans = _spans(model, options.blocks, context.facts.blocks, begins)
         if not spans and not begins:
             raise PlanError(
@@ -167,15 +164,16 @@ class ContextParallel(Strategy):
         for module in model.modules():
             if isinstance(module, nn.TransformerEncoder):
                 module.use_nested_tensor = False  # what it makes of padded batches has no sequence dimension
-        return model
+        return AppliedStrategy(model)
 
 
 def _method(plan: Plan, facts: ModelFacts) -> tuple[str, str, str, str]:
     """Value, source, place and reason of the method that `auto` stands for."""
-    cp, heads = plan.layout.cp * plan.layout.tp, _heads(facts)
+    cp = plan.layout.cp * plan.layout.tp
+    heads = _heads(facts)
     if heads and all(number % cp == 0 for number in heads):
-        known = ", ".join(str(number) for number in sorted(heads))
-        return "ulysses", "derived", "", f"{known} heads are divided by {cp}: one exchange before and after attention"
+        numbers = ", ".join(str(number) for number in sorted(heads))
+        return "ulysses", "derived", "", f"{numbers} heads are divided by {cp}: one exchange before and after attention"
     reason = (
         f"of {', '.join(map(str, sorted(heads)))} heads {cp} is no divisor"
         if heads
@@ -200,22 +198,22 @@ def _example(facts: ModelFacts) -> str:
     return facts.blocks[0].rpartition(".")[0] + ".*" if facts.blocks else "layers.*"
 
 
-def _spans(model: nn.Module, pattern: str, known: tuple[str, ...], begins: set[str]) -> list[list[nn.Module]]:
+def _spans(model: nn.Module, pattern: str, names: tuple[str, ...], begins: set[str]) -> list[list[nn.Module]]:
     """Runs of blocks of one container that follow each other, each divided on its own.
 
     Args:
         model: with the blocks of this rank; where others hold them, modules without parameters stand.
         pattern: of the blocks' names, or "auto".
-        known: names of the repeated blocks.
+        names: names of the repeated blocks.
         begins: names of blocks that get hidden states from another rank.
     """
     modules = dict(model.named_modules())
     if pattern != "auto":
         depth = pattern.count(".")
-        known = tuple(name for name in modules if name.count(".") == depth and fnmatchcase(name, pattern))
+        names = tuple(name for name in modules if name.count(".") == depth and fnmatchcase(name, pattern))
     spans: dict[tuple[str, int], list[nn.Module]] = {}
     run = 0
-    for name in known:
+    for name in names:
         here = name in modules and any(True for _ in modules[name].parameters())
         run += name in begins or not here
         if here:
@@ -237,7 +235,9 @@ class _Span:
         self, blocks: list[nn.Module], group: Any, ranks: int, options: ContextOptions, streams: RandomStreams
     ) -> None:
         self.blocks = blocks
-        self.group, self.ranks, self.options = group, ranks, options
+        self.group = group
+        self.ranks = ranks
+        self.options = options
         self.region: Region | None = None
         self.whole = False  # whether this call's sequence is not divided
         self.sizes = Sizes(0, 0, 0, 0)
@@ -250,14 +250,16 @@ class _Span:
         copied = copy(self)
         memo[id(self)] = copied
         copied.blocks = deepcopy(self.blocks, memo)
-        copied.untried, copied.region, copied.sample = set(self.untried), None, None
+        copied.untried = set(self.untried)
+        copied.region = None
+        copied.sample = None
         return copied
 
     def hook(self) -> None:
         """Puts the hooks on."""
         for number, block in enumerate(self.blocks):
             block._context_place = number  # type: ignore[assignment]
-            override_forward(block)
+            divide_attention(block)
             block.register_forward_pre_hook(self.enter, with_kwargs=True)
         self.blocks[-1].register_forward_hook(self.leave)
 
@@ -283,7 +285,8 @@ class _Span:
                 "calls blocks out of order",
                 fix="call all blocks in order, and let plan={'recompute': 'blocks'} do activation checkpointing",
             )
-        region, sizes = self.region, self.sizes
+        region = self.region
+        sizes = self.sizes
         assert region is not None
         if number in self.untried and self.sample is not None:
             self.untried.discard(number)

@@ -7,14 +7,14 @@ their ranks, so that all have the same bits and their optimizers take the same s
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from paceline.parallel.fsdp import part_like
-from paceline.world.held import Held
+from paceline.world.collectives import Collectives
+from paceline.world.pending_gradients import PendingGradients
 from paceline.world.sharded import is_sharded
 from paceline.world.works import wait_all
 
@@ -34,18 +34,19 @@ class Copies:
         groups: those that several ranks hold.
     """
 
-    def __init__(self, model: nn.Module, groups: Sequence[Holders], collectives: Any) -> None:
-        self._model, self.collectives = model, collectives
+    def __init__(self, model: nn.Module, groups: Sequence[Holders], collectives: Collectives) -> None:
+        self._model = model
+        self.collectives = collectives
         self.groups = [group for group in groups if len(group) > 1]
         self._before: dict[str, Tensor] = {}  # gradients that were summed already, while new ones accumulate
         self._open = False  # gradients wait to be summed
 
     def _own(self) -> list[nn.Parameter | None]:
         """This rank's parameter of each group, as it is now."""
-        found = dict(self._model.named_parameters(remove_duplicate=False))
-        return [found.get(group.get(self.collectives.rank, "")) for group in self.groups]
+        parameters = dict(self._model.named_parameters(remove_duplicate=False))
+        return [parameters.get(group.get(self.collectives.rank, "")) for group in self.groups]
 
-    def counted_elsewhere(self) -> set[int]:
+    def owned_elsewhere(self) -> set[int]:
         """The `id` of each parameter that a lower rank holds too, and counts in norms."""
         rank = self.collectives.rank
         own = zip(self.groups, self._own(), strict=True)
@@ -61,23 +62,27 @@ class Copies:
                 self._before[group[self.collectives.rank]] = parameter.grad
                 parameter.grad = None
 
-    def held(self) -> Held:
+    def pending_gradients(self) -> PendingGradients:
         """What was summed before and waits for the rest, and how many ranks have the same."""
-        own = [(group, p) for group, p in zip(self.groups, self._own(), strict=True) if p is not None]
         rank = self.collectives.rank
-        before = {p: self._before[group[rank]] for group, p in own if group[rank] in self._before}
-        return Held(before, equal={p: len(group) for group, p in own}, open=self._open)
+        before: dict[Tensor, Tensor] = {}
+        equal: dict[Tensor, int] = {}
+        for group, parameter in zip(self.groups, self._own(), strict=True):
+            if parameter is None:
+                continue
+            equal[parameter] = len(group)
+            if group[rank] in self._before:
+                before[parameter] = self._before[group[rank]]
+        return PendingGradients(before, equal=equal, open=self._open)
 
-    def take(self, held: Held) -> None:
-        """Takes back what `held` gave."""
-        self._open = held.open
-        rank = self.collectives.rank
-        own = [(group, p) for group, p in zip(self.groups, self._own(), strict=True) if p is not None]
-        self._before = {
-            group[rank]: part_like(held.gradients[p], p, held.placements.get(p))
-            for group, p in own
-            if p in held.gradients
-        }
+    def restore_pending(self, pending: PendingGradients) -> None:
+        """Takes back what `pending_gradients` gave."""
+        self._open = pending.open
+        self._before = {}
+        for group, parameter in zip(self.groups, self._own(), strict=True):
+            if parameter is not None and parameter in pending.gradients:
+                gradient = part_like(pending.gradients[parameter], parameter, pending.placements.get(parameter))
+                self._before[group[self.collectives.rank]] = gradient
 
     def sum(self) -> None:
         """Adds up the gradients of all holders. Ranks: all along `pp`."""
@@ -100,7 +105,9 @@ class Copies:
     def _exchange(self, gradient: Tensor, holders: list[int]) -> None:
         """Sums a gradient (or the shard of it that lies here) over its holders, in place."""
         local = gradient.to_local() if is_sharded(gradient) else gradient
-        mine, rank, group = local.contiguous(), self.collectives.rank, self.collectives.group
+        mine = local.contiguous()
+        rank = self.collectives.rank
+        group = self.collectives.group
         parts = {holder: mine if holder == rank else torch.empty_like(mine) for holder in holders}
         operations = []
         for holder in holders:

@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from paceline.parallel.stand_ins import stand_in, stand_ins
+from paceline.torch_internals.tensors import dtensor as dtensor_of
 from paceline.world.sharded import is_sharded, local
 from paceline.world.transport import transport_of
 from paceline.world.works import Handle, wait_all
@@ -111,14 +112,11 @@ def batches(tensors: Iterable[Tensor], limit: int) -> list[list[Tensor]]:
 
 def dtensor(part: Tensor, mesh: Any, shape: torch.Size) -> Tensor:
     """This rank's rows, wherever they lie, as a DTensor of the whole `shape`; the whole of one without dimensions."""
-    from torch.distributed.tensor import DTensor, Replicate, Shard
-    from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+    from torch.distributed.tensor import Replicate, Shard
 
     strides = tuple(prod(shape[dim + 1 :]) for dim in range(len(shape)))
     placement = Shard(0) if shape else Replicate()
-    spec = DTensorSpec(mesh, (placement,), tensor_meta=TensorMeta(shape, strides, part.dtype))
-    # `from_local` would move a part that was offloaded to the device, and takes ten times as long.
-    return DTensor(part, spec, requires_grad=False)
+    return dtensor_of(part, mesh, (placement,), shape, strides)
 
 
 class _Divided:
@@ -271,7 +269,8 @@ class ByParameters(_Divided):
                 flat = torch.cat([t.reshape(-1) for t in batch])
                 dist.broadcast(flat, group=self.group, group_src=owner)
                 parts = flat.split([t.numel() for t in batch])
-                torch._foreach_copy_(batch, [part.view(t.shape) for part, t in zip(parts, batch, strict=True)])
+                for tensor, part in zip(batch, parts, strict=True):
+                    tensor.copy_(part.view(tensor.shape))
         wait_all(under_way)
 
     # -- states ----------------------------------------------------------------------------------------------

@@ -26,7 +26,9 @@ def watch_first_pass(model: nn.Module, device: torch.device, report: Callable[[l
         device: where it computes.
     """
     watch = _FirstPass()
-    watch.states, watch.report, watch.root = RandomStreams(0, device).states, report, weakref.ref(model)
+    watch.states = RandomStreams(0, device).states
+    watch.report = report
+    watch.root = weakref.ref(model)
     watch.handles = [model.register_forward_pre_hook(watch.begin, prepend=True)]
 
 

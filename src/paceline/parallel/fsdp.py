@@ -1,41 +1,47 @@
 """What `shard` and the composed form of `replicate` share: both are FSDP2 states on modules, see `Units`.
 
-broadcast_values     before: every rank starts with the first rank's values
-Units.hold           backward passes keep whole gradients and send nothing
-Units.settle         at a window's end: what was held is reduced; gradients of modules left alone are averaged
-Units.forget         gradients that were cleared before they were reduced: after an error midway, say
-Units.reshard        only the shards are left: after evaluation, and after an optimizer step
-whole_parameters     for a while, parameters are whole plain tensors
+broadcast_values         before: every rank starts with the first rank's values
+Units.hold_gradients     backward passes keep whole gradients and send nothing
+Units.finish_reduction   at a window's end: what was held back is reduced; gradients of modules left alone are averaged
+Units.forget             gradients that were cleared before they were reduced: after an error midway, say
+Units.reshard            only the shards are left: after evaluation, and after an optimizer step
+whole_parameters         for a while, parameters are whole plain tensors
 """
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import wraps
 from types import MethodType
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.optim import Optimizer
 
 from paceline.base.errors import PlanError, PrepareError
 from paceline.parallel import agreement
-from paceline.parallel.averages import CHUNK, average_gradients
+from paceline.parallel.averages import average_gradients, broadcast_tensors
 from paceline.parallel.batch_norm import is_synchronised
 from paceline.parallel.stand_ins import step_held
+from paceline.parallel.strategy import AppliedStrategy
+from paceline.plan.plan import Decision
 from paceline.torch_internals import fsdp as internals
-from paceline.world.held import Held
-from paceline.world.mesh import cpu_group
+from paceline.torch_internals.tensors import has_gradient_hooks
+from paceline.world.mesh import cpu_group, register_unit
+from paceline.world.pending_gradients import PendingGradients
 from paceline.world.sharded import is_sharded, whole
 from paceline.world.transport import transport_of
 from paceline.world.tree import map_tensors
 
+if TYPE_CHECKING:
+    from torch.distributed.fsdp import FSDPModule
 
-class Units:
+
+class Units(AppliedStrategy):
     """The FSDP2 modules of one model, and what they leave out.
 
     Args:
@@ -46,131 +52,140 @@ class Units:
     """
 
     def __init__(self, model: Any, group: Any, alone: Iterable[nn.Parameter] = (), keeps: bool = False) -> None:
-        self._model = weakref.ref(model)
-        self._group, self._alone, self._keeps = group, list(alone), keeps
-        self._held = 0
-        self._number: int | None = None
-        self._statistics = [
-            buffer
-            for module in model.modules()
-            if isinstance(module, _BatchNorm) and not is_synchronised(module)
-            for buffer in module.buffers(recurse=False)
-        ]
+        super().__init__(model)
+        self._root: FSDPModule = model
+        self._group = group
+        self._alone = list(alone)
+        self._keeps = keeps
+        self._holding = 0  # open `hold_gradients`
+        self._number: int | None = None  # of the model, where ranks tell each other what they are about to do
+        self._statistics = _statistics(model)
         model.register_forward_pre_hook(self._before_forward, prepend=True)
         model.register_forward_hook(self._after_forward)
         forget_with(model, self.forget)
 
-    @property
-    def model(self) -> Any:
-        """The root."""
-        return self._model()
-
-    def _before_forward(self, model: Any, args: Any) -> None:
+    def _before_forward(self, model: FSDPModule, args: Any) -> None:
         """Forgets a pass that an exception ended midway; FSDP2 would take this one for its continuation."""
         if internals.left_unfinished(model):
             internals.reset_unfinished(model)
 
-    def _after_forward(self, model: Any, args: Any, output: Any) -> None:
+    def _after_forward(self, model: nn.Module, args: Any, output: Any) -> None:
         if not torch.is_grad_enabled():
             self.reshard()  # no backward pass will
             return
         map_tensors(lambda t: t.register_hook(_refuse_double_backward) if t.requires_grad else None, output)
 
-    def reshard(self, *_: Any) -> None:
+    def bind(self, optimizer: Optimizer) -> list[Decision]:
+        """Whole parameters that an unfinished pass left behind are given up after each step."""
+        optimizer.register_step_post_hook(lambda *_: self.reshard())
+        return []
+
+    def reshard(self) -> None:
         """Gives up whole parameters that some unit still holds: they would be stale once the shards change."""
-        for unit in _units(self.model):
+        for unit in _units(self.module):
             unit.reshard()
 
     @contextmanager
-    def hold(self) -> Iterator[None]:
+    def hold_gradients(self) -> Iterator[None]:
         """While it is open, backward passes accumulate whole gradients without communication."""
-        self._held += 1
-        self._sync(False)
+        self._holding += 1
+        self._communicate(False)
         try:
             yield
         finally:
-            self._held -= 1
-            if not self._held:
-                self._sync(True)
+            self._holding -= 1
+            if not self._holding:
+                self._communicate(True)
 
-    def _sync(self, on: bool) -> None:
-        self.model.set_requires_gradient_sync(on)
+    def _communicate(self, on: bool) -> None:
+        self._root.set_requires_gradient_sync(on)
         if self._keeps:
-            self.model.set_reshard_after_backward(on)
+            self._root.set_reshard_after_backward(on)
 
-    def settle(self) -> None:
-        """Reduces gradients that were held, and averages those of modules left alone. Ranks: all of the group.
+    def finish_reduction(self) -> None:
+        """Reduces gradients that were held back, and averages those of modules left alone. Ranks: all of the group.
 
-        Nothing happens while `hold` is open, or where every gradient was reduced during the last backward pass.
+        Nothing happens while `hold_gradients` is open, or where every gradient was reduced during the last backward pass.
         """
-        if self._held:
+        if self._holding:
             return
-        _refuse_hooks(self.model)
-        groups = _groups(self.model)
-        outstanding = any(_outstanding(group) for group in groups)
+        _refuse_hooks(self.module)
+        groups = _groups(self.module)
+        outstanding: int = any(_outstanding(group) for group in groups)
         if self._number is not None:
             (outstanding,) = agreement.Statement(self._hosts, agreement.END, self._number, [outstanding]).heard()
         if outstanding:
-            self.model.set_is_last_backward(True)
-            self._sync(True)
-            internals.reduce_pending(self.model, reversed(groups))
+            self._root.set_is_last_backward(True)
+            self._communicate(True)
+            internals.reduce_pending(self._root, reversed(groups))
         if self._alone:
             average_gradients(self._alone, self._group)
-        if self._statistics and self.model.training:
+        if self._statistics and self.module.training:
             broadcast_tensors(self._statistics, self._group)
 
-    def refuse_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    def refuse_step(self, optimizer: Optimizer, *_: Any) -> None:
         """Before each step.
 
         Raises:
             TrainError: `step-held`.
         """
-        if any(_outstanding(group) for group in _groups(self.model)):
+        if any(_outstanding(group) for group in _groups(self.module)):
             raise step_held(optimizer)
 
     def forget(self, parameters: Iterable[torch.Tensor] | None = None) -> None:
         """Clears whole gradients that no communication has seen, of some parameters or of all."""
         chosen = None if parameters is None else {id(parameter) for parameter in parameters}
-        for parameter in _parameters(self.model):
+        for parameter in _parameters(self.module):
             if chosen is None or id(internals.sharded_parameter(parameter)) in chosen:
                 internals.set_pending_gradient(parameter, None)
 
-    def held(self) -> Held:
+    def full_parameters(self, writeback: bool) -> AbstractContextManager[None]:
+        """Gathers every parameter."""
+        self.reshard()
+        return whole_parameters(self.module, writeback)
+
+    def pending_gradients(self) -> PendingGradients:
         """Gradients that no communication has seen, by the parameters of which this rank keeps shards."""
         self.reshard()
-        gradients = {}
-        for parameter in _parameters(self.model):
+        gradients: dict[torch.Tensor, torch.Tensor] = {}
+        for parameter in _parameters(self.module):
             gradient = internals.pending_gradient(parameter)
             if gradient is not None:
                 gradients[internals.sharded_parameter(parameter)] = gradient
-        return Held(gradients)
+        return PendingGradients(gradients)
 
-    def take(self, held: Held) -> None:
-        """Takes back what `held` gave. Ranks: all of the group, which gather each unit once where there is anything."""
+    def restore_pending(self, pending: PendingGradients) -> None:
+        """Takes them back. Ranks: all of the group, which gather each unit once where there is anything."""
         self.forget()
         self.reshard()
-        if not held.gradients:
+        if not pending.gradients:
             return
-        for unit in _units(self.model):  # FSDP2 reduces nothing of a unit that was never gathered
+        for unit in _units(self.module):  # FSDP2 reduces nothing of a unit that was never gathered
             unit.unshard()
             unit.reshard()
-        for parameter in _parameters(self.model):
+        for parameter in _parameters(self.module):
             shard = internals.sharded_parameter(parameter)
-            gradient = held.gradients.get(shard)
+            gradient = pending.gradients.get(shard)
             if gradient is not None:
                 like = internals.whole_parameter(parameter)
-                own = part_like(gradient, like, held.placements.get(shard))
+                own = part_like(gradient, like, pending.placements.get(shard))
                 internals.set_pending_gradient(parameter, own)
 
     def agree(self) -> None:
         """From now on every rank is told what the others are about to gather and reduce. Ranks: all of the group."""
-        kind = type(self.model).__name__.removeprefix("FSDP")
-        self._number = agreement.number(kind)
+        kind = type(self.module).__name__.removeprefix("FSDP")
+        self._number = register_unit(kind)
         self._hosts = cpu_group(self._group)
-        names = {module: name for name, module in self.model.named_modules()}
-        for group in _groups(self.model):
+        names = {module: name for name, module in self.module.named_modules()}
+        for group in _groups(self.module):
             name = ", ".join(names[module] for module in internals.group_modules(group))
-            _agree(group, self._hosts, agreement.number(f"{kind}.{name}" if name else kind))
+            _agree(group, self._hosts, register_unit(f"{kind}.{name}" if name else kind))
+
+
+def _statistics(model: nn.Module) -> list[torch.Tensor]:
+    """Buffers of batch norms that each rank computes from its own samples, and that shall be the same on all."""
+    norms = [module for module in model.modules() if isinstance(module, _BatchNorm) and not is_synchronised(module)]
+    return [buffer for norm in norms for buffer in norm.buffers(recurse=False)]
 
 
 def refuse_copies(model: nn.Module) -> None:
@@ -256,7 +271,7 @@ def _refuse_double_backward(gradient: torch.Tensor) -> None:
 
 def _refuse_hooks(model: nn.Module) -> None:
     for name, parameter in model.named_parameters():
-        if parameter._backward_hooks and is_sharded(parameter):
+        if is_sharded(parameter) and has_gradient_hooks(parameter):
             raise PlanError(
                 "shard-hooks",
                 f"a hook on the gradient of {name} was never called.",
@@ -278,13 +293,6 @@ def broadcast_values(model: nn.Module, group: Any) -> None:
     broadcast_tensors([tensor.to_local() if is_sharded(tensor) else tensor for tensor in tensors], group)
 
 
-def broadcast_tensors(tensors: list[torch.Tensor], group: Any) -> None:
-    """The first rank's tensors for all, in place. Ranks: all of the group."""
-    if tensors:
-        with torch.no_grad():
-            dist._broadcast_coalesced(group, tensors, CHUNK, 0)
-
-
 # -- whole parameters ----------------------------------------------------------------------------------------------------
 
 
@@ -298,14 +306,15 @@ def part_of(tensor: torch.Tensor, like: Any) -> torch.Tensor:
 
 
 @contextmanager
-def whole_parameters(model: nn.Module, writeback: bool) -> Iterator[None]:
+def whole_parameters(model: nn.Module, writeback: bool = False) -> Iterator[None]:
     """While it is open, each divided parameter of `model` is a whole plain one. Ranks: all that hold parts.
 
     Args:
         model: any module; what is not divided stays as it is.
-        writeback: each rank takes its part of what was changed inside.
+        writeback: each rank takes its part of what was changed inside, also where an exception ends the block: on one
+            process, what was changed before the exception stays changed too.
     """
-    places = [
+    places: list[tuple[nn.Module, str, Any]] = [
         (module, name, parameter)
         for module in model.modules()
         for name, parameter in module._parameters.items()

@@ -20,10 +20,10 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from paceline.base.errors import Problem
 from paceline.parallel.fsdp import part_of, refresh
+from paceline.torch_internals.tensors import TorchDispatchMode, dtensor, memory_of, written_by
 from paceline.world.sharded import is_sharded
 
 Slot = tuple[str, str]  # name of a module, name of a parameter or buffer in it
@@ -38,12 +38,7 @@ class _Written(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         named = kwargs or {}
-        for place, told in enumerate(func._schema.arguments):
-            if told.alias_info is not None and told.alias_info.is_write:
-                value = args[place] if place < len(args) else named.get(told.name)
-                for tensor in value if isinstance(value, (list, tuple)) else [value]:
-                    if isinstance(tensor, torch.Tensor):
-                        self.memory.add(tensor.untyped_storage()._cdata)
+        self.memory.update(map(memory_of, written_by(func, args, named)))
         return func(*args, **named)
 
 
@@ -97,8 +92,8 @@ class Recipe:
         Args:
             kind: class of the model.
         """
-        known = {slot for part in self._parts for slot in part.slots}
-        lost = [slot for slot in self._aliases if slot not in known]
+        initialised = {slot for part in self._parts for slot in part.slots}
+        lost = [slot for slot in self._aliases if slot not in initialised]
         if not lost:
             return []
         modules = list(dict.fromkeys(name or kind for name, _ in lost))
@@ -136,9 +131,9 @@ class Recipe:
 
     def _holders(self, slot: Slot, present: dict[str, nn.Module]) -> list[tuple[nn.Module, str]]:
         """Where a tensor lies in a model, if it has no values there yet."""
-        found = [(present[name], key) for name, key in self._aliases[slot] if name in present]
+        places = [(present[name], key) for name, key in self._aliases[slot] if name in present]
         return [
-            (module, key) for module, key in found if (own := dict(_own(module)).get(key)) is not None and own.is_meta
+            (module, key) for module, key in places if (own := dict(_own(module)).get(key)) is not None and own.is_meta
         ]
 
     def _drawn(self, part: _Part, seed: int) -> dict[Slot, torch.Tensor]:
@@ -171,19 +166,20 @@ class _Twin:
         self._around: dict[str, str] = {}
         self._build(model, "", first, {}, "")
 
-    def _build(self, module: Any, name: str, first: dict[int, Slot], known: dict[int, nn.Module], around: str) -> Any:
-        if id(module) in known:
-            return known[id(module)]
-        twin = known[id(module)] = object.__new__(type(module))
+    def _build(self, module: Any, name: str, first: dict[int, Slot], twins: dict[int, nn.Module], around: str) -> Any:
+        if id(module) in twins:
+            return twins[id(module)]
+        twin = twins[id(module)] = object.__new__(type(module))
         twin.__dict__.update(module.__dict__)
         if _takes(getattr(module, "_init_weights", None), 1):
             around = name
-        self._modules[name], self._around[name] = twin, around
+        self._modules[name] = twin
+        self._around[name] = around
         copies: dict[str, Any] = {}
         for kind in ("_parameters", "_buffers"):
             copies[kind] = {key: None if t is None else _empty(t) for key, t in getattr(module, kind).items()}
         children = {
-            key: None if child is None else self._build(child, f"{name}.{key}".lstrip("."), first, known, around)
+            key: None if child is None else self._build(child, f"{name}.{key}".lstrip("."), first, twins, around)
             for key, child in module._modules.items()
         }
         twin.__dict__.update(_modules=children, **copies)
@@ -193,18 +189,18 @@ class _Twin:
         """What initialises a module, in order."""
         twin: Any = self._modules[name]
         around: Any = self._modules[self._around[name]]
-        found: list[Callable[[], Any]] = [
+        methods: list[Callable[[], Any]] = [
             getattr(twin, method)
             for method in ("reset_parameters", "_reset_parameters", "_init_weights")
             if _takes(getattr(twin, method, None), 0)
         ]
         if _takes(getattr(around, "_init_weights", None), 1):
-            found.append(lambda: around._init_weights(twin))
-        return [torch.no_grad()(each) for each in found]
+            methods.append(lambda: around._init_weights(twin))
+        return [torch.no_grad()(initialise) for initialise in methods]
 
     def memory(self, slot: Slot) -> int:
         """Identifies the memory of what lies in a slot."""
-        return self.value(slot).untyped_storage()._cdata
+        return memory_of(self.value(slot))
 
     def value(self, slot: Slot) -> torch.Tensor:
         """What lies in a slot now; an initialiser may have put a new tensor there."""
@@ -212,7 +208,8 @@ class _Twin:
 
     def put(self, slot: Slot, tensor: torch.Tensor) -> None:
         """Replaces what lies in a slot."""
-        module, key = self._modules[slot[0]], slot[1]
+        module = self._modules[slot[0]]
+        key = slot[1]
         if key in module._parameters:
             module._parameters[key] = nn.Parameter(tensor, requires_grad=tensor.is_floating_point())
         else:
@@ -228,9 +225,11 @@ def _takes(method: Any, count: int) -> bool:
     """Whether something can be called with `count` values, and needs no other."""
     if not callable(method):
         return False
-    told = [p for p in signature(method).parameters.values() if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
-    needed = [p for p in told if p.default is p.empty]
-    return len(needed) <= count <= len(told) and (count > 0 or not needed)
+    parameters = [
+        p for p in signature(method).parameters.values() if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
+    ]
+    needed = [p for p in parameters if p.default is p.empty]
+    return len(needed) <= count <= len(parameters) and (count > 0 or not needed)
 
 
 def _own(module: nn.Module) -> Iterable[tuple[str, torch.Tensor]]:
@@ -248,7 +247,8 @@ def _joined(written: dict[str, list[Slot]]) -> list[_Part]:
             if other is None:
                 part.slots.append(slot)
             elif other is not part:
-                part.slots, part.modules = other.slots + part.slots, other.modules + part.modules
+                part.slots = other.slots + part.slots
+                part.modules = other.modules + part.modules
             for each in part.slots:
                 owner[each] = part
         part.modules.append(name)
@@ -262,9 +262,8 @@ def _place(holders: list[tuple[nn.Module, str]], value: torch.Tensor, device: to
     old: Any = dict(_own(module))[key]
     new: Any = value.to(device)
     if is_sharded(old):
-        from torch.distributed.tensor import DTensor
-
-        new = DTensor(part_of(value, old).clone().to(device), old._spec, requires_grad=False)
+        part = part_of(value, old).clone().to(device)
+        new = dtensor(part, old.device_mesh, old.placements, old.shape, old.stride())
     if isinstance(old, nn.Parameter):
         new = nn.Parameter(new, old.requires_grad)
     for module, key in holders:

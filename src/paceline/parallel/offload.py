@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 
 from paceline.config.kinds import YES_NO
 from paceline.parallel.stand_ins import closure_refused, original, stand_in, stand_ins, swap_in_steps
-from paceline.parallel.strategy import Context, Strategy
+from paceline.parallel.strategy import AppliedStrategy, Context, Strategy
 from paceline.plan.cost import Bytes
 from paceline.plan.facts import ModelFacts
 from paceline.plan.options import option
@@ -59,18 +59,31 @@ class Offload(Strategy):
         reason = "parameters and gradients are whole on the device; only FSDP2 (zero=3, shard > 1) takes them off it"
         return [Decision("offload.moves", "optimizer states", "derived", reason=reason)]
 
-    def cost(self, plan: Plan, facts: ModelFacts, held: Bytes) -> Bytes:
+    def cost(self, plan: Plan, facts: ModelFacts, before: Bytes) -> Bytes:
         """States cost the device nothing; a plan with them on the host counts what the device holds."""
-        return replace(held, optimizer=0)
+        return replace(before, optimizer=0)
 
-    def bind(self, optimizer: Optimizer, model: nn.Module, context: Context) -> list[Decision]:
+    def apply(self, model: nn.Module, context: Context) -> AppliedStrategy:
+        """Touches nothing yet; optimizers are what it changes."""
+        return OffloadedStates(model, context)
+
+
+class OffloadedStates(AppliedStrategy):
+    """The optimizers of one model, which step on the host."""
+
+    def __init__(self, model: nn.Module, context: Context) -> None:
+        super().__init__(model)
+        self._device = context.device
+        self._options: OffloadOptions = context.options
+
+    def bind(self, optimizer: Optimizer) -> list[Decision]:
         """Lets the optimizer step on the host.
 
         Raises:
             TrainError: `step-closure` for LBFGS, which steps with a closure.
         """
         field = f"optimizer.{type(optimizer).__name__}.offloaded"
-        if context.device.type == "cpu" and not context.options.always:
+        if self._device.type == "cpu" and not self._options.always:
             return [Decision(field, "no", "derived", reason="nothing was moved: the device is the host")]
         if isinstance(optimizer, torch.optim.LBFGS):
             raise closure_refused(optimizer)
@@ -78,7 +91,7 @@ class Offload(Strategy):
             # On the host torch's own choice is a slow loop. Capturable steps are for the device alone.
             if group.get("fused", False) is None and group.get("foreach") is None and not group.get("differentiable"):
                 group["fused"] = True
-        host = _OnHost(model, context.options.pin_memory and context.device.type != "cpu")
+        host = _OnHost(self.module, self._options.pin_memory and self._device.type != "cpu")
         swap_in_steps(optimizer, host.stepping)
         return [Decision(field, "yes", "derived", reason="its states live in the host's memory, and it steps there")]
 

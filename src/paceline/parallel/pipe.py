@@ -3,6 +3,7 @@
     first batch of a shape   `_walk`: one micro-batch goes through all stages without gradients; every rank learns the
                              shapes, so that torch's stages and schedule are built for them and never guess
     forward_backward         the schedule: micro-batches forward and backward, as `torch.distributed.pipelining` orders them
+    finish_reduction         gradients of parameters that several stages hold are summed
     evaluate                 `_walk` with the whole batch; its output goes to all ranks along `pp`
 
 Shapes that differ between ranks hang or abort in a collective, so nothing is sent whose shape the receiver has not
@@ -18,9 +19,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import cache, wraps
-from inspect import Parameter, signature
-from types import MethodType
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -33,8 +32,13 @@ from paceline.parallel.copies import Copies
 from paceline.parallel.microbatches import Part
 from paceline.parallel.schedules import build
 from paceline.parallel.stages import Hidden, Leave, Spec, Stage, Stages, Visit, specs
+from paceline.parallel.strategy import Runner
 from paceline.plan.pipeline import SCHEDULES, choose, rank_of
 from paceline.torch_internals.fsdp import kept_gathered
+from paceline.torch_internals.pipelining import stage_class
+from paceline.world.collectives import Collectives
+from paceline.world.forward import override_forward
+from paceline.world.pending_gradients import PendingGradients
 from paceline.world.tree import describe, first_rows, map_leaves, map_tensors, tensors
 
 _KEPT = 4  # schedules with their buffers, of the shapes that came last
@@ -56,7 +60,7 @@ class Meter:
         return 1 - self.busy_s / self.total_s if self.total_s else 0.0
 
 
-class Pipe:
+class Pipe(Runner):
     """The stages of one model on this rank, and the ways to run them.
 
     Args:
@@ -65,10 +69,12 @@ class Pipe:
         copies: parameters that several ranks hold.
         schedule: name of the schedule.
         microbatches: in one batch, at most.
-        collectives: of the ranks along `pp`.
+        owners: the ranks along `pp`.
         peers: of the ranks that gather shards of parameters together, which must pass equally often; None where
             parameters are whole.
         device: of this rank.
+        names: of the whole model's state, in its order.
+        tied: names of parameters that are one.
     """
 
     def __init__(
@@ -78,48 +84,57 @@ class Pipe:
         copies: Copies,
         schedule: str,
         microbatches: int,
-        collectives: Any,
-        peers: Any,
+        owners: Collectives,
+        peers: Collectives | None,
         device: torch.device,
+        names: Sequence[str],
+        tied: Sequence[Sequence[str]],
     ) -> None:
-        self.model, self.stages, self.copies = model, stages, copies
+        super().__init__(model)
+        self.stages = stages
+        self.owners = owners
+        self.begins = stages.begins
+        self.first_blocks = tuple(stages.first)
         self.meter: Meter | None = None
-        self.phase: Callable[[str], AbstractContextManager[Any]] | None = None  # told what a stage computes
-        self._schedule, self._microbatches = schedule, microbatches
-        self._collectives, self._peers, self._device = collectives, peers, device
-        self._owners = [
-            rank_of(stage, collectives.size, SCHEDULES[schedule].placement) for stage in range(stages.count)
-        ]
+        self._copies = copies
+        self._phase: Callable[[str], AbstractContextManager[Any]] | None = None  # told what a stage computes
+        self._schedule = schedule
+        self._microbatches = microbatches
+        self._peers = peers
+        self._device = device
+        self._names = names
+        self._tied = tied
+        placement = SCHEDULES[schedule].placement
+        self._rank_of_stage = [rank_of(stage, owners.size, placement) for stage in range(stages.count)]
         self._shapes: dict[Any, tuple[dict[str, list[Any]], list[Any]]] = {}
         self._built: OrderedDict[Any, Any] = OrderedDict()
-        self._batch: list[Any] = []  # a `Part` for each micro-batch
+        self._batch: Sequence[Part] = []  # the micro-batches under way
         self._loss: Callable[[Any, Any], Tensor] | None = None
         self._losses: list[Tensor] = []
         self._inner = model.forward
-        _replace_forward(model, self)
+        override_forward(model, "pipeline", self._forward)
+        forward: Any = model.forward
+        forward.__func__.pipe = self  # see `pipe_of`
 
     # -- training ----------------------------------------------------------------------------------------------
 
-    def forward_backward(
-        self,
-        inputs: tuple[Any, ...],
-        named: dict[str, Any],
-        target: Any,
-        loss_fn: Callable[..., Tensor],
-        factor: Tensor,
-        mean: bool,
-    ) -> Tensor:
-        """One batch forward and backward; see `Pipeline.forward_backward`."""
-        rows = first_rows((inputs, named))
+    def forward_backward(self, batch: Part, loss_fn: Callable[..., Tensor], factor: Tensor, mean: bool) -> Tensor:
+        """One batch through the schedule; see `Runner.forward_backward`.
+
+        Raises:
+            PlanError: `pipeline-rows`, `pipeline-order`, `pipeline-hidden`, `pipeline-skip`.
+        """
+        given = (batch.inputs, batch.named)
+        rows = first_rows(given)
         if rows is None:
             raise PlanError(
                 "pipeline-rows",
                 "a pipeline divides a batch into micro-batches, but this one has no tensor with rows.",
-                why=f"the batch is {describe((inputs, named))}",
+                why=f"the batch is {describe(given)}",
                 fix="pass the samples as tensors whose dim 0 counts them",
             )
         common = rows if self._peers is None else math.gcd(*self._peers.gather(torch.tensor([rows])).tolist())
-        name, count = choose(self._schedule, self._microbatches, common, self._collectives.size)
+        name, count = choose(self._schedule, self._microbatches, common, self.owners.size)
         if name != self._schedule:
             warn_once(
                 "parallel",
@@ -127,60 +142,60 @@ class Pipe:
                 f"not take; {name} runs it. Use batches of a multiple of {self._microbatches} rows.",
             )
         size = rows // count
-        parts = [
-            map_tensors(
-                lambda t, at=at: t[at : at + size] if t.ndim and t.shape[0] == rows else t, Part(inputs, named, target)
-            )
-            for at in range(0, rows, size)
-        ]
+        parts = [_rows_of(batch, rows, begin, begin + size) for begin in range(0, rows, size)]
         self._begin(loss_fn, factor.detach() / count if mean else factor.detach())
         self._run(name, parts)
         return self._total(mean, count)
 
-    def each(self, parts: Sequence[Part], loss_fn: Callable[..., Tensor], factor: Tensor, mean: bool) -> Tensor:
-        """Micro-batches as they are, forward and backward; see `Pipeline.forward_backward_each`."""
+    def forward_backward_each(
+        self, parts: Sequence[Part], loss_fn: Callable[..., Tensor], factor: Tensor, mean: bool
+    ) -> Tensor:
+        """Micro-batches as they are, forward and backward; see `Runner.forward_backward_each`."""
         self._begin(loss_fn, factor.detach() / len(parts) if mean else factor.detach())
         for alike in self._alike(parts):
-            takes = SCHEDULES[self._schedule].takes(len(alike), self._collectives.size)
+            takes = SCHEDULES[self._schedule].takes(len(alike), self.owners.size)
             self._run(self._schedule if takes else SCHEDULES[self._schedule].otherwise, alike)
         return self._total(mean, len(parts))
 
     def _alike(self, parts: Sequence[Part]) -> list[list[Part]]:
         """Micro-batches of one shape together: a schedule's buffers are for one. Where peers that gather shards together
         would find others than this rank, each stands alone, so that all pass in the same order."""
-        found: dict[str, list[Part]] = {}
+        by_shape: dict[str, list[Part]] = {}
         for part in parts:
-            found.setdefault(describe(part[:2]), []).append(part)
+            by_shape.setdefault(describe(part[:2]), []).append(part)
         if self._peers is not None:
-            own = [list(found).index(describe(part[:2])) for part in parts]
-            if len(set(map(tuple, self._peers.gather(torch.tensor([own])).tolist()))) > 1:
+            shapes = list(by_shape)
+            own_order = [shapes.index(describe(part[:2])) for part in parts]
+            orders = self._peers.gather(torch.tensor([own_order])).tolist()
+            if any(order != own_order for order in orders):
                 return [[part] for part in parts]
-        return list(found.values())
+        return list(by_shape.values())
 
     def _begin(self, loss_fn: Callable[..., Tensor], share: Tensor) -> None:
         self._losses = []
 
-        def weighed(output: Any, micro_target: Any) -> Tensor:
+        def scaled_loss(output: Any, micro_target: Any) -> Tensor:
             loss = loss_fn(output, micro_target)
             self._losses.append(loss.detach().float())
             return loss * share
 
-        self._loss = weighed
-        self.copies.begin()  # before a probe, which may leave whole parameters in the place of divided ones
+        self._loss = scaled_loss
+        self._copies.begin()  # before a probe, which may leave whole parameters in the place of divided ones
 
     def _total(self, mean: bool, count: int) -> Tensor:
         self._loss = None
         losses = torch.stack(self._losses) if self._losses else torch.zeros(count, device=self._device)
-        total: Tensor = self._collectives.broadcast(losses.mean() if mean else losses.sum(), src=self._owners[-1])
+        total: Tensor = self.owners.broadcast(losses.mean() if mean else losses.sum(), src=self._rank_of_stage[-1])
         return total
 
     def _run(self, name: str, parts: list[Part]) -> None:
         """Micro-batches of one shape through a schedule."""
-        count, self._batch = len(parts), parts
+        count = len(parts)
+        self._batch = parts
         schedule = self._scheduled((name, count, describe(parts[0][:2])))
         numbers = torch.arange(count)
         try:
-            with self._metered(), _gathered(self.model, name):
+            with self._metered(), _gathered(self.module, name):
                 schedule.step(micro=numbers, target=numbers, return_outputs=False)
         except RuntimeError as error:
             if isinstance(error.__cause__, PacelineError):
@@ -192,15 +207,17 @@ class Pipe:
     def _scheduled(self, key: Any) -> Any:
         """The schedule for batches of a shape, with its stages and their buffers."""
         name, count, shape = key
-        new = shape not in self._shapes
-        if new if self._peers is None else self._peers.any(new):
+        is_new = shape not in self._shapes
+        if self._peers is not None:
+            is_new = self._peers.any(is_new)
+        if is_new:
             self._probe(shape)
         outputs, hidden = self._shapes[shape]
         self.stages.outputs = outputs
         if key in self._built:
             self._built.move_to_end(key)
             return self._built[key]
-        made = []
+        stages = []
         for stage in self.stages.own:
             # Halves of a backward pass begin at the stage's input, so that must have a gradient though nothing before trains.
             trains = [trained or SCHEDULES[name].halves for _, trained in hidden]
@@ -208,28 +225,30 @@ class Pipe:
             last = stage == self.stages.count - 1
             gives = Spec((), torch.float32) if last else hidden[stage][0]
             module = Stage(self._micro_pass(stage), self.stages.modules(stage), self._shared)
-            made.append(
-                _stage_class()(
-                    self,
+            stages.append(
+                stage_class()(
+                    self.computing,
                     module,
                     stage,
                     self.stages.count,
                     self._device,
                     input_args=given,
                     output_args=_empty(gives, "meta", any(trains[: stage + 1])),
-                    group=self._collectives.group,
+                    group=self.owners.group,
                 )
             )
-        self._built[key] = build(name, made, count, lambda loss, number: loss)
+        self._built[key] = build(name, stages, count, lambda loss, number: loss)
         if len(self._built) > _KEPT:
             self._built.popitem(last=False)
         return self._built[key]
 
     def _shared(self) -> Iterator[nn.Parameter]:
-        inside = {
-            id(p) for stage in self.stages.own for module in self.stages.modules(stage) for p in module.parameters()
-        }
-        return (parameter for parameter in self.model.parameters() if id(parameter) not in inside)
+        """Parameters that are in no stage: those that all ranks hold."""
+        inside: set[int] = set()
+        for stage in self.stages.own:
+            for module in self.stages.modules(stage):
+                inside.update(map(id, module.parameters()))
+        return (parameter for parameter in self.module.parameters() if id(parameter) not in inside)
 
     def _micro_pass(self, stage: int) -> Callable[[tuple[Tensor, ...], int], Hidden]:
         def run(arrived: tuple[Tensor, ...], number: int) -> Hidden:
@@ -237,7 +256,7 @@ class Pipe:
             received = self._received(stage, arrived)
             args, kwargs = self.stages.arguments(received, args, kwargs)
             with self.stages.entering(Visit(stage, received)):
-                output = self.model(*args, **kwargs)
+                output = self.module(*args, **kwargs)
             if stage < self.stages.count - 1:
                 return self.stages.hidden(stage, output)
             assert self._loss is not None
@@ -252,6 +271,46 @@ class Pipe:
         _, hidden = next(iter(self._shapes.values()))
         return arrived if isinstance(hidden[stage - 1][0], tuple) else arrived[0]
 
+    def follow(self, phase: Callable[[str], AbstractContextManager[Any]]) -> None:
+        """Opens `phase` around what the stages compute."""
+        self._phase = phase
+
+    def finish_reduction(self) -> None:
+        """Sums the gradients of parameters that several stages hold, after other strategies have averaged them."""
+        self._copies.sum()
+
+    def pending_gradients(self) -> PendingGradients:
+        """Of parameters that several stages hold: what was summed already, and who has the same."""
+        return self._copies.pending_gradients()
+
+    def restore_pending(self, pending: PendingGradients) -> None:
+        """Takes that back."""
+        self._copies.restore_pending(pending)
+
+    def owned_elsewhere(self) -> set[int]:
+        """Parameters that a stage on a lower rank holds too."""
+        return self._copies.owned_elsewhere()
+
+    def gather_state(self, state: dict[str, Any]) -> dict[str, Any]:
+        """The whole model's state: each rank's part, under the user's names, in the user's order."""
+        # Every rank says what it holds; the tensors follow one rank at a time, so that no rank ever holds more than the
+        # full state plus one rank's part.
+        own = {name: _Described.of(value) if isinstance(value, Tensor) else value for name, value in state.items()}
+        full: dict[str, Any] = {}
+        for rank, part in enumerate(self.owners.gather_object(own)):
+            missing = {name: value for name, value in part.items() if name not in full}
+            full |= missing
+            tensors_of_rank = {name: value for name, value in missing.items() if isinstance(value, _Described)}
+            if self.owners.rank == rank:
+                sent = [state[name] for name in tensors_of_rank]
+            else:
+                sent = [described.empty(self._device) for described in tensors_of_rank.values()]
+            full |= zip(tensors_of_rank, self.owners.broadcast(sent, src=rank), strict=True)
+        for names_of_one in self._tied:
+            present = [name for name in names_of_one if name in full]
+            full |= {name: full[present[0]] for name in present}
+        return {name: full[name] for name in (*self._names, *full) if name in full}
+
     # -- shapes, and evaluation ----------------------------------------------------------------------------------
 
     def evaluate(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -264,26 +323,26 @@ class Pipe:
             raise PlanError(
                 "pipeline-forward",
                 "a pipeline's output has no way back: its forward and backward run together.",
-                why=f"pp={self._collectives.size}, and gradients are enabled",
+                why=f"pp={self.owners.size}, and gradients are enabled",
                 fix="train with `accelerator.forward_backward(model, batch, loss_fn)`; evaluate inside `torch.no_grad()`",
             )
         output, _, _ = self._walk(args, kwargs, self._pass)
-        src = self._owners[-1]
-        mine = self._collectives.rank == src
-        told = self._collectives.broadcast_object(specs(output) if mine else None, src=src)
-        own = tensors(output) if mine else []
-        if not mine:
-            map_leaves(lambda leaf: own.append(leaf.empty(self._device)) if isinstance(leaf, Spec) else None, told)
-        arrived = iter(self._collectives.broadcast(own, src=src))
-        return output if mine else map_leaves(lambda leaf: next(arrived) if isinstance(leaf, Spec) else leaf, told)
+        last = self._rank_of_stage[-1]
+        if self.owners.rank == last:
+            self.owners.broadcast_object(specs(output), src=last)
+            self.owners.broadcast(tensors(output), src=last)
+            return output
+        places = _empty(self.owners.broadcast_object(None, src=last), self._device)
+        arrived = iter(self.owners.broadcast(tensors(places), src=last))
+        return map_tensors(lambda _: next(arrived), places)
 
     def _probe(self, shape: str) -> None:
         """Learns the shapes of one kind of micro-batch, and leaves no trace in buffers and random streams."""
         args, kwargs, _ = self._batch[0]
-        buffers = [(buffer, buffer.clone()) for buffer in self.model.buffers()]
+        buffers = [(buffer, buffer.clone()) for buffer in self.module.buffers()]
         devices = [] if self._device.type == "cpu" else [self._device]
         with torch.no_grad(), torch.random.fork_rng(devices, device_type=self._device.type if devices else "cuda"):
-            _, outputs, hidden = self._walk(args, kwargs, self.model)
+            _, outputs, hidden = self._walk(args, kwargs, self.module)
         for buffer, before in buffers:
             buffer.copy_(before)
         self._shapes[shape] = outputs, hidden
@@ -296,55 +355,52 @@ class Pipe:
         Returns the output (None on ranks without the last stage); what each unit gave; and for each stage what it
         sends, and whether it has parameters to train. Where one rank raises, all do.
         """
-        rank, owners, group = self._collectives.rank, self._owners, self._collectives.group
-        known: dict[str, list[Any]] = {}
+        rank = self.owners.rank
+        owners = self._rank_of_stage
+        group = self.owners.group
+        outputs: dict[str, list[Any]] = {}
         sent: list[tuple[Any, bool]] = []
-        self.stages.outputs = known
+        self.stages.outputs = outputs
         hidden = output = None
         for stage, owner in enumerate(owners):
-            told: Any = None
+            report: _Report | Exception | None = None
             if rank == owner:
                 if stage and owners[stage - 1] != rank:
                     hidden = _empty(sent[-1][0], self._device)
-                    for each in tensors(hidden):
-                        dist.recv(each, dist.get_global_rank(group, owners[stage - 1]), group)
-                told = self._told(stage, hidden, args, kwargs, call)
-                if not isinstance(told, Exception):
-                    output, told = told
-            told = self._collectives.broadcast_object(told, src=owner)
-            if isinstance(told, Exception):
-                raise told
-            recorded, spec, trains = told
-            known |= recorded
-            sent.append((spec, trains))
+                    for tensor in tensors(hidden):
+                        dist.recv(tensor, dist.get_global_rank(group, owners[stage - 1]), group)
+                output, report = self._run_stage(stage, hidden, args, kwargs, call)
+            report = self.owners.broadcast_object(report, src=owner)
+            if isinstance(report, Exception):
+                raise report
+            assert report is not None
+            outputs |= report.outputs
+            sent.append((report.sends, report.trains))
             if rank == owner and stage + 1 < len(owners):
                 hidden = output
                 if owners[stage + 1] != rank:
-                    for each in tensors(output):
-                        dist.send(each, dist.get_global_rank(group, owners[stage + 1]), group)
-        return (output if rank == owners[-1] else None), known, sent
+                    for tensor in tensors(output):
+                        dist.send(tensor, dist.get_global_rank(group, owners[stage + 1]), group)
+        return (output if rank == owners[-1] else None), outputs, sent
 
-    def _told(
+    def _run_stage(
         self, stage: int, hidden: Hidden | None, args: tuple[Any, ...], kwargs: dict[str, Any], call: Callable[..., Any]
-    ) -> Any:
-        """Runs a stage; its output, and what others must know of it; or the error that they must raise too."""
+    ) -> tuple[Any, _Report | Exception]:
+        """A stage's output, and what the other ranks must know of it: an error, too, which all of them raise."""
         recorded: dict[str, list[Any]] = {}
+        is_last = stage == self.stages.count - 1
         args, kwargs = self.stages.arguments(hidden, args, kwargs)
         try:
             with self.stages.entering(Visit(stage, hidden, recorded)):
                 output = call(*args, **kwargs)
-                last = stage == self.stages.count - 1
-                output = output if last else self.stages.hidden(stage, output)
+                if not is_last:
+                    output = self.stages.hidden(stage, output)
                 self.stages.check(stage, output, hidden)
-        except Exception as error:  # it is raised again, on every rank
-            try:
-                pickle.loads(pickle.dumps(error))
-            except Exception:
-                return RuntimeError(f"{type(error).__name__}: {error}")
-            return error
-        trains = any(p.requires_grad for module in self.stages.modules(stage) for p in module.parameters())
-        trains = trains or any(p.requires_grad for p in self._shared())
-        return output, (recorded, None if last else specs(output), trains)
+        except Exception as error:
+            return None, _sendable(error)
+        own = [parameter for module in self.stages.modules(stage) for parameter in module.parameters()]
+        trains = any(parameter.requires_grad for parameter in (*own, *self._shared()))
+        return output, _Report(recorded, None if is_last else specs(output), trains)
 
     def _pass(self, *args: Any, **kwargs: Any) -> Any:
         """The user's forward, up to the end of the stage at hand."""
@@ -353,8 +409,15 @@ class Pipe:
         except Leave as leave:
             return leave.hidden
 
-    def call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _forward(self, model: nn.Module, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """What `model(...)` does: a stage's pass inside of one, an evaluation otherwise."""
+        if model is not self.module:
+            raise PlanError(
+                "pipeline-copy",
+                f"a copy of {type(model).__name__} cannot run: the pipeline runs the model that was prepared.",
+                why=f"pp={self.owners.size}, and a copy has no other stages",
+                fix="copy the model before `prepare`, and prepare the copy too",
+            )
         return self.evaluate(args, kwargs) if self.stages.visit is None else self._pass(*args, **kwargs)
 
     # -- time ------------------------------------------------------------------------------------------------------
@@ -363,7 +426,7 @@ class Pipe:
         """Around each piece of a stage's computation: takes its time while somebody measures."""
         if self.meter is not None:
             return self._timed("busy_s")
-        return nullcontext() if self.phase is None else self.phase(phase)
+        return nullcontext() if self._phase is None else self._phase(phase)
 
     def _metered(self) -> Any:
         return nullcontext() if self.meter is None else self._timed("total_s")
@@ -377,11 +440,70 @@ class Pipe:
         setattr(self.meter, name, getattr(self.meter, name) + time.perf_counter() - begin)
 
 
-def _empty(spec: Any, device: torch.device | str, requires_grad: bool = False) -> Any:
-    """Tensors of some kinds; whole numbers and masks have no gradients."""
-    return map_leaves(
-        lambda leaf: leaf.empty(device, requires_grad and leaf.dtype.is_floating_point), spec
-    )  # fmt: skip
+def pipe_of(model: nn.Module) -> Pipe:
+    """The pipe of a prepared model; its `forward` knows it, and so do those that were put around it since."""
+    found: Pipe = next(module.forward.pipe for module in model.modules() if hasattr(module.forward, "pipe"))
+    return found
+
+
+def _rows_of(batch: Part, rows: int, begin: int, end: int) -> Part:
+    """One micro-batch: these rows of tensors whose dim 0 is the batch's, and all else as it is."""
+
+    def cut(tensor: Tensor) -> Tensor:
+        return tensor[begin:end] if tensor.ndim and tensor.shape[0] == rows else tensor
+
+    micro: Part = map_tensors(cut, batch)
+    return micro
+
+
+@dataclass(frozen=True)
+class _Report:
+    """What all ranks must know of a stage that ran.
+
+    Attributes:
+        outputs: what each of its units gave, as structures of `Spec`.
+        sends: what goes to the next stage, as one; None from the last stage.
+        trains: whether some of its parameters is trained.
+    """
+
+    outputs: dict[str, list[Any]]
+    sends: Any
+    trains: bool
+
+
+def _sendable(error: Exception) -> Exception:
+    """The error itself, if another process can make it again; else one with its words."""
+    try:
+        pickle.loads(pickle.dumps(error))
+    except Exception:
+        return RuntimeError(f"{type(error).__name__}: {error}")
+    return error
+
+
+@dataclass(frozen=True)
+class _Described:
+    """A tensor of a state, without its values."""
+
+    spec: Spec
+    on_cpu: bool
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> _Described:
+        return cls(Spec.of(tensor), tensor.device.type == "cpu")
+
+    def empty(self, device: torch.device) -> Tensor:
+        return self.spec.empty("cpu" if self.on_cpu else device)
+
+
+def _empty(specs: Any, device: torch.device | str, requires_grad: bool = False) -> Any:
+    """A nested structure with a tensor for each `Spec`; whole numbers and masks have no gradients."""
+
+    def tensor(leaf: Any) -> Any:
+        if not isinstance(leaf, Spec):
+            return leaf
+        return leaf.empty(device, requires_grad and leaf.dtype.is_floating_point)
+
+    return map_leaves(tensor, specs)
 
 
 @contextmanager
@@ -400,59 +522,3 @@ def _gathered(model: nn.Module, schedule: str) -> Iterator[None]:
 def _wait(device: torch.device) -> None:
     if device.type != "cpu":
         torch.accelerator.synchronize()
-
-
-def _replace_forward(model: nn.Module, pipe: Pipe) -> None:
-    """Makes `model(...)` go through the pipe; the module stays the same object with the same names."""
-    original = model.forward
-
-    @wraps(original)
-    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        if self is not model:
-            raise PlanError(
-                "pipeline-copy",
-                f"a copy of {type(self).__name__} cannot run: the pipeline runs the model that was prepared.",
-                why=f"pp={len(pipe.stages.first)}, and a copy has no other stages",
-                fix="copy the model before `prepare`, and prepare the copy too",
-            )
-        return pipe.call(args, kwargs)
-
-    told = signature(original)
-    first = Parameter("self", Parameter.POSITIONAL_ONLY)
-    forward.__signature__ = told.replace(parameters=[first, *told.parameters.values()])  # type: ignore[attr-defined]
-    model.forward = MethodType(forward, model)  # type: ignore[method-assign]
-
-
-@cache
-def _stage_class() -> type:
-    """torch's stage, which tells its pipe when it computes."""
-    from torch.distributed.pipelining import PipelineStage
-
-    class Timed(PipelineStage):
-        def __init__(self, pipe: Pipe, *args: Any, **kwargs: Any) -> None:
-            super().__init__(*args, **kwargs)
-            self._pipe = pipe
-
-        def _post_metadata_inference_cleanup(self) -> None:
-            """torch drops gradients here, those of an open window too; with the shapes given nothing has added to them."""
-            for module in self.submod.modules():
-                if hasattr(module, "reshard"):
-                    module.reshard()
-            before = [(parameter, parameter.grad) for parameter in self.submod.parameters()]
-            super()._post_metadata_inference_cleanup()
-            for parameter, gradient in before:
-                parameter.grad = gradient
-
-        def forward_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
-            with self._pipe.computing("forward"):
-                return super().forward_one_chunk(*args, **kwargs)
-
-        def backward_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
-            with self._pipe.computing("backward"):
-                return super().backward_one_chunk(*args, **kwargs)
-
-        def backward_weight_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
-            with self._pipe.computing("backward"):
-                return super().backward_weight_one_chunk(*args, **kwargs)
-
-    return Timed

@@ -1,37 +1,34 @@
 """`pipeline`: ranks along `pp` hold one after the other of a model's blocks, and micro-batches flow through them.
 
-    apply              rank 0's values to all -> blocks of other ranks become stubs -> a `Pipe` behind `model.forward`
-    forward_backward   torch's schedule of micro-batches, while no strategy communicates gradients
-    settle             gradients of parameters that several stages hold are summed
+    check, decide, cost    the blocks, the split and the schedule fit each other; pure
+    apply                  rank 0's values to all -> blocks of other ranks become stubs -> a `Pipe` behind `model.forward`
 
-Everything after `apply` works on the pruned model, whose names are the user's. Stages, shapes and the division on
+Everything after `apply` works on the pruned model, whose names are the user's. Stages, passes and the division on
 paper: `stages`, `pipe`, `paceline.plan.pipeline`.
 """
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from paceline.base.errors import Problem
 from paceline.config.kinds import one_of, whole
-from paceline.parallel.copies import Copies
-from paceline.parallel.microbatches import Part
-from paceline.parallel.pipe import Meter, Pipe
+from paceline.parallel.copies import Copies, Holders
+from paceline.parallel.pipe import Meter, Pipe, pipe_of
 from paceline.parallel.stages import Spec, Stages
-from paceline.parallel.strategy import Context, Strategy
+from paceline.parallel.strategy import AppliedStrategy, Context, Strategy
 from paceline.plan.cost import Bytes
 from paceline.plan.facts import ModelFacts
-from paceline.plan.options import option
+from paceline.plan.options import names_of, option
 from paceline.plan.pipeline import SCHEDULES, balanced, chain, even, loads, matching, rank_of
 from paceline.plan.plan import Decision, Plan
-from paceline.world.held import Held
+from paceline.world.collectives import Collectives
 
 _SPLITS = ("uniform", "parameters", "time")
 
@@ -64,8 +61,10 @@ class Pipeline(Strategy):
     name = "pipeline"
     stage = 10
     axes = ("pp",)
-
     Options = PipelineOptions
+    replaces_parameters = True
+    removes_parameters = True
+    divides_steps = True
 
     # -- on paper ----------------------------------------------------------------------------------------------
 
@@ -76,34 +75,36 @@ class Pipeline(Strategy):
         if problems:
             return problems
         count = plan.layout.pp * per_rank(options)
-        blocks = chain(facts, names(options.blocks), count)
+        blocks = chain(facts, names_of(options.blocks), count)
         problems = _block_problems(options, facts, blocks, count)
         return problems or _split_problems(options, facts, blocks, count)
 
     def decide(self, plan: Plan, facts: ModelFacts) -> list[Decision]:
         """The schedule and its bubble, and what each stage holds."""
-        options, ranks = self.options(plan), plan.layout.pp
-        schedule, each = SCHEDULES[options.schedule], per_rank(options)
-        blocks, begins = divide(options, facts, ranks * each)
+        options = self.options(plan)
+        ranks = plan.layout.pp
+        schedule = SCHEDULES[options.schedule]
+        stages = ranks * per_rank(options)
+        blocks, begins = divide(options, facts, stages)
         ends = (*begins[1:], len(blocks))
-        parts = [
-            f"{blocks[a]} .. {blocks[b - 1]}" if b - a > 1 else blocks[a] for a, b in zip(begins, ends, strict=True)
-        ]
+        parts = []
+        for begin, end in zip(begins, ends, strict=True):
+            parts.append(f"{blocks[begin]} .. {blocks[end - 1]}" if end - begin > 1 else blocks[begin])
+        sizes = ", ".join(str(end - begin) for begin, end in zip(begins, ends, strict=True))
         most = microbatches(options, ranks)
-        bubble = schedule.bubble(most, ranks, each)
-        found = [
+        bubble = schedule.bubble(most, ranks, per_rank(options))
+        decisions = [
             Decision(
                 "pipeline.schedule", schedule.name, "derived", "options" if "schedule" in _given(plan) else "",
                 f"with {most} micro-batches a batch ranks wait {bubble:.0%} of the time, where stages take equally long",
             ),
             Decision(
                 "pipeline.split", " | ".join(parts), "derived", "options" if "split" in _given(plan) else "",
-                f"{len(blocks)} blocks on {ranks * each} stages by {options.split}, "
-                f"{', '.join(str(b - a) for a, b in zip(begins, ends, strict=True))} each",
+                f"{len(blocks)} blocks on {stages} stages by {options.split}, {sizes} each",
             ),
         ]  # fmt: skip
         if facts.batch_norms:
-            found.append(
+            decisions.append(
                 Decision(
                     "pipeline.batch_norm",
                     "each micro-batch",
@@ -113,179 +114,117 @@ class Pipeline(Strategy):
                     "other numbers than one process has over the whole batch",
                 )
             )
-        return found
+        return decisions
 
-    def cost(self, plan: Plan, facts: ModelFacts, held: Bytes) -> Bytes:
+    def cost(self, plan: Plan, facts: ModelFacts, before: Bytes) -> Bytes:
         """The fullest rank's share; of activations, those of the micro-batches that wait for their backward pass."""
-        options, ranks = self.options(plan), plan.layout.pp
-        each = per_rank(options)
-        blocks, begins = divide(options, facts, ranks * each)
-        own, ends = loads(facts, blocks), (*begins[1:], len(blocks))
-        of_rank, of_blocks = [0] * ranks, [0] * ranks
-        for stage, (a, b) in enumerate(zip(begins, ends, strict=True)):
+        options = self.options(plan)
+        ranks = plan.layout.pp
+        stages = ranks * per_rank(options)
+        blocks, begins = divide(options, facts, stages)
+        ends = (*begins[1:], len(blocks))
+        load_of_block = loads(facts, blocks)
+        load_of_rank = [0] * ranks
+        blocks_of_rank = [0] * ranks
+        for stage, (begin, end) in enumerate(zip(begins, ends, strict=True)):
             rank = rank_of(stage, ranks, SCHEDULES[options.schedule].placement)
-            of_rank[rank] += sum(own[a:b])
-            of_blocks[rank] += b - a
-        share = max(of_rank) / max(1, sum(own))
+            load_of_rank[rank] += sum(load_of_block[begin:end])
+            blocks_of_rank[rank] += end - begin
+        share = max(load_of_rank) / max(1, sum(load_of_block))
         count = microbatches(options, ranks)
-        waiting = count if options.schedule in ("gpipe", "breadth-first") else min(count, ranks * each)
-        activations = held.activations * max(of_blocks) / len(blocks) * waiting / count
+        waiting = count
+        if options.schedule not in ("gpipe", "breadth-first"):  # these run all forward passes first
+            waiting = min(count, stages)
+        activations = before.activations * max(blocks_of_rank) / len(blocks) * waiting / count
         return replace(
-            held,
-            parameters=int(held.parameters * share),
-            gradients=int(held.gradients * share),
-            optimizer=int(held.optimizer * share),
+            before,
+            parameters=int(before.parameters * share),
+            gradients=int(before.gradients * share),
+            optimizer=int(before.optimizer * share),
             activations=int(activations),
         )
 
     # -- on a model --------------------------------------------------------------------------------------------
 
-    def apply(self, model: nn.Module, context: Context) -> nn.Module:
+    def apply(self, model: nn.Module, context: Context) -> AppliedStrategy:
         """Prunes the model to this rank's stages. Every rank calls it; rank 0's values and split count.
 
         Args:
             model: whole, on every rank.
         """
-        options, mesh = context.options, context.mesh
+        options = context.options
+        mesh = context.mesh
+        facts = context.facts
         group = context.collectives.over(mesh.group("pp"))
-        ranks, rank = context.plan.layout.pp, group.rank
-        peers = context.collectives.over(mesh.group("shard")) if context.plan.fully_sharded else None
-        state = [*model.parameters(), *model.buffers()]
+        ranks = context.plan.layout.pp
+        rank = group.rank
         shapes = {name: Spec.of(parameter) for name, parameter in model.named_parameters()}
-        if not (context.facts.meta or context.facts.apart):
-            for tensor in state:
+        if not (facts.meta or facts.apart):
+            for tensor in (*model.parameters(), *model.buffers()):
                 tensor.data.copy_(group.broadcast(tensor.detach()))
-        blocks, begins = context.collectives.broadcast_object(divide(options, context.facts, ranks * per_rank(options)))
+        blocks, begins = context.collectives.broadcast_object(divide(options, facts, ranks * per_rank(options)))
         placement = SCHEDULES[options.schedule].placement
-        stages_of = [[s for s in range(len(begins)) if rank_of(s, ranks, placement) == r] for r in range(ranks)]
+        stages_of: list[list[int]] = [[] for _ in range(ranks)]
+        for stage in range(len(begins)):
+            stages_of[rank_of(stage, ranks, placement)].append(stage)
         whole_names = list(model.state_dict())
         trained = [name for name, _ in model.named_parameters()]
-        stages = Stages(model, blocks, begins, stages_of[rank], names(options.keep), context.device)
-        groups = []
-        tied = {group[0]: group for group in context.facts.tied}
-        for name in trained:
-            held = [
-                next((own for own in tied.get(name, (name,)) if stages.holds(own, each)), None) for each in stages_of
-            ]
-            groups.append({r: own for r, own in enumerate(held) if own is not None})
-        if context.facts.apart:
-            _level(model, dict(zip(trained, groups, strict=True)), shapes, group, context.device)
-        copies = Copies(model, groups, group)
-        pipe = Pipe(model, stages, copies, options.schedule, microbatches(options, ranks), group, peers, context.device)
-        _PIPES[model] = _Piped(pipe, whole_names, context.facts.tied)
-        return model
+        stages = Stages(model, blocks, begins, stages_of[rank], names_of(options.keep), context.device)
+        tied = {group[0]: group for group in facts.tied}
+        holders = [_holders(tied.get(name, (name,)), stages, stages_of) for name in trained]
+        if facts.apart:
+            _level(model, dict(zip(trained, holders, strict=True)), shapes, group, context.device)
+        return Pipe(
+            model,
+            stages,
+            Copies(model, holders, group),
+            options.schedule,
+            microbatches(options, ranks),
+            group,
+            context.collectives.over(mesh.group("shard")) if context.plan.fully_sharded else None,
+            context.device,
+            whole_names,
+            facts.tied,
+        )
 
-    def forward_backward(
-        self,
-        model: nn.Module,
-        inputs: tuple[Any, ...],
-        named: dict[str, Any],
-        target: Any,
-        loss_fn: Any,
-        factor: Tensor,
-        mean: bool,
-    ) -> Tensor:
-        """One batch through the pipeline, forward and backward; gradients stay on their ranks.
 
-        Args:
-            model: prepared.
-            inputs, named: positional and keyword arguments of the model for the whole batch; tensors whose dim 0 is the
-                number of its rows are divided into micro-batches, all else goes to each.
-            target: second argument of `loss_fn`, divided alike.
-            loss_fn: called with a micro-batch's output and target on the last stage's rank.
-            factor: what the whole batch's loss is multiplied by before the backward pass.
-            mean: whether `loss_fn` gives the mean over rows rather than a sum.
-
-        Returns:
-            The batch's loss, 0-dim, detached.
-
-        Ranks: all along `pp`, with the same batch; all get the loss.
-
-        Raises:
-            PlanError: `pipeline-rows`, `pipeline-order`, `pipeline-hidden`, `pipeline-skip`.
-        """
-        return _piped(model).pipe.forward_backward(inputs, named, target, loss_fn, factor, mean)
-
-    def forward_backward_each(
-        self, model: nn.Module, parts: Sequence[Part], loss_fn: Any, factor: Tensor, mean: bool
-    ) -> Tensor:
-        """The same for micro-batches that were made elsewhere; each counts the same, and shapes may differ."""
-        return _piped(model).pipe.each(parts, loss_fn, factor, mean)
-
-    def follow(self, model: nn.Module, phase: Callable[[str], Any]) -> None:
-        """Opens `phase("forward")` and `phase("backward")` around what the stages of a model compute."""
-        _piped(model).pipe.phase = phase
-
-    def stages(self, model: nn.Module) -> Stages:
-        """The stages of a model that this rank holds."""
-        return _piped(model).pipe.stages
-
-    def copies(self, model: nn.Module) -> Copies:
-        """The parameters of a prepared model that several stages hold."""
-        return _piped(model).pipe.copies
-
-    def settle(self, model: nn.Module) -> None:
-        """Sums the gradients of parameters that several stages hold, after other strategies have averaged them."""
-        _piped(model).pipe.copies.sum()
-
-    def held(self, model: nn.Module) -> Held:
-        """Of parameters that several stages hold: what was summed already, and who has the same."""
-        return _piped(model).pipe.copies.held()
-
-    def take(self, model: nn.Module, held: Held) -> None:
-        """Takes that back."""
-        _piped(model).pipe.copies.take(held)
-
-    def gather_state(self, state: dict[str, Any], model: nn.Module, context: Context) -> dict[str, Any]:
-        """The whole model's state: each rank's part, under the user's names, in the user's order."""
-        piped = _piped(model)
-        group = context.collectives.over(context.mesh.group("pp"))
-        held = group.gather_object({k: _like(v) if isinstance(v, Tensor) else v for k, v in state.items()})
-        found: dict[str, Any] = {}
-        for rank, part in enumerate(held):
-            new = {name: value for name, value in part.items() if name not in found}
-            own = [state[name] if group.rank == rank else _empty(like, context.device)
-                   for name, like in new.items() if isinstance(like, _Like)]  # fmt: skip
-            arrived = iter(group.broadcast(own, src=rank))
-            found |= {name: next(arrived) if isinstance(v, _Like) else v for name, v in new.items()}
-        for names_of_one in piped.tied:
-            present = [name for name in names_of_one if name in found]
-            found |= {name: found[present[0]] for name in present}
-        return {name: found[name] for name in (*piped.names, *found) if name in found}
+def _holders(names_of_one: Sequence[str], stages: Stages, stages_of: Sequence[Sequence[int]]) -> Holders:
+    """Which ranks hold one parameter, and under which of its names."""
+    holders: Holders = {}
+    for rank, own in enumerate(stages_of):
+        name = next((name for name in names_of_one if stages.holds(name, own)), None)
+        if name is not None:
+            holders[rank] = name
+    return holders
 
 
 def _level(
-    model: nn.Module, held: dict[str, dict[int, str]], shapes: dict[str, Spec], group: Any, device: torch.device
+    model: nn.Module, holders_of: dict[str, Holders], shapes: dict[str, Spec], group: Collectives, device: torch.device
 ) -> None:
     """Parameters that several ranks have built get the values of the first of them. Ranks: all along `pp`.
 
     Args:
-        held: name -> rank along `pp` -> the name under which it holds the parameter.
+        holders_of: name -> rank along `pp` -> the name under which it holds the parameter.
         shapes: of each, on all ranks.
     """
-    own = dict(model.named_parameters(remove_duplicate=False))
-    for name, holders in held.items():
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    for name, holders in holders_of.items():
         if len(holders) > 1:
-            mine = own.get(holders.get(group.rank, ""))
-            value = shapes[name].empty(device) if mine is None else mine.detach()
+            own = parameters.get(holders.get(group.rank, ""))
+            value = shapes[name].empty(device) if own is None else own.detach()
             value = group.broadcast(value, src=min(holders))
-            if mine is not None:
-                mine.data.copy_(value)
+            if own is not None:
+                own.data.copy_(value)
 
 
 # -- what options say ------------------------------------------------------------------------------------------
 
 
-def names(given: Any) -> tuple[str, ...]:
-    """Names from an option: a list of them, or text with commas."""
-    parts = given.split(",") if isinstance(given, str) else given
-    return tuple(part.strip() for part in parts if part.strip())
-
-
 def per_rank(options: PipelineOptions) -> int:
     """Stages on each rank."""
-    told = options.stages_per_rank
-    return SCHEDULES[options.schedule].stages_per_rank if told == "auto" else int(told)
+    if options.stages_per_rank == "auto":
+        return SCHEDULES[options.schedule].stages_per_rank
+    return int(options.stages_per_rank)
 
 
 def microbatches(options: PipelineOptions, ranks: int) -> int:
@@ -295,14 +234,14 @@ def microbatches(options: PipelineOptions, ranks: int) -> int:
 
 def divide(options: PipelineOptions, facts: ModelFacts, stages: int) -> tuple[tuple[str, ...], tuple[int, ...]]:
     """Names of the blocks, and the numbers of those with which stages begin."""
-    blocks = chain(facts, names(options.blocks), stages)
+    blocks = chain(facts, names_of(options.blocks), stages)
     if options.split == "uniform":
         return blocks, even(len(blocks), stages)
     if options.split == "parameters":
         return blocks, balanced(loads(facts, blocks), stages)
     if options.split == "time":
         return blocks, balanced([float(weight) for weight in options.weights], stages)
-    return blocks, (0, *(blocks.index(matching(name, blocks)[0]) for name in names(options.split)))
+    return blocks, (0, *(blocks.index(matching(name, blocks)[0]) for name in names_of(options.split)))
 
 
 def _given(plan: Plan) -> Any:
@@ -310,15 +249,16 @@ def _given(plan: Plan) -> Any:
 
 
 def _schedule_problems(options: PipelineOptions, ranks: int) -> list[Problem]:
-    schedule, each = SCHEDULES[options.schedule], per_rank(options)
-    found = []
-    if not schedule.least <= each <= schedule.most:
+    schedule = SCHEDULES[options.schedule]
+    stages = per_rank(options)
+    problems = []
+    if not schedule.least <= stages <= schedule.most:
         needs = str(schedule.least) if schedule.least == schedule.most else f"at least {schedule.least}"
-        found.append(
+        problems.append(
             Problem(
                 "pipeline-stages",
-                f"the schedule {schedule.name} cannot run {each} stages on each rank.",
-                why=f"pipeline.stages_per_rank={each}; {schedule.name} needs {needs}",
+                f"the schedule {schedule.name} cannot run {stages} stages on each rank.",
+                why=f"pipeline.stages_per_rank={stages}; {schedule.name} needs {needs}",
                 fix="leave stages_per_rank out: the schedule's own number is taken",
             )
         )
@@ -330,7 +270,7 @@ def _schedule_problems(options: PipelineOptions, ranks: int) -> list[Problem]:
             else f"rounds of equal size, and {count} are {count // ranks} rounds of {ranks} and a rest"
         )
         fits = next(n for n in range(count + 1, 100 * (count + ranks)) if schedule.takes(n, ranks))
-        found.append(
+        problems.append(
             Problem(
                 "pipeline-microbatches",
                 f"the schedule {schedule.name} cannot run {count} micro-batches on {ranks} ranks.",
@@ -338,12 +278,13 @@ def _schedule_problems(options: PipelineOptions, ranks: int) -> list[Problem]:
                 fix=f"set microbatches to {fits}, or use schedule={schedule.otherwise!r}",
             )
         )
-    return found
+    return problems
 
 
 def _block_problems(options: PipelineOptions, facts: ModelFacts, blocks: Sequence[str], stages: int) -> list[Problem]:
-    for pattern in (*names(options.blocks), *names(options.keep)):
-        if not matching(pattern, [name for name, _ in (*facts.modules, *((layer.name, "") for layer in facts.layers))]):
+    modules = [*(name for name, _ in facts.modules), *(layer.name for layer in facts.layers)]
+    for pattern in (*names_of(options.blocks), *names_of(options.keep)):
+        if not matching(pattern, modules):
             return [
                 Problem(
                     "pipeline-pattern",
@@ -386,7 +327,7 @@ def _split_problems(options: PipelineOptions, facts: ModelFacts, blocks: Sequenc
         ]
     if options.split in _SPLITS:
         return []
-    given = names(options.split)
+    given = names_of(options.split)
     wrong = [name for name in given if len(matching(name, blocks)) != 1]
     if wrong:
         return [
@@ -414,45 +355,13 @@ def _some(given: Sequence[str]) -> str:
     return ", ".join(given[:4]) + (f", ... {given[-1]}" if len(given) > 4 else "") or "none"
 
 
-# -- what a pipeline remembers ---------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class _Piped:
-    pipe: Pipe
-    names: list[str]  # of the whole model's state, in its order
-    tied: tuple[tuple[str, ...], ...]
-
-
-_PIPES: weakref.WeakKeyDictionary[nn.Module, _Piped] = weakref.WeakKeyDictionary()
-
-
-def _piped(model: nn.Module) -> _Piped:
-    return next(_PIPES[module] for module in model.modules() if module in _PIPES)
-
-
-@dataclass(frozen=True)
-class _Like:
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    on_cpu: bool
-
-
-def _like(tensor: Tensor) -> _Like:
-    return _Like(tuple(tensor.shape), tensor.dtype, tensor.device.type == "cpu")
-
-
-def _empty(like: _Like, device: torch.device) -> Tensor:
-    return torch.empty(like.shape, dtype=like.dtype, device="cpu" if like.on_cpu else device)
-
-
 @contextmanager
 def measure(model: nn.Module) -> Iterator[Meter]:
     """While it is open, batches of a prepared model are timed; `bubble` of what it gives is the share spent waiting.
 
     Ranks: each measures itself. On an accelerator it waits for each piece, which costs a little.
     """
-    pipe = _piped(model).pipe
+    pipe = pipe_of(model)
     pipe.meter = meter = Meter()
     try:
         yield meter

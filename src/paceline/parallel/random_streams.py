@@ -28,7 +28,9 @@ class RandomStreams:
     """
 
     def __init__(self, rank: int, device: torch.device) -> None:
-        self._rank, self._device, self._depth = rank, device, 0
+        self._rank = rank
+        self._device = device
+        self._depth = 0
         self._accelerator: Any = None if device.type == "cpu" else torch.get_device_module(device)
         self._if_unused: list[Tensor] = []
         self._seed_if_used = 0

@@ -14,10 +14,9 @@ Recomputation in Large Transformer Models", 2022 (selective).
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial, wraps
-from types import MethodType
+from functools import partial
 from typing import Any
 
 import torch
@@ -26,12 +25,13 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 
 from paceline.base.errors import Problem
 from paceline.parallel.block_calls import CACHES
-from paceline.parallel.strategy import Context, Strategy
+from paceline.parallel.strategy import AppliedStrategy, Context, Strategy
 from paceline.plan.cost import Bytes
 from paceline.plan.facts import ModelFacts
-from paceline.plan.options import option
+from paceline.plan.options import names_of, option
 from paceline.plan.plan import Decision, Plan
 from paceline.plan.rules import origin
+from paceline.world.forward import override_forward
 
 KEPT = (
     "mm", "addmm", "bmm", "baddbmm", "_scaled_mm", "convolution",
@@ -39,7 +39,9 @@ KEPT = (
     "_scaled_dot_product_efficient_attention", "_scaled_dot_product_cudnn_attention",
 )  # fmt: skip
 # Bytes that a block keeps for each channel and position, of 34 in all (Korthikanti et al., 2022, table 2).
-_ALL, _INPUT, _PRODUCTS = 34, 2, 22
+_ALL = 34
+_INPUT = 2
+_PRODUCTS = 22
 
 
 @dataclass(frozen=True)
@@ -77,7 +79,7 @@ class Recompute(Strategy):
                     fix="set recompute to no, or keep the model's layers in a torch.nn.ModuleList",
                 )
             )
-        unknown = [name for name in _names(self.options(plan).save) if not _overloads(name)]
+        unknown = [name for name in names_of(self.options(plan).save) if not _overloads(name)]
         if unknown:
             problems.append(
                 Problem(
@@ -94,32 +96,32 @@ class Recompute(Strategy):
         total = len(facts.blocks)
         again = len(chosen(plan.recompute, facts.blocks))
         if plan.recompute == "selective":
-            reason = f"{total} blocks keep the results of {', '.join(_names(self.options(plan).save))}"
+            reason = f"{total} blocks keep the results of {', '.join(names_of(self.options(plan).save))}"
         else:
             reason = f"{again} of {total} blocks keep their inputs alone" + f", {total - again} keep all" * (
                 again < total
             )
         return [Decision("recompute.blocks", again, "derived", reason=reason)]
 
-    def cost(self, plan: Plan, facts: ModelFacts, held: Bytes) -> Bytes:
+    def cost(self, plan: Plan, facts: ModelFacts, before: Bytes) -> Bytes:
         """Blocks keep their inputs (or products) alone; one at a time has all its activations again."""
         total = max(1, len(facts.blocks))
         share = len(chosen(plan.recompute, facts.blocks)) / total
-        kept = (_PRODUCTS if plan.recompute == "selective" else _INPUT) / _ALL
-        fraction = min(1.0, 1 - share + share * kept + (1 - kept) / total)
-        return replace(held, activations=int(held.activations * fraction))
+        kept_share = (_PRODUCTS if plan.recompute == "selective" else _INPUT) / _ALL
+        fraction = min(1.0, 1 - share + share * kept_share + (1 - kept_share) / total)
+        return replace(before, activations=int(before.activations * fraction))
 
-    def apply(self, model: nn.Module, context: Context) -> nn.Module:
+    def apply(self, model: nn.Module, context: Context) -> AppliedStrategy:
         """Replaces `forward` of the blocks that this rank holds."""
         modules = dict(model.named_modules())
         how: dict[str, Any] = {"use_reentrant": False}
         if context.plan.recompute == "selective":
-            kept = [overload for name in _names(context.options.save) for overload in _overloads(name)]
+            kept = [overload for name in names_of(context.options.save) for overload in _overloads(name)]
             how["context_fn"] = partial(create_selective_checkpoint_contexts, kept)
         for name in chosen(context.plan.recompute, context.facts.blocks):
             if any(True for _ in modules[name].parameters()):  # else another rank of a pipeline holds it
                 _override(modules[name], how)
-        return model
+        return AppliedStrategy(model)
 
 
 def chosen(recompute: str, blocks: tuple[str, ...]) -> tuple[str, ...]:
@@ -127,27 +129,19 @@ def chosen(recompute: str, blocks: tuple[str, ...]) -> tuple[str, ...]:
     return blocks[:: int(recompute)] if recompute.isdecimal() else blocks
 
 
-def _override(block: nn.Module, how: dict[str, Any]) -> None:
-    original = block.forward
-
-    @wraps(original)
-    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+def _override(block: Any, how: dict[str, Any]) -> None:
+    def forward(block: Any, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
-            return self._recomputed_forward(*args, **kwargs)  # type: ignore[operator]
+            return original(*args, **kwargs)
         # A cache of keys and values would be filled twice.
         kwargs = {name: None if name in CACHES else value for name, value in kwargs.items()}
         # What modules do once, at their first call, would be among the operations that are kept, and not come again.
-        now, self._recomputed_before = how if self._recomputed_before else {"use_reentrant": False}, True
-        return checkpoint(self._recomputed_forward, *args, **now, **kwargs)
+        now = how if block._recomputed_before else {"use_reentrant": False}
+        block._recomputed_before = True
+        return checkpoint(original, *args, **now, **kwargs)
 
-    block._recomputed_forward = original  # type: ignore[assignment]
     block._recomputed_before = "context_fn" not in how
-    block.forward = MethodType(forward, block)  # type: ignore[method-assign]
-
-
-def _names(save: str | Iterable[str]) -> list[str]:
-    """The option as a list; on the command line it is text with commas."""
-    return [name.strip() for name in save.split(",")] if isinstance(save, str) else list(save)
+    override_forward(block, "recompute", forward)
 
 
 def _overloads(name: str) -> list[Any]:

@@ -2,7 +2,7 @@
 
     backward     a parameter's gradient is complete -> its bucket is -> it is reduced, and freed; buckets in one order
     hold         gradients accumulate whole and in place
-    settle       one small exchange says what any rank used; the other buckets follow, with zeros for what this rank
+    finish       one small exchange says what any rank used; the other buckets follow, with zeros for what this rank
                  lacks; then each gradient is a DTensor of the parameter's shape, `Shard(0)`: these rows and no more
 
 A large gradient is a bucket of its own, sent from where it is; small ones are packed. A gradient that comes when its
@@ -15,22 +15,19 @@ import weakref
 from collections import deque
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from itertools import count
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from paceline.parallel.averages import average_gradients
+from paceline.parallel.averages import average_gradients, broadcast_tensors
 from paceline.parallel.division import batches, dtensor, even, pack, packed_parts, packed_width, rows, travels_alone
-from paceline.world.held import Held
-from paceline.world.mesh import cpu_group
-from paceline.world.sharded import is_sharded
+from paceline.world.mesh import Mesh, cpu_group, register_unit
+from paceline.world.pending_gradients import PendingGradients
+from paceline.world.sharded import is_sharded, local
 from paceline.world.transport import transport_of
 from paceline.world.works import Handle, wait_all
-
-_NUMBERS = count()
 
 
 class _Bucket:
@@ -70,7 +67,7 @@ class Reducer:
     Ranks: all of the gradient group make one for the same model.
     """
 
-    def __init__(self, model: nn.Module, mesh: Any, cap_mb: float, broadcast_buffers: bool) -> None:
+    def __init__(self, model: nn.Module, mesh: Mesh, cap_mb: float, broadcast_buffers: bool) -> None:
         self._mesh = mesh.along("shard")
         self._group, self._all = self._mesh.get_group(), mesh.gradient_group
         self._rank, self._ranks = dist.get_rank(self._group), dist.get_world_size(self._group)
@@ -78,7 +75,8 @@ class Reducer:
         self._width = dist.get_world_size(self._all)
         self._rest = mesh.along(("replicate", "cp")).get_group() if self._width > self._ranks else None
         self._votes = cpu_group(self._all)
-        self._cap, self._tag = int(cap_mb * 2**20), next(_NUMBERS)
+        self._cap = int(cap_mb * 2**20)
+        self._tag = register_unit(f"gradients of {type(model).__name__}")
         self._held = 0
         self._failed = False
         self._next = 0  # the first bucket that has not gone
@@ -86,7 +84,7 @@ class Reducer:
         self._reduced: dict[Tensor, Tensor] = {}
         self._earlier: dict[Tensor, Any] = {}  # reduced before this backward pass, and not cleared since
         self._outputs: list[Tensor] = []  # of the first round, in the order of buckets
-        dist._broadcast_coalesced(self._all, _tensors(model), self._cap, 0)
+        broadcast_tensors(_tensors(model), self._all)
         self._parameters = [p for p in model.parameters() if p.requires_grad and p.numel()]
         self._frozen = [p for p in model.parameters() if not p.requires_grad]
         self._plan_buckets()
@@ -113,7 +111,7 @@ class Reducer:
         def broadcast(module: nn.Module, _: Any) -> None:  # no method: a copy of the model copies its hooks
             if module is owner() and module.training and not self._held and torch.is_grad_enabled():
                 buffers = [buffer.detach() for buffer in module.buffers() if buffer.numel()]
-                dist._broadcast_coalesced(self._all, buffers, self._cap, 0)
+                broadcast_tensors(buffers, self._all)
 
         model.register_forward_pre_hook(broadcast)
 
@@ -195,7 +193,7 @@ class Reducer:
     # -- the end of a window ---------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def settle(self) -> None:
+    def finish(self) -> None:
         """Reduces what is left; gradients are DTensors after it. Ranks: all of the gradient group."""
         if self._held:
             return
@@ -242,23 +240,23 @@ class Reducer:
         began) are brought to their end, for the ranks run in step, and cleared too. Ranks: all where there are any.
         """
         if any(bucket.here for bucket in self._buckets):
-            self.settle()
+            self.finish()
             for parameter in parameters:
                 parameter.grad = None
 
-    def failed(self) -> None:
+    def backward_failed(self) -> None:
         """A backward pass ended with an error: what it reduced is dropped as soon as the next one begins."""
         self._failed = True
 
-    def held(self) -> Held:
+    def pending_gradients(self) -> PendingGradients:
         """Rows that were reduced in an earlier window and not cleared since."""
-        return Held({**{p: p.grad for p in self._parameters if is_sharded(p.grad)}, **self._earlier})
+        return PendingGradients({**{p: p.grad for p in self._parameters if is_sharded(p.grad)}, **self._earlier})
 
-    def take(self, held: Held) -> None:
+    def restore_pending(self, pending: PendingGradients) -> None:
         """Takes them back, beside whole gradients that have been put in `.grad` since."""
         self._land_all()
         self._rewind()
-        for parameter, part in held.gradients.items():
+        for parameter, part in pending.gradients.items():
             reduced = dtensor(part, self._mesh, parameter.shape)
             if parameter.grad is None:
                 parameter.grad = reduced
@@ -300,7 +298,7 @@ class Reducer:
         part = self._reduced[parameter]
         earlier = self._earlier.get(parameter)
         if earlier is not None:
-            part.add_(earlier._local_tensor)
+            part.add_(local(earlier))
         parameter.grad = None
         parameter.grad = dtensor(part, self._mesh, parameter.shape)
 

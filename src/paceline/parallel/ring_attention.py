@@ -23,6 +23,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from paceline.parallel.sequence_split import Region
+from paceline.torch_internals.attention import flash_attention, flash_attention_backward
 from paceline.world.works import wait_all
 
 _ALL = slice(None)
@@ -53,7 +54,7 @@ class _Ring(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, query: Tensor, key: Tensor, value: Tensor, region: Region, causal: bool, mask: Any, scale: Any
-    ):
+    ) -> Tensor:
         out = query.new_zeros(*query.shape[:-1], value.shape[-1], dtype=_wide(query))
         lse = torch.full(query.shape[:-1], -math.inf, dtype=out.dtype, device=query.device)
         for source, k, v in _around(region, key, value):
@@ -67,24 +68,33 @@ class _Ring(torch.autograd.Function):
                 )
         out = out.to(query.dtype)
         ctx.save_for_backward(query, key, value, out, lse, mask)
-        ctx.region, ctx.causal, ctx.scale = region, causal, scale
+        ctx.region = region
+        ctx.causal = causal
+        ctx.scale = scale
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
         query, key, value, out, lse, mask = ctx.saved_tensors
-        region, wide = ctx.region, _wide(query)
+        region = ctx.region
+        wide = _wide(query)
         d_query = torch.zeros_like(query, dtype=wide)
-        arriving, d_key, d_value = None, key, value
+        arriving = None
+        d_key = key
+        d_value = value
         for source, k, v in _around(region, key, value):
-            d_key, d_value = torch.zeros_like(key, dtype=wide), torch.zeros_like(value, dtype=wide)
+            d_key = torch.zeros_like(key, dtype=wide)
+            d_value = torch.zeros_like(value, dtype=wide)
             rows, columns, own = _piece(region, source, ctx.causal)
             if k[:, :, columns].shape[2]:
                 parts = piece_backward(
-                    *(each[:, :, rows] for each in (gradient, query)),
-                    *(each[:, :, columns] for each in (k, v)),
-                    *(each[:, :, rows] for each in (out, lse)),
+                    gradient[:, :, rows],
+                    query[:, :, rows],
+                    k[:, :, columns],
+                    v[:, :, columns],
+                    out[:, :, rows],
+                    lse[:, :, rows],
                     own,
                     _mask_part(mask, region, source, columns),
                     ctx.scale,
@@ -95,6 +105,7 @@ class _Ring(torch.autograd.Function):
                 for total, part in zip((d_key, d_value), arriving.wait(), strict=True):
                     total += part
             arriving = _Flight(region, (d_key, d_value), tag=1)
+        assert arriving is not None, "there is at least this rank's own part"
         d_key, d_value = arriving.wait()
         return d_query.to(query.dtype), d_key.to(key.dtype), d_value.to(value.dtype), None, None, None, None
 
@@ -130,7 +141,8 @@ class _Flight:
 
     def __init__(self, region: Region, tensors: tuple[Tensor, ...], tag: int) -> None:
         self._sent = torch.cat([tensor.reshape(-1) for tensor in tensors])
-        self._received, self._like = torch.empty_like(self._sent), tensors
+        self._received = torch.empty_like(self._sent)
+        self._like = tensors
         ranks = region.division.ranks
         after, before = (dist.get_global_rank(region.group, (region.rank + by) % ranks) for by in (1, -1))
         self._works = dist.batch_isend_irecv(
@@ -174,15 +186,8 @@ def attend_piece(
 ) -> tuple[Tensor, Tensor]:
     """Attention to these keys alone, and the log of each row's sum of exponentials (float32, or the dtype if wider)."""
     key, value = (_spread(each, query.shape[1]) for each in (key, value))
-    kernel = _kernel(query, value, mask)
-    if kernel == "cpu":
-        out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-            query, key, value, 0.0, causal, scale=scale
-        )
-        return out, lse
-    if kernel == "flash":
-        out, lse, *_ = torch.ops.aten._scaled_dot_product_flash_attention(query, key, value, 0.0, causal, scale=scale)
-        return out, lse
+    if _has_kernel(query, value, mask):
+        return flash_attention(query, key, value, causal, scale)
     scores = _scores(query, key, causal, mask, scale)
     lse = scores.logsumexp(-1)
     return _weights(scores, lse) @ value.to(scores.dtype), lse
@@ -202,32 +207,22 @@ def piece_backward(
     """What these keys add to the gradients of queries, keys and values; `out` and `lse` are those of all keys."""
     groups = key.shape[1]
     key, value = (_spread(each, query.shape[1]) for each in (key, value))
-    kernel = _kernel(query, value, mask)
-    if kernel == "cpu":
-        parts = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            gradient, query, key, value, out, lse, 0.0, causal, scale=scale
-        )
-    elif kernel == "flash":
-        seed = torch.zeros(2, dtype=torch.uint64, device=query.device)  # without dropout nothing is drawn
-        parts = torch.ops.aten._scaled_dot_product_flash_attention_backward(
-            gradient, query, key, value, out, lse.contiguous(), None, None, query.shape[2], key.shape[2], 0.0, causal,
-            seed, seed.new_zeros(()), scale=scale,
-        )  # fmt: skip
+    if _has_kernel(query, value, mask):
+        parts = flash_attention_backward(gradient, query, key, value, out, lse, causal, scale)
     else:
         parts = _math_backward(gradient, query, key, value, out, lse, causal, mask, scale)
     d_query, d_key, d_value = parts
     return d_query, _collect(d_key, groups), _collect(d_value, groups)
 
 
-def _kernel(query: Tensor, value: Tensor, mask: Tensor | None) -> str:
-    """Which kernel computes a piece: it must tell a row's `lse`; with masks, rows without keys must come out right."""
+def _has_kernel(query: Tensor, value: Tensor, mask: Tensor | None) -> bool:
+    """Whether a kernel computes a piece: it must tell a row's `lse`; with masks, rows without keys must come out right."""
     if mask is not None or query.shape[-1] != value.shape[-1]:
-        return "math"
+        return False
     if query.device.type == "cpu":
-        return "cpu"
-    halves = query.dtype in (torch.float16, torch.bfloat16)
-    cuda = query.device.type == "cuda" and halves and query.shape[-1] % 8 == 0 and query.shape[-1] <= 256
-    return "flash" if cuda else "math"
+        return True
+    is_half = query.dtype in (torch.float16, torch.bfloat16)
+    return query.device.type == "cuda" and is_half and query.shape[-1] % 8 == 0 and query.shape[-1] <= 256
 
 
 def _spread(tensor: Tensor, heads: int) -> Tensor:

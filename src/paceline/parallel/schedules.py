@@ -35,13 +35,14 @@ def build(name: str, stages: list[Any], microbatches: int, loss_fn: Callable[...
 
 
 def order(name: str, ranks: int, stages_per_rank: int, microbatches: int) -> dict[int, list[Action]]:
-    """The actions of each rank that compute, in the order in which torch runs them."""
+    """The actions of step rank that compute, in the order in which torch runs them."""
     if name in ("gpipe", "1f1b"):  # torch's tables of these two are not what it runs: 1F1B's last rank starts at F1
         return {
             rank: _single(rank, microbatches if name == "gpipe" else ranks - rank, microbatches)
             for rank in range(ranks)
         }
-    placement, count = SCHEDULES[name].placement, ranks * stages_per_rank
+    placement = SCHEDULES[name].placement
+    count = ranks * stages_per_rank
     own = [
         SimpleNamespace(
             stage_index=stage, num_stages=count, group_size=ranks, group_rank=0, is_last=stage == count - 1,
@@ -51,31 +52,31 @@ def order(name: str, ranks: int, stages_per_rank: int, microbatches: int) -> dic
         if rank_of(stage, ranks, placement) == 0
     ]  # fmt: skip
     table = build(name, own, microbatches, lambda output, target: output).pipeline_order
-    found: dict[int, list[Action]] = {}
+    of_rank: dict[int, list[Action]] = {}
     for rank, actions in table.items():
-        flat = [each for action in actions if action is not None for each in (action.sub_actions or (action,))]
-        found[rank] = [
-            (each.computation_type.value, each.stage_index, each.microbatch_index)
-            for each in flat
-            if each.computation_type.value in _COMPUTE
+        flat = [step for action in actions if action is not None for step in (action.sub_actions or (action,))]
+        of_rank[rank] = [
+            (step.computation_type.value, step.stage_index, step.microbatch_index)
+            for step in flat
+            if step.computation_type.value in _COMPUTE
         ]
-    return found
+    return of_rank
 
 
 def _single(rank: int, ahead: int, microbatches: int) -> list[Action]:
     """One stage a rank: at most `ahead` forward passes before their backward pass."""
-    found: list[Action] = [("F", rank, number) for number in range(min(ahead, microbatches))]
+    actions: list[Action] = [("F", rank, number) for number in range(min(ahead, microbatches))]
     for number in range(microbatches):
-        found.append(("B", rank, number))
+        actions.append(("B", rank, number))
         if ahead + number < microbatches:
-            found.append(("F", rank, ahead + number))
-    return found
+            actions.append(("F", rank, ahead + number))
+    return actions
 
 
 def timeline(name: str, stages: int, microbatches: int, stages_per_rank: int | None = None) -> Timeline:
-    """When each rank does what under a schedule; `stages` counts those of all ranks."""
-    each = stages_per_rank or SCHEDULES[name].stages_per_rank
-    return simulate(order(name, stages // each, each, microbatches))
+    """When count rank does what under a schedule; `stages` counts those of all ranks."""
+    count = stages_per_rank or SCHEDULES[name].stages_per_rank
+    return simulate(order(name, stages // count, count, microbatches))
 
 
 def draw(name: str, stages: int, microbatches: int, stages_per_rank: int | None = None) -> str:

@@ -13,9 +13,7 @@ Zhao et al., "PyTorch FSDP: Experiences on Scaling Fully Sharded Data Parallel",
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -33,15 +31,14 @@ from paceline.parallel.fsdp import (
     refuse_copies,
     take_whole_states,
     take_whole_values,
-    whole_parameters,
 )
-from paceline.parallel.strategy import Context, Strategy
+from paceline.parallel.strategy import AppliedStrategy, Context, Strategy
 from paceline.parallel.wrapping import POLICIES, Wrapping, wrapping
 from paceline.plan.cost import Bytes
 from paceline.plan.facts import ModelFacts
 from paceline.plan.options import option
 from paceline.plan.plan import Decision, Plan
-from paceline.world.held import Held
+from paceline.torch_internals.tensors import is_view
 from paceline.world.transport import transport_of
 from paceline.world.tree import map_tensors
 
@@ -86,8 +83,9 @@ class Shard(Strategy):
     name = "shard"
     stage = 60
     axes = ("replicate", "shard")
-
     Options = ShardOptions
+    replaces_parameters = True
+    divides_steps = True
 
     def wanted(self, plan: Plan) -> bool:
         """Where parameters are divided, or a lower stage meets tensor or pipeline parallel."""
@@ -110,60 +108,64 @@ class Shard(Strategy):
     def decide(self, plan: Plan, facts: ModelFacts) -> list[Decision]:
         """The units, when they give up parameters, and in which dtypes they are gathered and reduced."""
         options = self.options(plan)
-        found = self.wrapping(plan, facts)
+        wrapping = self.wrapping(plan, facts)
         kinds = dict(facts.modules)
-        classes = ", ".join(dict.fromkeys(kinds.get(name, "?") for name in found.units)) or "none"
-        reason = f"{len(found.units)} units ({classes}) and the root, which holds the rest"
-        if found.tied:
-            reason += f"; {', '.join(found.tied[:3])} share parameters with modules outside and stay in the root"
+        classes = ", ".join(dict.fromkeys(kinds.get(name, "?") for name in wrapping.units)) or "none"
+        reason = f"{len(wrapping.units)} units ({classes}) and the root, which holds the rest"
+        if wrapping.tied:
+            reason += f"; {', '.join(wrapping.tied[:3])} share parameters with modules outside and stay in the root"
         wrap = options.wrap if isinstance(options.wrap, str) else ", ".join(options.wrap)
-        made = [Decision(f"shard.wrap({facts.name})", wrap, "derived", reason=reason)]
+        decisions = [Decision(f"shard.wrap({facts.name})", wrap, "derived", reason=reason)]
         reshard, why = _resolved_reshard(plan, options)
         if options.reshard == "auto":
-            made.append(Decision("shard.reshard", reshard, "derived", reason=why))
-        param, reduce = _param_dtype(plan, options), _reduce_dtype(plan, options)
+            decisions.append(Decision("shard.reshard", reshard, "derived", reason=why))
+        param = _param_dtype(plan, options)
+        reduce = _reduce_dtype(plan, options)
         if param is not None and options.param_dtype == "auto":
             text = f"mixed_precision={plan.precision}: gathering {param} sends half the bytes"
-            made.append(Decision("shard.param_dtype", str(param).removeprefix("torch."), "derived", reason=text))
+            decisions.append(Decision("shard.param_dtype", str(param).removeprefix("torch."), "derived", reason=text))
         if reduce is not None and options.reduce_dtype == "auto":
-            made.append(Decision("shard.reduce_dtype", "float32", "derived", reason="sums of gradients lose nothing"))
+            decisions.append(
+                Decision("shard.reduce_dtype", "float32", "derived", reason="sums of gradients lose nothing")
+            )
         if plan.offload != "no":
             text = "shards, their gradients and optimizer states wait in the host's memory; on a CPU they do already"
-            made.append(Decision("shard.offload", "all", "derived", reason=text))
-        return made
+            decisions.append(Decision("shard.offload", "all", "derived", reason=text))
+        return decisions
 
-    def cost(self, plan: Plan, facts: ModelFacts, held: Bytes) -> Bytes:
+    def cost(self, plan: Plan, facts: ModelFacts, before: Bytes) -> Bytes:
         """Everything divided by n; at the peak the two largest units are whole, and the gradients of one."""
         n = plan.layout.size("shard", "cp")
         options = self.options(plan)
         own = max((_SIZES.get(dtype, 4) for dtype in facts.dtypes), default=4)
         param = _param_dtype(plan, options)
         gathered = param.itemsize if param is not None else own
-        scale = held.parameters / max(1, facts.parameter_bytes)  # what tensor and pipeline ranks left of the model
+        scale = before.parameters / max(1, facts.parameter_bytes)  # what tensor and pipeline ranks left of the model
         sizes = sorted(_unit_sizes(self.wrapping(plan, facts), facts), reverse=True)
         whole_ones = sum(sizes) if _resolved_reshard(plan, options)[0] is False else sum(sizes[:2])
         buffers = int(scale * (whole_ones * gathered + 2 * (sizes or [0])[0] * 4))
-        once = held.parameters * gathered // own
+        once = before.parameters * gathered // own
         passes = 1 if _resolved_reshard(plan, options)[0] is False else 2
-        sent = (n - 1) * (passes * once + held.gradients) // n
+        sent = (n - 1) * (passes * once + before.gradients) // n
         return replace(
-            held,
-            parameters=-(-held.parameters // n),
-            gradients=-(-held.gradients // n),
-            optimizer=-(-held.optimizer // n),
-            buffers=held.buffers + buffers,
-            sent=held.sent + sent,
+            before,
+            parameters=-(-before.parameters // n),
+            gradients=-(-before.gradients // n),
+            optimizer=-(-before.optimizer // n),
+            buffers=before.buffers + buffers,
+            sent=before.sent + sent,
         )
 
-    def apply(self, model: nn.Module, context: Context) -> nn.Module:
+    def apply(self, model: nn.Module, context: Context) -> AppliedStrategy:
         """Divides the model in place. Every rank calls it."""
         from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
         group = context.mesh.gradient_group
         broadcast_values(model, group)
-        plan, options = context.plan, context.options
-        found = self.wrapping(plan, context.facts)
-        alone = _left_alone(model, found)
+        plan = context.plan
+        options = context.options
+        chosen = self.wrapping(plan, context.facts)
+        alone = _left_alone(model, chosen)
         _make_contiguous(model)
         reshard, _ = _resolved_reshard(plan, options)
         named: dict[str, Any] = {
@@ -173,8 +175,8 @@ class Shard(Strategy):
             **_offload(plan, context.device),
         }
         present = dict(model.named_modules())
-        norms = _norms_apart(plan, options, context.facts, found)
-        units = [present[name] for name in found.units if name in present and name not in norms]
+        norms = _norms_apart(plan, options, context.facts, chosen)
+        units = [present[name] for name in chosen.units if name in present and name not in norms]
         if apart := [present[name] for name in norms if name in present]:
             fully_shard(apart, reshard_after_forward=False, **{**named, "mp_policy": MixedPrecisionPolicy()})
         for unit in (*units, model):
@@ -185,51 +187,28 @@ class Shard(Strategy):
         refuse_copies(model)
         if options.prefetch != "auto":
             _prefetch(units, options.prefetch)
-        _UNITS[model] = made = Units(model, group, alone, keeps=reshard is False)
+        applied = DividedUnits(model, group, alone, keeps=reshard is False)
+        applied.parameters_on_host = plan.offload != "no"
         if transport_of(group, context.device).is_pairwise or context.collectives.debug:
-            made.agree()
+            applied.agree()
         take_whole_values(model)
-        return model
+        return applied
 
-    def bind(self, optimizer: Optimizer, model: nn.Module, context: Context) -> None:
+
+class DividedUnits(Units):
+    """A model whose parameters are divided."""
+
+    def bind(self, optimizer: Optimizer) -> list[Decision]:
         """Whole parameters that an unfinished pass left behind are given up after each step.
 
         Raises:
             PlanError: `shard-optimizer`; each step: TrainError `step-held`.
         """
         _refuse_optimizer(optimizer)
-        units = _UNITS[model]
-        optimizer.register_step_pre_hook(units.refuse_step)
-        optimizer.register_step_post_hook(units.reshard)
+        optimizer.register_step_pre_hook(self.refuse_step)
         take_whole_states(optimizer)
-        forget_with(optimizer, lambda: units.forget(p for group in optimizer.param_groups for p in group["params"]))
-
-    def hold_gradients(self, model: nn.Module) -> AbstractContextManager[Any]:
-        """No communication of gradients while it is open."""
-        return _UNITS[model].hold() if model in _UNITS else nullcontext()
-
-    def settle(self, model: nn.Module) -> None:
-        """Reduces what was held."""
-        if model in _UNITS:
-            _UNITS[model].settle()
-
-    def held(self, model: nn.Module) -> Held:
-        """Whole gradients that were not reduced yet."""
-        return _UNITS[model].held() if model in _UNITS else Held()
-
-    def take(self, model: nn.Module, held: Held) -> None:
-        """Takes them back."""
-        if model in _UNITS:
-            _UNITS[model].take(held)
-
-    def full(self, model: nn.Module, writeback: bool) -> AbstractContextManager[Any]:
-        """Gathers every parameter."""
-        if model in _UNITS:
-            _UNITS[model].reshard()
-        return whole_parameters(model, writeback)
-
-
-_UNITS: weakref.WeakKeyDictionary[nn.Module, Units] = weakref.WeakKeyDictionary()
+        forget_with(optimizer, lambda: self.forget(p for group in optimizer.param_groups for p in group["params"]))
+        return super().bind(optimizer)
 
 
 # -- what the options mean -----------------------------------------------------------------------------------------------
@@ -273,27 +252,31 @@ def _mesh(context: Context) -> Any:
     return context.mesh.along("replicate", inner) if context.plan.layout.replicate > 1 else context.mesh.along(inner)
 
 
-def _left_alone(model: nn.Module, found: Wrapping) -> list[nn.Parameter]:
+def _left_alone(model: nn.Module, wrapping: Wrapping) -> list[nn.Parameter]:
     """Parameters of modules left alone, and those without rows to divide; in one order on all ranks."""
     return [
         parameter
         for name, parameter in model.named_parameters()
-        if parameter.dim() == 0 or not parameter.numel() or any(name.startswith(f"{module}.") for module in found.alone)
+        if parameter.dim() == 0
+        or not parameter.numel()
+        or any(name.startswith(f"{module}.") for module in wrapping.alone)
     ]
 
 
-def _norms_apart(plan: Plan, options: ShardOptions, facts: ModelFacts, found: Wrapping) -> list[str]:
+def _norms_apart(plan: Plan, options: ShardOptions, facts: ModelFacts, wrapping: Wrapping) -> list[str]:
     """Batch norms that need a unit of their own: statistics are float32, and so must their weights be."""
     if _param_dtype(plan, options) not in _HALVES.values():
         return []
-    return [name for name in facts.batch_norms if not any(name == o or name.startswith(f"{o}.") for o in found.alone)]
+    return [
+        name for name in facts.batch_norms if not any(name == o or name.startswith(f"{o}.") for o in wrapping.alone)
+    ]
 
 
 def _own_memory(module: nn.Module, args: Any, output: Any) -> Any:
     """Copies outputs that are views: an operation in place on one would drop FSDP2's hook on it without a word."""
     if not torch.is_grad_enabled():
         return output
-    return map_tensors(lambda t: t.clone() if t.requires_grad and t._base is not None else t, output)
+    return map_tensors(lambda t: t.clone() if t.requires_grad and is_view(t) else t, output)
 
 
 def _make_contiguous(model: nn.Module) -> None:
@@ -309,9 +292,9 @@ def _prefetch(units: list[Any], depth: int) -> None:
         unit.set_modules_to_backward_prefetch(units[max(0, at - depth) : at][::-1])
 
 
-def _unit_sizes(found: Wrapping, facts: ModelFacts) -> list[int]:
+def _unit_sizes(wrapping: Wrapping, facts: ModelFacts) -> list[int]:
     """Elements that each unit, and the root, gathers at once."""
-    sizes = dict.fromkeys(("", *found.units), 0)
+    sizes = dict.fromkeys(("", *wrapping.units), 0)
     repeats = {name for names in facts.tied for name in names[1:]}
     for layer in facts.layers:
         owner = max((u for u in sizes if u == "" or layer.name == u or layer.name.startswith(f"{u}.")), key=len)

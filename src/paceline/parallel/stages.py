@@ -45,7 +45,8 @@ class Spec:
     """Shape and dtype of a tensor; a leaf of nested structures, which a dataclass would not be."""
 
     def __init__(self, shape: tuple[int, ...], dtype: torch.dtype) -> None:
-        self.shape, self.dtype = shape, dtype
+        self.shape = shape
+        self.dtype = dtype
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Spec) and (self.shape, self.dtype) == (other.shape, other.dtype)
@@ -253,7 +254,8 @@ class Stages:
         """While it is open, the model is the stage `visit.stage`."""
         begin: AbstractContextManager[Any] = nullcontext()
         if self._begin_at is not None:
-            begin, visit.entered = self._begin_at(self.begins[visit.stage]), True
+            begin = self._begin_at(self.begins[visit.stage])
+            visit.entered = True
         swaps = self._swaps_of(visit.stage, visit.recorded is not None)
         for slots, key, there, _ in swaps:
             slots[key] = there
@@ -273,7 +275,7 @@ class Stages:
     def _swaps_of(self, stage: int, record: bool) -> list[Any]:
         """What stands where while a stage runs. Made at the first pass: strategies may have changed modules until then."""
         if (stage, record) not in self._swaps:
-            found = []
+            swaps = []
             for unit in self.units:
                 there: nn.Module
                 if unit.stage != stage:
@@ -283,12 +285,13 @@ class Stages:
                 else:
                     continue
                 there.train(unit.module.training)
-                found.append((unit.slots, unit.key, there, unit.module))
-            self._swaps[stage, record] = found
+                swaps.append((unit.slots, unit.key, there, unit.module))
+            self._swaps[stage, record] = swaps
         return self._swaps[stage, record]
 
     def _at_stub(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        visit, owner = self.visit, self._stage_of[name]
+        visit = self.visit
+        owner = self._stage_of[name]
         if visit is None:
             raise PlanError(
                 "pipeline-elsewhere",
@@ -382,20 +385,22 @@ def _finite(tree: Any) -> bool:
     return all(bool(t.isfinite().all()) for t in tensors(tree) if t.is_floating_point())
 
 
-def _find(module: nn.Module, prefix: str, owner: dict[str, int], kept: set[str], stage: int, found: list[Unit]) -> int:
+def _find(
+    module: nn.Module, prefix: str, owner: dict[str, int], kept_names: set[str], stage: int, units: list[Unit]
+) -> int:
     """Collects units in order of definition; returns the stage of the last block so far."""
     for key, child in module._modules.items():
         name = f"{prefix}{key}"
-        if child is None or name in kept:
+        if child is None or name in kept_names:
             continue
         if name in owner:
             stage = owner[name]
         elif any(block.startswith(f"{name}.") for block in owner) or isinstance(child, (nn.ModuleList, nn.ModuleDict)):
-            stage = _find(child, f"{name}.", owner, kept, stage, found)
+            stage = _find(child, f"{name}.", owner, kept_names, stage, units)
             continue
         elif not any(True for _ in child.parameters()):
             continue
-        found.append(Unit(name, stage, module._modules, key, child))
+        units.append(Unit(name, stage, module._modules, key, child))
     return stage
 
 

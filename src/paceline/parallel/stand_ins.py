@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from paceline.base.errors import TrainError
+from paceline.torch_internals.tensors import first_after_step
 
 Swap = Callable[[Optimizer], AbstractContextManager[Any]]
 
@@ -82,8 +83,7 @@ def swap_in_steps(optimizer: Optimizer, swap: Swap) -> None:
                 opened.enter_context(swap(self))
 
         before = self.register_step_pre_hook(enter)  # now: the last one before the step
-        after = self.register_step_post_hook(lambda *_: opened.close())
-        self._optimizer_step_post_hooks.move_to_end(after.id, last=False)
+        after = first_after_step(self, lambda *_: opened.close())
         try:
             with opened:
                 return plain(*args, **kwargs)

@@ -1,4 +1,4 @@
-"""`Strategy` and the chain: a run is an ordered list of small model passes, one file each.
+"""`Strategy`, one axis of parallelism or one transformation of models, and `AppliedStrategy`, what it did to one of them.
 
     stage   pass         serves     what it does
     10      pipeline     pp         keeps this rank's blocks
@@ -8,38 +8,146 @@
     40      recompute               computes activations again in the backward pass
     50      compile                 compiles the repeated blocks
     60      zero, shard  shard      divides optimizer states, gradients, parameters
+    70      offload                 keeps optimizer states in the host's memory
     90      replicate    replicate  averages gradients
 
-    plan.strategies          ("tensor", "shard")   resolved, checked, frozen
-      -> Chain.apply         for each, by stage:  model = strategy.apply(model, context)
-      -> Chain.bind          optimizers, once they hold the prepared parameters
-      -> Chain.hold_gradients(model)               all of them hold back their communication
-      -> Chain.settle(model)                       at the end of a window: its gradients are final on all ranks
-      -> Chain.unwrap(model)                       the module that the user wrote
+A `Strategy` is pure: one object serves every plan and every model, and keeps nothing. All state belongs to the
+`AppliedStrategy` that its `apply` returns, one for each model; the model's `Chain` (see `parallel.chain`) keeps those.
 
 A new strategy is one new file with `STRATEGY = Class()`; the registry finds it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from paceline.base.errors import Problem
 from paceline.base.registry import Registry
+from paceline.parallel.microbatches import Part
 from paceline.plan.cost import Bytes
 from paceline.plan.facts import ModelFacts
 from paceline.plan.options import NoOptions, read
 from paceline.plan.plan import Decision, Plan
-from paceline.world.held import Held
+from paceline.world.collectives import Collectives
+from paceline.world.mesh import Mesh
+from paceline.world.pending_gradients import PendingGradients
 
 STRATEGIES = Registry("paceline.parallel", "STRATEGY", "paceline.strategies")
+
+
+class AppliedStrategy:
+    """What one strategy did to ONE model, and the state that it keeps of it; each method here does nothing.
+
+    All methods are called by every rank alike, and may communicate, unless they say otherwise. Parameters of `module` have
+    the names (FQNs) that they had before.
+
+    Attributes:
+        wrapped: the model as the strategy leaves it, for the next strategy and in the end for the loop.
+        module: what is inside of `wrapped`; the same object where the strategy works in place.
+        owners: the ranks each of which owns other parameters of this model, as plain tensors or as DTensors that do not
+            name the others in their mesh; None where all ranks hold the same ones, or parts of the same ones.
+        parameters_on_host: whether parameters wait in the host's memory while they are not needed.
+    """
+
+    owners: Collectives | None = None
+    parameters_on_host: bool = False
+
+    def __init__(self, wrapped: nn.Module, module: nn.Module | None = None) -> None:
+        self.wrapped = wrapped
+        self.module = wrapped if module is None else module
+
+    def bind(self, optimizer: Optimizer) -> list[Decision]:
+        """Called once for each optimizer that steps parameters of the model, which it holds by now.
+
+        Returns:
+            What was chosen for this optimizer, where there was a choice.
+        """
+        return []
+
+    def hold_gradients(self) -> AbstractContextManager[None]:
+        """While it is open, backward passes accumulate gradients without communication."""
+        return nullcontext()
+
+    def finish_reduction(self) -> None:
+        """At the end of a window: reduces gradients that were held back, and checks that all were reduced."""
+
+    def backward_failed(self) -> None:
+        """A backward pass of some model ended with an error; the next one must not meet what it left. Must not wait."""
+
+    def full_parameters(self, writeback: bool) -> AbstractContextManager[None]:
+        """While it is open, parameters are whole plain tensors; `writeback` takes changes over."""
+        return nullcontext()
+
+    def reshard(self) -> None:
+        """Gives up whole copies of divided parameters that a pass has left behind. Does not communicate."""
+
+    def gather_state(self, state: dict[str, Any]) -> dict[str, Any]:
+        """Adds what only other ranks hold to a state of whole tensors."""
+        return state
+
+    def pending_gradients(self) -> PendingGradients:
+        """What this rank keeps of gradients beside `.grad`, for a checkpoint in the middle of a window."""
+        return PendingGradients()
+
+    def restore_pending(self, pending: PendingGradients) -> None:
+        """Drops what `pending_gradients` would give, and takes that of a checkpoint in its place."""
+
+    def owned_elsewhere(self) -> set[int]:
+        """The `id` of each parameter here that another of the `owners` counts as its own."""
+        return set()
+
+    def uneven_steps(self) -> AbstractContextManager[None]:
+        """While it is open, ranks may take different numbers of steps, so that no forward pass may wait for another rank."""
+        return nullcontext()
+
+
+class Runner(AppliedStrategy, ABC):
+    """An applied strategy that runs forward and backward passes itself, since `loss.backward()` cannot: a pipeline.
+
+    Attributes:
+        owners: the ranks that hold the stages.
+        begins: numbers of the blocks with which stages begin.
+        first_blocks: the names of these blocks.
+    """
+
+    owners: Collectives
+    begins: tuple[int, ...]
+    first_blocks: tuple[str, ...]
+
+    @abstractmethod
+    def forward_backward(self, batch: Part, loss_fn: Callable[..., Tensor], factor: Tensor, mean: bool) -> Tensor:
+        """One batch, forward and backward; gradients stay on their ranks.
+
+        Args:
+            batch: of the model's arguments, tensors whose dim 0 is the number of its rows are divided into micro-batches,
+                and so is the target; all else goes to each micro-batch.
+            loss_fn: called with a micro-batch's output and target.
+            factor: what the whole batch's loss is multiplied by before the backward pass, 0-dim.
+            mean: whether `loss_fn` gives the mean over rows rather than a sum.
+
+        Returns:
+            The batch's loss, 0-dim, detached.
+
+        Ranks: all `owners`, with the same batch; all get the loss.
+        """
+
+    @abstractmethod
+    def forward_backward_each(
+        self, parts: Sequence[Part], loss_fn: Callable[..., Tensor], factor: Tensor, mean: bool
+    ) -> Tensor:
+        """The same for micro-batches that were made elsewhere; each counts the same, and shapes may differ."""
+
+    @abstractmethod
+    def follow(self, phase: Callable[[str], AbstractContextManager[Any]]) -> None:
+        """Opens `phase("forward")` and `phase("backward")` around what this rank computes from now on."""
 
 
 @dataclass(frozen=True)
@@ -54,34 +162,45 @@ class Context:
         facts: what planning knew of the model.
         options: those of the strategy at hand, an instance of its `Options`.
         idle: whether this rank's batch at the moment stands for no sample, and has a filler row instead.
+        siblings: gives what was applied to all models of the run.
+        runner: what an earlier strategy of the chain made to run this model's passes.
     """
 
     plan: Plan
-    mesh: Any
-    collectives: Any
+    mesh: Mesh
+    collectives: Collectives
     device: torch.device
     facts: ModelFacts
-    options: Any
+    options: Any = None
     idle: Callable[[], bool] = lambda: False
+    siblings: Callable[[], Iterable[AppliedStrategy]] = tuple
+    runner: Runner | None = None
 
 
 class Strategy:
     """One axis of parallelism, or one transformation of the model; each method here does nothing.
 
-    `wanted`, `concerns`, `check`, `decide` and `cost` are pure: no group, no device, no model. The others are called by every
-    rank alike, and may communicate. Parameters of `unwrap(apply(model))` have the names (FQNs) that they had.
+    All methods but `apply` are pure: no group, no device, no model.
 
     Attributes:
         name: the file's name, and that of its options.
         stage: passes are applied in ascending order of stages.
         axes: the axes of the layout that it serves.
         Options: a frozen dataclass; see `plan.options`.
+        replaces_parameters: whether other tensors take the places of parameters, so that what refers to the old ones (states
+            of optimizers, say) is lost, and a model on the meta device gets its values after the strategy.
+        removes_parameters: whether a rank keeps some of the parameters alone.
+        divides_steps: whether a rank steps a part of the parameters (or of their rows) alone, so that ranks must agree
+            on whether a step is taken.
     """
 
     name: str
     stage: int
     axes: tuple[str, ...] = ()
     Options: ClassVar[type] = NoOptions
+    replaces_parameters: ClassVar[bool] = False
+    removes_parameters: ClassVar[bool] = False
+    divides_steps: ClassVar[bool] = False
 
     def wanted(self, plan: Plan) -> bool:
         """Whether the plan uses this strategy."""
@@ -103,150 +222,15 @@ class Strategy:
         """What it chose where the plan left a choice, each with its reason."""
         return []
 
-    def cost(self, plan: Plan, facts: ModelFacts, held: Bytes) -> Bytes:
-        """Bytes on one rank, given those of the strategies before this one."""
-        return held
+    def cost(self, plan: Plan, facts: ModelFacts, before: Bytes) -> Bytes:
+        """Bytes on one rank, given those that the strategies before this one left."""
+        return before
 
-    def apply(self, model: nn.Module, context: Context) -> nn.Module:
-        """Transforms the model, in place or by wrapping."""
-        return model
-
-    def unwrap(self, model: nn.Module) -> nn.Module:
-        """The module inside, where `apply` wrapped it; the module itself otherwise."""
-        return model
-
-    def bind(self, optimizer: Optimizer, model: nn.Module, context: Context) -> list[Decision] | None:
-        """Called once for each optimizer that steps parameters of `model`, which it holds by now.
-
-        Returns:
-            What was chosen for this optimizer, where there was a choice.
-        """
-        return None
-
-    def hold_gradients(self, model: nn.Module) -> AbstractContextManager[Any]:
-        """While it is open, backward passes accumulate without communication."""
-        return nullcontext()
-
-    def settle(self, model: nn.Module) -> None:
-        """At the end of a window: reduces gradients that were held until now, and checks that all were reduced."""
-
-    def failed(self, model: nn.Module) -> None:
-        """A backward pass of some model ended with an error; the next one must not meet what it left. Must not wait."""
-
-    def full(self, model: nn.Module, writeback: bool) -> AbstractContextManager[Any]:
-        """While it is open, parameters are whole plain tensors; `writeback` takes changes over."""
-        return nullcontext()
-
-    def gather_state(self, state: dict[str, Any], model: nn.Module, context: Context) -> dict[str, Any]:
-        """Adds what only other ranks hold to a state of whole tensors."""
-        return state
-
-    def held(self, model: nn.Module) -> Held:
-        """What this rank keeps of gradients beside `.grad`, for a checkpoint in the middle of a window. Ranks: all."""
-        return Held()
-
-    def take(self, model: nn.Module, held: Held) -> None:
-        """Drops what `held` would give, and takes that of a checkpoint in its place. Ranks: all; may communicate."""
+    def apply(self, model: nn.Module, context: Context) -> AppliedStrategy:
+        """Transforms the model, in place or by wrapping. Every rank calls it, and it may communicate."""
+        return AppliedStrategy(model)
 
 
-class Chain:
-    """The strategies of one plan, applied to models in order.
-
-    Args:
-        plan: the resolved plan.
-        mesh, collectives, device: where and with whom.
-        facts: of the model that the chain is for.
-        idle: whether this rank's batch at the moment stands for no sample.
-    """
-
-    def __init__(
-        self,
-        plan: Plan,
-        mesh: Any,
-        collectives: Any,
-        device: torch.device,
-        facts: ModelFacts,
-        idle: Callable[[], bool] = lambda: False,
-    ) -> None:
-        self.plan = plan
-        self.strategies: list[Strategy] = [STRATEGIES.get(name) for name in plan.strategies]
-        self._contexts = [
-            Context(plan, mesh, collectives, device, facts, strategy.options(plan), idle)
-            for strategy in self.strategies
-        ]
-
-    @property
-    def runner(self) -> Any:
-        """The strategy that runs forward and backward itself (a pipeline); None where the loop does."""
-        return next((each for each in self.strategies if hasattr(each, "forward_backward")), None)
-
-    def apply(self, model: nn.Module) -> nn.Module:
-        """Applies every strategy in turn. Every rank calls it."""
-        for strategy, context in zip(self.strategies, self._contexts, strict=True):
-            model = strategy.apply(model, context)
-        return model
-
-    def bind(self, optimizer: Optimizer, model: nn.Module) -> list[Decision]:
-        """Lets every strategy see an optimizer that steps parameters of this model; says what they chose for it."""
-        made: list[Decision] = []
-        for strategy, context, inside in self._inwards(model):
-            made.extend(strategy.bind(optimizer, inside, context) or ())
-        return made
-
-    def full(self, model: nn.Module, writeback: bool = False) -> AbstractContextManager[Any]:
-        """While it is open, parameters are whole plain tensors. Every rank opens it."""
-        stack = ExitStack()
-        for strategy, _, inside in self._inwards(model):
-            stack.enter_context(strategy.full(inside, writeback))
-        return stack
-
-    def gather_state(self, state: dict[str, Any], model: nn.Module) -> dict[str, Any]:
-        """Adds what only other ranks hold to a state of whole tensors. Every rank calls it, and gets all."""
-        for strategy, context, inside in self._inwards(model):
-            state = strategy.gather_state(state, inside, context)
-        return state
-
-    def _inwards(self, model: nn.Module) -> Iterable[tuple[Strategy, Context, nn.Module]]:
-        for strategy, context in zip(reversed(self.strategies), reversed(self._contexts), strict=True):
-            yield strategy, context, model
-            model = strategy.unwrap(model)
-
-    def unwrap(self, model: nn.Module) -> nn.Module:
-        """Takes off what `apply` put on, the outermost first."""
-        for strategy in reversed(self.strategies):
-            model = strategy.unwrap(model)
-        return model
-
-    def held(self, model: nn.Module) -> dict[str, Held]:
-        """What each strategy keeps of gradients beside `.grad`. Ranks: all."""
-        found = {strategy.name: strategy.held(inside) for strategy, _, inside in self._inwards(model)}
-        return {name: held for name, held in found.items() if held}
-
-    def take(self, model: nn.Module, held: Mapping[str, Held]) -> None:
-        """Gives back to each strategy what `held` gave; those that are not named drop what they keep. Ranks: all."""
-        for strategy, _, inside in self._inwards(model):
-            strategy.take(inside, held.get(strategy.name, Held()))
-
-    def hold_gradients(self, model: nn.Module) -> AbstractContextManager[Any]:
-        """While it is open, no strategy communicates gradients of `model`."""
-        if not self.strategies:
-            return nullcontext()
-        if len(self.strategies) == 1:
-            return self.strategies[0].hold_gradients(model)
-        stack = ExitStack()
-        for strategy in reversed(self.strategies):
-            stack.enter_context(strategy.hold_gradients(model))
-            model = strategy.unwrap(model)
-        return stack
-
-    def settle(self, model: nn.Module) -> None:
-        """At the end of a window, after its last backward pass."""
-        for strategy in reversed(self.strategies):
-            strategy.settle(model)
-            model = strategy.unwrap(model)
-
-    def failed(self, model: nn.Module) -> None:
-        """Where a backward pass ended with an error."""
-        for strategy in reversed(self.strategies):
-            strategy.failed(model)
-            model = strategy.unwrap(model)
+def strategies_of(plan: Plan) -> list[Strategy]:
+    """The strategies that a plan uses, resolved or not, whatever the models are."""
+    return [strategy for strategy in STRATEGIES if strategy.wanted(plan)]

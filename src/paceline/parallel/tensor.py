@@ -11,7 +11,6 @@ then see one kind. Gradients of those are the same on all ranks, since all compu
 
 from __future__ import annotations
 
-import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -25,14 +24,17 @@ from torch.optim import Optimizer
 
 from paceline.base.errors import PlanError, Problem
 from paceline.parallel import tensor_styles as styles
+from paceline.parallel.fsdp import whole_parameters
 from paceline.parallel.random_streams import RandomStreams
-from paceline.parallel.strategy import Context, Strategy
+from paceline.parallel.strategy import AppliedStrategy, Context, Strategy
 from paceline.parallel.tensor_names import HEADS, KV_HEADS, LOCAL_HEADS, Group, shape
 from paceline.parallel.tensor_plan import DIVIDED, Division, TensorOptions, divide, divided_elements
-from paceline.parallel.tensor_proof import Proof, whole_counts, whole_parameters
+from paceline.parallel.tensor_proof import Proof, whole_counts
 from paceline.plan.cost import Bytes
 from paceline.plan.facts import ModelFacts
 from paceline.plan.plan import Decision, Plan
+from paceline.torch_internals.loss_parallel import divide_losses_for
+from paceline.world.forward import override_forward
 from paceline.world.sharded import is_sharded
 
 
@@ -42,8 +44,9 @@ class Tensor(Strategy):
     name = "tensor"
     stage = 20
     axes = ("tp",)
-
     Options = TensorOptions
+    replaces_parameters = True
+    divides_steps = True
 
     def _division(self, plan: Plan, facts: ModelFacts) -> Division:
         return divide(facts, plan.layout.tp, self.options(plan))
@@ -61,8 +64,8 @@ class Tensor(Strategy):
             "derived": f"by names and shapes in the {len(facts.blocks)} repeated blocks of {facts.name}",
         }
         counts = Counter(style for style in division.styles.values() if style != "replicated")
-        told = ", ".join(f"{count} {style}" for style, count in sorted(counts.items()))
-        made = [Decision("tensor.layers", told or "none", "derived", reason=sources[division.source])]
+        layers = ", ".join(f"{count} {style}" for style, count in sorted(counts.items()))
+        decisions = [Decision("tensor.layers", layers or "none", "derived", reason=sources[division.source])]
         reasons: dict[str, list[str]] = {}
         for name, reason in division.whole.items():
             reasons.setdefault(reason, []).append(name)
@@ -70,10 +73,10 @@ class Tensor(Strategy):
             shown = names[0] + (f" and {len(names) - 1} more" if names[1:] else "")
             inside = any(group.module == names[0] for group in division.groups)
             field = "tensor.computed_whole" if inside else "tensor.left_whole"
-            made.append(Decision(field, shown, "derived", reason=reason))
-        return made
+            decisions.append(Decision(field, shown, "derived", reason=reason))
+        return decisions
 
-    def cost(self, plan: Plan, facts: ModelFacts, held: Bytes) -> Bytes:
+    def cost(self, plan: Plan, facts: ModelFacts, before: Bytes) -> Bytes:
         """Of the divided parameters each rank holds one part; what is sent depends on the tokens of a batch."""
         divided = divided_elements(self._division(plan, facts), facts)
         every = max(1, facts.parameters)
@@ -83,45 +86,53 @@ class Tensor(Strategy):
             return count - count * divided * (parts - 1) // (every * parts)
 
         return replace(
-            held, parameters=left(held.parameters), gradients=left(held.gradients), optimizer=left(held.optimizer)
+            before,
+            parameters=left(before.parameters),
+            gradients=left(before.gradients),
+            optimizer=left(before.optimizer),
         )
 
-    def apply(self, model: nn.Module, context: Context) -> nn.Module:
+    def apply(self, model: nn.Module, context: Context) -> AppliedStrategy:
         """Divides the parameters; rank 0's values go to its tensor-parallel peers. Every rank calls it."""
-        _Divider(model, context).run()
-        return model
+        return DividedLayers(model, _Divider(model, context).run())
 
-    def bind(self, optimizer: Optimizer, model: nn.Module, context: Context) -> list[Decision]:
+
+class DividedLayers(AppliedStrategy):
+    """A model whose matrices are divided.
+
+    Args:
+        model: after the division.
+        regions: its attentions and MLPs.
+    """
+
+    def __init__(self, model: nn.Module, regions: list[styles.Region]) -> None:
+        super().__init__(model)
+        self._regions = regions
+
+    def bind(self, optimizer: Optimizer) -> list[Decision]:
         """Keeps an optimizer that holds plain tensors beside DTensors from stepping them in one call."""
-        made = []
+        decisions = []
         for group in optimizer.param_groups:
             kinds = {parameter.device_mesh if is_sharded(parameter) else None for parameter in group["params"]}
             if len(kinds) > 1 and "foreach" in group and group["foreach"] is None and not group.get("fused"):
                 group["foreach"] = False
                 field = f"optimizer.{type(optimizer).__name__}.foreach"
-                made.append(Decision(field, False, "derived", reason="some of its parameters are no DTensors"))
-        return made
+                decisions.append(Decision(field, False, "derived", reason="some of its parameters are no DTensors"))
+        return decisions
 
     @contextmanager
-    def full(self, model: nn.Module, writeback: bool) -> Iterator[None]:
+    def full_parameters(self, writeback: bool) -> Iterator[None]:
         """While it is open, parameters are whole and modules count all heads."""
-        regions = _REGIONS.get(model, [])
-
-        def wrap(parameter: torch.Tensor, gathered: torch.Tensor) -> nn.Parameter:
-            return nn.Parameter(gathered, requires_grad=parameter.requires_grad)
-
-        with whole_parameters([model], writeback, wrap), whole_counts(regions):
+        with whole_parameters(self.module, writeback), whole_counts(self._regions):
             yield
-
-
-_REGIONS: weakref.WeakKeyDictionary[nn.Module, list[styles.Region]] = weakref.WeakKeyDictionary()
 
 
 class _Divider:
     """Divides one model."""
 
     def __init__(self, model: nn.Module, context: Context) -> None:
-        self.model, self.context = model, context
+        self.model = model
+        self.context = context
         self.options: TensorOptions = context.options
         self.mesh = context.mesh.along("tp")
         self.group = self.mesh.get_group()
@@ -132,8 +143,10 @@ class _Divider:
         self.streams = RandomStreams(dist.get_rank(self.group), context.device)
         self.sequence = self.options.sequence or "sequence" in self.division.styles.values()
         self.regions: list[styles.Region] = []
+        self.proofs: dict[Any, Proof] = {}  # by class and layers
 
-    def run(self) -> None:
+    def run(self) -> list[styles.Region]:
+        """Divides it; returns its attentions and MLPs."""
         self._broadcast()
         outer = self._regions()
         self._parameters()
@@ -143,8 +156,8 @@ class _Divider:
         if self.sequence:
             self._positions({name for name, _, _ in outer})
         if self.options.loss and self.division.head in self.modules:
-            _parallel_loss(self.model)
-        _REGIONS[self.model] = self.regions
+            divide_losses_for(self.model)
+        return self.regions
 
     def _broadcast(self) -> None:
         """Buffers, parameters that stay plain, and the random numbers of what all peers compute alike."""
@@ -193,7 +206,7 @@ class _Divider:
         return outer
 
     def _forward(self, name: str, forward: Callable[..., Any]) -> None:
-        styles.override(self.modules[name], forward, "_tensor_layer")
+        override_forward(self.modules[name], "tensor_layer", forward)
 
     def _turned(self, name: str) -> bool:
         return self.layers[name].role == "conv1d"
@@ -204,18 +217,18 @@ class _Divider:
         if module is None or not group.heads:
             return []
         features = shape(self.layers[group.first[0]])[1]
-        found = []
+        counts = []
         for name, value in dict(self.layers[group.attention].numbers).items() if group.attention in self.layers else ():
             heads = name in (*HEADS, *KV_HEADS, *LOCAL_HEADS) and value in (group.heads, group.kv_heads)
             if heads or value == features:
-                found.append((module, name, value, value // self.width))
-        return found
+                counts.append((module, name, value, value // self.width))
+        return counts
 
     def _parameters(self) -> None:
         """Parameters become DTensors, with rank 0's values; those that are shared stay shared."""
         from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-        made: dict[int, nn.Parameter] = {}
+        new_parameters: dict[int, nn.Parameter] = {}
         places = [
             (name, module, key)
             for name, module in self.modules.items()
@@ -228,13 +241,13 @@ class _Divider:
             parameter = module._parameters[key]
             if parameter is None or is_sharded(parameter):
                 continue
-            if id(parameter) not in made:
+            if id(parameter) not in new_parameters:
                 dim = self._dim(name, parameter)
                 placement = Replicate() if dim is None else Shard(dim)
                 source = None if parameter.is_meta else 0
                 divided = distribute_tensor(parameter.detach(), self.mesh, [placement], src_data_rank=source)
-                made[id(parameter)] = nn.Parameter(divided, requires_grad=parameter.requires_grad)
-            module._parameters[key] = made[id(parameter)]
+                new_parameters[id(parameter)] = nn.Parameter(divided, requires_grad=parameter.requires_grad)
+            module._parameters[key] = new_parameters[id(parameter)]
 
     def _dim(self, name: str, parameter: torch.Tensor) -> int | None:
         """The dimension along which a parameter is divided."""
@@ -261,15 +274,16 @@ class _Divider:
             if isinstance(module, nn.modules.linear.NonDynamicallyQuantizableLinear):
                 continue  # torch's attention reads it
             if reads and type(module).forward is not nn.Module.forward:
-                styles.override(module, styles.undivided(self.group), "_tensor_own")
+                override_forward(module, "tensor_undivided", styles.undivided(self.group))
 
     def _prove(self, name: str, group: Group, region: styles.Region) -> None:
         if not group.split or self.division.source == "model" or not hasattr(self.modules.get(name), "forward"):
             return
-        module, last = self.modules[name], self.modules[group.last]
-        key = (type(module).__name__, tuple(each[len(name) :] for each in (*group.first, group.last)))
-        proofs: dict[Any, Proof] = self.__dict__.setdefault("_proofs", {})
-        proof = proofs.setdefault(key, Proof(name, self.regions))
+        module = self.modules[name]
+        last = self.modules[group.last]
+        layers = tuple(layer.removeprefix(name) for layer in (*group.first, group.last))
+        key = (type(module).__name__, layers)
+        proof = self.proofs.setdefault(key, Proof(name, self.regions))
         proof.regions.append(region)
 
         def forward(self: nn.Module, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -277,13 +291,13 @@ class _Divider:
                 proof.run(self, last, region, original, args, kwargs)
             return original(*args, **kwargs)
 
-        styles.override(module, forward, f"_tensor_proof_{len(proofs)}")
+        override_forward(module, "tensor_proof", forward)
 
     def _positions(self, inner: set[str]) -> None:
         """Blocks pass on shares of the positions."""
         for name in sorted(inner):
             if any(name.startswith(f"{block}.") for block in self.context.facts.blocks):
-                styles.override(self.modules[name], styles.whole_positions(self.group), "_tensor_inner")
+                override_forward(self.modules[name], "tensor_inner", styles.whole_positions(self.group))
         stacks: dict[str, list[str]] = {}
         for block in self.context.facts.blocks:
             if block in self.modules and self.modules[block] is not None:
@@ -293,7 +307,7 @@ class _Divider:
                 forward = styles.block_positions(
                     self.group, self.streams, name == blocks[0], name == blocks[-1], self._check_positions
                 )
-                styles.override(self.modules[name], forward, "_tensor_block")
+                override_forward(self.modules[name], "tensor_block", forward)
 
     def _check_positions(self, positions: int) -> None:
         if positions % self.width:
@@ -312,27 +326,6 @@ def _read_elsewhere(name: str, module: nn.Module) -> bool:
     """
     computed = "parametrizations" in name or any(key.endswith(("_g", "_v", "_orig")) for key in module._parameters)
     return computed or isinstance(module, nn.RNNBase) or type(module).forward is nn.Module.forward
-
-
-_losses: list[Any] = []  # open contexts of torch's `loss_parallel`
-
-
-def _parallel_loss(model: nn.Module) -> None:
-    """Lets `cross_entropy` of divided logits work, as long as some model puts them out."""
-    from torch.distributed.tensor.parallel import loss_parallel
-
-    if not _losses:
-        _losses.append(loss_parallel())
-        _losses[0].__enter__()
-    else:
-        _losses.append(None)
-
-    def close() -> None:
-        context = _losses.pop()
-        if context is not None:
-            context.__exit__(None, None, None)
-
-    weakref.finalize(model, close)
 
 
 STRATEGY = Tensor()

@@ -113,16 +113,16 @@ class Group:
 
 
 @dataclass
-class Found:
-    """What was found in a model: groups of layers, and layers left whole, each with the reason."""
+class DerivedPlan:
+    """What names and shapes say of a model: groups of layers, and layers left whole, each with the reason."""
 
     groups: list[Group] = field(default_factory=list)
     whole: dict[str, str] = field(default_factory=dict)
 
 
-def derive(facts: ModelFacts) -> Found:
+def derive(facts: ModelFacts) -> DerivedPlan:
     """Finds the attentions and MLPs inside the repeated blocks."""
-    found = Found()
+    plan = DerivedPlan()
     layers = {layer.name: layer for layer in facts.layers}
     torch_attention = [layer.name for layer in facts.layers if layer.role == "attention"]
     for block in facts.blocks:
@@ -142,21 +142,21 @@ def derive(facts: ModelFacts) -> Found:
             for group in _groups(module, free, layers):
                 group = examined(group, own, layers, block)
                 used.update((*group.first, *filter(None, [group.last])))
-                found.groups.append(group)
-        found.whole.update({name: "its part is not known by its name" for name in linears if name not in used})
+                plan.groups.append(group)
+        plan.whole.update({name: "its part is not known by its name" for name in linears if name not in used})
         for name in torch_attention:
             if inside(name, block):
-                found.whole[name] = "nn.MultiheadAttention holds q, k and v in one matrix"
-    return found
+                plan.whole[name] = "nn.MultiheadAttention holds q, k and v in one matrix"
+    return plan
 
 
 def _modules(block: str, linears: Iterable[str]) -> list[str]:
     """The block and the modules in it that hold linear layers, the innermost first."""
-    found = {block: None}
+    modules = {block: None}
     for name in linears:
         while (name := parent(name)) != block:
-            found[name] = None
-    return sorted(found, key=lambda name: -name.count("."))
+            modules[name] = None
+    return sorted(modules, key=lambda name: -name.count("."))
 
 
 def _groups(module: str, free: Mapping[str, Layer], layers: Mapping[str, Layer]) -> Iterator[Group]:
@@ -174,10 +174,10 @@ def _groups(module: str, free: Mapping[str, Layer], layers: Mapping[str, Layer])
         yield Group(module, (fused.name,), out.name, False, kind, attention=parent(fused.name))
     for first_names, last in MLP:
         members = [free.get(name) for name in (*first_names, last)]
-        if all(each is not None and each.name not in taken for each in members):
-            names = [each.name for each in members if each is not None]
-            taken.update(names)
-            yield Group(module, tuple(names[:-1]), names[-1])
+        if all(member is not None and member.name not in taken for member in members):
+            layers_of_group = [member.name for member in members if member is not None]
+            taken.update(layers_of_group)
+            yield Group(module, tuple(layers_of_group[:-1]), layers_of_group[-1])
     if not taken and is_sequence(module, layers):
         direct = [layer for name, layer in free.items() if "." not in name]
         if len(direct) == 2:
@@ -198,21 +198,24 @@ def examined(group: Group, own: Iterable[Layer], layers: Mapping[str, Layer], bl
         layers: all, by name.
         block: FQN of its block.
     """
-    first, last = layers[group.first[0]], layers[group.last]
-    width, model = shape(first)[1], shape(first)[0]
-    reason, heads, kv_heads, head_dim = group.reason, 0, 0, 0
+    model, width = shape(layers[group.first[0]])
+    taken, given = shape(layers[group.last])
+    reason = group.reason
+    heads = 0
+    kv_heads = 0
+    head_dim = 0
     if group.attention:
         heads, kv_heads, head_dim = _heads(group, layers)
         if not reason and not heads:
             reason = f"{group.attention} does not say how many heads it has"
-    if not reason and shape(last)[0] != width:
-        reason = f"{group.first[0]} puts out {width} features, {group.last} takes {shape(last)[0]}"
+    if not reason and taken != width:
+        reason = f"{group.first[0]} puts out {width} features, {group.last} takes {taken}"
     partial: list[str] = []
     if not reason:
         others = [layer for layer in own if layer.name not in (*group.first, group.last)]
         if group.module == block and not is_sequence(block, layers):  # other attentions and MLPs of the block
             others = [layer for layer in others if layer.role == "norm" or layer.name in (block, group.attention)]
-        reason = _between(group, others, (model, shape(last)[1]), head_dim, width, partial)
+        reason = _between(group, others, (model, given), head_dim, width, partial)
     return replace(
         group, split=not reason, reason=reason, heads=heads, kv_heads=kv_heads, partial=() if reason else tuple(partial)
     )
@@ -222,15 +225,23 @@ def _heads(group: Group, layers: Mapping[str, Layer]) -> tuple[int, int, int]:
     """Heads, key-value heads and features of one head, 0 where the module does not say."""
     module = layers.get(group.attention)
     numbers = dict(module.numbers) if module else {}
-    head_dim = next((numbers[name] for name in HEAD_DIM if name in numbers), 0)
-    queries, keys = (shape(layers[name])[1] for name in (group.first[0], group.first[min(1, len(group.first) - 1)]))
-    heads = next((numbers[name] for name in HEADS if name in numbers), queries // head_dim if head_dim else 0)
+    queries = shape(layers[group.first[0]])[1]
+    head_dim = _number(numbers, HEAD_DIM, 0)
+    heads = _number(numbers, HEADS, queries // head_dim if head_dim else 0)
     if not heads or queries % heads:
         return 0, 0, 0
     head_dim = queries // heads
-    if keys % head_dim or len(group.first) == 1:
-        return (heads, heads, head_dim) if len(group.first) == 1 else (0, 0, 0)
+    if len(group.first) == 1:
+        return heads, heads, head_dim
+    keys = shape(layers[group.first[1]])[1]
+    if keys % head_dim:
+        return 0, 0, 0
     return heads, keys // head_dim, head_dim
+
+
+def _number(numbers: Mapping[str, int], names: Iterable[str], default: int) -> int:
+    """The number under the first of these names that is there."""
+    return next((numbers[name] for name in names if name in numbers), default)
 
 
 def _between(

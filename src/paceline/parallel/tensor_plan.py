@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from functools import lru_cache
-from math import gcd
+from math import gcd, prod
 from re import sub
 from typing import Any
 
@@ -118,13 +118,20 @@ def _divide(
         rules = table or tuple((pattern, OWN_STYLES.get(style, style)) for pattern, style in facts.tensor_plan)
         problems += _unknown_styles(rules, source, facts)
         styles = _matched(rules, facts, source, problems)
-        groups, whole = _grouped(styles, facts, source, problems), {}
+        groups = _grouped(styles, facts, source, problems)
+        whole: dict[str, str] = {}
     else:
         source = "derived"
-        found = derive(facts)
-        groups, whole = found.groups, found.whole
-        styles = {name: style for group in groups for name, style in _styles(group).items()}
-    problems += _alike([each for group in groups for each in _indivisible(group, layers, width, table)])
+        derived = derive(facts)
+        groups = derived.groups
+        whole = derived.whole
+        styles = {}
+        for group in groups:
+            styles |= _styles(group)
+    indivisible: list[Problem] = []
+    for group in groups:
+        indivisible += _indivisible(group, layers, width)
+    problems += _alike(indivisible)
     whole |= {group.module: group.reason for group in groups if group.reason}
     if source == "derived" and vocabulary:
         _vocabulary(facts, styles, whole, width)
@@ -154,14 +161,20 @@ def _in_block(name: str, facts: ModelFacts) -> bool:
 
 
 def _unknown_styles(rules: Iterable[tuple[str, Any]], source: str, facts: ModelFacts) -> list[Problem]:
-    known = STYLES if source == "table" else OWN_STYLES
+    if source == "table":
+        place = "options.tensor.plan"
+        styles = tuple(STYLES)
+        fix = "use one of these"
+    else:
+        place = f"the own plan of {facts.name}"
+        styles = tuple(OWN_STYLES)
+        fix = f"write a plan of your own: {_EXAMPLE}"
     return [
         Problem(
             "tensor-style",
             f"there is no way of dividing a layer called {style!r}.",
-            why=f"{'options.tensor.plan' if source == 'table' else f'the own plan of {facts.name}'} says so for {pattern!r}; "
-            f"known: {', '.join(known)}",
-            fix="use one of these" if source == "table" else f"write a plan of your own: {_EXAMPLE}",
+            why=f"{place} says so for {pattern!r}; known: {', '.join(styles)}",
+            fix=fix,
         )
         for pattern, style in rules
         if style not in STYLES
@@ -175,19 +188,24 @@ def _matched(
     styles: dict[str, str] = {}
     places = [layer for layer in facts.layers if layer.role]
     for pattern, style in rules:
-        names = [layer for layer in places if fnmatchcase(layer.name, pattern)]
-        fitting = [layer for layer in names if layer.role in STYLES.get(style, ())]
+        matching = [layer for layer in places if fnmatchcase(layer.name, pattern)]
+        fitting = [layer for layer in matching if layer.role in STYLES.get(style, ())]
         for layer in fitting:
             styles.setdefault(layer.name, style)
         if fitting or style not in STYLES or source == "model":
             continue  # a model's own plan speaks of layers that this size of it may lack
-        near = get_close_matches(pattern, [layer.name for layer in places], 1, 0.3)
-        told = f"{names[0].name} is a {names[0].kind}" if names else f"{len(places)} layers have other names"
+        if matching:
+            reason = f"{matching[0].name} is a {matching[0].kind}"
+        else:
+            reason = f"{len(places)} layers have other names"
+            near = get_close_matches(pattern, [layer.name for layer in places], 1, 0.3)
+            if near:
+                reason += f", such as {near[0]}"
         problems.append(
             Problem(
                 "tensor-pattern",
                 f"the pattern {pattern!r} matches no layer of {facts.name} that can be {style}.",
-                why=f"options.tensor.plan; {told}" + (f", such as {near[0]}" if near and not names else ""),
+                why=f"options.tensor.plan; {reason}",
                 fix="patterns are full names with * for any text, such as '*.fc1'; see `model.named_modules()`",
             )
         )
@@ -240,27 +258,31 @@ def _group(
         return group
     block = next((block for block in facts.blocks if inside(module, block) or module == block), module)
     own = [layer for layer in facts.layers if inside(layer.name, block) or layer.name == block]
-    told = examined(group, own, layers, block)
-    return replace(told, split=True, reason="", partial=told.partial if source == "table" else ())
+    group = examined(group, own, layers, block)
+    return replace(group, split=True, reason="", partial=group.partial if source == "table" else ())
 
 
 def _unpaired(names: Iterable[str], styles: Mapping[str, str]) -> list[Problem]:
-    return [
-        Problem(
-            "tensor-unpaired",
-            f"{name} is {styles[name]}, but there is no {'row' if styles[name] == 'colwise' else 'col'}wise layer to match.",
-            why="a colwise layer hands a share of its features to the rowwise layer that follows it in the same module",
-            fix=f"make it {'colwise_gather' if styles[name] == 'colwise' else 'rowwise_split'}, or give its partner a style",
-        )
-        for name in names
-        if styles[name] in ("colwise", "rowwise")
-    ]
+    partners = {"colwise": ("rowwise", "colwise_gather"), "rowwise": ("colwise", "rowwise_split")}
+    problems = []
+    for name in names:
+        if styles[name] in partners:
+            partner, alone = partners[styles[name]]
+            problems.append(
+                Problem(
+                    "tensor-unpaired",
+                    f"{name} is {styles[name]}, but there is no {partner} layer to match.",
+                    why="a colwise layer hands a share of its features to the rowwise layer that follows it in the same module",
+                    fix=f"make it {alone}, or give its partner a style",
+                )
+            )
+    return problems
 
 
 # -- what the model cannot do ---------------------------------------------------------------------------------------
 
 
-def _indivisible(group: Group, layers: Mapping[str, Layer], width: int, table: Any) -> list[Problem]:
+def _indivisible(group: Group, layers: Mapping[str, Layer], width: int) -> list[Problem]:
     if group.split and group.heads and (group.heads % width or group.kv_heads % width):
         both = gcd(group.heads, group.kv_heads)
         kv = f" and {group.kv_heads} key-value heads" if group.kv_heads != group.heads else ""
@@ -272,36 +294,40 @@ def _indivisible(group: Group, layers: Mapping[str, Layer], width: int, table: A
                 fix=f"use tp = {_divisors(both)}" + (", or a table that leaves its layers out" if both == 1 else ""),
             )
         ]
-    found = []
     for name in (*group.first, group.last):
-        features = shape(layers[name])[0 if name == group.last else 1]
+        taken, given = shape(layers[name])
+        side, features = ("takes in", taken) if name == group.last else ("puts out", given)
         if features % width:
-            side = "takes in" if name == group.last else "puts out"
-            found.append(
+            return [
                 Problem(
                     "tensor-width",
                     f"{name} {side} {features} features, which {width} tensor-parallel ranks cannot share evenly.",
-                    why=f"tp={width}; {layers[name].kind} of {shape(layers[name])[0]} x {shape(layers[name])[1]}",
+                    why=f"tp={width}; {layers[name].kind} of {taken} x {given}",
                     fix=f"use tp = {_divisors(features)}, or make it {-(-features // width) * width} wide",
                 )
-            )
-    return found[:1]
+            ]
+    return []
 
 
 def _alike(problems: list[Problem]) -> list[Problem]:
     """The first of those that differ by the number of the block alone, with how many there are."""
     kinds: dict[str, list[Problem]] = {}
-    for each in problems:
-        kinds.setdefault(sub(r"\d+", "*", each.what.split(" ")[0]) + each.what.partition(" ")[2], []).append(each)
-    return [
-        replace(first, why=f"{first.why}; so in {len(rest)} more block{'s' * (len(rest) > 1)}" if rest else first.why)
-        for first, *rest in kinds.values()
-    ]
+    for problem in problems:
+        name, _, message = problem.what.partition(" ")
+        kinds.setdefault(sub(r"\d+", "*", name) + message, []).append(problem)
+    firsts = []
+    for first, *others in kinds.values():
+        if others:
+            first = replace(first, why=f"{first.why}; so in {len(others)} more block{'s' * (len(others) > 1)}")
+        firsts.append(first)
+    return firsts
 
 
 def _divisors(number: int) -> str:
-    found = [str(n) for n in range(2, min(number, 1024) + 1) if number % n == 0]
-    return " or ".join([", ".join(found[:-1][:8]), found[-1]] if found[1:] else found) or "1"
+    divisors = [str(n) for n in range(2, min(number, 1024) + 1) if number % n == 0]
+    if len(divisors) < 2:
+        return "".join(divisors) or "1"
+    return f"{', '.join(divisors[:-1][:8])} or {divisors[-1]}"
 
 
 def _vocabulary(facts: ModelFacts, styles: dict[str, str], whole: dict[str, str], width: int) -> None:
@@ -325,8 +351,7 @@ def _tie(facts: ModelFacts, layers: Mapping[str, Layer], styles: dict[str, str],
     """Divides layers that share one weight alike: an embedding by vocabulary, as its head is by columns."""
     for names in facts.tied:
         members = [parent(name) for name in names]
-        told = {name: styles[name] for name in members if styles.get(name) in DIVIDED}
-        if not told:
+        if not any(styles.get(name) in DIVIDED for name in members):
             continue
         for name in members:
             layer = layers.get(name)
@@ -334,7 +359,8 @@ def _tie(facts: ModelFacts, layers: Mapping[str, Layer], styles: dict[str, str],
                 styles.setdefault(name, "vocabulary")
             elif layer is not None and is_linear(layer):
                 styles.setdefault(name, "colwise_gather")
-        if len({_dim(layers[name], styles.get(name, "")) if name in layers else None for name in members}) > 1:
+        dims = {_dim(layers[name], styles.get(name, "")) if name in layers else None for name in members}
+        if len(dims) > 1:
             problems.append(
                 Problem(
                     "tensor-tied",
@@ -364,12 +390,13 @@ def _indivisible_vocabulary(
         if source == "table":
             why = f"tp={width}; options.tensor.plan makes it vocabulary"
             fix = f"make it {padded} rows, or `replicated`"
-            told = f"{name} has {rows} rows, which {width} tensor-parallel ranks cannot share evenly."
-            problems.append(Problem("tensor-width", told, why=why, fix=fix))
+            what = f"{name} has {rows} rows, which {width} tensor-parallel ranks cannot share evenly."
+            problems.append(Problem("tensor-width", what, why=why, fix=fix))
             continue
-        for other in [n for n in styles if n == name or (is_linear(layers[n]) and shape(layers[n])[1] == rows)]:
-            del styles[other]
-            whole[other] = f"{rows} tokens do not divide by {width}; {padded} would"
+        for other in list(styles):
+            if other == name or (is_linear(layers[other]) and shape(layers[other])[1] == rows):
+                del styles[other]
+                whole[other] = f"{rows} tokens do not divide by {width}; {padded} would"
     return problems
 
 
@@ -401,14 +428,14 @@ def _requests(division: Division, facts: ModelFacts, sequence: bool, loss: bool,
     if sequence or "sequence" in division.styles.values():
         odd = [layer.name for layer in facts.layers if _needs_positions(layer, division, facts)]
         if odd or not facts.blocks or not division.groups:
-            told = (
-                f"{odd[0]} is neither a norm nor in an attention or MLP that is divided" if odd else "no blocks repeat"
-            )
+            reason = "no blocks repeat"
+            if odd:
+                reason = f"{odd[0]} is neither a norm nor in an attention or MLP that is divided"
             problems.append(
                 Problem(
                     "tensor-sequence",
                     f"{facts.name} cannot be divided by position between its attentions and MLPs.",
-                    why=told + "; it may need all positions at once",
+                    why=reason + "; it may need all positions at once",
                     fix="leave `sequence` out",
                 )
             )
@@ -435,8 +462,5 @@ def divided_elements(division: Division, facts: ModelFacts) -> int:
         for name, size in layer.shapes if style in DIVIDED else ():
             if f"{layer.name}.{name}" in again or (len(size) == 1 and style.startswith("rowwise")):
                 continue
-            count = 1
-            for length in size:
-                count *= length
-            total += count
+            total += prod(size)
     return total

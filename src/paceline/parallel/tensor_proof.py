@@ -18,8 +18,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from paceline.base.log import logger
+from paceline.parallel.fsdp import whole_parameters
 from paceline.parallel.tensor_styles import Region, is_divided
-from paceline.world.sharded import is_sharded, whole
 
 _SIMPLE = (Tensor, int, float, bool, str, type(None))
 
@@ -71,7 +71,7 @@ class Proof:
             stack.callback(last.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0])).remove)
             stack.enter_context(torch.no_grad())
             stack.enter_context(_evaluating(module))
-            with whole_parameters([module]), whole_counts(self.every):
+            with whole_parameters(module), whole_counts(self.every):
                 forward()
             reference = seen.pop()
             seen.clear()
@@ -112,51 +112,10 @@ def whole_counts(regions: list[Region]) -> Iterator[None]:
 
 @contextmanager
 def _evaluating(module: nn.Module) -> Iterator[None]:
-    modes = [(each, each.training) for each in module.modules()]
+    modes = [(submodule, submodule.training) for submodule in module.modules()]
     module.eval()
     try:
         yield
     finally:
-        for each, mode in modes:
-            each.training = mode
-
-
-@contextmanager
-def whole_parameters(modules: list[nn.Module], writeback: bool = False, wrap: Any = lambda p, t: t) -> Iterator[None]:
-    """While it is open, parameters of these modules and those inside are whole plain tensors.
-
-    Args:
-        writeback: takes over changes into the divided ones.
-        wrap: (DTensor, whole tensor) -> what the module shall hold.
-
-    Ranks: all that hold a part.
-    """
-    held = [
-        (each, name, parameter)
-        for module in modules
-        for each in module.modules()
-        for name, parameter in each._parameters.items()
-        if is_sharded(parameter)
-    ]
-    gathered: dict[int, Any] = {}
-    for each, name, parameter in held:
-        if id(parameter) not in gathered:
-            gathered[id(parameter)] = wrap(parameter, whole(parameter.detach()))
-        each._parameters[name] = gathered[id(parameter)]
-    try:
-        yield
-        if writeback:
-            _write_back({id(p): p for _, _, p in held}, gathered)
-    finally:
-        for each, name, parameter in held:
-            each._parameters[name] = parameter
-
-
-def _write_back(divided: dict[int, Any], gathered: dict[int, Any]) -> None:
-    from torch.distributed.tensor import distribute_tensor
-
-    with torch.no_grad():
-        for key, parameter in divided.items():
-            value = gathered[key].detach()
-            parts = distribute_tensor(value, parameter.device_mesh, parameter.placements, src_data_rank=None)
-            parameter.to_local().copy_(parts.to_local())
+        for submodule, mode in modes:
+            submodule.training = mode

@@ -17,9 +17,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import wraps
-from inspect import Parameter, signature
-from types import MethodType
 from typing import Any
 
 import torch
@@ -27,11 +24,11 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd import Function
-from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from paceline.base.errors import TrainError
 from paceline.parallel.random_streams import RandomStreams
 from paceline.parallel.stages import Shell
+from paceline.torch_internals.tensors import is_seen_by_a_mode
 from paceline.world.sharded import is_sharded
 from paceline.world.transport import transport_of
 
@@ -77,7 +74,8 @@ class _Gather(Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, dim: int, group: Any) -> Tensor:
-        ctx.dim, ctx.group = dim, group
+        ctx.dim = dim
+        ctx.group = group
         return _gathered(x, dim, group)
 
     @staticmethod
@@ -90,7 +88,8 @@ class _Split(Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, dim: int, group: Any) -> Tensor:
-        ctx.dim, ctx.group = dim, group
+        ctx.dim = dim
+        ctx.group = group
         return _share(x, dim, group)
 
     @staticmethod
@@ -103,7 +102,8 @@ class _SumSplit(Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, dim: int, group: Any) -> Tensor:
-        ctx.dim, ctx.group = dim, group
+        ctx.dim = dim
+        ctx.group = group
         x = _free(x).contiguous()
         dist.all_reduce(x, group=group)
         return _share(x, dim, group)
@@ -115,7 +115,7 @@ class _SumSplit(Function):
 
 def _free(x: Tensor) -> Tensor:
     """`x`, if it may be overwritten; selective recompute keeps products of matrices, and hands them out once more."""
-    return x if _get_current_dispatch_mode() is None else x.clone()
+    return x.clone() if is_seen_by_a_mode() else x
 
 
 def _gathered(x: Tensor, dim: int, group: Any) -> Tensor:
@@ -160,7 +160,8 @@ class Region:
             self._open = True
             self.streams.open()
         if self._source is not x:
-            self._source, self._entered = x, _Copy.apply(x, self.group)
+            self._source = x
+            self._entered = _Copy.apply(x, self.group)
         assert self._entered is not None
         return self._entered
 
@@ -175,25 +176,6 @@ class Region:
         """Sets the counts of heads to those of the whole model, or of this rank."""
         for module, name, all_of_them, here in self.numbers:
             setattr(module, name, all_of_them if whole else here)
-
-
-def override(module: nn.Module, forward: Callable[..., Any], slot: str) -> None:
-    """Puts `forward(module, original, *args, **kwargs)` in the place of the module's own forward, on the instance.
-
-    Args:
-        slot: attribute that keeps the original, so that a deep copy of the module runs its own.
-    """
-    original = module.forward
-
-    @wraps(original)
-    def replaced(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        return forward(self, getattr(self, slot), *args, **kwargs)
-
-    told = signature(original)  # a bound method hides its first parameter, so `self` must stand before the others
-    first = Parameter("self", Parameter.POSITIONAL_ONLY)
-    replaced.__signature__ = told.replace(parameters=[first, *told.parameters.values()])  # type: ignore[attr-defined]
-    setattr(module, slot, original)
-    module.forward = MethodType(replaced, module)  # type: ignore[method-assign]
 
 
 def _multiply(x: Tensor, weight: Tensor, turned: bool, bias: Tensor | None = None) -> Tensor:
@@ -258,7 +240,8 @@ def vocabulary(region: Region) -> Callable[..., Any]:
         if not is_sharded(self.weight):
             return original(tokens)
         weight = _local(self.weight)
-        rows, start = weight.shape[0], dist.get_rank(region.group) * weight.shape[0]
+        rows = weight.shape[0]
+        start = dist.get_rank(region.group) * weight.shape[0]
         here = tokens - start
         elsewhere = (here < 0) | (here >= rows)
         padding = self.padding_idx - start if self.padding_idx is not None else -1

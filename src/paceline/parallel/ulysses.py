@@ -46,7 +46,8 @@ def ulysses_attention(
     Raises:
         TrainError: `context-heads`.
     """
-    ranks, heads = region.division.ranks, query.shape[1]
+    ranks = region.division.ranks
+    heads = query.shape[1]
     if heads % ranks:
         raise TrainError(
             "context-heads",
@@ -55,13 +56,14 @@ def ulysses_attention(
             fix="set options={'context': {'method': 'ring'}}, or cp to one of " + fitting(heads),
         )
     if key.shape[1] % ranks:  # fewer key heads than ranks: each query head gets its own
-        key, value = (each.repeat_interleave(heads // each.shape[1], 1) for each in (key, value))
-    whole = [each[:, :, : region.length] for each in _to_heads([query, key, value], region)]
+        key = key.repeat_interleave(heads // key.shape[1], 1)
+        value = value.repeat_interleave(heads // value.shape[1], 1)
+    query, key, value = (tensor[:, :, : region.length] for tensor in _to_heads([query, key, value], region))
     if mask is not None and mask.shape[1] == heads:
         mask = mask.chunk(ranks, 1)[region.rank]
-    grouped = whole[0].shape[1] != whole[1].shape[1]
+    grouped = query.shape[1] != key.shape[1]
     out = functional.scaled_dot_product_attention(
-        *whole, attn_mask=mask, dropout_p=dropout, is_causal=causal, scale=scale, enable_gqa=grouped
+        query, key, value, mask, dropout, causal, scale=scale, enable_gqa=grouped
     )
     return _to_positions(functional.pad(out, (0, 0, 0, ranks * region.local - region.length)), region)
 

@@ -14,10 +14,12 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from math import prod
 from typing import Any
 
 from paceline.base.errors import Problem
 from paceline.plan.facts import ModelFacts
+from paceline.plan.options import names_of
 
 POLICIES = ("auto", "size", "none")
 _USED_FROM_OUTSIDE = ("MultiheadAttention",)  # their children's parameters are used without calling the children
@@ -40,12 +42,6 @@ class Wrapping:
     problems: tuple[Problem, ...] = ()
 
 
-def words(value: Any) -> tuple[str, ...]:
-    """A list of names, given as one or as text with commas."""
-    given = value.split(",") if isinstance(value, str) else value
-    return tuple(str(each).strip() for each in given if str(each).strip())
-
-
 def wrapping(facts: ModelFacts, wrap: Any, min_params: int, ignored: Any) -> Wrapping:
     """Chooses the units of one model.
 
@@ -56,7 +52,7 @@ def wrapping(facts: ModelFacts, wrap: Any, min_params: int, ignored: Any) -> Wra
         ignored: classes or name patterns of modules that are left alone.
     """
     problems: list[Problem] = []
-    alone = _alone(facts, words(ignored), problems)
+    alone = _alone(facts, names_of(ignored), problems)
     if wrap == "auto":
         units: Iterable[str] = facts.blocks
     elif wrap == "size":
@@ -64,21 +60,29 @@ def wrapping(facts: ModelFacts, wrap: Any, min_params: int, ignored: Any) -> Wra
     elif wrap == "none":
         units = ()
     else:
-        units = _by_class(facts, words(wrap), problems)
-    outside = [name for name in units if name and not any(_within(name, other) for other in alone)]
+        units = _by_class(facts, names_of(wrap), problems)
+    chosen: list[str] = []
+    tied: list[str] = []
+    for name in units:
+        if name and not _within_some(name, alone):
+            (tied if _leaks(name, facts, alone) else chosen).append(name)
     order = {name: place for place, (name, _) in enumerate(facts.modules)}
-    kept = sorted((name for name in outside if not _leaks(name, facts, alone)), key=lambda name: order.get(name, 0))
-    return Wrapping(tuple(kept), tuple(name for name in outside if name not in kept), alone, tuple(problems))
+    chosen.sort(key=lambda name: order.get(name, 0))
+    return Wrapping(tuple(chosen), tuple(tied), alone, tuple(problems))
 
 
 def _within(name: str, module: str) -> bool:
     return module == "" or name == module or name.startswith(f"{module}.")
 
 
+def _within_some(name: str, modules: Iterable[str]) -> bool:
+    return any(_within(name, module) for module in modules)
+
+
 def _leaks(unit: str, facts: ModelFacts, alone: tuple[str, ...]) -> bool:
     """Whether a unit shares some parameter with a module outside of it."""
     for names in facts.tied:
-        if any(_within(name, module) for name in names for module in alone):
+        if any(_within_some(name, alone) for name in names):
             continue
         inside = [_within(name, unit) for name in names]
         if any(inside) and not all(inside):
@@ -87,7 +91,7 @@ def _leaks(unit: str, facts: ModelFacts, alone: tuple[str, ...]) -> bool:
 
 
 def _alone(facts: ModelFacts, patterns: tuple[str, ...], problems: list[Problem]) -> tuple[str, ...]:
-    found: list[str] = []
+    alone: list[str] = []
     for pattern in patterns:
         matches = [name for name, kind in facts.modules if name and (kind == pattern or fnmatchcase(name, pattern))]
         if not matches:
@@ -99,26 +103,27 @@ def _alone(facts: ModelFacts, patterns: tuple[str, ...], problems: list[Problem]
                     fix="write the class of a module, or a pattern of names such as 'encoder.*.adapter'",
                 )
             )
-        found.extend(matches)
-    return tuple(dict.fromkeys(name for name in found if not any(_within(name, o) for o in found if o != name)))
+        alone.extend(matches)
+    unique = dict.fromkeys(alone)
+    return tuple(name for name in unique if not _within_some(name, unique.keys() - {name}))
 
 
 def _by_class(facts: ModelFacts, names: tuple[str, ...], problems: list[Problem]) -> list[str]:
-    found: list[str] = []
+    units: list[str] = []
     for wanted in names:
         matches = [name for name, kind in facts.modules if name and kind == wanted]
         if not matches:
-            known = dict.fromkeys(kind for _, kind in facts.modules)
+            classes = dict.fromkeys(kind for _, kind in facts.modules)
             problems.append(
                 Problem(
                     "shard-wrap",
                     f"{facts.name} has no module of a class {wanted!r} inside.",
-                    why=f"shard.wrap={wanted!r}; its classes: {_some(known)}",
+                    why=f"shard.wrap={wanted!r}; its classes: {_some(classes)}",
                     fix=f"name one of these classes, or use one of {', '.join(POLICIES)}",
                 )
             )
-        found.extend(matches)
-    return found
+        units.extend(matches)
+    return units
 
 
 def _by_size(facts: ModelFacts, min_params: int, alone: tuple[str, ...]) -> list[str]:
@@ -127,15 +132,15 @@ def _by_size(facts: ModelFacts, min_params: int, alone: tuple[str, ...]) -> list
     repeats = {name for names in facts.tied for name in names[1:]}
     for layer in facts.layers:
         prefix = f"{layer.name}." if layer.name else ""
-        if not any(_within(layer.name, module) for module in alone):
-            left[layer.name] = sum(_product(shape) for key, shape in layer.shapes if prefix + key not in repeats)
+        if not _within_some(layer.name, alone):
+            left[layer.name] = sum(prod(shape) for key, shape in layer.shapes if prefix + key not in repeats)
     closed = [name for name, kind in facts.modules if kind in _USED_FROM_OUTSIDE]
-    callable_ = {name for name, _ in facts.modules}
+    called = {name for name, _ in facts.modules}
     units = []
     for name in sorted(_with_parents(left), key=lambda name: -name.count(".") if name else 1):
         own = left.get(name, 0)
         inside = any(_within(name, module) and name != module for module in closed)
-        if name and own > min_params and name in callable_ and not inside:
+        if name and own > min_params and name in called and not inside:
             units.append(name)
         elif name:
             parent = name.rpartition(".")[0]
@@ -144,19 +149,12 @@ def _by_size(facts: ModelFacts, min_params: int, alone: tuple[str, ...]) -> list
 
 
 def _with_parents(names: Iterable[str]) -> set[str]:
-    found = {""}
+    every = {""}
     for name in names:
-        while name and name not in found:
-            found.add(name)
+        while name and name not in every:
+            every.add(name)
             name = name.rpartition(".")[0]
-    return found
-
-
-def _product(shape: tuple[int, ...]) -> int:
-    total = 1
-    for size in shape:
-        total *= size
-    return total
+    return every
 
 
 def _some(names: Iterable[str], count: int = 8) -> str:

@@ -12,11 +12,8 @@ Source: Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -30,14 +27,14 @@ from paceline.parallel.division import ByParameters, ByRows, keep_divided
 from paceline.parallel.fsdp import forget_with
 from paceline.parallel.reducer import Reducer
 from paceline.parallel.stand_ins import closure_refused, step_held, swap_in_steps
-from paceline.parallel.strategy import Context, Strategy
+from paceline.parallel.strategy import AppliedStrategy, Context, Strategy
 from paceline.plan.cost import Bytes
 from paceline.plan.facts import ModelFacts
 from paceline.plan.options import option
 from paceline.plan.plan import Decision, Plan
 from paceline.plan.rules import origin
-from paceline.world.held import Held
 from paceline.world.layout import GRADIENT_AXES
+from paceline.world.pending_gradients import PendingGradients
 from paceline.world.sharded import divide
 
 _optim = torch.optim
@@ -68,8 +65,8 @@ class Zero(Strategy):
     name = "zero"
     stage = 60
     axes = ("shard", "replicate")
-
     Options = ZeroOptions
+    divides_steps = True
 
     def wanted(self, plan: Plan) -> bool:
         """Wanted for stages 1 and 2 wherever FSDP2 does not serve them."""
@@ -90,109 +87,124 @@ class Zero(Strategy):
 
     def decide(self, plan: Plan, facts: ModelFacts) -> list[Decision]:
         """What the stage divides; what it means for an optimizer is said by `bind`."""
-        width, axis = plan.layout.shard, "each parameter's optimizer states"
+        width = plan.layout.shard
+        axis = "each parameter's optimizer states"
         what = axis if plan.zero == 1 else f"{axis} and gradients"
         return [
             Decision("zero.divides", what, "derived", reason=f"over shard={width}; parameters stay whole on every rank")
         ]
 
-    def cost(self, plan: Plan, facts: ModelFacts, held: Bytes) -> Bytes:
+    def cost(self, plan: Plan, facts: ModelFacts, before: Bytes) -> Bytes:
         """States, and at stage 2 gradients, become one n-th; updated rows are gathered.
 
         With a = bytes of the parameters, Adam: 8a + 8a/n at stage 1, 4a + 12a/n at stage 2.
         """
-        n, cap = plan.layout.shard, int(self.options(plan).bucket_cap_mb * 2**20)
-        trained = held.gradients
+        n = plan.layout.shard
+        cap = int(self.options(plan).bucket_cap_mb * 2**20)
+        trained = before.gradients
         gathered = (n - 1) * trained // n
-        divided = replace(held, optimizer=-(-held.optimizer // n), sent=held.sent + gathered)
+        divided = replace(before, optimizer=-(-before.optimizer // n), sent=before.sent + gathered)
         if plan.zero == 1:
-            return replace(divided, buffers=held.buffers + min(cap, trained))
-        gradients, others = -(-trained // n), plan.layout.size(*GRADIENT_AXES) // n
+            return replace(divided, buffers=before.buffers + min(cap, trained))
+        gradients = -(-trained // n)
+        others = plan.layout.size(*GRADIENT_AXES) // n
         sent = divided.sent + gathered + 2 * (others - 1) * gradients // others
-        return replace(divided, gradients=gradients, buffers=held.buffers + min(2 * cap, 2 * trained), sent=sent)
+        return replace(divided, gradients=gradients, buffers=before.buffers + min(2 * cap, 2 * trained), sent=sent)
 
-    def apply(self, model: nn.Module, context: Context) -> nn.Module:
+    def apply(self, model: nn.Module, context: Context) -> AppliedStrategy:
         """Stage 2: puts the reducer's hooks on the parameters; broadcasts rank 0's parameters and buffers. Ranks: all."""
-        if context.plan.zero != 2 or any(parameter.is_meta for parameter in model.parameters()):
-            return model
-        _REDUCERS[model] = Reducer(
-            model, context.mesh, context.options.bucket_cap_mb, context.options.broadcast_buffers
-        )
-        return model
+        without_values = any(parameter.is_meta for parameter in model.parameters())
+        if context.plan.zero == 1 or without_values:
+            return DividedStates(model, context)
+        return DividedGradients(model, context)
 
-    def bind(self, optimizer: Optimizer, model: nn.Module, context: Context) -> list[Decision]:
+
+class DividedStates(AppliedStrategy):
+    """Stage 1 on one model."""
+
+    def __init__(self, model: nn.Module, context: Context) -> None:
+        super().__init__(model)
+        self._context = context
+
+    def bind(self, optimizer: Optimizer) -> list[Decision]:
         """Divides the optimizer's states, those that it has already included.
 
         Raises:
-            TrainError: `step-closure` for LBFGS, which steps with a closure; each step: `step-held`.
+            TrainError: `step-closure` for LBFGS, which steps with a closure.
         """
         if isinstance(optimizer, torch.optim.LBFGS):
             raise closure_refused(optimizer)
-        kind, how = type(optimizer), context.options.divide
-        if how == "auto" and context.facts.sparse:
-            how, reason = "parameters", "a sparse gradient has no rows to divide"
-        elif how == "auto" and kind in _BY_ELEMENT:
-            how, reason = "rows", "it treats each element by itself"
-        elif how == "auto":
-            how, reason = (
-                "parameters",
-                "it may look at a whole parameter, as it is none of torch's elementwise optimizers",
-            )
-        else:
-            reason = f"zero.divide={how}"
-        mesh = context.mesh.along("shard")
-        limit = int(context.options.bucket_cap_mb * 2**20)
-        division = (ByRows if how == "rows" else ByParameters)(
-            mesh, [p for p in model.parameters() if p.requires_grad], limit
-        )
-        optimizer.register_step_pre_hook(partial(_refuse_held, weakref.ref(model)))
-        if model in _REDUCERS:
-            forget_with(optimizer, partial(_forget, weakref.ref(model), optimizer))
+        kind = type(optimizer).__name__
+        options: ZeroOptions = self._context.options
+        what, reason = _divided_by(optimizer, options, self._context.facts)
+        mesh = self._context.mesh.along("shard")
+        trained = [parameter for parameter in self.module.parameters() if parameter.requires_grad]
+        division = (ByRows if what == "rows" else ByParameters)(mesh, trained, int(options.bucket_cap_mb * 2**20))
         keep_divided(optimizer, division)
         divide(optimizer, division)
         swap_in_steps(optimizer, division.stepping)
-        logger("parallel").info("%s is divided by %s: %s", kind.__name__, how, reason)
-        return [Decision(f"optimizer.{kind.__name__}.divided", how, "derived", reason=reason)]
-
-    @contextmanager
-    def hold_gradients(self, model: nn.Module) -> Iterator[None]:
-        """Stage 2: gradients stay whole and where they are."""
-        reducer = _REDUCERS.get(model)
-        with nullcontext() if reducer is None else reducer.holding():
-            yield
-
-    def settle(self, model: nn.Module) -> None:
-        """Stage 2: reduces what is left, parameters that this rank did not use included. Ranks: all."""
-        reducer = _REDUCERS.get(model)
-        if reducer is not None:
-            reducer.settle()
-
-    def held(self, model: nn.Module) -> Held:
-        """Stage 2: rows that were reduced already."""
-        return _REDUCERS[model].held() if model in _REDUCERS else Held()
-
-    def take(self, model: nn.Module, held: Held) -> None:
-        """Stage 2: takes them back."""
-        if model in _REDUCERS:
-            _REDUCERS[model].take(held)
-
-    def failed(self, model: nn.Module) -> None:
-        """Stage 2: the next backward pass begins anew."""
-        if model in _REDUCERS:
-            _REDUCERS[model].failed()
+        logger("parallel").info("%s is divided by %s: %s", kind, what, reason)
+        return [Decision(f"optimizer.{kind}.divided", what, "derived", reason=reason)]
 
 
-def _forget(model: Any, optimizer: Optimizer) -> None:
-    if model() in _REDUCERS:
-        _REDUCERS[model()].forget(p for group in optimizer.param_groups for p in group["params"])
+class DividedGradients(DividedStates):
+    """Stage 2 on one model: gradients are whole until they are reduced, and rows after it."""
+
+    def __init__(self, model: nn.Module, context: Context) -> None:
+        super().__init__(model, context)
+        options: ZeroOptions = context.options
+        self._reducer = Reducer(model, context.mesh, options.bucket_cap_mb, options.broadcast_buffers)
+
+    def bind(self, optimizer: Optimizer) -> list[Decision]:
+        """As in stage 1; each step on gradients that were not reduced is refused.
+
+        Raises:
+            TrainError: `step-closure`; each step: `step-held`.
+        """
+        decisions = super().bind(optimizer)
+        reducer = self._reducer
+
+        def refuse_unreduced(optimizer: Optimizer, *_: Any) -> None:
+            if reducer.unfinished:
+                raise step_held(optimizer)
+
+        def forget() -> None:
+            reducer.forget(p for group in optimizer.param_groups for p in group["params"])
+
+        optimizer.register_step_pre_hook(refuse_unreduced)
+        forget_with(optimizer, forget)
+        return decisions
+
+    def hold_gradients(self) -> AbstractContextManager[None]:
+        """Gradients stay whole and where they are."""
+        return self._reducer.holding()
+
+    def finish_reduction(self) -> None:
+        """Reduces what is left, parameters that this rank did not use included. Ranks: all."""
+        self._reducer.finish()
+
+    def backward_failed(self) -> None:
+        """The next backward pass begins anew."""
+        self._reducer.backward_failed()
+
+    def pending_gradients(self) -> PendingGradients:
+        """Rows that were reduced already."""
+        return self._reducer.pending_gradients()
+
+    def restore_pending(self, pending: PendingGradients) -> None:
+        """Takes them back."""
+        self._reducer.restore_pending(pending)
 
 
-def _refuse_held(model: Any, optimizer: Optimizer, *_: Any) -> None:
-    reducer = _REDUCERS.get(model())
-    if reducer is not None and reducer.unfinished:
-        raise step_held(optimizer)
+def _divided_by(optimizer: Optimizer, options: ZeroOptions, facts: ModelFacts) -> tuple[str, str]:
+    """What a rank steps, "rows" or "parameters", and why."""
+    if options.divide != "auto":
+        return options.divide, f"zero.divide={options.divide}"
+    if facts.sparse:
+        return "parameters", "a sparse gradient has no rows to divide"
+    if type(optimizer) in _BY_ELEMENT:
+        return "rows", "it treats each element by itself"
+    return "parameters", "it may look at a whole parameter, as it is none of torch's elementwise optimizers"
 
-
-_REDUCERS: weakref.WeakKeyDictionary[nn.Module, Reducer] = weakref.WeakKeyDictionary()
 
 STRATEGY = Zero()

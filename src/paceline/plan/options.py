@@ -5,7 +5,7 @@ A strategy says `Options = ShardOptions`; the docs table, `--option shard.reshar
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import MISSING, dataclass, field, fields
 from difflib import get_close_matches
 from typing import Any, TypeVar
@@ -28,6 +28,12 @@ def option(default: Any, kind: Kind | None, doc: str) -> Any:
     if isinstance(default, (dict, list)):
         return field(default_factory=lambda: type(default)(default), metadata=metadata)
     return field(default=default, metadata=metadata)
+
+
+def names_of(value: str | Iterable[object]) -> tuple[str, ...]:
+    """The names in the value of an option that takes several: a list of them, or text with commas."""
+    parts = value.split(",") if isinstance(value, str) else value
+    return tuple(name for part in parts if (name := str(part).strip()))
 
 
 @dataclass(frozen=True)

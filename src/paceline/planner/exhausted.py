@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from types import MethodType
 from typing import Any
 
 import torch
@@ -20,6 +19,7 @@ from paceline.plan.facts import ModelFacts
 from paceline.plan.plan import Plan
 from paceline.planner.estimate import Need, choose, estimate, gib, shown
 from paceline.world import failures
+from paceline.world.forward import override_forward
 
 Situation = Callable[[], tuple[Plan, tuple[ModelFacts, ...], int, int]]
 
@@ -56,13 +56,11 @@ def explain_exhaustion(situation: Situation, where: str) -> Iterator[None]:
 def watch(model: nn.Module, situation: Situation) -> None:
     """Lets `model(...)` tell of memory that did not suffice; the module stays the same object."""
 
-    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    def forward(module: nn.Module, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         with explain_exhaustion(situation, "forward"):
-            return self._paceline_watched(*args, **kwargs)  # type: ignore[operator]
+            return original(*args, **kwargs)
 
-    # An attribute, and no variable of this function: a copy of the model has its own.
-    model._paceline_watched = model.forward  # type: ignore[assignment]
-    model.forward = MethodType(forward, model)  # type: ignore[method-assign]
+    override_forward(model, "memory_watch", forward)
 
 
 def explain(

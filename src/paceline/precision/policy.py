@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from functools import wraps
-from inspect import Parameter, signature
-from types import MethodType
 from typing import Any
 
 import torch
 from torch import nn
 
+from paceline.world.forward import original_forward, override_forward, restore_forward
 from paceline.world.tree import map_tensors
+
+_NAME = "precision"
 
 
 @dataclass(frozen=True)
@@ -57,32 +58,19 @@ def to_float32(tree: Any) -> Any:
 def wrap_forward(model: nn.Module, precision: Precision, device: torch.device) -> None:
     """Makes `model(...)` compute under autocast and hand out float32; `unwrap_forward` takes it back.
 
-    The module stays the same object with the same parameter names, so that nothing else needs to know. Both
-    functions are bound methods: `copy.deepcopy(model)` (an average of weights, say) then computes with its own weights.
+    The module stays the same object with the same parameter names, so that nothing else needs to know.
     """
-    if precision.dtype is None or hasattr(model, "_paceline_forward"):
+    if precision.dtype is None or original_forward(model, _NAME) is not None:
         return
-    original = model.forward
 
-    @wraps(original)
-    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    def forward(module: nn.Module, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         with autocast(precision, device):
-            output = self._paceline_forward(*args, **kwargs)  # type: ignore[operator]
+            output = original(*args, **kwargs)
         return to_float32(output)
 
-    # A bound method hides its first parameter, so `self` must stand before those of the bound original.
-    told = signature(original)
-    first = Parameter("self", Parameter.POSITIONAL_ONLY)
-    forward.__signature__ = told.replace(parameters=[first, *told.parameters.values()])  # type: ignore[attr-defined]
-    model._paceline_forward = original  # type: ignore[assignment]
-    model.forward = MethodType(forward, model)  # type: ignore[method-assign]
+    override_forward(model, _NAME, forward)
 
 
 def unwrap_forward(model: nn.Module) -> None:
     """Puts back the forward that `wrap_forward` replaced; one that something was put around since stays."""
-    original = model.__dict__.get("_paceline_forward")
-    if original is None or getattr(model.forward, "__wrapped__", None) != original:
-        return
-    del model._paceline_forward, model.forward
-    if original != model.forward:  # the user had replaced it before
-        model.forward = original
+    restore_forward(model, _NAME)

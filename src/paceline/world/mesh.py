@@ -17,6 +17,10 @@ from paceline.world.world import World
 Group = Any
 
 
+# Of this process and not of one mesh: meshes that cover all ranks share the default group, and so its tags.
+_unit_names: list[str] = []
+
+
 class Mesh:
     """The groups of a layout.
 
@@ -103,6 +107,20 @@ class Mesh:
         if axes not in self._groups:
             self._groups[axes] = self._flat(axes).get_group()
         return self._groups[axes]
+
+
+def register_unit(name: str) -> int:
+    """A number for something that ranks gather or reduce by itself, as a tag for its messages.
+
+    Ranks: all register the same ones, in one order.
+    """
+    _unit_names.append(name)
+    return len(_unit_names) - 1
+
+
+def unit_name(number: int) -> str:
+    """The name with which `register_unit` was called."""
+    return _unit_names[number]
 
 
 def backend_name(group: dist.ProcessGroup, device_type: str) -> str:

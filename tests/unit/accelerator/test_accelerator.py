@@ -80,13 +80,10 @@ def test_options_of_replicate_are_checked_before_a_model_is_touched(options, cod
     assert caught.value.code == code
 
 
-def test_backward_under_a_pipeline_names_what_works(monkeypatch):
-    from dataclasses import replace
-
-    from paceline.world.layout import Layout
-
+def test_backward_under_a_pipeline_names_what_works():
     accelerator = Accelerator(cpu=True)
-    accelerator._prepared.plan = replace(accelerator.plan, layout=Layout(pp=2))
+    accelerator.prepare(nn.Linear(1, 1))
+    accelerator._prepared.models[0].chain.runner = object()
     with pytest.raises(PlanError, match=r"\[backward-pipeline\]"):
         accelerator.backward(torch.zeros(()))
 

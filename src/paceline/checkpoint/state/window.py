@@ -19,8 +19,8 @@ from torch import Tensor
 
 from paceline.base.errors import Problem
 from paceline.checkpoint.state.codec import Encoder
-from paceline.world.held import Held
 from paceline.world.parts import part_of_whole, regions
+from paceline.world.pending_gradients import PendingGradients
 from paceline.world.sharded import is_sharded, local
 
 Shapes = Mapping[str, tuple[torch.Size, torch.dtype]]
@@ -50,8 +50,8 @@ class Gradients:
     """
 
     parameters: Callable[[], Mapping[str, Tensor]]
-    held: Callable[[], Mapping[str, Held]]
-    take: Callable[[Mapping[str, Held]], None]
+    held: Callable[[], Mapping[str, PendingGradients]]
+    take: Callable[[Mapping[str, PendingGradients]], None]
     layout: str
     ranks: int
     stale: Callable[[Tensor], bool]
@@ -218,7 +218,7 @@ class Window:
         opened = own["open"].get(model, [])
         for strategy in opened:
             held.setdefault(strategy, ({}, {}))
-        each.take({strategy: Held(g, p, open=strategy in opened) for strategy, (g, p) in held.items()})
+        each.take({strategy: PendingGradients(g, p, open=strategy in opened) for strategy, (g, p) in held.items()})
 
     def _items(self, saved: Mapping[str, Any], own: Mapping[str, Any] | None) -> int | None:
         """Items that count for this rank; at another width the first share has those of all."""

@@ -51,8 +51,7 @@ class PipelineEngine(DeepSpeedEngine):
             self.module.activation_checkpoint_interval = interval
         if self.module.parts is None:
             runner = self.accelerator._prepared.find(self._wrapped[0]).chain.runner
-            begins = runner.stages(self._wrapped[0]).begins
-            self.module.parts = [*begins, len(self.module.layer_names)]
+            self.module.parts = [*runner.begins, len(self.module.layer_names)]
         self._data: Iterator[Any] | None = None
         self._since = time.perf_counter()
         self.agg_train_loss: torch.Tensor | None = None
@@ -188,7 +187,7 @@ class PipelineEngine(DeepSpeedEngine):
     def _share(self, found: list[Any]) -> list[Any]:
         """Shapes of the first stage's inputs, for ranks that read nothing. Ranks: all along `pp`."""
         prepared = self.accelerator._prepared.find(self._wrapped[0])
-        group = prepared.chain.runner.copies(self._wrapped[0]).collectives
+        group = prepared.chain.owners
         shapes = map_leaves(lambda leaf: leaf.to("meta") if isinstance(leaf, torch.Tensor) else leaf, found)
         told = group.broadcast_object([inputs for inputs, _ in shapes] if group.rank == 0 else None)
         return found or [(inputs, None) for inputs in told]

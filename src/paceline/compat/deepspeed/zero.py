@@ -17,7 +17,6 @@ from torch import Tensor, nn
 
 from paceline import preparation
 from paceline.base.log import warn_once
-from paceline.parallel import shard
 from paceline.parallel.fsdp import part_of, undisturbed
 from paceline.world.sharded import is_sharded, local, whole
 
@@ -194,8 +193,8 @@ def _of_engines(params: list[Tensor]) -> list[Any]:
     known = set()
     for each in _models():
         own = {id(p) for p in each.module.parameters()} & wanted
-        if own and each.wrapped in shard._UNITS:
-            shard._UNITS[each.wrapped].reshard()
+        if own:
+            each.chain.reshard()
         known |= own
     known |= wanted & _WHOLE.keys()
     return [p for p in params if id(p) in known]

@@ -1,4 +1,4 @@
-"""`Held`: what a strategy keeps of a gradient beside `.grad`, in the terms in which a checkpoint takes it along."""
+"""`PendingGradients`: what a strategy keeps of gradients beside `.grad`, in the terms in which a checkpoint takes it along."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Held:
+class PendingGradients:
     """What one strategy keeps, on one rank, of a window whose gradients no optimizer has stepped yet.
 
     The gradient of a window is the mean over the ranks that read different samples, each with what lies in `.grad` and
-    what is held here, added up.
+    what is pending here, added up.
 
     Attributes:
         gradients: by parameter; DTensors where this rank has a part. Where they are given back: this rank's own tensors.

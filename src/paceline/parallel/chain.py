@@ -1,0 +1,147 @@
+"""`Chain`: the strategies of one plan, applied to one model in order, and what each of them keeps of it.
+
+    plan.strategies                ("tensor", "shard")   resolved, checked, frozen
+      -> Chain.apply(model, ...)   for each, by stage: `strategy.apply(model, context)` -> an `AppliedStrategy`
+      -> chain.bind                optimizers, once they hold the prepared parameters
+      -> chain.hold_gradients      all of them hold back their communication
+      -> chain.finish_reduction    at the end of a window: its gradients are final on all ranks
+
+What runs around the model (all methods but `apply`) goes from the outermost strategy inwards.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack
+from dataclasses import replace
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+
+from paceline.parallel.strategy import STRATEGIES, AppliedStrategy, Context, Runner, Strategy
+from paceline.plan.plan import Decision, Plan
+from paceline.world.collectives import Collectives
+from paceline.world.pending_gradients import PendingGradients
+
+
+class Chain:
+    """What the strategies of a plan did to one model.
+
+    Args:
+        plan: the resolved plan.
+        model: as the user wrote it.
+        applied: by the strategies' names, the innermost first.
+
+    Attributes:
+        plan: as given.
+        module: the module that the user wrote.
+        wrapped: the outermost module, which the loop calls.
+        runner: the applied strategy that runs forward and backward passes itself (a pipeline); None where the loop does.
+    """
+
+    def __init__(self, plan: Plan, model: nn.Module, applied: dict[str, AppliedStrategy]) -> None:
+        self.plan = plan
+        self.module = self.wrapped = model
+        self.runner: Runner | None = None
+        for each in applied.values():
+            self.wrapped = each.wrapped
+            if isinstance(each, Runner):
+                self.runner = each
+        self._inwards = dict(reversed(applied.items()))
+
+    @classmethod
+    def apply(cls, model: nn.Module, context: Context) -> Chain:
+        """Applies every strategy of the plan in turn. Ranks: all.
+
+        Args:
+            model: changed in place.
+            context: without options and runner, which are each strategy's own.
+        """
+        applied: dict[str, AppliedStrategy] = {}
+        wrapped = model
+        for name in context.plan.strategies:
+            strategy: Strategy = STRATEGIES.get(name)
+            context = replace(context, options=strategy.options(context.plan))
+            outcome = strategy.apply(wrapped, context)
+            applied[name] = outcome
+            wrapped = outcome.wrapped
+            if isinstance(outcome, Runner):
+                context = replace(context, runner=outcome)
+        return cls(context.plan, model, applied)
+
+    def __iter__(self) -> Iterator[AppliedStrategy]:
+        return iter(self._inwards.values())
+
+    @property
+    def owners(self) -> Collectives | None:
+        """The ranks each of which owns other parameters of the model; None where there are none."""
+        return next((each.owners for each in self if each.owners is not None), None)
+
+    def owned_elsewhere(self) -> set[int]:
+        """The `id` of each parameter here that another of the `owners` counts as its own."""
+        return set().union(*(each.owned_elsewhere() for each in self))
+
+    @property
+    def parameters_on_host(self) -> bool:
+        """Whether parameters wait in the host's memory."""
+        return any(each.parameters_on_host for each in self)
+
+    def bind(self, optimizer: Optimizer) -> list[Decision]:
+        """Lets every strategy see an optimizer that steps parameters of this model; says what they chose for it."""
+        decisions: list[Decision] = []
+        for each in self:
+            decisions += each.bind(optimizer)
+        return decisions
+
+    def hold_gradients(self) -> AbstractContextManager[Any]:
+        """While it is open, no strategy communicates gradients of the model."""
+        stack = ExitStack()
+        for each in self:
+            stack.enter_context(each.hold_gradients())
+        return stack
+
+    def finish_reduction(self) -> None:
+        """At the end of a window, after its last backward pass. Ranks: all."""
+        for each in self:
+            each.finish_reduction()
+
+    def backward_failed(self) -> None:
+        """Where a backward pass ended with an error."""
+        for each in self:
+            each.backward_failed()
+
+    def full_parameters(self, writeback: bool = False) -> AbstractContextManager[Any]:
+        """While it is open, parameters are whole plain tensors. Ranks: all open it."""
+        stack = ExitStack()
+        for each in self:
+            stack.enter_context(each.full_parameters(writeback))
+        return stack
+
+    def reshard(self) -> None:
+        """Gives up whole copies of divided parameters that a pass has left behind."""
+        for each in self:
+            each.reshard()
+
+    def gather_state(self, state: dict[str, Any]) -> dict[str, Any]:
+        """Adds what only other ranks hold to a state of whole tensors. Ranks: all; all get all of it."""
+        for each in self:
+            state = each.gather_state(state)
+        return state
+
+    def pending_gradients(self) -> dict[str, PendingGradients]:
+        """What each strategy keeps of gradients beside `.grad`, by its name. Ranks: all."""
+        pending = {name: each.pending_gradients() for name, each in self._inwards.items()}
+        return {name: kept for name, kept in pending.items() if kept}
+
+    def restore_pending(self, pending: Mapping[str, PendingGradients]) -> None:
+        """Gives back what `pending_gradients` gave; strategies that are not named drop what they keep. Ranks: all."""
+        for name, each in self._inwards.items():
+            each.restore_pending(pending.get(name, PendingGradients()))
+
+    def uneven_steps(self) -> AbstractContextManager[Any]:
+        """While it is open, ranks may take different numbers of steps."""
+        stack = ExitStack()
+        for each in self:
+            stack.enter_context(each.uneven_steps())
+        return stack

@@ -1,0 +1,59 @@
+"""`override_forward`: another `forward` on one module, which stays the same object with the same names of parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import wraps
+from inspect import Parameter, signature
+from types import MethodType
+from typing import Any
+
+from torch import nn
+
+
+def override_forward(module: nn.Module, name: str, forward: Callable[..., Any]) -> None:
+    """Puts `forward(module, original, *args, **kwargs)` in the place of the module's own forward, on the instance.
+
+    Its signature stays that of the original. `copy.deepcopy(module)` computes with its own weights: both functions are bound
+    methods, which a copy binds to the copy.
+
+    Args:
+        module: may have been overridden before; what comes later stands outside.
+        name: of what overrides, for `restore_forward` and `original_forward`.
+    """
+    original = module.forward
+    slot = _slot(name)
+    while slot in vars(module):  # the same was done before: the model was prepared once more
+        slot += "_"
+
+    @wraps(original)
+    def overriding(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return forward(self, getattr(self, slot), *args, **kwargs)
+
+    # A bound method hides its first parameter, so `self` must stand before those of the bound original.
+    own = Parameter("self", Parameter.POSITIONAL_ONLY)
+    others = signature(original).parameters.values()
+    overriding.__signature__ = signature(original).replace(parameters=[own, *others])  # type: ignore[attr-defined]
+    setattr(module, slot, original)
+    module.forward = MethodType(overriding, module)
+
+
+def original_forward(module: nn.Module, name: str) -> Callable[..., Any] | None:
+    """What `override_forward` of this name has replaced; None where it was not called."""
+    original: Callable[..., Any] | None = vars(module).get(_slot(name))
+    return original
+
+
+def restore_forward(module: nn.Module, name: str) -> None:
+    """Puts back what `override_forward` of this name has replaced; where something was put around it since, it stays."""
+    original = original_forward(module, name)
+    if original is None or getattr(module.forward, "__wrapped__", None) != original:
+        return
+    delattr(module, _slot(name))
+    del module.forward
+    if original != module.forward:  # somebody had replaced it before us
+        module.forward = original
+
+
+def _slot(name: str) -> str:
+    return f"_forward_before_{name}"

@@ -1,0 +1,70 @@
+"""What we rely on of the private side of tensors, operations and optimizers."""
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard
+
+from paceline.torch_internals import tensors
+
+
+def test_views_are_told_from_tensors_of_their_own() -> None:
+    x = torch.ones(4, requires_grad=True)
+    assert tensors.is_view(x[:2]) and not tensors.is_view(x) and not tensors.is_view(x * 2)
+
+
+def test_hooks_on_gradients_are_seen_until_they_are_taken_back() -> None:
+    parameter = nn.Parameter(torch.ones(2))
+    assert not tensors.has_gradient_hooks(parameter)
+    handle = parameter.register_hook(lambda gradient: gradient)
+    assert tensors.has_gradient_hooks(parameter)
+    handle.remove()
+    assert not tensors.has_gradient_hooks(parameter)
+
+
+def test_memory_is_told_apart_on_the_meta_device() -> None:
+    one, other = torch.empty(4, device="meta"), torch.empty(4, device="meta")
+    assert tensors.memory_of(one) == tensors.memory_of(one[1:]) != tensors.memory_of(other)
+
+
+def test_a_mode_sees_which_tensors_an_operation_writes_to() -> None:
+    written = []
+
+    class Mode(tensors.TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            written.extend(tensors.written_by(func, args, kwargs or {}))
+            assert not tensors.is_seen_by_a_mode()  # inside of it, the mode is off
+            return func(*args, **(kwargs or {}))
+
+    x, y, out = torch.ones(2), torch.ones(2), torch.empty(2)
+    assert not tensors.is_seen_by_a_mode()
+    with Mode():
+        assert tensors.is_seen_by_a_mode()
+        x.add_(y)
+        torch.mul(x, y, out=out)
+        torch._foreach_mul_([x, y], 2.0)
+        x + y
+    assert [id(each) for each in written] == [id(x), id(out), id(x), id(y)]
+
+
+def test_a_hook_comes_before_those_that_were_registered_earlier() -> None:
+    calls = []
+    optimizer = torch.optim.SGD(nn.Linear(2, 2).parameters())
+    optimizer.register_step_post_hook(lambda *_: calls.append("earlier"))
+    handle = tensors.first_after_step(optimizer, lambda *_: calls.append("first"))
+    optimizer.step()
+    handle.remove()
+    optimizer.step()
+    assert calls == ["first", "earlier", "earlier"]
+
+
+def test_a_part_becomes_a_dtensor_where_it_lies() -> None:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        part = torch.arange(6.0).view(3, 2)
+        made = tensors.dtensor(part, init_device_mesh("cpu", (1,)), (Shard(0),), torch.Size((3, 2)), (2, 1))
+        assert made.shape == (3, 2) and made.placements == (Shard(0),)
+        assert made.to_local().data_ptr() == part.data_ptr() and made.full_tensor().equal(part)
+    finally:
+        dist.destroy_process_group()
