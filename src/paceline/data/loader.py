@@ -63,9 +63,7 @@ class PreparedLoader:
         start, note = self._begin()
         before, loaded, real = self._mark, 0, 0
         self._began, previous = (start, note), None
-        steps = on_device(self._feed.open(start, note), self.device, self._non_blocking)
-        if self._active.batches is not None:
-            steps = self._active.batches(steps)
+        steps = self._active.measured(on_device(self._feed.open(start, note), self.device, self._non_blocking))
         self._active.push(self)
         self._open += 1
         finished = False
@@ -89,6 +87,10 @@ class PreparedLoader:
                 self._mark = before  # this loop ran inside another one over the same loader, which goes on
             self._active.remove(self, finished)
             steps.close()  # type: ignore[attr-defined]
+
+    def train(self) -> None:
+        """A backward pass has run inside a loop over it."""
+        self.trains = True
 
     def start_after(self, count: int) -> None:
         """Lets the next `for` begin after the first `count` batches of its epoch."""

@@ -41,7 +41,8 @@ from paceline.world.layout import GRADIENT_AXES
 from paceline.world.sharded import divide
 
 _optim = torch.optim
-_BY_ELEMENT = (
+# torch's do not say it themselves. Any other class does by `elementwise = True` in its own body: a subclass may step otherwise.
+_ELEMENTWISE_OF_TORCH = (
     _optim.SGD, _optim.Adam, _optim.AdamW, _optim.Adagrad, _optim.Adadelta, _optim.Adamax, _optim.RMSprop,
     _optim.NAdam, _optim.RAdam, _optim.ASGD, _optim.Rprop,
 )  # fmt: skip
@@ -54,7 +55,7 @@ class ZeroOptions:
     divide: str = option(
         "auto",
         one_of("auto", "rows", "parameters"),
-        "What a rank steps: rows of each parameter, or whole parameters; auto: rows for torch's elementwise optimizers.",
+        "What a rank steps: rows of each parameter, or whole parameters; auto: rows for elementwise optimizers.",
     )
     bucket_cap_mb: float = option(25, positive(), "Small tensors travel together, up to this many MiB.")
     broadcast_buffers: bool = option(
@@ -131,12 +132,12 @@ class Zero(Strategy):
         kind, how = type(optimizer), context.options.divide
         if how == "auto" and context.facts.sparse:
             how, reason = "parameters", "a sparse gradient has no rows to divide"
-        elif how == "auto" and kind in _BY_ELEMENT:
+        elif how == "auto" and (kind in _ELEMENTWISE_OF_TORCH or vars(kind).get("elementwise")):
             how, reason = "rows", "it treats each element by itself"
         elif how == "auto":
             how, reason = (
                 "parameters",
-                "it may look at a whole parameter, as it is none of torch's elementwise optimizers",
+                "it may look at a whole parameter, as it does not say that it is elementwise",
             )
         else:
             reason = f"zero.divide={how}"

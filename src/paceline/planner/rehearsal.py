@@ -240,15 +240,16 @@ class Stage:
 
     def _preparing(self, prepare_models: Any) -> Any:
         def prepared(preparation: Any, models: Any, *rest: Any) -> Any:
-            for _, model in models:
+            run = preparation.run
+            for model, _ in models:
                 self.witness.fake_module(model)
-            if preparation.plan.layout.pp > 1 or "pp" in preparation.plan.open:
+            if run.plan.layout.pp > 1 or "pp" in run.plan.open:
                 replace_at("torch.distributed.pipelining.stage.PipelineStage._send_meta", lambda *_: None)
                 replace_at("torch.distributed.pipelining.stage.PipelineStage._recv_meta", _gradients_like_outputs)
             self.witness.live = True
             before = prepare_models(preparation, models, *rest)
-            self.plan = preparation.plan
-            for each in preparation.models:
+            self.plan = run.plan
+            for each in run.prepared.models:
                 self.models[id(each)] = each.facts
                 self._modules.append(each.module)
                 if isinstance(each.wrapped, DistributedDataParallel):
@@ -356,10 +357,10 @@ def without_files(compat: str) -> None:
     """
     nothing = lambda *_, **__: None  # noqa: E731
     for writes in ("states.States.load", "states.States.on_main", "states.States._source", "states.States._listen",
-                   "states.States.wait", "keeping.save_object", "keeping.Keeping.save_model",
+                   "states.States.wait", "accelerator.save_object", "accelerator.Accelerator.save_model",
                    "observe.trackers.group.Trackers.start"):  # fmt: skip
         replace_at(f"paceline.{writes}", nothing)
-    replace_at("paceline.states.States.save", lambda states, path, plan, **_: path or "checkpoint")
+    replace_at("paceline.states.States.save", lambda states, path, **_: path or "checkpoint")
     if "accelerate" in compat.split(","):
         replace_at(
             "paceline.compat.accelerate.accelerator.Accelerator.save_state",

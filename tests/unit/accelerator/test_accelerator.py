@@ -86,7 +86,7 @@ def test_backward_under_a_pipeline_names_what_works(monkeypatch):
     from paceline.world.layout import Layout
 
     accelerator = Accelerator(cpu=True)
-    accelerator._prepared.plan = replace(accelerator.plan, layout=Layout(pp=2))
+    monkeypatch.setattr(accelerator.run, "plan", replace(accelerator.plan, layout=Layout(pp=2)))
     with pytest.raises(PlanError, match=r"\[backward-pipeline\]"):
         accelerator.backward(torch.zeros(()))
 
@@ -205,7 +205,7 @@ def test_forgetting_releases_everything(parts):
     accelerator = Accelerator(cpu=True)
     model, optimizer, loader = accelerator.prepare(*parts)
     assert accelerator.free_memory(model, optimizer, loader) == [None] * 3
-    assert not accelerator._prepared.models and not accelerator._prepared.optimizers
+    assert not accelerator.run.prepared.models and not accelerator.run.prepared.optimizers
 
 
 def test_clipping_inside_a_window_does_nothing(parts):
