@@ -19,6 +19,7 @@ from typing import Any, ClassVar, TypedDict, TypeVar, TypeVarTuple, Unpack, cast
 import torch
 from torch import nn
 from torch.optim import Optimizer
+from torch.utils.data import DataLoader
 
 from paceline.base.log import warn_once
 from paceline.checkpoint.files import save_object
@@ -32,7 +33,9 @@ from paceline.observe.profile import profile as observe_profile
 from paceline.observe.profiles import NAME as PROFILES
 from paceline.observe.profiles import chosen
 from paceline.observe.trackers.group import Trackers
+from paceline.observe.trackers.group import Wanted as TrackerChoice
 from paceline.optim.clip import clip_grad_norm, clip_grad_value
+from paceline.optim.schedule import Scheduler
 from paceline.parallel.batch_norm import local_statistics
 from paceline.plan.plan import Decision, Plan
 from paceline.plan.resolve import draft
@@ -110,7 +113,7 @@ class Accelerator(Participant):
         even_batches: bool | None = None,
         data_seed: int | None = None,
         non_blocking: bool | None = None,
-        log_with: object = None,
+        log_with: TrackerChoice | Iterable[TrackerChoice] | None = None,
         project_dir: str | Path | None = None,
         total_limit: int | None = None,
         keep: Keep | None = None,
@@ -241,7 +244,8 @@ class Accelerator(Participant):
 
     def prepare_data_loader(self, data_loader: Prepared, device_placement: bool | None = None) -> Prepared:
         """Prepares one loader. Ranks: all."""
-        return cast(Prepared, self.preparation.loader(data_loader, place=device_placement is not False))
+        loader = cast(DataLoader[Any], data_loader)
+        return cast(Prepared, self.preparation.loader(loader, place=device_placement is not False))
 
     def prepare_optimizer(self, optimizer: Prepared) -> Prepared:
         """Prepares one optimizer of models that were prepared before."""
@@ -249,7 +253,7 @@ class Accelerator(Participant):
 
     def prepare_scheduler(self, scheduler: Prepared) -> Prepared:
         """Prepares one scheduler."""
-        return cast(Prepared, self.preparation.scheduler(scheduler))
+        return cast(Prepared, self.preparation.scheduler(cast(Scheduler, scheduler)))
 
     def skip_first_batches(self, dataloader: Prepared, num_batches: int = 0) -> Prepared:
         """A loader without the first `num_batches` batches of each epoch."""

@@ -16,7 +16,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from torch.distributed import Store
+from torch.distributed.distributed_c10d import Store
 
 from paceline.checkpoint import rng
 from paceline.data.loader import PreparedLoader
@@ -49,7 +49,9 @@ class EvaluationAgreement:
     """
 
     def __init__(self, store: Store, rank: int, size: int) -> None:
-        self._store, self._rank, self._size = store, rank, size
+        self._store = store
+        self._rank = rank
+        self._size = size
         self._evaluation = -1
         self._asked = False
         self._looked = 0.0
@@ -67,8 +69,10 @@ class EvaluationAgreement:
         Ranks: all, at the end of each batch; they need not be at the same one.
         """
         if evaluation != self._evaluation:
-            self._evaluation, self._asked = evaluation, False
-            self._patience_s, self._waited_for_absent_s = _PATIENCE_S, 0.0
+            self._evaluation = evaluation
+            self._asked = False
+            self._patience_s = _PATIENCE_S
+            self._waited_for_absent_s = 0.0
         if not self._is_asked(asked):
             return False
         self._store.set(self._key("at", self._rank), str(batch))

@@ -26,7 +26,7 @@ from itertools import count
 from types import FrameType
 
 import torch
-from torch.distributed import Store
+from torch.distributed.distributed_c10d import Store
 
 from paceline.base import env
 from paceline.base.errors import TrainError
@@ -281,7 +281,8 @@ class _SignalListener:
     """
 
     def __init__(self, preemption: Preemption, before: Handler) -> None:
-        self._listener, self._process = weakref.ref(preemption), os.getpid()
+        self._listener = weakref.ref(preemption)
+        self._process = os.getpid()
         self.before = before
 
     @property
@@ -291,15 +292,17 @@ class _SignalListener:
         return None if listener is None or listener.ended else listener
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
-        listener, before = self.listener, self.before
+        listener = self.listener
+        before = self.before
         # Of an earlier run in this process, which is over, the handler may still stand beneath this one.
         while isinstance(before, _SignalListener) and (before.listener is None or before.listener.over):
             before = before.before
         waits = listener is not None and listener.note(number)
-        own = callable(before) and before is not signal.default_int_handler
-        if own:
+        if callable(before) and before is not signal.default_int_handler:
             before(number, frame)
-        if waits or (own and listener is None):
+            if listener is None:
+                return
+        if waits:
             return
         if number == signal.SIGINT:
             if listener is not None:

@@ -305,7 +305,9 @@ class Preparation:
         known = prepared.optimizer_of(optimizer)
         if known is not None:
             return known
-        tied = [model.facts.tied for model in prepared.models] if self.run.plan.layout.pp > 1 else None
+        tied = None
+        if self.run.plan.layout.pp > 1:
+            tied = [model.facts.tied for model in prepared.models]
         rebind(optimizer, names, [model.module for model in prepared.models], tied)
         own = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
         for model in prepared.models:

@@ -50,7 +50,8 @@ class Hook:
     """A registered hook; `remove()` takes it out again."""
 
     def __init__(self, hooks: dict[int, Callable[..., None]], hook: Callable[..., None]) -> None:
-        self._hooks, self._key = hooks, next(_numbers)
+        self._hooks = hooks
+        self._key = next(_numbers)
         hooks[self._key] = hook
 
     def remove(self) -> None:
@@ -200,7 +201,8 @@ class States:
             return None
         if wanted.value == "auto":
             return self._checkpointer.latest(self._automatic())
-        chosen, run = None if wanted.value == "no" else str(wanted.value), env.get("PACELINE_RUN")
+        chosen = None if wanted.value == "no" else str(wanted.value)
+        run = env.get("PACELINE_RUN")
         if run and self._root is not None:  # started again, it goes on from what it saved itself
             return self._checkpointer.latest(self._root, run) or chosen
         if chosen is None:

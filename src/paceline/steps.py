@@ -70,7 +70,7 @@ class Steps:
         without_communication = entry.chain.hold_gradients(entry.wrapped)
         with self._run.explaining_memory("forward"), self._run.events.phase("pipeline", None), without_communication:
             if parts is None:
-                loss: torch.Tensor = runner.forward_backward(entry.wrapped, *Part.of(batch), loss_fn, factor, mean)
+                loss = runner.forward_backward(entry.wrapped, *Part.of(batch), loss_fn, factor, mean)
             else:
                 loss = runner.forward_backward_each(entry.wrapped, parts, loss_fn, factor, mean)
         if self._run.scaler is not None:

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -254,7 +254,8 @@ class Accumulation:
                     why=f"gradient_accumulation_steps={self.steps}: only `accumulate` knows which micro-batch this is",
                     fix="put the body of the loop in `with accelerator.accumulate(model):`",
                 )
-            self._micro, self.sync = 1, True
+            self._micro = 1
+            self.sync = True
             self._reset(self._active.top)
         if num_items is not None:
             batch = self._batch()
@@ -294,7 +295,8 @@ class Accumulation:
         share = 1 / self.width
         if batch is not None:
             share = batch.weights[batch.index] / sum(batch.weights)
-        return self._collectives.reduce(loss.detach() * share if share else torch.zeros_like(loss))
+        weighed = loss.detach() * share if share else torch.zeros_like(loss)
+        return cast(T, self._collectives.reduce(weighed))
 
     def _items_divisor(self, num_items: int) -> float:
         if self._rows or self._items_micro == self._micro:

@@ -40,9 +40,7 @@ def shared_parameters(optimizers: Sequence[Optimizer], names: Mapping[int, tuple
     """
     problems: list[Problem] = []
     for first, second in combinations(optimizers, 2):
-        shared = {id(parameter) for parameter in _parameters(first)} & {
-            id(parameter) for parameter in _parameters(second)
-        }
+        shared = set(map(id, _parameters(first))) & set(map(id, _parameters(second)))
         if not shared:
             continue
         shown = sorted(names[key][1] for key in shared if key in names)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import wraps
 from inspect import Parameter, signature
 from types import MethodType
-from typing import TypeVar
+from typing import TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -64,7 +64,7 @@ class Precision:
         first = Parameter("self", Parameter.POSITIONAL_ONLY)
         forward.__signature__ = shown.replace(parameters=[first, *shown.parameters.values()])  # type: ignore[attr-defined]
         model._paceline_forward = original  # type: ignore[assignment]
-        model.forward = MethodType(forward, model)  # type: ignore[method-assign]
+        model.forward = MethodType(forward, model)
 
 
 def to_float32(tree: Tree) -> Tree:
@@ -73,7 +73,7 @@ def to_float32(tree: Tree) -> Tree:
     def widen(tensor: Tensor) -> Tensor:
         return tensor.float() if tensor.dtype in (torch.float16, torch.bfloat16) else tensor
 
-    return map_tensors(widen, tree)
+    return cast(Tree, map_tensors(widen, tree))
 
 
 def unwrap_forward(model: nn.Module) -> None:
