@@ -97,7 +97,7 @@ def background_rank(folder: str, layers: int, width: int, turns: int) -> tuple[R
 
     def save() -> float:
         seconds = stall()
-        while accelerator.reduce(torch.tensor(float(accelerator._states._checkpointer.busy()))) > 0:
+        while accelerator.reduce(torch.tensor(float(accelerator.states._checkpointer.busy()))) > 0:
             steps(during, 1)
         accelerator.wait_for_save()
         steps(quiet, 4)

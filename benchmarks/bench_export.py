@@ -77,7 +77,7 @@ def measure(plan, megabytes, small, folder, gathered):
 
     def gather():
         state = accelerator.get_state_dict(model)
-        accelerator._states.on_main(lambda: save_model(model, folder, "200MB", state_dict=state))
+        accelerator.states.on_main(lambda: save_model(model, folder, "200MB", state_dict=state))
 
     work = gather if gathered else stream
     work()  # files are there, code is loaded

@@ -1,46 +1,51 @@
 """`Accelerator`: the facade that a training script holds. It holds and delegates, and contains no algorithm.
 
-Accelerator(...)   World.detect -> settings merged -> draft plan -> process group up
-prepare(...)       facts -> plan -> chain -> optimizers -> loaders        (preparation.py)
-the loop           accumulate, backward, clip, step, gather_for_metrics   (optim/, world/collectives.py)
-save_state         one TrainState                                         (keeping.py, checkpoint/)
+Accelerator(...)   World.detect -> settings merged -> draft plan -> process group up -> Run      (run.py)
+prepare(...)       facts -> plan -> chain -> optimizers -> loaders        (preparation.py, prepared.py)
+the loop           accumulate, backward, clip, step, gather_for_metrics   (steps.py, optim/, world/collectives.py)
+save_state         one TrainState                                         (states.py, checkpoint/)
+
+What other libraries' doors (`compat/`) build on, and no script: the attributes `run`, `preparation`, `steps` and `states` of
+an accelerator, `run.live_runs()`, and a subclass' `_preparation_class`, whose methods `Preparation` names.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
-from typing import Any, TypedDict, TypeVar, TypeVarTuple, Unpack, cast, overload
+from typing import Any, ClassVar, TypedDict, TypeVar, TypeVarTuple, Unpack, cast, overload
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
+from torch.utils.data import DataLoader
 
-from paceline.base.errors import PlanError
 from paceline.base.log import warn_once
+from paceline.checkpoint.files import save_object
 from paceline.checkpoint.retention import Keep
+from paceline.checkpoint.state import Stateful
 from paceline.config import resolve_run
 from paceline.config.keywords import checked_keywords, refuse_unknown
-from paceline.data.active import ActiveLoaders
 from paceline.data.metrics import gather_for_metrics
 from paceline.data.skip import skip_first_batches
-from paceline.keeping import Keeping
 from paceline.observe.profile import profile as observe_profile
 from paceline.observe.profiles import NAME as PROFILES
 from paceline.observe.profiles import chosen
 from paceline.observe.trackers.group import Trackers
-from paceline.optim.accumulate import Accumulation
+from paceline.observe.trackers.group import Wanted as TrackerChoice
 from paceline.optim.clip import clip_grad_norm, clip_grad_value
+from paceline.optim.schedule import Scheduler
 from paceline.plan.plan import Decision, Plan
 from paceline.plan.resolve import draft
-from paceline.precision.policy import TABLE, autocast
-from paceline.precision.scaler import LossScaler
 from paceline.preparation import Preparation
 from paceline.profiling import profiles_of
-from paceline.states import States, UnkeptStates
+from paceline.run import Run
+from paceline.states import Hook, Start, States, UnkeptStates
 from paceline.steps import Steps
 from paceline.world import rendezvous, runtime, torch_version
 from paceline.world.mesh import Mesh
+from paceline.world.participant import Participant
 from paceline.world.places import user_frame
 from paceline.world.world import World
 
@@ -59,7 +64,7 @@ class BackwardOptions(TypedDict, total=False):
 
 
 @checked_keywords
-class Accelerator(Keeping):
+class Accelerator(Participant):
     """Runs an ordinary PyTorch loop on any number of processes, with the same numbers.
 
     Any argument left None is taken from the command line of `paceline launch`, else the environment, else a config
@@ -91,7 +96,7 @@ class Accelerator(Keeping):
     """
 
     _constructed_at = ("", 0)  # file and line, of an instance
-    _preparation = Preparation  # a class of its own where `prepare` has other manners
+    _preparation_class: ClassVar[type[Preparation]] = Preparation  # another where `prepare` has other manners
 
     def __init__(
         self,
@@ -106,7 +111,7 @@ class Accelerator(Keeping):
         even_batches: bool | None = None,
         data_seed: int | None = None,
         non_blocking: bool | None = None,
-        log_with: Any = None,
+        log_with: TrackerChoice | Iterable[TrackerChoice] | None = None,
         project_dir: str | Path | None = None,
         total_limit: int | None = None,
         keep: Keep | None = None,
@@ -118,45 +123,37 @@ class Accelerator(Keeping):
         torch_version.check(torch.__version__)
         frame = user_frame()
         self._constructed_at = ("", 0) if frame is None else (frame.f_code.co_filename, frame.f_lineno)
-        measured, options = chosen(profile, options)
+        profile_names, options = chosen(profile, options)
         resolved = resolve_run(dict(
             mixed_precision=mixed_precision, accumulate=gradient_accumulation_steps, cpu=cpu, debug=debug,
             timeout_s=timeout_s, split_batches=split_batches, dispatch_batches=dispatch_batches,
-            even_batches=even_batches, data_seed=data_seed, non_blocking=non_blocking, profile=measured,
+            even_batches=even_batches, data_seed=data_seed, non_blocking=non_blocking, profile=profile_names,
         ), plan=plan, options=options)  # fmt: skip
-        self.settings = settings = resolved.settings
+        settings = resolved.settings
         decisions = [Decision(**vars(choice)) for choice in resolved.decisions]
-        found = World.detect()
-        plain = {name: told for name, told in settings.options.items() if name != PROFILES}
-        started = draft(vars(settings), decisions, found.size, plain)
+        detected = World.detect()
+        strategy_options = {name: values for name, values in settings.options.items() if name != PROFILES}
+        draft_plan = draft(vars(settings), decisions, detected.size, strategy_options)
         for notice in resolved.notices:
             warn_once("config", notice)
-        world = rendezvous.join(found, cpu=settings.cpu, timeout_s=settings.timeout_s)
+        world = rendezvous.join(detected, cpu=settings.cpu, timeout_s=settings.timeout_s)
         device = torch.device(world.device)
         surroundings = runtime.current()
         collectives = surroundings.collectives(
             world, device=device, debug=settings.debug, timeout_s=settings.timeout_s,
             hang_report_s=settings.hang_report_s)  # fmt: skip
         super().__init__(world, device, collectives)
-        self._precision = TABLE[started.precision]
-        # Options are checked under every precision: a misspelt one must not wait for the first run in fp16.
-        loss_scaler = LossScaler(device, collectives, **(scaler or {})) if self._precision.scales or scaler else None
-        self.scaler = loss_scaler if self._precision.scales else None
-        self._active = ActiveLoaders()
-        self.gradients = Accumulation(started.accumulate, started.layout.width, self._active, collectives)
-        self._prepared = self._preparation(
-            started, collectives, device, self._precision, self.gradients, self.scaler, self._active,
-            dict(seed=settings.data_seed, split_batches=settings.split_batches, dispatch=settings.dispatch_batches,
-                 tail="pad" if settings.even_batches else "divide", non_blocking=settings.non_blocking))  # fmt: skip
+        self.settings = settings
         self.project_dir = None if project_dir is None else str(project_dir)
+        self.run = Run(world, device, collectives, settings, decisions, draft_plan, scaler, self.project_dir)
+        self.gradients = self.run.gradients
+        self.scaler = self.run.scaler
         self.trackers = Trackers(log_with, self.logging_dir, is_main=world.is_main)
+        self.profiles = profiles_of(self.run)
+        self.preparation = self._preparation_class(self.run, self.profiles)
+        self.steps = Steps(self.run)
         kind = States if surroundings.keeps_files else UnkeptStates
-        self._states = kind(
-            self._prepared, self.collectives, self.scaler, self.project_dir, Keep.of(total_limit, keep),
-            next(each for each in decisions if each.field == "resume"), self._active, self.gradients)  # fmt: skip
-        self._steps = Steps(self._prepared, self.gradients, self.scaler, self._active, collectives, settings.debug)
-        self.profiles = profiles_of(
-            settings, self._prepared, self._active, collectives, world, device, self.project_dir, decisions)  # fmt: skip
+        self.states = kind(self.run, Keep.of(total_limit, keep))
         self._norm = torch.zeros((), device=device)
 
     # -- what this run is --------------------------------------------------------------------------------------
@@ -164,17 +161,17 @@ class Accelerator(Keeping):
     @property
     def plan(self) -> Plan:
         """The plan of the models prepared last; before that its draft."""
-        return self._prepared.plan
+        return self.run.plan
 
     @property
     def mesh(self) -> Mesh:
         """The groups of the plan."""
-        return self._prepared.mesh
+        return self.run.mesh
 
     @property
     def mixed_precision(self) -> str:
         """Name of the precision."""
-        return self._precision.name
+        return self.run.precision.name
 
     @property
     def gradient_accumulation_steps(self) -> int:
@@ -183,14 +180,7 @@ class Accelerator(Keeping):
 
     @gradient_accumulation_steps.setter
     def gradient_accumulation_steps(self, steps: int) -> None:
-        if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
-            raise PlanError(
-                "plan-accumulate",
-                f"{steps!r} micro-batches cannot make an optimizer step.",
-                why=f"accelerator.gradient_accumulation_steps = {steps!r}; it is a whole number, 1 or more",
-                fix="set gradient_accumulation_steps to 1 or more",
-            )
-        self.gradients.steps = steps
+        self.gradients.set_steps(steps)
 
     @property
     def sync_gradients(self) -> bool:
@@ -200,7 +190,7 @@ class Accelerator(Keeping):
     @property
     def optimizer_step_was_skipped(self) -> bool:
         """Whether the last step of some optimizer was skipped because a gradient overflowed."""
-        return any(optimizer.step_was_skipped for optimizer in self._prepared.optimizers)
+        return any(optimizer.step_was_skipped for optimizer in self.run.prepared.optimizers)
 
     @property
     def logging_dir(self) -> str:
@@ -229,7 +219,7 @@ class Accelerator(Keeping):
 
         Raises: PrepareError, PlanError, DataError: before anything is touched, where that can be known.
         """
-        result = self._prepared.prepare(objects, device_placement)
+        result = self.preparation.prepare(objects, device_placement)
         return result[0] if len(result) == 1 else tuple(result)
 
     def prepare_model(
@@ -249,26 +239,30 @@ class Accelerator(Keeping):
         """
         place = device_placement is not False
         if evaluation_mode:
-            return cast(Model, self._prepared.evaluation_model(model, place=place))
-        with self._prepared.under(plan):
-            return self.prepare(model, device_placement=[place])
+            return cast(Model, self.preparation.evaluation_model(model, place=place))
+        return cast(Model, self.preparation.prepare([model], [place], plan)[0])
 
     def prepare_data_loader(self, data_loader: Prepared, device_placement: bool | None = None) -> Prepared:
         """Prepares one loader. Ranks: all."""
-        return cast(Prepared, self._prepared.loader(data_loader, place=device_placement is not False))
+        loader = cast(DataLoader[Any], data_loader)
+        return cast(Prepared, self.preparation.loader(loader, place=device_placement is not False))
 
     def prepare_optimizer(self, optimizer: Prepared) -> Prepared:
         """Prepares one optimizer of models that were prepared before."""
-        return cast(Prepared, self._prepared.optimizer(optimizer))
+        return cast(Prepared, self.preparation.prepare([optimizer])[0])
 
     def prepare_scheduler(self, scheduler: Prepared) -> Prepared:
         """Prepares one scheduler."""
-        return cast(Prepared, self._prepared.scheduler(scheduler))
+        return cast(Prepared, self.preparation.scheduler(cast(Scheduler, scheduler)))
 
-    def free_memory(self, *objects: Any) -> list[None]:
+    def skip_first_batches(self, dataloader: Prepared, num_batches: int = 0) -> Prepared:
+        """A loader without the first `num_batches` batches of each epoch."""
+        return skip_first_batches(dataloader, num_batches)
+
+    def free_memory(self, *objects: object) -> list[None]:
         """Forgets everything that was prepared and empties the device's cache; returns as many Nones as objects."""
-        self._prepared.clear()
-        self._states.clear()
+        self.preparation.clear()
+        self.states.clear()
         return [None] * len(objects)
 
     clear = free_memory
@@ -282,12 +276,13 @@ class Accelerator(Keeping):
         Args:
             models: those that the micro-batch trains; none means all prepared ones.
         """
-        with self._prepared.exhausted("forward"), self.gradients.window(lambda: self._prepared.hold_gradients(models)):
+        window = self.gradients.window(lambda: self.run.prepared.hold_gradients(models))
+        with self.run.explaining_memory("forward"), window:
             yield
 
     def no_sync(self, *models: nn.Module) -> AbstractContextManager[Any]:
         """Backward passes inside accumulate gradients without communication."""
-        return self._prepared.hold_gradients(models)
+        return self.run.prepared.hold_gradients(models)
 
     def backward(
         self, loss: torch.Tensor, num_items: int | torch.Tensor | None = None, **kwargs: Unpack[BackwardOptions]
@@ -306,10 +301,10 @@ class Accelerator(Keeping):
         """
         if kwargs:
             refuse_unknown("backward", kwargs, ("num_items", *BackwardOptions.__annotations__))
-        self._steps.backward(loss, num_items, **kwargs)
+        self.steps.backward(loss, num_items, **kwargs)
 
     def forward_backward(
-        self, model: nn.Module, batch: Any, loss_fn: Callable[..., torch.Tensor], num_items: int | None = None
+        self, model: nn.Module, batch: object, loss_fn: Callable[..., torch.Tensor], num_items: int | None = None
     ) -> torch.Tensor:
         """Forward, loss and backward in one call, which works under every plan.
 
@@ -321,7 +316,7 @@ class Accelerator(Keeping):
 
         Returns this rank's loss, 0-dim, detached.
         """
-        return self._steps.forward_backward(model, batch, loss_fn, num_items)
+        return self.steps.forward_backward(model, batch, loss_fn, num_items)
 
     def full_parameters(self, model: nn.Module, writeback: bool = False) -> AbstractContextManager[Any]:
         """While it is open, the model's parameters are whole plain tensors, on every rank that holds a part of them.
@@ -332,34 +327,36 @@ class Accelerator(Keeping):
 
         Ranks: all open it.
         """
-        return self._prepared.full_parameters(model, writeback)
+        return self.run.prepared.full_parameters(model, writeback)
 
     def autocast(self, enabled: bool = True, cache_enabled: bool | None = None) -> AbstractContextManager[Any]:
         """Computes in the run's precision; for code outside the model's forward, which does so by itself."""
-        return autocast(self._precision, self.device, enabled=enabled, cache_enabled=cache_enabled)
+        return self.run.precision.autocast(self.device, enabled=enabled, cache_enabled=cache_enabled)
 
-    def unscale_gradients(self, optimizer: Any = None) -> None:
+    def unscale_gradients(self, optimizer: Optimizer | Sequence[Optimizer] | None = None) -> None:
         """Makes gradients final: corrected to the window's real size, and unscaled under fp16."""
         chosen = optimizer if isinstance(optimizer, (list, tuple)) else (optimizer,)
-        for each in self._prepared.optimizers:
-            if optimizer is None or each in chosen:
-                each.unscale()
+        for prepared in self.run.prepared.optimizers:
+            if optimizer is None or prepared in chosen:
+                prepared.unscale()
 
-    def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
+    def clip_grad_norm_(
+        self, parameters: torch.Tensor | Iterable[torch.Tensor], max_norm: float, norm_type: float = 2.0
+    ) -> torch.Tensor:
         """Scales the window's gradients to a norm of at most `max_norm`; inside a window it does nothing.
 
         Returns the norm before clipping, 0-dim, the same on every rank; inside a window that of the window before.
         """
         if self.gradients.sync:
-            with self._prepared.phase("clip"):
+            with self.run.events.phase("clip", None):
                 self.unscale_gradients()
-                self._norm = clip_grad_norm(parameters, max_norm, norm_type, self._prepared.across())
+                self._norm = clip_grad_norm(parameters, max_norm, norm_type, self.run.prepared.across())
         return self._norm
 
-    def clip_grad_value_(self, parameters: Any, clip_value: float) -> None:
+    def clip_grad_value_(self, parameters: torch.Tensor | Iterable[torch.Tensor], clip_value: float) -> None:
         """Clamps the window's gradients to [-clip_value, clip_value]; inside a window it does nothing."""
         if self.gradients.sync:
-            with self._prepared.phase("clip"):
+            with self.run.events.phase("clip", None):
                 self.unscale_gradients()
                 clip_grad_value(parameters, clip_value)
 
@@ -368,17 +365,17 @@ class Accelerator(Keeping):
         """Lets ranks take different numbers of steps over loaders that were NOT prepared; prepared ones are even already."""
         from torch.distributed.algorithms.join import Join, Joinable
 
-        wrapped = [each for each in joinables if isinstance(each, Joinable)]
+        wrapped = [model for model in joinables if isinstance(model, Joinable)]
         with ExitStack() as stack:
-            for each in self._prepared.models:
-                stack.enter_context(each.chain.uneven_steps())
+            for entry in self.run.prepared.models:
+                stack.enter_context(entry.chain.uneven_steps())
             if wrapped and self.use_distributed:
                 stack.enter_context(Join(wrapped))
             yield
 
     # -- between ranks -----------------------------------------------------------------------------------------
 
-    def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
+    def gather_for_metrics(self, input_data: object, use_gather_object: bool = False) -> Any:
         """Gathers what belongs to the current batch over real samples only, in sample order.
 
         Args:
@@ -388,7 +385,7 @@ class Accelerator(Keeping):
 
         Ranks: all; all get the result, by one collective for the whole structure.
         """
-        return gather_for_metrics(self._active, self._prepared.data, input_data, use_gather_object)
+        return gather_for_metrics(self.run.active_loaders, self.run.data_ranks, input_data, use_gather_object)
 
     # -- models and files --------------------------------------------------------------------------------------
 
@@ -399,11 +396,139 @@ class Accelerator(Keeping):
             keep_fp32_wrapper: False also takes off the mixed-precision forward.
             keep_torch_compile: False also takes the module out of `torch.compile`.
         """
-        return cast(Model, self._prepared.unwrap(model, keep_fp32_wrapper, keep_torch_compile))
+        return cast(Model, self.run.prepared.unwrap(model, keep_fp32_wrapper, keep_torch_compile))
 
-    def skip_first_batches(self, dataloader: Prepared, num_batches: int = 0) -> Prepared:
-        """A loader without the first `num_batches` batches of each epoch."""
-        return skip_first_batches(dataloader, num_batches)
+    def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
+        """The whole state of a model, whatever the plan. Ranks: all; all get it."""
+        return self.run.prepared.state_dict(model, self.unwrap_model(model) if unwrap else model)
+
+    def save(self, obj: object, f: str | Path, safe_serialization: bool = False) -> None:
+        """Writes an object beside `f` and renames it, on the main process only."""
+        if self.is_main_process and self.states.writes:
+            save_object(obj, str(f), safe_serialization)
+
+    def save_model(
+        self,
+        model: nn.Module,
+        save_directory: str | Path,
+        max_shard_size: str | int = "10GB",
+        safe_serialization: bool = True,
+    ) -> None:
+        """Writes a model under Hugging Face's file names, in files of at most `max_shard_size`, whatever the plan.
+
+        Tensors come together row by row on the ranks that write: no rank ever holds the whole model for it.
+
+        Ranks: all.
+
+        Raises:
+            CheckpointError: on every rank; what was saved in the folder before is whole.
+        """
+        if not self.states.writes:
+            return
+        from paceline.checkpoint.weights import model as files  # takes half a second: not before it is needed
+
+        names, tied = self._names_of(model)
+        files.save_model(
+            self.unwrap_model(model),
+            save_directory,
+            max_shard_size,
+            safe_serialization,
+            peers=self.collectives,
+            order=names,
+            tied=tied,
+        )
+
+    def load_model(self, model: nn.Module, directory: str | Path, *, strict: bool = True) -> None:
+        """Reads weights into a model, whatever the plan; each rank reads its part alone.
+
+        Args:
+            model: prepared, or not yet; on the meta device too.
+            directory: a folder that `save_model`, a Hugging Face library, `save_state` or torch's distributed checkpoint
+                wrote, or one file of weights (safetensors, or `torch.save`).
+            strict: whether the names must be the same; shapes must always be.
+
+        Ranks: all.
+
+        Raises:
+            CheckpointError: `checkpoint-other-model` with what is missing, unexpected or misshapen; nothing was touched.
+        """
+        from paceline.checkpoint.weights import model as files
+
+        _, tied = self._names_of(model)
+        files.load_model(self.unwrap_model(model), directory, strict=strict, peers=self.collectives, tied=tied)
+
+    def _names_of(self, model: nn.Module) -> tuple[Sequence[str], Mapping[str, str]]:
+        """All names of a model's state in order, and the tied ones; () and {} where no plan has changed it."""
+        entry = self.run.prepared.find(model)
+        return ((), {}) if entry is None else (entry.names, entry.tied)
+
+    def register_for_checkpointing(self, *objects: Stateful) -> None:
+        """Adds objects with `state_dict` and `load_state_dict` to what `save_state` saves."""
+        self.states.register(*objects)
+
+    def register_save_state_pre_hook(self, hook: Callable[..., None]) -> Hook:
+        """Calls `hook(models, weights, output_dir)` before each save; the handle has `remove()`."""
+        return self.states.add_hook("save", hook)
+
+    def register_load_state_pre_hook(self, hook: Callable[..., None]) -> Hook:
+        """Calls `hook(models, input_dir)` before each load; returns a handle with `remove()`."""
+        return self.states.add_hook("load", hook)
+
+    def save_state(
+        self,
+        output_dir: str | Path | None = None,
+        *,
+        background: bool = False,
+        busy: str = "wait",
+        metrics: Mapping[str, float] | None = None,
+    ) -> str | None:
+        """Saves everything that a resume needs: models, optimizers, schedulers, loaders, scaler, RNG, counters, objects.
+
+        Args:
+            output_dir: a folder or a URI; None names it `<project_dir>/checkpoints/checkpoint_<n>`.
+            background: returns as soon as the state is copied to the host's memory; the files are written meanwhile.
+            busy: where an earlier save is being written still: "wait" for its end, or "skip" this one.
+            metrics: kept in the manifest; what `Keep(best=...)` compares.
+
+        Returns the folder; None where the save was skipped.
+
+        Ranks: all. The folder is written beside and renamed: a crash leaves the old one or none.
+
+        Raises:
+            CheckpointError: nothing that was saved before is lost. An error of a background save is raised by the next
+                call that saves, loads, waits or ends.
+        """
+        folder = None if output_dir is None else str(output_dir)
+        return self.states.save(folder, background=background, busy=busy, metrics=metrics)
+
+    def wait_for_save(self) -> None:
+        """Returns once no save is under way. Ranks: all. Raises what the background save raised."""
+        self.states.wait()
+
+    def resume(self) -> Start:
+        """Goes on where the run stopped: loads what the setting `resume` says, once everything has been prepared.
+
+        `resume` (`--resume`, PACELINE_RESUME) is "auto" unless said otherwise: the newest checkpoint in
+        `<project_dir>/checkpoints` that verifies, if there is one. From here on SIGTERM lets the batch at hand end, saves,
+        and leaves with exit code 75 (`paceline.base.exits.PREEMPTED`); so does Ctrl-C, with exit code 130.
+
+        Returns where to go on; of a run that begins, epoch 0 and step 0.
+
+        Ranks: all.
+
+        Example:
+            >>> start = accelerator.resume()
+            >>> for epoch in range(start.epoch, 10):
+            ...     for batch in loader: ...
+        """
+        return self.states.resume()
+
+    def load_state(self, input_dir: str | Path | None = None, *, strict: bool = True) -> None:
+        """Puts back what `save_state` saved, at any width; None takes the newest automatically named one. Ranks: all.
+
+        With `strict=False` what only one side has is left out; shapes must agree always.
+        """
+        self.states.load(None if input_dir is None else str(input_dir), strict)
 
     # -- logs --------------------------------------------------------------------------------------------------
 
@@ -430,9 +555,7 @@ class Accelerator(Keeping):
         What was measured is told, or written to `profile.jsonl` in `project_dir`.
         """
         try:
-            if self.profiles is not None:
-                self.profiles.finish()
-            self._states.end()
+            self.run.events.leaving()
         finally:
             self.trackers.finish()
             rendezvous.leave()

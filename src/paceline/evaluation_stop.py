@@ -16,10 +16,11 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
+from torch.distributed.distributed_c10d import Store
+
 from paceline.checkpoint.state import rng
-from paceline.data.active import ActiveLoaders
 from paceline.data.loader import PreparedLoader
-from paceline.preparation import Preparation
+from paceline.run import Run
 
 _LOOK_S = 0.1  # how often a rank that was not asked looks whether another one was
 _PATIENCE_S = 0.1  # the first wait for the others; each next one is twice as long
@@ -47,8 +48,10 @@ class EvaluationAgreement:
         size: how many ranks there are.
     """
 
-    def __init__(self, store: Any, rank: int, size: int) -> None:
-        self._store, self._rank, self._size = store, rank, size
+    def __init__(self, store: Store, rank: int, size: int) -> None:
+        self._store = store
+        self._rank = rank
+        self._size = size
         self._evaluation = -1
         self._asked = False
         self._looked = 0.0
@@ -66,8 +69,10 @@ class EvaluationAgreement:
         Ranks: all, at the end of each batch; they need not be at the same one.
         """
         if evaluation != self._evaluation:
-            self._evaluation, self._asked = evaluation, False
-            self._patience_s, self._waited_for_absent_s = _PATIENCE_S, 0.0
+            self._evaluation = evaluation
+            self._asked = False
+            self._patience_s = _PATIENCE_S
+            self._waited_for_absent_s = 0.0
         if not self._is_asked(asked):
             return False
         self._store.set(self._key("at", self._rank), str(batch))
@@ -116,12 +121,12 @@ class StepEnd:
     """What a script may have changed since its last optimizer step, though an evaluation does not.
 
     Args:
-        prepared: loaders, optimizers and schedulers.
-        active: which loaders are under way.
+        run: whose loaders, optimizers and schedulers these are.
     """
 
-    def __init__(self, prepared: Preparation, active: ActiveLoaders) -> None:
-        self._prepared, self._active = prepared, active
+    def __init__(self, run: Run) -> None:
+        self._run = run
+        self._prepared = run.prepared
         self._steps = -1
         self._places: list[tuple[PreparedLoader, Any]] = []
         self._schedules: list[Any] = []
@@ -135,30 +140,30 @@ class StepEnd:
             steps: optimizer steps taken so far.
         """
         self._steps = steps
-        self._places = [(loader, loader.place()) for loader in _loaders(self._prepared)]
-        self._schedules = [copy.deepcopy(each.state_dict()) for each in self._prepared.schedulers]
-        self._groups = [_settings_of(each.param_groups) for each in self._prepared.optimizers]
-        self._streams = rng.capture(self._prepared.device)
+        self._places = [(loader, loader.place()) for loader in self._prepared.loaders]
+        self._schedules = [copy.deepcopy(scheduler.state_dict()) for scheduler in self._prepared.schedulers]
+        self._groups = [_settings_of(optimizer.param_groups) for optimizer in self._prepared.optimizers]
+        self._streams = rng.capture(self._run.device)
 
     def can_return(self, steps: int) -> bool:
         """Whether `go_back` leads to a state from which the run goes on rightly. The same on all ranks.
 
         Not where a training loop was left by `break` before the evaluation: whether its epoch is over, the script alone knows.
         """
-        training = self._active.training()
+        training = self._run.active_loaders.training()
         if len(training) == 1:
             return True
         return not training and self._steps == steps
 
     def go_back(self) -> None:
         """Puts the run back to the end of its last step, as far as it has moved on since."""
-        training = self._active.training()
+        training = self._run.active_loaders.training()
         if training:
             # The evaluation stands inside the body of the training loop. Where it stands before the step, the batch
             # that was given is given again; after the step, what the body has done is kept.
-            if self._active.unused:
+            if self._run.active_loaders.unused:
                 training[0].take_back_batch()
-            for loader in _loaders(self._prepared):
+            for loader in self._prepared.loaders:
                 if loader.under_way and not loader.trains:
                     loader.take_back_epoch()
             return
@@ -169,11 +174,7 @@ class StepEnd:
         for optimizer, settings in zip(self._prepared.optimizers, self._groups, strict=True):
             for group, values in zip(optimizer.param_groups, settings, strict=True):
                 group.update(values)
-        rng.restore(self._streams, self._prepared.device)
-
-
-def _loaders(prepared: Preparation) -> list[PreparedLoader]:
-    return [loader for loader in prepared.loaders if isinstance(loader, PreparedLoader)]
+        rng.restore(self._streams, self._run.device)
 
 
 def _settings_of(groups: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -21,27 +21,27 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from itertools import count
 from types import FrameType
-from typing import Any
 
 import torch
+from torch.distributed.distributed_c10d import Store
 
 from paceline.base import env
 from paceline.base.errors import TrainError
 from paceline.base.exits import INTERRUPTED, PREEMPTED
 from paceline.base.log import logger
 from paceline.evaluation_stop import EvaluationAgreement, StepEnd
-from paceline.optim.accumulate import Accumulation
+from paceline.run import Run
 from paceline.world import rendezvous
-from paceline.world.collectives import Collectives
 
 LEAD = 2  # steps that one rank may be ahead of another
 PACED = 32  # the step after which rank 0 says how often to look
 _LOOK_S, _MOST = 0.1, 32  # about this often, but at every 32nd step at least
 _SAME_S = 1.0  # a launcher and a batch system may both pass on one request
 _numbers = count()
+Handler = Callable[[int, FrameType | None], object] | int | None  # what `signal.getsignal` gives
 # Runs that save and leave. They are kept until the process has ended: a launcher's SIGTERM after Ctrl-C, which comes when
 # leaving takes some seconds, still finds who has noted the request.
 _leaving: list[Preemption] = []
@@ -56,9 +56,13 @@ class Agreement:
         device: what computes. Its host is kept from running more than a step ahead of it, which bounds `LEAD`.
     """
 
-    def __init__(self, store: Any, rank: int, device: torch.device) -> None:
-        self._store, self._rank, self._device = store, rank, device
-        self._step, self._every, self._told = 0, 1, False
+    def __init__(self, store: Store, rank: int, device: torch.device) -> None:
+        self._store = store
+        self._rank = rank
+        self._device = device
+        self._step = 0
+        self._every = 1  # steps between two looks into the store
+        self._has_asked = False
         self._half = 0.0  # when half of the steps before `PACED` were over
         self._event: torch.Event | None = None
 
@@ -77,20 +81,22 @@ class Agreement:
         self._step += 1
         self._pace()
         step = self._step
-        if asked and not self._told and not PACED <= step < PACED + LEAD:  # in between the pace is not known to all
+        if (
+            asked and not self._has_asked and not PACED <= step < PACED + LEAD
+        ):  # in between the pace is not known to all
             stop = -(-(step + LEAD) // self._every) * self._every
             self._store.compare_set("stop", "", str(stop))
-            self._told = True
+            self._has_asked = True
         if step % self._every:
             return False
-        found = bytes(self._store.compare_set("stop", "?", "?")).decode()  # as it stands, in one round trip
-        if found == "?" or step < int(found):
+        last_step = bytes(self._store.compare_set("stop", "?", "?")).decode()  # as it stands, in one round trip
+        if last_step == "?" or step < int(last_step):
             return False
-        if step > int(found):
+        if step > int(last_step):
             raise TrainError(
                 "preemption-apart",
                 "the ranks cannot stop at one step.",
-                why=f"after SIGTERM they were to stop after step {found} since `resume()`; rank {self._rank} was at "
+                why=f"after SIGTERM they were to stop after step {last_step} since `resume()`; rank {self._rank} was at "
                 f"{step} already: in this loop ranks take steps without waiting for each other",
                 fix="average the steps of all ranks with `LocalSGD`, which says when they are alike; or save by yourself",
             )
@@ -118,47 +124,48 @@ class Preemption:
     """Saves and leaves after SIGTERM or Ctrl-C.
 
     Args:
-        optimizers: prepared; one that has stepped marks the end of a step.
-        gradients: knows whether a window is open.
-        collectives: the ranks that stop together.
-        device: what computes.
+        run: an optimizer of it that has stepped marks the end of a step.
         save: saves under an automatic name; returns it.
-        step_end: puts the run back to the end of its last step, where it leaves in an evaluation.
 
     Attributes:
         over: whether it saves, has saved, or `end` was called.
         ended: whether `end` was called.
 
-    Ranks: all make one, and call `between` between their batches.
+    Ranks: all make one, and iterate over prepared loaders.
     """
 
-    def __init__(
-        self,
-        optimizers: Sequence[Any],
-        gradients: Accumulation,
-        collectives: Collectives,
-        device: torch.device,
-        save: Callable[[], str | None],
-        step_end: StepEnd,
-    ) -> None:
-        self._optimizers, self._gradients, self._save, self._step_end = optimizers, gradients, save, step_end
-        self._world = collectives.world
+    def __init__(self, run: Run, save: Callable[[], str | None]) -> None:
+        self._run = run
+        self._world = run.world
+        self._save = save
+        self._step_end = StepEnd(run)
         self._steps = self._taken()
         self._requests: dict[int, float] = {}  # signal -> when it first came
         self._evaluated = (-1, 0)  # steps taken before the evaluation at hand, and batches of it
-        self.over = self.ended = False
+        self.over = False
+        self.ended = False
         number = next(_numbers)
-        self._agreement = self._in_evaluation = None
+        self._agreement: Agreement | None = None
+        self._evaluation_agreement: EvaluationAgreement | None = None
         if self._world.size > 1:
             store = rendezvous.part(f"preemption/{number}")
-            self._agreement = Agreement(store, self._world.rank, device)
-            self._in_evaluation = EvaluationAgreement(
+            self._agreement = Agreement(store, self._world.rank, run.device)
+            self._evaluation_agreement = EvaluationAgreement(
                 rendezvous.part(f"preemption/{number}/evaluation"), self._world.rank, self._world.size
             )
+        self._unsubscribe = [
+            run.events.between_batches.subscribe(self.between),
+            run.events.between_evaluation_batches.subscribe(self.in_evaluation),
+            run.events.epoch_over.subscribe(self.epoch_over),
+        ]
         self._release = _listen(self)
 
     def _taken(self) -> int:
-        return sum(each.steps for each in self._optimizers)
+        return sum(optimizer.steps for optimizer in self._run.prepared.optimizers)
+
+    def _is_between_steps(self) -> bool:
+        """Whether no window is open here, and the ranks hold the same parameters."""
+        return self._run.gradients.sync and self._run.gradients.replicas_equal
 
     def note(self, number: int) -> bool:
         """Notes a request; whether it can wait for the end of a step, as a second one of the same kind does not.
@@ -178,11 +185,14 @@ class Preemption:
             SystemExit: with `PREEMPTED` or `INTERRUPTED`. CheckpointError: what `save` raised; then the exit code is another.
         """
         taken = self._taken()
-        if self.over or taken == self._steps or not self._gradients.sync or self._gradients.apart:
+        if self.over or taken == self._steps or not self._is_between_steps():
             return
         self._steps = taken
         asked = bool(self._requests)
-        if asked if self._agreement is None else self._agreement.reached(asked):
+        stops = asked
+        if self._agreement is not None:
+            stops = self._agreement.reached(asked)
+        if stops:
             self._leave()
 
     def in_evaluation(self) -> None:
@@ -192,15 +202,19 @@ class Preemption:
             As `between`.
         """
         taken = self._taken()
-        if self.over or not taken or not self._gradients.sync or self._gradients.apart:
+        if self.over or not taken or not self._is_between_steps():
             return
         batches = self._evaluated[1] if self._evaluated[0] == taken else 0
         self._evaluated = (taken, batches + 1)
         # Where several optimizers take turns, gradients of the last pass belong to the one that stepped last.
-        if all(each.pending for each in self._optimizers) or not self._step_end.can_return(taken):
+        has_unstepped_gradients = all(optimizer.pending for optimizer in self._run.prepared.optimizers)
+        if has_unstepped_gradients or not self._step_end.can_return(taken):
             return
         asked = bool(self._requests)
-        if asked if self._in_evaluation is None else self._in_evaluation.reached(*self._evaluated, asked):
+        stops = asked
+        if self._evaluation_agreement is not None:
+            stops = self._evaluation_agreement.reached(*self._evaluated, asked)
+        if stops:
             self._step_end.go_back()
             # The script may be in inference mode, in which no tensor can be written that training goes on with.
             with torch.inference_mode(False), torch.no_grad():
@@ -229,7 +243,10 @@ class Preemption:
 
     def end(self) -> None:
         """The signals mean again what they meant before. May be called again."""
-        self.over = self.ended = True
+        self.over = True
+        self.ended = True
+        for unsubscribe in self._unsubscribe:
+            unsubscribe()
         self._release()
 
 
@@ -241,8 +258,8 @@ def _listen(preemption: Preemption) -> Callable[[], None]:
     releases = [_listen_for(number, preemption) for number in numbers]
 
     def release() -> None:
-        for each in releases:
-            each()
+        for put_back in releases:
+            put_back()
 
     return release
 
@@ -263,8 +280,9 @@ class _SignalListener:
         before: the handler that was there.
     """
 
-    def __init__(self, preemption: Preemption, before: Any) -> None:
-        self._listener, self._process = weakref.ref(preemption), os.getpid()
+    def __init__(self, preemption: Preemption, before: Handler) -> None:
+        self._listener = weakref.ref(preemption)
+        self._process = os.getpid()
         self.before = before
 
     @property
@@ -274,15 +292,17 @@ class _SignalListener:
         return None if listener is None or listener.ended else listener
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
-        listener, before = self.listener, self.before
+        listener = self.listener
+        before = self.before
         # Of an earlier run in this process, which is over, the handler may still stand beneath this one.
         while isinstance(before, _SignalListener) and (before.listener is None or before.listener.over):
             before = before.before
         waits = listener is not None and listener.note(number)
-        own = callable(before) and before is not signal.default_int_handler
-        if own:
+        if callable(before) and before is not signal.default_int_handler:
             before(number, frame)
-        if waits or (own and listener is None):
+            if listener is None:
+                return
+        if waits:
             return
         if number == signal.SIGINT:
             if listener is not None:

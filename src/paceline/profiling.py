@@ -1,57 +1,52 @@
-"""Joins what measures (`observe/profiles.py`) to what is measured: the models, the loaders, the plan's prediction."""
+"""Joins what measures (`observe/profiles.py`) to what is measured: the phases of the step, the plan's prediction."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from contextlib import AbstractContextManager
 
-import torch
+from torch import Tensor
 
-from paceline.config import Choice, RunSettings
-from paceline.data.active import ActiveLoaders
 from paceline.observe.profiles import NAME, Profiles
-from paceline.plan.plan import Decision
 from paceline.planner.estimate import Need, estimate
-from paceline.preparation import Preparation
-from paceline.world.collectives import Collectives
-from paceline.world.world import World
+from paceline.run import Run
 
 
-def profiles_of(
-    settings: RunSettings,
-    prepared: Preparation,
-    active: ActiveLoaders,
-    collectives: Collectives,
-    world: World,
-    device: torch.device,
-    folder: str | None,
-    decisions: Sequence[Choice | Decision],
-) -> Profiles | None:
+def profiles_of(run: Run) -> Profiles | None:
     """The profiles that the setting `profile` asks for; None where it asks for none, and then nothing is joined.
 
     Raises:
         ConfigError: `profile-options`.
     """
-    names = [name for name in settings.profile.split(",") if name != "no"]
+    names = [name for name in run.settings.profile.split(",") if name != "no"]
     if not names:
         return None
 
     def predicted() -> dict[str, int]:
-        if not prepared.models:
+        if not run.prepared.models:
             return {}
-        found = estimate(prepared.plan, Need(tuple(each.facts for each in prepared.models)))
-        return {name: count for name, count in vars(found).items() if name != "sent"}
+        need = Need(tuple(model.facts for model in run.prepared.models))
+        bytes_of = vars(estimate(run.plan, need))
+        return {name: count for name, count in bytes_of.items() if name != "sent"}
 
+    # Logs are appended to, which the URL of a store does not take.
+    has_folder = run.project_dir is not None and "://" not in run.project_dir
     profiles = Profiles(
         names,
-        settings.options.get(NAME, {}),
-        device,
-        world.is_main,
-        collectives,
-        lambda: prepared.plan.layout.width,
+        run.settings.options.get(NAME, {}),
+        run.device,
+        run.world.is_main,
+        run.collectives,
+        lambda: run.plan.layout.width,
         predicted,
-        folder if folder is None or "://" not in folder else None,
-        {each.field: each.where or each.source for each in decisions},
+        run.project_dir if has_folder else None,
+        {decision.field: decision.where or decision.source for decision in run.decisions},
     )
-    prepared.profiles = profiles
-    active.batches = profiles.phases.batches
+
+    def during(phase: str, loss: Tensor | None) -> AbstractContextManager[object]:
+        if loss is not None:
+            profiles.phases.follow_loss(loss)
+        return profiles.phases.during(phase)
+
+    run.events.phase.subscribe(during)
+    run.events.leaving.subscribe(profiles.finish)
     return profiles

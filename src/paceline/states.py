@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import count
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, TypeVar
 
 from paceline.base import env
 from paceline.base.errors import CheckpointError
@@ -14,23 +14,20 @@ from paceline.base.log import logger
 from paceline.checkpoint import retention
 from paceline.checkpoint.agree import agreed
 from paceline.checkpoint.state.module_state import own_names
-from paceline.checkpoint.state.train_state import RunState, TrainState
+from paceline.checkpoint.state.train_state import RunState, Stateful, TrainState
 from paceline.checkpoint.state.window import Gradients, Window
 from paceline.checkpoint.store import store_for
-from paceline.data.active import ActiveLoaders
-from paceline.data.loader import PreparedLoader
-from paceline.evaluation_stop import StepEnd
-from paceline.optim.accumulate import Accumulation
-from paceline.plan.plan import Decision, Plan
+from paceline.optim.optimizer import PreparedOptimizer
 from paceline.preemption import Preemption
-from paceline.preparation import Preparation, PreparedModel
-from paceline.world.collectives import Collectives
+from paceline.prepared import PreparedModel
+from paceline.run import Run
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from paceline.checkpoint.checkpointer import Checkpointer
 
+T = TypeVar("T")
 _numbers = count()
 
 
@@ -53,7 +50,8 @@ class Hook:
     """A registered hook; `remove()` takes it out again."""
 
     def __init__(self, hooks: dict[int, Callable[..., None]], hook: Callable[..., None]) -> None:
-        self._hooks, self._key = hooks, next(_numbers)
+        self._hooks = hooks
+        self._key = next(_numbers)
         hooks[self._key] = hook
 
     def remove(self) -> None:
@@ -65,43 +63,35 @@ class States:
     """Saving and loading of one `Accelerator`.
 
     Args:
-        prepared: what was prepared.
-        collectives: the ranks that save together.
-        scaler: the loss scaler or None.
-        project_dir: where automatic names go, in `checkpoints/`.
+        run: what is saved, and who saves it together.
         keep: which automatically named checkpoints are kept.
-        wanted: the setting `resume`.
-        active, gradients: where a batch ends, and a step, a run that was asked to end can leave.
 
     Attributes:
         writes: whether anything is written at all.
-        run: the run's counters.
+        counters: of the run.
         iteration: number of the next automatically named checkpoint.
     """
 
     writes = True
 
-    def __init__(
-        self,
-        prepared: Preparation,
-        collectives: Collectives,
-        scaler: Any,
-        project_dir: str | None,
-        keep: retention.Keep,
-        wanted: Decision,
-        active: ActiveLoaders,
-        gradients: Accumulation,
-    ) -> None:
-        self.run = RunState()
+    def __init__(self, run: Run, keep: retention.Keep) -> None:
+        self.counters = RunState()
         self.iteration = 0
-        self._prepared, self._collectives, self._scaler = prepared, collectives, scaler
-        self._root = None if project_dir is None else store_for(project_dir).join(project_dir, "checkpoints")
-        self._keep, self._wanted, self._active, self._gradients = keep, wanted, active, gradients
+        self._run = run
+        self._prepared = run.prepared
+        self._collectives = run.collectives
+        self._keep = keep
+        self._root: str | None = None
+        if run.project_dir is not None:
+            self._root = store_for(run.project_dir).join(run.project_dir, "checkpoints")
+        self._wanted = next(decision for decision in run.decisions if decision.field == "resume")
         self._preemption: Preemption | None = None
-        if wanted.source != "default" and wanted.value != "no":
-            prepared.at_first_step = self._refuse_unused
-        self._custom: list[Any] = []
+        self._custom: list[Stateful] = []
         self._hooks: dict[str, dict[int, Callable[..., None]]] = {"save": {}, "load": {}}
+        self._must_load: Callable[[], None] | None = None
+        if self._wanted.source != "default" and self._wanted.value != "no":
+            self._must_load = run.events.before_first_step.subscribe(self._refuse_unused)
+        run.events.leaving.subscribe(self.end)
 
     @cached_property
     def _checkpointer(self) -> Checkpointer:
@@ -109,7 +99,7 @@ class States:
 
         return Checkpointer(self._collectives, keep=self._keep)
 
-    def register(self, *objects: Any) -> None:
+    def register(self, *objects: Stateful) -> None:
         """Adds objects to what is saved.
 
         Raises:
@@ -126,6 +116,10 @@ class States:
         """Calls `hook` before each save or load."""
         return Hook(self._hooks[kind], hook)
 
+    def hooks(self, kind: str) -> list[Callable[..., None]]:
+        """The hooks that are called before each save or load."""
+        return list(self._hooks[kind].values())
+
     def on_main(self, work: Callable[[], None]) -> None:
         """Runs `work` on rank 0; where it fails, every rank raises the same error. Ranks: all."""
         error: Exception | None = None
@@ -141,7 +135,6 @@ class States:
     def save(
         self,
         path: str | None,
-        plan: Plan,
         *,
         background: bool = False,
         busy: str = "wait",
@@ -159,20 +152,20 @@ class States:
             return None
         self._checkpointer.wait()
         target = path or self._checkpointer.next_path(self._automatic(), self.iteration)
-        state, hooks = self._state(), list(self._hooks["save"].values())
-        state.frozen = frozen
+        state = self._state(frozen)
+        hooks = self.hooks("save")
 
         def call_hooks(folder: str) -> None:
-            models = [each.module for each in self._prepared.models]
+            models = [entry.module for entry in self._prepared.models]
             weights = [model.state_dict() for model in models]
             for hook in hooks:
                 hook(models, weights, folder)
-            _keep(state, len(weights))
+            _leave_out_popped(state, len(weights))
 
         saved = self._checkpointer.save(
             target,
             state,
-            plan_json=plan.to_json(),
+            plan_json=self._run.plan.to_json(),
             extra_files_hook=call_hooks if hooks else None,
             metrics=metrics,
             background=background,
@@ -188,15 +181,16 @@ class States:
 
     def resume(self) -> Start:
         """Loads what the setting `resume` says; from here on SIGTERM and Ctrl-C save and leave. Ranks: all."""
-        self._prepared.at_first_step = None
+        self._need_not_load()
         source = self._source()
         if source is not None:
             self.load(source)
         self._listen()
-        epoch = next((each.position.epoch for each in self._loaders() if each.trains), None)
-        if epoch is None:
-            epoch = next((each.position.epoch for each in self._loaders()), 0)
-        start = Start(epoch, self.run.step, source)
+        loaders = self._prepared.loaders
+        # Of the loader that trains; in a run that begins none is known to train yet, and the first one counts.
+        counting = [loader for loader in loaders if loader.trains] or loaders
+        epoch = counting[0].position.epoch if counting else 0
+        start = Start(epoch, self.counters.step, source)
         if source is not None and self._collectives.world.is_main:
             logger("states").warning(
                 "goes on from %s: epoch %d, step %d; to begin anew, say `--resume no`.", source, start.epoch, start.step
@@ -210,7 +204,8 @@ class States:
             return None
         if wanted.value == "auto":
             return self._checkpointer.latest(self._automatic())
-        chosen, run = None if wanted.value == "no" else str(wanted.value), env.get("PACELINE_RUN")
+        chosen = None if wanted.value == "no" else str(wanted.value)
+        run = env.get("PACELINE_RUN")
         if run and self._root is not None:  # started again, it goes on from what it saved itself
             return self._checkpointer.latest(self._root, run) or chosen
         if chosen is None:
@@ -220,21 +215,10 @@ class States:
         newest = self._checkpointer.latest(self._root) if restarts and self._root is not None else None
         return newest or chosen
 
-    def _loaders(self) -> list[PreparedLoader]:
-        return [each for each in self._prepared.loaders if isinstance(each, PreparedLoader)]
-
     def _listen(self) -> None:
         """Has SIGTERM and Ctrl-C end the run after a step, where there are steps and a place to save."""
-        prepared = self._prepared
-        if self._preemption is not None or self._root is None or not prepared.optimizers:
-            return
-        self._preemption = Preemption(
-            prepared.optimizers, self._gradients, self._collectives, prepared.device,
-            self._save_and_leave, StepEnd(prepared, self._active),
-        )  # fmt: skip
-        self._active.between = self._preemption.between
-        self._active.in_evaluation = self._preemption.in_evaluation
-        self._active.epoch_over = self._preemption.epoch_over
+        if self._preemption is None and self._root is not None and self._prepared.optimizers:
+            self._preemption = Preemption(self._run, self._save_and_leave)
 
     def _save_and_leave(self) -> str | None:
         """The last save of a run that was asked to end: neither an earlier one that failed nor a metric that nobody has
@@ -244,14 +228,18 @@ class States:
         except CheckpointError as error:  # told here: no call will come that could raise it
             if self._collectives.world.is_main:
                 logger("states").error("the save before the last, in the background, has failed: %s", error)
-        return self.save(None, self._prepared.plan, metrics=self._keep.unknown)
+        return self.save(None, metrics=self._keep.unknown)
 
     def end(self) -> None:
         """Waits for a save that is under way; SIGTERM and Ctrl-C mean again what they meant before. Ranks: all."""
         if self._preemption is not None:
             self._preemption.end()
-            self._active.between = self._active.in_evaluation = self._active.epoch_over = None
         self.wait()
+
+    def _need_not_load(self) -> None:
+        """From here on training may begin: the script has asked for a checkpoint, or names one."""
+        if self._must_load is not None:
+            self._must_load()
 
     def _refuse_unused(self) -> None:
         wanted = self._wanted
@@ -265,7 +253,7 @@ class States:
 
     def load(self, path: str | None, strict: bool = True, only: Collection[str] | None = None) -> None:
         """Loads from `path`, or the newest automatically named checkpoint that verifies; `only` some kinds. Ranks: all."""
-        self._prepared.at_first_step = None
+        self._need_not_load()
         self.wait()
         source = path or self._checkpointer.latest(self._automatic())
         if source is None:
@@ -275,8 +263,9 @@ class States:
                 why="load_state() without a folder takes the newest automatically named one; the log names damaged ones",
                 fix="save one with `save_state()`, or name the folder",
             )
-        state, models = self._state(), [each.module for each in self._prepared.models]
-        hooks = list(self._hooks["load"].values())
+        state = self._state()
+        models = [entry.module for entry in self._prepared.models]
+        hooks = self.hooks("load")
 
         def call_hooks() -> None:
             for hook in hooks:
@@ -284,12 +273,12 @@ class States:
 
         if hooks:
             agreed(self._collectives, "running the hooks before a load", call_hooks)
-        _keep(state, len(models))
+        _leave_out_popped(state, len(models))
         if only is not None:
             state.narrow(only)
         self._checkpointer.load(source, state, strict=strict)
         for optimizer in self._prepared.optimizers:
-            optimizer.restart(self.run.step)
+            optimizer.restart(self.counters.step)
         if path is None:
             # None: a checkpoint that the script has named may lie there too.
             number = retention.number(store_for(source), source)
@@ -305,45 +294,56 @@ class States:
             )
         return self._root
 
-    def _state(self) -> TrainState:
-        prepared = self._prepared
-        self.run.micro_step = self._gradients.done
-        self.run.step = max((each.steps for each in prepared.optimizers), default=self.run.step)
+    def _state(self, frozen: bool = True) -> TrainState:
+        prepared, gradients = self._prepared, self._run.gradients
+        steps = max((optimizer.steps for optimizer in prepared.optimizers), default=self.counters.step)
+        self.counters = replace(self.counters, step=steps, micro_step=gradients.done)
         return TrainState(
-            models=_numbered("model", [each.wrapped for each in prepared.models]),
-            optimizers=_numbered("optimizer", [each.optimizer for each in prepared.optimizers]),
-            schedulers=_numbered("scheduler", [each.scheduler for each in prepared.schedulers]),
+            models=_numbered("model", [entry.wrapped for entry in prepared.models]),
+            optimizers=_numbered("optimizer", [entry.optimizer for entry in prepared.optimizers]),
+            schedulers=_numbered("scheduler", [entry.scheduler for entry in prepared.schedulers]),
             loaders=_numbered("loader", prepared.loaders),
             custom=_numbered("object", self._custom),
-            scaler=self._scaler,
-            run=self.run,
-            device=prepared.device,
-            tied=_numbered("model", [each.tied for each in prepared.models]),
-            replicas_equal=not self._gradients.apart,
+            scaler=self._run.scaler,
+            run=self.counters,
+            device=self._run.device,
+            tied=_numbered("model", [entry.tied for entry in prepared.models]),
+            replicas_equal=gradients.replicas_equal,
             window=self._window(),
+            frozen=frozen,
         )
 
     def _window(self) -> Window:
-        prepared, world = self._prepared, self._collectives.world
-        owners = {p: each for each in prepared.optimizers for group in each.param_groups for p in group["params"]}
+        """Gradients that wait for their step."""
+        run = self._run
+        optimizer_of: dict[Tensor, PreparedOptimizer] = {}
+        for optimizer in self._prepared.optimizers:
+            for group in optimizer.param_groups:
+                optimizer_of.update(dict.fromkeys(group["params"], optimizer))
 
         def stale(parameter: Tensor) -> bool:
-            return parameter in owners and owners[parameter].stale
+            return parameter in optimizer_of and optimizer_of[parameter].stale
 
-        def gradients(each: PreparedModel) -> Gradients:
-            plan, owners = each.chain.plan, each.chain.owners
+        def gradients(entry: PreparedModel) -> Gradients:
+            plan, owners = entry.chain.plan, entry.chain.owners
             return Gradients(
-                parameters=lambda: own_names(each.module, each.tied),
-                held=each.chain.pending_gradients,
-                take=each.chain.restore_pending,
+                parameters=lambda: own_names(entry.module, entry.tied),
+                held=entry.chain.pending_gradients,
+                take=entry.chain.restore_pending,
                 layout=f"{plan.layout}, zero={plan.zero}, {', '.join(plan.strategies)}, {plan.options}",
-                ranks=world.size // (1 if owners is None else owners.size),
+                ranks=run.world.size // (1 if owners is None else owners.size),
                 stale=stale,
             )
 
-        layout = prepared.plan.layout
-        models = _numbered("model", [gradients(each) for each in prepared.models])
-        return Window(models, self._gradients, layout.data_index(world.rank), layout.width, self._gradients.apart)
+        layout = run.plan.layout
+        models = _numbered("model", [gradients(entry) for entry in self._prepared.models])
+        return Window(
+            models,
+            run.gradients,
+            layout.data_index(run.world.rank),
+            layout.width,
+            apart=not run.gradients.replicas_equal,
+        )
 
 
 class UnkeptStates(States):
@@ -351,7 +351,7 @@ class UnkeptStates(States):
 
     writes = False
 
-    def save(self, path: str | None, plan: Plan, **options: object) -> str:  # type: ignore[override]
+    def save(self, path: str | None, **options: object) -> str:  # type: ignore[override]
         """A name that a checkpoint could have."""
         return path or "checkpoint"
 
@@ -371,12 +371,12 @@ class UnkeptStates(States):
         """SIGTERM and Ctrl-C end the process, as there is nothing to save."""
 
 
-def _numbered(kind: str, items: list[Any]) -> dict[str, Any]:
+def _numbered(kind: str, items: Sequence[T]) -> dict[str, T]:
     """Names that do not change when the same script runs again: model, model_1, model_2, ..."""
     return {kind if number == 0 else f"{kind}_{number}": item for number, item in enumerate(items)}
 
 
-def _keep(state: TrainState, count: int) -> None:
+def _leave_out_popped(state: TrainState, count: int) -> None:
     """Leaves models to the hooks that took them: a hook that saves or loads a model itself pops it from its list."""
     for name in list(state.models)[count:]:
         del state.models[name]

@@ -1,6 +1,6 @@
 """`Steps`: backward passes, under every plan.
 
-backward           scale by the window -> scale by the loss scaler -> autograd -> settle at the end of a window
+backward           scale by the window -> scale by the loss scaler -> autograd -> reduced at the end of a window
 forward_backward   the same after the model and the loss; where a pipeline runs, it does all of this itself
 """
 
@@ -8,132 +8,125 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from typing import Any
 
 import torch
 from torch import nn
 
 from paceline.base.errors import PlanError
-from paceline.data.active import ActiveLoaders
 from paceline.data.unprepared import UnpreparedLoaders
-from paceline.optim.accumulate import Accumulation
 from paceline.parallel.microbatches import Microbatches, Part
-from paceline.preparation import Preparation
+from paceline.run import Run
 from paceline.world import hangs
-from paceline.world.collectives import Collectives
 
 
 class Steps:
     """Runs backward passes of what was prepared.
 
     Args:
-        prepared: the models and their chains.
-        gradients: the owner of gradient scale.
-        scaler: the loss scaler or None.
-        active: the loaders being iterated, which learn here that they train.
-        collectives: of all ranks.
-        debug: checks before communication that all ranks came here.
-
-    Attributes:
-        unprepared: warns of loaders that were never prepared; None where scripts divide samples themselves.
+        run: whose models these are; the loaders that are being iterated learn here that they train.
     """
 
-    def __init__(
-        self,
-        prepared: Preparation,
-        gradients: Accumulation,
-        scaler: Any,
-        active: ActiveLoaders,
-        collectives: Collectives,
-        debug: bool,
-    ) -> None:
-        self._prepared, self._gradients, self._scaler, self._active = prepared, gradients, scaler, active
-        self._collectives, self._debug = collectives, debug
-        self.unprepared: UnpreparedLoaders | None = UnpreparedLoaders(collectives.world)
+    def __init__(self, run: Run) -> None:
+        self._run = run
+        self._prepared = run.prepared
+        self._gradients = run.gradients
+        self._unprepared: UnpreparedLoaders | None = UnpreparedLoaders(run.world)
 
-    def backward(self, loss: torch.Tensor, num_items: int | torch.Tensor | None, **named: Any) -> None:
+    def allow_unprepared_loaders(self) -> None:
+        """Says nothing of loops over loaders that were never prepared: the script divides samples itself."""
+        self._unprepared = None
+
+    def backward(self, loss: torch.Tensor, num_items: int | torch.Tensor | None, **named: object) -> None:
         """See `Accelerator.backward`."""
-        if any(each.chain.runner is not None for each in self._prepared.models):
+        if any(entry.chain.runner is not None for entry in self._prepared.models):
             raise PlanError(
                 "backward-pipeline",
                 "a pipeline runs forward and backward of its stages together, so there is no loss to call backward on.",
-                why=f"pp={self._prepared.plan.layout.pp}",
+                why=f"pp={self._run.plan.layout.pp}",
                 fix="use `accelerator.forward_backward(model, batch, loss_fn)`, which works under every plan",
             )
         self._back(self.scaled(self._gradients.checked(loss, named), num_items), **named)
-        with self._prepared.exhausted("backward"):
-            self.settle()
+        with self._run.explaining_memory("backward"):
+            self.finish_reduction()
 
     def forward_backward(
-        self, model: nn.Module, batch: Any, loss_fn: Callable[..., torch.Tensor], num_items: int | None
+        self, model: nn.Module, batch: object, loss_fn: Callable[..., torch.Tensor], num_items: int | None
     ) -> torch.Tensor:
         """See `Accelerator.forward_backward`."""
-        parts = [Part.of(each) for each in batch] if isinstance(batch, Microbatches) else None
-        whole = Part.of(batch) if parts is None else None
-        prepared = self._prepared.find(model)
-        runner = prepared.chain.runner if prepared is not None else None
-        if whole is not None and runner is None:
-            with self._prepared.exhausted("forward"):
+        parts = [Part.of(part) for part in batch] if isinstance(batch, Microbatches) else None
+        entry = self._prepared.find(model)
+        runner = None if entry is None else entry.chain.runner
+        if parts is None and runner is None:
+            whole = Part.of(batch)
+            with self._run.explaining_memory("forward"):
                 loss = loss_fn(model(*whole.inputs, **whole.named), whole.target)
             self.backward(loss, num_items)
             return loss.detach()
         # The scale is linear in the loss: what 1 becomes is the factor of each micro-batch's loss.
-        factor = self.scaled(torch.ones((), device=self._prepared.device), num_items)
+        factor = self.scaled(torch.ones((), device=self._run.device), num_items)
         mean = num_items is None
-        if prepared is None or runner is None:
+        if entry is None or runner is None:
             return self._one_by_one(model, parts or (), loss_fn, factor, mean)
-        with self._prepared.exhausted("forward"), self._prepared.phase("pipeline"), prepared.chain.hold_gradients():
-            if whole is not None:
-                loss = runner.forward_backward(whole, loss_fn, factor, mean)
+        without_communication = entry.chain.hold_gradients()
+        with self._run.explaining_memory("forward"), self._run.events.phase("pipeline", None), without_communication:
+            if parts is None:
+                loss = runner.forward_backward(Part.of(batch), loss_fn, factor, mean)
             else:
-                loss = runner.forward_backward_each(parts or (), loss_fn, factor, mean)
-        if self._scaler is not None:
-            self._scaler.watch(loss)
-        self.settle()
+                loss = runner.forward_backward_each(parts, loss_fn, factor, mean)
+        if self._run.scaler is not None:
+            self._run.scaler.watch(loss)
+        self.finish_reduction()
         return loss
 
     def _one_by_one(
-        self, model: nn.Module, parts: Sequence[Part], loss_fn: Callable[..., torch.Tensor], factor: Any, mean: bool
+        self,
+        model: nn.Module,
+        parts: Sequence[Part],
+        loss_fn: Callable[..., torch.Tensor],
+        factor: torch.Tensor,
+        mean: bool,
     ) -> torch.Tensor:
         """Micro-batches of one step where no pipeline runs: ranks communicate in the last one's backward pass."""
-        total, share = torch.zeros((), device=self._prepared.device), factor / (len(parts) if mean else 1)
+        total = torch.zeros((), device=self._run.device)
+        share = factor / (len(parts) if mean else 1)
         for number, part in enumerate(parts, 1):
             with self._prepared.hold_gradients([model]) if number < len(parts) else nullcontext():
-                with self._prepared.exhausted("forward"):
+                with self._run.explaining_memory("forward"):
                     loss = loss_fn(model(*part.inputs, **part.named), part.target)
                 self._back(self._gradients.checked(loss, {}) * share)
             total += loss.detach()
-        self.settle()
+        self.finish_reduction()
         return total / len(parts) if mean else total
 
-    def _back(self, loss: torch.Tensor, **named: Any) -> None:
-        with self._prepared.exhausted("backward"), self._prepared.phase("backward", loss):
+    def _back(self, loss: torch.Tensor, **named: object) -> None:
+        with self._run.explaining_memory("backward"), self._run.events.phase("backward", loss):
             try:
-                loss.backward(**named)
+                loss.backward(**named)  # type: ignore[no-untyped-call]
             except BaseException as error:
                 hangs.backward_failed(error)
-                for each in self._prepared.models:
-                    each.chain.backward_failed()
+                for entry in self._prepared.models:
+                    entry.chain.backward_failed()
                 raise
             hangs.backward_passed()
 
     def scaled(self, loss: torch.Tensor, num_items: int | torch.Tensor | None = None) -> torch.Tensor:
-        """The loss as autograd should see it; who calls `backward` on it calls `settle` after."""
+        """The loss as autograd should see it; who calls `backward` on it calls `finish_reduction` after."""
         loss = self._gradients.scale(loss, num_items)
-        self._active.train()
-        if self.unprepared is not None and self._active.top is None and self._prepared.plan.layout.width > 1:
-            self.unprepared.look(self._prepared.loaders)
-        if self._debug and self._gradients.sync:
-            self._collectives.check("backward")
-        if self._scaler is not None:
+        loaders, scaler = self._run.active_loaders, self._run.scaler
+        loaders.train()
+        if self._unprepared is not None and loaders.top is None and self._run.plan.layout.width > 1:
+            self._unprepared.look(self._prepared.loaders)
+        if self._run.settings.debug and self._gradients.sync:
+            self._run.collectives.check("backward")
+        if scaler is not None:
             if self._gradients.first:
-                self._scaler.refresh()
-            loss = self._scaler.scale(loss)
+                scaler.refresh()
+            loss = scaler.scale(loss)
         return loss
 
-    def settle(self) -> None:
+    def finish_reduction(self) -> None:
         """Finishes the window's gradients, where it ends here. Ranks: all."""
         if self._gradients.sync:
-            with self._prepared.phase("reduce"):
-                for each in self._prepared.models:
-                    each.chain.finish_reduction()
+            with self._run.events.phase("reduce", None):
+                for entry in self._prepared.models:
+                    entry.chain.finish_reduction()

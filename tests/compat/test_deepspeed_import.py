@@ -53,7 +53,7 @@ def _go_on(folder: str, plan: dict, precision: str) -> tuple[list[float], dict, 
     params = record.config(0, precision)["scheduler"]["params"]
     scheduler = schedules.build("WarmupLR", optimizer.optimizer, params)
     accelerator.load_state(folder)
-    own = accelerator._states.run.extra["deepspeed"]
+    own = accelerator.states.counters.extra["deepspeed"]
     scheduler.load_state_dict(own["lr_scheduler"])
     width, rank = accelerator.num_processes, accelerator.process_index
     losses = []
@@ -66,7 +66,7 @@ def _go_on(folder: str, plan: dict, precision: str) -> tuple[list[float], dict, 
         scheduler.step()
         optimizer.zero_grad()
         losses.append(float(accelerator.reduce(loss.detach(), "mean")))
-    return losses, own, accelerator._states.run.step
+    return losses, own, accelerator.states.counters.step
 
 
 @pytest.mark.parametrize("name", _NAMES)

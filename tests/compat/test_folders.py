@@ -66,7 +66,7 @@ def taken_over(kind: str, plan: dict, folder: str) -> None:
     assert all(torch.equal(state[name], value) for name, value in want["weights"].items())
     # accelerate steps a schedule once for each process; that of 2 saw 2 optimizer steps.
     assert schedule.scheduler.last_epoch == 4
-    assert accelerator._states.run.step == (4 if kind in ("plain", "torch") else 2)
+    assert accelerator.states.counters.step == (4 if kind in ("plain", "torch") else 2)
     assert optimizer.param_groups[0]["lr"] == pytest.approx(0.0025)
     assert [group["weight_decay"] for group in optimizer.param_groups] == [0.01, 0.0]
     for batch in loader:
@@ -107,11 +107,11 @@ def refused(folder: Path, code: str, fewer=False) -> str:
     accelerator, *_ = prepared({})
     if not fewer:
         accelerator.register_for_checkpointing(program.Counter())
-    before = [p.detach().clone() for p in accelerator._prepared.models[0].module.parameters()]
+    before = [p.detach().clone() for p in accelerator.run.prepared.models[0].module.parameters()]
     with pytest.raises(CheckpointError) as caught:
         accelerator.load_state(folder)
     assert caught.value.code == code
-    after = accelerator._prepared.models[0].module.parameters()
+    after = accelerator.run.prepared.models[0].module.parameters()
     assert all(torch.equal(old, new) for old, new in zip(before, after, strict=True))
     return str(caught.value)
 

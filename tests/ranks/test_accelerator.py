@@ -94,7 +94,7 @@ def test_two_accelerators_do_not_touch_each_other():
         with pytest.raises(TrainError):
             first.backward(model(torch.ones(1, 1)).sum())
         next(iter(a))
-        return first._active.top is None and second._active.top is None and len(b)
+        return first.run.active_loaders.top is None and second.run.active_loaders.top is None and len(b)
 
     assert run_ranks(work, world=2) == [2, 2]
 

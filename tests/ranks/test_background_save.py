@@ -128,7 +128,7 @@ def test_a_second_save_waits_or_is_skipped(tmp_path, monkeypatch) -> None:
         found = [save(background=True)]
         if run.accelerator.is_main_process:
             held.gate.set()
-            run.accelerator._states._checkpointer._background._thread.join(0.2)
+            run.accelerator.states._checkpointer._background._thread.join(0.2)
         found.append(save(background=True, busy="skip"))
         held.gate.set()
         found += [save(background=True, busy="wait"), save()]
@@ -204,7 +204,7 @@ def test_a_peer_that_dies_while_writing(tmp_path, monkeypatch) -> None:
         if dist.get_rank() == 1:
             checkpointer.write_shard = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
         run.accelerator.save_state(background=True)
-        error = run.accelerator._states._checkpointer._background.wait()
+        error = run.accelerator.states._checkpointer._background.wait()
         assert error is not None
         (tmp_path / "told").write_text(type(error).__name__)
         time.sleep(60)  # rank 1 has ended, so that this one is ended too

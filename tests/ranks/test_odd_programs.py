@@ -101,7 +101,7 @@ def test_an_evaluation_within_training_and_a_loop_that_is_left():
                 break
             if number == 1:
                 break
-        assert accelerator._active.top is None
+        assert accelerator.run.active_loaders.top is None
         return torch.cat([p.detach().flatten() for p in model.parameters()])
 
     alike(work)

@@ -165,7 +165,7 @@ def evaluate_and_train(
                 evaluate(f"evaluation of epoch {epoch}")
     except SystemExit as left:
         code = left.code
-    accelerator._states.end()  # the signal means again what it did, while the process group stays
+    accelerator.states.end()  # the signal means again what it did, while the process group stays
     return code, numbers, list(numbers)
 
 

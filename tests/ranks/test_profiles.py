@@ -166,11 +166,16 @@ def test_off_nothing_is_installed():
         model, _ = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
         hooks = len(model._forward_pre_hooks), len(model._forward_hooks)
         plain = nn.parallel.DistributedDataParallel(nn.Linear(2, 2))
-        found = accelerator.profiles, tap.installed(), accelerator._active.batches, hooks[1] - len(plain._forward_hooks)
+        found = (
+            accelerator.profiles,
+            tap.installed(),
+            bool(accelerator.run.events.phase),
+            hooks[1] - len(plain._forward_hooks),
+        )
         accelerator.end_training()
         return found
 
-    assert run_ranks(work, world=2) == [(None, False, None, 0)] * 2
+    assert run_ranks(work, world=2) == [(None, False, False, 0)] * 2
 
 
 def test_options_that_no_profile_takes():

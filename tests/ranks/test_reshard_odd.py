@@ -190,7 +190,8 @@ def test_a_window_of_ranks_that_went_apart_stays_with_its_layout(tmp_path) -> No
 
     def save() -> None:
         accelerator, model, _ = other({"replicate": 2})
-        accelerator.gradients.steps, accelerator.gradients.apart = 2, True
+        accelerator.gradients.set_steps(2)
+        accelerator.gradients.mark_replicas(equal=False)
         with accelerator.accumulate(model):
             accelerator.forward_backward(model, (torch.zeros(2, 3).long(), torch.zeros(2, 3).long()), loss_of)
         accelerator.save_state(folder)

@@ -11,6 +11,8 @@ from torch.nn.functional import mse_loss
 
 from paceline import Accelerator
 from paceline.base.errors import TrainError
+from paceline.optim.lamb import Lamb
+from paceline.optim.lion import Lion
 from paceline.testing import run_ranks
 from paceline.world.sharded import is_sharded, whole
 
@@ -41,6 +43,9 @@ def own(accelerator: Accelerator, tensor: torch.Tensor) -> torch.Tensor:
     return tensor.chunk(layout.width)[layout.data_index(dist.get_rank() if dist.is_initialized() else 0)]
 
 
+OURS = {"Lion": Lion, "Lamb": Lamb}
+
+
 def make(kind: str, seed: int = 0) -> tuple[nn.Module, list[torch.optim.Optimizer]]:
     torch.manual_seed(seed)
     net = Net()
@@ -50,7 +55,7 @@ def make(kind: str, seed: int = 0) -> tuple[nn.Module, list[torch.optim.Optimize
         matrices, others = [p for p in trained if p.dim() == 2], [p for p in trained if p.dim() != 2]
         return net, [torch.optim.Muon(matrices, lr=0.01), torch.optim.AdamW(others, lr=0.01)]
     groups = [{"params": trained[:3], "lr": 0.02}, {"params": [*trained[3:], net.frozen.weight]}]
-    return net, [getattr(torch.optim, kind)(groups, lr=0.01, **options)]
+    return net, [getattr(torch.optim, kind, OURS.get(kind))(groups, lr=0.01, **options)]
 
 
 class Run:
@@ -116,14 +121,27 @@ def test_gives_the_numbers_of_one_process(world, plan, accumulate) -> None:
         assert found == pytest.approx(norms, abs=2e-6)
 
 
-ELEMENTWISE = ["SGD", "Adam", "AdamW", "Adagrad", "Adadelta", "Adamax", "RMSprop", "NAdam", "RAdam", "ASGD", "Rprop"]
+ELEMENTWISE = [
+    "SGD",
+    "Adam",
+    "AdamW",
+    "Adagrad",
+    "Adadelta",
+    "Adamax",
+    "RMSprop",
+    "NAdam",
+    "RAdam",
+    "ASGD",
+    "Rprop",
+    "Lion",
+]
 
 
 @pytest.mark.parametrize("zero", [1, 2])
-def test_every_torch_optimizer_steps_as_without_division(zero) -> None:
+def test_every_optimizer_steps_as_without_division(zero) -> None:
     def body() -> list[str]:
         wrong = []
-        for kind in [*ELEMENTWISE, "Adafactor", "Muon"]:
+        for kind in [*ELEMENTWISE, "Adafactor", "Muon", "Lamb"]:
             expected = Run({"replicate": 2}, kind).train(0, 1, 2).weights()
             run = Run({"shard": 2, "zero": zero}, kind).train(0, 1, 2)
             # A fused kernel rounds the last few elements of a tensor otherwise, and rows end elsewhere.
@@ -134,6 +152,30 @@ def test_every_torch_optimizer_steps_as_without_division(zero) -> None:
         return wrong
 
     assert run_ranks(body, 2) == [[], []]
+
+
+class Toy(torch.optim.SGD):
+    """Says that it treats each element alone."""
+
+    elementwise = True
+
+
+class Heir(Toy):
+    """May step otherwise, and says nothing itself."""
+
+
+def test_an_optimizer_says_itself_that_it_is_elementwise() -> None:
+    def divided() -> list[str]:
+        found = []
+        for kind in (Toy, Heir):
+            accelerator = Accelerator(cpu=True, plan={"shard": 2, "zero": 1})
+            model = nn.Linear(4, 4)
+            accelerator.prepare(model, kind(model.parameters(), lr=0.1))
+            field = f"optimizer.{kind.__name__}.divided"
+            found += [decision.value for decision in accelerator.plan.decisions if decision.field == field]
+        return found
+
+    assert run_ranks(divided, 2) == [["rows", "parameters"]] * 2
 
 
 def storages(tensors) -> int:

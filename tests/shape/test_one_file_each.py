@@ -1,4 +1,4 @@
-"""A strategy, launcher, tracker, store, checkpoint format or config dialect is one new file: a registry finds it."""
+"""A strategy, launcher, tracker, store, checkpoint format, config dialect or precision is one new file; a registry finds it."""
 
 from __future__ import annotations
 
@@ -173,6 +173,28 @@ class Toy(ConfigDialect):
 DIALECT = Toy()
 """
 
+PRECISION = """
+from contextlib import contextmanager
+
+from paceline.precision.policy import Precision
+
+class Toy(Precision):
+    entered = []
+
+    def autocast(self, device, **options):
+        return self.noted(super().autocast(device, **options))
+
+    @contextmanager
+    def noted(self, context):
+        self.entered.append(self.name)
+        with context:
+            yield
+
+import torch
+
+PRECISION = Toy("toy", torch.bfloat16)
+"""
+
 Add = Callable[[str, str], None]
 
 
@@ -317,6 +339,29 @@ def test_a_config_dialect(add: Add, tmp_path: Path, capsys: pytest.CaptureFixtur
     assert settings["zero"] == (2, f"{file}:1")
     assert settings["mixed_precision"] == ("bf16", "TOY_PRECISION")
     assert told["notices"] == ["toy_colour (--toy-colour) has no effect: toys are grey."]
+
+
+def test_a_precision(add: Add) -> None:
+    import torch
+
+    from paceline import Accelerator, ConfigError
+    from paceline.config import resolve_run
+    from paceline.config.schema import json_schema
+    from paceline.config.settings import PRECISIONS, settings_of
+
+    kind = settings_of()["mixed_precision"].kind
+    assert kind.metavar == "no|fp16|bf16"
+    with pytest.raises(ConfigError, match="no, fp16 or bf16"):
+        Accelerator(mixed_precision="toy", cpu=True)
+    add("paceline.precision", PRECISION)
+    assert (kind.metavar, kind.expected) == ("toy|no|fp16|bf16", "toy, no, fp16 or bf16")
+    assert "toy" in json_schema()["properties"]["mixed_precision"]["enum"]
+    assert resolve_run({}, {"PACELINE_MIXED_PRECISION": "Toy"}).settings.mixed_precision == "toy"
+
+    accelerator = Accelerator(mixed_precision="toy", cpu=True)
+    model = accelerator.prepare(torch.nn.Linear(2, 2))
+    assert model(torch.ones(1, 2)).dtype == torch.float32
+    assert accelerator.mixed_precision == "toy" and PRECISIONS.get("toy").entered == ["toy"]
 
 
 def test_one_added_by_hand() -> None:

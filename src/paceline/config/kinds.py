@@ -13,6 +13,7 @@ from math import isfinite
 from typing import Any
 
 from paceline.base.env import parse_bool
+from paceline.base.registry import Registry
 
 
 @dataclass(frozen=True)
@@ -117,6 +118,22 @@ def one_of(*words: str) -> Kind:
 
     expected = " or ".join([", ".join(words[:-1]), words[-1]] if words[1:] else words)
     return Kind(expected, parse, {"enum": [*words]}, "|".join(words))
+
+
+class OneRegistered(Kind):
+    """One name of a registry, which may have grown by the time it is asked; what it finds is not imported.
+
+    Args:
+        registry: names of it are shown in reverse order, which puts "no" before what does something.
+    """
+
+    def __init__(self, registry: Registry) -> None:
+        object.__setattr__(self, "_words", lambda: one_of(*sorted(registry.names(), reverse=True)))
+
+    expected = property(lambda self: self._words().expected)
+    parse = property(lambda self: self._words().parse)
+    schema = property(lambda self: self._words().schema)
+    metavar = property(lambda self: self._words().metavar)
 
 
 def some_of(*words: str, none: str = "", every: str = "") -> Kind:

@@ -12,8 +12,23 @@ from dataclasses import MISSING, dataclass, field, fields
 from functools import cache
 from typing import Any
 
+from paceline.base.registry import Registry
 from paceline.config.dialects import DIALECTS, dialects
-from paceline.config.kinds import OPTIONS, YES_NO, Kind, matching, one_of, seconds, some_of, whole, whole_or_range
+from paceline.config.kinds import (
+    OPTIONS,
+    YES_NO,
+    Kind,
+    OneRegistered,
+    matching,
+    one_of,
+    seconds,
+    some_of,
+    whole,
+    whole_or_range,
+)
+
+# A file each in `paceline/precision/`, which this package, that does without torch, knows by name alone.
+PRECISIONS = Registry("paceline.precision", "PRECISION", "paceline.precisions")
 
 # Processes over all nodes together, as other launchers count them; our `procs` counts per node.
 TOTAL = "num_processes"
@@ -104,7 +119,7 @@ class RunSettings:
     """What one training run is told: read by `Accelerator`, under every launcher and under none."""
 
     mixed_precision: str = setting(
-        "no", one_of("no", "fp16", "bf16"),
+        "no", OneRegistered(PRECISIONS),
         "Precision of the model's arithmetic: float32 (no), float16 with loss scaling, or bfloat16.",
         _DEVICE,
     )  # fmt: skip

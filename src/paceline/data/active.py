@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, TypeVar
+
+from paceline.world.events import Events
 
 if TYPE_CHECKING:
     from paceline.data.loader import PreparedLoader
+
+T = TypeVar("T")
 
 
 class ActiveLoaders:
@@ -15,24 +19,20 @@ class ActiveLoaders:
 
     A loader's iterator pushes and removes in `try ... finally`, so that `break` and exceptions leave nothing behind.
 
+    Args:
+        events: of the run; this is where it is known that two batches have a moment between them, and that an epoch ends.
+
     Attributes:
-        between: called between two batches, where every batch of a loader that trains has been used up.
-        in_evaluation: called between two batches of a loader that does not train, once any does.
-        epoch_over: called where all batches of a loader that trains were given, before its position moves on.
         trained: whether any loader trains.
         unused: whether a loader that trains gave a batch that no backward pass has followed.
-        batches: wraps what yields batches, where somebody measures how long they are waited for.
     """
 
-    def __init__(self) -> None:
-        self.between: Callable[[], None] | None = None
-        self.in_evaluation: Callable[[], None] | None = None
-        self.epoch_over: Callable[[], None] | None = None
+    def __init__(self, events: Events | None = None) -> None:
         self.trained = False
-        self.batches: Callable[[Iterator[Any]], Iterator[Any]] | None = None
+        self.unused = False
+        self._events = Events() if events is None else events
         self._stack: list[PreparedLoader] = []
         self._interleaved: set[int] = set()  # ids of those that advance while loops that began later are under way
-        self.unused = False
         # Weak: a loader that the user drops must end its workers, not wait for the next loop.
         self._finished: weakref.ref[PreparedLoader] | None = None
 
@@ -69,8 +69,9 @@ class ActiveLoaders:
     def train(self) -> None:
         """Called by each backward pass: the loaders that are being iterated are those that train."""
         self.unused = False
+        self.trained |= bool(self._stack)
         for loader in self._stack:
-            loader.trains = self.trained = True
+            loader.train()
 
     def give(self, loader: PreparedLoader) -> None:
         """Called by a loader's iterator as it gives a batch."""
@@ -79,25 +80,43 @@ class ActiveLoaders:
             self._interleaved.add(id(loader))
 
     def ask(self, loader: PreparedLoader) -> None:
-        """Called by a loader's iterator when it is asked for another batch: may be `between` two batches.
+        """Called by a loader's iterator when it is asked for another batch: may be a moment between two batches.
 
-        It is not where a batch of another loader waits for its backward pass, nor inside the body of a loop over another
+        It is none where a batch of another loader waits for its backward pass, nor inside the body of a loop over another
         loader that trains. One that has advanced meanwhile is no such loop around this one, but goes beside it.
         """
         if not loader.trains:
-            if self.in_evaluation is not None and self.trained:
-                self.in_evaluation()
+            if self.trained:
+                self._events.between_evaluation_batches()
             return
-        if self.between is None or self.unused:
+        if self.unused or not self._events.between_batches:
             return
         around = self._stack[: self._stack.index(loader)]
-        if not any(each.trains and id(each) not in self._interleaved for each in around):
-            self.between()
+        if not any(outer.trains and id(outer) not in self._interleaved for outer in around):
+            self._events.between_batches()
 
     def end(self, loader: PreparedLoader) -> None:
         """Called by a loader's iterator once all batches were given, while its position is still that of the last one."""
-        if loader.trains and self.epoch_over is not None:
-            self.epoch_over()
+        if loader.trains:
+            self._events.epoch_over()
+
+    def measured(self, batches: Iterator[T]) -> Iterator[T]:
+        """The same batches; waiting for each is the phase "data" of the step, where somebody measures phases."""
+        return self._in_phase(batches) if self._events.phase else batches
+
+    def _in_phase(self, batches: Iterator[T]) -> Iterator[T]:
+        try:
+            while True:
+                with self._events.phase("data", None):
+                    try:
+                        batch = next(batches)
+                    except StopIteration:
+                        return
+                yield batch
+        finally:
+            close: Callable[[], None] | None = getattr(batches, "close", None)
+            if close is not None:
+                close()
 
     def training(self) -> list[PreparedLoader]:
         """Loaders that train and are being iterated, the outermost first."""

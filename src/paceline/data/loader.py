@@ -86,9 +86,7 @@ class PreparedLoader:
         real = 0
         self._began = (start, note)
         on_their_way = on_device(self._feed.open(start, note), self.device, self._non_blocking)
-        steps = runtime.current().batches(on_their_way)
-        if self._active.batches is not None:
-            steps = self._active.batches(steps)
+        steps = self._active.measured(runtime.current().batches(on_their_way))
         self._active.push(self)
         self._open += 1
         finished = False
@@ -114,6 +112,10 @@ class PreparedLoader:
                 self._mark = mark_before  # this loop ran inside another one over the same loader, which goes on
             self._active.remove(self, finished)
             steps.close()  # type: ignore[attr-defined]
+
+    def train(self) -> None:
+        """A backward pass has run inside a loop over it."""
+        self.trains = True
 
     def start_after(self, count: int) -> None:
         """Lets the next `for` begin after the first `count` batches of its epoch."""

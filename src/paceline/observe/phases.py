@@ -14,7 +14,6 @@ rest        everything else: the loss, schedulers, logging, evaluation
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack
 from typing import Any
 
@@ -156,22 +155,6 @@ class Phases:
 
         if loss.requires_grad:
             loss.register_hook(first)
-
-    def batches(self, iterator: Iterator[Any]) -> Iterator[Any]:
-        """The same items; waiting for each is the phase "data"."""
-        phase = self._contexts["data"]
-        nothing = object()
-        try:
-            while True:
-                with phase:
-                    item = next(iterator, nothing)
-                if item is nothing:
-                    return
-                yield item
-        finally:
-            close: Callable[[], None] | None = getattr(iterator, "close", None)
-            if close is not None:
-                close()
 
 
 class _Phase:

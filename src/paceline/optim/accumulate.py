@@ -4,10 +4,10 @@ A *window* is the micro-batches of one optimizer step. Strategies average gradie
 samples (`width` of them), so a loss is divided by
 
     mean loss:   N / (n * width)     N = samples of the whole window over all ranks, n = of this micro-batch on this rank
-    loss sum:    E / 1               E = a power of two near the window's item count; `settle` multiplies by width * E / N
+    loss sum:    E / 1               E = a power of two near the window's item count; corrected by width * E / N
 
 Where the loader knows its batches beforehand, N is exact from the first micro-batch. Where nothing can know it (an
-iterable dataset, tokens), an estimate stands in and `settle` corrects the gradients once, before clip or step. The
+iterable dataset, tokens), an estimate stands in and the optimizer corrects the gradients once, before clip or step. The
 estimate is a power of two, so dividing by it rounds nothing: the same numbers come out whatever it was.
 """
 
@@ -15,18 +15,29 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar, cast
 
 import torch
+from torch import Tensor
 
-from paceline.base.errors import TrainError
+from paceline.base.errors import PlanError, TrainError
 from paceline.base.log import warn_once
+from paceline.plan.data import BatchInfo
+from paceline.world.collectives import Collectives
+
+T = TypeVar("T")
 
 
 class _Loader(Protocol):
-    current: Any
+    @property
+    def current(self) -> BatchInfo | None: ...
 
     def window_rows(self, count: int) -> int | None: ...
+
+
+class _ActiveLoaders(Protocol):
+    @property
+    def top(self) -> _Loader | None: ...
 
 
 class Accumulation:
@@ -47,10 +58,10 @@ class Accumulation:
         began: whether some backward pass went this way.
         passes: how many did.
         declared: whether the loop says, by `accumulate`, where its micro-batches are.
-        apart: whether ranks have taken steps of their own since their parameters were equal.
+        replicas_equal: False once ranks have taken steps of their own, until their parameters are averaged.
     """
 
-    def __init__(self, steps: int, width: int, active: Any, collectives: Any) -> None:
+    def __init__(self, steps: int, width: int, active: _ActiveLoaders, collectives: Collectives) -> None:
         self.steps = steps
         self.width = width
         self.sync = True
@@ -58,8 +69,8 @@ class Accumulation:
         self.sync_at_end = True
         self.began = False
         self.passes = 0
-        self.apart = False
         self.declared = False
+        self.replicas_equal = True
         self._active = active
         self._collectives = collectives
         self._micro = 0  # micro-batches of this window so far, this one included
@@ -73,14 +84,39 @@ class Accumulation:
         self._divisor: float | None = None  # power of two that item losses are divided by
         self._factor: float | None = None  # correction of the window's gradients, once it is known
 
-    def over(self, width: int, collectives: Any) -> None:
+    def over(self, width: int, collectives: Collectives) -> None:
         """Ranks whose gradients are averaged, where they were not known before."""
-        self.width, self._collectives = width, collectives
+        self.width = width
+        self._collectives = collectives
+
+    def set_steps(self, steps: int) -> None:
+        """Windows of another length from now on.
+
+        Raises:
+            PlanError: `plan-accumulate`.
+        """
+        if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
+            raise PlanError(
+                "plan-accumulate",
+                f"{steps!r} micro-batches cannot make an optimizer step.",
+                why=f"accelerator.gradient_accumulation_steps = {steps!r}; it is a whole number, 1 or more",
+                fix="set gradient_accumulation_steps to 1 or more",
+            )
+        self.steps = steps
+
+    def follow_script(self, sync_at_end: bool = True) -> None:
+        """Lets a script hold its windows itself, and gives each micro-batch and rank the same weight."""
+        self.weigh = False
+        self.sync_at_end = sync_at_end
+
+    def mark_replicas(self, *, equal: bool) -> None:
+        """Says that ranks take steps of their own from here on, or that their parameters are equal again."""
+        self.replicas_equal = equal
 
     # -- the window ------------------------------------------------------------------------------------------
 
     @contextmanager
-    def window(self, hold: Callable[[], AbstractContextManager[Any]]) -> Iterator[None]:
+    def window(self, hold: Callable[[], AbstractContextManager[object]]) -> Iterator[None]:
         """One micro-batch. `hold()` keeps strategies from communicating; it is entered unless the window ends here."""
         self.declared = True
         self._begin()
@@ -106,16 +142,27 @@ class Accumulation:
         if self.sync:
             self._micro = 0
         self._micro += 1
-        info = self.batch
-        ends = self.sync_at_end and info is not None and info.last
+        batch = self.batch
+        ends = self.sync_at_end and batch is not None and batch.last
         self.sync = ends or self._micro >= self.steps
         if self._micro == 1:
             self._reset(self._active.top)
 
     def _reset(self, loader: _Loader | None) -> None:
-        self._rows = self._counted = self._items_micro = 0
-        self._items = self._planned = self._factor = None
-        self._window = loader.window_rows(self.steps) if loader is not None and self.weigh else None
+        self._rows = 0
+        self._counted = 0
+        self._items_micro = 0
+        self._items = None
+        self._planned = None
+        self._factor = None
+        self._window = None
+        if loader is not None and self.weigh:
+            self._window = loader.window_rows(self.steps)
+
+    def _batch(self) -> BatchInfo | None:
+        """The batch at hand, where its counts weigh the loss."""
+        loader = self._active.top
+        return loader.current if loader is not None and self.weigh else None
 
     # -- in a checkpoint -----------------------------------------------------------------------------------------
 
@@ -143,11 +190,13 @@ class Accumulation:
 
         Where a step has another number of micro-batches by now, the window ends after as large a part of its own.
         """
-        self.sync, self._micro = True, 0
+        self.sync = True
+        self._micro = 0
         self._reset(None)
         if state is None:
             return
-        self.sync, self._divisor = state["sync"], state["divisor"]
+        self.sync = state["sync"]
+        self._divisor = state["divisor"]
         if self.sync:
             return
         micro, rest = divmod(state["micro"] * self.steps, state["steps"])
@@ -158,7 +207,8 @@ class Accumulation:
                 f"{self.steps}: this one step takes other samples than it would have. Its mean is over what it takes.",
             )
         self._micro = max(1, micro)
-        self._planned, self._rows = state["planned"], state["rows"]
+        self._planned = state["planned"]
+        self._rows = state["rows"]
         self._items = state["items"]
         # Counted at the micro-batch that is done, wherever that stands now.
         self._counted = self._micro if state["counted"] == state["micro"] else 0
@@ -167,13 +217,13 @@ class Accumulation:
     # -- the scale -------------------------------------------------------------------------------------------
 
     @staticmethod
-    def checked(loss: Any, named: Mapping[str, Any]) -> torch.Tensor:
+    def checked(loss: object, named: Mapping[str, object]) -> Tensor:
         """The loss, if `backward` can begin there; `named` are the keywords of `Tensor.backward`.
 
         Raises:
             TrainError: `backward-loss`.
         """
-        if not isinstance(loss, torch.Tensor):
+        if not isinstance(loss, Tensor):
             why = f"it is a {type(loss).__name__}, which does not know how it was computed"
             fix = "pass the tensor that the loss function returned; take `.item()` or `float()` for printing only"
         elif not loss.requires_grad:
@@ -186,7 +236,7 @@ class Accumulation:
             return loss
         raise TrainError("backward-loss", "there is no way back from this loss.", why=why, fix=fix)
 
-    def scale(self, loss: torch.Tensor, num_items: int | torch.Tensor | None = None) -> torch.Tensor:
+    def scale(self, loss: Tensor, num_items: int | Tensor | None = None) -> Tensor:
         """The loss as `backward` should see it.
 
         Args:
@@ -212,47 +262,49 @@ class Accumulation:
                     why=f"gradient_accumulation_steps={self.steps}: only `accumulate` knows which micro-batch this is",
                     fix="put the body of the loop in `with accelerator.accumulate(model):`",
                 )
-            self._micro, self.sync = 1, True
+            self._micro = 1
+            self.sync = True
             self._reset(self._active.top)
         if num_items is not None:
-            if self._idle():
-                loss, num_items = loss * 0.0, 0
+            batch = self._batch()
+            # This rank has no sample in the global batch, but a row that other ranks hold.
+            if batch is not None and batch.weights[batch.index] == 0:
+                loss = loss * 0.0
+                num_items = 0
             return loss / self._items_divisor(int(num_items))
         if self._items is not None:
             raise self._mixed()
         return self._weigh(loss)
 
-    def _idle(self) -> bool:
-        """Whether this rank has no sample in the current global batch, but a row that other ranks hold."""
-        info = self.batch if self.weigh else None
-        return info is not None and info.weights[info.index] == 0
-
-    def _weigh(self, loss: torch.Tensor) -> torch.Tensor:
-        info = self.batch if self.weigh else None
-        if info is None:  # no loader of ours: every micro-batch counts the same
+    def _weigh(self, loss: Tensor) -> Tensor:
+        batch = self._batch()
+        if batch is None:  # no loader of ours: every micro-batch counts the same
             return loss if self.steps == 1 else loss / self.steps
-        total = sum(info.weights)
+        rows = sum(batch.weights)
         if self._counted != self._micro:
             self._counted = self._micro
-            self._rows += total
-        own = info.weights[info.index]
-        window = self._window
+            self._rows += rows
+        window: float | None = self._window
         if window is None:
             if self._planned is None:
-                self._planned = float(total * (1 if self.sync else self.steps))
-            window = self._planned  # type: ignore[assignment]
+                self._planned = float(rows * (1 if self.sync else self.steps))
+            window = self._planned
+        own = batch.weights[batch.index]
         if own == 0:
             return loss * 0.0
-        divisor = window / (own * self.width)  # type: ignore[operator]
+        divisor = window / (own * self.width)
         return loss if divisor == 1.0 else loss / divisor
 
-    def over_ranks(self, loss: Any) -> Any:
+    def over_ranks(self, loss: T) -> T:
         """What a closure computed on this rank as the mean over all ranks, weighed as its gradient is. Ranks: all."""
-        if self.width == 1 or not isinstance(loss, torch.Tensor):
+        if self.width == 1 or not isinstance(loss, Tensor):
             return loss
-        info = self.batch if self.weigh else None
-        share = 1 / self.width if info is None else info.weights[info.index] / sum(info.weights)
-        return self._collectives.reduce(loss.detach() * share if share else torch.zeros_like(loss))
+        batch = self._batch()
+        share = 1 / self.width
+        if batch is not None:
+            share = batch.weights[batch.index] / sum(batch.weights)
+        weighed = loss.detach() * share if share else torch.zeros_like(loss)
+        return cast(T, self._collectives.reduce(weighed))
 
     def _items_divisor(self, num_items: int) -> float:
         if self._rows or self._items_micro == self._micro:

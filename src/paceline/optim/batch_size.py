@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial, wraps
 from inspect import signature
 from typing import Any, Concatenate, ParamSpec, TypeVar, overload
@@ -30,7 +30,7 @@ def find_executable_batch_size(
     function: None = None, starting_batch_size: int = 128
 ) -> Callable[[Sized[P, R]], Callable[P, R]]: ...
 @checked_keywords
-def find_executable_batch_size(function: Any = None, starting_batch_size: int = 128) -> Any:
+def find_executable_batch_size(function: Callable[..., Any] | None = None, starting_batch_size: int = 128) -> Any:
     """Calls `function(batch_size, ...)`, halving `batch_size` until memory suffices.
 
     Make model, optimizer and loaders inside the function, and call `accelerator.free_memory()` first: what lives
@@ -62,7 +62,7 @@ def find_executable_batch_size(function: Any = None, starting_batch_size: int = 
     _check(function, starting_batch_size)
 
     @wraps(function)
-    def search(*args: Any, **kwargs: Any) -> Any:
+    def search(*args: object, **kwargs: object) -> Any:
         size = starting_batch_size
         while size:
             outcome, result = _attempt(function, size, args, kwargs)
@@ -80,17 +80,20 @@ def find_executable_batch_size(function: Any = None, starting_batch_size: int = 
     return search
 
 
-def _attempt(function: Callable[..., Any], size: int, args: Any, kwargs: Any) -> tuple[int, Any]:
+def _attempt(
+    function: Callable[..., R], size: int, args: tuple[object, ...], kwargs: Mapping[str, object]
+) -> tuple[int, R | str]:
     """One call; what became of it on the worst rank, and its result, or the text of the error."""
     try:
-        result = function(size, *args, **kwargs)
+        result: R | str = function(size, *args, **kwargs)
         outcome = _FITS
     except Exception as error:
         if not is_out_of_memory(error):
             _worst(_FAILED)
             raise
         # The text alone: the error itself would keep every tensor of its frames alive.
-        outcome, result = _OUT_OF_MEMORY, str(error).strip()
+        outcome = _OUT_OF_MEMORY
+        result = str(error).strip()
     worst = _worst(outcome)
     if worst == _FAILED:
         raise TrainError(
@@ -112,6 +115,7 @@ def _worst(outcome: int) -> int:
 
 
 def is_out_of_memory(error: Exception) -> bool:
+    """Whether an allocator had too little memory."""
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
     return isinstance(error, RuntimeError) and any(words in str(error) for words in _MEMORY_WORDS)

@@ -5,10 +5,12 @@ Source: You et al., "Large Batch Optimization for Deep Learning: Training BERT i
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, ClassVar
 
 import torch
 from torch.optim import Optimizer
+from torch.optim.optimizer import ParamsT
 
 from paceline.world.sharded import whole
 
@@ -24,9 +26,11 @@ class Lamb(Optimizer):
         max_coeff, min_coeff: bounds of the ratio.
     """
 
+    elementwise: ClassVar[bool] = False  # each step is scaled by norms of the whole parameter
+
     def __init__(
         self,
-        params: Any,
+        params: ParamsT,
         lr: float = 1e-3,
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
@@ -41,10 +45,12 @@ class Lamb(Optimizer):
         super().__init__(params, defaults)
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """One step."""
-        with torch.enable_grad():
-            loss = closure() if closure is not None else None
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
         for group in self.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is not None:
@@ -52,15 +58,18 @@ class Lamb(Optimizer):
         return loss
 
     def _step(self, parameter: torch.Tensor, group: dict[str, Any]) -> None:
-        state, (first, second) = self.state[parameter], group["betas"]
+        first, second = group["betas"]
+        state = self.state[parameter]
         if not state:
             state["step"] = torch.zeros((), dtype=torch.float32)
-            state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(parameter), torch.zeros_like(parameter)
+            state["exp_avg"] = torch.zeros_like(parameter)
+            state["exp_avg_sq"] = torch.zeros_like(parameter)
         state["step"] += 1
         steps = float(state["step"])
-        mean, square = state["exp_avg"], state["exp_avg_sq"]
-        mean.lerp_(parameter.grad, 1 - first)  # type: ignore[arg-type]
-        square.mul_(second).addcmul_(parameter.grad, parameter.grad, value=1 - second)  # type: ignore[arg-type]
+        mean = state["exp_avg"]
+        square = state["exp_avg_sq"]
+        mean.lerp_(parameter.grad, 1 - first)
+        square.mul_(second).addcmul_(parameter.grad, parameter.grad, value=1 - second)
         root = (square + group["eps"]).sqrt_() if group["eps_inside_sqrt"] else square.sqrt().add_(group["eps"])
         direction = mean / root
         if group["weight_decay"]:
@@ -68,7 +77,8 @@ class Lamb(Optimizer):
         size = float(group["lr"])
         if group["bias_correction"]:
             size *= (1 - second**steps) ** 0.5 / (1 - first**steps)
-        weight, length = (whole(torch.linalg.vector_norm(each)) for each in (parameter, direction))
-        ratio = (weight / length).clamp(group["min_coeff"], group["max_coeff"])
-        ratio = torch.where((weight > 0) & (length > 0), ratio, torch.ones_like(ratio))
+        weight_norm = whole(torch.linalg.vector_norm(parameter))
+        direction_norm = whole(torch.linalg.vector_norm(direction))
+        ratio = (weight_norm / direction_norm).clamp(group["min_coeff"], group["max_coeff"])
+        ratio = torch.where((weight_norm > 0) & (direction_norm > 0), ratio, torch.ones_like(ratio))
         parameter.sub_(direction * float(ratio * size))

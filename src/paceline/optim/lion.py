@@ -5,10 +5,12 @@ Source: Chen et al., "Symbolic Discovery of Optimization Algorithms", NeurIPS 20
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import ClassVar
 
 import torch
 from torch.optim import Optimizer
+from torch.optim.optimizer import ParamsT
 
 
 class Lion(Optimizer):
@@ -21,16 +23,20 @@ class Lion(Optimizer):
         weight_decay: decoupled, times `lr`.
     """
 
+    elementwise: ClassVar[bool] = True  # a plan may divide parameters by rows: no element looks at another
+
     def __init__(
-        self, params: Any, lr: float = 1e-3, betas: tuple[float, float] = (0.9, 0.99), weight_decay: float = 0.0
+        self, params: ParamsT, lr: float = 1e-3, betas: tuple[float, float] = (0.9, 0.99), weight_decay: float = 0.0
     ) -> None:
         super().__init__(params, dict(lr=lr, betas=tuple(betas), weight_decay=weight_decay))
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """One step."""
-        with torch.enable_grad():
-            loss = closure() if closure is not None else None
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
         for group in self.param_groups:
             first, second = group["betas"]
             for parameter in group["params"]:
@@ -39,9 +45,9 @@ class Lion(Optimizer):
                 state = self.state[parameter]
                 if not state:
                     state["exp_avg"] = torch.zeros_like(parameter)
-                parameter.mul_(1 - float(group["lr"]) * group["weight_decay"])
-                parameter.add_(
-                    torch.lerp(state["exp_avg"], parameter.grad, 1 - first).sign_(), alpha=-float(group["lr"])
-                )
+                rate = float(group["lr"])
+                direction = torch.lerp(state["exp_avg"], parameter.grad, 1 - first).sign_()
+                parameter.mul_(1 - rate * group["weight_decay"])
+                parameter.add_(direction, alpha=-rate)
                 state["exp_avg"].lerp_(parameter.grad, 1 - second)
         return loss

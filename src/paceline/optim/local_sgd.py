@@ -10,15 +10,30 @@ Less traffic for somewhat noisier training: Stich, "Local SGD Converges Fast and
 
 from __future__ import annotations
 
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from types import TracebackType
-from typing import Any, Self
+from typing import Literal, Protocol, Self
 
 import torch
+from torch import Tensor, nn
 
 from paceline.base.errors import ConfigError, PlanError
 from paceline.config.keywords import checked_keywords
+from paceline.optim.accumulate import Accumulation
 from paceline.world.sharded import is_sharded
+
+
+class _Accelerator(Protocol):
+    """What is used of an Accelerator; this package does not know the facade."""
+
+    gradients: Accumulation
+
+    @property
+    def num_processes(self) -> int: ...
+    @property
+    def sync_gradients(self) -> bool: ...
+    def no_sync(self, *models: nn.Module) -> AbstractContextManager[object]: ...
+    def reduce(self, tensor: list[Tensor], reduction: Literal["mean"]) -> list[Tensor]: ...
 
 
 @checked_keywords
@@ -26,8 +41,7 @@ class LocalSGD:
     """Averages parameters every `local_sgd_steps` optimizer steps instead of gradients at every one.
 
     Args:
-        accelerator: the run's Accelerator; of it are used `no_sync`, `reduce`, `sync_gradients`, `gradients`,
-            `num_processes`.
+        accelerator: the run's.
         model: a prepared model.
         local_sgd_steps: optimizer steps between two averages.
         enabled: False leaves the loop as it is without LocalSGD.
@@ -48,7 +62,7 @@ class LocalSGD:
                     local.step()
     """
 
-    def __init__(self, accelerator: Any, model: torch.nn.Module, local_sgd_steps: int, enabled: bool = True) -> None:
+    def __init__(self, accelerator: _Accelerator, model: nn.Module, local_sgd_steps: int, enabled: bool = True) -> None:
         if isinstance(local_sgd_steps, bool) or not isinstance(local_sgd_steps, int) or local_sgd_steps < 1:
             raise ConfigError(
                 "local-sgd-steps",
@@ -85,12 +99,12 @@ class LocalSGD:
         return self
 
     def step(self) -> None:
-        """Counts an optimizer step; call it after `optimizer.step()`. Calls within an accumulation window count not."""
+        """Counts an optimizer step; call it after `optimizer.step()`. Calls within an accumulation window do not count."""
         if not self.accelerator.sync_gradients:
             return
         self.steps += 1
         if self.enabled:
-            self.accelerator.gradients.apart = True
+            self.accelerator.gradients.mark_replicas(equal=False)
             if self.steps % self.local_sgd_steps == 0:
                 self._average()
 
@@ -108,4 +122,4 @@ class LocalSGD:
         means = self.accelerator.reduce([parameter.detach() for parameter in trained], reduction="mean")
         for parameter, mean in zip(trained, means, strict=True):
             parameter.copy_(mean)
-        self.accelerator.gradients.apart = False
+        self.accelerator.gradients.mark_replicas(equal=True)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import nullcontext
-from typing import Any
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Protocol
 
 import torch
 from torch.optim import Optimizer
@@ -13,6 +13,15 @@ from paceline.base.errors import TrainError
 from paceline.optim.accumulate import Accumulation
 from paceline.world import runtime
 from paceline.world.sharded import local
+
+
+class Scaler(Protocol):
+    """What is used of a loss scaler (`precision.scaler.LossScaler`)."""
+
+    @property
+    def loss_scale(self) -> float: ...
+    def unscale(self, optimizer: Optimizer) -> None: ...
+    def step(self, optimizer: Optimizer) -> bool: ...
 
 
 class PreparedOptimizer(Optimizer):
@@ -37,8 +46,8 @@ class PreparedOptimizer(Optimizer):
         self,
         optimizer: Optimizer,
         accumulation: Accumulation,
-        scaler: Any = None,
-        guard: Callable[[], Any] = nullcontext,
+        scaler: Scaler | None = None,
+        guard: Callable[[], AbstractContextManager[object]] = nullcontext,
     ) -> None:
         self.optimizer = optimizer
         self.step_was_skipped = False
@@ -47,8 +56,8 @@ class PreparedOptimizer(Optimizer):
         self._scaler = scaler
         self._guard = guard
         self._runtime = runtime.current()
-        self._settled = False
-        self._over = 0  # backward passes whose gradients were stepped or cleared
+        self._corrected = False
+        self._passes_done = 0  # backward passes whose gradients were stepped or cleared
 
     # The wrapped optimizer owns these; schedulers and users read and replace them here.
     param_groups = property(
@@ -58,11 +67,9 @@ class PreparedOptimizer(Optimizer):
     defaults = property(lambda self: self.optimizer.defaults, lambda self, v: setattr(self.optimizer, "defaults", v))
 
     def __getattr__(self, name: str) -> Any:
-        return (
-            getattr(self.__dict__["optimizer"], name)
-            if "optimizer" in self.__dict__
-            else object.__getattribute__(self, name)
-        )
+        if "optimizer" not in self.__dict__:  # not set yet: a copy is being made
+            raise AttributeError(name)
+        return getattr(self.__dict__["optimizer"], name)
 
     @property
     def loss_scale(self) -> float:
@@ -71,7 +78,7 @@ class PreparedOptimizer(Optimizer):
 
     cur_scale = loss_scale  # as scripts written for DeepSpeed read it
 
-    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """One optimizer step where the window ends; nothing in between.
 
         Args:
@@ -85,9 +92,9 @@ class PreparedOptimizer(Optimizer):
             return self._search(closure)
         if not self._accumulation.sync:
             return None
-        self.settle()
-        self._settled = False
-        self._over = self._accumulation.passes
+        self.correct_gradients()
+        self._corrected = False
+        self._passes_done = self._accumulation.passes
         self.steps += 1
         result = None
         with self._guard():
@@ -98,7 +105,7 @@ class PreparedOptimizer(Optimizer):
         self._runtime.stepped(self, self._accumulation)
         return result
 
-    def _search(self, closure: Callable[[], Any]) -> Any:
+    def _search(self, closure: Callable[[], float]) -> float:
         why = []
         if self._scaler is not None:
             why.append("mixed_precision='fp16': whether a gradient overflowed is known only after the closure has run")
@@ -114,15 +121,15 @@ class PreparedOptimizer(Optimizer):
                 fix="compute one whole batch a step, in bf16 or float32; or call `step()` without a closure",
             )
 
-        def evaluate() -> Any:
-            self._settled = False
+        def evaluate() -> float:
+            self._corrected = False
             loss = closure()
-            self.settle()
+            self.correct_gradients()
             return self._accumulation.over_ranks(loss)
 
         self.steps += 1
         result = self.optimizer.step(evaluate)
-        self._settled = False
+        self._corrected = False
         self._runtime.stepped(self, self._accumulation)
         return result
 
@@ -130,34 +137,36 @@ class PreparedOptimizer(Optimizer):
         """Clears gradients where the window ends; nothing in between."""
         if self._accumulation.sync:
             self.optimizer.zero_grad(set_to_none)
-            self._settled = False
-            self._over = self._accumulation.passes
+            self._corrected = False
+            self._passes_done = self._accumulation.passes
 
     @property
     def stale(self) -> bool:
         """Whether its gradients, if there are any, have been stepped: a window has ended, and nothing came since."""
-        return self._accumulation.sync and self._over == self._accumulation.passes
+        return self._accumulation.sync and self._passes_done == self._accumulation.passes
 
     @property
     def pending(self) -> bool:
         """Whether a backward pass came since its last step whose gradients were not cleared either."""
-        return self._accumulation.passes > max(self._over, 0)
+        return self._accumulation.passes > max(self._passes_done, 0)
 
     def restart(self, steps: int) -> None:
         """After a load: goes on after so many steps, with gradients that were loaded too."""
-        self.steps, self._settled, self._over = steps, False, -1
+        self.steps = steps
+        self._corrected = False
+        self._passes_done = -1
         if steps:
             # torch's schedulers warn where they are stepped before their optimizer, which they ask for this mark. A run
             # that goes on at the end of an epoch steps them first, rightly.
             self.optimizer._opt_called = True  # type: ignore[attr-defined]
 
-    def settle(self) -> None:
+    def correct_gradients(self) -> None:
         """Multiplies the gradients by the window's correction, once; see `Accumulation`."""
-        if self._settled:
+        if self._corrected:
             return
         if not self._accumulation.began:
             self._check_backward()
-        self._settled = True
+        self._corrected = True
         factor = self._accumulation.correction()
         if factor != 1.0:
             gradients = [local(p.grad) for group in self.param_groups for p in group["params"] if p.grad is not None]
@@ -182,7 +191,7 @@ class PreparedOptimizer(Optimizer):
     def unscale(self) -> None:
         """Corrected and unscaled gradients, as clipping and logging need them; does nothing inside a window."""
         if self._accumulation.sync:
-            self.settle()
+            self.correct_gradients()
             if self._scaler is not None:
                 self._scaler.unscale(self.optimizer)
 

@@ -11,7 +11,7 @@ from itertools import combinations
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from paceline.base.errors import PrepareError, Problem
@@ -39,25 +39,31 @@ def shared_parameters(optimizers: Sequence[Optimizer], names: Mapping[int, tuple
         optimizers: those that are prepared together, and those that were before.
         names: see `parameter_names`.
     """
-    held = [{id(parameter) for group in each.param_groups for parameter in group["params"]} for each in optimizers]
-    found = []
-    for (one, first), (other, second) in combinations(zip(optimizers, held, strict=True), 2):
-        both = first & second
-        if both:
-            shown = sorted(names[key][1] for key in both if key in names)
-            listed = ", ".join(shown[:3]) + (", ..." if len(shown) > 3 else "")
-            found.append(
-                Problem(
-                    "optimizer-shared",
-                    f"{type(one).__name__} and {type(other).__name__} hold the same {len(both)} "
-                    f"parameter{'s' if len(both) > 1 else ''}" + (f": {listed}." if listed else "."),
-                    why="each would correct and unscale their gradients for itself, so they would be scaled twice, and a "
-                    "plan that divides states would keep them twice",
-                    fix="give each parameter to one optimizer (one may hold several parameter groups), or end with the "
-                    "first before the second is prepared: `accelerator.clear()`",
-                )
+    problems: list[Problem] = []
+    for first, second in combinations(optimizers, 2):
+        shared = set(map(id, _parameters(first))) & set(map(id, _parameters(second)))
+        if not shared:
+            continue
+        shown = sorted(names[key][1] for key in shared if key in names)
+        listed = "."
+        if shown:
+            listed = f": {', '.join(shown[:3])}{', ...' if len(shown) > 3 else ''}."
+        problems.append(
+            Problem(
+                "optimizer-shared",
+                f"{type(first).__name__} and {type(second).__name__} hold the same {len(shared)} "
+                f"parameter{'s' if len(shared) > 1 else ''}{listed}",
+                why="each would correct and unscale their gradients for itself, so they would be scaled twice, and a "
+                "plan that divides states would keep them twice",
+                fix="give each parameter to one optimizer (one may hold several parameter groups), or end with the "
+                "first before the second is prepared: `accelerator.clear()`",
             )
-    return found
+        )
+    return problems
+
+
+def _parameters(optimizer: Optimizer) -> list[Tensor]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
 def rebind(
@@ -65,7 +71,7 @@ def rebind(
     before: Mapping[int, tuple[int, str]],
     after: list[nn.Module],
     tied: Sequence[Sequence[Sequence[str]]] | None = None,
-) -> dict[torch.Tensor, str]:
+) -> dict[Tensor, str]:
     """Puts the prepared parameters in the place of those that the optimizer was built with.
 
     Args:
@@ -83,18 +89,20 @@ def rebind(
             of them is trained, `optimizer-started` where parameters were replaced but it holds states of the old ones.
     """
     current = [dict(model.named_parameters()) for model in after]
-    names: dict[torch.Tensor, str] = {}
-    replaced = foreign = 0
+    names: dict[Tensor, str] = {}
+    replaced = 0
+    foreign = 0
     if tied is not None:
-        before = _held(optimizer, before, current, tied)
+        before = _without_other_stages(optimizer, before, current, tied)
     for group in optimizer.param_groups:
         for place, old in enumerate(group["params"]):
             key = before.get(id(old))
             if key is None:
                 foreign += 1
                 continue
-            new = current[key[0]][key[1]]
-            names[new] = key[1] if len(after) == 1 else f"{key[0]}.{key[1]}"
+            number, name = key
+            new = current[number][name]
+            names[new] = name if len(after) == 1 else f"{number}.{name}"
             if new is not old:
                 replaced += 1
                 group["params"][place] = new
@@ -104,25 +112,25 @@ def rebind(
     return names
 
 
-def _held(
+def _without_other_stages(
     optimizer: Optimizer,
     before: Mapping[int, tuple[int, str]],
-    current: Sequence[Mapping[str, torch.Tensor]],
+    current: Sequence[Mapping[str, Tensor]],
     tied: Sequence[Sequence[Sequence[str]]],
 ) -> dict[int, tuple[int, str]]:
     """Takes parameters that this rank does not hold out of the optimizer; a tied one goes by a name that is here."""
-    found = {}
+    here: dict[int, tuple[int, str]] = {}
     for key, (number, name) in before.items():
         names = next((group for group in tied[number] if name in group), [name])
-        here = next((each for each in names if each in current[number]), None)
-        if here is not None:
-            found[key] = (number, here)
+        names_here = [alias for alias in names if alias in current[number]]
+        if names_here:
+            here[key] = (number, names_here[0])
     for group in optimizer.param_groups:
-        group["params"] = [old for old in group["params"] if id(old) in found or id(old) not in before]
-    return found
+        group["params"] = [old for old in group["params"] if id(old) in here or id(old) not in before]
+    return here
 
 
-def _check(optimizer: Optimizer, names: Mapping[torch.Tensor, str], replaced: int, foreign: int) -> None:
+def _check(optimizer: Optimizer, names: Mapping[Tensor, str], replaced: int, foreign: int) -> None:
     kind = type(optimizer).__name__
     if foreign:
         raise PrepareError(
@@ -144,21 +152,22 @@ def _check(optimizer: Optimizer, names: Mapping[torch.Tensor, str], replaced: in
 
 def started_optimizers(optimizers: Iterable[Optimizer], replaced: Container[int]) -> list[Problem]:
     """A problem for each optimizer that holds states of parameters (ids) which the plan will replace."""
-    found = []
+    problems = []
     for optimizer in optimizers:
-        own = sum(id(parameter) in replaced for group in optimizer.param_groups for parameter in group["params"])
-        if own and not _untouched(optimizer):
-            found.append(_started(optimizer, own))
-    return found
+        count = sum(id(parameter) in replaced for parameter in _parameters(optimizer))
+        if count and not _untouched(optimizer):
+            problems.append(_started(optimizer, count))
+    return problems
 
 
 def _untouched(optimizer: Optimizer) -> bool:
     """Whether it has not stepped yet; Adagrad makes its states when it is built."""
-    made = type(optimizer) is torch.optim.Adagrad
-    return all(made and float(state["step"]) == 0 for state in optimizer.state.values())
+    if type(optimizer) is not torch.optim.Adagrad:
+        return not optimizer.state
+    return all(float(state["step"]) == 0 for state in optimizer.state.values())
 
 
-def _carry(optimizer: Optimizer, group: Mapping[str, Any], old: torch.Tensor, new: torch.Tensor) -> None:
+def _carry(optimizer: Optimizer, group: Mapping[str, Any], old: Tensor, new: Tensor) -> None:
     """Makes Adagrad's first state anew for the parameter that took the place of `old`."""
     if old in optimizer.state and _untouched(optimizer):
         first = torch.full_like(new.detach(), group["initial_accumulator_value"])
@@ -180,25 +189,27 @@ def choose_fused(optimizer: Optimizer, sparse: bool) -> Decision | None:
     Only where the user left the choice open. On accelerators torch chooses well by itself, unless some parameters are
     divided otherwise than others: no kernel takes such a mixture, so each parameter is stepped by itself.
     """
-    if type(optimizer).__module__.split(".")[0] != "torch" or type(optimizer).__name__ not in _FUSED or sparse:
+    name = type(optimizer).__name__
+    if type(optimizer).__module__.split(".")[0] != "torch" or name not in _FUSED or sparse:
         return None
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    meshes = {parameter.device_mesh if is_sharded(parameter) else None for parameter in parameters}
-    on_cpu = all(parameter.device.type == "cpu" for parameter in parameters)
-    plain = all(p.is_floating_point() and (is_plain(p) or is_sharded(p)) for p in parameters)
-    open_ = all(
+    is_open = all(
         group.get("fused", False) is None and group.get("foreach") is None and not group.get("differentiable")
         for group in optimizer.param_groups
     )
-    if not (open_ and plain) or optimizer.state or on_cpu is (len(meshes) > 1):
+    parameters = _parameters(optimizer)
+    are_plain = all(p.is_floating_point() and (is_plain(p) or is_sharded(p)) for p in parameters)
+    if not is_open or not are_plain or optimizer.state:
         return None
-    name = type(optimizer).__name__
-    if not on_cpu:
+    meshes = {parameter.device_mesh if is_sharded(parameter) else None for parameter in parameters}
+    is_on_cpu = all(parameter.device.type == "cpu" for parameter in parameters)
+    if not is_on_cpu and len(meshes) > 1:
         for group in optimizer.param_groups:
             group["foreach"] = False
         reason = f"its parameters are divided in {len(meshes)} ways, and no kernel takes a mixture"
         return Decision(f"optimizer.{name}.foreach", False, "derived", reason=reason)
-    if any(isinstance(group["lr"], torch.Tensor) for group in optimizer.param_groups):
+    if not is_on_cpu or len(meshes) > 1:
+        return None
+    if any(isinstance(group["lr"], Tensor) for group in optimizer.param_groups):
         return None
     if meshes != {None} and name not in _FUSED_DIVIDED:
         return None
@@ -206,12 +217,11 @@ def choose_fused(optimizer: Optimizer, sparse: bool) -> Decision | None:
         group["fused"] = True
     if name == "SGD":
         optimizer.register_step_pre_hook(_plain_where_one_begins_late)
-    return Decision(
-        f"optimizer.{name}.fused", True, "derived", reason="on the CPU one kernel is faster than torch's loop"
-    )
+    reason = "on the CPU one kernel is faster than torch's loop"
+    return Decision(f"optimizer.{name}.fused", True, "derived", reason=reason)
 
 
-def _plain_where_one_begins_late(optimizer: Optimizer, *_: Any) -> None:
+def _plain_where_one_begins_late(optimizer: Optimizer, *_: object) -> None:
     """torch's fused SGD refuses a parameter without momentum beside others with one: its first gradient came later."""
     for group in optimizer.param_groups:
         if group["fused"] and group["momentum"]:

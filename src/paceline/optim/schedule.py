@@ -3,12 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Protocol
 
 from paceline.base.log import warn_once
 from paceline.optim.accumulate import Accumulation
+from paceline.optim.optimizer import PreparedOptimizer
 
 _LENGTHS = ("total_steps", "T_max", "total_iters", "T_0")
+
+
+class Scheduler(Protocol):
+    """What a learning-rate scheduler has: torch's, or anybody's."""
+
+    def step(self, *args: object, **kwargs: object) -> object: ...
+    def state_dict(self) -> dict[str, Any]: ...
+    def load_state_dict(self, state_dict: Any) -> None: ...
 
 
 class PreparedScheduler:
@@ -22,12 +31,14 @@ class PreparedScheduler:
         accumulation: knows whether the window ends.
     """
 
-    def __init__(self, scheduler: Any, optimizers: Sequence[Any], accumulation: Accumulation) -> None:
+    def __init__(
+        self, scheduler: Scheduler, optimizers: Sequence[PreparedOptimizer], accumulation: Accumulation
+    ) -> None:
         self.scheduler = scheduler
         self.optimizers = list(optimizers)
         self._accumulation = accumulation
 
-    def step(self, *args: Any, **kwargs: Any) -> None:
+    def step(self, *args: object, **kwargs: object) -> None:
         """One scheduler step, where an optimizer step was taken."""
         if self._accumulation.sync and not any(optimizer.step_was_skipped for optimizer in self.optimizers):
             self.scheduler.step(*args, **kwargs)
@@ -46,36 +57,36 @@ class PreparedScheduler:
         self.scheduler.load_state_dict(state_dict)
 
 
-def is_scheduler(value: Any) -> bool:
+def is_scheduler(value: object) -> bool:
     """Whether a value behaves as a learning-rate scheduler: it steps, it saves, and it knows an optimizer."""
-    return all(hasattr(value, name) for name in ("step", "state_dict", "load_state_dict", "optimizer")) and not hasattr(
-        value, "param_groups"
-    )
+    has_all = all(hasattr(value, name) for name in ("step", "state_dict", "load_state_dict", "optimizer"))
+    return has_all and not hasattr(value, "param_groups")
 
 
-def compare_lengths(scheduler: Any, before: Sequence[int], after: Sequence[int], steps: int, width: int) -> None:
+def compare_lengths(scheduler: Scheduler, epochs: Sequence[tuple[int, int]], steps: int, width: int) -> None:
     """Says once where a schedule was counted in one process's batches, but the run takes fewer steps.
 
     Args:
         scheduler: the user's.
-        before, after: batches in each loader's epoch before and after `prepare`.
+        epochs: batches in each loader's epoch, before and after `prepare`.
         steps: micro-batches in an optimizer step.
         width: ranks that read different samples.
     """
-    length = next(
-        (getattr(scheduler, name) for name in _LENGTHS if isinstance(getattr(scheduler, name, None), int)), None
-    )
-    if length is None:
+    lengths = [getattr(scheduler, name, None) for name in _LENGTHS]
+    whole_lengths = [length for length in lengths if isinstance(length, int)]
+    if not whole_lengths:
         return
-    for old, new in zip(before, after, strict=True):
-        taken = -(-new // steps)
-        if old and length % old == 0 and taken != old:
-            epochs = length // old
+    length = whole_lengths[0]
+    for batches_before, batches in epochs:
+        steps_per_epoch = -(-batches // steps)
+        if batches_before and length % batches_before == 0 and steps_per_epoch != batches_before:
+            count = length // batches_before
+            taken = count * steps_per_epoch
             warn_once(
                 "optim",
-                f"{type(scheduler).__name__} is {length} steps long ({epochs} x {old} batches), but {epochs} "
-                f"epoch{'s' if epochs > 1 else ''} will take {epochs * taken} optimizer steps "
+                f"{type(scheduler).__name__} is {length} steps long ({count} x {batches_before} batches), but {count} "
+                f"epoch{'s' if count > 1 else ''} will take {taken} optimizer steps "
                 f"({width} processes, {steps} micro-batches a step). A scheduler step is an optimizer step: build the schedule "
-                f"for {epochs * taken} steps, with `len(prepared_loader)`.",
+                f"for {taken} steps, with `len(prepared_loader)`.",
             )
             return

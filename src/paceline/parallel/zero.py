@@ -38,7 +38,8 @@ from paceline.world.pending_gradients import PendingGradients
 from paceline.world.sharded import divide
 
 _optim = torch.optim
-_BY_ELEMENT = (
+# torch's do not say it themselves. Any other class does by `elementwise = True` in its own body: a subclass may step otherwise.
+_ELEMENTWISE_OF_TORCH = (
     _optim.SGD, _optim.Adam, _optim.AdamW, _optim.Adagrad, _optim.Adadelta, _optim.Adamax, _optim.RMSprop,
     _optim.NAdam, _optim.RAdam, _optim.ASGD, _optim.Rprop,
 )  # fmt: skip
@@ -51,7 +52,7 @@ class ZeroOptions:
     divide: str = option(
         "auto",
         one_of("auto", "rows", "parameters"),
-        "What a rank steps: rows of each parameter, or whole parameters; auto: rows for torch's elementwise optimizers.",
+        "What a rank steps: rows of each parameter, or whole parameters; auto: rows for elementwise optimizers.",
     )
     bucket_cap_mb: float = option(25, positive(), "Small tensors travel together, up to this many MiB.")
     broadcast_buffers: bool = option(
@@ -202,9 +203,10 @@ def _divided_by(optimizer: Optimizer, options: ZeroOptions, facts: ModelFacts) -
         return options.divide, f"zero.divide={options.divide}"
     if facts.sparse:
         return "parameters", "a sparse gradient has no rows to divide"
-    if type(optimizer) in _BY_ELEMENT:
+    kind = type(optimizer)
+    if kind in _ELEMENTWISE_OF_TORCH or vars(kind).get("elementwise"):
         return "rows", "it treats each element by itself"
-    return "parameters", "it may look at a whole parameter, as it is none of torch's elementwise optimizers"
+    return "parameters", "it may look at a whole parameter, as it does not say that it is elementwise"
 
 
 STRATEGY = Zero()

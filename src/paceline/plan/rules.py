@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 
 from paceline.base.errors import Problem
+from paceline.config.settings import PRECISIONS
 from paceline.plan.facts import ModelFacts
 from paceline.plan.plan import Plan
 from paceline.world.layout import AXES
-
-PRECISIONS = ("no", "bf16", "fp16")
 
 
 def origin(plan: Plan, field: str) -> str:
@@ -37,15 +36,16 @@ def size_matches(plan: Plan, world_size: int) -> list[Problem]:
 
 
 def precision_known(plan: Plan, world_size: int) -> list[Problem]:
-    """The precision is a row of the table."""
-    if plan.precision in PRECISIONS:
+    """The precision is registered."""
+    known = PRECISIONS.names()
+    if plan.precision in known:
         return []
     return [
         Problem(
             "plan-precision",
             f"there is no precision called {plan.precision!r}.",
             why=origin(plan, "mixed_precision"),
-            fix=f"use one of {', '.join(PRECISIONS)}",
+            fix=f"use one of {', '.join(known)}",
         )
     ]
 

@@ -37,7 +37,7 @@ from paceline.planner.loopback import LoopbackCollectives
 from paceline.planner.operation_trace import OperationTrace, Traffic
 from paceline.torch_internals import fake, imaginary
 from paceline.world import runtime
-from paceline.world.runtime import Prepared, Runtime, Window
+from paceline.world.runtime import PreparedRun, Runtime, Window
 from paceline.world.tree import tensors
 from paceline.world.world import World
 
@@ -273,18 +273,18 @@ class RehearsalRuntime(Runtime):
 
     # -- what happens in the run -----------------------------------------------------------------------------
 
-    def preparing(self, prepared: Prepared, models: Sequence[nn.Module]) -> None:
+    def preparing(self, run: PreparedRun, models: Sequence[nn.Module]) -> None:
         """Takes their values from the models; from here on everything large is fake."""
         for model in models:
             self._trace.fake_module(model)
-        if prepared.plan.layout.pp > 1 or "pp" in prepared.plan.open:
+        if run.plan.layout.pp > 1 or "pp" in run.plan.open:
             self._stack.enter_context(imaginary.without_stage_messages())
         self._trace.fakes_everywhere = True
 
-    def prepared(self, prepared: Prepared) -> None:
+    def prepared(self, run: PreparedRun) -> None:
         """Notes the plan, and which memory holds parameters."""
-        self.plan = prepared.plan
-        for model in prepared.models:
+        self.plan = run.plan
+        for model in run.prepared.models:
             self._facts[id(model)] = model.facts
             self._modules.append(model.module)
             if isinstance(model.wrapped, DistributedDataParallel):

@@ -45,11 +45,13 @@ class Growth:
     consecutive_hysteresis: bool = False
     min_scale: float = 0.0
     scale: float = field(init=False)
-    _good: int = field(init=False)  # good steps in a row
-    _left: int = field(init=False)  # overflows until it falls
+    _good_steps: int = field(init=False)  # in a row
+    _overflows_left: int = field(init=False)  # until it falls
 
     def __post_init__(self) -> None:
-        self.scale, self._good, self._left = float(self.init_scale), -self.growth_delay, self.hysteresis
+        self.scale = float(self.init_scale)
+        self._good_steps = -self.growth_delay
+        self._overflows_left = self.hysteresis
 
     @classmethod
     def of(cls, options: Mapping[str, Any]) -> Growth:
@@ -58,17 +60,14 @@ class Growth:
         Raises:
             ConfigError: `scaler-option`, for names that are not known and numbers that cannot work; all at once.
         """
-        known = {each.name: each.default for each in fields(cls) if each.init}
-        names = (*known, "enabled", "bad_loss")
-        found = [
-            Problem(
-                "scaler-option",
-                f"the loss scaler has no option {name!r}.",
-                f"options: {', '.join(names)}",
-                f"write {close!r}" if (close := nearest(name, names)) else "use one of these, or leave it out",
-            )
-            for name in sorted(options.keys() - known.keys())
-        ]
+        defaults = {option.name: option.default for option in fields(cls) if option.init}
+        names = (*defaults, "enabled", "bad_loss")
+        problems: list[Problem] = []
+        for name in sorted(options.keys() - defaults.keys()):
+            close = nearest(name, names)
+            fix = f"write {close!r}" if close else "use one of these, or leave it out"
+            what = f"the loss scaler has no option {name!r}."
+            problems.append(Problem("scaler-option", what, f"options: {', '.join(names)}", fix))
         bounds = {
             "init_scale": (0.0, _LARGEST),
             "growth_factor": (1.0, _LARGEST),
@@ -79,38 +78,38 @@ class Growth:
             "min_scale": (0.0, _LARGEST),
         }
         for name, (low, high) in bounds.items():
-            value = options.get(name, known[name])
+            value = options.get(name, defaults[name])
             is_number = isinstance(value, int | float) and not isinstance(value, bool)
             if not is_number or not low <= value <= high or (name == "init_scale" and value == 0):
                 why = f"it goes from {low} to {high}" + (", 0 excluded" if name == "init_scale" else "")
-                fix = f"leave it out for {known[name]}"
-                found.append(Problem("scaler-option", f"scaler option {name}={value!r} cannot work.", why, fix))
-        if found:
-            raise ConfigError.of(found)
+                fix = f"leave it out for {defaults[name]}"
+                problems.append(Problem("scaler-option", f"scaler option {name}={value!r} cannot work.", why, fix))
+        if problems:
+            raise ConfigError.of(problems)
         return cls(**options)
 
     @property
     def exhausted(self) -> bool:
         """Whether one more overflow would need a scale below the minimum."""
-        return self.min_scale > 0 and self.scale <= self.min_scale and self._left <= 1
+        return self.min_scale > 0 and self.scale <= self.min_scale and self._overflows_left <= 1
 
     def update(self, overflow: bool) -> None:
         """Moves on by one step."""
         if overflow:
-            if self._left <= 1:
+            if self._overflows_left <= 1:
                 self.scale = max(self.scale * self.backoff_factor, self.min_scale)
             else:
-                self._left -= 1
-            self._good = -self.growth_delay
+                self._overflows_left -= 1
+            self._good_steps = -self.growth_delay
             return
-        self._good += 1
-        if self._good == self.growth_interval:
-            self._good = 0
-            self._left = self.hysteresis
+        self._good_steps += 1
+        if self._good_steps == self.growth_interval:
+            self._good_steps = 0
+            self._overflows_left = self.hysteresis
             if self.scale * self.growth_factor <= _LARGEST:
                 self.scale *= self.growth_factor
         elif self.consecutive_hysteresis:
-            self._left = self.hysteresis
+            self._overflows_left = self.hysteresis
 
     def state_dict(self) -> dict[str, Any]:
         """In the words of `torch.amp.GradScaler`, which can load it."""
@@ -119,13 +118,15 @@ class Growth:
             "growth_factor": self.growth_factor,
             "backoff_factor": self.backoff_factor,
             "growth_interval": self.growth_interval,
-            "_growth_tracker": self._good,
-            "_hysteresis": self._left,
+            "_growth_tracker": self._good_steps,
+            "_hysteresis": self._overflows_left,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Puts back what `state_dict`, or torch's, gave."""
-        self.scale, self._good = float(state["scale"]), int(state["_growth_tracker"])
-        self.growth_factor, self.backoff_factor = state["growth_factor"], state["backoff_factor"]
+        self.scale = float(state["scale"])
+        self._good_steps = int(state["_growth_tracker"])
+        self.growth_factor = state["growth_factor"]
+        self.backoff_factor = state["backoff_factor"]
         self.growth_interval = state["growth_interval"]
-        self._left = state.get("_hysteresis", self.hysteresis)
+        self._overflows_left = state.get("_hysteresis", self.hysteresis)

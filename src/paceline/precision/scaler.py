@@ -13,26 +13,31 @@ from copy import copy
 from typing import Any
 
 import torch
+from torch import Tensor
+from torch.optim import Optimizer
 
 from paceline.base.errors import ConfigError, TrainError
 from paceline.precision.scale import Growth
+from paceline.world.collectives import Collectives
 from paceline.world.sharded import local
 
 
 class _PartScaler(torch.amp.GradScaler):
     """Unscales this rank's parts of divided gradients: torch's own refuses them beside plain ones, or of two meshes."""
 
-    def _unscale_grads_(self, optimizer: Any, inv_scale: Any, found_inf: Any, allow_fp16: bool) -> Any:
+    def _unscale_grads_(
+        self, optimizer: Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
+    ) -> dict[torch.device, Tensor]:
         parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
         parts = type("Parts", (), {"param_groups": [{"params": [_part(p) for p in parameters]}]})
         return super()._unscale_grads_(parts, inv_scale, found_inf, allow_fp16)  # type: ignore[arg-type]
 
 
-def _part(parameter: torch.Tensor) -> torch.Tensor:
+def _part(parameter: Tensor) -> Tensor:
     """A tensor whose gradient is this rank's part of the parameter's; the parameter itself where it is not divided."""
     if local(parameter) is parameter:
         return parameter
-    part = local(parameter).detach()
+    part: Tensor = local(parameter).detach()
     part.grad = local(parameter.grad)
     return part
 
@@ -43,14 +48,14 @@ class LossScaler:
     Args:
         device: where the model computes.
         collectives: agrees over ranks, at skipped steps only, on why.
-        agree: whether ranks see different gradients, and so must agree on overflows (parameters are divided).
+        is_divided: whether ranks see different gradients, and so must agree on overflows; asked at each step.
+        named_parameters: gives names and parameters of the prepared models, for errors.
         enabled: False leaves losses and gradients alone.
         bad_loss: "raise" ends the run where the loss itself is not finite; "skip" skips that step like any overflow.
         options: how the scale moves; see `Growth`.
 
     Attributes:
         growth: where the scale goes.
-        named: names and parameters of the prepared models, for errors.
 
     Raises:
         ConfigError: `scaler-option`.
@@ -59,26 +64,30 @@ class LossScaler:
     def __init__(
         self,
         device: torch.device,
-        collectives: Any,
-        agree: bool = False,
+        collectives: Collectives,
+        is_divided: Callable[[], bool] = lambda: False,
+        named_parameters: Callable[[], Iterable[tuple[str, Tensor]]] = lambda: (),
+        *,
         enabled: bool = True,
         bad_loss: str = "raise",
-        **options: Any,
+        **options: float,
     ) -> None:
         if bad_loss not in ("raise", "skip"):
             fix = "write 'raise' or 'skip'"
             raise ConfigError("scaler-option", f"scaler option bad_loss={bad_loss!r} means nothing.", fix=fix)
-        self.agree = agree
         self.growth = Growth.of(options)
-        self.named: Callable[[], Iterable[tuple[str, torch.Tensor]]] = lambda: ()
+        self._is_divided = is_divided
+        self._named_parameters = named_parameters
         self._device = device
         self.grad_scaler = _PartScaler(device.type, init_scale=self.growth.scale, enabled=enabled)
         self._collectives = collectives
         self._raises = bad_loss == "raise"
-        self._loss: torch.Tensor | None = None
+        self._loss: Tensor | None = None
         self._unscaled: set[int] = set()
-        self._stepped = self._overflow = False
-        self._steps = self._since = 0  # steps so far, and good ones before the overflows that go on
+        self._stepped = False
+        self._overflow = False
+        self._steps = 0
+        self._last_good_step = 0  # before the overflows that go on
 
     @property
     def loss_scale(self) -> float:
@@ -98,41 +107,42 @@ class LossScaler:
         if self._stepped:
             self._steps += 1
             if not self._overflow:
-                self._since = self._steps
+                self._last_good_step = self._steps
             self.growth.update(self._overflow)
             self.grad_scaler.update(self.growth.scale)
-            self._stepped = self._overflow = False
+            self._stepped = False
+            self._overflow = False
             self._unscaled.clear()
 
-    def scale(self, loss: torch.Tensor) -> torch.Tensor:
+    def scale(self, loss: Tensor) -> Tensor:
         """The loss times the scale."""
         self._loss = loss.detach()
         return self.grad_scaler.scale(loss)
 
-    def watch(self, loss: torch.Tensor) -> None:
+    def watch(self, loss: Tensor) -> None:
         """Remembers a loss that was scaled elsewhere, for the error that explains why it is not finite."""
         self._loss = loss
 
-    def unscale(self, optimizer: torch.optim.Optimizer) -> None:
+    def unscale(self, optimizer: Optimizer) -> None:
         """Divides the optimizer's gradients by the scale, once for each step."""
         if id(optimizer) not in self._unscaled:
             self._unscaled.add(id(optimizer))
             self.grad_scaler.unscale_(optimizer)
-            if self.agree:
-                self._agree(optimizer)
+            if self._is_divided():
+                self._agree_on_overflow(optimizer)
 
-    def _agree(self, optimizer: torch.optim.Optimizer) -> None:
+    def _agree_on_overflow(self, optimizer: Optimizer) -> None:
         """What overflowed on one rank did so on all; a rank that holds none of the optimizer's parameters counts too."""
-        found = self.grad_scaler._found_inf_per_device(optimizer)
-        flags = [flag.detach().reshape(()) for flag in found.values()]
+        overflow_by_device = self.grad_scaler._found_inf_per_device(optimizer)
+        flags = [flag.detach().reshape(()) for flag in overflow_by_device.values()]
         worst = torch.stack(flags).max() if flags else torch.zeros((), device=self._device)
         worst = self._collectives.reduce(worst).clamp_(max=1.0)
-        for flag in found.values():
+        for flag in overflow_by_device.values():
             flag.copy_(worst.view_as(flag))
-        if not found:
+        if not overflow_by_device:
             self.grad_scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"] = {self._device: worst}
 
-    def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> bool:
+    def step(self, optimizer: Optimizer) -> bool:
         """Steps the optimizer unless a gradient overflowed.
 
         Returns:
@@ -143,19 +153,19 @@ class LossScaler:
                 scale cannot fall any further.
         """
         self.unscale(optimizer)
-        found = self.grad_scaler._found_inf_per_device(optimizer)
-        self.grad_scaler.step(optimizer, *args, **kwargs)
+        overflow_by_device = self.grad_scaler._found_inf_per_device(optimizer)
+        self.grad_scaler.step(optimizer)
         self._stepped = True
-        skipped = any(bool(flag) for flag in found.values())
+        skipped = any(bool(flag) for flag in overflow_by_device.values())
         self._overflow |= skipped
         if skipped and (self._raises or self.growth.exhausted):
             self._explain()
         return skipped
 
     def _explain(self) -> None:
-        bad = self._loss is not None and not bool(torch.isfinite(self._loss).all())
-        bad = self._collectives.any(bad)
-        if bad and self._raises:
+        bad_here = self._loss is not None and not bool(torch.isfinite(self._loss).all())
+        bad_loss = self._collectives.any(bad_here)
+        if bad_loss and self._raises:
             raise TrainError(
                 "fp16-loss",
                 "the loss is not a finite number, so its gradients are not either.",
@@ -165,10 +175,14 @@ class LossScaler:
                 "weights are those of the last good step, and saved checkpoints are untouched",
             )
         if self.growth.exhausted:
-            why = [f"every step since number {self._since + 1} overflowed, this one is number {self._steps + 1}"]
-            why += ["the loss itself is not finite, which no scale can mend"] if bad else []
-            first = next((each for each in self._collectives.gather_object(self._first_bad()) if each), None)
-            why += [f"the first gradient that is not finite: {first}"] if first else []
+            why = [
+                f"every step since number {self._last_good_step + 1} overflowed, this one is number {self._steps + 1}"
+            ]
+            if bad_loss:
+                why.append("the loss itself is not finite, which no scale can mend")
+            bad_gradients = list(filter(None, self._collectives.gather_object(self._first_bad())))
+            if bad_gradients:
+                why.append(f"the first gradient that is not finite: {bad_gradients[0]}")
             raise TrainError(
                 "fp16-minimum",
                 f"gradients overflow at the smallest loss scale that is allowed, {self.growth.scale:g}.",
@@ -179,7 +193,7 @@ class LossScaler:
 
     def _first_bad(self) -> str | None:
         """Name of this rank's first parameter with a gradient that is not finite."""
-        for name, parameter in self.named():
+        for name, parameter in self._named_parameters():
             if parameter.grad is not None and not bool(torch.isfinite(local(parameter.grad)).all()):
                 return f"{name} (rank {self._collectives.world.rank})"
         return None

@@ -70,7 +70,7 @@ class Participant:
         """Whether there is more than one process."""
         return self.world.size > 1
 
-    def print(self, *args: Any, **kwargs: Any) -> None:
+    def print(self, *args: object, **kwargs: Any) -> None:
         """Prints on the first process of each host."""
         if self.world.is_local_main:
             print(*args, **kwargs)
@@ -199,6 +199,6 @@ def split_part(inputs: Any, rank: int, size: int, pad: bool = False) -> Any:
     return inputs[rows] if hasattr(inputs, "shape") else [inputs[row] for row in rows]
 
 
-def _parts(value: Any) -> bool:
+def _parts(value: object) -> bool:
     """Whether a value has elements to share out: text is one thing."""
     return hasattr(value, "__len__") and not isinstance(value, (str, bytes)) and getattr(value, "ndim", 1) > 0

@@ -24,16 +24,16 @@ if TYPE_CHECKING:
     from paceline.world.collectives import Collectives
 
 
-class Prepared(Protocol):
-    """What was prepared so far, as `Preparation` shows it."""
+class PreparedRun(Protocol):
+    """A run and what it has prepared, as `paceline.run.Run` shows it."""
 
     @property
     def plan(self) -> Any:
         """The plan of the models prepared last."""
 
     @property
-    def models(self) -> Sequence[Any]:
-        """The prepared models."""
+    def prepared(self) -> Any:
+        """What was prepared; its `models` are the prepared models."""
 
 
 class Window(Protocol):
@@ -86,10 +86,10 @@ class Runtime:
 
     # -- what happens in the run -----------------------------------------------------------------------------
 
-    def preparing(self, prepared: Prepared, models: Sequence[nn.Module]) -> None:
+    def preparing(self, run: PreparedRun, models: Sequence[nn.Module]) -> None:
         """Called with the models that were given to `prepare`, before anything is done to them."""
 
-    def prepared(self, prepared: Prepared) -> None:
+    def prepared(self, run: PreparedRun) -> None:
         """Called after models were prepared."""
 
     def batches(self, steps: Iterator[Any]) -> Iterator[Any]:

@@ -83,7 +83,7 @@ def test_options_of_replicate_are_checked_before_a_model_is_touched(options, cod
 def test_backward_under_a_pipeline_names_what_works():
     accelerator = Accelerator(cpu=True)
     accelerator.prepare(nn.Linear(1, 1))
-    accelerator._prepared.models[0].chain.runner = object()
+    accelerator.run.prepared.models[0].chain.runner = object()
     with pytest.raises(PlanError, match=r"\[backward-pipeline\]"):
         accelerator.backward(torch.zeros(()))
 
@@ -202,7 +202,7 @@ def test_forgetting_releases_everything(parts):
     accelerator = Accelerator(cpu=True)
     model, optimizer, loader = accelerator.prepare(*parts)
     assert accelerator.free_memory(model, optimizer, loader) == [None] * 3
-    assert not accelerator._prepared.models and not accelerator._prepared.optimizers
+    assert not accelerator.run.prepared.models and not accelerator.run.prepared.optimizers
 
 
 def test_clipping_inside_a_window_does_nothing(parts):

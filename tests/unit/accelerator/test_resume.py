@@ -13,6 +13,7 @@ from paceline import Accelerator
 from paceline.base.errors import CheckpointError
 from paceline.base.exits import PREEMPTED
 from paceline.data.active import ActiveLoaders
+from paceline.world.events import Events
 
 ROWS, BATCH, EPOCHS = 12, 3, 3
 STEPS = ROWS // BATCH
@@ -239,8 +240,12 @@ def test_between_two_batches():
         def __init__(self):
             self.trains = False
 
-    active, asked = ActiveLoaders(), []
-    active.between = lambda: asked.append(1)
+        def train(self):
+            self.trains = True
+
+    events, asked = Events(), []
+    active = ActiveLoaders(events)
+    events.between_batches.subscribe(lambda: asked.append(1))
     outer, inner = Loop(), Loop()
 
     def asks(loader):

@@ -4,9 +4,11 @@ import pytest
 import torch
 from torch import nn
 
+from paceline.data.active import ActiveLoaders
 from paceline.observe.clock import HostClock
 from paceline.observe.phases import NAMES, Phases
 from paceline.observe.wall_clock import WallClock
+from paceline.world.events import Events
 
 
 class Hand(HostClock):
@@ -132,7 +134,9 @@ def test_calls_of_a_model_are_forward_and_what_follows_its_backward_is_reduce():
 
 
 def test_waiting_for_a_batch_is_data_and_the_source_is_closed():
-    phases, closed = Phases(), []
+    phases, closed, events = Phases(), [], Events()
+    events.phase.subscribe(lambda name, loss: phases.during(name))
+    loaders = ActiveLoaders(events)
 
     def source():
         try:
@@ -142,8 +146,8 @@ def test_waiting_for_a_batch_is_data_and_the_source_is_closed():
         finally:
             closed.append(True)
 
-    assert list(phases.batches(source())) == [0, 1, 2]
-    batches = phases.batches(source())
+    assert list(loaders.measured(source())) == [0, 1, 2]
+    batches = loaders.measured(source())
     assert next(batches) == 0 and phases.now == "rest"
     batches.close()
     assert closed == [True, True]

@@ -20,7 +20,7 @@ class Two:
 
     def __init__(self):
         self.said = []
-        self.gradients = SimpleNamespace(apart=False)
+        self.gradients = SimpleNamespace(mark_replicas=lambda *, equal: None)
 
     @contextmanager
     def no_sync(self, model):

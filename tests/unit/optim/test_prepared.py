@@ -81,10 +81,10 @@ def test_a_schedule_counted_in_other_batches_is_said_once(caplog):
     raw = torch.optim.SGD(nn.Linear(1, 1).parameters(), lr=1.0)
     schedule = torch.optim.lr_scheduler.OneCycleLR(raw, max_lr=1.0, epochs=5, steps_per_epoch=100)
     for _ in range(2):
-        compare_lengths(schedule, [100], [50], steps=1, width=2)
+        compare_lengths(schedule, [(100, 50)], steps=1, width=2)
     said = [record.getMessage() for record in caplog.records]
     assert len(said) == 1 and "500 steps long (5 x 100 batches)" in said[0] and "250 optimizer steps" in said[0]
-    compare_lengths(schedule, [100], [100], steps=1, width=1)
+    compare_lengths(schedule, [(100, 100)], steps=1, width=1)
     assert len(caplog.records) == 1
 
 

@@ -8,7 +8,8 @@ import torch
 from torch import nn
 
 from paceline import TrainError
-from paceline.precision.policy import TABLE, autocast, to_float32, unwrap_forward, wrap_forward
+from paceline.config.settings import PRECISIONS
+from paceline.precision.policy import to_float32, unwrap_forward
 from paceline.precision.scaler import LossScaler
 
 CPU = torch.device("cpu")
@@ -32,7 +33,7 @@ class Seen(nn.Module):
 @pytest.mark.parametrize(("name", "inner"), [("no", torch.float32), ("bf16", torch.bfloat16), ("fp16", torch.float16)])
 def test_computes_low_and_hands_out_float32(name, inner):
     model = Seen()
-    wrap_forward(model, TABLE[name], CPU)
+    PRECISIONS.get(name).wrap_forward(model, CPU)
     assert model(torch.ones(1, 2))["y"].dtype == torch.float32
     assert model.dtype == inner
     assert list(dict(model.named_parameters())) == ["layer.weight", "layer.bias"]
@@ -40,7 +41,7 @@ def test_computes_low_and_hands_out_float32(name, inner):
 
 def test_a_copy_computes_with_its_own_weights():
     model = Seen()
-    wrap_forward(model, TABLE["bf16"], CPU)
+    PRECISIONS.get("bf16").wrap_forward(model, CPU)
     twin = copy.deepcopy(model)
     with torch.no_grad():
         twin.layer.weight.zero_()
@@ -51,14 +52,14 @@ def test_a_copy_computes_with_its_own_weights():
 
 def test_unwrapping_gives_back_the_forward():
     model = Seen()
-    wrap_forward(model, TABLE["bf16"], CPU)
-    wrap_forward(model, TABLE["bf16"], CPU)
+    PRECISIONS.get("bf16").wrap_forward(model, CPU)
+    PRECISIONS.get("bf16").wrap_forward(model, CPU)
     unwrap_forward(model)
     assert "forward" not in model.__dict__
     assert model(torch.ones(1, 2))["y"].dtype == torch.float32 and model.dtype == torch.float32
     model.forward = lambda x: x
     own = model.forward
-    wrap_forward(model, TABLE["bf16"], CPU)
+    PRECISIONS.get("bf16").wrap_forward(model, CPU)
     unwrap_forward(model)
     assert model.forward is own
 
@@ -70,7 +71,7 @@ def test_only_halves_are_cast():
 
 
 def test_no_precision_means_no_context():
-    with autocast(TABLE["no"], CPU):
+    with PRECISIONS.get("no").autocast(CPU):
         assert not torch.is_autocast_enabled("cpu")
 
 
@@ -94,7 +95,7 @@ def test_an_overflow_skips_the_step_and_halves_the_scale():
 
 def test_the_wrapped_forward_shows_the_parameters_of_the_original():
     model = nn.Linear(2, 1)
-    wrap_forward(model, TABLE["bf16"], CPU)
+    PRECISIONS.get("bf16").wrap_forward(model, CPU)
     assert list(inspect.signature(model.forward).parameters) == ["input"]
 
 

@@ -96,8 +96,9 @@ def test_at_the_minimum_an_error_names_the_parameter_and_the_step():
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(1, 1, bias=False), nn.Linear(1, 1))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    scaler = LossScaler(CPU, Alone(), init_scale=64.0, min_scale=16.0, hysteresis=2)
-    scaler.named = model.named_parameters
+    scaler = LossScaler(
+        CPU, Alone(), named_parameters=model.named_parameters, init_scale=64.0, min_scale=16.0, hysteresis=2
+    )
     model[0].weight.register_hook(lambda gradient: gradient * (float("inf") if broken else 1.0))
     broken = False
     for _ in range(2):

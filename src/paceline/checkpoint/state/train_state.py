@@ -122,8 +122,6 @@ class TrainState:
         replicas_equal: whether ranks without sharding hold equal parameters, so that they can share the writing;
             where they do not (local SGD between two averages), rank 0's are saved.
         window: gradients of an accumulation window that is open.
-
-    Attributes:
         frozen: whether parameters that are not trained are saved; a load expects them if they were.
 
     Raises:
@@ -145,6 +143,7 @@ class TrainState:
         tied: Mapping[str, Mapping[str, str]] | None = None,
         replicas_equal: bool = True,
         window: Window | None = None,
+        frozen: bool = True,
     ) -> None:
         self.models = dict(models or {})
         self.optimizers = dict(optimizers or {})
@@ -154,7 +153,7 @@ class TrainState:
         self.scaler = scaler
         self.run = run or RunState()
         self.device = torch.device(device)
-        self.frozen = True
+        self.frozen = frozen
         self._only: frozenset[str] | None = None
         self._names, self.tied = dict(names or {}), dict(tied or {})
         self._replicas_equal, self.window = replicas_equal, window

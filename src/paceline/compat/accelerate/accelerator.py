@@ -66,7 +66,8 @@ class Accelerator(NativeAccelerator):
         CompatError: `compat-argument`, all at once; and what the native one raises.
     """
 
-    _preparation = AcceleratePreparation
+    _preparation_class = AcceleratePreparation
+    preparation: AcceleratePreparation
 
     def __init__(
         self,
@@ -131,11 +132,10 @@ class Accelerator(NativeAccelerator):
 
     def _adopt_manners(self, window: GradientAccumulationPlugin, log_with: Any) -> None:
         """What differs from the native accelerator, once it stands."""
-        self.gradients.weigh = False
-        self.gradients.sync_at_end = window.sync_with_dataloader
+        self.gradients.follow_script(window.sync_with_dataloader)
         self._sync_each_batch = window.sync_each_batch
-        self._prepared.scheduler_times = 1 if self.dataloader_config.split_batches else self.num_processes
-        self._prepared.step_scheduler_with_optimizer = self.step_scheduler_with_optimizer
+        times = 1 if self.dataloader_config.split_batches else self.num_processes
+        self.preparation.step_schedulers(times, self.step_scheduler_with_optimizer)
         self.trackers = TrackerList(log_with, self.logging_dir or ".", is_main=self.is_main_process)
         self.log_with = self.trackers.names
         self.step = 0
@@ -162,10 +162,10 @@ class Accelerator(NativeAccelerator):
     tensor_parallel_rank = property(lambda self: self.plan.layout.coordinate(self.process_index)["tp"])
     data_parallel_rank = property(lambda self: self.plan.layout.coordinate(self.process_index)["replicate"])
     data_parallel_shard_rank = property(lambda self: self.plan.layout.coordinate(self.process_index)["shard"])
-    _models = property(lambda self: [each.module for each in self._prepared.models])
-    _optimizers = property(lambda self: self._prepared.optimizers)
-    _schedulers = property(lambda self: self._prepared.schedulers)
-    _dataloaders = property(lambda self: self._prepared.loaders)
+    _models = property(lambda self: [entry.module for entry in self.run.prepared.models])
+    _optimizers = property(lambda self: self.run.prepared.optimizers)
+    _schedulers = property(lambda self: self.run.prepared.schedulers)
+    _dataloaders = property(lambda self: self.run.prepared.loaders)
     flag_tensor = property(lambda self: torch.tensor(int(self._trigger)) if self._trigger else None)
 
     @property
@@ -190,7 +190,7 @@ class Accelerator(NativeAccelerator):
     @even_batches.setter
     def even_batches(self, value: bool) -> None:
         self.dataloader_config.even_batches = value
-        self._prepared.tail = "pad" if value else "divide"
+        self.preparation.tail = "pad" if value else "divide"
 
     # -- prepare -----------------------------------------------------------------------------------------------
 
@@ -234,7 +234,7 @@ class Accelerator(NativeAccelerator):
     def no_sync(self, *models: nn.Module, model: nn.Module | None = None) -> AbstractContextManager[Any]:
         """Backward passes inside do not communicate; models that were not prepared never do."""
         models = models if model is None else (*models, model)
-        known = [each for each in models if self._prepared.find(each)]
+        known = [each for each in models if self.run.prepared.find(each)]
         return super().no_sync(*known) if known or not models else nullcontext()
 
     @staticmethod
@@ -264,7 +264,7 @@ class Accelerator(NativeAccelerator):
     @contextmanager
     def join_uneven_inputs(self, joinables: Sequence[Any], even_batches: bool | None = None) -> Iterator[None]:
         """With `even_batches=False`, epochs begun inside divide their last batch rather than fill it up."""
-        with super().join_uneven_inputs(joinables), self._prepared.tails("divide" if even_batches is False else None):
+        with super().join_uneven_inputs(joinables), self.preparation.tails("divide" if even_batches is False else None):
             yield
 
     def maybe_context_parallel(
@@ -288,7 +288,8 @@ class Accelerator(NativeAccelerator):
         if self.num_processes == 1:
             return input_data
         found = super().gather_for_metrics(input_data, use_gather_object)
-        info = self._active.top.current if self._active.top is not None else None
+        loader = self.run.active_loaders.top
+        info = loader.current if loader is not None else None
         if use_gather_object or info is None or info.full or not any(t.ndim == 0 for t in tensors(input_data)):
             return found
         # A process whose rows are all filler gave no value of its own; scripts count on one for each.

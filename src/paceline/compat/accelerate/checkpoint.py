@@ -65,13 +65,13 @@ class Folder:
             return Path(output_dir or "checkpoint")
         target, partial = self._agree(lambda: self._places(output_dir))
         if self._of.plan.layout.size("shard", "tp", "pp") > 1:  # no rank has all that the files below hold
-            self._of._states.save(target, self._of.plan)
+            self._of.states.save(target)
             self._next(target)
             return Path(target)
         self._agree(lambda: self._make(partial))
-        models = [each.module for each in self._of._prepared.models]
+        models = [each.module for each in self._of.run.prepared.models]
         weights = [self._of.get_state_dict(model, unwrap=False) for model in models]
-        for hook in list(self._of._states._hooks["save"].values()):
+        for hook in self._of.states.hooks("save"):
             hook(models, weights, partial)
         streams = self._of.collectives.gather_object(self._streams())
         self._agree(lambda: self._write(Path(partial), Path(target), weights, streams, safe))
@@ -129,7 +129,7 @@ class Folder:
                 shutil.rmtree(path)
 
     def _write_files(self, folder: Path, weights: list[Any], safe: bool | None) -> None:
-        prepared = self._of._prepared
+        prepared = self._of.run.prepared
         for number, state in enumerate(weights):
             if safe is not False:
                 save_object(_only_tensors(state), folder / _name("model", number, "safetensors"), True)
@@ -153,7 +153,7 @@ class Folder:
             "random_state": random.getstate(),
             "numpy_random_seed": np.random.get_state(),
             "torch_manual_seed": torch.get_rng_state(),
-            _LOADERS: [loader.state_dict() for loader in self._of._prepared.loaders],
+            _LOADERS: [loader.state_dict() for loader in self._of.run.prepared.loaders],
         }
         kind = self._of.device.type
         if kind != "cpu":
@@ -176,15 +176,15 @@ class Folder:
         """
         folder = Path(input_dir) if input_dir is not None else self._newest()
         if (folder / "manifest.json").is_file():  # of a native `save_state`
-            self._of._states.load(str(folder))
+            self._of.states.load(str(folder))
             return
-        models = [each.module for each in self._of._prepared.models]
-        for hook in list(self._of._states._hooks["load"].values()):
+        models = [each.module for each in self._of.run.prepared.models]
+        for hook in self._of.states.hooks("load"):
             hook(models, str(folder))
         self._check(folder, models)
         for number, model in enumerate(models):
             load_model(model, _weights(folder, number), strict=strict)
-        prepared = self._of._prepared
+        prepared = self._of.run.prepared
         for stem, things in (("optimizer", prepared.optimizers), ("scheduler", prepared.schedulers)):
             for number, thing in enumerate(things):
                 thing.load_state_dict(load_object(folder / _name(stem, number, "bin")))
@@ -257,7 +257,7 @@ class Folder:
 
         Otherwise the script skips the batches that it has seen, as under accelerate.
         """
-        for number, loader in enumerate(self._of._prepared.loaders):
+        for number, loader in enumerate(self._of.run.prepared.loaders):
             path = folder / _name("dl_state_dict", number, "bin")
             if self._of.use_stateful_dataloader and path.is_file():
                 state = load_object(path)

@@ -11,7 +11,6 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
-import torch
 from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader, IterableDataset
@@ -20,7 +19,7 @@ from paceline.base.log import warn_once
 from paceline.data.loader import PreparedLoader
 from paceline.optim.optimizer import PreparedOptimizer
 from paceline.optim.schedule import PreparedScheduler, is_scheduler
-from paceline.preparation import Preparation
+from paceline.preparation import Kind, Names, Preparation
 
 
 class AcceleratedScheduler(PreparedScheduler):
@@ -64,23 +63,33 @@ class AcceleratedScheduler(PreparedScheduler):
 
 
 class AcceleratePreparation(Preparation):
-    """What one `Accelerator` of the compat layer prepared."""
+    """What one `Accelerator` of the compat layer prepares.
 
-    scheduler_times = 1
-    step_scheduler_with_optimizer = True
-    tail: str | None = None  # of loaders prepared from now on, where a script has changed its mind
+    Attributes:
+        tail: of loaders prepared from now on, where a script has changed its mind.
+    """
 
-    def _kind(self, value: Any) -> str:
+    refuses_unprepared = False  # accelerate lets a script step what it did not prepare
+    tail: str | None = None
+    _scheduler_times = 1
+    _steps_with_optimizer = True
+
+    def step_schedulers(self, times: int, with_optimizer: bool) -> None:
+        """Schedulers prepared from now on step so often for each step of an optimizer, or whenever they are called."""
+        self._scheduler_times = times
+        self._steps_with_optimizer = with_optimizer
+
+    def kind_of(self, value: object) -> Kind:
+        """What it does not know passes through."""
         known = isinstance(value, nn.Module | Optimizer | DataLoader | PreparedLoader) or is_scheduler(value)
-        return super()._kind(value) if known else "done"
+        return super().kind_of(value) if known else "done"
 
     def loader(self, loader: Any, *, place: bool = True, **chosen: Any) -> PreparedLoader:
         """Iterable datasets are read by rank 0 for all, unless the script says otherwise."""
-        if self._loader_options.get("dispatch") is None and isinstance(
-            getattr(loader, "dataset", None), IterableDataset
-        ):
+        is_stream = isinstance(getattr(loader, "dataset", None), IterableDataset)
+        if self.run.settings.dispatch_batches is None and is_stream:
             chosen["dispatch"] = place
-        if self.plan.layout.width == 1:
+        if self.run.plan.layout.width == 1:
             chosen["tail"] = "divide"  # one process has nobody to keep up with
         elif self.tail is not None:
             chosen["tail"] = self.tail
@@ -89,7 +98,8 @@ class AcceleratePreparation(Preparation):
     @contextmanager
     def tails(self, tail: Any) -> Iterator[None]:
         """Epochs begun inside treat their last global batch so (None: as ever)."""
-        feeds = [loader._feed for loader in self.loaders if tail is not None and loader.plan.tail != "drop"]
+        loaders = self.run.prepared.loaders
+        feeds = [loader._feed for loader in loaders if tail is not None and loader.plan.tail != "drop"]
         before = [feed.plan for feed in feeds]
         for feed in feeds:
             feed.plan = replace(feed.plan, tail=tail)
@@ -99,35 +109,28 @@ class AcceleratePreparation(Preparation):
             for feed, plan in zip(feeds, before, strict=True):
                 feed.plan = plan
 
-    def _optimizer(self, optimizer: Optimizer, before: Any) -> PreparedOptimizer:
+    def optimizer(self, optimizer: Optimizer, names: Names) -> PreparedOptimizer:
         """Takes optimizers of any parameters, in any order: replicas keep the parameters that a script made."""
-        known = next((each for each in self.optimizers if each.optimizer is optimizer), None)
+        known = self.run.prepared.optimizer_of(optimizer)
         if known is not None:
             return known
-        own = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-        if own <= before.keys() and any(p.requires_grad for group in optimizer.param_groups for p in group["params"]):
-            return super()._optimizer(optimizer, before)
-        prepared = PreparedOptimizer(optimizer, self._accumulation, self._scaler, self._stepping)
-        self.optimizers.append(prepared)
-        self._known.add(optimizer)
-        return prepared
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        are_prepared = {id(parameter) for parameter in parameters} <= names.keys()
+        if are_prepared and any(parameter.requires_grad for parameter in parameters):
+            return super().optimizer(optimizer, names)
+        return self.record_optimizer(optimizer)
 
     def scheduler(self, scheduler: Any) -> PreparedScheduler:
         """A scheduler that steps once for each process."""
         if isinstance(scheduler, PreparedScheduler):
             return scheduler
-        own = getattr(scheduler, "optimizer", None)
-        optimizers = [each for each in self.optimizers if own is each or own is each.optimizer]
         prepared = AcceleratedScheduler(
             scheduler,
-            optimizers or self.optimizers,
-            self._accumulation,
-            self.scheduler_times,
-            self.step_scheduler_with_optimizer,
+            self.run.prepared.optimizers_scheduled_by(scheduler),
+            self.run.gradients,
+            self._scheduler_times,
+            self._steps_with_optimizer,
         )
-        prepared.speaks = self._collectives.world.is_main
-        self.schedulers.append(prepared)
+        prepared.speaks = self.run.world.is_main
+        self.run.prepared.schedulers.append(prepared)
         return prepared
-
-    def _refuse_unprepared(self, optimizer: torch.optim.Optimizer) -> None:
-        self._known.add(optimizer)  # accelerate lets a script step what it did not prepare

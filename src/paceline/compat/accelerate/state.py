@@ -213,8 +213,8 @@ class GradientState:
     @property
     def active_dataloader(self) -> Any:
         """The prepared loader that is being iterated, or None."""
-        loaders = self._of_accelerator("_active")
-        return None if loaders is None else loaders.top
+        run = self._of_accelerator("run")
+        return None if run is None else run.active_loaders.top
 
     @property
     def dataloader_references(self) -> list[Any]:

@@ -70,15 +70,15 @@ def save(
     folder = _folder(save_dir)
     tag = _agreed_tag(engine, f"global_step{engine.global_steps}" if tag is None else str(tag))
     accelerator, store = engine.accelerator, store_for(folder)
-    extra = accelerator._states.run.extra
+    extra = accelerator.states.counters.extra
     if accelerator.is_main_process:
         extra[_KEY] = _own_state(engine, client_state or {})
     try:
-        accelerator._states.save(store.join(folder, tag), accelerator.plan, frozen=not exclude_frozen)
+        accelerator.states.save(store.join(folder, tag), frozen=not exclude_frozen)
     finally:
         extra.pop(_KEY, None)
     if save_latest:
-        accelerator._states.on_main(lambda: _write_latest(store, folder, tag))
+        accelerator.states.on_main(lambda: _write_latest(store, folder, tag))
     return True
 
 
@@ -167,19 +167,19 @@ def load(
         return None, None
     _notice_universal(engine)
     path = store.join(folder, tag)
-    states = accelerator._states
+    states = accelerator.states
     only = set(_ALL) if not module_only else {"models"}
     only -= set() if load_optimizer else {"optimizers", "scaler", "window"}
     only -= set() if load_scheduler else {"schedulers"}
     if custom_load_fn is not None:
         only.discard("models")
-    before = states.run.state_dict()
+    before = states.counters.state_dict()
     states.load(path, strict, only)
     if custom_load_fn is not None:
         _load_by(engine, custom_load_fn, path)
-    own = states.run.extra.pop(_KEY, {})
+    own = states.counters.extra.pop(_KEY, {})
     if module_only:
-        states.run.load_state_dict(before)
+        states.counters.load_state_dict(before)
     else:
         _take_counters(engine, own)
     return path, dict(own.get("client_state", {}))
@@ -289,15 +289,15 @@ def save_16bit_model(
         return True
     attendance(engine).call("save_16bit_model", _EVERY_RANK)
     accelerator, folder = engine.accelerator, _folder(save_dir)
-    whole = accelerator._whole_of(engine._wrapped[0])
-    source = Held.of(accelerator.unwrap_model(engine._wrapped[0]), **whole)
+    entry = accelerator.run.prepared.find(engine._wrapped[0])
+    source = Held.of(entry.module, accelerator.collectives, entry.names, entry.tied)
     if exclude_frozen:
         idle = {name for name, parameter in engine.module.named_parameters() if not parameter.requires_grad}
         source.entries = [entry for entry in source.entries if clean(entry.name) not in set(map(clean, idle))]
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(accelerator.mixed_precision)
     safe = save_filename.endswith(".safetensors")
     beside = os.path.join(folder, f".{save_filename}.new")
-    accelerator._states.on_main(lambda: _remove_link(beside))
+    accelerator.states.on_main(lambda: _remove_link(beside))
     cast = source if dtype is None else _Cast(source, dtype, accelerator.collectives.rank)
     (name, *_) = export_weights(cast, beside, _WHOLE, safe, accelerator.collectives)
 
@@ -306,7 +306,7 @@ def save_16bit_model(
             os.replace(os.path.join(beside, name), os.path.join(folder, save_filename))
             os.rmdir(beside)
 
-    accelerator._states.on_main(publish)
+    accelerator.states.on_main(publish)
     return True
 
 

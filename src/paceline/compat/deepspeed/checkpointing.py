@@ -14,11 +14,11 @@ from typing import Any
 import torch
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
-from paceline import preparation
 from paceline.base.errors import ConfigError
 from paceline.base.log import warn_once
 from paceline.compat.deepspeed.config import read
 from paceline.compat.deepspeed.profiling import timed
+from paceline.run import live_runs
 from paceline.world import runtime
 
 
@@ -222,7 +222,7 @@ model_parallel_reconfigure_tp_seed = model_parallel_cuda_manual_seed
 
 def _generator() -> torch.Generator:
     """The default generator of the device on which this process computes."""
-    kind = next((each.device.type for each in preparation._alive), None)
+    kind = next((run.device.type for run in live_runs()), None)
     if kind is None:
         accelerator = torch.accelerator.current_accelerator(check_available=True)
         kind = "cpu" if accelerator is None else accelerator.type

@@ -61,7 +61,7 @@ class DeepSpeedEngine(Getters, Saving, nn.Module):
     ) -> None:
         super().__init__()
         self.accelerator, self.config, self.batch = accelerator, config, batch
-        accelerator.gradients.weigh = False  # a script holds its windows itself, and every micro-batch counts the same
+        accelerator.gradients.follow_script()  # a script holds its windows itself, and every micro-batch counts the same
         wrapped, self.optimizer, self.training_dataloader, prepared = self._prepare(
             model, optimizer, training_data, scheduler
         )
@@ -69,7 +69,7 @@ class DeepSpeedEngine(Getters, Saving, nn.Module):
         self.module = accelerator.unwrap_model(wrapped)
         self.lr_scheduler = None if prepared is None else EngineScheduler(prepared, self)
         self.micro_steps = self.global_steps = self.global_samples = self.skipped_steps = 0
-        accelerator._steps.unprepared = None  # DeepSpeed's scripts divide samples themselves
+        accelerator.steps.allow_unprepared_loaders()  # DeepSpeed's scripts divide samples themselves
         self._opened = 0  # micro-steps before the window at hand
         self._unreduced = False  # the last backward pass kept its gradients to this rank
         self._norm: torch.Tensor | None = None
@@ -81,7 +81,7 @@ class DeepSpeedEngine(Getters, Saving, nn.Module):
 
     def _prepare(self, model: nn.Module, optimizer: Any, loader: Any, scheduler: Any) -> tuple[Any, Any, Any, Any]:
         given = [each for each in (model, optimizer, loader, scheduler) if each is not None]
-        made = iter(self.accelerator._prepared.prepare(given))
+        made = iter(self.accelerator.preparation.prepare(given))
         return tuple(next(made) if each is not None else None for each in (model, optimizer, loader, scheduler))  # type: ignore[return-value]
 
     # -- how it is made --------------------------------------------------------------------------------------------
@@ -236,7 +236,7 @@ class DeepSpeedEngine(Getters, Saving, nn.Module):
         if self._by_hand is None:
             self._by_hand = ExitStack()
             self._by_hand.enter_context(self._hold())
-        return self.accelerator._steps.scaled(self.accelerator.gradients.checked(loss, {}))
+        return self.accelerator.steps.scaled(self.accelerator.gradients.checked(loss, {}))
 
     # -- the step --------------------------------------------------------------------------------------------------
 
@@ -267,7 +267,7 @@ class DeepSpeedEngine(Getters, Saving, nn.Module):
             self._unreduced = True
         if boundary:
             if self._unreduced:  # backward did not know that it was the window's last
-                self.accelerator._steps.settle()
+                self.accelerator.steps.finish_reduction()
             self._update(dict(lr_kwargs or {}))
         self.micro_steps += 1
         if boundary:
@@ -291,7 +291,7 @@ class DeepSpeedEngine(Getters, Saving, nn.Module):
             self.optimizer.step()
             overflow = self.optimizer.step_was_skipped
         else:
-            with self.accelerator._prepared.phase("step"):
+            with self.accelerator.run.events.phase("step", None):
                 pass  # nothing is applied, but for whoever measures this step ends too
         self.optimizer.zero_grad()
         self.optimizer.overflow = overflow

@@ -50,7 +50,7 @@ class PipelineEngine(DeepSpeedEngine):
         if interval:
             self.module.activation_checkpoint_interval = interval
         if self.module.parts is None:
-            runner = self.accelerator._prepared.find(self._wrapped[0]).chain.runner
+            runner = self.accelerator.run.prepared.find(self._wrapped[0]).chain.runner
             self.module.parts = [*runner.begins, len(self.module.layer_names)]
         self._data: Iterator[Any] | None = None
         self._since = time.perf_counter()
@@ -186,7 +186,7 @@ class PipelineEngine(DeepSpeedEngine):
 
     def _share(self, found: list[Any]) -> list[Any]:
         """Shapes of the first stage's inputs, for ranks that read nothing. Ranks: all along `pp`."""
-        prepared = self.accelerator._prepared.find(self._wrapped[0])
+        prepared = self.accelerator.run.prepared.find(self._wrapped[0])
         group = prepared.chain.owners
         shapes = map_leaves(lambda leaf: leaf.to("meta") if isinstance(leaf, torch.Tensor) else leaf, found)
         told = group.broadcast_object([inputs for inputs, _ in shapes] if group.rank == 0 else None)
@@ -245,7 +245,7 @@ class PipelineEngine(DeepSpeedEngine):
         return output if self.module.loss_fn is None else self.module.loss_fn(output, labels)
 
     def _over_replicas(self, value: Any) -> Any:
-        return self.accelerator._prepared.data.reduce(value, "mean")
+        return self.accelerator.run.data_ranks.reduce(value, "mean")
 
     def is_gradient_accumulation_boundary(self) -> bool:
         """Whether the micro-batch at hand is the last of its window."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from functools import wraps
 from typing import Any
@@ -212,15 +212,11 @@ def recursive_setattr(model: Any, module_name: str, module: Any) -> None:
 # -- groups: data parallel is the plan's, and the model is whole ---------------------------------------------------------
 
 
-def _prepared() -> Iterator[Any]:
-    from paceline import preparation
-
-    yield from list(preparation._alive)
-
-
 def get_data_parallel_group() -> Any:
     """The ranks that read different samples."""
-    return next((each.mesh.data_group for each in _prepared() if each.mesh.data_group is not None), dist.group.WORLD)
+    from paceline.run import live_runs
+
+    return next((run.mesh.data_group for run in live_runs() if run.mesh.data_group is not None), dist.group.WORLD)
 
 
 def get_data_parallel_rank() -> int:

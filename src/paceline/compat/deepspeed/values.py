@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from paceline import preparation
 from paceline.parallel.fsdp import part_of
+from paceline.run import live_runs
 from paceline.world.sharded import division_of, is_sharded, local, whole
 
 
@@ -136,8 +136,8 @@ def _put(held: Any, value: Tensor) -> None:
 
 def _optimizer(param: Tensor) -> Any:
     """The optimizer that steps a parameter."""
-    for prepared in list(preparation._alive):
-        for each in prepared.optimizers:
+    for run in live_runs():
+        for each in run.prepared.optimizers:
             if any(param is p for group in each.param_groups for p in group["params"]):
                 return each.optimizer
     return None

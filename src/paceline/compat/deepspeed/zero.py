@@ -15,9 +15,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from paceline import preparation
 from paceline.base.log import warn_once
 from paceline.parallel.fsdp import part_of, undisturbed
+from paceline.run import live_runs
 from paceline.world.sharded import is_sharded, local, whole
 
 
@@ -201,8 +201,8 @@ def _of_engines(params: list[Tensor]) -> list[Any]:
 
 
 def _models() -> Iterator[Any]:
-    for prepared in list(preparation._alive):
-        yield from prepared.models
+    for run in live_runs():
+        yield from run.prepared.models
 
 
 def _places(parameter: Tensor) -> list[tuple[nn.Module, str]]:

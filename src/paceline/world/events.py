@@ -1,0 +1,94 @@
+"""`Events`: what happens in a run. Its parts subscribe to it when they are built; nobody patches another object.
+
+    run = Run(...)                                        run.events holds one of each
+    run.events.between_batches.subscribe(self.between)    in the constructor of who wants to know
+    run.events.between_batches()                          where it happens: calls all subscribers
+
+An `Event` is a moment. A `Span` is a stretch of time: its subscribers give context managers, all of which are entered.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from typing import Generic, ParamSpec, TypeVar
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+class _Subscribers(Generic[P, R]):
+    """Functions of one signature, called in the order in which they subscribed."""
+
+    def __init__(self) -> None:
+        # Keys are compared by identity: the same function may subscribe twice.
+        self._subscribers: dict[object, Callable[P, R]] = {}
+
+    def subscribe(self, subscriber: Callable[P, R]) -> Callable[[], None]:
+        """Calls `subscriber` from now on; what is returned ends that, and may be called again."""
+        key = object()
+        self._subscribers[key] = subscriber
+
+        def unsubscribe() -> None:
+            self._subscribers.pop(key, None)
+
+        return unsubscribe
+
+    def __bool__(self) -> bool:
+        """Whether anybody subscribed."""
+        return bool(self._subscribers)
+
+
+class Event(_Subscribers[P, object]):
+    """A moment, such as the end of an epoch."""
+
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> None:
+        """It happens now."""
+        for subscriber in tuple(self._subscribers.values()):
+            subscriber(*args, **kwargs)
+
+
+class Span(_Subscribers[P, AbstractContextManager[object]]):
+    """A stretch of time, such as a backward pass."""
+
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> AbstractContextManager[object]:
+        """It lasts while the context that is returned is open."""
+        if not self._subscribers:
+            return _NOTHING
+        stack = ExitStack()
+        for subscriber in tuple(self._subscribers.values()):
+            stack.enter_context(subscriber(*args, **kwargs))
+        return stack
+
+
+_NOTHING = nullcontext()
+
+
+class Events:
+    """The events of one run.
+
+    Attributes:
+        before_step: any optimizer of this process is about to step, prepared or not.
+        before_first_step: a prepared optimizer is about to step, for the first time in this run.
+        between_batches: every batch of a loader that trains has been used up, and the next was asked for.
+        between_evaluation_batches: the next batch of a loader that does not train was asked for, once any trains.
+        epoch_over: all batches of a loader that trains were given; its position is still that of the last one.
+        phase: a part of the step by name: "data", "forward", "backward" (with the loss), "reduce", "clip", "step", "pipeline".
+        leaving: the run ends, and its process group is still there. Ranks: all.
+    """
+
+    def __init__(self) -> None:
+        self.before_step: Event[[Optimizer]] = Event()
+        self.before_first_step: Event[[]] = Event()
+        self.between_batches: Event[[]] = Event()
+        self.between_evaluation_batches: Event[[]] = Event()
+        self.epoch_over: Event[[]] = Event()
+        self.phase: Span[[str, Tensor | None]] = Span()
+        self.leaving: Event[[]] = Event()
+
+    def __reduce__(self) -> tuple[type[Events], tuple[()]]:
+        """A copy (of a prepared loader, say) tells nobody: those who subscribed belong to this run."""
+        return Events, ()
