@@ -24,7 +24,7 @@ from torch.utils.data import DataLoader
 from paceline.base.log import warn_once
 from paceline.checkpoint.files import save_object
 from paceline.checkpoint.retention import Keep
-from paceline.checkpoint.state import Stateful
+from paceline.checkpoint.state.train_state import Stateful
 from paceline.config import resolve_run
 from paceline.config.keywords import checked_keywords, refuse_unknown
 from paceline.data.metrics import gather_for_metrics

@@ -61,7 +61,7 @@ class Folder:
         Raises:
             CheckpointError: on every rank; what was saved before is untouched.
         """
-        if not self._of._states.writes:
+        if not self._of.states.writes:
             return Path(output_dir or "checkpoint")
         target, partial = self._agree(lambda: self._places(output_dir))
         if self._of.plan.layout.size("shard", "tp", "pp") > 1:  # no rank has all that the files below hold

@@ -64,7 +64,7 @@ def save(
         ConfigError: `deepspeed-save-dir`, `deepspeed-tag`.
         CheckpointError: `checkpoint-ranks-missing` within seconds; those of `Accelerator.save_state`.
     """
-    if not engine.accelerator._states.writes:
+    if not engine.accelerator.states.writes:
         return True
     attendance(engine).call("save_checkpoint", _EVERY_RANK)
     folder = _folder(save_dir)
@@ -285,7 +285,7 @@ def save_16bit_model(
     Raises:
         CheckpointError: `checkpoint-ranks-missing`; those of `Accelerator.save_model`. An older file stays whole.
     """
-    if not engine.accelerator._states.writes:
+    if not engine.accelerator.states.writes:
         return True
     attendance(engine).call("save_16bit_model", _EVERY_RANK)
     accelerator, folder = engine.accelerator, _folder(save_dir)
