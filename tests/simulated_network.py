@@ -204,8 +204,8 @@ class Host:
     def react(self) -> None:
         """Does what the protocol asks for."""
         network, membership = self.network, self.membership
-        while membership.actions:
-            kind, key, *rest = membership.actions.pop(0)
+        while membership.peers.actions:
+            kind, key, *rest = membership.peers.actions.pop(0)
             network.act(self, kind, key, *rest)
         if membership.round_to_start is not None:
             if self.running is not None:
@@ -371,8 +371,8 @@ class Simulation:
             raise Violation(f"{host.id} ends with code 0, and no round has done its work")
         self.trace(host, f"ends: {end}")
         host.membership.leave()
-        while host.membership.actions:
-            kind, key, *rest = host.membership.actions.pop(0)
+        while host.membership.peers.actions:
+            kind, key, *rest = host.membership.peers.actions.pop(0)
             self.act(host, kind, key, *rest)
         self.off(host)
 

@@ -18,7 +18,7 @@ TOY = """
 import socket
 import subprocess
 
-from paceline.launch.batch import PYTHON, carrying
+from paceline.launch.batch import PYTHON, environment_with
 from paceline.launch.launcher import Outcome, Rendered
 
 
@@ -38,7 +38,7 @@ class Toy:
             place = free.getsockname()
         started = []
         for node, step in enumerate(rendered.steps):
-            started.append(subprocess.Popen(step, env=carrying(rendered.job, place, node), stdin=subprocess.DEVNULL))
+            started.append(subprocess.Popen(step, env=environment_with(rendered.job, place, node), stdin=subprocess.DEVNULL))
         return Handle(started)
 
 

@@ -38,7 +38,8 @@ from paceline.launch.messages import (
 from paceline.launch.rounds import Cause, End, LossKind, Member, Place, Report, Round, has_quorum
 
 if TYPE_CHECKING:
-    from paceline.launch.membership import Membership, Request
+    from paceline.launch.membership import Membership
+    from paceline.launch.peers import Request
 
 _ANNOUNCE_S = 0.5
 # What explains the end of a round best: the later in this list. A host that is lost makes processes of others fail.
@@ -61,10 +62,11 @@ class Leadership:
         self, membership: Membership, members: list[str], lost: tuple[LossKind, str], since: float, now: float
     ) -> None:
         self.membership = membership
+        self.peers = membership.peers
         self.rules = membership.rules
         self.members = members
         # Those that are to be taken in, by the time at which they came.
-        self.waiting = {member_id: now for member_id in membership.connection_of if member_id not in members}
+        self.waiting = {member_id: now for member_id in self.peers.connection_of if member_id not in members}
         self.reports: dict[str, Report] = {}  # of those whose processes have all ended
         self.leaving: set[str] = set()
         self.suspects: set[str] = set()  # members whose connection ended: are they dead?
@@ -89,11 +91,11 @@ class Leadership:
             self.noticed_at = since
             self.enough_since = now
         self.gathering_since = now
-        for member_id in membership.connection_of:
-            membership.last_heard_at[member_id] = now
-            membership.send(member_id, Joined(membership.me, self.number))
+        for member_id in self.peers.connection_of:
+            self.peers.last_heard_at[member_id] = now
+            self.peers.send(member_id, Joined(membership.me, self.number))
             if latest is not None and member_id in members:
-                membership.send(member_id, StopProcesses("end" if lost[0] == "lost" else "save", lost[1]))
+                self.peers.send(member_id, StopProcesses("end" if lost[0] == "lost" else "save", lost[1]))
         if membership.report is not None:
             self.reports[membership.me.id] = membership.report
 
@@ -109,7 +111,7 @@ class Leadership:
             self.member_drains(member_id, message.how, message.why, now)
         elif isinstance(message, Leave):
             self.membership.dead.add(member_id)
-            self.membership.disconnect(member_id)
+            self.peers.disconnect(member_id)
             why = message.why or f"{self.membership.name_of(member_id)} left"
             self._remove(member_id, Cause("left", why, member_id), now)
 
@@ -134,7 +136,7 @@ class Leadership:
             why = f"{self.membership.name_of(member_id)} lost its connection"
             self._remove(member_id, Cause("lost", why, member_id), now)
         self.waiting.setdefault(member_id, now)
-        self.membership.send(member_id, Joined(self.membership.me, self.number))
+        self.peers.send(member_id, Joined(self.membership.me, self.number))
 
     def refused(self, problem: Problem, message: Join) -> None:
         """A launcher was told something else: before the first round, this run's nodes were started differently, and none
@@ -146,14 +148,14 @@ class Leadership:
         """A connection has ended: asks at once whether that launcher is still there."""
         if member_id in self.members:
             self.suspects.add(member_id)
-            self.membership.ask(self._place(member_id), member_id, Probe(), now)
+            self.peers.ask(self._place(member_id), member_id, Probe(), now)
         why = f"{self.membership.name_of(member_id)} was lost (its connection ended)"
         self._remove(member_id, Cause("lost", why, member_id), now)
 
     def on_silence(self, member_id: str, now: float) -> None:
         """A member has given no sign of life for too long."""
         why = f"{self.membership.name_of(member_id)} was lost (silent for {self.rules.silence_limit_s:g} s)"
-        self.membership.disconnect(member_id, Expelled())
+        self.peers.disconnect(member_id, Expelled())
         self._remove(member_id, Cause("lost", why, member_id), now)
 
     def on_status(self, request: Request, answer: Status | None, now: float) -> None:
@@ -209,7 +211,7 @@ class Leadership:
             return
         for member in self.members:
             if member not in self.reports:
-                self.membership.send(member, StopProcesses(how, cause.why))
+                self.peers.send(member, StopProcesses(how, cause.why))
         self.membership.request_stop(how, cause.why)
 
     def _watch_round(self, now: float) -> None:
@@ -306,7 +308,7 @@ class Leadership:
         self.membership.proposed = proposed
         self.membership.configurations = [*self.committed, proposed.ids]
         for member_id in self.members:
-            self.membership.send(member_id, Proposal(proposed, tuple(self.committed)))
+            self.peers.send(member_id, Proposal(proposed, tuple(self.committed)))
 
     def _commit(self, now: float) -> None:
         """All members know of the round: it begins."""
@@ -316,7 +318,7 @@ class Leadership:
         if self.cause.kind:
             reason += f"; {now - self.noticed_at:.1f} s to end all and decide"
         for member_id in self.members:
-            self.membership.send(member_id, Commit(proposed.number, reason))
+            self.peers.send(member_id, Commit(proposed.number, reason))
             self.reports.pop(member_id, None)
         self.membership.begin_round(replace(proposed, reason=reason))
         self.committed = [proposed.ids]
@@ -327,13 +329,13 @@ class Leadership:
     def finish(self, end: End) -> None:
         """The run ends, for all."""
         for member_id in (*self.members, *self.waiting):
-            self.membership.send(member_id, RunEnded(end))
+            self.peers.send(member_id, RunEnded(end))
         self.membership.end = end
 
     def send_all_to(self, place: Place) -> None:
         """Sends all to another run."""
         for member_id in (*self.members, *self.waiting):
-            self.membership.send(member_id, SwitchRun(place))
+            self.peers.send(member_id, SwitchRun(place))
 
     def _announce(self, now: float) -> None:
         """Asks who is where a run may be looked for: a host that comes back may know of no other place."""
@@ -343,10 +345,10 @@ class Leadership:
         me = self.membership.me
         announcement = Announce(me.place, self.rules.run, me.id, self.membership.founded_at)
         here = {self._place(member_id) for member_id in (*self.members, *self.waiting)}
-        known_places = here | self.membership.places_asked(Announce)
+        known_places = here | self.peers.places_asked(Announce)
         for place in self.membership.contacts:
             if place not in known_places:
-                self.membership.ask(place, "", announcement, now)
+                self.peers.ask(place, "", announcement, now)
 
     def _member(self, member_id: str) -> Member:
         return self.membership.known_members[member_id]

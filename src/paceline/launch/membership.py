@@ -8,16 +8,16 @@
     seek   -- whoever was before me is dead or silent, and enough of us are here (`has_quorum`) --> lead
 
 What comes in: `on_message`, `on_closed` and `tick` from the network; `processes_ended` and `drain` from this launcher's own
-processes and signals. What goes out: `actions` for the network; `round_to_start`, `stop_request` and `end` for the processes.
+processes and signals. What goes out: `peers.actions` for the network; `round_to_start`, `stop_request` and `end` for the
+processes.
 What it guarantees is written in docs/adr/0021-membership-guarantees.md, and simulated in tests/simulated_network.py.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import chain
-from typing import Any
 
 from paceline.launch import membership_errors
 from paceline.launch.leadership import Leadership
@@ -45,40 +45,14 @@ from paceline.launch.messages import (
     StopProcesses,
     SwitchRun,
 )  # fmt: skip
+from paceline.launch.peers import NEVER, SETTLE_S, Peers, Request
 from paceline.launch.rounds import End, LossKind, Member, Place, Report, Round, Rules, has_quorum, member_name
 
-_NEVER = float("-inf")
 _ASK_AGAIN_S = 0.5
-_ANSWER_S = 1.0  # a launcher that is there answers within this
-_SETTLE_S = 2.0  # a new leader waits this long for others that were members
-# Others need at least so long to begin a round without a launcher: they ask it in vain, and then wait for it.
-_UNREPLACED_S = _ANSWER_S + _SETTLE_S
-# However rare `heartbeat_s` wants them: a proof of death rests on a heartbeat that was answered within `_UNREPLACED_S`.
-_HEARTBEAT_AT_MOST_S = 1.0
-_HEARTBEATS_REMEMBERED = 10
 _ASKED_AT_ONCE = 16
 _SECRET_S = 2.0  # a launcher whose secret differs asks for this long before it gives up
 # Places where no launcher of this run has answered. Who cannot prove the secret counts no more than silence does.
 _NO_LAUNCHER = ("refused", "silent", "stranger", "secret")
-
-
-@dataclass
-class Request:
-    """A question on its way.
-
-    Attributes:
-        place: whom it goes to.
-        member_id: the member that was there; "" where none is known.
-        question: what is asked.
-        last_heard_at: when it was sent, or something came back.
-        answered: whether something came back: then the connection stays open, until there is a leader.
-    """
-
-    place: Place
-    member_id: str
-    question: Join | Probe | Announce
-    last_heard_at: float
-    answered: bool = False
 
 
 class Membership:
@@ -93,7 +67,7 @@ class Membership:
         wall: the time of day (seconds since the epoch).
 
     Attributes:
-        actions: for the network, in order: ("open", key, place), ("send", key, message), ("close", key).
+        peers: the connections; its `actions` are for the network.
         round_to_start: a round whose processes are to be started; the launcher sets it to None as it does so.
         stop_request: how and why the processes are to be ended; None where they may run.
         end: set once this launcher is to end.
@@ -109,8 +83,7 @@ class Membership:
         self.contacts = [place for place in contacts if place != me.place]
         self.founded_at = wall
         self._wall_at_zero = wall - now
-
-        self.actions: list[tuple[Any, ...]] = []
+        self.peers = Peers(rules, now)
         self.notes: list[str] = []
         self.round_to_start: Round | None = None
         self.stop_request: tuple[StopMode, str] | None = None
@@ -123,12 +96,6 @@ class Membership:
         self.dead: set[str] = set()
         self.highest_round = 0  # the number of the last decision that anybody is known to have heard of
         self.known_members: dict[str, Member] = {me.id: me}
-
-        self.connection_of: dict[str, int] = {}  # by member: the connection that it opened to us
-        self.member_of: dict[int, str] = {}  # by connection, that to the leader included
-        self.last_heard_at: dict[str, float] = {}
-        self.acknowledged_at: dict[str, float] = {}  # by member: when the last heartbeat was sent that it has answered
-        self.requests: dict[int, Request] = {}
         # While seeking, by place: "no leader", "redirect", or how `on_closed` says that the question ended.
         self.answers: dict[Place, str] = {}
 
@@ -138,32 +105,21 @@ class Membership:
         self.leadership: Leadership | None = None
         self.lost: tuple[LossKind, str] = ("lost", "")  # how and why the leader went
         self.leaderless_since = now
-        self.leader_death_proof_until = _NEVER
+        self.leader_death_proof_until = NEVER
         self.candidate_since: float | None = None
-
-        self._next_key = 1
-        self._last_tick = now
-        self._last_heartbeat = _NEVER
-        self._last_asked = _NEVER
-        self._heartbeat = 0
-        self._heartbeat_sent_at: dict[int, float] = {}  # by number
+        self._last_asked = NEVER
 
     # What comes in
 
     def on_message(self, key: int, message: Message, now: float) -> None:
         """A message over a connection."""
-        if key in self.requests:
+        if key in self.peers.requests:
             self._on_answer(key, message, now)
-        elif key in self.member_of:
-            member_id = self.member_of[key]
-            self.last_heard_at[member_id] = now
-            if isinstance(message, Heartbeat):
-                self._send(key, HeartbeatAck(message.number))
-            elif isinstance(message, HeartbeatAck):
-                # A number that is no longer remembered is an answer that comes too late to prove anything.
-                sent_at = self._heartbeat_sent_at.get(message.number)
-                if sent_at is not None:
-                    self.acknowledged_at[member_id] = sent_at
+        elif key in self.peers.member_of:
+            member_id = self.peers.member_of[key]
+            self.peers.last_heard_at[member_id] = now
+            if isinstance(message, Heartbeat | HeartbeatAck):
+                self.peers.on_heartbeat(key, message)
             elif self.leadership is not None:
                 self.leadership.on_message(member_id, message, now)
             elif member_id == self.leader_id:
@@ -171,49 +127,37 @@ class Membership:
         elif isinstance(message, Join):
             self._on_join(key, message, now)
         elif isinstance(message, Probe):
-            self._send(key, self._status())
+            self.peers.send_over(key, self._status())
         elif isinstance(message, Announce):
             self._on_announce(key, message, now)
         self._step(now)
 
     def on_closed(self, key: int, how: str, now: float) -> None:
         """A connection has ended: "refused", "silent" (never came to be), "closed", "secret" or "stranger" (`Unproved`)."""
-        request = self.requests.pop(key, None)
+        request = self.peers.requests.pop(key, None)
         if request is not None:
             self._on_no_answer(request, how, now)
-        member_id = self.member_of.pop(key, None)
-        if member_id is not None and self.connection_of.get(member_id) == key:
-            del self.connection_of[member_id]
+        member_id = self.peers.member_of.pop(key, None)
+        if member_id is not None and self.peers.connection_of.get(member_id) == key:
+            del self.peers.connection_of[member_id]
             if self.leadership is not None:
                 self.leadership.on_closed(member_id, now)
         elif member_id is not None and key == self.leader_connection:
-            self._lose_leader(
-                "lost", f"{self.name_of(member_id)} was lost (its connection ended)", now, connection_ended=True
-            )
+            why = f"{self.name_of(member_id)} was lost (its connection ended)"
+            self._lose_leader("lost", why, now, connection_ended=True)
         self._step(now)
 
     def tick(self, now: float) -> None:
         """Time has passed; to be called several times a second."""
-        # Where this process itself was stopped for a while, it heard nobody, and nobody else is to blame.
-        if now - self._last_tick > self.rules.silence_limit_s / 2:
-            self.last_heard_at = dict.fromkeys(self.last_heard_at, now)
-            for request in self.requests.values():
-                request.last_heard_at = now
-        self._last_tick = now
-        if now - self._last_heartbeat >= min(self.rules.heartbeat_s, _HEARTBEAT_AT_MOST_S):
-            self._send_heartbeats(now)
-        for key, request in list(self.requests.items()):
-            limit_s = self.rules.silence_limit_s if request.answered else _ANSWER_S
-            if now - request.last_heard_at > limit_s:
-                del self.requests[key]
-                self.actions.append(("close", key))
-                self._on_no_answer(request, "silent", now)
+        for request in self.peers.tick(now):
+            self._on_no_answer(request, "silent", now)
         self._check_silence(now)
         self._step(now)
 
     def processes_ended(self, report: Report, now: float) -> None:
         """This launcher's own processes have all ended, or it is ready for the first round."""
-        self.report, self.stop_request = report, None
+        self.report = report
+        self.stop_request = None
         self._send_report(now)
         self._step(now)
 
@@ -223,12 +167,12 @@ class Membership:
         if self.leadership is not None:
             self.leadership.member_drains(self.me.id, how, self.leaving, now)
         elif self.leader_id:
-            self._send(self.leader_connection, Draining(how, self.leaving))
+            self.peers.send_over(self.leader_connection, Draining(how, self.leaving))
 
     def leave(self) -> None:
         """This launcher ends now: a planned end, that needs no majority of those who stay."""
-        for key in self.member_of:
-            self._send(key, Leave(self.leaving))
+        for key in self.peers.member_of:
+            self.peers.send_over(key, Leave(self.leaving))
 
     @property
     def latest_round(self) -> Round | None:
@@ -242,70 +186,17 @@ class Membership:
         """Its number; 0 for none."""
         return self.latest_round.number if self.latest_round is not None else 0
 
-    # The network
-
-    def _send_heartbeats(self, now: float) -> None:
-        self._last_heartbeat = now
-        self._heartbeat += 1
-        self._heartbeat_sent_at[self._heartbeat] = now
-        self._heartbeat_sent_at.pop(self._heartbeat - _HEARTBEATS_REMEMBERED, None)
-        waiting_with = [key for key, request in self.requests.items() if request.answered]
-        for key in (*self.member_of, *waiting_with):
-            self._send(key, Heartbeat(self._heartbeat))
-
-    def death_proof_until(self, member_id: str) -> float:
-        """Until when a refused call at a member's place proves that it died as one of us.
-
-        Later it may have lost us, gone on with others and died after that, and these others go on still. What counts is a
-        heartbeat of ours that it has answered: a connection that ends may have ended long ago, where the link was cut or this
-        launcher was stopped for a while.
-        """
-        return self.acknowledged_at.get(member_id, _NEVER) + min(_UNREPLACED_S, self.rules.silence_limit_s)
-
-    def ask(self, place: Place, member_id: str, question: Join | Probe | Announce, now: float) -> None:
-        """Asks a place something over a new connection."""
-        key = self._next_key
-        self._next_key += 2  # the even numbers are of connections that others open
-        self.requests[key] = Request(place, member_id, question, now)
-        self.actions.append(("open", key, place))
-        self._send(key, question)
-
-    def places_asked(self, kind: type) -> set[Place]:
-        """Places that have not answered a question of a kind yet."""
-        return {request.place for request in self.requests.values() if isinstance(request.question, kind)}
-
-    def _send(self, key: int, message: Message) -> None:
-        self.actions.append(("send", key, message))
-
-    def send(self, member_id: str, message: Message) -> None:
-        """Sends to a member that has a connection to us."""
-        if member_id in self.connection_of:
-            self._send(self.connection_of[member_id], message)
-
-    def disconnect(self, member_id: str, last_word: Message | None = None) -> None:
-        """Ends the connection of a member."""
-        key = self.connection_of.pop(member_id, None)
-        if key is not None:
-            if last_word is not None:
-                self._send(key, last_word)
-            self.member_of.pop(key, None)
-            self.actions.append(("close", key))
-
     def _check_silence(self, now: float) -> None:
         """Asks over a new connection where an old one is silent: a mended link carries that sooner."""
-        for key, member_id in list(self.member_of.items()):
-            silent_s = now - self.last_heard_at[member_id]
+        for key, member_id in list(self.peers.member_of.items()):
+            silent_s = now - self.peers.last_heard_at[member_id]
             if silent_s > self.rules.silence_limit_s:
                 if self.leadership is not None:
                     self.leadership.on_silence(member_id, now)
                 elif key == self.leader_connection:
                     self._lose_leader("lost", f"{self.name_of(member_id)} was lost (silent for {silent_s:.0f} s)", now)
-            elif silent_s > 2 * self.rules.heartbeat_s:
-                asked_at = [
-                    request.last_heard_at for request in self.requests.values() if request.member_id == member_id
-                ]
-                if now - max(asked_at, default=_NEVER) >= _ASK_AGAIN_S:
-                    self.ask(self.known_members[member_id].place, member_id, Probe(), now)
+            elif silent_s > 2 * self.rules.heartbeat_s and now - self.peers.last_asked_at(member_id) >= _ASK_AGAIN_S:
+                self.peers.ask(self.known_members[member_id].place, member_id, Probe(), now)
 
     def _status(self) -> Status:
         return Status(self.me.id, self.round.number if self.round else 0, self.leadership is not None, self.founded_at)
@@ -322,30 +213,27 @@ class Membership:
         if member.id == self.me.id:
             return
         if self.leader_id:
-            self._send(key, Redirect(self.known_members[self.leader_id].place, self.me.id))
+            self.peers.send_over(key, Redirect(self.known_members[self.leader_id].place, self.me.id))
             return
         members = self.leadership.members if self.leadership is not None else [self.me.id]
         present = [self.known_members[member_id] for member_id in members if member_id != member.id]
         problem = membership_errors.disagreement(self.me, self.rules, present, member, message.rules)
         if problem is not None:
-            self._send(key, Refused(problem))
+            self.peers.send_over(key, Refused(problem))
             if self.leadership is not None:
                 self.leadership.refused(problem, message)
             return
-        self.disconnect(member.id)
         self.known_members[member.id] = member
-        self.connection_of[member.id] = key
-        self.member_of[key] = member.id
-        self.last_heard_at[member.id] = now
+        self.peers.accept(key, member.id, now)
         self.highest_round = max(self.highest_round, message.round)
         if self.leadership is not None:
             self.leadership.admit(member.id, now)
         else:
-            self._send(key, NoLeader(self.latest_number, self.me.id))
+            self.peers.send_over(key, NoLeader(self.latest_number, self.me.id))
 
     def _on_announce(self, key: int, message: Announce, now: float) -> None:
         """A run that began through this launcher's place, and went on elsewhere, asks who is here now."""
-        self._send(key, self._status())
+        self.peers.send_over(key, self._status())
         if self.leader_id or message.run != self.rules.run:
             return
         if self.leadership is not None and message.founded_at < self.founded_at and message.id != self.me.id:
@@ -374,23 +262,22 @@ class Membership:
 
     def _lose_leader(self, how: LossKind, why: str, now: float, *, connection_ended: bool = False) -> None:
         """There is no leader any more: ends the processes, and seeks one."""
-        self.leader_death_proof_until = self.death_proof_until(self.leader_id) if connection_ended else _NEVER
+        self.leader_death_proof_until = self.peers.death_proof_until(self.leader_id) if connection_ended else NEVER
         if how == "left" and self.leader_id:
             self.dead.add(self.leader_id)
-        self.member_of.pop(self.leader_connection, None)
         if self.leader_id:
-            self.actions.append(("close", self.leader_connection))
-        for member_id in list(self.connection_of):
-            self.disconnect(member_id, Expelled())
+            self.peers.close(self.leader_connection)
+        for member_id in list(self.peers.connection_of):
+            self.peers.disconnect(member_id, Expelled())
         self.leader_id = ""
         self.leader_connection = -1
         self.leadership = None
         self.lost = (how, why)
         self.leaderless_since = now
         self.candidate_since = None
-        self._drop_requests()
+        self.peers.end_requests()
         self.answers.clear()
-        self._last_asked = _NEVER
+        self._last_asked = NEVER
         self.request_stop("save" if how == "left" else "end", why)
 
     def step_down(self, why: str, now: float) -> None:
@@ -414,16 +301,16 @@ class Membership:
     def _seek(self, now: float) -> None:
         if now - self._last_asked >= _ASK_AGAIN_S and not self.leaving:
             self._last_asked = now
-            asked = self.places_asked(Join)
+            asked = self.peers.places_asked(Join)
             for place, member_id in self._places_to_ask().items():
                 if place not in asked:
-                    self.ask(place, member_id, Join(self.me, self.rules.common, self.latest_number), now)
+                    self.peers.ask(place, member_id, Join(self.me, self.rules.common, self.latest_number), now)
         if self.configurations:
             members = self._members_to_lead(now)
         elif self.report is None:
             return  # it is not ready for a first round
         else:
-            # A run may be founded once every place has answered that no run goes on there, or has not answered at all.
+            # Each place has answered that no run goes on there, or was asked in vain.
             nowhere = all(self.answers.get(place, "redirect") != "redirect" for place in self.contacts)
             members = [self.me.id] if self.is_founder and nowhere else []
         if members:
@@ -438,9 +325,9 @@ class Membership:
             return []
         if self.candidate_since is None:
             self.candidate_since = now
-        here = {self.me.id, *self.connection_of}
+        here = {self.me.id, *self.peers.connection_of}
         missing = set(self.configurations[-1]) - here - self.dead
-        waited = now - self.candidate_since >= _SETTLE_S
+        waited = now - self.candidate_since >= SETTLE_S
         if not has_quorum(here, self.configurations, self.dead) or (missing and not waited):
             return []
         return [member_id for member_id in self._members_of_last_rounds() if member_id in here]
@@ -449,11 +336,6 @@ class Membership:
         """Those of the newest configuration first, each once."""
         newest_first = chain.from_iterable(reversed(self.configurations))
         return list(dict.fromkeys(newest_first))
-
-    def _drop_requests(self) -> None:
-        for key in self.requests:
-            self.actions.append(("close", key))
-        self.requests.clear()
 
     def _places_to_ask(self) -> dict[Place, str]:
         """Places, and the members that they were of: wherever a run may be found, and those of the last rounds."""
@@ -474,9 +356,9 @@ class Membership:
         return all(self.answers.get(place) in _NO_LAUNCHER for place in places)
 
     def _become_leader(self, members: list[str], now: float) -> None:
-        self._drop_requests()
+        self.peers.end_requests()
         self.leadership = Leadership(self, members, self.lost, self.leaderless_since, now)
-        self._send_heartbeats(now)
+        self.peers.send_heartbeats(now)
         self.leadership.step(now)
 
     def _give_up(self, now: float) -> None:
@@ -488,7 +370,7 @@ class Membership:
             limit_s = self.rules.silence_limit_s if over else self.rules.join_timeout_s
             if waited_s > limit_s:
                 members = set(self.configurations[-1])
-                here = members & {self.me.id, *self.connection_of}
+                here = members & {self.me.id, *self.peers.connection_of}
                 problem = membership_errors.cut_off(self.lost[1], len(here), len(members))
                 self.end = End(1, self.lost[1], error=problem)
             return
@@ -499,12 +381,11 @@ class Membership:
             self.end = End(1, error=membership_errors.unanswered(self.rules.join_timeout_s, self.answers))
 
     def _on_answer(self, key: int, message: Message, now: float) -> None:
-        request = self.requests[key]
+        request = self.peers.requests[key]
         if isinstance(message, Status | NoLeader | Redirect) and message.member_id:
             self._mark_dead(request.place, now, except_for=message.member_id)
         if not isinstance(request.question, Join):
-            del self.requests[key]
-            self.actions.append(("close", key))
+            self.peers.end_request(key)
             self._on_status(request, message if isinstance(message, Status) else None, now)
         elif isinstance(message, Joined):
             self._become_follower(key, message, now)
@@ -517,24 +398,23 @@ class Membership:
         elif isinstance(message, Heartbeat | HeartbeatAck):
             request.last_heard_at = now
         else:
-            del self.requests[key]
-            self.actions.append(("close", key))
+            self.peers.end_request(key)
             if isinstance(message, Refused):
                 self.end = End(1, error=message.problem)
             elif isinstance(message, Redirect):
                 self.answers[request.place] = "redirect"
                 if message.place != self.me.place and message.place not in self._places_to_ask():
                     self.contacts.append(message.place)
-                    self._last_asked = _NEVER
+                    self._last_asked = NEVER
             else:  # `Expelled`: that one has lost its own leader
                 self.answers.pop(request.place, None)
 
     def _on_status(self, request: Request, answer: Status | None, now: float) -> None:
         """Who is at a place that was asked."""
-        probed = isinstance(request.question, Probe) and request.member_id in self.last_heard_at
+        probed = isinstance(request.question, Probe) and request.member_id in self.peers.last_heard_at
         if answer is not None and probed:
             if answer.member_id == request.member_id:
-                self.last_heard_at[request.member_id] = now
+                self.peers.last_heard_at[request.member_id] = now
             elif self.leadership is not None:
                 # Another launcher is in its place: the one of before is no more.
                 self.leadership.on_silence(request.member_id, now)
@@ -544,41 +424,41 @@ class Membership:
     def _on_no_answer(self, request: Request, how: str, now: float) -> None:
         if how == "refused":
             self._mark_dead(request.place, now)
-        if isinstance(request.question, Join):
+        if not isinstance(request.question, Join):
+            if self.leadership is not None:
+                self.leadership.on_status(request, None, now)
+        elif how == "closed":  # it was there a moment ago: ask again
+            self.answers.pop(request.place, None)
+        else:
             self.answers[request.place] = how
-            if how == "closed":  # it was there a moment ago: ask again
-                self.answers.pop(request.place)
-        elif self.leadership is not None:
-            self.leadership.on_status(request, None, now)
 
     def _mark_dead(self, place: Place, now: float, except_for: str = "") -> None:
-        """No launcher that was at a place is alive, apart from the one that answers there now; see `death_proof_until`."""
+        """No launcher that was at a place is alive, apart from the one that answers there now (`Peers.death_proof_until`)."""
         members_there = {member.id for member in self.known_members.values() if member.place == place}
         gone = members_there - {except_for, self.me.id}
         if self.leadership is not None:
             suspects = gone & self.leadership.suspects
-            self.dead |= {member_id for member_id in suspects if now <= self.death_proof_until(member_id)}
+            self.dead |= {member_id for member_id in suspects if now <= self.peers.death_proof_until(member_id)}
         elif now <= self.leader_death_proof_until:
             self.dead |= gone
 
     # Following
 
     def _become_follower(self, key: int, message: Joined, now: float) -> None:
-        request = self.requests.pop(key)
-        self._drop_requests()
+        request = self.peers.requests.pop(key)
+        self.peers.end_requests()
         # What it calls itself may mean this host here (127.0.1.1): what reached it is its address.
         address, port = request.place
         leader = replace(message.leader, address=address, port=port)
         self.known_members[leader.id] = leader
         self.leader_id = leader.id
         self.leader_connection = key
-        self.member_of[key] = self.leader_id
-        self.last_heard_at[self.leader_id] = now
+        self.peers.follow(key, leader.id, now)
         # What this launcher knows of earlier rounds stays: a leader may itself have been left behind and not know it yet.
         self.highest_round = max(self.highest_round, message.round)
-        for member_id in list(self.connection_of):
-            self.disconnect(member_id, Redirect(leader.place))
-        self._send_heartbeats(now)
+        for member_id in list(self.peers.connection_of):
+            self.peers.disconnect(member_id, Redirect(leader.place))
+        self.peers.send_heartbeats(now)
         self._send_report(now)
 
     def _send_report(self, now: float) -> None:
@@ -586,7 +466,7 @@ class Membership:
         if self.report is not None and self.leadership is not None:
             self.leadership.member_stopped(self.me.id, self.report, now)
         elif self.report is not None and self.leader_id:
-            self._send(self.leader_connection, ProcessesEnded(self.report))
+            self.peers.send_over(self.leader_connection, ProcessesEnded(self.report))
 
     def _on_leader_message(self, message: Message, now: float) -> None:
         """What the leader says."""
@@ -598,7 +478,7 @@ class Membership:
                 if member.id != self.leader_id:  # its address is known by what reached it
                     self.known_members[member.id] = member
             self.configurations = [*message.configurations, self.proposed.ids]
-            self._send(self.leader_connection, Accept(self.proposed.number))
+            self.peers.send_over(self.leader_connection, Accept(self.proposed.number))
         elif isinstance(message, Commit) and self.proposed is not None and message.round == self.proposed.number:
             self.begin_round(replace(self.proposed, reason=message.reason))
         elif isinstance(message, StopProcesses):
@@ -621,7 +501,7 @@ class Membership:
         self.report = self.stop_request = None
         # Launchers of earlier rounds are forgotten, so that hosts that come and go take no memory.
         known_members = {member.id: member for member in decided.members}
-        for member_id in (self.me.id, self.leader_id, *self.connection_of):
+        for member_id in (self.me.id, self.leader_id, *self.peers.connection_of):
             if member_id:
                 known_members[member_id] = self.known_members[member_id]
         self.known_members = known_members

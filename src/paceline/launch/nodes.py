@@ -225,8 +225,8 @@ class Nodes:
         for note in self.membership.notes:
             print(f"paceline: {note}", file=sys.stderr, flush=True)
         self.membership.notes.clear()
-        while self.membership.actions:
-            kind, key, *rest = self.membership.actions.pop(0)
+        while self.membership.peers.actions:
+            kind, key, *rest = self.membership.peers.actions.pop(0)
             if kind == "open":
                 self._open(key, *rest)
             elif key in self._connections and kind == "send":
@@ -266,7 +266,7 @@ class Nodes:
         self.membership.leave()
         self._carry_out()
         for connection in list(self._connections.values()):
-            self.membership.actions.append(("close", connection.key))
+            self.membership.peers.actions.append(("close", connection.key))
         self._carry_out()
         deadline = time.monotonic() + _GOODBYE_S
         while self._connections and time.monotonic() < deadline:

@@ -99,7 +99,7 @@ def test_other_hosts(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         False,
         ("--x",),
     )
-    assert job.assignment.told.launch.compat == "deepspeed"
+    assert job.assignment.settings.launch.compat == "deepspeed"
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ from simulated_network import Fault, Schedule, Simulation, explained, violation_
 from paceline.launch import leadership, membership
 from paceline.launch.leadership import Leadership
 from paceline.launch.membership import Membership
+from paceline.launch.peers import Peers
 from paceline.launch.rounds import Report, Rules
 
 SEEDS = 2000
@@ -128,7 +129,7 @@ def no_end_of_the_lost(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def any_death_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     """A dead launcher is left out of the count, though it may have gone on with others before it died."""
-    monkeypatch.setattr(Membership, "death_proof_until", lambda self, member_id: float("inf"))
+    monkeypatch.setattr(Peers, "death_proof_until", lambda self, member_id: float("inf"))
 
 
 def no_giving_up(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -122,11 +122,11 @@ def test_no_message_at_any_moment_is_a_fault_of_the_membership(count: int) -> No
                 membership.processes_ended(Report(draw.choice(["done", "failed", "preempted"])), now)
             now += draw.choice([0.1, 3.0])
             membership.tick(now)
-            for action in membership.actions:
+            for action in membership.peers.actions:
                 if action[0] == "send":
                     said += 1
                     assert decode(encode(action[2])) == action[2]
-            membership.actions.clear()
+            membership.peers.actions.clear()
     assert said > count
 
 
@@ -142,7 +142,7 @@ def test_a_launcher_that_joins_another_leader_keeps_what_it_knows() -> None:
         membership.on_message(1, message, 0.2)
     membership.on_closed(1, "closed", 0.3)
     membership.on_message(3, messages.Joined(B, 2), 0.4)
-    membership.actions.clear()
+    membership.peers.actions.clear()
     membership.on_closed(3, "closed", 0.5)
-    asked = [action[2] for action in membership.actions if action[0] == "send"]
+    asked = [action[2] for action in membership.peers.actions if action[0] == "send"]
     assert [message.round for message in asked if isinstance(message, Join)] == [7]

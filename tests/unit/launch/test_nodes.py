@@ -24,7 +24,7 @@ class Closing(Membership):
     """Ends connection 3 as soon as anything is heard."""
 
     def on_message(self, key: int, message: Message, now: float) -> None:
-        self.actions.append(("close", 3))
+        self.peers.actions.append(("close", 3))
 
 
 def meeting(membership: Membership, listener: socket.socket | None = None) -> Nodes:
