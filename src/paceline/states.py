@@ -275,7 +275,7 @@ class States:
             agreed(self._collectives, "running the hooks before a load", call_hooks)
         _leave_out_popped(state, len(models))
         if only is not None:
-            state.narrow(only)
+            state = state.narrowed(only)
         self._checkpointer.load(source, state, strict=strict)
         for optimizer in self._prepared.optimizers:
             optimizer.restart(self.counters.step)

@@ -17,7 +17,7 @@ from torch import nn
 from paceline import Accelerator
 from paceline.base.errors import CheckpointError
 from paceline.checkpoint.weights import export
-from paceline.checkpoint.weights.divided import Held
+from paceline.checkpoint.weights.divided import DividedModel
 from paceline.testing import run_ranks
 from paceline.world.layout import AXES
 
@@ -136,7 +136,7 @@ def test_no_rank_is_given_more_than_a_turn(tmp_path, monkeypatch) -> None:
         net = nn.Sequential(*(nn.Linear(1000, 1000, bias=False) for _ in range(2)))
         model = accelerator.prepare(net)
         sizes, rounds = [], 0
-        fetch = Held.fetch
+        fetch = DividedModel.fetch
 
         def counted(self, wanted):
             nonlocal rounds
@@ -145,9 +145,9 @@ def test_no_rank_is_given_more_than_a_turn(tmp_path, monkeypatch) -> None:
             sizes.append(sum(tensor.nbytes for tensor in found))
             return found
 
-        Held.fetch = counted
+        DividedModel.fetch = counted
         accelerator.save_model(model, tmp_path)
-        Held.fetch = fetch
+        DividedModel.fetch = fetch
         return max(sizes), rounds
 
     (first, rounds), (second, _) = run_ranks(work, world=2)
@@ -160,16 +160,16 @@ def test_two_thousand_small_tensors_take_few_rounds(tmp_path) -> None:
         accelerator = Accelerator(cpu=True, plan={"shard": 2, "zero": 1})
         model = accelerator.prepare(nn.ParameterList([nn.Parameter(torch.full((3,), float(i))) for i in range(2000)]))
         calls = 0
-        fetch = Held.fetch
+        fetch = DividedModel.fetch
 
         def counted(self, wanted):
             nonlocal calls
             calls += 1
             return fetch(self, wanted)
 
-        Held.fetch = counted
+        DividedModel.fetch = counted
         accelerator.save_model(model, tmp_path)
-        Held.fetch = fetch
+        DividedModel.fetch = fetch
         return calls
 
     assert run_ranks(work, world=2) == [1, 1]

@@ -64,8 +64,8 @@ def together(peers: Peers, doing: str, work: Callable[[], T]) -> list[T]:
     """
     value, failure, problems = _attempt(doing, work, peers.rank)
     outcomes = peers.gather_object((value, problems))
-    _raise_all([theirs for _, theirs in outcomes], failure)
-    return [theirs for theirs, _ in outcomes]
+    _raise_all([problems_of_rank for _, problems_of_rank in outcomes], failure)
+    return [value_of_rank for value_of_rank, _ in outcomes]
 
 
 def agreed(peers: Peers, doing: str, work: Callable[[], T]) -> T:
@@ -77,22 +77,24 @@ def agreed(peers: Peers, doing: str, work: Callable[[], T]) -> T:
 
 def raise_alike(peers: Peers, doing: str, failure: Exception | None) -> None:
     """Raises on every rank what failed on any, some time ago. Ranks: all must call; one `gather_object`."""
-    _raise_all(peers.gather_object(() if failure is None else _problems(failure, doing, peers.rank)), failure)
+    problems = () if failure is None else _problems(failure, doing, peers.rank)
+    _raise_all(peers.gather_object(problems), failure)
 
 
 def _attempt(doing: str, work: Callable[[], T], rank: int) -> tuple[T | None, Exception | None, tuple[Problem, ...]]:
     try:
         return work(), None, ()
-    except Exception as error:  # not swallowed: it is told to all ranks and raised on each
+    except Exception as error:  # not swallowed: it travels to all ranks and is raised on each
         return None, error, _problems(error, doing, rank)
 
 
 def _raise_all(ranks: list[tuple[Problem, ...]], failure: Exception | None) -> None:
-    found: list[Problem] = []
+    # Problems cannot be hashed: their reasons may be lists.
+    distinct_problems: list[Problem] = []
     for problems in ranks:
-        found += [problem for problem in problems if problem not in found]
-    if found:
-        raise CheckpointError.of(found) from failure
+        distinct_problems += [problem for problem in problems if problem not in distinct_problems]
+    if distinct_problems:
+        raise CheckpointError.of(distinct_problems) from failure
 
 
 def distinct(peers: Peers, tree: Any) -> list[Any]:
@@ -100,21 +102,23 @@ def distinct(peers: Peers, tree: Any) -> list[Any]:
 
     Ranks: all must call; two `gather_object`s.
     """
-    digest = hashlib.sha256(json.dumps(tree, sort_keys=True).encode()).hexdigest()
-    digests = peers.gather_object(digest)
-    first = digests.index(digest) == peers.rank
-    return [theirs for theirs in peers.gather_object((tree,) if first else ()) for theirs in theirs]
+    # Equal ones are one object.
+    return list({id(value): value for value in shared_among(peers, tree)}.values())
 
 
-def shared_among(peers: Peers, text: str) -> list[str]:
-    """The text of each rank, in rank order; equal ones travel once.
+def shared_among(peers: Peers, tree: Any) -> list[Any]:
+    """The JSON value of each rank, in rank order; equal ones travel once.
 
     Ranks: all must call; two `gather_object`s.
     """
-    digests = peers.gather_object(hashlib.sha256(text.encode()).hexdigest())
+    digests = peers.gather_object(_digest(tree))
     first = digests.index(digests[peers.rank]) == peers.rank
-    texts = peers.gather_object(text if first else "")
-    return [texts[digests.index(digest)] for digest in digests]
+    trees = peers.gather_object(tree if first else None)
+    return [trees[digests.index(digest)] for digest in digests]
+
+
+def _digest(tree: Any) -> str:
+    return hashlib.sha256(json.dumps(tree, sort_keys=True).encode()).hexdigest()
 
 
 def _problems(error: Exception, doing: str, rank: int) -> tuple[Problem, ...]:

@@ -60,7 +60,9 @@ class Background:
         if self._thread is not None:
             self._thread.join()
             self._forget()
-        error, self._thread, self._error = self._error, None, None
+        error = self._error
+        self._thread = None
+        self._error = None
         return error
 
     def finish(self) -> Exception | None:
@@ -75,7 +77,8 @@ class Background:
 
     def _leave(self) -> None:
         """The process group is about to end, and nobody has waited: so the log has it."""
-        if (error := self.wait()) is not None:
+        error = self.wait()
+        if error is not None:
             _log.error("the last save, in the background, has failed: %s", error)
 
 
@@ -85,7 +88,8 @@ def finish() -> None:
     Raises:
         Exception: what the last of them raised. Others that failed are in the log.
     """
-    errors = [error for background in list(_all) if (error := background.finish()) is not None]
+    ends = [background.finish() for background in list(_all)]
+    errors = [error for error in ends if error is not None]
     for error in errors[:-1]:
         _log.error("a save in the background has failed: %s", error)
     if errors:

@@ -1,7 +1,7 @@
 """`Checkpointer`: saves a `TrainState` so that a crash at any moment leaves the last checkpoint whole, and loads it.
 
     save   stage (rank 0) -> hook -> encode -> plan | -> shards -> index, state, manifest, publish (rank 0) -> prune (rank 0)
-    load   manifest -> verify (the ranks share the files) -> match (nothing is touched before) -> read -> apply
+    load   format -> verify (the ranks share the files) -> open -> match (nothing is touched before) -> read -> apply
 
 Each arrow is one agreement of all ranks (`agree.together`): what fails on one fails on all, with the same error. A save
 in the background copies this rank's share at the bar and returns; the rest happens on a thread, over a group of its own.
@@ -18,6 +18,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
+from torch import Tensor
 from torch.distributed.checkpoint.metadata import Metadata
 
 from paceline.base import env
@@ -28,7 +29,7 @@ from paceline.checkpoint.background import Background
 from paceline.checkpoint.format.checkpoint_format import CHECKPOINT_FORMATS, NATIVE, CheckpointFormat, format_of
 from paceline.checkpoint.format.manifest import NAME, STATE, Checksummed, FileFact, Manifest, measure, verify
 from paceline.checkpoint.format.shards import INDEX, SavePlanner, write_index, write_shard
-from paceline.checkpoint.format.share import Share, layout, local
+from paceline.checkpoint.format.share import Share
 from paceline.checkpoint.format.translation import OpenCheckpoint
 from paceline.checkpoint.staging import Staging
 from paceline.checkpoint.state.match import Mismatch
@@ -36,6 +37,7 @@ from paceline.checkpoint.state.train_state import Encoded, Restore, TrainState, 
 from paceline.checkpoint.store import Store, store_for
 from paceline.checkpoint.store.lock import this_run
 from paceline.world import rendezvous
+from paceline.world.sharded import is_sharded, local
 
 _log = logging.getLogger("paceline.checkpoint")
 
@@ -109,11 +111,14 @@ class Checkpointer:
         self._store = store
         self._keep = keep or retention.Keep()
         self._division: _Division | None = None
-        self._background, self._staging = Background(), Staging()
-        self._beside: Peers | None = None
-        self._held: dict[str, Callable[[], None]] = {}
+        self._background = Background()
+        self._staging = Staging()
+        self._background_peers: Peers | None = None
+        # By folder of automatic names: what ends this run's lock on it.
+        self._locks: dict[str, Callable[[], None]] = {}
         self._release: Callable[[], None] = _nothing
-        self._sound: tuple[str, Manifest] | None = None  # what `latest` has verified, until a load
+        # What `latest` has verified, so that the load that follows does not read every file a second time.
+        self._verified_by_latest: tuple[str, Manifest] | None = None
         self._damaged: set[str] = set()
 
     # ------------------------------------------------------------------ save
@@ -151,8 +156,8 @@ class Checkpointer:
                 saved before is lost.
         """
         self.wait()
-        if background and self._beside is None:
-            self._beside = self._peers.apart()
+        if background and self._background_peers is None:
+            self._background_peers = self._peers.apart()
         store = self._store or store_for(path)
         home = store.resolve(os.fspath(path))
         staged, numbers = together(self._peers, f"opening {home}", lambda: self._open(store, home, metrics))[0]
@@ -166,8 +171,8 @@ class Checkpointer:
             self._release()
             raise
         if background:
-            beside = self._beside or self._peers
-            self._background.start(lambda: self._finish(save, beside))
+            background_peers = self._background_peers or self._peers
+            self._background.start(lambda: self._finish(save, background_peers))
         else:
             self._finish(save, self._peers)
         return home
@@ -186,13 +191,15 @@ class Checkpointer:
         if self._peers.rank:
             return "", {}
         numbered = retention.number(store, home) is not None
-        numbers = (self._keep if numbered else retention.Keep()).check(metrics)
+        rule = self._keep if numbered else retention.Keep()
+        numbers = rule.check(metrics)
         folder = store.parent(home)[0] if numbered else home
-        if folder not in self._held:
+        if folder not in self._locks:
             release = store.hold(folder, this_run())
-            if numbered:  # one run has a folder of automatic names until it ends
+            if numbered:
+                # One run has a folder of automatic names until it ends: another's saves would be pruned by this one.
                 finalizer = weakref.finalize(self, release)
-                self._held[folder] = finalizer
+                self._locks[folder] = finalizer
                 rendezvous.before_leaving(finalizer)
             else:
                 self._release = release
@@ -203,7 +210,6 @@ class Checkpointer:
             raise
 
     def _stage(self, store: Store, home: str, numbered: bool) -> str:
-        folder, name = store.parent(home)
         if store.exists(home) and not store.folder(home):
             raise CheckpointError(
                 "checkpoint-not-writable",
@@ -211,11 +217,12 @@ class Checkpointer:
                 why="a checkpoint is a folder of files",
                 fix="save under another name",
             )
-        store.recover(
-            folder,
-            lambda other: other == name or (numbered and retention.PATTERN.fullmatch(other) is not None),
-            lambda left: _files(store, left),
-        )
+        folder, name = store.parent(home)
+
+        def is_mine(other: str) -> bool:
+            return other == name or (numbered and retention.PATTERN.fullmatch(other) is not None)
+
+        store.recover(folder, is_mine, lambda left_over: _files(store, left_over))
         return store.stage(home)
 
     def _read(
@@ -238,29 +245,33 @@ class Checkpointer:
         division = self._divide(encoded)
         share = division.shares[peers.rank]
 
-        def take() -> tuple[dict[str, Any], Callable[[], Iterable[Any]]]:
+        def copy() -> Callable[[], Iterable[Any]]:
             tensors = [local(encoded.tensors[place.index.fqn]) for place in share.places]
             if background:
                 self._staging.copy(share, tensors)
-                return encoded.own, self._staging.pieces
-            return encoded.own, lambda: share.pieces(tensors)
+                return self._staging.pieces
+            return lambda: share.pieces(tensors)
 
-        own, pieces = agreed(peers, "copying the state", take)
-        shared["rng"] = merge(peers.gather_object(own))
+        pieces = agreed(peers, "copying the state", copy)
+        shared["rng"] = merge(peers.gather_object(encoded.own))
         return _Save(store, home, staged, shared, division, manifest, pieces)
 
     def _divide(self, encoded: Encoded) -> _Division:
-        peers = self._peers
-        key = [(path, *layout(tensor)) for path, tensor in encoded.tensors.items()] + [tuple(encoded.pinned)]
-        known = self._division if self._division is not None and self._division.key == key else None
-        if all(peers.gather_object(known is not None)) and known is not None:
-            return known
+        """Who writes what; planned anew only where names, shapes or layouts have changed on some rank."""
+        peers, last = self._peers, self._division
+        key: list[Any] = [(path, *_layout(tensor)) for path, tensor in encoded.tensors.items()]
+        key.append(tuple(encoded.pinned))
+        unchanged = last is not None and last.key == key
+        if all(peers.gather_object(unchanged)):
+            assert last is not None
+            return last
         planner = SavePlanner(encoded.tensors, encoded.pinned)
         plans = together(peers, "planning the shards", planner.create_local_plan)
 
         def divide() -> _Division:
-            whole, index = planner.create_global_plan(plans)  # the same on every rank: no second exchange
-            return _Division(key, index, [Share.of(plan.items) for plan in whole])
+            # The same on every rank, which all have the same plans: no second exchange.
+            global_plans, index = planner.create_global_plan(plans)
+            return _Division(key, index, [Share.of(plan.items) for plan in global_plans])
 
         self._division = agreed(peers, "planning the shards", divide)
         return self._division
@@ -270,15 +281,20 @@ class Checkpointer:
         store, staged, shares = save.store, save.staged, save.division.shares
 
         def write() -> dict[str, FileFact]:
-            return write_shard(store, staged, _name(peers.rank), save.pieces()) if shares[peers.rank].places else {}
+            if not shares[peers.rank].places:
+                return {}
+            return write_shard(store, staged, _name(peers.rank), save.pieces())
 
         def publish() -> None:
-            facts = {name: fact for files in written for name, fact in files.items()}
-            places = [place for rank, share in enumerate(shares) for place in share.results(_name(rank))]
-            facts[INDEX] = write_index(store, staged, save.division.index, places)
+            facts: dict[str, FileFact] = {}
+            for files in written:
+                facts |= files
+            results = [result for rank, share in enumerate(shares) for result in share.results(_name(rank))]
+            facts[INDEX] = write_index(store, staged, save.division.index, results)
             facts[STATE] = _write_json(store, store.join(staged, STATE), save.shared)
-            extra = [name for name in store.files(staged) if name not in facts]
-            facts.update({name: measure(store, store.join(staged, name)) for name in extra})
+            for name in store.files(staged):
+                if name not in facts:  # a user's hook has added it
+                    facts[name] = measure(store, store.join(staged, name))
             replace(save.manifest, files=facts).write(store, staged)
             store.publish(staged, save.home, last=NAME, replaces=_files(store, save.home))
 
@@ -338,7 +354,7 @@ class Checkpointer:
             return ""
         if not store.exists(home):
             folder, name = store.parent(home)
-            store.recover(folder, lambda other: other == name, lambda left: _files(store, left), clean=False)
+            store.recover(folder, lambda other: other == name, lambda left_over: _files(store, left_over), clean=False)
         checkpoint_format = format_of(store, home)
         return NATIVE if checkpoint_format is None else checkpoint_format.name
 
@@ -371,11 +387,14 @@ class Checkpointer:
         return unique_notes
 
     def _verified(self, store: Store, home: str) -> Manifest:
-        _check_present(store, home)
+        if not store.exists(store.join(home, NAME)):
+            raise retention.no_checkpoint(store, home)
         manifest = Manifest.read(store, home)
-        known, self._sound = self._sound == (home, manifest), None
-        share = [] if known else sorted(manifest.files)[self._peers.rank :: self._peers.size]
-        problems = verify(home, store, names=share, manifest=manifest)
+        already_verified = self._verified_by_latest == (home, manifest)
+        self._verified_by_latest = None
+        # The ranks share the reading of whole files; each looks at the length of all.
+        names = [] if already_verified else sorted(manifest.files)[self._peers.rank :: self._peers.size]
+        problems = verify(home, store, names=names, manifest=manifest)
         if problems:
             raise CheckpointError.of(problems)
         return manifest
@@ -402,24 +421,25 @@ class Checkpointer:
         self.wait()
         store = self._store or store_for(root)
         folder = store.resolve(os.fspath(root))
-        self._sound = None
+        self._verified_by_latest = None
         while True:
-            passed: list[CheckpointError] = []
+            errors: list[CheckpointError] = []
             paths = together(self._peers, f"looking into {folder}", lambda: self._candidates(store, folder, run))[0]
             for path in paths:
                 try:
-                    self._sound = path, agreed(self._peers, f"verifying {path}", partial(self._verified, store, path))
+                    manifest = agreed(self._peers, f"verifying {path}", partial(self._verified, store, path))
+                    self._verified_by_latest = path, manifest
                     return path  # type: ignore[no-any-return]
                 except CheckpointError as error:
-                    if self._gone(store, path):  # another run, which saves here, has removed it: look again
-                        break
+                    if self._gone(store, path):
+                        break  # another run, which saves here, has removed it: look again
                     if not {problem.code for problem in error.problems} <= {"checkpoint-damaged", "checkpoint-newer"}:
                         raise
                     self._pass_over(path, error)
-                    passed.append(error)
+                    errors.append(error)
             else:
-                if passed:
-                    raise _all_damaged(folder, passed)
+                if errors:
+                    raise _all_damaged(folder, errors)
                 return None
 
     def _candidates(self, store: Store, folder: str, run: str) -> list[str]:
@@ -431,7 +451,8 @@ class Checkpointer:
     def _pass_over(self, path: str, error: CheckpointError) -> None:
         self._damaged.add(path)
         if self._peers.rank == 0:
-            _log.warning("passing over %s: %s", path, "; ".join(f"{each.what} {each.why}" for each in error.problems))
+            reasons = [f"{problem.what} {problem.why}" for problem in error.problems]
+            _log.warning("passing over %s: %s", path, "; ".join(reasons))
 
 
 def _all_damaged(folder: str, errors: Sequence[CheckpointError]) -> CheckpointError:
@@ -446,6 +467,13 @@ def _all_damaged(folder: str, errors: Sequence[CheckpointError]) -> CheckpointEr
 
 
 def _nothing() -> None: ...
+
+
+def _layout(tensor: Tensor) -> tuple[Any, ...]:
+    """What decides which rank writes which part of a tensor."""
+    if is_sharded(tensor):
+        return tensor.shape, tensor.dtype, tensor.device_mesh, tensor.placements
+    return tensor.shape, tensor.dtype
 
 
 def _name(rank: int) -> str:
@@ -476,33 +504,14 @@ def _write_json(store: Store, path: str, tree: Any) -> FileFact:
     return stream.fact
 
 
-def _check_present(store: Store, home: str) -> None:
-    if store.exists(store.join(home, NAME)):
-        return
-    near = retention.near(store, home)
-    listed = f"checkpoints near it: {', '.join(near)}" if near else "no checkpoint lies near it"
-    fix = f"load {near[-1]}" if near else "check the path; a finished checkpoint has a manifest.json"
-    if not store.exists(home):
-        raise CheckpointError("checkpoint-missing", f"there is no checkpoint {home}.", why=listed, fix=fix)
-    if not store.folder(home):
-        raise CheckpointError(
-            "checkpoint-none", f"{home} is not a checkpoint: it is a file, not a folder.", why=listed, fix=fix
-        )
-    names = store.list(home)
-    inside = f"it holds {', '.join(names[:8])}{' ...' if len(names) > 8 else ''}" if names else "it is empty"
-    raise CheckpointError(
-        "checkpoint-none", f"{home} is not a checkpoint: it has no {NAME}.", why=[inside, listed], fix=fix
-    )
-
-
 def _judge(ranks: list[dict[str, Mismatch]], home: str, strict: bool) -> tuple[str, ...]:
     """Raises where names or shapes differ; returns what a load that is not strict leaves out, in words."""
-    owners = dict.fromkeys(owner for rank in ranks for owner in rank)
-    if any(owner.startswith("models/") for owner in owners):  # an optimizer of another model says nothing new
-        owners = {owner: None for owner in owners if owner.startswith("models/")}
+    owners = list(dict.fromkeys(owner for rank in ranks for owner in rank))
+    models = [owner for owner in owners if owner.startswith("models/")]
     problems: list[Problem] = []
     notes = []
-    for owner in owners:
+    # Where a model is another one, that its optimizer is too says nothing new.
+    for owner in models or owners:
         mismatch = Mismatch.of_all([rank.get(owner) for rank in ranks])
         if not strict and not mismatch.misshapen:
             notes.append(
@@ -510,8 +519,8 @@ def _judge(ranks: list[dict[str, Mismatch]], home: str, strict: bool) -> tuple[s
                 f"{len(mismatch.unexpected)} of the checkpoint were left out"
             )
         elif mismatch:
-            kept = mismatch if strict else replace(mismatch, missing={}, unexpected={})
-            problems.append(kept.problem(owner, home))
+            unwanted = mismatch if strict else replace(mismatch, missing={}, unexpected={})
+            problems.append(unwanted.problem(owner, home))
     if problems:
         raise CheckpointError.of(problems)
     return tuple(notes)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -40,16 +41,6 @@ class Unlike:
     largest: float | None = None
     relative: float | None = None
     count: int = 0
-
-
-class Side(Protocol):
-    """Tensors by name, read one at a time, and the JSON values beside them."""
-
-    facts: Mapping[str, tuple[torch.Size, torch.dtype]]
-    values: Mapping[str, Any]
-
-    def read(self, name: str) -> Tensor:
-        """One tensor, whole, on the CPU."""
 
 
 class Saved:
@@ -91,6 +82,9 @@ class ModelAlone:
     def read(self, name: str) -> Tensor:
         """One tensor, whole, on the CPU."""
         return read_whole(self._weights, name.removeprefix(_MODEL))
+
+
+Side = Saved | ModelAlone
 
 
 def side(path: str) -> Side:
@@ -140,23 +134,27 @@ def difference(one: Side, other: Side, atol: float = 0.0, seen: Callable[[int], 
         atol: values that differ by no more count as equal.
         seen: told how many bytes were compared, again and again.
     """
-    alone = not (one.values and other.values)
-    names = [{name for name in each.facts if not alone or name.startswith(_MODELS)} for each in (one, other)]
+    names, other_names = set(one.facts), set(other.facts)
+    value_names = one.values.keys() | other.values.keys()
+    if not (one.values and other.values):
+        names = {name for name in names if name.startswith(_MODELS)}
+        other_names = {name for name in other_names if name.startswith(_MODELS)}
+        value_names = set()
     unlike = []
-    for name in sorted(names[0] & names[1]):
+    for name in sorted(names & other_names):
         tensor = one.read(name)
-        found = _compare(name, tensor, other.read(name), atol)
-        if found is not None:
-            unlike.append(found)
+        differs = _compare(name, tensor, other.read(name), atol)
+        if differs is not None:
+            unlike.append(differs)
         if seen is not None:
             seen(tensor.nbytes)
     values = {}
-    for name in [] if alone else sorted(one.values.keys() | other.values.keys()):
+    for name in sorted(value_names):
         pair = one.values.get(name, ...), other.values.get(name, ...)
         if not _same(*pair, atol):
             values[name] = pair
-    only = tuple(sorted(names[0] - names[1])), tuple(sorted(names[1] - names[0]))
-    return Difference(only, tuple(unlike), values, len(names[0] & names[1]))
+    only = tuple(sorted(names - other_names)), tuple(sorted(other_names - names))
+    return Difference(only, tuple(unlike), values, len(names & other_names))
 
 
 def _compare(name: str, one: Tensor, other: Tensor, atol: float) -> Unlike | None:
@@ -167,22 +165,30 @@ def _compare(name: str, one: Tensor, other: Tensor, atol: float) -> Unlike | Non
     if one.dtype == other.dtype and torch.equal(one, other):
         return None
     wide = torch.complex128 if one.is_complex() or other.is_complex() else torch.float64
-    first, second = one.to(wide), other.to(wide)
+    first = one.to(wide)
+    second = other.to(wide)
     # Where both are NaN, or infinite alike, their difference is NaN and they are equal.
-    alike = (first == second) | (first.isnan() & second.isnan())
-    apart = (first - second).abs().masked_fill(alike, 0.0)
-    beyond = ~(apart <= atol)
+    equal = (first == second) | (first.isnan() & second.isnan())
+    distances = (first - second).abs().masked_fill(equal, 0.0)
+    beyond = ~(distances <= atol)
     if one.dtype == other.dtype and not beyond.any():
         return None
-    largest = float(apart.nan_to_num(nan=float("inf")).max()) if apart.numel() else 0.0
-    scale = float(first.abs().max()) if first.numel() else 0.0
-    relative = largest / scale if scale else (0.0 if largest == 0.0 else float("inf"))
+    if not first.numel():
+        return Unlike(name, shapes_, dtypes, 0.0, 0.0)
+    largest = float(distances.nan_to_num(nan=float("inf")).max())
+    scale = float(first.abs().max())
+    if scale:
+        relative = largest / scale
+    else:
+        relative = math.inf if largest else 0.0
     return Unlike(name, shapes_, dtypes, largest, relative, int(beyond.sum()))
 
 
 def _same(one: Any, other: Any, atol: float) -> bool:
-    numbers = all(type(each) in (int, float) for each in (one, other))
-    return bool(one == other or (numbers and abs(one - other) <= atol) or (one != one and other != other))
+    if one == other or (one != one and other != other):  # NaN is no number that equals itself
+        return True
+    numbers = (int, float)
+    return type(one) in numbers and type(other) in numbers and bool(abs(one - other) <= atol)
 
 
 def leaves(tree: Any, path: str = "") -> Iterator[tuple[str, Any]]:

@@ -37,9 +37,9 @@ def writing(doing: str) -> Iterator[None]:
             raise
         raise CheckpointError.of([os_problem(refused, doing)]) from error
     except SafetensorError as error:  # carries the system's number as text
-        found = re.search(r"os error (\d+)", str(error))
-        told = OSError(int(found[1]), os.strerror(int(found[1]))) if found else OSError(str(error))
-        raise CheckpointError.of([os_problem(told, doing)]) from error
+        match = re.search(r"os error (\d+)", str(error))
+        refused = OSError(int(match[1]), os.strerror(int(match[1]))) if match else OSError(str(error))
+        raise CheckpointError.of([os_problem(refused, doing)]) from error
 
 
 @contextmanager
@@ -68,10 +68,11 @@ def reading(path: str) -> Iterator[None]:
         if isinstance(error, CheckpointError):
             raise
         size = os.path.getsize(path)
+        reason = str(error).partition("\n")[0]
         raise CheckpointError(
             "checkpoint-damaged",
             f"the file {path} cannot be read.",
-            why=f"it has {size} bytes; {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}",
+            why=f"it has {size} bytes; {type(error).__name__}: {reason}",
             fix="copy it again from where it is whole, or load another one",
         ) from None
 
@@ -150,34 +151,34 @@ def load_object(path: str | os.PathLike[str], *, map_location: Any = "cpu") -> A
 
 def write_safetensors(tensors: Mapping[str, Tensor], file: BinaryIO) -> None:
     """Writes tensors into a file that `replacing` gave, without a copy of those that lie alone in CPU memory."""
-    apart: dict[str, Tensor] = {}
-    places = set()
+    separate: dict[str, Tensor] = {}
+    addresses = set()
     for name, tensor in tensors.items():
         tensor = tensor.detach().cpu().contiguous()
-        if tensor.untyped_storage().nbytes() != tensor.nbytes or tensor.data_ptr() in places:
+        if tensor.untyped_storage().nbytes() != tensor.nbytes or tensor.data_ptr() in addresses:
             tensor = tensor.clone()  # the format knows no shared memory
-        places.add(tensor.data_ptr())
-        apart[name] = tensor
-    save_file(apart, file.name, metadata={"format": "pt"})
+        addresses.add(tensor.data_ptr())
+        separate[name] = tensor
+    save_file(separate, file.name, metadata={"format": "pt"})
 
 
 def read_tensors(path: str) -> dict[str, Tensor]:
     """Tensors of one file of weights, on the CPU."""
-    found = load_object(path)
-    if not _only_tensors(found):
+    tensors = load_object(path)
+    if not _only_tensors(tensors):
         raise CheckpointError(
             "checkpoint-damaged",
             f"the file {path} holds no dictionary of tensors.",
-            why=f"it holds a {type(found).__qualname__}",
+            why=f"it holds a {type(tensors).__qualname__}",
             fix="name a file of weights",
         )
-    return dict(found)
+    return dict(tensors)
 
 
 def _only_tensors(obj: Any) -> bool:
-    return isinstance(obj, Mapping) and all(
-        isinstance(key, str) and isinstance(value, Tensor) for key, value in obj.items()
-    )
+    if not isinstance(obj, Mapping):
+        return False
+    return all(isinstance(key, str) and isinstance(value, Tensor) for key, value in obj.items())
 
 
 def is_safetensors(file: BinaryIO) -> bool:

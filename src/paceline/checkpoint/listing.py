@@ -8,7 +8,7 @@ from typing import Any
 from paceline.base.errors import CheckpointError, Problem
 from paceline.checkpoint import retention
 from paceline.checkpoint.format.checkpoint_format import NATIVE, CheckpointFormat, Summary, format_of
-from paceline.checkpoint.format.manifest import NAME, Manifest, verify
+from paceline.checkpoint.format.manifest import Manifest, verify
 from paceline.checkpoint.store import Store, store_for
 from paceline.world.layout import Layout
 
@@ -80,13 +80,7 @@ def home_of(path: str) -> tuple[Store, str]:
     store = store_for(path)
     home = store.resolve(path)
     if not store.exists(home):
-        near = retention.near(store, home)
-        raise CheckpointError(
-            "checkpoint-missing",
-            f"there is nothing at {home}.",
-            why=f"checkpoints near it: {', '.join(near)}" if near else "no checkpoint lies near it",
-            fix=f"say {near[-1]}" if near else "check the path",
-        )
+        raise retention.no_checkpoint(store, home, "say")
     return store, home
 
 
@@ -99,13 +93,7 @@ def the_checkpoint(path: str) -> tuple[Store, str, CheckpointFormat]:
     store, home = home_of(path)
     checkpoint_format = format_of(store, home)
     if checkpoint_format is None:
-        near = retention.near(store, home)
-        raise CheckpointError(
-            "checkpoint-none",
-            f"{home} is not a checkpoint: it has no {NAME}.",
-            why=f"checkpoints in or near it: {', '.join(near)}" if near else "no checkpoint lies near it",
-            fix=f"say {near[-1]}" if near else "check the path; a finished checkpoint has a manifest.json",
-        )
+        raise retention.no_checkpoint(store, home, "say")
     return store, home, checkpoint_format
 
 
@@ -133,11 +121,10 @@ def the_folder(path: str) -> tuple[Store, str, list[Entry]]:
         checkpoints = entries(store, folder)
         if checkpoints:
             return store, folder, checkpoints
-    names = store.list(home)
     raise CheckpointError(
         "checkpoint-none",
         f"{home} holds no checkpoint.",
-        why=f"it holds {', '.join(names[:8])}{' ...' if len(names) > 8 else ''}" if names else "it is empty",
+        why=retention.contents(store, home),
         fix="say a checkpoint, the folder that holds some, or the project_dir of a run",
     )
 
@@ -175,8 +162,7 @@ def _size(store: Store, path: str) -> int:
 
 
 def _age(store: Store, checkpoint: Entry) -> tuple[int, float, str]:
-    number = retention.number(store, checkpoint.path)
-    return -1 if number is None else number, checkpoint.summary.created or 0.0, checkpoint.name
+    return retention.order(store, checkpoint.path), checkpoint.summary.created or 0.0, checkpoint.name
 
 
 def plan_in_short(manifest: Manifest) -> str:

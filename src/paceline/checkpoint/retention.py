@@ -103,20 +103,25 @@ class Keep:
         """Metrics for a save that comes before anything was measured."""
         return {} if self.best is None else {self.best: math.nan}
 
-    def stays(self, found: Sequence[tuple[str, Manifest]]) -> set[str]:
+    def stays(self, checkpoints: Sequence[tuple[str, Manifest]]) -> set[str]:
         """Of checkpoints, oldest first, those that a rule names."""
         if self.last is None and self.every is None and self.best is None:
-            return {path for path, _ in found}
-        kept = {path for path, _ in found[-self.last :]} if self.last else set()
+            return {path for path, _ in checkpoints}
+        stay: set[str] = set()
+        if self.last:
+            stay |= {path for path, _ in checkpoints[-self.last :]}
         if self.every:
-            kept |= {path for path, manifest in found if manifest.step % self.every == 0}
+            stay |= {path for path, manifest in checkpoints if manifest.step % self.every == 0}
         sign = 1 if self.mode == "max" else -1
-        values = [(sign * manifest.metrics.get(self.best or "", math.nan), path) for path, manifest in found]
-        best = None
-        for value, path in values:
-            if not math.isnan(value) and (best is None or value >= best[0]):
-                best = (value, path)
-        return kept | ({best[1]} if best else set())
+        best_path: str | None = None
+        best_value = -math.inf
+        for path, manifest in checkpoints:
+            value = sign * manifest.metrics.get(self.best or "", math.nan)
+            if value >= best_value:  # NaN compares as false; of equal values the newest counts
+                best_path, best_value = path, value
+        if best_path is not None:
+            stay.add(best_path)
+        return stay
 
 
 def _check_count(argument: str, value: object) -> None:
@@ -137,14 +142,19 @@ def _check_count(argument: str, value: object) -> None:
 
 def number(store: Store, path: str) -> int | None:
     """N of `.../checkpoint_N`; None for any other name."""
-    found = PATTERN.fullmatch(store.parent(path)[1])
-    return int(found[1]) if found else None
+    match = PATTERN.fullmatch(store.parent(path)[1])
+    return int(match[1]) if match else None
 
 
 def numbered(store: Store, folder: str) -> dict[int, str]:
     """Paths with automatic names in a folder, whole or not, by number, lowest first."""
-    paths = {number(store, path): path for path in (store.join(folder, name) for name in store.list(folder))}
-    return dict(sorted((key, path) for key, path in paths.items() if key is not None))
+    paths: dict[int, str] = {}
+    for name in store.list(folder):
+        path = store.join(folder, name)
+        count = number(store, path)
+        if count is not None:
+            paths[count] = path
+    return dict(sorted(paths.items()))
 
 
 def following(store: Store, folder: str, start: int = 0) -> str:
@@ -154,14 +164,19 @@ def following(store: Store, folder: str, start: int = 0) -> str:
 
 def checkpoints(store: Store, folder: str) -> list[str]:
     """Checkpoints directly in a folder, oldest first: by number where they have one, else by time."""
-    found = []
+    by_age = []
     for name in store.list(folder):
         path = store.join(folder, name)
         manifest = None if name.startswith(".") else Manifest.find(store, path)
         if manifest is not None:
-            place = number(store, path)
-            found.append((-1 if place is None else place, manifest.created, path))
-    return [path for _, _, path in sorted(found)]
+            by_age.append((order(store, path), manifest.created, path))
+    return [path for _, _, path in sorted(by_age)]
+
+
+def order(store: Store, path: str) -> int:
+    """The number of an automatic name; those that the script has named come before."""
+    count = number(store, path)
+    return -1 if count is None else count
 
 
 def newest_first(store: Store, folder: str, run: str = "") -> list[str]:
@@ -173,16 +188,46 @@ def newest_first(store: Store, folder: str, run: str = "") -> list[str]:
         run: only of what this run saved; "" for any.
     """
     paths = checkpoints(store, folder)
-    cut = [
-        path for path in numbered(store, folder).values() if path not in paths and store.exists(store.join(path, NAME))
-    ]
-    found = sorted([*paths, *cut], key=lambda path: -1 if (place := number(store, path)) is None else place)[::-1]
-    return [path for path in found if not run or (own := Manifest.find(store, path)) is None or own.run == run]
+    for path in numbered(store, folder).values():
+        if path not in paths and store.exists(store.join(path, NAME)):
+            paths.append(path)  # its manifest cannot be read
+    newest = sorted(paths, key=lambda path: order(store, path))[::-1]
+    if not run:
+        return newest
+    manifests = [(path, Manifest.find(store, path)) for path in newest]
+    return [path for path, manifest in manifests if manifest is None or manifest.run == run]
 
 
 def near(store: Store, path: str) -> list[str]:
     """Checkpoints within a folder, or else beside it, oldest first."""
     return checkpoints(store, path) or checkpoints(store, store.parent(path)[0])
+
+
+def no_checkpoint(store: Store, path: str, advice: str = "load") -> CheckpointError:
+    """The error for a path at which no checkpoint lies: it says what lies there, and near it.
+
+    Args:
+        store, path: where one was looked for.
+        advice: a verb: what to do with one that lies near it.
+    """
+    listed = near(store, path)
+    why = f"checkpoints near it: {', '.join(listed)}" if listed else "no checkpoint lies near it"
+    fix = f"{advice} {listed[-1]}" if listed else "check the path; a finished checkpoint has a manifest.json"
+    if not store.exists(path):
+        return CheckpointError("checkpoint-missing", f"there is no checkpoint {path}.", why=why, fix=fix)
+    what, reasons = f"{path} is not a checkpoint: it has no {NAME}.", [contents(store, path), why]
+    if not store.folder(path):
+        what, reasons = f"{path} is not a checkpoint: it is a file, not a folder.", [why]
+    return CheckpointError("checkpoint-none", what, why=reasons, fix=fix)
+
+
+def contents(store: Store, folder: str) -> str:
+    """What lies in a folder that is no checkpoint, for an error."""
+    names = store.list(folder)
+    if not names:
+        return "it is empty"
+    more = " ..." if len(names) > 8 else ""
+    return f"it holds {', '.join(names[:8])}{more}"
 
 
 def surplus(store: Store, folder: str, keep: Keep, just: str | None = None, damaged: Collection[str] = ()) -> list[str]:
@@ -192,11 +237,10 @@ def surplus(store: Store, folder: str, keep: Keep, just: str | None = None, dama
     """
     paths = [path for path in numbered(store, folder).values() if path not in damaged]
     manifests = [(path, Manifest.find(store, path)) for path in paths]
-    found = [(path, manifest) for path, manifest in manifests if manifest is not None]
-    stay = keep.stays(
-        [(path, manifest) for path, manifest in found if path != just] + [f for f in found if f[0] == just]
-    )
-    return [path for path, _ in found if path not in stay and path != just]
+    whole = [(path, manifest) for path, manifest in manifests if manifest is not None]
+    # The one just saved counts as the newest, whatever its number is.
+    stay = keep.stays(sorted(whole, key=lambda checkpoint: checkpoint[0] == just))
+    return [path for path, _ in whole if path not in stay and path != just]
 
 
 def prune(store: Store, folder: str, keep: Keep, just: str | None = None, damaged: Collection[str] = ()) -> None:

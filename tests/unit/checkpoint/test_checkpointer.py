@@ -548,3 +548,25 @@ def test_an_edited_manifest(make_run, tmp_path, change) -> None:
     failing("checkpoint-damaged", Checkpointer().load, path, run.state())
     assert Checkpointer(keep=Keep(last=1, every=5)).save(tmp_path / "checkpoint_2", run.state())
     assert Checkpointer().latest(tmp_path) == str(tmp_path / "checkpoint_2")
+
+
+def test_a_narrowed_state_leaves_the_first_as_it_is(make_run) -> None:
+    state = make_run().state()
+    narrow = state.narrowed({"optimizers", "custom"})
+    assert not narrow.models and not narrow.plain["schedulers"] and narrow.scaler is None
+    assert narrow.plain["custom"] and state.models and state.plain["schedulers"] and state.scaler is not None
+    # The optimizer's parameters keep the names of the model that is left out.
+    assert narrow.optimizer_states()["optimizer"].groups == state.optimizer_states()["optimizer"].groups
+    assert not narrow.narrowed({"models", "custom"}).optimizers, "what was left out stays out"
+
+
+def test_a_folder_with_a_manifest_of_ours_is_ours(make_run, tmp_path) -> None:
+    """An older save of another library may lie in the same folder."""
+    run = make_run()
+    (tmp_path / "c").mkdir()
+    (tmp_path / "c" / "random_states_0.pkl").write_bytes(b"not ours")
+    run.train(1)
+    Checkpointer().save(tmp_path / "c", run.state())
+    other = make_run(seed=1)
+    assert Checkpointer().load(tmp_path / "c", other.state()).manifest is not None
+    assert torch.equal(other.model.out.weight, run.model.out.weight)

@@ -18,18 +18,9 @@ from s3_server import Wire, at_endpoint, filesystem, free, free_port
 from torch import nn
 
 from paceline.base.errors import CheckpointError
-from paceline.checkpoint import (
-    Checkpointer,
-    TrainState,
-    checkpointer,
-    lease,
-    lock,
-    manifest,
-    objects,
-    remote_files,
-    verify,
-)
-from paceline.checkpoint.store import store_for
+from paceline.checkpoint import Checkpointer, TrainState, checkpointer, verify
+from paceline.checkpoint.format import manifest
+from paceline.checkpoint.store import lease, lock, objects, remote_files, store_for
 from paceline.checkpoint.store.lease import Lease
 from paceline.checkpoint.store.remote import RemoteStore
 

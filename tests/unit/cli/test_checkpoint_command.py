@@ -257,3 +257,36 @@ def test_a_folder_named_as_safetensors(tmp_path, capsys):
     (tmp_path / "two" / "model.safetensors").mkdir(parents=True)
     assert main(["checkpoint", "diff", str(tmp_path / "one"), str(tmp_path / "two")]) == 1
     assert "[checkpoint-" in capsys.readouterr().err
+
+
+def test_checkpoints_of_other_libraries_are_listed_and_left_alone(tmp_path, capsys):
+    for name, files in (
+        (
+            "global_step4",
+            ["mp_rank_00_model_states.pt", *(f"zero_pp_rank_{r}_mp_rank_00_optim_states.pt" for r in (0, 1))],
+        ),
+        ("checkpoint_0", ["random_states_0.pkl", "random_states_1.pkl", "random_states_2.pkl", "model.safetensors"]),
+    ):
+        (tmp_path / name).mkdir()
+        for file in files:
+            (tmp_path / name / file).write_bytes(b"x" * 50)
+    for number in (1, 2):
+        save(tmp_path / f"checkpoint_{number}", step=number)
+    assert main(["checkpoint", "ls", "--json", str(tmp_path)]) == 0
+    rows = json.loads(capsys.readouterr().out)["checkpoints"]
+    facts = {row["name"]: (row["format"], row["state"], row["step"], row["world_size"]) for row in rows}
+    assert facts == {
+        "global_step4": ("deepspeed", "unchecked", 4, 2),
+        "checkpoint_0": ("accelerate", "unchecked", None, 3),
+        "checkpoint_1": ("native", "complete", 1, 1),
+        "checkpoint_2": ("native", "complete", 2, 1),
+    }
+    assert main(["checkpoint", "verify", str(tmp_path)]) == 0
+    assert "not checked: the accelerate format has no checksums" in capsys.readouterr().out
+    assert main(["checkpoint", "show", "--json", str(tmp_path / "checkpoint_0")]) == 0
+    assert json.loads(capsys.readouterr().out)["files"]["model.safetensors"] == 50
+    assert main(["checkpoint", "prune", "--keep-last", "1", str(tmp_path)]) == 0
+    capsys.readouterr()
+    assert sorted(path.name for path in tmp_path.iterdir() if path.is_dir()) == [
+        "checkpoint_0", "checkpoint_2", "global_step4",
+    ]  # fmt: skip

@@ -3,7 +3,6 @@
     recognises      whether a folder is a checkpoint of this kind; all that follows is asked of the one that says so
     newest          the checkpoint that a folder of several says is its newest
     summary         what `paceline checkpoint ls` and `show` say of it
-    damage          what is wrong with its files, where there are checksums
     read, open      everything but the tensors, in the words of our `state.json`: `load_state`, `resume`
     weights         the tensors of one model: `load_model`, `paceline checkpoint export`
 
@@ -17,7 +16,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from paceline.base.errors import CheckpointError, Problem
+from paceline.base.errors import CheckpointError
 from paceline.base.registry import Registry
 from paceline.checkpoint.agree import Peers, agreed, together
 from paceline.checkpoint.store import Store
@@ -89,7 +88,7 @@ class CheckpointFormat:
 
     Attributes:
         name: as in the registry.
-        has_manifest: whether a `manifest.json` of ours says what belongs to a checkpoint.
+        has_manifest: whether our `manifest.json` says what belongs to a checkpoint, so that its files can be verified.
     """
 
     name: str
@@ -110,10 +109,6 @@ class CheckpointFormat:
     def summary(self, store: Store, folder: str) -> Summary:
         """What can be said of a checkpoint without reading tensors."""
         return Summary()
-
-    def damage(self, store: Store, folder: str) -> list[Problem]:
-        """One problem for each damaged file, which is read whole for it; none where there are no checksums."""
-        return []
 
     def read(self, store: Store, folder: str, state: TrainState, names: RunNames) -> OpenCheckpoint:
         """Everything but the tensors, for this rank; touches nothing. See `Translation`.

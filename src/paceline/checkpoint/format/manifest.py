@@ -128,10 +128,15 @@ class Manifest:
 
     def paths(self) -> list[str]:
         """Names of the files and of the manifest, as they lie in the checkpoint's folder."""
-        return [*(f"{self.within}/{name}" if self.within else name for name in self.files), NAME]
+        prefix = f"{self.within}/" if self.within else ""
+        return [*(prefix + name for name in self.files), NAME]
 
-    def _check(self) -> None:
-        """Refuses what no save writes: values of other kinds, and files that lie outside of the folder."""
+    def check(self) -> None:
+        """Refuses what no save writes: values of other kinds, and files that lie outside of the folder.
+
+        Raises:
+            ValueError: with what is wrong.
+        """
         kinds: dict[str, Any] = {"step": int, "world_size": int, "plan": dict, "metrics": dict, "within": str}
         kinds |= {"created": (int, float), "run": str, "checksum": str}
         for name, kind in kinds.items():
@@ -165,10 +170,9 @@ class Manifest:
             if expected and expected != (actual := _checksum(read)):
                 raise ValueError(f"its own checksum should be {short_repr(expected)} and is {actual!r}")
             read["files"] = {str(name): FileFact(**fact) for name, fact in read["files"].items()}
-            known = {name: read[name] for name in cls.__dataclass_fields__ if name in read}
-            found = cls(**known)
-            found._check()
-            return found
+            manifest = cls(**{name: read[name] for name in cls.__dataclass_fields__ if name in read})
+            manifest.check()
+            return manifest
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             if isinstance(error, CheckpointError):
                 raise
@@ -265,8 +269,11 @@ def verify(
             problems.append(_damaged(folder, name, "the file is missing"))
         elif lengths[name] != fact.bytes:
             problems.append(_damaged(folder, name, f"it should have {fact.bytes} bytes and has {lengths[name]}"))
-        elif name in wanted and (found := measure(store, store.join(place, name), seen)) != fact:
-            problems.append(_damaged(folder, name, f"its checksum should be {fact.checksum} and is {found.checksum}"))
+        elif name in wanted:
+            actual = measure(store, store.join(place, name), seen)
+            if actual != fact:
+                why = f"its checksum should be {fact.checksum} and is {actual.checksum}"
+                problems.append(_damaged(folder, name, why))
     return problems
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING
 
-from paceline.base.errors import CheckpointError, Problem
+from paceline.base.errors import CheckpointError
 from paceline.checkpoint.agree import Peers, agreed
 from paceline.checkpoint.format.checkpoint_format import CheckpointFormat
 from paceline.checkpoint.format.manifest import NAME, STATE, Manifest, read_json, verify
@@ -26,10 +26,6 @@ class NativeFormat(CheckpointFormat):
     def recognises(self, store: Store, folder: str) -> bool:
         """Whether there is a manifest, sound or not."""
         return store.exists(store.join(folder, NAME))
-
-    def damage(self, store: Store, folder: str) -> list[Problem]:
-        """Compares every file with the manifest."""
-        return verify(folder, store)
 
     def open(
         self, store: Store, folder: str, state: TrainState, peers: Peers, manifest: Manifest | None

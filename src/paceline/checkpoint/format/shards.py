@@ -55,10 +55,10 @@ class SavePlanner(DefaultSavePlanner):
         for rank, plan in enumerate(all_plans):
             for path in plan.planner_data:
                 owner.setdefault(path, rank)
-        plans = [
-            replace(plan, items=[item for item in plan.items if owner.get(item.index.fqn, rank) == rank])
-            for rank, plan in enumerate(all_plans)
-        ]
+        plans = []
+        for rank, plan in enumerate(all_plans):
+            items = [item for item in plan.items if owner.get(item.index.fqn, rank) == rank]
+            plans.append(replace(plan, items=items))
         return super().create_global_plan(plans)
 
 
@@ -189,54 +189,60 @@ def read_shards(
         with store.open(store.join(folder, name), "rb") as file:
             for item in sorted(wanted, key=lambda item: index.storage_data[item.storage_index].offset):
                 info = index.storage_data[item.storage_index]
-                saved = _Saved(file, info, index.state_dict_metadata[item.storage_index.fqn], item)
+                saved = _SavedTensor(file, info, index.state_dict_metadata[item.storage_index.fqn], item)
                 saved.read(planner.resolve_tensor(item).detach(), scratch)
 
 
-class _Saved:
+class _SavedTensor:
     """One tensor, or a part of one, in an open file, of which an item of torch's plan wants a region."""
 
     def __init__(self, file: BinaryIO, info: Any, entry: Any, item: ReadItem) -> None:
-        self._file, self._name, self._item = file, info.relative_path, item
-        self._start, self._length = info.offset, info.length
-        self._shape, self._dtype = entry.chunks[item.storage_index.index].sizes, entry.properties.dtype
+        self._file = file
+        self._name: str = info.relative_path
+        self._start: int = info.offset
+        self._length: int = info.length
+        self._shape: torch.Size = entry.chunks[item.storage_index.index].sizes
+        self._dtype: torch.dtype = entry.properties.dtype
+        self._offsets, self._lengths = item.storage_offsets, item.lengths
 
     def read(self, target: Tensor, scratch: _Scratch) -> None:
         """Reads the region into `target`: straight into its memory where it lies there as it does in the file."""
-        start = self._data()
+        start = self._first_byte()
         if start is None:
             saved = tensor_of(file_view(self._file, self._start, self._length), self._name)
-            target.copy_(_box(saved, self._item.storage_offsets, self._item.lengths))
+            target.copy_(_box(saved, self._offsets, self._lengths))
             return
-        shape, offsets, lengths = self._shape, self._item.storage_offsets, self._item.lengths
         if not target.numel():
             return
-        rows = shape if not shape else torch.Size([lengths[0], *shape[1:]])
-        before = offsets[0] * shape[1:].numel() * self._dtype.itemsize if shape else 0
-        self._file.seek(start + before)
-        same = target.dtype == self._dtype and target.device.type == "cpu" and target.is_contiguous()
-        if same and rows == lengths:
-            self._into(raw(target))
+        # The rows that the region touches lie together in the file; of them it may want some columns.
+        rows = self._shape
+        if self._shape:
+            rows = torch.Size([self._lengths[0], *self._shape[1:]])
+            start += self._offsets[0] * self._shape[1:].numel() * self._dtype.itemsize
+        self._file.seek(start)
+        in_place = target.dtype == self._dtype and target.device.type == "cpu" and target.is_contiguous()
+        if in_place and rows == self._lengths:
+            self._read_into(raw(target))
             return
         part = scratch.tensor(rows, self._dtype)
-        self._into(raw(part))
-        target.copy_(_box(part, [0, *offsets[1:]] if shape else [], lengths))
+        self._read_into(raw(part))
+        columns = [0, *self._offsets[1:]] if self._shape else []
+        target.copy_(_box(part, columns, self._lengths))
 
-    def _data(self) -> int | None:
+    def _first_byte(self) -> int | None:
         """Where the tensor's bytes begin; None where another version of torch wrote them, which torch itself must read."""
         size = self._shape.numel() * self._dtype.itemsize
         if size > self._length:
             return None
         around = envelope(self._dtype, tuple(self._shape))
+        if self._length != len(around.head) + size + len(around.tail):
+            return None
         self._file.seek(self._start)
-        if (
-            self._length != len(around.head) + size + len(around.tail)
-            or self._file.read(len(around.head)) != around.head
-        ):
+        if self._file.read(len(around.head)) != around.head:
             return None
         return self._start + len(around.head)
 
-    def _into(self, view: memoryview) -> None:
+    def _read_into(self, view: memoryview) -> None:
         while view:
             count = cast(Any, self._file).readinto(view)
             if not count:

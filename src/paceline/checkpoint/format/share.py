@@ -21,7 +21,6 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import WriteItem
 from torch.distributed.checkpoint.storage import WriteResult
-from torch.distributed.tensor import DTensor
 from torch.serialization import get_crc32_options, set_crc32_options
 
 from paceline.torch_internals.checkpoint import storage_info
@@ -43,7 +42,8 @@ class _Recorder:
 
     def __init__(self, address: int) -> None:
         self.head, self.tail = bytearray(), bytearray()
-        self._address, self._end = address, self.head
+        self._address = address
+        self._end = self.head
 
     def write(self, data: Any) -> int:
         view = memoryview(data).cast("B")
@@ -117,15 +117,15 @@ class Share:
     @classmethod
     def of(cls, items: Sequence[WriteItem]) -> Share:
         """The share that a plan's items mean; the same on every rank."""
-        places, end = [], 0
+        places: list[Place] = []
+        end = 0
         for item in items:
             data = item.tensor_data
             assert data is not None, "tensors alone are planned"
             shape, dtype = data.chunk.sizes, data.properties.dtype
             start = -(-end // _ALIGN) * _ALIGN
-            place = Place(
-                item.index, start, shape, dtype, envelope(dtype, tuple(shape)), shape.numel() * dtype.itemsize
-            )
+            around = envelope(dtype, tuple(shape))
+            place = Place(item.index, start, shape, dtype, around, shape.numel() * dtype.itemsize)
             places.append(place)
             end = start + place.length
         return cls(places, end)
@@ -161,14 +161,3 @@ def raw(tensor: Tensor) -> memoryview:
     """The bytes of a tensor, in the order of its elements; without a copy where it lies so in CPU memory."""
     plain = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
     return memoryview(cast(Any, plain.reshape(-1).view(torch.uint8).numpy())) if plain.numel() else memoryview(b"")
-
-
-def local(tensor: Tensor) -> Tensor:
-    """What this rank holds of a tensor."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
-def layout(tensor: Tensor) -> tuple[Any, ...]:
-    """What decides which rank writes which part of a tensor."""
-    spec = (tensor.device_mesh, tensor.placements) if isinstance(tensor, DTensor) else ()
-    return (tensor.shape, tensor.dtype, *spec)

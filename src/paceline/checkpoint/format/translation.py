@@ -15,7 +15,7 @@ from paceline.checkpoint.state.codec import Encoder
 from paceline.checkpoint.state.module_state import ModuleState
 from paceline.checkpoint.state.optimizer_state import OptimizerState
 from paceline.checkpoint.state.train_state import KINDS, Shapes, TrainState
-from paceline.checkpoint.weights.model import alike, called
+from paceline.checkpoint.weights.model import names_of_same_tensor, saved_names_of
 from paceline.checkpoint.weights.sources import TensorWeights, Weights, fill
 from paceline.world.parts import part_of_whole
 from paceline.world.sharded import local
@@ -115,7 +115,7 @@ class Translation:
             tied: other names of tied tensors in the folder -> the first.
             exact: tensors, by our names, that are kept elsewhere in a better precision.
         """
-        saved_names = called(weights, self.names.tensors.get(name, set()))
+        saved_names = saved_names_of(weights, self.names.tensors.get(name, set()))
         for own, key in saved_names.items():
             source = (exact or {}).get(own, (weights, key))
             self._sources[f"models/{name}/{own}"] = source
@@ -125,7 +125,7 @@ class Translation:
             for own in module.raw:
                 if own in saved_names:
                     continue
-                others = alike(own, module.aliases, self.state.tied.get(name, {}))
+                others = names_of_same_tensor(own, module.aliases, self.state.tied.get(name, {}))
                 first = next((other for other in others if other in saved_names), None)
                 if first is not None:
                     aliases[own] = first
@@ -185,8 +185,8 @@ class Translation:
             self.set("run", self.state.run.state_dict())
         if self._encoder.problems:
             raise CheckpointError.of(self._encoder.problems)
-        kept = TensorWeights(self._encoder.tensors)
-        sources = {**self._sources, **{path: (kept, path) for path in self._encoder.tensors}}
+        in_memory = TensorWeights(self._encoder.tensors)
+        sources = {**self._sources, **{path: (in_memory, path) for path in self._encoder.tensors}}
         shapes: dict[str, tuple[torch.Size, torch.dtype]] = {}
         for path, (weights, name) in sources.items():
             entry = weights.entries[name]

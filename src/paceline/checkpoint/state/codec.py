@@ -42,11 +42,11 @@ class Encoder:
         if kind in _PLAIN:
             return value
         if isinstance(value, Tensor):
-            return {"$tensor": self._keep(path, value.detach())}
+            return {"$tensor": self.add_tensor(path, value.detach())}
         if kind is list:
             return self.items(value, path)
         if isinstance(value, numpy.ndarray) and value.dtype.kind in "biufc" and value.dtype.isnative:
-            return {"$ndarray": self._keep(path, torch.from_numpy(value.copy()))}
+            return {"$ndarray": self.add_tensor(path, torch.from_numpy(value.copy()))}
         if isinstance(value, numpy.generic) and value.dtype.kind in "biuf":
             return {"$numpy": [value.dtype.str, value.item()]}
         if kind is dict and all(type(key) is str and not key.startswith("$") for key in value):
@@ -66,11 +66,12 @@ class Encoder:
         """JSON for keys of any kind with their values."""
         return [[self.encode(key, f"{path}/key"), self.encode(item, f"{path}/{key}")] for key, item in mapping.items()]
 
-    def _keep(self, path: str, tensor: Tensor) -> str:
+    def add_tensor(self, path: str, tensor: Tensor) -> str:
+        """Keeps a tensor, which stands at `path`; returns the path by which it is known."""
         if tensor.layout != torch.strided or tensor.is_quantized:
             self.problems.append(_refused(tensor, path))
         while path in self.tensors:
-            path += "'"
+            path += "'"  # keys of two types may read alike, such as 1 and "1"
         self.tensors[path] = tensor
         return path
 
@@ -135,12 +136,12 @@ def decode(value: Any, tensors: Mapping[str, Tensor]) -> Any:
 
 
 _READERS: dict[str, Callable[[Any], Any]] = {
-    "$dict": lambda pairs: {key: item for key, item in pairs},
-    "$ordered": lambda pairs: OrderedDict((key, item) for key, item in pairs),
-    "$counter": lambda pairs: Counter({key: item for key, item in pairs}),
+    "$dict": dict,
+    "$ordered": OrderedDict,
+    "$counter": lambda pairs: Counter(dict(pairs)),
     "$tuple": tuple,
     "$size": torch.Size,
-    "$namespace": lambda pairs: Namespace(**{key: item for key, item in pairs}),
+    "$namespace": lambda pairs: Namespace(**dict(pairs)),
     "$set": set,
     "$frozenset": frozenset,
     "$bytes": base64.b64decode,
@@ -152,10 +153,10 @@ _READERS: dict[str, Callable[[Any], Any]] = {
 
 
 def _dtype(name: str) -> torch.dtype:
-    found = getattr(torch, name, None)
-    if not isinstance(found, torch.dtype):
+    dtype = getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype):
         raise ValueError(f"{name} is no dtype")
-    return found
+    return dtype
 
 
 def references(value: Any) -> Iterator[str]:

@@ -33,22 +33,23 @@ class Mismatch:
     @classmethod
     def of_all(cls, ranks: Sequence[Mismatch | None]) -> Mismatch:
         """What is wrong for all ranks together: a name that any rank expects is not unexpected."""
-        found = cls()
+        missing: dict[str, Shape] = {}
+        misshapen: dict[str, tuple[Shape, Shape]] = {}
+        unexpected: dict[str, Shape] | None = None
         for mismatch in ranks:
-            if mismatch is not None:
-                found.missing |= mismatch.missing
-                found.misshapen |= mismatch.misshapen
-        first = ranks[0].unexpected if ranks[0] is not None else {}
-        found.unexpected = {
-            name: shape for name, shape in first.items() if all(rank and name in rank.unexpected for rank in ranks)
-        }
-        return found
+            of_rank = cls() if mismatch is None else mismatch
+            missing |= of_rank.missing
+            misshapen |= of_rank.misshapen
+            if unexpected is None:
+                unexpected = dict(of_rank.unexpected)
+            unexpected = {name: shape for name, shape in unexpected.items() if name in of_rank.unexpected}
+        return cls(missing, unexpected or {}, misshapen)
 
     def problem(self, owner: str, path: str) -> Problem:
         """The one problem that says all of this."""
         reasons = _listed("missing in the checkpoint", _with_closest(self.missing, self.unexpected))
         reasons += _listed("only in the checkpoint", _with_closest(self.unexpected, self.missing))
-        misshapen = [f"{name}: {there} there, {here} here" for name, (there, here) in self.misshapen.items()]
+        misshapen = [f"{name}: {saved} there, {here} here" for name, (saved, here) in self.misshapen.items()]
         reasons += _listed("of another shape", misshapen)
         return Problem(
             "checkpoint-other-model",
@@ -62,9 +63,12 @@ class Mismatch:
 def _with_closest(names: Mapping[str, Shape], others: Mapping[str, Shape]) -> list[str]:
     lines: list[str] = []
     for name, shape in names.items():
-        alike = [other for other in others if others[other] == shape] or list(others)
-        close = get_close_matches(name, alike, n=1, cutoff=0.5) if len(lines) < _LISTED else []
-        lines.append(f"{name} {shape}" + (f" (closest: {close[0]})" if close else ""))
+        line = f"{name} {shape}"
+        if len(lines) < _LISTED:  # the rest is only counted
+            of_that_shape = [other for other in others if others[other] == shape] or list(others)
+            for closest in get_close_matches(name, of_that_shape, n=1, cutoff=0.5):
+                line += f" (closest: {closest})"
+        lines.append(line)
     return lines
 
 
@@ -84,47 +88,45 @@ def owner_problems(saved: Mapping[str, Any], here: Mapping[str, Mapping[str, Any
     """
     problems = []
     for kind, objects in here.items():
-        there = saved[kind]
-        if set(there) != set(objects):
-            problems.append(_other_owners(kind, sorted(there), sorted(objects)))
+        of_kind = saved[kind]
+        if set(of_kind) != set(objects):
+            problems.append(_other_owners(kind, sorted(of_kind), sorted(objects)))
             continue
-        for name, item in objects.items():
-            was, now = there[name].get("type"), type(item).__qualname__
-            if kind in ("optimizers", "schedulers") and was != now:
-                problems.append(_other_type(kind, name, was, now))
-        problems += _other_order(kind, there, objects)
+        types_saved = [str(of_kind[name].get("type")) for name in sorted(objects)]
+        types_here = [type(objects[name]).__qualname__ for name in sorted(objects)]
+        if kind in ("optimizers", "schedulers"):
+            for name, saved_type, type_here in zip(sorted(objects), types_saved, types_here, strict=True):
+                if saved_type != type_here:
+                    problems.append(_other_type(kind, name, saved_type, type_here))
+        # Registered objects have no names of their own. A class may be renamed between save and load; where the classes
+        # are the same in another order, the objects have changed places.
+        if kind == "custom" and types_saved != types_here and sorted(types_saved) == sorted(types_here):
+            problems.append(_other_order(types_saved, types_here))
     return problems
 
 
-def _other_owners(kind: str, there: list[str], here: list[str]) -> Problem:
+def _other_owners(kind: str, saved: list[str], here: list[str]) -> Problem:
     return Problem(
         "checkpoint-owners",
-        f"the checkpoint holds {len(there)} {kind}, but this run has {len(here)}.",
-        why=[f"in the checkpoint: {', '.join(there) or 'none'}", f"here: {', '.join(here) or 'none'}"],
+        f"the checkpoint holds {len(saved)} {kind}, but this run has {len(here)}.",
+        why=[f"in the checkpoint: {', '.join(saved) or 'none'}", f"here: {', '.join(here) or 'none'}"],
         fix="prepare and register the same objects as in the run that saved it, or pass strict=False",
     )
 
 
-def _other_order(kind: str, there: Mapping[str, Any], here: Mapping[str, Any]) -> list[Problem]:
-    """Registered objects have no names of their own; a class may be renamed, but the same classes have changed places."""
-    was = [str(there[name].get("type")) for name in sorted(there)]
-    now = [type(here[name]).__qualname__ for name in sorted(here)]
-    if kind != "custom" or was == now or sorted(was) != sorted(now):
-        return []
-    return [
-        Problem(
-            "checkpoint-owners",
-            "the registered objects have another order than in the checkpoint.",
-            why=[f"in the checkpoint: {', '.join(was)}", f"here: {', '.join(now)}"],
-            fix="call `register_for_checkpointing` in the order of the run that saved it",
-        )
-    ]
-
-
-def _other_type(kind: str, name: str, was: str, now: str) -> Problem:
+def _other_order(saved: list[str], here: list[str]) -> Problem:
     return Problem(
         "checkpoint-owners",
-        f"{kind}/{name} was a {was} in the checkpoint and is a {now} here.",
+        "the registered objects have another order than in the checkpoint.",
+        why=[f"in the checkpoint: {', '.join(saved)}", f"here: {', '.join(here)}"],
+        fix="call `register_for_checkpointing` in the order of the run that saved it",
+    )
+
+
+def _other_type(kind: str, name: str, saved: str, here: str) -> Problem:
+    return Problem(
+        "checkpoint-owners",
+        f"{kind}/{name} was a {saved} in the checkpoint and is a {here} here.",
         why="the state of one kind means nothing to another",
-        fix=f"build a {was} as in the run that saved it, or pass strict=False to load the rest",
+        fix=f"build a {saved} as in the run that saved it, or pass strict=False to load the rest",
     )

@@ -12,7 +12,7 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 _WRAPPER_NAMES = re.compile(r"(?:^|(?<=\.))(?:_orig_mod|_checkpoint_wrapped_module)\.")
 
-_TORCHS = ("torch.nn.modules.", "torch.distributed.fsdp.")
+_MODULES_OF_TORCH = ("torch.nn.modules.", "torch.distributed.fsdp.")
 
 
 def unwrap(module: nn.Module) -> nn.Module:
@@ -42,7 +42,7 @@ class ModuleState:
         values: entries that are no tensors, such as a module's extra state.
         buffers: names of those tensors that are no parameters.
         raw: clean name -> the name that the module itself uses.
-        living: whether the tensors are the module's own parameters and buffers, and not what it made of them.
+        shares_memory: whether the tensors are the module's own parameters and buffers, and not what it made of them.
     """
 
     tensors: dict[str, Tensor] = field(default_factory=dict)
@@ -50,28 +50,28 @@ class ModuleState:
     values: dict[str, Any] = field(default_factory=dict)
     buffers: set[str] = field(default_factory=set)
     raw: dict[str, str] = field(default_factory=dict)
-    living: bool = True
+    shares_memory: bool = True
 
     @classmethod
     def of(cls, module: nn.Module) -> ModuleState:
         """Reads a module, wrapped or not; the tensors share its memory."""
-        found = cls()
-        first: dict[int, str] = {}
+        state = cls()
+        first_names: dict[int, str] = {}
         own = {id(tensor) for tensor in (*module.parameters(), *module.buffers())}
         for raw, value in unwrap(module).state_dict(keep_vars=True).items():
             name = clean(raw)
-            found.raw[name] = raw
+            state.raw[name] = raw
             if not isinstance(value, Tensor):
-                found.values[name] = value
-            elif id(value) in first:
-                found.aliases[name] = first[id(value)]
+                state.values[name] = value
+            elif id(value) in first_names:
+                state.aliases[name] = first_names[id(value)]
             else:
-                first[id(value)] = name
-                found.tensors[name] = value.detach()
-                found.living &= id(value) in own
+                first_names[id(value)] = name
+                state.tensors[name] = value.detach()
+                state.shares_memory &= id(value) in own
                 if not isinstance(value, nn.Parameter):
-                    found.buffers.add(name)
-        return found
+                    state.buffers.add(name)
+        return state
 
     def put(self, module: nn.Module, values: Mapping[str, Any]) -> None:
         """Gives the tensors (as they are now) and `values` to the module's `load_state_dict`.
@@ -79,7 +79,7 @@ class ModuleState:
         Where that would copy the module's tensors to themselves and nothing else, it is left out: it looks at every name
         once for each module.
         """
-        if self.living and not self.values and not _loads_by_itself(unwrap(module)):
+        if self.shares_memory and not self.values and not _loads_by_itself(unwrap(module)):
             return
         entries = {**self.values, **values, **self.tensors}
         entries |= {name: self.tensors[first] for name, first in self.aliases.items()}
@@ -91,7 +91,7 @@ def _loads_by_itself(module: nn.Module) -> bool:
     for part in module.modules():
         hooks = (*part._load_state_dict_pre_hooks.values(), *part._load_state_dict_post_hooks.values())
         for way in (part.load_state_dict, part._load_from_state_dict, *hooks):
-            if not str(getattr(way, "__module__", "")).startswith(_TORCHS):
+            if not str(getattr(way, "__module__", "")).startswith(_MODULES_OF_TORCH):
                 return True
     return False
 
@@ -104,8 +104,11 @@ def own_names(module: nn.Module, tied: Mapping[str, str]) -> dict[str, Tensor]:
         tied: the other names of tied parameters -> the first.
     """
     own = {clean(name): parameter for name, parameter in unwrap(module).named_parameters()}
-    firsts = {name: tied.get(name, name) for name in own}
-    return {name if firsts[name] in own else firsts[name]: parameter for name, parameter in own.items()}
+    named: dict[str, Tensor] = {}
+    for name, parameter in own.items():
+        first = tied.get(name, name)
+        named[name if first in own else first] = parameter
+    return named
 
 
 def parameter_names(
@@ -122,11 +125,11 @@ def parameter_names(
     Returns:
         A name for each of `wanted` that belongs to a model.
     """
-    places: dict[Tensor, tuple[str, str]] = {}
+    owners: dict[Tensor, tuple[str, str]] = {}
     for model, module in models.items():
         for name, parameter in own_names(module, (tied or {}).get(model, {})).items():
-            places.setdefault(parameter, (model, name))
-    found = {parameter: places[parameter] for parameter in wanted if parameter in places}
-    short = [name for _, name in found.values()]
-    unique = len(set(short)) == len(short)
-    return {parameter: name if unique else f"{model}.{name}" for parameter, (model, name) in found.items()}
+            owners.setdefault(parameter, (model, name))
+    named = {parameter: owners[parameter] for parameter in wanted if parameter in owners}
+    if len({name for _, name in named.values()}) == len(named):
+        return {parameter: name for parameter, (_, name) in named.items()}
+    return {parameter: f"{model}.{name}" for parameter, (model, name) in named.items()}

@@ -36,26 +36,35 @@ class OptimizerState:
     @classmethod
     def of(cls, optimizer: Optimizer, names: Mapping[Tensor, str]) -> OptimizerState:
         """Names each parameter; one that has no name is called after its place, `unnamed.GROUP.NUMBER`."""
-        parameters, groups = {}, {}
+        parameters: dict[str, Tensor] = {}
+        groups: dict[str, int] = {}
         for number, group in enumerate(optimizer.param_groups):
             for index, parameter in enumerate(group["params"]):
                 name = names.get(parameter, f"unnamed.{number}.{index}")
-                parameters[name], groups[name] = parameter, number
+                parameters[name] = parameter
+                groups[name] = number
         return cls(optimizer, parameters, groups)
 
     def encode(self, encoder: Encoder, path: str) -> dict[str, Any]:
         """JSON of hyper-parameters and numbers; tensors are left with the encoder, at `path/PARAMETER/KEY`."""
         state = dict(self.optimizer.state_dict())
         names = list(self.parameters)
-        by_number = state.pop("state")
-        groups = [{key: item for key, item in group.items() if key != "params"} for group in state.pop("param_groups")]
-        named = {names[key]: item for key, item in by_number.items() if isinstance(key, int)}
-        other = {key: item for key, item in by_number.items() if not isinstance(key, int)}
+        groups = [dict(group) for group in state.pop("param_groups")]
+        for group in groups:
+            del group["params"]
+        encoded_groups = encoder.items(groups, f"{path}/groups")
+        named: dict[str, Any] = {}
+        other: dict[Any, Any] = {}  # what an optimizer of the user's own keeps beside its parameters
+        for key, item in state.pop("state").items():
+            if isinstance(key, int):
+                named[names[key]] = encoder.encode(item, f"{path}/{names[key]}")
+            else:
+                other[key] = item
         return {
             "type": type(self.optimizer).__qualname__,
-            "groups": encoder.items(groups, f"{path}/groups"),
+            "groups": encoded_groups,
             "members": self.groups,
-            "state": {name: encoder.encode(item, f"{path}/{name}") for name, item in named.items()},
+            "state": named,
             "other": encoder.encode(other, f"{path}/other"),
             "extra": encoder.encode(state, f"{path}/extra"),
         }
@@ -71,7 +80,7 @@ class OptimizerState:
             A state of its parameter's shape lies where the parameter lies, sharded as it is, or as the optimizer divides
             its states; others on the CPU.
         """
-        found = {}
+        targets = {}
         for name, parameter in self.parameters.items():
             division = division_of(self.optimizer, parameter)
             if division is not None and not division.keeps(parameter):
@@ -79,14 +88,15 @@ class OptimizerState:
             for path in references(saved["state"].get(name)):
                 shape, dtype = shapes[path]
                 if shape == parameter.shape and division is not None:
-                    found[path] = division.empty(parameter, dtype)
+                    targets[path] = division.empty(parameter, dtype)
                 elif shape == parameter.shape:
-                    found[path] = torch.empty_like(parameter.detach(), dtype=dtype)
+                    targets[path] = torch.empty_like(parameter.detach(), dtype=dtype)
                 else:
-                    found[path] = torch.empty(shape, dtype=dtype)
+                    targets[path] = torch.empty(shape, dtype=dtype)
         for path in references([saved["groups"], saved["other"], saved["extra"]]):
-            found[path] = torch.empty(shapes[path][0], dtype=shapes[path][1])
-        return found
+            shape, dtype = shapes[path]
+            targets[path] = torch.empty(shape, dtype=dtype)
+        return targets
 
     def put(self, saved: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
         """Gives the states to the optimizer's `load_state_dict`, by its own numbers."""
@@ -96,8 +106,7 @@ class OptimizerState:
             division = division_of(self.optimizer, parameter)
             if name in saved["state"] and (division is None or division.keeps(parameter)):
                 states[numbers[name]] = decode(saved["state"][name], tensors)
-        hyper = [decode(group, tensors) for group in saved["groups"]]
-        groups: list[dict[str, Any]] = [{**group, "params": []} for group in hyper]
+        groups: list[dict[str, Any]] = [{**decode(group, tensors), "params": []} for group in saved["groups"]]
         for name, number in numbers.items():
             groups[self.groups[name]]["params"].append(number)
         state = {**decode(saved["extra"], tensors), "state": {**decode(saved["other"], tensors), **states}}
@@ -107,8 +116,9 @@ class OptimizerState:
     def _keep_dtypes(self, states: Mapping[int, Mapping[str, Any]]) -> None:
         # torch casts a state to its parameter's dtype; one that was kept in another precision must stay exact.
         for number, parameter in enumerate(self.parameters.values()):
-            live = self.optimizer.state.get(parameter, {})
+            state = self.optimizer.state.get(parameter, {})
             for key, value in states.get(number, {}).items():
-                if isinstance(value, Tensor) and isinstance(live.get(key), Tensor) and live[key].dtype != value.dtype:
-                    value = value if is_sharded(live[key]) else local(value)
-                    live[key] = value.to(live[key].device)
+                cast = state.get(key)
+                if isinstance(value, Tensor) and isinstance(cast, Tensor) and cast.dtype != value.dtype:
+                    exact = value if is_sharded(cast) else local(value)
+                    state[key] = exact.to(cast.device)

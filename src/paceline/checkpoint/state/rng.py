@@ -17,19 +17,19 @@ def capture(device: torch.device) -> dict[str, Any]:
         device: the accelerator whose stream counts, or the CPU.
     """
     version, words, gauss = random.getstate()
-    found: dict[str, Any] = {
+    streams: dict[str, Any] = {
         "python": {"version": version, "words": torch.tensor(words, dtype=torch.int64), "gauss": gauss},
         "numpy": numpy.random.get_state(legacy=False),
         "torch": torch.get_rng_state(),
         "device": device.type,
     }
     if device.type != "cpu":
-        found["accelerator"] = torch.get_device_module(device).get_rng_state()
-    return found
+        streams["accelerator"] = torch.get_device_module(device).get_rng_state()
+    return streams
 
 
 def restore(state: dict[str, Any], device: torch.device) -> bool:
-    """Puts back what `capture` found.
+    """Puts back what `capture` gave.
 
     Returns:
         Whether all streams were restored; false where the state comes from another kind of device, whose stream

@@ -66,7 +66,9 @@ class RunState:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Takes back what `state_dict` gave."""
-        self.step, self.micro_step, self.extra = state["step"], state["micro_step"], dict(state["extra"])
+        self.step = state["step"]
+        self.micro_step = state["micro_step"]
+        self.extra = dict(state["extra"])
 
 
 @dataclass
@@ -105,6 +107,18 @@ class Restore:
     mismatches: dict[str, Mismatch] = field(default_factory=dict)
     problems: list[Problem] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+
+    def read_into(self, path: str, tensor: Tensor) -> None:
+        """Has a tensor of the checkpoint read into one here; a second one gets a copy of the first."""
+        if path in self.targets:
+            self.same.append((self.targets[path], tensor))
+        else:
+            self.targets[path] = tensor
+
+    def differs(self, owner: str, mismatch: Mismatch) -> None:
+        """Says how an owner differs from the checkpoint, if it does."""
+        if mismatch:
+            self.mismatches[owner] = mismatch
 
 
 class TrainState:
@@ -147,66 +161,71 @@ class TrainState:
     ) -> None:
         self.models = dict(models or {})
         self.optimizers = dict(optimizers or {})
-        self.plain: dict[str, dict[str, Stateful]] = dict(
-            zip(_PLAIN_KINDS, (dict(schedulers or {}), dict(loaders or {}), dict(custom or {})), strict=True)
-        )
+        self.plain: dict[str, dict[str, Stateful]] = {
+            "schedulers": dict(schedulers or {}),
+            "loaders": dict(loaders or {}),
+            "custom": dict(custom or {}),
+        }
         self.scaler = scaler
         self.run = run or RunState()
         self.device = torch.device(device)
         self.frozen = frozen
         self._only: frozenset[str] | None = None
-        self._names, self.tied = dict(names or {}), dict(tied or {})
-        self._replicas_equal, self.window = replicas_equal, window
+        self._names = dict(names or {})
+        self.tied = dict(tied or {})
+        self._replicas_equal = replicas_equal
+        self.window = window
         problems = [check_stateful(item, f"{kind}/{name}") for kind, name, item in self._plain_items()]
         if any(problems):
             raise CheckpointError.of(filter(None, problems))
 
-    def narrow(self, kinds: Collection[str]) -> None:
-        """Leaves the rest of a checkpoint alone, and of this run, when it is loaded.
+    def narrowed(self, kinds: Collection[str]) -> TrainState:
+        """A copy for a load that leaves the rest of the checkpoint, and of this run, alone.
 
         Args:
-            kinds: of models, optimizers, schedulers, loaders, custom, scaler, rng and window; `run` always is loaded.
+            kinds: of `KINDS`; what an earlier `narrowed` has left out stays out. `run` is always loaded.
         """
-        self._only = frozenset(kinds)
-        if "models" not in kinds:  # their names are the optimizers' still
-            for each in self.optimizer_states().values():
-                self._names |= {parameter: name for name, parameter in each.parameters.items()}
-            self.models = {}
-        if "optimizers" not in kinds:
-            self.optimizers = {}
-        self.plain = {kind: items if kind in kinds else {} for kind, items in self.plain.items()}
-        self.scaler = self.scaler if "scaler" in kinds else None
-        self.window = self.window if "window" in kinds else None
-
-    def narrowed(self, kinds: Collection[str]) -> TrainState:
-        """A copy that leaves still more alone than this one does; see `narrow`."""
-        copied = copy.copy(self)
-        copied.narrow(kinds if self._only is None else self._only & frozenset(kinds))
-        return copied
+        narrow = copy.copy(self)
+        only = frozenset(kinds) if self._only is None else self._only & frozenset(kinds)
+        narrow._only = only
+        if "models" not in only:
+            # The optimizers' parameters go by the names of the models still.
+            for optimizer in self.optimizer_states().values():
+                names = {parameter: name for name, parameter in optimizer.parameters.items()}
+                narrow._names = narrow._names | names
+            narrow.models = {}
+        if "optimizers" not in only:
+            narrow.optimizers = {}
+        narrow.plain = {**self.plain, **{kind: {} for kind in _PLAIN_KINDS if kind not in only}}
+        if "scaler" not in only:
+            narrow.scaler = None
+        if "window" not in only:
+            narrow.window = None
+        return narrow
 
     def _wanted(self, saved: Mapping[str, Any]) -> Mapping[str, Any]:
         """What of a saved state is to be loaded."""
         if self._only is None:
             return saved
-        kept = dict(saved)
+        wanted = dict(saved)
         for kind in ("models", "optimizers", *_PLAIN_KINDS, "window"):
-            if kind not in self._only and kind in kept:
-                kept[kind] = {}
+            if kind not in self._only and kind in wanted:
+                wanted[kind] = {}
         if "scaler" not in self._only:
-            kept["scaler"] = None
-        return kept
+            wanted["scaler"] = None
+        return wanted
 
     def _plain_items(self) -> list[tuple[str, str, Stateful]]:
         return [(kind, name, item) for kind, items in self.plain.items() for name, item in items.items()]
 
     def optimizer_states(self) -> dict[str, OptimizerState]:
         """Each optimizer with the names of its parameters."""
-        found = {}
+        states = {}
         for name, optimizer in self.optimizers.items():
             parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
             names = {**parameter_names(self.models, parameters, self.tied), **self._names}
-            found[name] = OptimizerState.of(optimizer, names)
-        return found
+            states[name] = OptimizerState.of(optimizer, names)
+        return states
 
     def encode(self, rank: int) -> Encoded:
         """The state of this rank; its tensors share the memory of the living ones.
@@ -220,10 +239,12 @@ class TrainState:
         for name, module in self.models.items():
             state = ModuleState.of(module)
             left_out = {} if self.frozen else _frozen(module, state)
-            state.tensors = {key: tensor for key, tensor in state.tensors.items() if key not in left_out}
-            paths = {key: f"models/{name}/{key}" for key in state.tensors}
-            encoder.tensors |= {paths[key]: tensor for key, tensor in state.tensors.items()}
-            divisible |= {paths[key] for key in state.tensors if key not in state.buffers}
+            for key, tensor in state.tensors.items():
+                if key in left_out:
+                    continue
+                path = encoder.add_tensor(f"models/{name}/{key}", tensor)
+                if key not in state.buffers:
+                    divisible.add(path)
             values = {key: encoder.encode(value, f"models/{name}/{key}") for key, value in state.values.items()}
             shared["models"][name] = {"aliases": state.aliases, "values": values}
             if left_out:
@@ -241,11 +262,12 @@ class TrainState:
         shared["window"] = {} if self.window is None else self.window.encode(encoder, rank)
         if encoder.problems:
             raise CheckpointError.of(encoder.problems)
-        pinned = [
-            path
-            for path, tensor in encoder.tensors.items()
-            if (path not in divisible or not self._replicas_equal) and not is_sharded(tensor)  # no rank has the whole
-        ]
+        pinned = []
+        for path, tensor in encoder.tensors.items():
+            equal_on_all_ranks = path in divisible and self._replicas_equal
+            # Of a sharded tensor no rank has the whole: each writes its own part anyway.
+            if not equal_on_all_ranks and not is_sharded(tensor):
+                pinned.append(path)
         return Encoded(shared, own, encoder.tensors, pinned)
 
     def match(self, saved: Mapping[str, Any], shapes: Shapes, rank: int, *, strict: bool) -> Restore:
@@ -257,7 +279,8 @@ class TrainState:
             rank: of this process.
             strict: whether names and owners must be the same.
         """
-        restore, saved = Restore(), self._wanted(saved)
+        restore = Restore()
+        saved = self._wanted(saved)
         present: dict[str, Mapping[str, Any]] = {"models": self.models, "optimizers": self.optimizers, **self.plain}
         owners = owner_problems(saved, present)
         if strict:
@@ -269,27 +292,33 @@ class TrainState:
         for name, optimizer in self.optimizer_states().items():
             if name in saved["optimizers"]:
                 _match_optimizer(name, optimizer, saved["optimizers"][name], shapes, restore)
-        wanted = [saved[kind][name] for kind, name, _ in self._plain_items() if name in saved[kind]]
-        wanted += [saved["scaler"], saved["run"], _streams(saved, rank) if self._draws else None]
-        wanted += [saved["models"][name]["values"] for name in self.models if name in saved["models"]]
+        plain = [saved[kind][name] for kind, name, _ in self._plain_items() if name in saved[kind]]
+        plain += [saved["models"][name]["values"] for name in self.models if name in saved["models"]]
+        plain += [saved["scaler"], saved["run"]]
+        if self._draws:
+            plain.append(_streams(saved, rank))
         divided = self._divided(saved)
-        for path in references(wanted):
+        for path in references(plain):
             shape, dtype = shapes[path]
-            like = divided.get(path)
-            alike = like is not None and like.shape == shape
-            restore.targets[path] = torch.empty_like(like, dtype=dtype) if alike else torch.empty(shape, dtype=dtype)
+            own = divided.get(path)
+            if own is not None and own.shape == shape:
+                restore.read_into(path, torch.empty_like(own, dtype=dtype))
+            else:
+                restore.read_into(path, torch.empty(shape, dtype=dtype))
         if self.window is not None:
             targets, problems = self.window.match(saved.get("window", {}), shapes, rank)
-            restore.targets |= targets
             restore.problems += problems
+            for path, target in targets.items():
+                restore.read_into(path, target)
         if self._draws and str(rank) not in saved["rng"]:
             restore.notes.append(
                 f"random streams: {len(saved['rng'])} ranks saved theirs; higher ranks go on with new ones, "
                 "derived from rank 0's"
             )
-        if (self.scaler is None) != (saved["scaler"] is None):
-            here, there = ("no", "a") if self.scaler is None else ("a", "no")
-            restore.notes.append(f"loss scale: the checkpoint has {there} scaler, this run has {here} scaler")
+        if self.scaler is None and saved["scaler"] is not None:
+            restore.notes.append("loss scale: the checkpoint has a scaler, this run has no scaler")
+        if self.scaler is not None and saved["scaler"] is None:
+            restore.notes.append("loss scale: the checkpoint has no scaler, this run has a scaler")
         return restore
 
     @property
@@ -307,36 +336,35 @@ class TrainState:
 
     def _match_model(self, name: str, saved: Mapping[str, Any], shapes: Shapes, restore: Restore) -> None:
         prefix = f"models/{name}/"
-        # Kept: a module may give copies of what it holds, and takes back those into which was read.
-        state = restore.modules[name] = ModuleState.of(self.models[name])
-        there = {path.removeprefix(prefix) for path in shapes if path.startswith(prefix)}
-        there -= {path.removeprefix(prefix) for path in references(saved["values"])}
-        mismatch, casts, used = Mismatch(), 0, set()
+        # It is handed on: a module may give copies of what it holds, and takes back those into which was read.
+        state = ModuleState.of(self.models[name])
+        restore.modules[name] = state
+        saved_names = {path.removeprefix(prefix) for path in shapes if path.startswith(prefix)}
+        saved_names -= {path.removeprefix(prefix) for path in references(saved["values"])}
+        mismatch = Mismatch()
+        num_casts = 0
+        used: set[str] = set()
         for key, tensor in state.tensors.items():
-            source = key if key in there else saved["aliases"].get(key, "")
-            if source not in there:
+            source = key if key in saved_names else saved["aliases"].get(key, "")
+            if source not in saved_names:
                 if key not in saved.get("left_out", ()):
                     mismatch.missing[key] = tuple(tensor.shape)
                 continue
-            shape, dtype = shapes[prefix + source]
-            if shape != tensor.shape:
-                mismatch.misshapen[key] = (tuple(shape), tuple(tensor.shape))
-            elif prefix + source in restore.targets:
-                restore.same.append((restore.targets[prefix + source], tensor))
-            else:
-                restore.targets[prefix + source] = tensor
             used.add(source)
-            casts += dtype != tensor.dtype
-        untied = sorted(there & state.aliases.keys())
-        mismatch.unexpected = {
-            key: tuple(shapes[prefix + key][0]) for key in sorted(there - used - state.aliases.keys())
-        }
+            shape, dtype = shapes[prefix + source]
+            num_casts += dtype != tensor.dtype
+            if shape == tensor.shape:
+                restore.read_into(prefix + source, tensor)
+            else:
+                mismatch.misshapen[key] = (tuple(shape), tuple(tensor.shape))
+        for key in sorted(saved_names - used - state.aliases.keys()):
+            mismatch.unexpected[key] = tuple(shapes[prefix + key][0])
+        untied = sorted(saved_names & state.aliases.keys())
         if untied:
             restore.notes.append(f"{name}: {', '.join(untied)} are tied here; the first one's values were taken")
-        if casts:
-            restore.notes.append(f"{name}: {casts} tensors were saved in another precision and are cast")
-        if mismatch:
-            restore.mismatches[prefix[:-1]] = mismatch
+        if num_casts:
+            restore.notes.append(f"{name}: {num_casts} tensors were saved in another precision and are cast")
+        restore.differs(f"models/{name}", mismatch)
 
     def sums(self, saved: Mapping[str, Any], shapes: Shapes) -> Iterator[dict[str, Tensor]]:
         """Tensors to read one after the other, between `match` and `apply`: gradients that another layout held."""
@@ -345,9 +373,11 @@ class TrainState:
 
     def _rescaled(self, saved: Mapping[str, Any]) -> float:
         """By what a gradient's scale changes where only one side has a loss scaler."""
-        if self.scaler is None:
-            return 1.0 if saved["scaler"] is None else 1.0 / saved["scaler"]["scale"]
-        return float(self.scaler.state_dict()["scale"]) if saved["scaler"] is None else 1.0
+        if self.scaler is None and saved["scaler"] is not None:
+            return 1.0 / float(saved["scaler"]["scale"])
+        if self.scaler is not None and saved["scaler"] is None:
+            return float(self.scaler.state_dict()["scale"])
+        return 1.0
 
     def apply(self, saved: Mapping[str, Any], restore: Restore, rank: int) -> None:
         """Gives each owner its state, once the targets have been read.
@@ -357,7 +387,8 @@ class TrainState:
             restore: what `match` gave.
             rank: of this process.
         """
-        tensors, saved = restore.targets, self._wanted(saved)
+        tensors = restore.targets
+        saved = self._wanted(saved)
         for source, target in restore.same:
             target.copy_(source)
         for name, state in restore.modules.items():
@@ -426,25 +457,22 @@ def _streams(saved: Mapping[str, Any], rank: int) -> Any:
 def _match_optimizer(
     name: str, optimizer: OptimizerState, saved: Mapping[str, Any], shapes: Shapes, restore: Restore
 ) -> None:
-    here, there = len(optimizer.optimizer.param_groups), len(saved["groups"])
-    if here != there:
+    num_groups, num_saved_groups = len(optimizer.optimizer.param_groups), len(saved["groups"])
+    if num_groups != num_saved_groups:
         restore.problems.append(
             Problem(
                 "checkpoint-groups",
-                f"optimizer {name!r} has {here} parameter groups, but {there} in the checkpoint.",
+                f"optimizer {name!r} has {num_groups} parameter groups, but {num_saved_groups} in the checkpoint.",
                 why="hyper-parameters are kept by group",
                 fix="build the optimizer with the groups that it had, or load with strict=False after dropping it",
             )
         )
         return
     members = saved["members"]
-    mismatch = Mismatch(
-        missing={key: tuple(p.shape) for key, p in optimizer.parameters.items() if key not in members},
-        unexpected={key: () for key in members if key not in optimizer.groups},
-    )
+    missing = {key: tuple(p.shape) for key, p in optimizer.parameters.items() if key not in members}
+    unexpected: dict[str, tuple[int, ...]] = {key: () for key in members if key not in optimizer.groups}
+    restore.differs(f"optimizers/{name}", Mismatch(missing, unexpected))
     moved = [key for key, group in optimizer.groups.items() if members.get(key, group) != group]
-    if mismatch:
-        restore.mismatches[f"optimizers/{name}"] = mismatch
     if moved:
         restore.problems.append(
             Problem(
@@ -454,4 +482,5 @@ def _match_optimizer(
                 fix="build the groups as they were when the checkpoint was saved",
             )
         )
-    restore.targets |= optimizer.targets(saved, shapes)
+    for path, target in optimizer.targets(saved, shapes).items():
+        restore.read_into(path, target)

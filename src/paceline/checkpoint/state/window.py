@@ -19,11 +19,12 @@ from torch import Tensor
 
 from paceline.base.errors import Problem
 from paceline.checkpoint.state.codec import Encoder
-from paceline.world.parts import part_of_whole, regions
+from paceline.world.parts import Part, part_of_whole, regions
 from paceline.world.pending_gradients import PendingGradients
 from paceline.world.sharded import is_sharded, local
 
 Shapes = Mapping[str, tuple[torch.Size, torch.dtype]]
+Box = tuple[slice, ...]
 
 
 class Counters(Protocol):
@@ -240,52 +241,53 @@ def _own(saved: Mapping[str, Any], rank: int) -> Mapping[str, Any]:
 
 def _entry(encoder: Encoder, path: str, gradient: Tensor, ranks: int) -> dict[str, Any]:
     """One gradient: which part of the whole it is, and by what it is divided where all ranks' parts are added up."""
-    placements, share = None, ranks
+    placements: list[list[Any]] | None = None
+    share = ranks
+    placed = gradient
     if is_sharded(gradient):
         from torch.distributed.tensor import DTensor, Replicate
 
-        placements = [_told(placement) for placement in gradient.placements]
+        placements = []
+        reduced: list[Any] = []
         for axis, placement in enumerate(gradient.placements):
-            same = placement.is_replicate() or getattr(placement, "reduce_op", "sum") == "avg"
-            share //= 1 if same else gradient.device_mesh.size(axis)
-        settled = [Replicate() if placement.is_partial() else placement for placement in gradient.placements]
-        whole = DTensor.from_local(
-            local(gradient), gradient.device_mesh, settled, run_check=False, shape=gradient.shape,
+            placements.append(_described(placement))
+            reduced.append(Replicate() if placement.is_partial() else placement)
+            if not (placement.is_replicate() or getattr(placement, "reduce_op", "sum") == "avg"):
+                share //= gradient.device_mesh.size(axis)
+        placed = DTensor.from_local(
+            local(gradient), gradient.device_mesh, reduced, run_check=False, shape=gradient.shape,
             stride=gradient.stride(),
         )  # fmt: skip
-        part = part_of_whole(whole)
-    else:
-        part = part_of_whole(gradient)
     return {
         "tensor": encoder.encode(local(gradient), path),
-        "part": [[list(run) for run in runs] for runs in part],
+        "part": part_of_whole(placed),
         "share": share,
         "placements": placements,
     }
 
 
-def _part(told: list[list[list[int]]]) -> Any:
-    return tuple(tuple((run[0], run[1]) for run in runs) for runs in told)
+def _part(saved: list[list[list[int]]]) -> Part:
+    return tuple(tuple((start, stop) for start, stop in runs) for runs in saved)
 
 
-def _add(total: Tensor, mine: Any, read: Tensor, theirs: Any, weight: float) -> None:
+def _add(total: Tensor, own_part: Part, read: Tensor, read_part: Part, weight: float) -> None:
     """Adds what two parts of one whole have in common."""
-    for there, inside in regions(theirs):
-        for here, own in regions(mine):
-            begins = [max(a.start, b.start) for a, b in zip(there, here, strict=True)]
-            ends = [min(a.stop, b.stop) for a, b in zip(there, here, strict=True)]
-            if any(begin >= end for begin, end in zip(begins, ends, strict=True)):
+    for read_box, box_in_read in regions(read_part):
+        for own_box, box_in_own in regions(own_part):
+            common = tuple(
+                slice(max(a.start, b.start), min(a.stop, b.stop)) for a, b in zip(read_box, own_box, strict=True)
+            )
+            if any(run.start >= run.stop for run in common):
                 continue
-            source = _within(inside, there, begins, ends)
-            target = _within(own, here, begins, ends)
+            source = _shifted(common, read_box, box_in_read)
+            target = _shifted(common, own_box, box_in_own)
             total[target].add_(read[source].to(total.dtype), alpha=weight)
 
 
-def _within(inside: Any, whole: Any, begins: list[int], ends: list[int]) -> tuple[slice, ...]:
-    return tuple(
-        slice(own.start + begin - there.start, own.start + end - there.start)
-        for own, there, begin, end in zip(inside, whole, begins, ends, strict=True)
-    )
+def _shifted(box: Box, whole: Box, own: Box) -> Box:
+    """A box of the whole, counted as in a rank's own tensor, where the box `whole` is `own`."""
+    offsets = [b.start - a.start for a, b in zip(whole, own, strict=True)]
+    return tuple(slice(run.start + offset, run.stop + offset) for run, offset in zip(box, offsets, strict=True))
 
 
 def _like(tensor: Tensor, parameter: Tensor, placements: tuple[Any, ...] | None) -> Tensor:
@@ -300,7 +302,7 @@ def _like(tensor: Tensor, parameter: Tensor, placements: tuple[Any, ...] | None)
     )  # fmt: skip
 
 
-def _told(placement: Any) -> list[Any]:
+def _described(placement: Any) -> list[Any]:
     if placement.is_partial():
         return ["partial", placement.reduce_op]
     if placement.is_replicate():
@@ -309,7 +311,7 @@ def _told(placement: Any) -> list[Any]:
     return ["shard", placement.dim] if factor is None else ["strided", placement.dim, factor]
 
 
-def _placement(told: list[Any]) -> Any:
+def _placement(described: list[Any]) -> Any:
     from torch.distributed.tensor import Partial, Replicate, Shard
     from torch.distributed.tensor.placement_types import _StridedShard
 
@@ -319,7 +321,8 @@ def _placement(told: list[Any]) -> Any:
         "shard": Shard,
         "strided": lambda dim, factor: _StridedShard(dim, split_factor=factor),
     }
-    return kinds[told[0]](*told[1:])
+    kind, *arguments = described
+    return kinds[kind](*arguments)
 
 
 def _apart_problem() -> Problem:

@@ -28,7 +28,9 @@ class DurableFile:
 
     def __init__(self, path: str) -> None:
         self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
-        self._path, self._direct, self._open = path, False, True
+        self._path = path
+        self._direct = False
+        self._open = True
         self._collected: mmap.mmap | None = None
         self._filled = self._bytes = 0
 

@@ -1,6 +1,6 @@
 """The lock of a prefix on a store that has no locks: an object that says who writes, renewed while its process lives.
 
-    take     nothing there         written under the condition that nothing is there (S3 and most others keep to it)
+    acquire  nothing there         written under the condition that nothing is there (S3 and most others keep to it)
              a live one            `checkpoint-locked`, once it was seen to be renewed
              one of this run       waited for: its process was lost, and ends soon
              a dead one            taken over: at once if its process died on this host, else when nobody has renewed it
@@ -26,7 +26,7 @@ from collections.abc import Mapping
 
 from paceline.base.errors import CheckpointError
 from paceline.checkpoint.store import objects
-from paceline.checkpoint.store.lock import LOST_S, locked
+from paceline.checkpoint.store.lock import LOST_S, locked, owner_in
 
 _log = logging.getLogger("paceline.checkpoint")
 LEASE_S = 30.0
@@ -44,7 +44,7 @@ class Lease:
         who: this run.
 
     Attributes:
-        asked: who in this process asked for it and has not let go; kept by its owner.
+        users: the saves of this process that asked for it and have not let go; the store keeps them.
 
     Raises:
         CheckpointError: `checkpoint-locked`.
@@ -52,16 +52,17 @@ class Lease:
 
     def __init__(self, url: str, folder: str, who: Mapping[str, str]) -> None:
         self.folder = folder
-        self.asked: set[object] = set()
-        self._url, self._pid = url, os.getpid()
+        self.users: set[object] = set()
+        self._url = url
+        self._pid = os.getpid()
         self._who = {**who, "id": secrets.token_hex(8), "process": _process(self._pid)}
         self._beat = 0
-        self._take()
+        self._acquire()
         self._end = threading.Event()
         self._thread = threading.Thread(target=self._renew, name="paceline-lease", daemon=True)
         self._thread.start()
 
-    def mine(self) -> bool:
+    def is_mine(self) -> bool:
         """Whether this process took it; a forked child did not."""
         return self._pid == os.getpid()
 
@@ -71,11 +72,11 @@ class Lease:
         Raises:
             CheckpointError: `checkpoint-locked`.
         """
-        there = self._read()
-        if there is None:
-            self._take()
-        elif there.get("id") != self._who["id"]:
-            raise locked(self.folder, there)
+        owner = self._read()
+        if owner is None:
+            self._acquire()
+        elif owner.get("id") != self._who["id"]:
+            raise locked(self.folder, owner)
 
     def release(self) -> None:
         """Lets the thread end, which takes the object away; waits a moment for it, but where it could wait for itself.
@@ -87,51 +88,54 @@ class Lease:
         if threading.current_thread() is not self._thread and not _in_event_loop():
             self._thread.join(_PARTING_S)
 
-    def _take(self) -> None:
-        while (there := self._read()) is not None or not objects.write(self._url, self._content(), create=True):
-            if there is None:
-                continue
-            if there.get("id") == self._who["id"]:  # it was written, and the answer was lost
+    def _acquire(self) -> None:
+        while True:
+            owner = self._read()
+            if owner is not None:
+                break
+            if objects.write(self._url, self._content(), create=True):
                 return
-            ours = there.get("process") and there["process"] == self._who["process"]  # could not be freed when it ended
-            if not ours and not _ended(there) and not self._expires(there):
-                raise locked(self.folder, there)
-            objects.write(self._url, self._content())
-            time.sleep(_LOOK_S)  # whoever saw the same has written by now, and the last one has it
-            there = self._read() or {}
-            if there.get("id") != self._who["id"]:
-                raise locked(self.folder, there)
-            return
+        if owner.get("id") == self._who["id"]:
+            return  # it was written, and the answer was lost
+        # Another save of this very process, which could not free the object when it ended.
+        ours = bool(owner.get("process")) and owner["process"] == self._who["process"]
+        if not ours and not _ended(owner) and not self._expires(owner):
+            raise locked(self.folder, owner)
+        objects.write(self._url, self._content())
+        time.sleep(_LOOK_S)  # whoever saw the same has written by now, and the last one has it
+        owner = self._read() or {}
+        if owner.get("id") != self._who["id"]:
+            raise locked(self.folder, owner)
 
-    def _expires(self, there: dict[str, str]) -> bool:
+    def _expires(self, owner: dict[str, str]) -> bool:
         """Whether nobody renews a lease for as long as one lasts; waits for it.
 
         A process of this very run was lost with its host, and may renew its own for some seconds yet.
         """
-        lost = bool(self._who.get("run")) and there.get("run") == self._who["run"]
-        if _lives(there) and not lost:
+        lost = bool(self._who.get("run")) and owner.get("run") == self._who["run"]
+        if _lives(owner) and not lost:
             return False
-        _log.info(
-            "%s was held by %s on %s; waiting for a sign of life", self.folder, there.get("pid"), there.get("host")
-        )
+        pid, host = owner.get("pid"), owner.get("host")
+        _log.info("%s was held by %s on %s; waiting for a sign of life", self.folder, pid, host)
         began = time.monotonic()
         until = began + LEASE_S
-        while time.monotonic() < until and not (lost and _ended(there)):
+        while time.monotonic() < until and not (lost and _ended(owner)):
             time.sleep(_LOOK_S)
-            found = self._read()
-            if found not in (there, None):
-                assert found is not None
-                if not lost or found.get("id") != there.get("id") or time.monotonic() - began > LOST_S:
-                    return False
-                there, until = found, time.monotonic() + LEASE_S
+            now = self._read()
+            if now is None or now == owner:
+                continue
+            if not lost or now.get("id") != owner.get("id") or time.monotonic() - began > LOST_S:
+                return False
+            owner = now
+            until = time.monotonic() + LEASE_S
         return True
 
     def _renew(self) -> None:
         while not self._end.wait(RENEW_S):
             try:
-                there = self._read()
-                if there is not None and there.get("id") != self._who["id"]:
-                    _log.error("%s: this run saves no more there", locked(self.folder, there))
+                owner = self._read()
+                if owner is not None and owner.get("id") != self._who["id"]:
+                    _log.error("%s: this run saves no more there", locked(self.folder, owner))
                     return
                 self._beat += 1
                 objects.write(self._url, self._content())
@@ -148,13 +152,7 @@ class Lease:
 
     def _read(self) -> dict[str, str] | None:
         content = objects.read(self._url)
-        if content is None:
-            return None
-        try:
-            read = json.loads(content)
-        except ValueError:
-            return {}
-        return {str(key): str(value) for key, value in read.items()} if isinstance(read, dict) else {}
+        return None if content is None else owner_in(content)
 
 
 def _in_event_loop() -> bool:
@@ -177,15 +175,19 @@ def _process(pid: int) -> str:
         return ""
 
 
-def _local(there: dict[str, str]) -> bool:
+def _is_local(owner: dict[str, str]) -> bool:
     """Whether the number of a process means here what it meant to whoever wrote it."""
-    theirs, ours = there.get("process", "").split(), _process(os.getpid()).split()
-    return bool(theirs) and theirs[:2] == ours[:2] and there.get("pid", "").isdigit()
+    system_of_owner = owner.get("process", "").split()[:2]
+    return (
+        bool(system_of_owner)
+        and system_of_owner == _process(os.getpid()).split()[:2]
+        and owner.get("pid", "").isdigit()
+    )
 
 
-def _lives(there: dict[str, str]) -> bool:
-    return _local(there) and _process(int(there["pid"])) == there["process"]
+def _lives(owner: dict[str, str]) -> bool:
+    return _is_local(owner) and _process(int(owner["pid"])) == owner["process"]
 
 
-def _ended(there: dict[str, str]) -> bool:
-    return _local(there) and _process(int(there["pid"])) != there["process"]
+def _ended(owner: dict[str, str]) -> bool:
+    return _is_local(owner) and _process(int(owner["pid"])) != owner["process"]

@@ -37,8 +37,8 @@ class LocalStore:
 
     def resolve(self, path: str) -> str:
         """The absolute path; of a link to a folder, that folder, for the link itself cannot change places with one."""
-        found = os.path.abspath(os.path.expanduser(path.removeprefix("file://")))
-        return os.path.realpath(found) if os.path.islink(found) else found
+        absolute = os.path.abspath(os.path.expanduser(path.removeprefix("file://")))
+        return os.path.realpath(absolute) if os.path.islink(absolute) else absolute
 
     def join(self, folder: str, *names: str) -> str:
         """Path of a name within a folder."""
@@ -62,13 +62,12 @@ class LocalStore:
 
     def files(self, folder: str) -> dict[str, int]:
         """Every file under a folder, by its relative name with `/`, and its bytes."""
-        found = {}
-        for base, _, names in os.walk(folder):
-            for name in names:
-                path = os.path.join(base, name)
-                if os.path.exists(path):  # not a link to what is gone
-                    found[os.path.relpath(path, folder).replace(os.sep, "/")] = os.path.getsize(path)
-        return dict(sorted(found.items()))
+        sizes = {}
+        for name in _relative_files(folder):
+            path = os.path.join(folder, name)
+            if os.path.exists(path):  # not a link to what is gone
+                sizes[name.replace(os.sep, "/")] = os.path.getsize(path)
+        return dict(sorted(sizes.items()))
 
     def open(self, path: str, mode: str) -> BinaryIO:
         """Opens a file; a written one is flushed to the disk when it is closed without an error."""
@@ -122,21 +121,22 @@ class LocalStore:
             name, kind = _leftover(entry)
             if not kind or not mine(name):
                 continue
-            left, home = os.path.join(folder, entry), os.path.join(folder, name)
-            if not _is_real_folder(left):
+            leftover = os.path.join(folder, entry)
+            home = os.path.join(folder, name)
+            if not _is_real_folder(leftover):
                 # No save leaves a link or a file under such a name. What a link points to is somebody else's.
                 if clean:
-                    os.unlink(left)
+                    os.unlink(leftover)
                 continue
-            files = owned(left)
+            files = owned(leftover)
             if files is not None and kind == _ASIDE and not os.path.lexists(home):
-                os.rename(left, home)
+                os.rename(leftover, home)
                 continue
             if not clean:
                 continue
             if files is not None and _is_real_folder(home):
-                _adopt(left, home, frozenset(files))
-            shutil.rmtree(left)
+                _adopt(leftover, home, frozenset(files))
+            shutil.rmtree(leftover)
 
     def hold(self, folder: str, who: Mapping[str, str]) -> Callable[[], None]:
         """A record lock on `.NAME.lock` beside the folder; see `lock`."""
@@ -155,8 +155,8 @@ def _partial(folder: str, name: str) -> str:
 def _leftover(entry: str) -> tuple[str, str]:
     """The final name and the kind of a leftover; two empty words for anything else."""
     for kind in (_PARTIAL, _ASIDE):
-        name, found, _ = entry.rpartition(kind)
-        if found and name.startswith("."):
+        name, mark, _ = entry.rpartition(kind)
+        if mark and name.startswith("."):
             return name[1:], kind
     return "", ""
 
@@ -203,7 +203,8 @@ def _adopt(old: str, new: str, owned: frozenset[str], below: str = "") -> None:
     """Moves what is foreign from an old folder to the new one; what the new one already has stays as it is."""
     for entry in os.listdir(old):
         name = f"{below}{entry}"
-        source, target = os.path.join(old, entry), os.path.join(new, entry)
+        source = os.path.join(old, entry)
+        target = os.path.join(new, entry)
         if name in owned:
             continue
         if _is_real_folder(source) and _is_real_folder(target):

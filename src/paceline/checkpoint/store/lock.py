@@ -29,7 +29,7 @@ from paceline.base import env
 from paceline.base.errors import CheckpointError
 
 _log = logging.getLogger("paceline.checkpoint")
-_HELD_BY_ANOTHER = (errno.EACCES, errno.EAGAIN)
+_LOCKED_BY_ANOTHER = (errno.EACCES, errno.EAGAIN)
 LOST_S = 100.0  # NFS frees the locks of a host that is gone after 90 s
 _LOOK_S = 0.2
 _NO_LOCKS_HERE = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
@@ -49,19 +49,19 @@ def this_run() -> dict[str, str]:
 def locked(folder: str, other: Mapping[str, str]) -> CheckpointError:
     """The error for a folder that another run holds."""
     named = [f"{key} {other[key]}" for key in ("host", "pid", "since") if other.get(key)]
+    reasons = [", ".join(named) or "it has not said which"]
+    if other.get("command"):
+        reasons.append(f"its command: {other['command']}")
     return CheckpointError(
         "checkpoint-locked",
         f"another run saves into {folder}.",
-        why=[
-            ", ".join(named) or "it has not said which",
-            *([f"its command: {other['command']}"] if other.get("command") else []),
-        ],
+        why=reasons,
         fix="end that run or wait for its end, or give this run a `project_dir` of its own",
     )
 
 
 @dataclass
-class _Held:
+class _Lock:
     """A lock of this process: the open file, and how often it was asked for."""
 
     file: int
@@ -69,7 +69,7 @@ class _Held:
     times: int = 1
 
 
-_held: dict[str, _Held] = {}
+_locks: dict[str, _Lock] = {}
 _guard = threading.RLock()  # a saver may be collected, and release its own, while another is taken
 
 
@@ -78,36 +78,38 @@ def hold_local(folder: str, who: Mapping[str, str]) -> Callable[[], None]:
     parent, name = os.path.split(os.path.realpath(folder))
     path = os.path.join(parent, f".{name}.lock")
     with _guard:
-        held = _held.get(path)
-        if held is not None and held.pid == os.getpid():  # a forked child has the table, not the lock
-            held.times += 1
+        lock = _locks.get(path)
+        if lock is not None and lock.pid == os.getpid():  # a forked child has the table, not the lock
+            lock.times += 1
         else:
             os.makedirs(parent, exist_ok=True)
-            _held[path] = _Held(_take(path, folder, who), os.getpid())
-    open_ = [True]
+            _locks[path] = _Lock(_acquire(path, folder, who), os.getpid())
+    released = False
 
     def release() -> None:
+        nonlocal released
         with _guard:
-            held = _held.get(path)
-            if not open_ or held is None or held.pid != os.getpid():
+            lock = _locks.get(path)
+            if released or lock is None or lock.pid != os.getpid():
                 return
-            open_.clear()
-            held.times -= 1
-            if not held.times:
-                del _held[path]
-                os.unlink(path)  # while it is held: whoever waits for this file sees that it lost its name
-                os.close(held.file)
+            released = True
+            lock.times -= 1
+            if not lock.times:
+                del _locks[path]
+                os.unlink(path)  # while it is locked: whoever waits for this file sees that it lost its name
+                os.close(lock.file)
 
     return release
 
 
-def _take(path: str, folder: str, who: Mapping[str, str]) -> int:
+def _acquire(path: str, folder: str, who: Mapping[str, str]) -> int:
     """Opens and locks the file; the one that has the name, not one that its holder is taking away.
 
     Waits for a process of this very run that was lost with its host: it may live for some seconds yet, and a server of
     files keeps the locks of one that is no more for a while.
     """
-    until, said = time.monotonic() + LOST_S, False
+    until = time.monotonic() + LOST_S
+    logged = False
     while True:
         file = _open(path)
         if file is None:
@@ -126,8 +128,8 @@ def _take(path: str, folder: str, who: Mapping[str, str]) -> int:
             continue
         if not who.get("run") or other.get("run") != who["run"] or time.monotonic() > until:
             raise locked(folder, other)
-        if not said:
-            said = True
+        if not logged:
+            logged = True
             where = f"pid {other.get('pid')} on {other.get('host')}"
             _log.warning(
                 "%s is locked by %s, which was lost from this run; waiting up to %.0f s", folder, where, LOST_S
@@ -178,8 +180,8 @@ def _lock(file: int, path: str) -> dict[str, str] | None:
     try:
         fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
-        if error.errno in _HELD_BY_ANOTHER:
-            return _read(file)
+        if error.errno in _LOCKED_BY_ANOTHER:
+            return owner_in(os.pread(file, 1 << 16, 0))
         if error.errno not in _NO_LOCKS_HERE:
             raise
         _log.warning(
@@ -197,10 +199,12 @@ def _has_name(file: int, path: str) -> bool:
         return False
 
 
-def _read(file: int) -> dict[str, str]:
-    """What the holder wrote; nothing where it is about to."""
+def owner_in(content: bytes) -> dict[str, str]:
+    """What the owner of a lock wrote; nothing where it is about to."""
     try:
-        read = json.loads(os.pread(file, 1 << 16, 0))
+        owner = json.loads(content)
     except ValueError:
         return {}
-    return {str(key): str(value) for key, value in read.items()} if isinstance(read, dict) else {}
+    if not isinstance(owner, dict):
+        return {}
+    return {str(key): str(value) for key, value in owner.items()}

@@ -8,11 +8,12 @@ from collections.abc import Callable
 from typing import Any
 
 from paceline.base.errors import CheckpointError
-from paceline.checkpoint.store.remote_errors import no_bucket, telling
+from paceline.checkpoint.store.remote_errors import coded_errors, no_bucket
 
 ANSWER_S = 30.0
 _LISTING_S = 120.0
 _SMALL = 1 << 16
+_CONDITION_FAILED = ("PreconditionFailed", "ConditionalRequestConflict", "412", "409")
 # botocore waits up to 60 s for a connection and s3fs tries five times on top: minutes until an error.
 _S3_PATIENCE = {"connect_timeout": 5, "read_timeout": 30, "retries": {"mode": "standard", "total_max_attempts": 3}}
 
@@ -43,7 +44,7 @@ def filesystem(url: str) -> Any:
     if protocol in ("s3", "s3a"):
         options["config_kwargs"] = {**_S3_PATIENCE, **conf.get(protocol, {}).get("config_kwargs", {})}
     try:
-        found = fsspec.filesystem(protocol, **options)
+        fs = fsspec.filesystem(protocol, **options)
     except ImportError as error:
         raise CheckpointError(
             "checkpoint-store",
@@ -52,14 +53,21 @@ def filesystem(url: str) -> Any:
             fix="`pip install s3fs`" if protocol in ("s3", "s3a") else "install what the reason names",
         ) from None
     if protocol in ("s3", "s3a"):
-        found.retries = 2
-    return found
+        fs.retries = 2
+    return fs
+
+
+def path_of(url: str) -> str:
+    """A URL as its file system calls it."""
+    from fsspec.core import strip_protocol
+
+    return str(strip_protocol(url))
 
 
 def _ask(url: str, request: str, *args: Any, within_s: float = 0, **options: Any) -> Any:
     fs = filesystem(url)
-    path = fs._strip_protocol(url)
-    with telling(url):
+    path = path_of(url)
+    with coded_errors(url):
         if fs.async_impl:
             return _answer(fs, getattr(fs, f"_{request}"), path, *args, within_s=within_s, **options)
         return getattr(fs, request)(path, *args, **options)
@@ -84,10 +92,10 @@ def kind(url: str) -> str:
 
 def size(url: str) -> int:
     """Bytes of a file; FileNotFoundError where there is none."""
-    found = _ask(url, "info")
-    if found["type"] != "file":
+    info = _ask(url, "info")
+    if info["type"] != "file":
         raise FileNotFoundError(2, os.strerror(2), url)
-    return int(found["size"])
+    return int(info["size"])
 
 
 def names(url: str) -> list[str]:
@@ -97,20 +105,22 @@ def names(url: str) -> list[str]:
 
 def sizes(url: str) -> dict[str, int]:
     """Every object under a prefix by its relative name, and its bytes."""
-    found = _below(url, lambda: _ask(url, "find", detail=True, within_s=_LISTING_S).values())
-    return {name: int(entry["size"] or 0) for name, entry in sorted(found.items()) if entry["type"] == "file"}
+    entries = _below(url, lambda: _ask(url, "find", detail=True, within_s=_LISTING_S).values())
+    return {name: int(entry["size"] or 0) for name, entry in sorted(entries.items()) if entry["type"] == "file"}
 
 
 def _below(url: str, listing: Callable[[], Any]) -> dict[str, Any]:
-    root = filesystem(url)._strip_protocol(url).rstrip("/") + "/"
+    root = path_of(url).rstrip("/") + "/"
     try:
         entries = listing()
     except (FileNotFoundError, NotADirectoryError):
         return {}
-    found = {entry["name"]: entry for entry in entries}
-    return {
-        name[len(root) :].rstrip("/"): entry for name, entry in found.items() if name.startswith(root) and name != root
-    }
+    below = {}
+    for entry in entries:
+        name = entry["name"]
+        if name.startswith(root) and name != root:
+            below[name.removeprefix(root).rstrip("/")] = entry
+    return below
 
 
 def read(url: str) -> bytes | None:
@@ -144,7 +154,7 @@ def _put(url: str, content: bytes | bytearray, create: bool, within_s: float) ->
     fs = filesystem(url)
     bucket, key, _ = fs.split_path(url)
     options = {"IfNoneMatch": "*"} if create else {}
-    with telling(url):
+    with coded_errors(url):
         body = io.BytesIO(content)
         _answer(fs, fs._call_s3, "put_object", Bucket=bucket, Key=key, Body=body, within_s=within_s, **options)
 
@@ -159,12 +169,7 @@ def _exists_already(error: BaseException | None) -> bool:
     while error is not None:
         response = getattr(error, "response", None)
         if isinstance(response, dict):
-            return response.get("Error", {}).get("Code") in (
-                "PreconditionFailed",
-                "ConditionalRequestConflict",
-                "412",
-                "409",
-            )
+            return response.get("Error", {}).get("Code") in _CONDITION_FAILED
         error = error.__cause__
     return False
 
@@ -192,7 +197,7 @@ def abort_uploads(url: str) -> int:
     if not is_s3(fs):
         return 0
     bucket, key, _ = fs.split_path(url)
-    with telling(url):
+    with coded_errors(url):
         answer = _answer(fs, fs._call_s3, "list_multipart_uploads", Bucket=bucket, Prefix=f"{key.rstrip('/')}/")
         stale = answer.get("Uploads", [])
         for upload in stale:

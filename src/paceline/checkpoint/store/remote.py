@@ -121,9 +121,8 @@ class RemoteStore:
                     objects.delete(self.join(path, name))
             self._sweep(path, save)
             objects.delete(self._mark(path, save))
-        except (
-            CheckpointError
-        ) as error:  # it is published: what is left over costs room, and the mark tells the next save
+        except CheckpointError as error:
+            # It is published: what is left over costs room, and the mark tells the next save.
             _log.warning("saved %s, but could not delete what it replaced: %s", path, error)
 
     def recover(
@@ -135,17 +134,19 @@ class RemoteStore:
         clean: bool = True,
     ) -> None:
         """Deletes what saves and removals that did not end have left; there is nothing that a reader would miss."""
-        for entry in self.list(self.join(folder, _MARKS)) if clean else ():
-            found = _MARK.fullmatch(entry)
-            if found is None or not mine(found[1]):
+        if not clean:
+            return
+        for entry in self.list(self.join(folder, _MARKS)):
+            mark = _MARK.fullmatch(entry)
+            if mark is None or not mine(mark[1]):
                 continue
-            home = self.join(folder, found[1]) if found[1] else folder
+            home = self.join(folder, mark[1]) if mark[1] else folder
             try:
                 within = self._within(home)
             except (ValueError, AttributeError):
                 _log.warning("the manifest of %s is damaged: what an unfinished save left there stays", home)
                 continue
-            if within is None and found[2] == "removing":
+            if within is None and mark[2] == "removing":
                 objects.delete_all(home)
             self._sweep(home, within)
             objects.abort_uploads(home)
@@ -154,22 +155,23 @@ class RemoteStore:
     def hold(self, folder: str, who: Mapping[str, str]) -> Callable[[], None]:
         """A lease that this process renews, on the object `.NAME.lock` beside the folder; see `lease`."""
         home, name = self.parent(folder)
-        key, asked = self.join(home, f".{name}.lock"), object()
+        key = self.join(home, f".{name}.lock")
+        user = object()
         with self._guard:
             while True:
                 lease = self._leases.get(key)
-                if lease is None or not lease.mine():
+                if lease is None or not lease.is_mine():
                     lease = self._leases[key] = Lease(key, folder, who)
-                lease.asked.add(asked)
+                lease.users.add(user)
                 if self._leases.get(key) is lease:
                     break
 
         def release() -> None:
             # Without the guard: a saver may be collected on fsspec's own thread, for which the guard's owner may be waiting.
-            if asked not in lease.asked or not lease.mine():
+            if user not in lease.users or not lease.is_mine():
                 return
-            lease.asked.discard(asked)
-            if not lease.asked:
+            lease.users.discard(user)
+            if not lease.users:
                 if self._leases.get(key) is lease:
                     del self._leases[key]
                 lease.release()
@@ -179,7 +181,7 @@ class RemoteStore:
     def _over(self, path: str) -> list[Lease]:
         """Leases of this process on a checkpoint or on the folder that holds it."""
         places = (path, self.parent(path)[0])
-        return [lease for lease in self._leases.values() if lease.mine() and lease.folder in places]
+        return [lease for lease in self._leases.values() if lease.is_mine() and lease.folder in places]
 
     def _mark(self, path: str, what: str) -> str:
         folder, name = self.parent(path)

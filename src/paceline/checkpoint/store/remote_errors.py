@@ -22,7 +22,7 @@ _CREDENTIALS = ("Credential", "Auth", "TokenRetrieval", "SSOToken")
 
 
 @contextmanager
-def telling(url: str) -> Iterator[None]:
+def coded_errors(url: str) -> Iterator[None]:
     """Turns refusals within a `with` block into `checkpoint-credentials`, `-bucket`, `-unreachable`, `-store-failed`.
 
     A missing file stays a FileNotFoundError and an existing one a FileExistsError: their callers expect them.
@@ -32,43 +32,44 @@ def telling(url: str) -> Iterator[None]:
     except CheckpointError:
         raise
     except Exception as error:  # every package behind fsspec has kinds of its own; what is not known is raised as it is
-        told = _told(url, error)
-        if told is None:
+        coded = _coded(url, error)
+        if coded is None:
             raise
-        raise told from error
+        raise coded from error
 
 
-def no_bucket(url: str, said: str) -> CheckpointError:
+def no_bucket(url: str, why: str) -> CheckpointError:
     """The error for a place that only a person can make."""
     return CheckpointError(
         "checkpoint-bucket",
         f"there is no bucket for {url}.",
-        why=said,
+        why=why,
         fix="make the bucket, or correct its name; Paceline makes none",
     )
 
 
-def _told(url: str, error: Exception) -> CheckpointError | None:
+def _coded(url: str, error: Exception) -> CheckpointError | None:
     chain = list(_causes(error))
-    codes = {code for each in chain if (code := _code(each))}
-    said = f"{type(chain[-1]).__name__}: {str(chain[-1]).strip() or 'it gave no reason'}".split("\n", maxsplit=1)[0]
+    codes = {_code(cause) for cause in chain} - {""}
+    reason = str(chain[-1]).strip() or "it gave no reason"
+    why = f"{type(chain[-1]).__name__}: {reason}".split("\n", maxsplit=1)[0]
     if codes & _NO_BUCKET:
-        return no_bucket(url, said)
+        return no_bucket(url, why)
     if isinstance(error, FileNotFoundError | FileExistsError):
         return None
     if codes & _NO_CREDENTIALS or _named(chain, _CREDENTIALS) or isinstance(error, PermissionError):
         return CheckpointError(
             "checkpoint-credentials",
             f"the store of {url} does not let this process in.",
-            why=said,
+            why=why,
             fix="give it credentials that may read, write, list and delete there (for S3: AWS_PROFILE, or AWS_ACCESS_KEY_ID "
             "and AWS_SECRET_ACCESS_KEY, on every host)",
         )
-    if _named(chain, _UNREACHABLE) or any(isinstance(each, ConnectionError | TimeoutError) for each in chain):
+    if _named(chain, _UNREACHABLE) or any(isinstance(cause, ConnectionError | TimeoutError) for cause in chain):
         return CheckpointError(
             "checkpoint-unreachable",
             f"the store of {url} does not answer.",
-            why=said,
+            why=why,
             fix="check the network and the endpoint (for S3: AWS_ENDPOINT_URL, AWS_DEFAULT_REGION); "
             "what was saved before is untouched",
         )
@@ -76,7 +77,7 @@ def _told(url: str, error: Exception) -> CheckpointError | None:
         return CheckpointError(
             "checkpoint-store-failed",
             f"the store of {url} refused a request.",
-            why=said,
+            why=why,
             fix="see what the store says; what was saved before is untouched",
         )
     return None
@@ -101,5 +102,5 @@ def _code(error: BaseException) -> str:
 
 
 def _named(chain: list[BaseException], words: tuple[str, ...]) -> bool:
-    names = [kind.__name__ for each in chain for kind in type(each).__mro__]
+    names = [kind.__name__ for cause in chain for kind in type(cause).__mro__]
     return any(word in name for word in words for name in names)

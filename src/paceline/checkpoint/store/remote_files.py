@@ -15,7 +15,7 @@ from concurrent.futures import Future
 from typing import Any, BinaryIO, Protocol, cast
 
 from paceline.checkpoint.store import objects
-from paceline.checkpoint.store.remote_errors import telling
+from paceline.checkpoint.store.remote_errors import coded_errors
 
 _log = logging.getLogger("paceline.checkpoint")
 PART = 1 << 24
@@ -85,14 +85,14 @@ class Upload:
                 objects.write(self._url, self._buffer, within_s=60.0)
             else:
                 self._send()
-                with telling(self._url):
+                with coded_errors(self._url):
                     self._parts.finish()
         except BaseException:
             self._abort()
             raise
 
     def _send(self) -> None:
-        with telling(self._url):
+        with coded_errors(self._url):
             if self._parts is None:
                 fs = objects.filesystem(self._url)
                 self._parts = _S3Parts(fs, self._url) if objects.is_s3(fs) else _Stream(fs, self._url)
@@ -125,21 +125,22 @@ class _S3Parts:
 
     def send(self, content: bytearray) -> None:
         if len(self._waiting) >= _AT_ONCE:
-            self._take()
+            self._finish_first()
         number = len(self._done) + len(self._waiting) + 1
         body = io.BytesIO(content)  # aiohttp sends long bytes in one go, during which nothing else happens
         self._waiting.append(self._ask("upload_part", UploadId=self._id, PartNumber=number, Body=body))
 
-    def _take(self) -> None:
+    def _finish_first(self) -> None:
         answer = self._waiting.popleft().result()
-        checksums = {
-            name: value for name, value in answer.items() if name.startswith("Checksum") and name != "ChecksumType"
-        }
-        self._done.append({"PartNumber": len(self._done) + 1, "ETag": answer["ETag"], **checksums})
+        part = {"PartNumber": len(self._done) + 1, "ETag": answer["ETag"]}
+        for name, value in answer.items():
+            if name.startswith("Checksum") and name != "ChecksumType":
+                part[name] = value
+        self._done.append(part)
 
     def finish(self) -> None:
         while self._waiting:
-            self._take()
+            self._finish_first()
         self._ask("complete_multipart_upload", UploadId=self._id, MultipartUpload={"Parts": self._done}).result()
 
     def abort(self) -> None:
@@ -152,7 +153,7 @@ class _Stream:
     """Whatever the file system itself makes of a long file."""
 
     def __init__(self, fs: Any, url: str) -> None:
-        self._file = fs.open(fs._strip_protocol(url), "wb")
+        self._file = fs.open(objects.path_of(url), "wb")
 
     def send(self, content: bytearray) -> None:
         self._file.write(content)
@@ -171,11 +172,13 @@ class _Ranges(io.RawIOBase):
 
     def __init__(self, url: str) -> None:
         super().__init__()
-        self._url, self._size = url, objects.size(url)
+        self._url = url
+        self._size = objects.size(url)
         self._fs = objects.filesystem(url)
-        self._path = self._fs._strip_protocol(url)
+        self._path = objects.path_of(url)
         self._blocks: dict[int, Future[bytes]] = {}
-        self._place, self._last = 0, -1
+        self._position = 0
+        self._last = -1
 
     def readable(self) -> bool:
         return True
@@ -184,33 +187,33 @@ class _Ranges(io.RawIOBase):
         return True
 
     def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        self._place = offset + {os.SEEK_SET: 0, os.SEEK_CUR: self._place, os.SEEK_END: self._size}[whence]
-        return self._place
+        self._position = offset + {os.SEEK_SET: 0, os.SEEK_CUR: self._position, os.SEEK_END: self._size}[whence]
+        return self._position
 
     def tell(self) -> int:
-        return self._place
+        return self._position
 
     def readinto(self, into: Any) -> int:
         view = memoryview(into).cast("B")
-        if self._place >= self._size or not view:
+        if self._position >= self._size or not view:
             return 0
-        number, start = divmod(self._place, BLOCK)
+        number, start = divmod(self._position, BLOCK)
         content = self._block(number)[start : start + len(view)]
         view[: len(content)] = content
-        self._place += len(content)
+        self._position += len(content)
         return len(content)
 
     def _block(self, number: int) -> memoryview:
         if number != self._last:
             ahead = _AHEAD if number == self._last + 1 and number else 0
             wanted = range(number, min(number + ahead, (self._size - 1) // BLOCK) + 1)
-            for each in [each for each in self._blocks if each not in wanted]:
-                self._blocks.pop(each).cancel()
-            for each in wanted:
-                if each not in self._blocks:
-                    self._blocks[each] = self._ask(each * BLOCK, min((each + 1) * BLOCK, self._size))
+            for block in self._blocks.keys() - set(wanted):
+                self._blocks.pop(block).cancel()
+            for block in wanted:
+                if block not in self._blocks:
+                    self._blocks[block] = self._ask(block * BLOCK, min((block + 1) * BLOCK, self._size))
             self._last = number
-        with telling(self._url):
+        with coded_errors(self._url):
             return memoryview(self._blocks[number].result())
 
     def _ask(self, start: int, end: int) -> Future[bytes]:
@@ -232,5 +235,5 @@ def open_reader(url: str) -> BinaryIO:
     fs = objects.filesystem(url)
     if fs.async_impl:
         return io.BufferedReader(_Ranges(url), 1 << 16)  # type: ignore[return-value]
-    with telling(url):
-        return cast(BinaryIO, fs.open(fs._strip_protocol(url), "rb"))
+    with coded_errors(url):
+        return cast(BinaryIO, fs.open(objects.path_of(url), "rb"))

@@ -1,8 +1,7 @@
-"""`Held`: the weights of a model as ranks hold them, whole or in parts, and how rows of it come to whoever writes them."""
+"""`DividedModel`: the weights of a model as ranks hold them, whole or in parts; rows of it come to whoever writes them."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Mapping, Sequence
 from math import prod
 
@@ -19,7 +18,7 @@ from paceline.world.parts import Part, deliver, part_of_whole, regions, rows_bet
 from paceline.world.sharded import local
 
 
-class Held:
+class DividedModel:
     """A model's tensors, a tied one once, without the names that wrappers add.
 
     Args:
@@ -35,21 +34,20 @@ class Held:
 
     def __init__(self, tensors: Mapping[str, Tensor], peers: Peers | None = None, order: Iterable[str] = ()) -> None:
         self._peers = peers or Alone()
-        self._tensors = {name: local(tensor.detach()) for name, tensor in tensors.items()}
-        told = {
-            name: [str(tensor.dtype).removeprefix("torch."), list(tensor.shape), part_of_whole(tensor)]
-            for name, tensor in tensors.items()
-        }
-        ranks = [json.loads(text) for text in shared_among(self._peers, json.dumps(told))]
-        found: dict[str, Entry] = {}
+        self._tensors: dict[str, Tensor] = {}
+        own: dict[str, tuple[str, tuple[int, ...], Part]] = {}
+        for name, tensor in tensors.items():
+            self._tensors[name] = local(tensor.detach())
+            own[name] = str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), part_of_whole(tensor)
+        entries: dict[str, Entry] = {}
         self._holders: dict[str, dict[Part, int]] = {}
-        for rank, theirs in enumerate(ranks):
-            for name, (dtype, shape, part) in theirs.items():
-                found.setdefault(name, Entry(name, tuple(shape), getattr(torch, dtype)))
+        for rank, described in enumerate(shared_among(self._peers, own)):
+            for name, (dtype, shape, part) in described.items():
+                entries.setdefault(name, Entry(name, shape, getattr(torch, dtype)))
                 # Ranks that hold the same are taken to hold equal bytes; where they do not, the lowest one counts.
-                self._holders.setdefault(name, {}).setdefault(_tuples(part), rank)
-        places = {name: place for place, name in enumerate(dict.fromkeys([*order, *found]))}
-        self.entries = sorted(found.values(), key=lambda entry: places[entry.name])
+                self._holders.setdefault(name, {}).setdefault(part, rank)
+        names = dict.fromkeys([*order, *entries])
+        self.entries = [entries[name] for name in names if name in entries]
 
     @classmethod
     def of(
@@ -58,7 +56,7 @@ class Held:
         peers: Peers | None = None,
         order: Iterable[str] = (),
         tied: Mapping[str, str] | None = None,
-    ) -> Held:
+    ) -> DividedModel:
         """Reads a module, wrapped or not.
 
         Args:
@@ -79,38 +77,44 @@ class Held:
         me = self._peers.rank
         outgoing: dict[int, list[Tensor]] = {}
         incoming: dict[int, int] = {}
-        for writer, theirs in enumerate(wanted):
-            for rows in theirs:
-                for part, rank in self._holders[rows.entry.name].items():
-                    if rank == me != writer:
+        for writer, rows_of_writer in enumerate(wanted):
+            for rows in rows_of_writer:
+                for part, holder in self._holders[rows.entry.name].items():
+                    sends, receives = holder == me != writer, holder != me == writer
+                    count = _num_bytes(rows, part) if sends or receives else 0
+                    if count and sends:
                         outgoing.setdefault(writer, []).append(self._bytes(rows, part))
-                    elif rank != me == writer:
-                        incoming[rank] = incoming.get(rank, 0) + _share(rows, part)[1]
-        packed = {rank: torch.cat(data).cpu() for rank, data in outgoing.items()}
-        packed = {rank: data for rank, data in packed.items() if data.numel()}
-        incoming = {rank: count for rank, count in incoming.items() if count}
+                    elif count:
+                        incoming[holder] = incoming.get(holder, 0) + count
+        packed = {writer: torch.cat(data).cpu() for writer, data in outgoing.items()}
         arrived = deliver(getattr(self._peers, "cpu_group", None), packed, incoming)
         return [self._whole(rows, arrived) for rows in wanted[me]]
 
     def _whole(self, rows: Rows, arrived: dict[int, Tensor]) -> Tensor:
         """The bytes of some rows, put together; takes them off the front of what arrived."""
+        dtype = rows.entry.dtype
         shape = (rows.stop - rows.start, *rows.entry.shape[1:]) if rows.entry.shape else ()
         holders = self._holders[rows.entry.name]
-        whole = None if len(holders) == 1 else torch.empty(shape, dtype=rows.entry.dtype, device="cpu")
-        for part, rank in holders.items():
-            within, count = _share(rows, part)
-            if rank == self._peers.rank:
+        whole = None if len(holders) == 1 else torch.empty(shape, dtype=dtype, device="cpu")
+        for part, holder in holders.items():
+            count = _num_bytes(rows, part)
+            if not count:
+                data = torch.empty(0, dtype=torch.uint8, device="cpu")
+            elif holder == self._peers.rank:
                 data = self._bytes(rows, part).cpu()
-            elif count:
-                data, arrived[rank] = arrived[rank][:count], arrived[rank][count:]
+            else:
+                data = arrived[holder][:count]
+                arrived[holder] = arrived[holder][count:]
             if whole is None:
-                return data if count else torch.empty(0, dtype=torch.uint8, device="cpu")
-            if count:
-                if data.storage_offset() % rows.entry.dtype.itemsize:
-                    data = data.clone()
-                own = data.view(rows.entry.dtype).view([size_of(runs) for runs in within])
-                for there, here in regions(within):
-                    whole[there] = own[here]
+                return data
+            if not count:
+                continue
+            if data.storage_offset() % dtype.itemsize:
+                data = data.clone()  # numbers may begin at multiples of their size alone
+            within = _within(rows, part)
+            own = data.view(dtype).view([size_of(runs) for runs in within])
+            for box_of_whole, box_of_own in regions(within):
+                whole[box_of_whole] = own[box_of_own]
         assert whole is not None, "each tensor has a holder"
         return as_bytes(whole)
 
@@ -123,14 +127,13 @@ class Held:
         return as_bytes(tensor[first:last])
 
 
-def _share(rows: Rows, part: Part) -> tuple[Part, int]:
-    """What of some rows a part holds, counted from the first of them, and its bytes."""
-    within = rows_between(part, rows.start, rows.stop)[0] if part else ()
-    return within, prod(size_of(runs) for runs in within) * rows.entry.dtype.itemsize
+def _within(rows: Rows, part: Part) -> Part:
+    """What of some rows a part holds, counted from the first of them."""
+    return rows_between(part, rows.start, rows.stop)[0] if part else ()
 
 
-def _tuples(part: Sequence[Sequence[Sequence[int]]]) -> Part:
-    return tuple(tuple((start, stop) for start, stop in runs) for runs in part)
+def _num_bytes(rows: Rows, part: Part) -> int:
+    return prod(size_of(runs) for runs in _within(rows, part)) * rows.entry.dtype.itemsize
 
 
 def _tensors_alone(state: ModuleState) -> dict[str, Tensor]:

@@ -18,7 +18,7 @@ import secrets
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from itertools import zip_longest
+from itertools import chain, zip_longest
 from typing import BinaryIO, Protocol
 
 from torch import Tensor
@@ -27,16 +27,17 @@ from paceline.base.errors import CheckpointError, Problem
 from paceline.checkpoint.agree import Alone, Peers, agreed, together
 from paceline.checkpoint.files import replacing
 from paceline.checkpoint.format.checkpoint_format import format_of, newest_in
+from paceline.checkpoint.format.manifest import verify
 from paceline.checkpoint.store import store_for
 from paceline.checkpoint.store.direct import sync_folder
 from paceline.checkpoint.weights.opening import open_weights
-from paceline.checkpoint.weights.sources import Entry, Weights, is_part
+from paceline.checkpoint.weights.sources import Box, Entry, Weights, is_part
 from paceline.checkpoint.weights.weight_files import SafeFile, TorchFile, WeightFile
 from paceline.world.exchange import as_bytes
 
-TURN_BYTES, LEAST_TURN_BYTES = 64 << 20, 1 << 16
-_UNITS = {"": 1, **{f"{unit}{end}": base**power for power, unit in enumerate("KMGTP", 1)
-                    for end, base in (("", 1000), ("B", 1000), ("IB", 1024))}, "B": 1}  # fmt: skip
+TURN_BYTES = 64 << 20
+LEAST_TURN_BYTES = 1 << 16
+_PREFIXES = "KMGTP"
 
 
 def parse_size(size: int | str) -> int:
@@ -47,9 +48,11 @@ def parse_size(size: int | str) -> int:
     """
     if isinstance(size, int) and size > 0:
         return size
-    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", size) if isinstance(size, str) else None
-    if found and found[2].upper() in _UNITS and float(found[1]) > 0:
-        return int(float(found[1]) * _UNITS[found[2].upper()])
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGTP]?)(IB|B)?\s*", str(size).upper())
+    if isinstance(size, str) and match and float(match[1]) > 0 and (match[2] or match[3] != "IB"):
+        base = 1024 if match[3] == "IB" else 1000
+        power = _PREFIXES.index(match[2]) + 1 if match[2] else 0
+        return int(float(match[1]) * base**power)
     raise CheckpointError(
         "checkpoint-size",
         f"{size!r} is not a size.",
@@ -75,6 +78,13 @@ class Rows:
     def nbytes(self) -> int:
         """Bytes of these rows."""
         return self.entry.nbytes // max(self.entry.rows, 1) * (self.stop - self.start)
+
+    @property
+    def box(self) -> Box:
+        """Where they lie in the tensor."""
+        if not self.entry.shape:
+            return ()
+        return (slice(self.start, self.stop), *(slice(0, size) for size in self.entry.shape[1:]))
 
 
 class Source(Protocol):
@@ -106,13 +116,7 @@ class Stored:
 
     def fetch(self, wanted: Sequence[Sequence[Rows]]) -> list[Tensor]:
         """The bytes of rows, read from the files."""
-        return [as_bytes(self._weights.read(rows.entry.name, _box(rows))) for rows in wanted[0]]
-
-
-def _box(rows: Rows) -> tuple[slice, ...]:
-    if not rows.entry.shape:
-        return ()
-    return (slice(rows.start, rows.stop), *(slice(0, size) for size in rows.entry.shape[1:]))
+        return [as_bytes(self._weights.read(rows.entry.name, rows.box)) for rows in wanted[0]]
 
 
 def export_weights(
@@ -147,8 +151,8 @@ def export_weights(
     doing = f"saving the model to {files.folder}"
     token = together(peers, doing, lambda: files.begin() if peers.rank == 0 else "")[0]
     try:
-        sees = together(peers, doing, lambda: files.join(token))
-        writers = [rank for rank, there in enumerate(sees) if there]
+        sees_files = together(peers, doing, lambda: files.join(token))
+        writers = [rank for rank in range(peers.size) if sees_files[rank]]
         step = max(TURN_BYTES // min(len(writers), len(files.parts)), LEAST_TURN_BYTES)
         queues = [turns(files.parts[at :: len(writers)], step) for at in range(len(writers))]
         for turn in zip_longest(*queues, fillvalue=()):
@@ -156,7 +160,7 @@ def export_weights(
             for writer, rows in zip(writers, turn, strict=True):
                 wanted[writer] = rows
             data = source.fetch(wanted)
-            agreed(peers, doing, lambda rows=wanted[peers.rank], data=data: files.take(rows, data))
+            agreed(peers, doing, lambda rows=wanted[peers.rank], data=data: files.write(rows, data))
         agreed(peers, doing, files.close)
         agreed(peers, doing, files.publish if peers.rank == 0 else lambda: None)
     except BaseException:
@@ -193,9 +197,10 @@ def export_checkpoint(
     store = store_for(path)
     home = newest_in(store, store.resolve(os.fspath(path)))
     checkpoint_format = format_of(store, home)
-    problems = [] if checkpoint_format is None else checkpoint_format.damage(store, home)
-    if problems:
-        raise CheckpointError.of(problems)
+    if checkpoint_format is not None and checkpoint_format.has_manifest:
+        problems = verify(home, store)
+        if problems:
+            raise CheckpointError.of(problems)
     return export_weights(Stored(open_weights(home, model)), directory, max_shard_size, safe_serialization)
 
 
@@ -216,21 +221,23 @@ def turns(parts: Sequence[Sequence[Entry]], step: int) -> Iterator[list[Rows]]:
     """The rows of some files one after the other, in turns of about `step` bytes, of at least one row."""
     turn: list[Rows] = []
     filled = 0
-    for entry in (entry for part in parts for entry in part):
-        each = entry.nbytes // max(entry.rows, 1)
+    for entry in chain.from_iterable(parts):
+        if not entry.rows:
+            turn.append(Rows(entry, 0, 0))  # it has no bytes, but a place in its file
+            continue
+        row_bytes = max(entry.nbytes // entry.rows, 1)
         start = 0
-        while start < entry.rows or start == entry.rows == 0:
-            room = max((step - filled) // max(each, 1), 0 if turn else 1)
-            rows = Rows(entry, start, min(entry.rows, start + room))
-            if rows.stop > start or not entry.rows:
-                turn.append(rows)
-                filled += rows.nbytes
-                start = rows.stop
-            if not entry.rows:
-                break
-            if start < entry.rows:
+        while start < entry.rows:
+            room = max((step - filled) // row_bytes, 0 if turn else 1)
+            if not room:
                 yield turn
-                turn, filled = [], 0
+                turn = []
+                filled = 0
+                continue
+            rows = Rows(entry, start, min(entry.rows, start + room))
+            turn.append(rows)
+            filled += rows.nbytes
+            start = rows.stop
     if turn:
         yield turn
 
@@ -253,11 +260,16 @@ class Files:
     def __init__(self, directory: str, kind: type[WeightFile], parts: Sequence[Sequence[Entry]]) -> None:
         self.folder = os.path.abspath(os.path.expanduser(directory))
         self.parts = [kind.order(part) for part in parts]
-        self._kind, count = kind, len(parts)
-        several = [f"{kind.stem}-{number:05d}-of-{count:05d}.{kind.ending}" for number in range(1, count + 1)]
-        self.names = several if count > 1 else [f"{kind.stem}.{kind.ending}"]
-        self.index_names = [f"{kind.stem}.{kind.ending}.index.json"] if count > 1 else []
-        self._places = {e.name: name for name, part in zip(self.names, self.parts, strict=True) for e in part}
+        self._kind = kind
+        count = len(parts)
+        self.names = [f"{kind.stem}.{kind.ending}"]
+        self.index_names: list[str] = []
+        if count > 1:
+            self.names = [f"{kind.stem}-{number:05d}-of-{count:05d}.{kind.ending}" for number in range(1, count + 1)]
+            self.index_names = [f"{kind.stem}.{kind.ending}.index.json"]
+        self._file_names: dict[str, str] = {}  # by the name of a tensor
+        for name, part in zip(self.names, self.parts, strict=True):
+            self._file_names |= dict.fromkeys([entry.name for entry in part], name)
         self._entries = [entry for part in parts for entry in part]
         self._partials: dict[str, str] = {}
         self._open: tuple[str, BinaryIO, WeightFile] | None = None
@@ -266,8 +278,8 @@ class Files:
         """Makes the folder and the files, empty; returns what their names have in common. Ranks: the first."""
         os.makedirs(self.folder, exist_ok=True)
         for name in os.listdir(self.folder):  # of exports that were cut off
-            left = re.fullmatch(r"\.(.+)\.partial-[0-9a-f]{8}", name)
-            if left and is_part(left[1]):
+            leftover = re.fullmatch(r"\.(.+)\.partial-[0-9a-f]{8}", name)
+            if leftover and is_part(leftover[1]):
                 os.remove(os.path.join(self.folder, name))
         token = secrets.token_hex(4)
         self.join(token)
@@ -281,15 +293,15 @@ class Files:
         self._partials = {name: os.path.join(self.folder, f".{name}.partial-{token}") for name in self.names}
         return all(map(os.path.exists, self._partials.values()))
 
-    def take(self, rows: Sequence[Rows], data: Sequence[Tensor]) -> None:
+    def write(self, rows: Sequence[Rows], data: Sequence[Tensor]) -> None:
         """Writes the bytes of some rows, each file from its beginning to its end."""
-        for each, content in zip(rows, data, strict=True):
-            name = self._places[each.entry.name]
+        for piece, content in zip(rows, data, strict=True):
+            name = self._file_names[piece.entry.name]
             if self._open is None or self._open[0] != name:
                 self.close()
                 file = open(self._partials[name], "wb")  # noqa: SIM115
                 self._open = name, file, self._kind(file, self.parts[self.names.index(name)])
-            self._open[2].write(each.entry, content, first=each.start == 0)
+            self._open[2].write(piece.entry, content, first=piece.start == 0)
 
     def close(self) -> None:
         """Makes the file at hand durable."""
@@ -320,35 +332,37 @@ class Files:
             with open(self._partials[self.names[0]], "wb") as file:
                 self._kind(file, []).close()
         before = {name for name in os.listdir(self.folder) if is_part(name)}
-        shown = self._show_apart() if self.index_names and before & set(self.names) else []
+        temporary = self._show_temporarily() if self.index_names and before & set(self.names) else []
         for name, partial in self._partials.items():
             os.replace(partial, os.path.join(self.folder, name))
         if self.index_names:
             self._write_index({name: name for name in self.names})
         old = before - set(self.names) - set(self.index_names)
-        for name in [*sorted(old, key=_leads, reverse=True), *shown]:
+        for name in [*sorted(old, key=_leads, reverse=True), *temporary]:
             os.remove(os.path.join(self.folder, name))
         sync_folder(self.folder)
 
-    def _show_apart(self) -> list[str]:
-        """Lets an index point to the new files under names that no old file has."""
-        apart = {name: f"{self._kind.stem}-{secrets.token_hex(4)}-{name}" for name in self.names}
+    def _show_temporarily(self) -> list[str]:
+        """Lets an index point to the new files under names that no old file has; returns these names."""
+        others = {name: f"{self._kind.stem}-{secrets.token_hex(4)}-{name}" for name in self.names}
         try:
-            for name, other in apart.items():
+            for name, other in others.items():
                 os.link(self._partials[name], os.path.join(self.folder, other))
-        except OSError:  # no second names here: then a crash leaves no index, rather than one of two models
+        except OSError:
+            # No second names here. Then a crash leaves no index, rather than one of two models.
             for name in self.index_names:
-                if os.path.exists(os.path.join(self.folder, name)):
+                with suppress(FileNotFoundError):
                     os.remove(os.path.join(self.folder, name))
-            return [name for name in apart.values() if os.path.exists(os.path.join(self.folder, name))]
-        self._write_index(apart)
-        return list(apart.values())
+            return [name for name in others.values() if os.path.exists(os.path.join(self.folder, name))]
+        self._write_index(others)
+        return list(others.values())
 
     def _write_index(self, called: Mapping[str, str]) -> None:
+        """Writes the index; `called` says under which name each file is to be found."""
         total = sum(entry.nbytes for entry in self._entries)
-        places = {entry.name: called[self._places[entry.name]] for entry in self._entries}
+        weight_map = {entry.name: called[self._file_names[entry.name]] for entry in self._entries}
         with replacing(os.path.join(self.folder, self.index_names[0])) as file:
-            file.write(json.dumps({"metadata": {"total_size": total}, "weight_map": places}, indent=1).encode())
+            file.write(json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}, indent=1).encode())
 
 
 def _leads(name: str) -> bool:
@@ -357,15 +371,16 @@ def _leads(name: str) -> bool:
 
 
 def _check_dtypes(entries: Sequence[Entry], kind: type[WeightFile]) -> None:
-    problems = [
-        Problem(
+    problems = []
+    for entry in entries:
+        if kind.holds(entry):
+            continue
+        problem = Problem(
             "checkpoint-value",
             f"{entry.name} is of {entry.dtype}, which a {kind.ending} file does not hold.",
             why="the format knows the usual types of numbers alone",
             fix="convert it before it is saved, or save with safe_serialization=False",
         )
-        for entry in entries
-        if not kind.holds(entry)
-    ]
+        problems.append(problem)
     if problems:
         raise CheckpointError.of(problems)

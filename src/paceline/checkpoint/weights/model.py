@@ -20,9 +20,9 @@ from torch import Tensor, nn
 
 from paceline.base.errors import CheckpointError
 from paceline.checkpoint.agree import Alone, Peers, agreed, together
-from paceline.checkpoint.state.match import Mismatch
+from paceline.checkpoint.state.match import Mismatch, Shape
 from paceline.checkpoint.state.module_state import ModuleState, unwrap
-from paceline.checkpoint.weights.divided import Held
+from paceline.checkpoint.weights.divided import DividedModel
 from paceline.checkpoint.weights.export import export_weights
 from paceline.checkpoint.weights.opening import open_weights
 from paceline.checkpoint.weights.sources import Weights, fill
@@ -65,9 +65,9 @@ def save_model(
             saved before is whole.
     """
     if state_dict is None:
-        source = Held.of(model, peers, order, tied)
+        source = DividedModel.of(model, peers, order, tied)
     else:
-        source = Held(_unique(state_dict), peers, order)
+        source = DividedModel(_unique(state_dict), peers, order)
     return export_weights(source, directory, max_shard_size, safe_serialization, peers)
 
 
@@ -102,14 +102,16 @@ def load_model(
     peers = peers or Alone()
     text = os.fspath(directory)
     folder = text if "://" in text else os.path.abspath(os.path.expanduser(text))
+    tied = tied or {}
     weights = agreed(peers, f"opening {folder}", lambda: open_weights(folder))
-    own = {name for module in (model,) for name in ModuleState.of(module).raw}
-    names = {name for theirs in together(peers, f"comparing {folder}", lambda: own) for name in theirs}
     state = ModuleState.of(model)
-    sources, mismatch = match(state, weights, names | set(tied or {}) | set((tied or {}).values()), tied or {})
-    found = Mismatch.of_all(together(peers, f"comparing {folder}", lambda: mismatch))
-    if found and (strict or found.misshapen):
-        raise CheckpointError.of([found.problem("this one", folder)])
+    names = {*tied, *tied.values()}
+    for names_of_rank in together(peers, f"comparing {folder}", lambda: set(state.raw)):
+        names |= names_of_rank
+    sources, own_mismatch = match(state, weights, names, tied)
+    mismatch = Mismatch.of_all(together(peers, f"comparing {folder}", lambda: own_mismatch))
+    if mismatch and (strict or mismatch.misshapen):
+        raise CheckpointError.of([mismatch.problem("this one", folder)])
 
     def read() -> None:
         if any(tensor.is_meta for tensor in state.tensors.values()):
@@ -120,18 +122,20 @@ def load_model(
         state.put(model, {})
 
     agreed(peers, f"reading {folder}", read)
-    left = (*found.missing, *found.unexpected)
-    if left and peers.rank == 0:
-        _log.warning("loaded %s: %d names do not agree and were left out: %s", folder, len(left), ", ".join(left[:8]))
-    return left
+    left_out = (*mismatch.missing, *mismatch.unexpected)
+    if left_out and peers.rank == 0:
+        listed = ", ".join(left_out[:8])
+        _log.warning("loaded %s: %d names do not agree and were left out: %s", folder, len(left_out), listed)
+    return left_out
 
 
-def called(weights: Weights, names: Collection[str]) -> dict[str, str]:
+def saved_names_of(weights: Weights, names: Collection[str]) -> dict[str, str]:
     """The saved tensors by the names that the model has for them; by their own where it has none."""
-    found: dict[str, str] = {}
+    saved_names: dict[str, str] = {}
     for key in weights.entries:
-        found.setdefault(next((name for name in spelled(key) if name in names), key), key)
-    return found
+        own = next((name for name in without_wrappers(key) if name in names), key)
+        saved_names.setdefault(own, key)
+    return saved_names
 
 
 def match(
@@ -145,31 +149,34 @@ def match(
         names: of the whole model, of all ranks.
         tied: other names of tied parameters -> the first.
     """
-    there = called(weights, names)
-    mismatch, sources = Mismatch(), {}
+    saved_names = saved_names_of(weights, names)
+    missing: dict[str, Shape] = {}
+    misshapen: dict[str, tuple[Shape, Shape]] = {}
+    sources: dict[str, str] = {}
     for name, tensor in state.tensors.items():
-        source = next((there[each] for each in alike(name, state.aliases, tied) if each in there), None)
+        spellings = names_of_same_tensor(name, state.aliases, tied)
+        source = next((saved_names[spelling] for spelling in spellings if spelling in saved_names), None)
         if source is None:
-            mismatch.missing[name] = tuple(tensor.shape)
+            missing[name] = tuple(tensor.shape)
         elif weights.entries[source].shape != tuple(tensor.shape):
-            mismatch.misshapen[name] = (weights.entries[source].shape, tuple(tensor.shape))
+            misshapen[name] = (weights.entries[source].shape, tuple(tensor.shape))
         else:
             sources[name] = source
-    mismatch.unexpected = {name: weights.entries[there[name]].shape for name in sorted(there.keys() - names)}
-    return sources, mismatch
+    unexpected = {name: weights.entries[saved_names[name]].shape for name in sorted(saved_names.keys() - names)}
+    return sources, Mismatch(missing, unexpected, misshapen)
 
 
-def alike(name: str, aliases: Mapping[str, str], tied: Mapping[str, str]) -> list[str]:
-    """A tensor's names: its own, and those of the same tied one."""
+def names_of_same_tensor(name: str, aliases: Mapping[str, str], tied: Mapping[str, str]) -> list[str]:
+    """A tensor's names: its own, and those under which it is tied."""
     first = tied.get(name, name)
-    others = [each for pairs in (aliases, tied) for each, own in pairs.items() if own in (name, first)]
+    others = [alias for alias, own in (*aliases.items(), *tied.items()) if own in (name, first)]
     return list(dict.fromkeys([name, first, *others]))
 
 
 _WRAPPERS = re.compile(r"(?:^|(?<=\.))(?:_orig_mod|_checkpoint_wrapped_module|_fsdp_wrapped_module|_forward_module)\.")
 
 
-def spelled(key: str) -> Iterator[str]:
+def without_wrappers(key: str) -> Iterator[str]:
     """A saved name as it is, then without what wrappers added: compilation, FSDP, recomputation, DDP."""
     yield key
     plain = _WRAPPERS.sub("", key)
@@ -181,7 +188,7 @@ def spelled(key: str) -> Iterator[str]:
 
 def _unique(tensors: Mapping[str, Any]) -> dict[str, Tensor]:
     """Without the further names of tensors that share the same memory."""
-    kept: dict[Any, str] = {}
+    first_names: dict[Any, str] = {}
     for name, tensor in tensors.items():
         if not isinstance(tensor, Tensor):
             raise CheckpointError(
@@ -191,8 +198,8 @@ def _unique(tensors: Mapping[str, Any]) -> dict[str, Tensor]:
                 fix="leave it out, or save it with `save`",
             )
         place = (tensor.device, tensor.data_ptr(), tensor.shape, tensor.stride()) if tensor.numel() else name
-        kept.setdefault(place, name)
-    return {name: tensors[name] for name in kept.values()}
+        first_names.setdefault(place, name)
+    return {name: tensors[name] for name in first_names.values()}
 
 
 def _materialise(model: nn.Module, state: ModuleState, wanted: Iterable[str]) -> None:
@@ -204,8 +211,9 @@ def _materialise(model: nn.Module, state: ModuleState, wanted: Iterable[str]) ->
         real = torch.empty_like(tensor, device="cpu")
         state.tensors[name] = real
         parameter: nn.Parameter | None = None
-        for each in (name, *(alias for alias, first in state.aliases.items() if first == name)):
-            path, _, key = state.raw[each].rpartition(".")
+        names = [name, *(alias for alias, first in state.aliases.items() if first == name)]
+        for own_name in names:
+            path, _, key = state.raw[own_name].rpartition(".")
             owner = unwrap(model).get_submodule(path)
             old = getattr(owner, key)
             if not isinstance(old, nn.Parameter):

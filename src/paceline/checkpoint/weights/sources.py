@@ -61,7 +61,9 @@ class Entry:
     @property
     def rows(self) -> int:
         """Size of dim 0; 1 of a 0-dim tensor, 0 of an empty one."""
-        return (self.shape[0] if self.shape else 1) if self.nbytes else 0
+        if not self.nbytes:
+            return 0
+        return self.shape[0] if self.shape else 1
 
 
 class Weights(Protocol):
@@ -76,8 +78,8 @@ class Weights(Protocol):
 
 def fill(target: Tensor, part: Part, weights: Weights, name: str) -> None:
     """Copies into a rank's own tensor the part of a saved one that it is."""
-    for there, here in regions(part):
-        target[here].copy_(weights.read(name, there))
+    for box_of_whole, box_of_own in regions(part):
+        target[box_of_own].copy_(weights.read(name, box_of_whole))
 
 
 def read_whole(weights: Weights, name: str) -> Tensor:
@@ -99,8 +101,8 @@ class SafeWeights:
             with reading(path):
                 file = safe_open(path, framework="pt")
                 for name in file.keys():  # noqa: SIM118
-                    kept = file.get_slice(name)
-                    self.entries[name] = Entry(name, tuple(kept.get_shape()), _dtype(kept.get_dtype()))
+                    tensor = file.get_slice(name)
+                    self.entries[name] = Entry(name, tuple(tensor.get_shape()), _dtype(tensor.get_dtype()))
                     self._files[name] = file
 
     def read(self, name: str, box: Box) -> Tensor:
@@ -152,13 +154,14 @@ def load_mapped(path: str) -> Any:
         return torch.load(path, map_location="cpu", weights_only=True, mmap=zipped)
 
 
-def _state_in(found: Any, path: str) -> dict[str, Tensor]:
+def _state_in(content: Any, path: str) -> dict[str, Tensor]:
     """The tensors of a model in what a file holds: all of it, or what lies under one of the usual keys."""
-    inner = [found, *(found[key] for key in _INSIDE if key in found)] if isinstance(found, Mapping) else []
-    for each in inner:
-        if isinstance(each, Mapping) and each and all(isinstance(value, Tensor) for value in each.values()):
-            return {str(name): value for name, value in each.items()}
-    what = f"a {type(found).__qualname__}" + (f" with {', '.join(map(str, found))}" if inner else "")
+    what = f"a {type(content).__qualname__}"
+    if isinstance(content, Mapping):
+        what += f" with {', '.join(map(str, content))}"
+        for state in (content, *(content[key] for key in _INSIDE if key in content)):
+            if isinstance(state, Mapping) and state and all(isinstance(value, Tensor) for value in state.values()):
+                return {str(name): value for name, value in state.items()}
     raise CheckpointError(
         "checkpoint-damaged",
         f"the file {path} holds no dictionary of tensors.",
@@ -178,67 +181,71 @@ class DividedWeights:
     """
 
     def __init__(self, store: Store, folder: str, prefix: str = "", index: Metadata | None = None) -> None:
-        self._store, self._folder, self._prefix = store, folder, prefix
+        self._store, self._folder = store, folder
+        self._prefix = prefix
         self._index = index or read_index(store, folder)
-        self._kept: tuple[str, dict[Any, Tensor]] = ("", {})
-        self.entries = {
-            name.removeprefix(prefix): Entry(name.removeprefix(prefix), tuple(kept.size), kept.properties.dtype)
-            for name, kept in self._index.state_dict_metadata.items()
-            if name.startswith(prefix) and isinstance(kept, TensorStorageMetadata)
-        }
+        self._last_read = ""
+        self._shards: dict[tuple[int, ...], Tensor] = {}
+        self.entries: dict[str, Entry] = {}
+        for full_name, saved in self._index.state_dict_metadata.items():
+            if full_name.startswith(prefix) and isinstance(saved, TensorStorageMetadata):
+                name = full_name.removeprefix(prefix)
+                self.entries[name] = Entry(name, tuple(saved.size), saved.properties.dtype)
 
     @property
     def paths(self) -> dict[str, tuple[Any, ...]]:
         """Where each entry stood in the nested state that was saved, as torch's planner wrote it down."""
-        told = self._index.planner_data
-        return {str(name): tuple(path) for name, path in told.items()} if isinstance(told, dict) else {}
+        paths = self._index.planner_data
+        if not isinstance(paths, dict):
+            return {}
+        return {str(name): tuple(path) for name, path in paths.items()}
 
     @cached_property
     def _places(self) -> dict[str, dict[tuple[int, ...], Any]]:
-        found: dict[str, dict[tuple[int, ...], Any]] = {}
-        for place, info in self._index.storage_data.items():
-            found.setdefault(place.fqn, {})[tuple(place.offset or ())] = info
-        return found
+        """By name and offset of each shard: where it lies."""
+        places: dict[str, dict[tuple[int, ...], Any]] = {}
+        for shard, info in self._index.storage_data.items():
+            places.setdefault(shard.fqn, {})[tuple(shard.offset or ())] = info
+        return places
 
     def read(self, name: str, box: Box) -> Tensor:
         """A box of one tensor, put together from the shards that overlap it."""
-        kept = cast(TensorStorageMetadata, self._index.state_dict_metadata[self._prefix + name])
-        if not kept.size:
+        saved = cast(TensorStorageMetadata, self._index.state_dict_metadata[self._prefix + name])
+        if not saved.size:
             return self._shard(name, ())
-        found = torch.empty([each.stop - each.start for each in box], dtype=kept.properties.dtype, device="cpu")
-        for chunk in kept.chunks:
-            lows = [max(each.start, offset) for each, offset in zip(box, chunk.offsets, strict=True)]
-            highs = [
-                min(each.stop, offset + size)
-                for each, offset, size in zip(box, chunk.offsets, chunk.sizes, strict=True)
-            ]
-            if all(low < high for low, high in zip(lows, highs, strict=True)):
-                there = tuple(slice(a - o, b - o) for a, b, o in zip(lows, highs, chunk.offsets, strict=True))
-                here = tuple(slice(a - e.start, b - e.start) for a, b, e in zip(lows, highs, box, strict=True))
-                found[here] = self._shard(name, tuple(chunk.offsets))[there]
-        return found
+        whole = torch.empty([run.stop - run.start for run in box], dtype=saved.properties.dtype, device="cpu")
+        for chunk in saved.chunks:
+            of_shard: list[slice] = []
+            of_box: list[slice] = []
+            for run, offset, size in zip(box, chunk.offsets, chunk.sizes, strict=True):
+                low, high = max(run.start, offset), min(run.stop, offset + size)
+                of_shard.append(slice(low - offset, high - offset))
+                of_box.append(slice(low - run.start, high - run.start))
+            if all(run.start < run.stop for run in of_shard):
+                whole[tuple(of_box)] = self._shard(name, tuple(chunk.offsets))[tuple(of_shard)]
+        return whole
 
     def _shard(self, name: str, offset: tuple[int, ...]) -> Tensor:
-        if self._kept[0] != name:
-            self._kept = (name, {})
-        if offset not in self._kept[1]:
-            info = self._places[self._prefix + name][offset]
-            with self._store.open(self._path(info), "rb") as file:
-                view = file_view(file, info.offset, info.length)
-                self._kept[1][offset] = tensor_of(view, info.relative_path)
-        return self._kept[1][offset]
-
-    def _path(self, info: Any) -> str:
-        return confined(self._store, self._folder, info.relative_path, self._store.join(self._folder, INDEX))
+        if self._last_read != name:
+            self._last_read = name
+            self._shards = {}
+        if offset not in self._shards:
+            self._shards[offset] = self._load(self._places[self._prefix + name][offset])
+        return self._shards[offset]
 
     def objects(self) -> Iterator[tuple[str, Any]]:
         """What is no tensor: name and value, read without running code."""
-        for name, infos in self._places.items():
-            if name.startswith(self._prefix) and name.removeprefix(self._prefix) not in self.entries:
-                (info,) = infos.values()
-                with self._store.open(self._path(info), "rb") as file:
-                    view = file_view(file, info.offset, info.length)
-                    yield name.removeprefix(self._prefix), tensor_of(view, info.relative_path)
+        for full_name, shards in self._places.items():
+            name = full_name.removeprefix(self._prefix)
+            if full_name.startswith(self._prefix) and name not in self.entries:
+                (info,) = shards.values()
+                yield name, self._load(info)
+
+    def _load(self, info: Any) -> Any:
+        source = self._store.join(self._folder, INDEX)
+        path = confined(self._store, self._folder, info.relative_path, source)
+        with self._store.open(path, "rb") as file:
+            return tensor_of(file_view(file, info.offset, info.length), info.relative_path)
 
 
 def is_part(name: str) -> bool:

@@ -13,6 +13,7 @@ import struct
 import zipfile
 from collections import OrderedDict
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, BinaryIO, Protocol
 
 import torch
@@ -139,35 +140,38 @@ class TorchFile:
     def _begin(self, name: str) -> None:
         if self._record is not None:
             self._record.close()
-        told = zipfile.ZipInfo(f"archive/{name}")
+        record = zipfile.ZipInfo(f"archive/{name}")
         # 30 bytes and the name, 20 for lengths above 4 GB, 4 for the filling itself: numbers lie where they may when mapped.
-        head = self._file.tell() + 30 + len(told.filename) + 20 + 4
-        told.extra = struct.pack("<2sH", b"FB", -head % _ALIGNED) + b"Z" * (-head % _ALIGNED)
-        self._record = self._zip.open(told, "w", force_zip64=True)
+        head = self._file.tell() + 30 + len(record.filename) + 20 + 4
+        record.extra = struct.pack("<2sH", b"FB", -head % _ALIGNED) + b"Z" * (-head % _ALIGNED)
+        self._record = self._zip.open(record, "w", force_zip64=True)
 
 
+@dataclass(frozen=True)
 class _Storage:
     """Stands for a tensor's memory in a pickle."""
 
-    def __init__(self, number: int, entry: Entry) -> None:
-        self.number, self.entry = number, entry
+    number: int
+    entry: Entry
 
 
+@dataclass(frozen=True)
 class _Whole:
     """Stands for a tensor in a pickle: reads as one."""
 
-    def __init__(self, number: int, entry: Entry) -> None:
-        self.number, self.entry = number, entry
+    number: int
+    entry: Entry
 
     def __reduce__(self) -> Any:
         entry = self.entry
-        strides, stride = [], 1
+        strides: list[int] = []
+        stride = 1
         for size in reversed(entry.shape):
             strides.insert(0, stride)
             stride *= max(size, 1)
-        told = (_Storage(self.number, entry), 0, entry.shape, tuple(strides), False, OrderedDict())
+        arguments = (_Storage(self.number, entry), 0, entry.shape, tuple(strides), False, OrderedDict())
         rebuild, rest = tensor_rebuilder(entry.dtype)
-        return rebuild, (*told, *rest)
+        return rebuild, (*arguments, *rest)
 
 
 class _Pickler(pickle.Pickler):

@@ -40,10 +40,12 @@ def moment(created: float) -> str:
 def table(rows: Iterable[Sequence[str]], indent: str = "") -> str:
     """Rows in lined-up columns."""
     lines = [tuple(row) for row in rows]
-    widths = [max(len(row[column]) for row in lines) for column in range(len(lines[0]))] if lines else []
-    return "\n".join(
-        indent + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in lines
-    )
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    padded = []
+    for row in lines:
+        cells = [cell.ljust(width) for cell, width in zip(row, widths, strict=True)]
+        padded.append(indent + "  ".join(cells).rstrip())
+    return "\n".join(padded)
 
 
 class Progress:
@@ -54,7 +56,9 @@ class Progress:
     """
 
     def __init__(self, total: int) -> None:
-        self._total, self._done, self._shown = max(total, 1), 0, time.monotonic()
+        self._total = max(total, 1)
+        self._done = 0
+        self._shown = time.monotonic()
         self._live = sys.stderr.isatty()
 
     def __call__(self, count: int) -> None:

@@ -32,49 +32,55 @@ def run(args: argparse.Namespace) -> int:
     """Compares, one tensor of each in memory at a time."""
     from paceline.checkpoint.difference import difference, side
 
-    one, other = side(args.one), side(args.other)
+    one = side(args.one)
+    other = side(args.other)
     progress = _text.Progress(sum(shape.numel() * dtype.itemsize for shape, dtype in one.facts.values()))
-    found = difference(one, other, args.atol, progress)
+    result = difference(one, other, args.atol, progress)
     progress.clear()
-    print(json.dumps(_json(found), indent=2) if args.json else "\n".join(_lines(found, args.one, args.other)))
-    return 1 if found else 0
+    if args.json:
+        print(json.dumps(_json(result), indent=2))
+    else:
+        print("\n".join(_lines(result, args.one, args.other)))
+    return 1 if result else 0
 
 
-def _json(found: Difference) -> dict[str, Any]:
-    sides = ("a", "b")
+def _json(result: Difference) -> dict[str, Any]:
+    values = {}
+    for name, (a, b) in result.values.items():
+        values[name] = {key: value for key, value in (("a", a), ("b", b)) if value is not ...}
+    only_a, only_b = result.only
     return {
-        "compared": found.compared,
-        "only": dict(zip(sides, map(list, found.only), strict=True)),
-        "tensors": [asdict(each) for each in found.unlike],
-        "values": {
-            name: {key: value for key, value in zip(sides, pair, strict=True) if value is not ...}
-            for name, pair in found.values.items()
-        },
+        "compared": result.compared,
+        "only": {"a": list(only_a), "b": list(only_b)},
+        "tensors": [asdict(tensor) for tensor in result.unlike],
+        "values": values,
     }
 
 
-def _lines(found: Difference, one: str, other: str) -> list[str]:
-    if not found:
-        return [f"the same: {found.compared} tensors, and every value"]
+def _lines(result: Difference, one: str, other: str) -> list[str]:
+    if not result:
+        return [f"the same: {result.compared} tensors, and every value"]
     lines = []
-    for names, path in zip(found.only, (one, other), strict=True):
+    for names, path in zip(result.only, (one, other), strict=True):
         if names:
             lines += [f"only in {path}: {len(names)} tensors", *(f"  {name}" for name in names)]
-    if found.unlike:
-        rows = [("tensor", "largest difference", "relative", "values"), *map(_row, found.unlike)]
-        lines += [f"tensors: {len(found.unlike)} of {found.compared} differ", _text.table(rows, "  ")]
-    if found.values:
+    if result.unlike:
+        rows = [("tensor", "largest difference", "relative", "values"), *map(_row, result.unlike)]
+        lines += [f"tensors: {len(result.unlike)} of {result.compared} differ", _text.table(rows, "  ")]
+    if result.values:
         values = [("value", "A", "B")]
-        values += [(name, _short(a), _short(b)) for name, (a, b) in found.values.items()]
-        lines += [f"values: {len(found.values)} differ", _text.table(values, "  ")]
+        values += [(name, _short(a), _short(b)) for name, (a, b) in result.values.items()]
+        lines += [f"values: {len(result.values)} differ", _text.table(values, "  ")]
     return lines
 
 
-def _row(each: Unlike) -> tuple[str, str, str, str]:
-    if each.largest is None or each.relative is None:
-        return each.name, f"shape {list(each.shapes[0])} and {list(each.shapes[1])}", "", ""
-    kinds = f"{each.count}" if each.dtypes[0] == each.dtypes[1] else f"{each.count}, {' and '.join(each.dtypes)}"
-    return each.name, f"{each.largest:.3g}", f"{each.relative:.3g}", kinds
+def _row(tensor: Unlike) -> tuple[str, str, str, str]:
+    if tensor.largest is None or tensor.relative is None:
+        return tensor.name, f"shape {list(tensor.shapes[0])} and {list(tensor.shapes[1])}", "", ""
+    values = str(tensor.count)
+    if tensor.dtypes[0] != tensor.dtypes[1]:
+        values += f", {' and '.join(tensor.dtypes)}"
+    return tensor.name, f"{tensor.largest:.3g}", f"{tensor.relative:.3g}", values
 
 
 def _short(value: Any) -> str:

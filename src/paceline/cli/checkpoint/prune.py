@@ -36,10 +36,12 @@ def run(args: argparse.Namespace) -> int:
             fix="say `--keep-last N`, `--keep-every K` or `--best METRIC`",
         )
     keep = retention.Keep(args.keep_last, args.keep_every, args.best, args.mode)
-    store, folder, found = the_folder(args.folder)
-    sizes = {each.path: each.bytes for each in found}
-    whole = [each.path for each in found if each.state == "complete" and retention.number(store, each.path) is not None]
-    newest = whole[-1] if whole else None
+    store, folder, checkpoints = the_folder(args.folder)
+    sizes = {checkpoint.path: checkpoint.bytes for checkpoint in checkpoints}
+    newest = None
+    for checkpoint in checkpoints:  # the oldest first
+        if checkpoint.state == "complete" and retention.number(store, checkpoint.path) is not None:
+            newest = checkpoint.path
     if args.dry_run:
         for path in retention.surplus(store, folder, keep, newest):
             print(f"would remove {path} ({_text.size(sizes.get(path, 0))})")
@@ -50,8 +52,8 @@ def run(args: argparse.Namespace) -> int:
         retention.prune(store, folder, keep, newest)
     finally:
         release()
-    left = [path for path in going if store.exists(path)]  # the log has said why
+    failed = [path for path in going if store.exists(path)]  # the log has said why
     for path in going:
-        if path not in left:
+        if path not in failed:
             print(f"removed {path} ({_text.size(sizes.get(path, 0))})")
-    return 1 if left else 0
+    return 1 if failed else 0

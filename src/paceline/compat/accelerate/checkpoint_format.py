@@ -46,10 +46,10 @@ class AccelerateFormat(CheckpointFormat):
             return distributed_weights(store, divided)
         end = f"_{number}" if number else ""
         names = [f"{stem}{end}.{ending}" for stem, ending in (*KINDS, ("pytorch_model_fsdp", "bin"))]
-        found = [name for name in names if os.path.isfile(os.path.join(folder, name))]
-        if not found or (number == 0 and found[0] != "pytorch_model_fsdp.bin"):
+        present = [name for name in names if os.path.isfile(os.path.join(folder, name))]
+        if not present or (number == 0 and present[0] != "pytorch_model_fsdp.bin"):
             return None
-        return weights_in_files([os.path.join(folder, found[0])])
+        return weights_in_files([os.path.join(folder, present[0])])
 
 
 CHECKPOINT_FORMAT = AccelerateFormat()

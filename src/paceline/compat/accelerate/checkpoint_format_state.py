@@ -26,7 +26,7 @@ from paceline.checkpoint.format.checkpoint_format import RunNames
 from paceline.checkpoint.format.translation import OpenCheckpoint, Translation
 from paceline.checkpoint.state.train_state import KINDS, TrainState
 from paceline.checkpoint.store import Store
-from paceline.checkpoint.weights.model import spelled
+from paceline.checkpoint.weights.model import without_wrappers
 from paceline.checkpoint.weights.opening import open_weights
 from paceline.checkpoint.weights.sources import DividedWeights, Weights, load_mapped
 
@@ -143,7 +143,7 @@ class AccelerateReader:
         order = [name for name, _ in self._names.parameters.get(optimizer, [])]
         if all(isinstance(key, str) for key in keys):
             here = set(order)
-            return {key: next((name for name in spelled(key) if name in here), key) for key in keys}
+            return {key: next((name for name in without_wrappers(key) if name in here), key) for key in keys}
         if order and len(keys) != len(order):
             raise CheckpointError(
                 "checkpoint-groups",

@@ -22,7 +22,7 @@ from paceline.checkpoint.agree import agreed
 from paceline.checkpoint.files import replacing, writing
 from paceline.checkpoint.state.module_state import clean
 from paceline.checkpoint.store import Store, confined, store_for
-from paceline.checkpoint.weights.divided import Held
+from paceline.checkpoint.weights.divided import DividedModel
 from paceline.checkpoint.weights.export import Rows, export_weights
 from paceline.checkpoint.weights.opening import open_weights
 from paceline.compat.deepspeed.attendance import attendance
@@ -251,7 +251,7 @@ class _Cast:
         rank: of this process among those that hold the model.
     """
 
-    def __init__(self, source: Held, dtype: torch.dtype, rank: int) -> None:
+    def __init__(self, source: DividedModel, dtype: torch.dtype, rank: int) -> None:
         self._source, self._rank = source, rank
         self._own = {entry.name: entry for entry in source.entries}
         self.entries = [
@@ -290,7 +290,7 @@ def save_16bit_model(
     attendance(engine).call("save_16bit_model", _EVERY_RANK)
     accelerator, folder = engine.accelerator, _folder(save_dir)
     entry = accelerator.run.prepared.find(engine._wrapped[0])
-    source = Held.of(entry.module, accelerator.collectives, entry.names, entry.tied)
+    source = DividedModel.of(entry.module, accelerator.collectives, entry.names, entry.tied)
     if exclude_frozen:
         idle = {name for name, parameter in engine.module.named_parameters() if not parameter.requires_grad}
         source.entries = [entry for entry in source.entries if clean(entry.name) not in set(map(clean, idle))]

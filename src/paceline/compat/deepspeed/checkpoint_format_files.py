@@ -80,13 +80,15 @@ class Pieces:
         return rows.view(-1, *shape[1:])[(slice(None), *box[1:])]
 
     def _elements(self, name: str, start: int, stop: int) -> Tensor:
-        found, at = [], 0
+        pieces: list[Tensor] = []
+        at = 0
         for part in self._parts[name]:
             low, high = max(start, at), min(stop, at + part.numel())
             if low < high:
-                found.append(part[low - at : high - at])
+                pieces.append(part[low - at : high - at])
             at += part.numel()
-        return (torch.cat(found) if len(found) != 1 else found[0]).detach()
+        # One piece stays a view of its file.
+        return (pieces[0] if len(pieces) == 1 else torch.cat(pieces)).detach()
 
 
 class DeepSpeedFolder:
@@ -112,11 +114,12 @@ class DeepSpeedFolder:
         if layers or len({int(m[2]) for name in names if (m := _MODEL.fullmatch(name))}) > 1:
             self._refuse("a pipeline's" if layers else "tensor parallelism's", layers or list(self._models.values()))
         self.first: dict[str, Any] = self._read(self._models[0])
-        told = self.first.get("param_shapes")
         self.shapes: list[dict[str, tuple[int, ...]]] | None = None
-        if told is not None:
-            told = told if isinstance(told, list) else [told]
-            self.shapes = [{name: tuple(shape) for name, shape in group.items()} for group in told]
+        groups = self.first.get("param_shapes")
+        if groups is not None:
+            self.shapes = []
+            for group in groups if isinstance(groups, list) else [groups]:
+                self.shapes.append({name: tuple(shape) for name, shape in group.items()})
         self._check_ranks()
 
     def _by_rank(self, names: list[str], pattern: re.Pattern[str]) -> dict[int, str]:
@@ -170,14 +173,13 @@ class DeepSpeedFolder:
         if self.stage == 3:
             frozen = self.first.get("frozen_param_shapes") or {}
             ranks = sorted(self._models) if frozen else ()
-            held = [self._read(self._models[rank])["frozen_param_fragments"] for rank in ranks]
+            fragments = [self._read(self._models[rank])["frozen_param_fragments"] for rank in ranks]
             for name, shape in frozen.items():
                 shapes[name] = tuple(shape)
-                parts[name] = list(_cut([each[name] for each in held], 0, prod(shape)))
-            placeholders = [name for name in shapes if name not in frozen and name not in self.trained]
-            for name in placeholders:
-                if name not in self.first["buffer_names"]:
-                    del shapes[name], parts[name]
+                parts[name] = list(_cut([of_rank[name] for of_rank in fragments], 0, prod(shape)))
+            # What is neither trained nor frozen nor a buffer is the empty placeholder of a parameter.
+            for name in shapes.keys() - frozen.keys() - self.trained.keys() - set(self.first["buffer_names"]):
+                del shapes[name], parts[name]
         return Pieces(shapes, parts)
 
     @property
@@ -199,23 +201,23 @@ class DeepSpeedFolder:
 
     def _of_groups(self, ranks: list[Any]) -> dict[str, list[Tensor]]:
         """Stages 1 and 2: a group's parameters lie end to end, and the whole is cut over the ranks."""
-        found: dict[str, list[Tensor]] = {name: [] for name in self.trained}
+        parts: dict[str, list[Tensor]] = {name: [] for name in self.trained}
         for rank, flats in enumerate(ranks):
-            for flat, places in zip(flats, self._states[rank]["param_slice_mappings"], strict=True):
-                for name, place in places.items():
-                    found[name].append(flat.reshape(-1)[place.start : place.start + place.numel])
-        return found
+            for flat, slices in zip(flats, self._states[rank]["param_slice_mappings"], strict=True):
+                for name, part in slices.items():
+                    parts[name].append(flat.reshape(-1)[part.start : part.start + part.numel])
+        return parts
 
     def _of_thirds(self, ranks: list[Any]) -> dict[str, list[Tensor]]:
         """Stage 3: each parameter is cut over the ranks, and a rank's parts lie end to end in one vector or several."""
-        found: dict[str, list[Tensor]] = {}
+        parts: dict[str, list[Tensor]] = {}
         number = at = 0
         for name, shape in self.trained.items():
             while at >= ranks[0][number].numel() and number + 1 < len(ranks[0]):
                 number, at = number + 1, 0
-            found[name] = list(_cut([flats[number].reshape(-1) for flats in ranks], at, prod(shape)))
+            parts[name] = list(_cut([flats[number].reshape(-1) for flats in ranks], at, prod(shape)))
             at += -(-prod(shape) // len(ranks))
-        return found
+        return parts
 
     # -- optimizer -------------------------------------------------------------------------------------------------
 
@@ -225,20 +227,29 @@ class DeepSpeedFolder:
         if self.stage == 0:
             own = self.first["optimizer"] or {}
             return dict(own.get("optimizer_state_dict", own))
-        key = "optimizer_state_dict" if self.stage == 3 else "base_optimizer_state"
-        return dict(self._states[0][key])
+        return dict(self._states[0][self._optimizer_key])
+
+    @property
+    def _optimizer_key(self) -> str:
+        return "optimizer_state_dict" if self.stage == 3 else "base_optimizer_state"
 
     def moments(self) -> tuple[dict[str, Pieces], dict[str, dict[str, Any]]]:
         """States of the parameters' shapes, by key; and what else the optimizer keeps of each parameter. Not at stage 0."""
-        key = "optimizer_state_dict" if self.stage == 3 else "base_optimizer_state"
-        ranks = [state[key]["state"] for state in self._states]
-        cut = self._of_thirds if self.stage == 3 else self._of_groups
-        flat = [each.numel() for each in self._states[0][_FLAT[self.stage == 3]]]
-        keys = {k for number, state in ranks[0].items() for k, v in state.items() if _is_flat(v, flat[number])}
-        pieces = {k: Pieces(self.trained, cut([[s[n][k] for n in sorted(s)] for s in ranks])) for k in sorted(keys)}
+        ranks = [state[self._optimizer_key]["state"] for state in self._states]
+        flat_groups = "fp32_flat_groups" if self.stage == 3 else "single_partition_of_fp32_groups"
+        sizes = [flat.numel() for flat in self._states[0][flat_groups]]
+        keys: set[str] = set()
+        for number, state in ranks[0].items():
+            keys |= {key for key, value in state.items() if _is_flat(value, sizes[number])}
+        pieces: dict[str, Pieces] = {}
+        for key in sorted(keys):
+            flats = [[states[number][key] for number in sorted(states)] for states in ranks]
+            parts = self._of_thirds(flats) if self.stage == 3 else self._of_groups(flats)
+            pieces[key] = Pieces(self.trained, parts)
+        # What is no vector (a count of steps) is the same for all parameters of a group, and of all groups.
         first = next(iter(ranks[0].values()), {})
-        others = {name: {k: v for k, v in first.items() if k not in keys} for name in self.trained}
-        return pieces, others
+        others = {key: value for key, value in first.items() if key not in keys}
+        return pieces, {name: dict(others) for name in self.trained}
 
     @property
     def scale(self) -> float | None:
@@ -252,9 +263,6 @@ class DeepSpeedFolder:
     def client_state(self) -> dict[str, Any]:
         """What the script gave to be kept."""
         return {key: value for key, value in self.first.items() if key not in _OWN}
-
-
-_FLAT = ("single_partition_of_fp32_groups", "fp32_flat_groups")
 
 
 def _is_flat(value: Any, numel: int) -> bool:

@@ -18,7 +18,7 @@ from paceline.checkpoint.format.checkpoint_format import RunNames
 from paceline.checkpoint.format.translation import OpenCheckpoint, Translation
 from paceline.checkpoint.state.optimizer_state import OptimizerState
 from paceline.checkpoint.state.train_state import TrainState
-from paceline.checkpoint.weights.model import called
+from paceline.checkpoint.weights.model import saved_names_of
 from paceline.checkpoint.weights.sources import TensorWeights, Weights
 from paceline.compat.deepspeed.checkpoint_format_files import DeepSpeedFolder, Pieces
 
@@ -107,7 +107,8 @@ class DeepSpeedReader:
         assert self._saved.shapes is not None
         moments, others = self._saved.moments()
         trained = Pieces(self._saved.trained, self._saved.master)
-        own = {key: name for name, key in called(trained, self._names.tensors.get("model", set())).items()}
+        saved_names = saved_names_of(trained, self._names.tensors.get("model", set()))
+        own = {key: name for name, key in saved_names.items()}
         states = {}
         for key in self._saved.trained:
             path = f"optimizers/{optimizer}/{own[key]}"
