@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import ctypes
 import faulthandler
-import gc
 import importlib
 import os
 import pickle
@@ -178,8 +177,6 @@ def _fork(job: _Job, rank: int) -> _Child:
         return _Child(rank, pid, read)
     # The child leaves by os._exit, whatever happens: it must not go on with the parent's work.
     try:
-        # A collection of garbage would touch, and so copy, every object that the parent had: 300 MB after a few tests.
-        gc.freeze()
         os.close(read)
         _detach(parent)
         _redirect(job, rank)
