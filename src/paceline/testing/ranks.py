@@ -10,7 +10,6 @@ Children compute on the CPU, so that an accelerator of the parent is never touch
 from __future__ import annotations
 
 import faulthandler
-import gc
 import importlib
 import os
 import pickle
@@ -177,8 +176,6 @@ def _fork(job: _Job, rank: int) -> _Child:
         return _Child(rank, pid, read)
     # The child leaves by os._exit, whatever happens: it must not go on with the parent's work.
     try:
-        # A collection of garbage would touch, and so copy, every object that the parent had: 300 MB after a few tests.
-        gc.freeze()
         os.close(read)
         # What the parent left to its garbage collector must not be freed here: a store or a process group among it joins
         # threads that a fork does not copy, and C++ ends the process with "Invalid argument".
