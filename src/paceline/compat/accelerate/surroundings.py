@@ -8,9 +8,9 @@ import importlib.util
 import operator
 import socket
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from functools import reduce, wraps
+from functools import wraps
 from pathlib import Path
 from typing import Any
 
@@ -225,8 +225,7 @@ def merge_dicts(source: Mapping[str, Any], destination: dict[str, Any]) -> dict[
 
 def recursive_getattr(obj: Any, attr: str) -> Any:
     """`obj.a.b` for "a.b"."""
-    find: Callable[[Any, str], Any] = getattr
-    return reduce(find, attr.split("."), obj)
+    return operator.attrgetter(attr)(obj)
 
 
 # -- memory --------------------------------------------------------------------------------------------------

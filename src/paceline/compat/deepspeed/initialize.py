@@ -17,7 +17,7 @@ from paceline.compat.deepspeed.config import DeepSpeedConfig
 from paceline.compat.deepspeed.engine import DeepSpeedEngine
 from paceline.compat.deepspeed.loader import loader_of
 from paceline.compat.deepspeed.processes import init_distributed
-from paceline.compat.deepspeed.profiling import told_here
+from paceline.compat.deepspeed.profiling import wall_clock_settings
 from paceline.config.given import Given
 from paceline.world.world import World
 
@@ -58,30 +58,30 @@ def initialize(
         ConfigError, PlanError: before anything is touched, all problems at once.
     """
     kind = _engine_of(model)
-    told = checked(args, model, mpu, config, config_params, pipeline=kind is not DeepSpeedEngine)
+    parsed = checked(args, model, mpu, config, config_params, pipeline=kind is not DeepSpeedEngine)
     assert model is not None
-    for notice in told.notices:
+    for notice in parsed.notices:
         warn_once("config", notice)
-    batch = told.batch(kind.width(model, World.detect().size))
+    batch = parsed.batch(kind.width(model, World.detect().size))
     init_distributed(dist_init_required=dist_init_required)
-    place = told.places.get("gradient_accumulation_steps", told.source)
+    place = parsed.places.get("gradient_accumulation_steps", parsed.source)
     given = [
-        *told.given,
-        *told_here(told),
+        *parsed.given,
+        *wall_clock_settings(parsed),
         # Weaker than whatever a command line, a variable or a file says: DeepSpeed leaves batch norms as they are.
         Given("options.batch_norm.statistics", "local", "default", "as under DeepSpeed"),
         Given("accumulate", batch.accumulate, "code", place),
         *kind.settings(model, batch, training_data, collate_fn),
     ]
-    scaler = scaler_options(told) if told["fp16.enabled"] else None
+    scaler = scaler_options(parsed) if parsed["fp16.enabled"] else None
     accelerator = Accelerator(plan=given, scaler=scaler)
-    checkpointing.follow(told)
-    made = _optimizer(told, model, optimizer, model_parameters)
-    scheduler = None if made is None else _scheduler(told, made, lr_scheduler)
+    checkpointing.follow(parsed)
+    chosen = _optimizer(parsed, model, optimizer, model_parameters)
+    scheduler = None if chosen is None else _scheduler(parsed, chosen, lr_scheduler)
     loader = None
     if training_data is not None:
-        loader = loader_of(training_data, batch.micro, collate_fn, told["dataloader_drop_last"], kind.shuffles())
-    engine = kind(accelerator, told, batch, model, made, scheduler, loader)
+        loader = loader_of(training_data, batch.micro, collate_fn, parsed["dataloader_drop_last"], kind.shuffles())
+    engine = kind(accelerator, parsed, batch, model, chosen, scheduler, loader)
     return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
 
 
@@ -120,39 +120,41 @@ def _engine_of(model: Any) -> type[DeepSpeedEngine]:
     return PipelineEngine
 
 
-def _optimizer(told: DeepSpeedConfig, model: nn.Module, optimizer: Any, model_parameters: Any) -> Any:
+def _optimizer(parsed: DeepSpeedConfig, model: nn.Module, optimizer: Any, model_parameters: Any) -> Any:
     """The script's optimizer, else the config's; None where neither is there."""
-    name, params = told["optimizer.type"], told["optimizer.params"]
-    parameters = [each for each in model.parameters() if each.requires_grad]
-    if model_parameters is not None:
+    name = parsed["optimizer.type"]
+    params = parsed["optimizer.params"]
+    if model_parameters is None:
+        parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    else:
         parameters = [model_parameters] if isinstance(model_parameters, Mapping) else list(model_parameters)
     if optimizer is None:
-        return None if name is None else optimizers.build(name, params, parameters, told)
-    made = optimizer if isinstance(optimizer, Optimizer) else optimizer(parameters)
-    optimizers.refuse_closure(made)
+        return None if name is None else optimizers.build(name, params, parameters, parsed)
+    chosen = optimizer if isinstance(optimizer, Optimizer) else optimizer(parameters)
+    optimizers.refuse_closure(chosen)
     if name is not None:
         warn_once(
             "compat",
-            f"two optimizers: the script's {type(made).__name__} (lr {made.param_groups[0]['lr']}) is used, and the "
+            f"two optimizers: the script's {type(chosen).__name__} (lr {chosen.param_groups[0]['lr']}) is used, and the "
             f"config's {name} (lr {params.get('lr', 'not given')}, "
-            f"{told.places.get('optimizer.type', told.source)}) is not. Drop one of them.",
+            f"{parsed.places.get('optimizer.type', parsed.source)}) is not. Drop one of them.",
         )
-    return made
+    return chosen
 
 
-def _scheduler(told: DeepSpeedConfig, optimizer: Any, lr_scheduler: Any) -> Any:
+def _scheduler(parsed: DeepSpeedConfig, optimizer: Any, lr_scheduler: Any) -> Any:
     """The script's scheduler, else the config's; None where neither is there."""
-    name = told["scheduler.type"]
+    name = parsed["scheduler.type"]
     if lr_scheduler is None:
-        return schedules.of_config(told, optimizer)
-    made = lr_scheduler if hasattr(lr_scheduler, "step") else lr_scheduler(optimizer)
+        return schedules.of_config(parsed, optimizer)
+    chosen = lr_scheduler if hasattr(lr_scheduler, "step") else lr_scheduler(optimizer)
     if name is not None:
         warn_once(
             "compat",
-            f"two schedulers: the script's {type(made).__name__} is used, and the config's {name} "
-            f"({told.places.get('scheduler.type', told.source)}) is not. Drop one of them.",
+            f"two schedulers: the script's {type(chosen).__name__} is used, and the config's {name} "
+            f"({parsed.places.get('scheduler.type', parsed.source)}) is not. Drop one of them.",
         )
-    return made
+    return chosen
 
 
 def add_config_arguments(parser: Any) -> Any:

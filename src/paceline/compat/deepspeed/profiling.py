@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 _RULE = "-" * 30
 
 
-def told_here(config: DeepSpeedConfig) -> list[Given]:
+def wall_clock_settings(config: DeepSpeedConfig) -> list[Given]:
     """What a config with a wall clock adds to its settings: the engine words the times, so that nobody else does."""
     if not config["wall_clock_breakdown"]:
         return []

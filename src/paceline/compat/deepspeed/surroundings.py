@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import operator
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
@@ -119,11 +120,8 @@ class RepeatingLoader:
 
     def _warn(self) -> None:
         sampler = getattr(self.loader, "sampler", None)
-        if (
-            getattr(sampler, "shuffle", False)
-            and getattr(sampler, "epoch", None) == 0
-            and hasattr(sampler, "set_epoch")
-        ):
+        shuffles = getattr(sampler, "shuffle", False) and hasattr(sampler, "set_epoch")
+        if shuffles and getattr(sampler, "epoch", None) == 0:
             warn_once(
                 "compat",
                 "RepeatingLoader begins its loader anew in the order of the pass before, for nobody calls "
@@ -198,9 +196,7 @@ def _is_one_of(module: nn.Module, classes: Iterable[Any]) -> bool:
 
 def recursive_getattr(model: Any, module_name: str) -> Any:
     """What a dotted name means in a module."""
-    for part in module_name.split("."):
-        model = getattr(model, part)
-    return model
+    return operator.attrgetter(module_name)(model)
 
 
 def recursive_setattr(model: Any, module_name: str, module: Any) -> None:
