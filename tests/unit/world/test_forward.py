@@ -15,7 +15,7 @@ class Scale(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.tensor(2.0))
+        self.weight = nn.Parameter(torch.tensor(2.0), requires_grad=False)
 
     def forward(self, x, *, bias: float = 0.0):
         return x * self.weight + bias
