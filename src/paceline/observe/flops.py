@@ -114,17 +114,9 @@ class Flops(Listener):
         if self._counter is not None and self.profile is None and self._tree is not None:
             counter = self._counter
             copy, everywhere = self._totals(counter.forward)
-            self.profile = Profile(
-                self._tree.take(),
-                sum(count for _, count in self._models),
-                self._number,
-                self._micro,
-                counter.forward,
-                counter.backward,
-                counter.recomputed,
-                copy,
-                everywhere,
-            )
+            parameters = sum(count for _, count in self._models)
+            counts = (counter.forward, counter.backward, counter.recomputed, copy, everywhere)
+            self.profile = Profile(self._tree.take(), parameters, self._number, self._micro, *counts)
 
     def ended(self) -> None:
         """See `observe.phases.Listener`."""
@@ -367,17 +359,8 @@ def of(model: nn.Module, *args: Any, **kwargs: Any) -> Profile:
     with counted([model]) as (counter, tree), torch.no_grad():
         model(*args, **kwargs)
     part = tree.take()
-    return Profile(
-        part,
-        count_parameters(model),
-        micro_batches=1,
-        forward=counter.forward,
-        backward=counter.backward,
-        recomputed=counter.recomputed,
-        copy=counter.forward,
-        everywhere=counter.forward,
-        forward_ms=part.latency_ms,
-    )
+    counts = (counter.forward, counter.backward, counter.recomputed, counter.forward, counter.forward)
+    return Profile(part, count_parameters(model), 0, 1, *counts, forward_ms=part.latency_ms)
 
 
 @contextmanager

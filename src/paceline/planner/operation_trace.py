@@ -160,11 +160,11 @@ class OperationTrace(dispatch.TorchDispatchMode):
 
 
 # Operations that look at a value; torch takes the latter two apart itself, but not in inference mode.
-_LOOKS = (_aten._local_scalar_dense.default, _aten.item.default, _aten.is_nonzero.default)
+_LOOKS = (dispatch.aten("_local_scalar_dense").default, _aten.item.default, _aten.is_nonzero.default)
 
 # Strategies that divide every parameter over many ranks make millions of these: they take a short way.
 _VIEWS = {
-    _aten.slice.Tensor, _aten.select.int, _aten.view.default, _aten._unsafe_view.default, _aten.detach.default,
+    _aten.slice.Tensor, _aten.select.int, _aten.view.default, dispatch.aten("_unsafe_view").default, _aten.detach.default,
     _aten.t.default, _aten.transpose.int, _aten.unsqueeze.default, _aten.squeeze.dim, _aten.as_strided.default,
 }  # fmt: skip
 _FILLS = {_aten.copy_.default, _aten.zero_.default, _aten.fill_.Scalar}

@@ -66,6 +66,14 @@ def test_a_composite_operation_runs_as_its_parts() -> None:
     assert dispatch.taken_apart(torch.ops.aten.mm.default, (torch.ones(2, 2), torch.ones(2, 2)), {}) is NotImplemented
 
 
+def test_operators_that_torch_may_rename_are_there() -> None:
+    attention = ("_scaled_dot_product_flash_attention", "_scaled_dot_product_flash_attention_for_cpu")
+    recurrent = ("mkldnn_rnn_layer", "_cudnn_rnn")
+    for name in (*attention, *recurrent):
+        assert dispatch.aten(name).default and dispatch.aten(f"{name}_backward").default
+    assert dispatch.aten("_local_scalar_dense").default and dispatch.aten("_unsafe_view").default
+
+
 def test_a_backward_pass_is_known_and_its_end() -> None:
     seen: list[object] = []
 

@@ -46,11 +46,11 @@ def test_values_that_are_looked_at_are_zero() -> None:
         tensor.numpy()
 
 
-def test_what_an_operation_returned_can_be_swapped() -> None:
+def test_tensors_that_the_mode_remembers_can_be_swapped() -> None:
     mode = FakeTensorMode()
-    with mode, fake.swappable(mode):
-        one = torch.ones(3) * 2
-        other = torch.ones(5) * 2
+    one = mode.from_tensor(torch.ones(3))
+    other = mode.from_tensor(torch.ones(5))
+    with fake.swappable(mode):
         torch.utils.swap_tensors(one, other)
     assert one.shape == (5,) and other.shape == (3,)
 
