@@ -82,7 +82,8 @@ def test_local_sgd_leaves_the_ranks_alike():
             return [leaf / 2 for leaf in flat]
 
         acc = SimpleNamespace(
-            num_processes=2, sync_gradients=True, gradients=SimpleNamespace(), no_sync=lambda model: nullcontext(),
+            num_processes=2, sync_gradients=True, no_sync=lambda model: nullcontext(),
+            gradients=SimpleNamespace(mark_replicas=lambda equal: None),
             reduce=reduce,
         )  # fmt: skip
         net = torch.nn.Linear(1, 1, bias=False)

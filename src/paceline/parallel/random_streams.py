@@ -16,6 +16,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from paceline.world.generators import generator_states, restore_generators
+
 _SEED_BYTES = 7  # a generator's seed is a signed number of 8 bytes
 
 
@@ -82,14 +84,11 @@ class RandomStreams:
 
     def states(self) -> list[Tensor]:
         """State of the CPU's generator, and of the device's."""
-        host = torch.get_rng_state()
-        return [host] if self._accelerator is None else [host, self._accelerator.get_rng_state(self._device)]
+        return generator_states(self._device)
 
     def restore(self, states: list[Tensor]) -> None:
         """Puts `states()` back."""
-        torch.set_rng_state(states[0])
-        if self._accelerator is not None:
-            self._accelerator.set_rng_state(states[1], self._device)
+        restore_generators(states, self._device)
 
 
 def _content(states: list[Tensor]) -> bytes:

@@ -35,9 +35,10 @@ class _PartScaler(torch.amp.GradScaler):
 
 def _part(parameter: Tensor) -> Tensor:
     """A tensor whose gradient is this rank's part of the parameter's; the parameter itself where it is not divided."""
-    if local(parameter) is parameter:
-        return parameter
-    part: Tensor = local(parameter).detach()
+    part: Tensor = local(parameter)
+    if part is parameter:
+        return part
+    part = part.detach()
     part.grad = local(parameter.grad)
     return part
 

@@ -9,6 +9,8 @@ from typing import Any
 import numpy
 import torch
 
+from paceline.world.generators import generator_states, restore_generators
+
 
 def capture(device: torch.device) -> dict[str, Any]:
     """States of all random streams of this process.
@@ -17,14 +19,15 @@ def capture(device: torch.device) -> dict[str, Any]:
         device: the accelerator whose stream counts, or the CPU.
     """
     version, words, gauss = random.getstate()
+    generators = generator_states(device)
     streams: dict[str, Any] = {
         "python": {"version": version, "words": torch.tensor(words, dtype=torch.int64), "gauss": gauss},
         "numpy": numpy.random.get_state(legacy=False),
-        "torch": torch.get_rng_state(),
+        "torch": generators[0],
         "device": device.type,
     }
     if device.type != "cpu":
-        streams["accelerator"] = torch.get_device_module(device).get_rng_state()
+        streams["accelerator"] = generators[1]
     return streams
 
 
@@ -38,12 +41,10 @@ def restore(state: dict[str, Any], device: torch.device) -> bool:
     python = state["python"]
     random.setstate((python["version"], tuple(python["words"].tolist()), python["gauss"]))
     numpy.random.set_state(state["numpy"])
-    torch.set_rng_state(state["torch"])
-    if device.type == "cpu":
-        return True
-    if state["device"] != device.type:
+    if device.type not in ("cpu", state["device"]):
+        torch.set_rng_state(state["torch"])
         return False
-    torch.get_device_module(device).set_rng_state(state["accelerator"])
+    restore_generators([state["torch"], state.get("accelerator")], device)
     return True
 
 
