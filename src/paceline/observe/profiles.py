@@ -78,8 +78,8 @@ def chosen(
 class Runner(Protocol):
     """What runs the stages of a pipeline, and says so."""
 
-    def follow(self, model: nn.Module, during: Callable[[str], AbstractContextManager[Any]], /) -> None:
-        """Enters `during("forward")`, `during("backward")` and so on around what it runs of `model`."""
+    def follow(self, phase: Callable[[str], AbstractContextManager[Any]], /) -> None:
+        """Opens `phase("forward")`, `phase("backward")` and so on around what it runs."""
 
 
 class Profiles:

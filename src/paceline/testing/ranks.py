@@ -10,6 +10,7 @@ Children compute on the CPU, so that an accelerator of the parent is never touch
 from __future__ import annotations
 
 import faulthandler
+import gc
 import importlib
 import os
 import pickle
