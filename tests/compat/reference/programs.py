@@ -26,6 +26,7 @@ from accelerate.utils import (
     send_to_device,
     set_seed,
 )
+from safetensors import safe_open
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 
@@ -122,6 +123,37 @@ def metrics(count):
         mean = accelerator.gather_for_metrics(row["x"].mean()) if len(index) == 4 * accelerator.num_processes else None
         steps.append(numbers([index, list(pair["x"].shape), words, mean]))
     return steps
+
+
+def repeated(count, **options):
+    """What scripts do to weigh a mean by its rows: a loss for each row of a full batch, also of the last, smaller one."""
+    accelerator = Accelerator(cpu=True)
+    loader = accelerator.prepare(DataLoader(Points(count), batch_size=4, **options))
+    steps = []
+    for row in loader:
+        losses = accelerator.gather_for_metrics(row["x"].mean().repeat(4))
+        words = accelerator.gather_for_metrics(["a", "b", "c", "d"], use_gather_object=True)
+        steps.append(numbers([len(losses), len(words), accelerator.gradient_state.remainder]))
+    return steps
+
+
+def tied(folder):
+    """Names in the file of a model with tied weights, and whether they are back, and still tied, after a load."""
+    accelerator = Accelerator(cpu=True)
+    set_seed(5)
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
+    model[1].weight = model[0].weight
+    model = accelerator.prepare(model)
+    accelerator.save_state(folder, safe_serialization=True)
+    accelerator.wait_for_everyone()
+    inside = accelerator.unwrap_model(model)
+    before = inside[0].weight.detach().clone()
+    with torch.no_grad():
+        inside[0].weight.zero_()
+    accelerator.load_state(folder)
+    with safe_open(os.path.join(folder, "model.safetensors"), "pt") as file:
+        names = sorted(file.keys())
+    return [names, bool((inside[0].weight == before).all()), inside[1].weight is inside[0].weight]
 
 
 def batches(count, batch, iterable=False, **options):
@@ -303,6 +335,8 @@ def everything(folder):
         "metrics_tail_1": metrics(17),
         "metrics_tail_7": metrics(15),
         "metrics_tiny": metrics(1),
+        "repeated": [repeated(13), repeated(16), repeated(13, drop_last=True), repeated(3)],
+        "tied": tied(os.path.join(folder, "tied")),
         "batches": [batches(count, batch) for count, batch in ((8, 2), (9, 2), (11, 3), (1, 4), (10, 4))],
         "batches_split": batches(10, 4, split_batches=True),
         "batches_dispatch": batches(12, 2, dispatch_batches=True),
