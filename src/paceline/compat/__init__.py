@@ -37,6 +37,7 @@ def install(names: Iterable[str]) -> None:
         sys.meta_path.insert(0, Server(name, importlib.import_module(_LIBRARIES[name])))
     if "accelerate" in wanted:
         neighbours.install()
+        importlib.import_module("paceline.compat.accelerate.told_by_launcher").export_settings()
 
 
 def _is_served(name: str) -> bool:

@@ -58,6 +58,16 @@ def from_env(env: Mapping[str, str]) -> list[Given]:
     ]
 
 
+def variables_of(unused: Iterable[Choice]) -> dict[str, str]:
+    """Values without effect here, as accelerate's variables: plugins that a script makes show them all the same."""
+    rows = {choice.field: choice for choice in unused if choice.field in FIELDS}
+    return {
+        FIELDS[name].variable: str(choice.value)
+        for name, choice in rows.items()
+        if FIELDS[name].variable.startswith("FSDP_") and choice.source != "environment"
+    }
+
+
 def translate(given: Iterable[Given], nodes: int) -> Translation:
     """Says the same in our words; what is no engine's passes through.
 

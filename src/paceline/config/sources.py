@@ -63,8 +63,8 @@ class Launch:
     file: str | None = None
 
     def hand_over(self) -> dict[str, str]:
-        """The variable that carries flags and file values to the workers."""
-        return {HANDED: hand_over(self.decisions)}
+        """The variables that carry flags and file values to the workers."""
+        return {HANDED: hand_over(self.decisions), **engines.variables_of(self.unused)}
 
 
 def resolve_run(
@@ -91,9 +91,12 @@ def resolve_run(
     env = environment.snapshot() if env is None else env
     problems: list[Problem] = []
     given = _from_code(code, plan, options, problems)
-    given += _from_env(env, RunSettings)
+    handed = _handed(env[HANDED]) if HANDED in env else []
+    # The accelerate door repeats a file's precision in a variable: the file stays what is named as its source.
+    repeated = {(each.name, str(each.value)) for each in handed}
+    given += [each for each in _from_env(env, RunSettings) if (each.name, str(each.value)) not in repeated]
     if HANDED in env:
-        given += _handed(env[HANDED])
+        given += handed
     elif env.get("PACELINE_CONFIG"):
         _read_file(env["PACELINE_CONFIG"], given, problems)
     if isinstance(plan, str | Path):
