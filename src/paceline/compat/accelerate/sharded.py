@@ -91,6 +91,7 @@ def save_fsdp_optimizer(
     model: nn.Module,
     output_dir: str | Path,
     optimizer_index: int = 0,
+    use_dcp: bool = True,
 ) -> None:
     """Writes an optimizer's whole state by parameter name, as accelerate does for FULL_STATE_DICT.
 
@@ -131,6 +132,7 @@ def load_fsdp_optimizer(
     input_dir: str | Path,
     optimizer_index: int = 0,
     adapter_only: bool = False,
+    use_dcp: bool = True,
 ) -> None:
     """Puts back what `save_fsdp_optimizer` (accelerate's with FULL_STATE_DICT, or this one) wrote; each rank takes its part.
 
