@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import os
 import sys
 
 import pytest
@@ -13,9 +14,11 @@ from paceline.compat import install
 
 
 @pytest.fixture(autouse=True)
-def served():
+def served(monkeypatch):
     """DeepSpeed is served for the length of a test."""
     finders, modules = list(sys.meta_path), set(sys.modules)
+    monkeypatch.setenv("PYTHONPATH", os.environ.get("PYTHONPATH", ""))
+    monkeypatch.setattr(sys, "path", list(sys.path))
     install(["deepspeed"])
     yield
     sys.meta_path[:] = finders

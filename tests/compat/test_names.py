@@ -6,6 +6,7 @@ import importlib.metadata
 import importlib.util
 import inspect
 import json
+import os
 import subprocess
 import sys
 from enum import Enum
@@ -25,9 +26,11 @@ REFERENCE = Path(__file__).parent / "reference"
 
 
 @pytest.fixture(autouse=True)
-def served():
+def served(monkeypatch):
     """accelerate is served for the length of a test."""
     finders, modules = list(sys.meta_path), set(sys.modules)
+    monkeypatch.setenv("PYTHONPATH", os.environ.get("PYTHONPATH", ""))
+    monkeypatch.setattr(sys, "path", list(sys.path))
     install(["accelerate"])
     yield
     sys.meta_path[:] = finders

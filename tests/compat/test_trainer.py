@@ -8,6 +8,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from safetensors.torch import load_file
 from warm_python import executable
 
 PROGRAM = Path(__file__).parent / "programs" / "trainer.py"
@@ -16,11 +17,15 @@ PROGRAM = Path(__file__).parent / "programs" / "trainer.py"
 @pytest.mark.slow
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize(
-    ("size", "options"),
-    [(1, {}), (2, {"gradient_accumulation_steps": 2, "bf16": True})],
-    ids=["one process", "two processes, accumulation, bf16"],
+    ("size", "options", "flags"),
+    [
+        (1, {}, ["--mixed_precision", "bf16"]),
+        (2, {"gradient_accumulation_steps": 2, "bf16": True}, []),
+        (2, {}, ["--shard", "2"]),
+    ],
+    ids=["one process, the launcher's precision", "two processes, accumulation, bf16", "two processes, sharded"],
 )
-def test_trainer(tmp_path: Path, size: int, options) -> None:
+def test_trainer(tmp_path: Path, size: int, options, flags) -> None:
     words = [
         executable("warm_accelerate"),
         "-m",
@@ -31,6 +36,7 @@ def test_trainer(tmp_path: Path, size: int, options) -> None:
         str(size),
         "--compat",
         "accelerate",
+        *flags,
     ]
     ended = subprocess.run(
         [*words, str(PROGRAM), str(tmp_path), json.dumps(options)],
@@ -45,6 +51,11 @@ def test_trainer(tmp_path: Path, size: int, options) -> None:
     whole, resumed = results[0]
     assert whole["processes"] == size
     assert whole["losses"][-1] < 0.85 * whole["losses"][0] and whole["predictions"] == [11, 8, 17]
+    assert whole["precision"] == (["bf16"] * 2 if "bf16" in flags or "bf16" in options else ["no"] * 2)
     assert resumed == whole, "a resumed run ends where the whole one did"
+    saved = load_file(tmp_path / "saved" / "model.safetensors")
+    assert {name: value.tolist() for name, value in saved.items()} == {
+        name: value for name, value in resumed["weights"].items() if name in saved
+    }
     for other in results[1:]:
         assert [each["weights"] for each in other] == [each["weights"] for each in results[0]], "the ranks agree"

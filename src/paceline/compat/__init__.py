@@ -26,9 +26,12 @@ What a library's package may use of the core, by public names alone (`tests/shap
 from __future__ import annotations
 
 import importlib
+import os
 import sys
 from collections.abc import Iterable
+from pathlib import Path
 
+from paceline.base import env as environment
 from paceline.base.errors import CompatError, Problem
 
 LIBRARIES = ("accelerate", "deepspeed")
@@ -52,8 +55,21 @@ def install(names: Iterable[str]) -> None:
         raise CompatError.of(problems)
     for name in wanted:
         sys.meta_path.insert(0, Server(name, importlib.import_module(f"{__name__}.{name}")))
+        _serve_children(name)
     if "accelerate" in wanted:
         neighbours.install()
+        importlib.import_module("paceline.compat.accelerate.told_by_launcher").export_settings()
+
+
+def _serve_children(name: str) -> None:
+    """Lets processes that this one starts find the library too: spawned workers import the script, and so the library."""
+    folder = str(Path(__file__).parent / "for_children" / name)
+    inherited = environment.snapshot().get("PYTHONPATH", "")
+    others = [each for each in inherited.split(os.pathsep) if each and each != folder]
+    environment.export({"PYTHONPATH": os.pathsep.join([folder, *others])})
+    # Workers of `multiprocessing` take over the parent's path instead. Its first entry is the script's folder.
+    if folder not in sys.path:
+        sys.path.insert(1, folder)
 
 
 def _is_served(name: str) -> bool:

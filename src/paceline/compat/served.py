@@ -5,18 +5,17 @@ from accelerate.utils import X      ServedModule.__getattr__("X")
                                       carried            our object, loaded now
                                       the library has it a stand-in whose use raises
                                       never existed      ImportError with the nearest name
-importlib.metadata.version(...)     find_distributions
+importlib.metadata.version(...)     from `for_children/LIBRARY`, which stands in the path
 """
 
 from __future__ import annotations
 
 import difflib
 import importlib
-import importlib.metadata
 import importlib.util
 import sys
-from collections.abc import Iterable, Iterator, Sequence
-from importlib.abc import Loader
+from collections.abc import Iterator, Sequence
+from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
@@ -25,7 +24,7 @@ from paceline.compat.absent import absent
 from paceline.compat.names import Names
 
 
-class Server(importlib.metadata.DistributionFinder, Loader):
+class Server(MetaPathFinder, Loader):
     """Finder and loader of one library's modules.
 
     Args:
@@ -75,13 +74,6 @@ class Server(importlib.metadata.DistributionFinder, Loader):
         hint = f". Did you mean: {near[0]!r}?" if near else ""
         return f"cannot import name {name!r} from {module!r} (served by Paceline as {self._names.VERSION}){hint}"
 
-    # -- the installed distribution --------------------------------------------------------------------------
-
-    def find_distributions(self, context: Any = None) -> Iterable[importlib.metadata.Distribution]:
-        """The library's metadata, as if it were installed."""
-        wanted = getattr(context, "name", None)
-        return [_Distribution(self.library, self._names.VERSION)] if wanted in (None, self.library) else []
-
 
 class ServedModule(ModuleType):
     """A module of the library: a view into the table of names."""
@@ -99,24 +91,6 @@ class ServedModule(ModuleType):
 
     def __dir__(self) -> Iterator[str]:
         return iter(sorted(self._server.modules[self.__name__]))
-
-
-class _Distribution(importlib.metadata.Distribution):
-    """What `importlib.metadata` is told."""
-
-    def __init__(self, name: str, version: str) -> None:
-        self._texts = {
-            "METADATA": f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\nSummary: Served by Paceline.\n",
-            "top_level.txt": f"{name}\n",
-        }
-
-    def read_text(self, filename: str) -> str | None:
-        """Texts of the metadata folder."""
-        return self._texts.get(filename)
-
-    def locate_file(self, path: Any) -> Any:
-        """There are no files."""
-        return path
 
 
 def only_asked() -> bool:

@@ -96,6 +96,10 @@ class ConfigDialect:
         """What the user should know of values that `translate` found to be without effect."""
         return ()
 
+    def hand_over(self, unused: Sequence[Choice]) -> dict[str, str]:
+        """Variables for the processes: values without effect here that the library's own objects show all the same."""
+        return {}
+
     def from_env(self, env: Mapping[str, str]) -> list[Given]:
         """Its own fields that are set in the environment; `variables` are read without it."""
         return []

@@ -65,8 +65,11 @@ class Launch:
     file: str | None = None
 
     def hand_over(self) -> dict[str, str]:
-        """The variable that carries flags and file values to the workers."""
-        return {HANDED: hand_over(self.decisions)}
+        """The variables that carry flags and file values to the workers."""
+        variables = {HANDED: hand_over(self.decisions)}
+        for dialect in dialects():
+            variables |= dialect.hand_over(self.unused)
+        return variables
 
 
 def resolve_run(
@@ -93,9 +96,12 @@ def resolve_run(
     env = environment.snapshot() if env is None else env
     problems: list[Problem] = []
     given = _from_code(code, plan, options, problems)
-    given += _from_env(env, RunSettings)
+    handed = _handed(env[HANDED]) if HANDED in env else []
+    # A door may repeat what a file says in a variable of its library: the file stays what is named as its source.
+    repeated = {(each.name, str(each.value)) for each in handed}
+    given += [each for each in _from_env(env, RunSettings) if (each.name, str(each.value)) not in repeated]
     if HANDED in env:
-        given += _handed(env[HANDED])
+        given += handed
     elif env.get("PACELINE_CONFIG"):
         _read_file(env["PACELINE_CONFIG"], given, problems)
     if isinstance(plan, str | Path):

@@ -299,7 +299,9 @@ class PreparedLoader:
 
     @property
     def remainder(self) -> int:
-        """Real samples in a last global batch that is not full; 0 where it is, -1 where nobody knows."""
+        """Real samples in a last global batch that is not full; 0 where it is, -1 where nobody knows or it is dropped."""
+        if self.plan.tail == "drop":
+            return -1
         length = self._feed.samples(self.position.epoch)
         return -1 if length is None else length % self.plan.global_batch
 

@@ -23,13 +23,16 @@ for checkpoint in (None, str(folder / "out" / "checkpoint-6")):
     model = GPT2LMHeadModel(GPT2Config(**sizes, bos_token_id=0, eos_token_id=0))
     trainer = Trainer(model=model, args=args, train_dataset=rows, eval_dataset=rows[:11])
     trainer.train(resume_from_checkpoint=checkpoint)
+    whole = trainer.accelerator.get_state_dict(trainer.model)
     found.append(
         {
             "losses": [each["loss"] for each in trainer.state.log_history if "loss" in each],
-            "weights": {name: value.tolist() for name, value in model.state_dict().items()},
+            "weights": {name: value.tolist() for name, value in whole.items()},
             "evaluation": trainer.evaluate()["eval_loss"],
             "predictions": list(trainer.predict(rows[:11]).predictions.shape),
             "processes": trainer.accelerator.num_processes,
+            "precision": [args.mixed_precision, trainer.accelerator.mixed_precision],
         }
     )
+    trainer.save_model(str(folder / "saved"))
 (folder / f"rank_{args.process_index}.json").write_text(json.dumps(found), encoding="utf-8")

@@ -26,6 +26,7 @@ from accelerate.utils import (
     send_to_device,
     set_seed,
 )
+from safetensors import safe_open
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 
@@ -124,6 +125,37 @@ def metrics(count):
     return steps
 
 
+def repeated(count, **options):
+    """What scripts do to weigh a mean by its rows: a loss for each row of a full batch, also of the last, smaller one."""
+    accelerator = Accelerator(cpu=True)
+    loader = accelerator.prepare(DataLoader(Points(count), batch_size=4, **options))
+    steps = []
+    for row in loader:
+        losses = accelerator.gather_for_metrics(row["x"].mean().repeat(4))
+        words = accelerator.gather_for_metrics(["a", "b", "c", "d"], use_gather_object=True)
+        steps.append(numbers([len(losses), len(words), accelerator.gradient_state.remainder]))
+    return steps
+
+
+def tied(folder):
+    """Names in the file of a model with tied weights, and whether they are back, and still tied, after a load."""
+    accelerator = Accelerator(cpu=True)
+    set_seed(5)
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
+    model[1].weight = model[0].weight
+    model = accelerator.prepare(model)
+    accelerator.save_state(folder, safe_serialization=True)
+    accelerator.wait_for_everyone()
+    inside = accelerator.unwrap_model(model)
+    before = inside[0].weight.detach().clone()
+    with torch.no_grad():
+        inside[0].weight.zero_()
+    accelerator.load_state(folder)
+    with safe_open(os.path.join(folder, "model.safetensors"), "pt") as file:
+        names = sorted(file.keys())
+    return [names, bool((inside[0].weight == before).all()), inside[1].weight is inside[0].weight]
+
+
 def batches(count, batch, iterable=False, **options):
     """Which rows each process gets."""
     accelerator = Accelerator(cpu=True, dataloader_config=DataLoaderConfiguration(**options))
@@ -131,6 +163,35 @@ def batches(count, batch, iterable=False, **options):
     loader = accelerator.prepare(DataLoader(data, batch_size=batch))
     mine = [row["index"].tolist() for row in loader]
     return gather_object([mine]) if accelerator.num_processes > 1 else [mine]
+
+
+class Pairs(torch.utils.data.BatchSampler):
+    """A batch sampler with an `__iter__` of its own: neighbours from both ends."""
+
+    def __iter__(self):
+        order = list(self.sampler)
+        ends = [each for pair in zip(order, reversed(order)) for each in pair][: len(order)]
+        for start in range(0, len(ends), self.batch_size):
+            batch = ends[start : start + self.batch_size]
+            if len(batch) == self.batch_size or not self.drop_last:
+                yield batch
+
+
+def uneven(count, batch, iterable=False, sampler=None, drop_last=False, **options):
+    """Which rows each process gets, and which ones count, of a loader whose last batch is not full."""
+    accelerator = Accelerator(cpu=True, dataloader_config=DataLoaderConfiguration(**options))
+    data = Stream(count) if iterable else Points(count)
+    if sampler is None:
+        loader = DataLoader(data, batch_size=batch, drop_last=drop_last)
+    else:
+        own = sampler(torch.utils.data.SequentialSampler(data), batch, drop_last)
+        loader = DataLoader(data, batch_sampler=own)
+    loader = accelerator.prepare(loader)
+    mine, counted = [], []
+    for row in loader:
+        mine.append(row["index"].tolist())
+        counted.append(accelerator.gather_for_metrics(row["index"]).tolist())
+    return (gather_object([mine]) if accelerator.num_processes > 1 else [mine]), counted
 
 
 def own_windows():
@@ -303,11 +364,29 @@ def everything(folder):
         "metrics_tail_1": metrics(17),
         "metrics_tail_7": metrics(15),
         "metrics_tiny": metrics(1),
+        "repeated": [repeated(13), repeated(16), repeated(13, drop_last=True), repeated(3)],
+        "tied": tied(os.path.join(folder, "tied")),
         "batches": [batches(count, batch) for count, batch in ((8, 2), (9, 2), (11, 3), (1, 4), (10, 4))],
         "batches_split": batches(10, 4, split_batches=True),
         "batches_dispatch": batches(12, 2, dispatch_batches=True),
         "batches_stream": batches(12, 2, iterable=True),
         "batches_stream_sharded": batches(12, 2, iterable=True, dispatch_batches=False),
+        "uneven_dispatch": [uneven(count, 2, dispatch_batches=True) for count in (5, 6, 7, 9, 11)],
+        "uneven_dispatch_drop": [uneven(count, 2, dispatch_batches=True, drop_last=True) for count in (7, 11)],
+        "uneven_dispatch_stream": [uneven(count, 2, iterable=True) for count in (5, 6, 7, 9, 11)],
+        "uneven_dispatch_stream_drop": [uneven(count, 2, iterable=True, drop_last=True) for count in (7, 11)],
+        "uneven_dispatch_split": [
+            uneven(count, 4, dispatch_batches=True, split_batches=True) for count in (5, 6, 7, 9, 11)
+        ],
+        "uneven_stream": [uneven(count, 2, iterable=True, dispatch_batches=False) for count in (5, 6, 7, 9, 11)],
+        "uneven_stream_drop": [
+            uneven(count, 2, iterable=True, dispatch_batches=False, drop_last=True) for count in (7, 11)
+        ],
+        "uneven_stream_split": [
+            uneven(count, 4, iterable=True, dispatch_batches=False, split_batches=True) for count in (5, 6, 7, 11)
+        ],
+        "uneven_sampler": [uneven(count, 2, sampler=Pairs) for count in (5, 6, 7, 9, 11)],
+        "uneven_sampler_drop": [uneven(count, 2, sampler=Pairs, drop_last=True) for count in (6, 7, 11)],
         "own_windows": own_windows(),
         "divided_outside": divided_outside(),
         "sync_options": sync_options(),

@@ -286,7 +286,7 @@ class Accelerator(NativeAccelerator):
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
         """Gathers over real samples; a 0-dim tensor makes one value a process. Ranks: all."""
         if self.num_processes == 1:
-            return input_data
+            return self._without_repeats(input_data)
         found = super().gather_for_metrics(input_data, use_gather_object)
         loader = self.run.active_loaders.top
         info = loader.current if loader is not None else None
@@ -296,6 +296,22 @@ class Accelerator(NativeAccelerator):
         every = iter(tensors(super().gather([t for t in tensors(input_data) if t.ndim == 0])))
         was = iter(tensors(input_data))
         return map_tensors(lambda t: next(every) if next(was).ndim == 0 else t, found)
+
+    def _without_repeats(self, values: Any) -> Any:
+        """Values of one process without those past the real rows of an epoch's last batch.
+
+        Scripts repeat a mean by the batch size (`loss.repeat(8)`), so that each row counts once: a last batch of 5 rows
+        comes with 8 values. A 0-dim tensor, or an object that cannot be cut, leaves everything as it is.
+        """
+        loader = self.run.active_loaders.top
+        if loader is None or not loader.end_of_dataloader or loader.remainder <= 0:
+            return values
+        leaves = tensors(values)
+        if not leaves:
+            return values[: loader.remainder] if isinstance(values, (list, tuple)) else values
+        if any(leaf.ndim == 0 for leaf in leaves):
+            return values
+        return map_tensors(lambda leaf: leaf[: loader.remainder], values)
 
     # -- files and logs ----------------------------------------------------------------------------------------
 

@@ -132,7 +132,7 @@ class Folder:
         prepared = self._of.run.prepared
         for number, state in enumerate(weights):
             if safe is not False:
-                save_object(_only_tensors(state), folder / _name("model", number, "safetensors"), True)
+                save_object(_once(_only_tensors(state)), folder / _name("model", number, "safetensors"), True)
             if safe is not True:
                 save_object(state, folder / _name("pytorch_model", number, "bin"))
         for stem, things in (("optimizer", prepared.optimizers), ("scheduler", prepared.schedulers)):
@@ -301,6 +301,15 @@ def _weights(folder: Path, number: int) -> Path:
 
 def _only_tensors(state: dict[str, Any]) -> dict[str, torch.Tensor]:
     return {name: value for name, value in state.items() if isinstance(value, torch.Tensor)}
+
+
+def _once(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Tied weights under their first name alone: the real accelerate refuses a safetensors file that repeats them."""
+    first_names: dict[Any, str] = {}
+    for name, tensor in state.items():
+        place = (tensor.data_ptr(), tensor.shape, tensor.stride()) if tensor.numel() else name
+        first_names.setdefault(place, name)
+    return {name: state[name] for name in first_names.values()}
 
 
 def _number(path: str | Path) -> int:

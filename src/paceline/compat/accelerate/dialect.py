@@ -167,6 +167,10 @@ class AccelerateDialect(ConfigDialect):
         foreign = FOREIGN.get(unused.field)
         return str(unused.value).lower() in _OFF or (foreign is not None and not foreign.tell)
 
+    def hand_over(self, unused: Sequence[Choice]) -> dict[str, str]:
+        """FSDP_*, which the plugins that a script makes read."""
+        return engines.variables_of(unused)
+
     def notices(self, unused: Sequence[Choice]) -> tuple[str, ...]:
         """One sentence on fields of engines."""
         return engines.notices(unused)

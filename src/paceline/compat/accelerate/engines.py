@@ -89,6 +89,16 @@ def _translate(row: Field, said: Mapping[str, Given], nodes: int, translation: T
             translation.given.append(Given(name, ours, given.source, given.where))
 
 
+def variables_of(unused: Sequence[Choice]) -> dict[str, str]:
+    """The FSDP_* variables of values that have no effect here and do not come from the environment."""
+    variables: dict[str, str] = {}
+    for choice in unused:
+        row = FIELDS.get(choice.field)
+        if row is not None and row.variable.startswith("FSDP_") and choice.source != "environment":
+            variables[row.variable] = str(choice.value)
+    return variables
+
+
 def notices(unused: Sequence[Choice]) -> tuple[str, ...]:
     """One sentence on what has no effect although somebody asked for it; nothing on values that change nothing."""
     texts = []

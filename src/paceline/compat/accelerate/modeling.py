@@ -102,10 +102,19 @@ def convert_bytes(size: float) -> str:
     return f"{round(size, 2)} TB"
 
 
-def get_max_memory(max_memory: Mapping[Any, Any] | None = None) -> dict[Any, int]:
-    """Free bytes of each accelerator and of the host; or the sizes given, as numbers."""
+def get_max_memory(max_memory: dict[Any, Any] | None = None) -> dict[Any, Any]:
+    """Free bytes of each accelerator and of the host; or the sizes given, accelerators first.
+
+    Args:
+        max_memory: device -> bytes, or a text such as "10GB", which becomes a number in this dictionary too, as under
+            accelerate: callers read it afterwards.
+    """
     if max_memory is not None:
-        return {device: parse_size(size) for device, size in max_memory.items()}
+        for device, size in max_memory.items():
+            max_memory[device] = parse_size(size) if isinstance(size, str) else size
+        accelerators = sorted(device for device in max_memory if isinstance(device, int))
+        others = [device for device in ("mps", "cpu", "disk") if device in max_memory]
+        return {device: max_memory[device] for device in (*accelerators, *others)}
     found: dict[Any, int] = {}
     if torch.accelerator.is_available():
         for index in range(torch.accelerator.device_count()):

@@ -8,15 +8,17 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.modules.module import _IncompatibleKeys
 
 from paceline.base.errors import CheckpointError
 from paceline.checkpoint.agree import agreed
 from paceline.checkpoint.files import load_object, save_object
 from paceline.checkpoint.state.match import Mismatch
 from paceline.checkpoint.state.module_state import ModuleState
+from paceline.checkpoint.state.optimizer_state import OptimizerState
 from paceline.checkpoint.weights.export import export_checkpoint
 from paceline.compat.accelerate.state import PartialState
-from paceline.world.sharded import is_sharded
+from paceline.world.sharded import Division, division_of, is_sharded, whole
 
 _ONE_FILE = 1 << 60  # bytes after which a new file would begin
 
@@ -48,8 +50,10 @@ def load_fsdp_model(
     model_index: int = 0,
     adapter_only: bool = False,
     use_dcp: bool = True,
-) -> None:
+) -> _IncompatibleKeys:
     """Puts back what `save_fsdp_model` (accelerate's with FULL_STATE_DICT, or this one) wrote. Ranks: all.
+
+    Returns what `load_state_dict` does where all names agree: Trainer looks at it.
 
     Raises:
         CheckpointError: `checkpoint-other-model`, and those of reading the file.
@@ -66,6 +70,112 @@ def load_fsdp_model(
             raise CheckpointError.of([mismatch.problem("this one", str(path))])
         for name, tensor in own.tensors.items():
             tensor.copy_(state[name])
+    return _IncompatibleKeys([], [])
+
+
+def _optimizer_file(folder: str | Path, number: int) -> Path:
+    return Path(folder) / ("optimizer.bin" if number == 0 else f"optimizer_{number}.bin")
+
+
+def _by_name(accelerator: Any, optimizer: Any, model: nn.Module) -> OptimizerState:
+    """torch's optimizer inside a prepared one, and the names of its parameters."""
+    module = accelerator.unwrap_model(model)
+    names = {parameter: name for name, parameter in module.named_parameters()}
+    return OptimizerState.of(getattr(optimizer, "optimizer", optimizer), names)
+
+
+def save_fsdp_optimizer(
+    fsdp_plugin: Any,
+    accelerator: Any,
+    optimizer: Any,
+    model: nn.Module,
+    output_dir: str | Path,
+    optimizer_index: int = 0,
+    use_dcp: bool = True,
+) -> None:
+    """Writes an optimizer's whole state by parameter name, as accelerate does for FULL_STATE_DICT.
+
+    Ranks: all; rank 0 writes. Each holds the whole state for a moment.
+
+    Raises:
+        CheckpointError: on every rank.
+    """
+    own = _by_name(accelerator, optimizer, model)
+    states: dict[str, dict[str, Any]] = {}
+    held_alone: dict[str, dict[str, Any]] = {}
+    for name, parameter in own.parameters.items():
+        state = own.optimizer.state.get(parameter)
+        if not state:
+            continue
+        entries = {key: whole(value) for key, value in state.items()}
+        divided = any(is_sharded(value) for value in state.values())
+        if divided or division_of(own.optimizer, parameter) is None:
+            states[name] = entries
+        else:
+            held_alone[name] = entries  # ZeRO gives small parameters to one rank each
+    for part in accelerator.collectives.gather_object(held_alone):
+        states.update(part)
+    groups = []
+    for number, group in enumerate(own.optimizer.param_groups):
+        members = [name for name, place in own.groups.items() if place == number]
+        groups.append({**group, "params": members})
+    state = {"state": {name: states[name] for name in own.parameters if name in states}, "param_groups": groups}
+    Path(output_dir).mkdir(parents=True, exist_ok=True)
+    accelerator._folder._agree(lambda: save_object(state, _optimizer_file(output_dir, optimizer_index)))
+
+
+def load_fsdp_optimizer(
+    fsdp_plugin: Any,
+    accelerator: Any,
+    optimizer: Any,
+    model: nn.Module,
+    input_dir: str | Path,
+    optimizer_index: int = 0,
+    adapter_only: bool = False,
+    use_dcp: bool = True,
+) -> None:
+    """Puts back what `save_fsdp_optimizer` (accelerate's with FULL_STATE_DICT, or this one) wrote; each rank takes its part.
+
+    Ranks: all, at another number of processes and under another plan too.
+
+    Raises:
+        CheckpointError: `checkpoint-other-model`, and those of reading the file.
+    """
+    path = _optimizer_file(input_dir, optimizer_index)
+    saved = load_object(path)
+    own = _by_name(accelerator, optimizer, model)
+    unknown = sorted(name for name in saved["state"] if name not in own.parameters)
+    if unknown:
+        raise CheckpointError(
+            "checkpoint-other-model",
+            f"{path} holds states of {len(unknown)} parameters that this optimizer does not step.",
+            why=f"for example {unknown[0]!r}",
+            fix="prepare the model and the optimizer that the checkpoint was saved with",
+        )
+    states: dict[int, dict[str, Any]] = {}
+    numbers = {name: number for number, name in enumerate(own.parameters)}
+    for name, parameter in own.parameters.items():
+        division = division_of(own.optimizer, parameter)
+        if name not in saved["state"] or (division is not None and not division.keeps(parameter)):
+            continue
+        entries = {}
+        for key, value in saved["state"][name].items():
+            entries[key] = value
+            if isinstance(value, torch.Tensor) and value.shape == parameter.shape:
+                entries[key] = _own_part(value, parameter, division)
+        states[numbers[name]] = entries
+    groups = [{**group, "params": [numbers[name] for name in group["params"]]} for group in saved["param_groups"]]
+    own.optimizer.load_state_dict({"state": states, "param_groups": groups})
+
+
+def _own_part(value: torch.Tensor, parameter: torch.Tensor, division: Division | None) -> torch.Tensor:
+    """What this rank keeps of a whole state, divided as its parameter is, or as the optimizer divides its states."""
+    kept = parameter if division is None else division.empty(parameter, value.dtype)
+    if not is_sharded(kept):
+        return value
+    from torch.distributed.tensor import distribute_tensor  # takes a second: not before it is needed
+
+    return distribute_tensor(value.to(kept.device), kept.device_mesh, kept.placements, src_data_rank=None)
 
 
 def merge_fsdp_weights(

@@ -135,7 +135,10 @@ class AcceleratorState(PartialState):
         """Plugins of the accelerator, and the word for what its plan does: FSDP where parameters may be divided."""
         told = {"fsdp_plugin": fsdp, "torch_tp_plugin": tensor, "dynamo_plugin": dynamo}
         if accelerator.plan.layout.shard > 1:
-            told |= {"fsdp_plugin": fsdp or FullyShardedDataParallelPlugin(), "_distributed_type": DistributedType.FSDP}
+            # Who saves a model looks here for how: without a word, the whole model is what `get_state_dict` gives.
+            plugin = fsdp or FullyShardedDataParallelPlugin()
+            plugin.set_state_dict_type(plugin.state_dict_type or "FULL_STATE_DICT")
+            told |= {"fsdp_plugin": plugin, "_distributed_type": DistributedType.FSDP}
         told = {name: value for name, value in told.items() if value is not None}
         self.__dict__.update(told)
         self._shared_state.update(told)
