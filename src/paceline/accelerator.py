@@ -41,6 +41,7 @@ from paceline.profiling import profiles_of
 from paceline.states import States, UnkeptStates
 from paceline.steps import Steps
 from paceline.world import rendezvous, runtime, torch_version
+from paceline.world.collectives import Collectives
 from paceline.world.mesh import Mesh
 from paceline.world.places import user_frame
 from paceline.world.world import World
@@ -135,7 +136,7 @@ class Accelerator(Keeping):
         world = rendezvous.join(found, cpu=settings.cpu, timeout_s=settings.timeout_s)
         device = torch.device(world.device)
         surroundings = runtime.current()
-        collectives = surroundings.collectives(
+        collectives = surroundings.collectives(world, device) or Collectives(
             world, device=device, debug=settings.debug, timeout_s=settings.timeout_s,
             hang_report_s=settings.hang_report_s)  # fmt: skip
         super().__init__(world, device, collectives)
