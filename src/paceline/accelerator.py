@@ -44,6 +44,7 @@ from paceline.run import Run
 from paceline.states import Hook, Start, States, UnkeptStates
 from paceline.steps import Steps
 from paceline.world import rendezvous, runtime, torch_version
+from paceline.world.collectives import Collectives
 from paceline.world.mesh import Mesh
 from paceline.world.participant import Participant
 from paceline.world.places import user_frame
@@ -139,7 +140,7 @@ class Accelerator(Participant):
         world = rendezvous.join(detected, cpu=settings.cpu, timeout_s=settings.timeout_s)
         device = torch.device(world.device)
         surroundings = runtime.current()
-        collectives = surroundings.collectives(
+        collectives = surroundings.collectives(world, device) or Collectives(
             world, device=device, debug=settings.debug, timeout_s=settings.timeout_s,
             hang_report_s=settings.hang_report_s)  # fmt: skip
         super().__init__(world, device, collectives)

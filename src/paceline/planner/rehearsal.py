@@ -128,7 +128,7 @@ def rehearse(work: Callable[[], object], simulated: SimulatedWorld, observer: Ru
     """
     kind, value = in_child(lambda: _perform(work, simulated, observer or Runtime()))
     if kind == "result":
-        return value
+        return value  # type: ignore[no-any-return]
     if kind == "ours":
         raise value
     raise PlanError(
@@ -263,7 +263,7 @@ class RehearsalRuntime(Runtime):
         """The CPU, whose fake tensors stand for those of any device."""
         return torch.device("cpu")
 
-    def collectives(self, world: World, *, device: torch.device, **options: object) -> LoopbackCollectives:
+    def collectives(self, world: World, device: torch.device) -> LoopbackCollectives:
         """Collective operations that this rank answers itself."""
         return LoopbackCollectives(world, device=device)
 

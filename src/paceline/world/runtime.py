@@ -70,13 +70,9 @@ class Runtime:
         """The device of this process; see `device.detect`."""
         return devices.detect(world, cpu=cpu, index=index)
 
-    def collectives(
-        self, world: World, *, device: torch.device, debug: bool, timeout_s: float | None, hang_report_s: float
-    ) -> Collectives:
-        """The collective operations of all ranks."""
-        from paceline.world.collectives import Collectives  # it imports what looks up the runtime
-
-        return Collectives(world, device=device, debug=debug, timeout_s=timeout_s, hang_report_s=hang_report_s)
+    def collectives(self, world: World, device: torch.device) -> Collectives | None:
+        """Collective operations in the place of those over the process group; None for those."""
+        return None
 
     def memory(self, device: torch.device, local_size: int) -> int:
         """Bytes that one rank may count on: its accelerator's, or its share of the host's."""

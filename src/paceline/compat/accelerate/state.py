@@ -16,6 +16,7 @@ from paceline.compat.accelerate.kinds import DistributedType
 from paceline.compat.accelerate.plugins import FullyShardedDataParallelPlugin
 from paceline.config import resolve_run
 from paceline.world import rendezvous, runtime
+from paceline.world.collectives import Collectives
 from paceline.world.participant import Participant
 from paceline.world.world import World
 
@@ -50,7 +51,7 @@ class PartialState(Participant):
             told = resolve_run({"cpu": cpu or None, "timeout_s": seconds}).settings
             world = rendezvous.join(World.detect(), cpu=told.cpu, timeout_s=told.timeout_s)
             device = torch.device(world.device)
-            talk = runtime.current().collectives(
+            talk = runtime.current().collectives(world, device) or Collectives(
                 world, device=device, debug=told.debug, timeout_s=told.timeout_s, hang_report_s=told.hang_report_s
             )
             super().__init__(world, device, talk)

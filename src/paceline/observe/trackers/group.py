@@ -142,10 +142,10 @@ def _resolve(wanted: Sequence[object]) -> dict[str, type | Tracker]:
         if isinstance(item, str) and item not in TRACKERS.names():
             problems.append(_unknown(item))
             continue
-        tracker = TRACKERS.get(item) if isinstance(item, str) else item
+        tracker: Any = TRACKERS.get(item) if isinstance(item, str) else item
         problem = _problem(tracker)
         if problem is None:
-            chosen[tracker.name] = tracker  # type: ignore[attr-defined]
+            chosen[tracker.name] = tracker
         else:
             problems.append(problem)
     if problems:
