@@ -496,7 +496,7 @@ def test_a_saver_that_is_collected_on_fsspecs_own_thread(s3, short_leases) -> No
 def test_a_forked_child_does_not_hold_it(place) -> None:
     held = Lease(f"{place}/.run.lock", f"{place}/run", lock.this_run())
     held._pid += 1
-    assert not held.mine()
+    assert not held.is_mine()
     held.release()
     assert not any(thread.name == "paceline-lease" for thread in threading.enumerate())
 

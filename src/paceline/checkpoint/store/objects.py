@@ -61,6 +61,7 @@ def path_of(url: str) -> str:
     """A URL as its file system calls it."""
     from fsspec.core import strip_protocol
 
+    filesystem(url)  # raises a coded error where the package of this protocol is missing
     return str(strip_protocol(url))
 
 
