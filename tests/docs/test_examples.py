@@ -140,14 +140,11 @@ def test_the_loop_gives_the_same_accuracies_on_one_process_and_two(tmp_path):
     assert found[1] == found[2]
 
 
-def notebook_outputs(path: Path, python: str) -> tuple[str, str]:
-    """What the cells of a notebook print, and the value of the last one; `python` runs its kernel."""
+def notebook_outputs(path: Path) -> tuple[str, str]:
+    """What the cells of a notebook print, and the value of the last one."""
     nbclient, nbformat = pytest.importorskip("nbclient"), pytest.importorskip("nbformat")
     notebook = nbformat.read(path, as_version=4)
-    client = nbclient.NotebookClient(notebook, timeout=120, resources={"metadata": {"path": str(path.parent)}})
-    client.create_kernel_manager()
-    client.km.kernel_spec.argv[0] = python
-    client.execute()
+    nbclient.NotebookClient(notebook, timeout=120, resources={"metadata": {"path": str(path.parent)}}).execute()
     outputs = [output for cell in notebook.cells for output in cell.get("outputs", [])]
     said = "".join(output.text for output in outputs if output.output_type == "stream")
     return said, next(
@@ -155,27 +152,25 @@ def notebook_outputs(path: Path, python: str) -> tuple[str, str]:
     )
 
 
-def test_the_loop_as_a_notebook_is_the_script_and_runs(python, tmp_path):
+def test_the_loop_as_a_notebook_is_the_script_and_runs(tmp_path):
     nbformat = pytest.importorskip("nbformat")
     written = EXAMPLES / "notebook_loop" / "loop.ipynb"
     for file in (EXAMPLES / "to_notebook.py", written.with_suffix(".py")):
         shutil.copy(file, tmp_path)
     subprocess.run([sys.executable, "to_notebook.py", "loop.py"], cwd=tmp_path, check=True, stdout=subprocess.DEVNULL)
     assert nbformat.read(tmp_path / "loop.ipynb", 4) == nbformat.read(written, 4), "run examples/to_notebook.py"
-    said, _ = notebook_outputs(tmp_path / "loop.ipynb", python)
+    said, _ = notebook_outputs(tmp_path / "loop.ipynb")
     assert "training finished: val/acc 0.7" in said
 
 
 @pytest.mark.parametrize("width", LAUNCH)
-def test_images_are_classified_from_a_notebook(width, python, tmp_path):
+def test_images_are_classified_from_a_notebook(width, tmp_path):
     for name in ("quickstart", "image_notebook"):
         shutil.copytree(EXAMPLES / name, tmp_path / "examples" / name)
     path = tmp_path / "examples" / "image_notebook" / "digits.ipynb"
     text = path.read_text(encoding="utf-8").replace("num_processes=2", f"num_processes={width}")
-    every_image = 'fnames = sorted(data_dir.glob(\\"*.png\\"))'
-    assert every_image in text
-    path.write_text(text.replace(every_image, f"{every_image}[::2]"), encoding="utf-8")
-    said, accuracy = notebook_outputs(path, python)
+    path.write_text(text, encoding="utf-8")
+    said, accuracy = notebook_outputs(path)
     assert said.count("Launching training on") == 2
     assert re.findall(r"epoch (\d): [\d.]+$", said, re.MULTILINE) == ["0", "1", "2", "3", "4"]
     assert float(accuracy) > 0.9  # chance is 0.1

@@ -60,11 +60,11 @@ def launch(*words: object, cwd: Path, **env: str) -> subprocess.CompletedProcess
 
 @pytest.fixture
 def begin(tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
-    """Starts a launcher that the test will end; `cold`: in a fresh interpreter, for those that are killed."""
+    """Starts a launcher that the test will end: a fresh process, as what becomes of it is what is tested."""
     started: list[subprocess.Popen[str]] = []
 
-    def start(*words: object, cold: bool = False, **env: str) -> subprocess.Popen[str]:
-        command = [sys.executable if cold else executable(), *LAUNCH, *(str(word) for word in words)]
+    def start(*words: object, **env: str) -> subprocess.Popen[str]:
+        command = [sys.executable, *LAUNCH, *(str(word) for word in words)]
         pipe = subprocess.PIPE
         started.append(
             subprocess.Popen(command, cwd=tmp_path, env={**clean(), **env}, stdout=pipe, stderr=pipe, text=True)
@@ -411,7 +411,7 @@ def test_nobody_is_left_behind(
     last = {"a rank fails": "raise SystemExit(int(os.environ['RANK']))", "the script ends": "child.returncode = 0"}
     path = script(PIDS, FAMILY, "import time, os\n", last.get(end, "time.sleep(60)"))
     (tmp_path / "tmp").mkdir()
-    launcher = begin("-n", 2, path, cold=end == "kill the launcher", TMPDIR=str(tmp_path / "tmp"))
+    launcher = begin("-n", 2, path, TMPDIR=str(tmp_path / "tmp"))
     pids = await_files(tmp_path, "0.pid", "1.pid", "0.child", "1.child")
     if end == "kill the launcher":
         launcher.kill()
@@ -617,9 +617,9 @@ def test_processes_end_with_their_launcher_though_nobody_is_left_to_end_them(
         command = [sys.executable, "-c", EXEC, str(path)]
         launcher = subprocess.Popen(command, cwd=tmp_path, env={**clean(), "TMPDIR": str(tmp_path / "tmp")})
     elif start == "program":
-        launcher = begin("-n", 2, "--no-python", sys.executable, path, cold=True, TMPDIR=str(tmp_path / "tmp"))
+        launcher = begin("-n", 2, "--no-python", sys.executable, path, TMPDIR=str(tmp_path / "tmp"))
     else:
-        launcher = begin("-n", 2, path, cold=True, TMPDIR=str(tmp_path / "tmp"))
+        launcher = begin("-n", 2, path, TMPDIR=str(tmp_path / "tmp"))
     pids = await_files(tmp_path, "0.pid", "1.pid")
     (reaper,) = (pid for pid in children(launcher.pid) if "reaper.py" in Path(f"/proc/{pid}/cmdline").read_text())
     os.kill(reaper, signal.SIGKILL)

@@ -13,7 +13,6 @@ from pathlib import Path
 from textwrap import dedent
 
 import pytest
-from warm_python import executable
 
 SUM = """
     import os, signal, sys, time, torch, torch.distributed as dist
@@ -38,12 +37,10 @@ def node(tmp_path: Path, port: int) -> Iterator[Callable[..., subprocess.Popen[s
     env = {k: v for k, v in os.environ.items() if not k.startswith(("PACELINE", "SLURM"))}
     env |= {"OMP_NUM_THREADS": "1", "PACELINE_RUN_SECRET": "of these tests alone"}
 
-    def start(
-        rank: int, text: str, *words: object, address: str = "127.0.0.1", python: str = ""
-    ) -> subprocess.Popen[str]:
+    def start(rank: int, text: str, *words: object, address: str = "127.0.0.1") -> subprocess.Popen[str]:
         (tmp_path / "train.py").write_text(dedent(text))
         place = ("--nodes", 2, "--node-rank", rank, "--main-address", address, "--main-port", port, *words)
-        command = [python or executable(), "-m", "paceline.cli.main", "launch", *map(str, place), "train.py"]
+        command = [sys.executable, "-m", "paceline.cli.main", "launch", *map(str, place), "train.py"]
         pipe = subprocess.PIPE
         started.append(subprocess.Popen(command, cwd=tmp_path, env=env, stdout=pipe, stderr=pipe, text=True))
         return started[-1]
@@ -95,7 +92,7 @@ def test_restarts_on_all_nodes(node: Callable[..., subprocess.Popen[str]]) -> No
 
 def test_a_node_that_dies_ends_the_other(node: Callable[..., subprocess.Popen[str]], tmp_path: Path) -> None:
     text = SUM + "    open(f'{rank}.up', 'w').close()\n    time.sleep(60)\n"
-    stays, dies = node(0, text, "-n", 1), node(1, text, "-n", 1, python=sys.executable)
+    stays, dies = node(0, text, "-n", 1), node(1, text, "-n", 1)
     deadline = time.monotonic() + 30
     while len(list(tmp_path.glob("*.up"))) < 2 and time.monotonic() < deadline:
         time.sleep(0.05)
