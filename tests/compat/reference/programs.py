@@ -170,7 +170,7 @@ class Pairs(torch.utils.data.BatchSampler):
 
     def __iter__(self):
         order = list(self.sampler)
-        ends = [each for pair in zip(order, reversed(order)) for each in pair][: len(order)]
+        ends = [each for pair in zip(order, reversed(order), strict=True) for each in pair][: len(order)]
         for start in range(0, len(ends), self.batch_size):
             batch = ends[start : start + self.batch_size]
             if len(batch) == self.batch_size or not self.drop_last:
