@@ -113,10 +113,8 @@ class Prepared:
     def across(self) -> Across | None:
         """The ranks that hold the other stages of the models, for norms of all their gradients; None without any."""
         owners = [entry.chain.owners for entry in self.models if entry.chain.owners is not None]
-        if not owners:
-            return None
         elsewhere = {key for entry in self.models for key in entry.chain.owned_elsewhere()}
-        return Across(owners[0], elsewhere)
+        return Across(owners[0], elsewhere) if owners else None
 
     def full_parameters(self, model: nn.Module, writeback: bool) -> AbstractContextManager[object]:
         """While it is open, parameters are whole plain tensors. Ranks: all."""

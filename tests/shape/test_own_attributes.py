@@ -24,9 +24,6 @@ PACKAGES = ("paceline.optim.", "paceline.precision.")
 # What belongs to torch or to the user, and can be reached in no other way: place -> reason.
 ALLOWED = {
     "paceline.optim.optimizer: self.optimizer._opt_called": "the mark by which torch's schedulers know that a step was taken",
-    "paceline.precision.policy: forward.__signature__": "a function of our own, made three lines above",
-    "paceline.precision.policy: model._paceline_forward": "the user's module computes otherwise, and stays the same object",
-    "paceline.precision.policy: model.forward": "the user's module computes otherwise, and stays the same object",
     "paceline.precision.scaler: part.grad": "a tensor of our own, which torch's scaler looks at in place of the parameter",
 }
 

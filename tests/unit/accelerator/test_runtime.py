@@ -26,11 +26,11 @@ class Recorded(runtime.Runtime):
     def collectives(self, world: Any, device: Any) -> None:
         self.events.append("collectives")
 
-    def preparing(self, prepared: Any, models: Any) -> None:
+    def preparing(self, run: Any, models: Any) -> None:
         self.events.append(f"preparing {len(models)}")
 
-    def prepared(self, prepared: Any) -> None:
-        self.events.append(f"prepared {len(prepared.models)}")
+    def prepared(self, run: Any) -> None:
+        self.events.append(f"prepared {len(run.prepared.models)}")
 
     def batches(self, steps: Iterator[Any]) -> Iterator[Any]:
         for step in steps:

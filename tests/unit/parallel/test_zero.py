@@ -181,7 +181,7 @@ class _Group:
 def mesh(monkeypatch):
     monkeypatch.setattr(division.dist, "get_rank", lambda group: 1)
     monkeypatch.setattr(division.dist, "get_world_size", lambda group: 2)
-    return SimpleNamespace(get_group=_Group)
+    return SimpleNamespace(get_group=_Group, device_type="cpu")
 
 
 def test_whole_parameters_are_dealt_out_by_size(mesh) -> None:
