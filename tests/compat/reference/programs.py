@@ -165,35 +165,6 @@ def batches(count, batch, iterable=False, **options):
     return gather_object([mine]) if accelerator.num_processes > 1 else [mine]
 
 
-class Pairs(torch.utils.data.BatchSampler):
-    """A batch sampler with an `__iter__` of its own: neighbours from both ends."""
-
-    def __iter__(self):
-        order = list(self.sampler)
-        ends = [each for pair in zip(order, reversed(order), strict=True) for each in pair][: len(order)]
-        for start in range(0, len(ends), self.batch_size):
-            batch = ends[start : start + self.batch_size]
-            if len(batch) == self.batch_size or not self.drop_last:
-                yield batch
-
-
-def uneven(count, batch, iterable=False, sampler=None, drop_last=False, **options):
-    """Which rows each process gets, and which ones count, of a loader whose last batch is not full."""
-    accelerator = Accelerator(cpu=True, dataloader_config=DataLoaderConfiguration(**options))
-    data = Stream(count) if iterable else Points(count)
-    if sampler is None:
-        loader = DataLoader(data, batch_size=batch, drop_last=drop_last)
-    else:
-        own = sampler(torch.utils.data.SequentialSampler(data), batch, drop_last)
-        loader = DataLoader(data, batch_sampler=own)
-    loader = accelerator.prepare(loader)
-    mine, counted = [], []
-    for row in loader:
-        mine.append(row["index"].tolist())
-        counted.append(accelerator.gather_for_metrics(row["index"]).tolist())
-    return (gather_object([mine]) if accelerator.num_processes > 1 else [mine]), counted
-
-
 def own_windows():
     """Scripts that accumulate by themselves, under `no_sync`, without `accumulate`."""
     accelerator = Accelerator(cpu=True)
@@ -371,22 +342,6 @@ def everything(folder):
         "batches_dispatch": batches(12, 2, dispatch_batches=True),
         "batches_stream": batches(12, 2, iterable=True),
         "batches_stream_sharded": batches(12, 2, iterable=True, dispatch_batches=False),
-        "uneven_dispatch": [uneven(count, 2, dispatch_batches=True) for count in (5, 6, 7, 9, 11)],
-        "uneven_dispatch_drop": [uneven(count, 2, dispatch_batches=True, drop_last=True) for count in (7, 11)],
-        "uneven_dispatch_stream": [uneven(count, 2, iterable=True) for count in (5, 6, 7, 9, 11)],
-        "uneven_dispatch_stream_drop": [uneven(count, 2, iterable=True, drop_last=True) for count in (7, 11)],
-        "uneven_dispatch_split": [
-            uneven(count, 4, dispatch_batches=True, split_batches=True) for count in (5, 6, 7, 9, 11)
-        ],
-        "uneven_stream": [uneven(count, 2, iterable=True, dispatch_batches=False) for count in (5, 6, 7, 9, 11)],
-        "uneven_stream_drop": [
-            uneven(count, 2, iterable=True, dispatch_batches=False, drop_last=True) for count in (7, 11)
-        ],
-        "uneven_stream_split": [
-            uneven(count, 4, iterable=True, dispatch_batches=False, split_batches=True) for count in (5, 6, 7, 11)
-        ],
-        "uneven_sampler": [uneven(count, 2, sampler=Pairs) for count in (5, 6, 7, 9, 11)],
-        "uneven_sampler_drop": [uneven(count, 2, sampler=Pairs, drop_last=True) for count in (6, 7, 11)],
         "own_windows": own_windows(),
         "divided_outside": divided_outside(),
         "sync_options": sync_options(),
