@@ -230,6 +230,7 @@ def test_the_plan_says_where_each_value_came_from(caplog, parts):
     assert "bf16" in repr(accelerator)
 
 
+@pytest.mark.filterwarnings("ignore:Warning. Profiler clears events")  # torch 2.11 says so of every profiler
 def test_a_profile_is_written_for_the_rank(parts, tmp_path):
     accelerator = Accelerator(cpu=True)
     model, *_ = accelerator.prepare(*parts)

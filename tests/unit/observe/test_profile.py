@@ -11,6 +11,7 @@ from paceline.base.errors import ConfigError
 from paceline.observe.profile import profile
 
 
+@pytest.mark.filterwarnings("ignore:Warning. Profiler clears events")  # torch 2.11 says so of every profiler
 def test_it_records_and_writes_a_trace_file(tmp_path):
     with profile(activities=["cpu"], record_shapes=True, output_trace_dir=tmp_path / "traces", rank=3) as prof:
         torch.ones(4, 4) @ torch.ones(4, 4)
