@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from paceline.parallel.ring_attention import _kernel, attend_piece, merge_into, piece_backward
+from paceline.parallel.ring_attention import _has_kernel, attend_piece, merge_into, piece_backward
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
@@ -18,7 +18,7 @@ def test_pieces_merge_to_the_whole(device, dtype):
     gradient = torch.randn_like(want)
     want.backward(gradient)
     if device.type == "cuda":
-        assert _kernel(query, value, None) == ("math" if dtype == torch.float32 else "flash")
+        assert _has_kernel(query, value, None) == (dtype != torch.float32)
 
     scale = 1 / math.sqrt(64)
     with torch.no_grad():

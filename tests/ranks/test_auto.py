@@ -25,14 +25,16 @@ def data() -> TensorDataset:
     return TensorDataset(tokens[:, :-1].clone(), tokens[:, 1:].clone())
 
 
-def trained(plan, memory):
+def trained(plan, memory, loader_first=False):
     torch.manual_seed(3)
     runtime.use(Small(memory))
     accelerator = Accelerator(plan=plan, cpu=True, split_batches=True)
     model = GPT()
-    model, optimizer, loader = accelerator.prepare(
-        model, torch.optim.AdamW(model.parameters(), lr=0.01, eps=1e-4), DataLoader(data(), 4)
-    )
+    loader = DataLoader(data(), 4)
+    if loader_first:
+        loader = accelerator.prepare(loader)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, eps=1e-4)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
     losses = []
     for batch in loader:
         losses.append(float(accelerator.reduce(accelerator.forward_backward(model, batch, loss_of), "mean")))
@@ -67,10 +69,17 @@ def too_little():
 
 
 def loader_first():
-    accelerator = Accelerator(plan={"shard": "auto"}, cpu=True)
+    accelerator = Accelerator(plan={"tp": "auto"}, cpu=True)
     with pytest.raises(PlanError) as caught:
         accelerator.prepare_data_loader(DataLoader(data(), 4))
     return caught.value.code
+
+
+def test_a_loader_may_come_before_the_model_where_only_its_division_is_open() -> None:
+    """As `transformers.Trainer` prepares them."""
+    ((_, want),) = run_ranks(trained, world=1, args=({}, 1 << 40))
+    plan, losses = run_ranks(trained, world=2, args=({"shard": "auto", "zero": 2}, 1 << 40, True))[0]
+    assert losses == pytest.approx(want, abs=3e-6) and (plan.layout.shard, plan.zero) == (2, 2)
 
 
 def test_what_cannot_be_chosen_is_an_error_on_every_rank() -> None:

@@ -233,6 +233,6 @@ def test_debug_mode_shows_every_frame(monkeypatch):
         except PrepareError as error:
             return error
 
-    assert "in _kind" not in traceback_text(caught())
+    assert "in kind_of" not in traceback_text(caught())
     monkeypatch.setenv("PACELINE_DEBUG", "1")
-    assert "in _kind" in traceback_text(caught())
+    assert "in kind_of" in traceback_text(caught())

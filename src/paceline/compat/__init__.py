@@ -49,7 +49,8 @@ def install(names: Iterable[str]) -> None:
     from paceline.compat import neighbours
     from paceline.compat.served import Server
 
-    wanted = [name for name in dict.fromkeys(names) if not _is_served(name)]
+    names = list(dict.fromkeys(names))
+    wanted = [name for name in names if not _is_served(name)]
     problems = [problem for name in wanted if (problem := _problem(name))]
     if problems:
         raise CompatError.of(problems)
@@ -58,6 +59,9 @@ def install(names: Iterable[str]) -> None:
         _serve_children(name)
     if "accelerate" in wanted:
         neighbours.install()
+    if (
+        "accelerate" in names
+    ):  # also where a warm process has served it already, before it knew what the launcher was told
         importlib.import_module("paceline.compat.accelerate.told_by_launcher").export_settings()
 
 

@@ -181,6 +181,7 @@ class _Group:
 def mesh(monkeypatch):
     monkeypatch.setattr(division.dist, "get_rank", lambda group: 1)
     monkeypatch.setattr(division.dist, "get_world_size", lambda group: 2)
+    monkeypatch.setattr(division, "transport_of", lambda group, device: None)
     return SimpleNamespace(get_group=_Group, device_type="cpu")
 
 
