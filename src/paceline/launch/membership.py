@@ -102,6 +102,7 @@ class Membership:
         self.leaving = ""
         self.leader_id = ""
         self.leader_connection = -1
+        self.is_member = False  # of the leader's rounds; else it waits for a place
         self.leadership: Leadership | None = None
         self.lost: tuple[LossKind, str] = ("lost", "")  # how and why the leader went
         self.leaderless_since = now
@@ -262,8 +263,11 @@ class Membership:
 
     def _lose_leader(self, how: LossKind, why: str, now: float, *, connection_ended: bool = False) -> None:
         """There is no leader any more: ends the processes, and seeks one."""
-        self.leader_death_proof_until = self.peers.death_proof_until(self.leader_id) if connection_ended else NEVER
-        if how == "left" and self.leader_id:
+        # While this launcher waited for a place, the leader may have begun a round with others, who go on without it.
+        self.leader_death_proof_until = NEVER
+        if connection_ended and self.is_member:
+            self.leader_death_proof_until = self.peers.death_proof_until(self.leader_id)
+        if how == "left" and self.is_member:
             self.dead.add(self.leader_id)
         if self.leader_id:
             self.peers.close(self.leader_connection)
@@ -271,6 +275,7 @@ class Membership:
             self.peers.disconnect(member_id, Expelled())
         self.leader_id = ""
         self.leader_connection = -1
+        self.is_member = False
         self.leadership = None
         self.lost = (how, why)
         self.leaderless_since = now
@@ -453,6 +458,7 @@ class Membership:
         self.known_members[leader.id] = leader
         self.leader_id = leader.id
         self.leader_connection = key
+        self.is_member = message.is_member
         self.peers.follow(key, leader.id, now)
         # What this launcher knows of earlier rounds stays: a leader may itself have been left behind and not know it yet.
         self.highest_round = max(self.highest_round, message.round)
@@ -474,6 +480,7 @@ class Membership:
             if self.me.id not in message.round.ids or self.leader_id not in message.round.ids:
                 return
             self.proposed = message.round
+            self.is_member = True
             for member in self.proposed.members:
                 if member.id != self.leader_id:  # its address is known by what reached it
                     self.known_members[member.id] = member
