@@ -17,7 +17,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import chain
 
 from paceline.launch import membership_errors
 from paceline.launch.leadership import Leadership
@@ -46,7 +45,18 @@ from paceline.launch.messages import (
     SwitchRun,
 )  # fmt: skip
 from paceline.launch.peers import NEVER, SETTLE_S, Peers, Request
-from paceline.launch.rounds import End, LossKind, Member, Place, Report, Round, Rules, has_quorum, member_name
+from paceline.launch.rounds import (
+    End,
+    LossKind,
+    Member,
+    Place,
+    Report,
+    Round,
+    Rules,
+    has_quorum,
+    member_name,
+    newest_members_first,
+)
 
 _ASK_AGAIN_S = 0.5
 _ASKED_AT_ONCE = 16
@@ -264,9 +274,8 @@ class Membership:
     def _lose_leader(self, how: LossKind, why: str, now: float, *, connection_ended: bool = False) -> None:
         """There is no leader any more: ends the processes, and seeks one."""
         # While this launcher waited for a place, the leader may have begun a round with others, who go on without it.
-        self.leader_death_proof_until = NEVER
-        if connection_ended and self.is_member:
-            self.leader_death_proof_until = self.peers.death_proof_until(self.leader_id)
+        proof_counts = connection_ended and self.is_member
+        self.leader_death_proof_until = self.peers.death_proof_until(self.leader_id) if proof_counts else NEVER
         if how == "left" and self.is_member:
             self.dead.add(self.leader_id)
         if self.leader_id:
@@ -335,17 +344,12 @@ class Membership:
         waited = now - self.candidate_since >= SETTLE_S
         if not has_quorum(here, self.configurations, self.dead) or (missing and not waited):
             return []
-        return [member_id for member_id in self._members_of_last_rounds() if member_id in here]
-
-    def _members_of_last_rounds(self) -> list[str]:
-        """Those of the newest configuration first, each once."""
-        newest_first = chain.from_iterable(reversed(self.configurations))
-        return list(dict.fromkeys(newest_first))
+        return [member_id for member_id in newest_members_first(self.configurations) if member_id in here]
 
     def _places_to_ask(self) -> dict[Place, str]:
         """Places, and the members that they were of: wherever a run may be found, and those of the last rounds."""
         places = dict.fromkeys(self.contacts, "")
-        others = [member_id for member_id in self._members_of_last_rounds() if member_id != self.me.id]
+        others = [member_id for member_id in newest_members_first(self.configurations) if member_id != self.me.id]
         living = [member_id for member_id in others if member_id not in self.dead and member_id in self.known_members]
         for member_id in living[:_ASKED_AT_ONCE]:
             places[self.known_members[member_id].place] = member_id
@@ -507,8 +511,6 @@ class Membership:
         self.dead &= set(decided.ids)
         self.report = self.stop_request = None
         # Launchers of earlier rounds are forgotten, so that hosts that come and go take no memory.
-        known_members = {member.id: member for member in decided.members}
-        for member_id in (self.me.id, self.leader_id, *self.peers.connection_of):
-            if member_id:
-                known_members[member_id] = self.known_members[member_id]
-        self.known_members = known_members
+        connected_ids = (self.me.id, self.leader_id, *self.peers.connection_of)
+        connected = {member_id: self.known_members[member_id] for member_id in connected_ids if member_id}
+        self.known_members = {member.id: member for member in decided.members} | connected
