@@ -605,6 +605,9 @@ class Simulation:
         for fault in schedule.faults:
             self.run(fault.at - self.now)
             self.strike(schedule, fault)
+        # Cuts, dead hosts and stopped launchers may stay. A link whose answers come too late is a fault while it lasts:
+        # two launchers may find and lose each other over it for ever.
+        self._slow.clear()
         if schedule.mended:
             self.mend()
             for host in list(self.hosts.values()):

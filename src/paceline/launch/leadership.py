@@ -93,7 +93,7 @@ class Leadership:
         self.gathering_since = now
         for member_id in self.peers.connection_of:
             self.peers.last_heard_at[member_id] = now
-            self.peers.send(member_id, Joined(membership.me, self.number))
+            self.peers.send(member_id, Joined(membership.me, self.number, is_member=member_id in members))
             if latest is not None and member_id in members:
                 self.peers.send(member_id, StopProcesses("end" if lost[0] == "lost" else "save", lost[1]))
         if membership.report is not None:
@@ -136,7 +136,7 @@ class Leadership:
             why = f"{self.membership.name_of(member_id)} lost its connection"
             self._remove(member_id, Cause("lost", why, member_id), now)
         self.waiting.setdefault(member_id, now)
-        self.peers.send(member_id, Joined(self.membership.me, self.number))
+        self.peers.send(member_id, Joined(self.membership.me, self.number, is_member=False))
 
     def refused(self, problem: Problem, message: Join) -> None:
         """A launcher was told something else: before the first round, this run's nodes were started differently, and none

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import chain
 
 from paceline.launch import membership_errors
 from paceline.launch.leadership import Leadership
@@ -46,7 +45,18 @@ from paceline.launch.messages import (
     SwitchRun,
 )  # fmt: skip
 from paceline.launch.peers import NEVER, SETTLE_S, Peers, Request
-from paceline.launch.rounds import End, LossKind, Member, Place, Report, Round, Rules, has_quorum, member_name
+from paceline.launch.rounds import (
+    End,
+    LossKind,
+    Member,
+    Place,
+    Report,
+    Round,
+    Rules,
+    has_quorum,
+    member_name,
+    newest_members_first,
+)
 
 _ASK_AGAIN_S = 0.5
 _ASKED_AT_ONCE = 16
@@ -102,6 +112,7 @@ class Membership:
         self.leaving = ""
         self.leader_id = ""
         self.leader_connection = -1
+        self.is_member = False  # of the leader's rounds; else it waits for a place
         self.leadership: Leadership | None = None
         self.lost: tuple[LossKind, str] = ("lost", "")  # how and why the leader went
         self.leaderless_since = now
@@ -262,8 +273,10 @@ class Membership:
 
     def _lose_leader(self, how: LossKind, why: str, now: float, *, connection_ended: bool = False) -> None:
         """There is no leader any more: ends the processes, and seeks one."""
-        self.leader_death_proof_until = self.peers.death_proof_until(self.leader_id) if connection_ended else NEVER
-        if how == "left" and self.leader_id:
+        # While this launcher waited for a place, the leader may have begun a round with others, who go on without it.
+        proof_counts = connection_ended and self.is_member
+        self.leader_death_proof_until = self.peers.death_proof_until(self.leader_id) if proof_counts else NEVER
+        if how == "left" and self.is_member:
             self.dead.add(self.leader_id)
         if self.leader_id:
             self.peers.close(self.leader_connection)
@@ -271,6 +284,7 @@ class Membership:
             self.peers.disconnect(member_id, Expelled())
         self.leader_id = ""
         self.leader_connection = -1
+        self.is_member = False
         self.leadership = None
         self.lost = (how, why)
         self.leaderless_since = now
@@ -330,17 +344,12 @@ class Membership:
         waited = now - self.candidate_since >= SETTLE_S
         if not has_quorum(here, self.configurations, self.dead) or (missing and not waited):
             return []
-        return [member_id for member_id in self._members_of_last_rounds() if member_id in here]
-
-    def _members_of_last_rounds(self) -> list[str]:
-        """Those of the newest configuration first, each once."""
-        newest_first = chain.from_iterable(reversed(self.configurations))
-        return list(dict.fromkeys(newest_first))
+        return [member_id for member_id in newest_members_first(self.configurations) if member_id in here]
 
     def _places_to_ask(self) -> dict[Place, str]:
         """Places, and the members that they were of: wherever a run may be found, and those of the last rounds."""
         places = dict.fromkeys(self.contacts, "")
-        others = [member_id for member_id in self._members_of_last_rounds() if member_id != self.me.id]
+        others = [member_id for member_id in newest_members_first(self.configurations) if member_id != self.me.id]
         living = [member_id for member_id in others if member_id not in self.dead and member_id in self.known_members]
         for member_id in living[:_ASKED_AT_ONCE]:
             places[self.known_members[member_id].place] = member_id
@@ -453,6 +462,7 @@ class Membership:
         self.known_members[leader.id] = leader
         self.leader_id = leader.id
         self.leader_connection = key
+        self.is_member = message.is_member
         self.peers.follow(key, leader.id, now)
         # What this launcher knows of earlier rounds stays: a leader may itself have been left behind and not know it yet.
         self.highest_round = max(self.highest_round, message.round)
@@ -474,6 +484,7 @@ class Membership:
             if self.me.id not in message.round.ids or self.leader_id not in message.round.ids:
                 return
             self.proposed = message.round
+            self.is_member = True
             for member in self.proposed.members:
                 if member.id != self.leader_id:  # its address is known by what reached it
                     self.known_members[member.id] = member
@@ -500,8 +511,6 @@ class Membership:
         self.dead &= set(decided.ids)
         self.report = self.stop_request = None
         # Launchers of earlier rounds are forgotten, so that hosts that come and go take no memory.
-        known_members = {member.id: member for member in decided.members}
-        for member_id in (self.me.id, self.leader_id, *self.peers.connection_of):
-            if member_id:
-                known_members[member_id] = self.known_members[member_id]
-        self.known_members = known_members
+        connected_ids = (self.me.id, self.leader_id, *self.peers.connection_of)
+        connected = {member_id: self.known_members[member_id] for member_id in connected_ids if member_id}
+        self.known_members = {member.id: member for member in decided.members} | connected

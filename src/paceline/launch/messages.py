@@ -58,10 +58,12 @@ class Status:
 
 @dataclass(frozen=True)
 class Joined:
-    """The caller has found its leader, whose last decision has this number."""
+    """The caller has found its leader, whose last decision has this number. Who is no member waits for a place: rounds may
+    begin without it."""
 
     leader: Member
     round: Number
+    is_member: bool
 
 
 @dataclass(frozen=True)

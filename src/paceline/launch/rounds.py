@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Annotated, Literal
 
 from paceline.base.errors import Problem
@@ -175,6 +176,12 @@ def member_name(member_id: str, decided: Round | None, known: Mapping[str, Membe
     if member is None:
         return "?"
     return f"node {member.node} ({member.host})" if member.node >= 0 else member.host
+
+
+def newest_members_first(configurations: Sequence[Sequence[str]]) -> list[str]:
+    """The members of the last rounds, those of the newest configuration first, each once."""
+    newest_first = chain.from_iterable(reversed(configurations))
+    return list(dict.fromkeys(newest_first))
 
 
 def has_quorum(present: Collection[str], configurations: Sequence[Sequence[str]], dead: Collection[str]) -> bool:

@@ -96,7 +96,7 @@ def some_membership(draw: random.Random) -> tuple[Membership, list[int]]:
         if draw.random() < 0.5:
             membership.on_message(key, Join(B, rules.common, 0), 0.1)
     if draw.random() < 0.5:  # it follows another one, in a round
-        membership.on_message(1, messages.Joined(B, 0), 0.2)
+        membership.on_message(1, messages.Joined(B, 0, is_member=False), 0.2)
         membership.on_message(1, Proposal(Round(1, 0, (B, A)), ()), 0.2)
         membership.on_message(1, messages.Commit(1, ""), 0.2)
     for tenth in range(draw.randrange(40)):
@@ -138,10 +138,10 @@ def test_a_launcher_that_joins_another_leader_keeps_what_it_knows() -> None:
     """That leader may itself have been left behind, and not know it yet."""
     membership = Membership(A, Rules(1, 3, max_restarts=3), False, [B.place], 0.0, 1.0)
     membership.processes_ended(Report("new"), 0.0)
-    for message in (messages.Joined(B, 0), Proposal(Round(7, 0, (B, A)), ()), messages.Commit(7, "")):
+    for message in (messages.Joined(B, 0, is_member=False), Proposal(Round(7, 0, (B, A)), ()), messages.Commit(7, "")):
         membership.on_message(1, message, 0.2)
     membership.on_closed(1, "closed", 0.3)
-    membership.on_message(3, messages.Joined(B, 2), 0.4)
+    membership.on_message(3, messages.Joined(B, 2, is_member=False), 0.4)
     membership.peers.actions.clear()
     membership.on_closed(3, "closed", 0.5)
     asked = [action[2] for action in membership.peers.actions if action[0] == "send"]
