@@ -81,7 +81,7 @@ def free() -> None:
     """Ends the leases that this process holds: a saver keeps one until it is collected, which a test does not wait for."""
     from paceline.checkpoint.store.remote import STORE
 
-    for lease in STORE._leases.values():
+    for lease in list(STORE._leases.values()):  # a copy: the saver's end takes its lease out
         lease.release()
     STORE._leases.clear()
 

@@ -87,6 +87,11 @@ def test_the_library_seems_installed() -> None:
     assert accelerate.__version__ == table.VERSION
 
 
+def test_it_seems_installed_to_a_script_that_sets_its_path_anew(monkeypatch) -> None:
+    monkeypatch.setattr(sys, "path", [path for path in sys.path if "for_children" not in path])
+    assert importlib.metadata.version("accelerate") == table.VERSION
+
+
 def test_installing_twice_changes_nothing() -> None:
     install(["accelerate"])
     for kind in (Server, Mender, AbsentFinder):

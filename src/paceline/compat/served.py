@@ -12,19 +12,23 @@ from __future__ import annotations
 
 import difflib
 import importlib
+import importlib.metadata
 import importlib.util
 import sys
-from collections.abc import Iterator, Sequence
-from importlib.abc import Loader, MetaPathFinder
+from collections.abc import Iterable, Iterator, Sequence
+from importlib.abc import Loader
 from importlib.machinery import ModuleSpec
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from paceline.compat.absent import absent
 from paceline.compat.names import Names
 
+_ANY = importlib.metadata.DistributionFinder.Context()
 
-class Server(MetaPathFinder, Loader):
+
+class Server(importlib.metadata.DistributionFinder, Loader):
     """Finder and loader of one library's modules.
 
     Args:
@@ -73,6 +77,18 @@ class Server(MetaPathFinder, Loader):
         near = difflib.get_close_matches(name, self.modules[module], 1, 0.6)
         hint = f". Did you mean: {near[0]!r}?" if near else ""
         return f"cannot import name {name!r} from {module!r} (served by Paceline as {self._names.VERSION}){hint}"
+
+    # -- the installed distribution --------------------------------------------------------------------------
+
+    def find_distributions(
+        self, context: importlib.metadata.DistributionFinder.Context = _ANY
+    ) -> Iterable[importlib.metadata.Distribution]:
+        """The library's metadata, where a script has taken the folder that holds it out of its path."""
+        folder = str(Path(__file__).parent / "for_children" / self.library)
+        if context.path is not sys.path or folder in sys.path or context.name not in (None, self.library):
+            return []
+        where = importlib.metadata.DistributionFinder.Context(name=self.library, path=[folder])
+        return importlib.metadata.MetadataPathFinder.find_distributions(where)
 
 
 class ServedModule(ModuleType):

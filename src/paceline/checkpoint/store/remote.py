@@ -181,7 +181,7 @@ class RemoteStore:
     def _over(self, path: str) -> list[Lease]:
         """Leases of this process on a checkpoint or on the folder that holds it."""
         places = (path, self.parent(path)[0])
-        return [lease for lease in self._leases.values() if lease.is_mine() and lease.folder in places]
+        return [lease for lease in list(self._leases.values()) if lease.is_mine() and lease.folder in places]
 
     def _mark(self, path: str, what: str) -> str:
         folder, name = self.parent(path)
