@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -18,7 +18,10 @@ from paceline.checkpoint.state.module_state import ModuleState
 from paceline.checkpoint.state.optimizer_state import OptimizerState
 from paceline.checkpoint.weights.export import export_checkpoint
 from paceline.compat.accelerate.state import PartialState
-from paceline.world.sharded import Division, division_of, is_sharded, whole
+from paceline.world.sharded import division_of, is_sharded, whole
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
 
 _ONE_FILE = 1 << 60  # bytes after which a new file would begin
 
@@ -101,18 +104,18 @@ def save_fsdp_optimizer(
         CheckpointError: on every rank.
     """
     own = _by_name(accelerator, optimizer, model)
+    names = list(own.parameters)
     states: dict[str, dict[str, Any]] = {}
     held_alone: dict[str, dict[str, Any]] = {}
-    for name, parameter in own.parameters.items():
-        state = own.optimizer.state.get(parameter)
-        if not state:
-            continue
+    # `state_dict` gives states of divided rows as DTensors; inside, an optimizer under ZeRO holds plain rows.
+    for number, state in own.optimizer.state_dict()["state"].items():
+        parameter = own.parameters[names[number]]
         entries = {key: whole(value) for key, value in state.items()}
-        divided = any(is_sharded(value) for value in state.values())
-        if divided or division_of(own.optimizer, parameter) is None:
-            states[name] = entries
+        is_divided = any(is_sharded(value) for value in state.values())
+        if is_divided or division_of(own.optimizer, parameter) is None:
+            states[names[number]] = entries
         else:
-            held_alone[name] = entries  # ZeRO gives small parameters to one rank each
+            held_alone[names[number]] = entries  # ZeRO may give a whole parameter to one rank
     for part in accelerator.collectives.gather_object(held_alone):
         states.update(part)
     groups = []
@@ -155,27 +158,25 @@ def load_fsdp_optimizer(
     states: dict[int, dict[str, Any]] = {}
     numbers = {name: number for number, name in enumerate(own.parameters)}
     for name, parameter in own.parameters.items():
-        division = division_of(own.optimizer, parameter)
-        if name not in saved["state"] or (division is not None and not division.keeps(parameter)):
+        if name not in saved["state"]:
             continue
-        entries = {}
-        for key, value in saved["state"][name].items():
-            entries[key] = value
-            if isinstance(value, torch.Tensor) and value.shape == parameter.shape:
-                entries[key] = _own_part(value, parameter, division)
+        entries = dict(saved["state"][name])
+        for key, value in entries.items():
+            if is_sharded(parameter) and isinstance(value, torch.Tensor) and value.shape == parameter.shape:
+                entries[key] = _like(value, parameter)
         states[numbers[name]] = entries
     groups = [{**group, "params": [numbers[name] for name in group["params"]]} for group in saved["param_groups"]]
+    # Under ZeRO this takes whole states, and keeps this rank's rows or parameters of them.
     own.optimizer.load_state_dict({"state": states, "param_groups": groups})
 
 
-def _own_part(value: torch.Tensor, parameter: torch.Tensor, division: Division | None) -> torch.Tensor:
-    """What this rank keeps of a whole state, divided as its parameter is, or as the optimizer divides its states."""
-    kept = parameter if division is None else division.empty(parameter, value.dtype)
-    if not is_sharded(kept):
-        return value
+def _like(value: torch.Tensor, parameter: DTensor) -> torch.Tensor:
+    """This rank's part of a whole state, divided as its parameter is."""
     from torch.distributed.tensor import distribute_tensor  # takes a second: not before it is needed
 
-    return distribute_tensor(value.to(kept.device), kept.device_mesh, kept.placements, src_data_rank=None)
+    return distribute_tensor(
+        value.to(parameter.device), parameter.device_mesh, parameter.placements, src_data_rank=None
+    )
 
 
 def merge_fsdp_weights(
