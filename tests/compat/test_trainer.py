@@ -22,8 +22,9 @@ PROGRAM = Path(__file__).parent / "programs" / "trainer.py"
         (1, {}, ["--mixed_precision", "bf16"]),
         (2, {"gradient_accumulation_steps": 2, "bf16": True}, []),
         (2, {}, ["--shard", "2"]),
+        (2, {}, ["--shard", "auto", "--zero", "2"]),  # what an error of ours recommends
     ],
-    ids=["one process, the launcher's precision", "two processes, accumulation, bf16", "two processes, sharded"],
+    ids=["one process, the launcher's precision", "two processes, accumulation, bf16", "sharded", "zero 2"],
 )
 def test_trainer(tmp_path: Path, size: int, options, flags) -> None:
     words = [

@@ -96,13 +96,22 @@ class Reducer:
 
     def _plan_buckets(self) -> None:
         """In the order in which the backward pass completes them: the reverse of the parameters'."""
-        order = [p for p in reversed(self._parameters) if p.dim()]
+        order = [parameter for parameter in reversed(self._parameters) if parameter.dim()]
         place = {parameter: number for number, parameter in enumerate(order)}
-        alone = [[p] for p in order if travels_alone(p)]
-        groups = alone + batches([p for p in order if not travels_alone(p)], self._cap)
-        groups.sort(key=lambda group: max(place[p] for p in group))
+        groups: list[list[Tensor]] = []
+        small: list[Tensor] = []
+        for parameter in order:
+            if travels_alone(parameter):
+                groups.append([parameter])
+            else:
+                small.append(parameter)
+        groups += batches(small, self._cap)
+        # A bucket is complete with the last of its gradients.
+        groups.sort(key=lambda group: max(place[parameter] for parameter in group))
         self._buckets = [_Bucket(group) for group in groups]
-        self._bucket = {p: bucket for bucket in self._buckets for p in bucket.parameters}
+        self._bucket = {}
+        for bucket in self._buckets:
+            self._bucket.update(dict.fromkeys(bucket.parameters, bucket))
 
     def _follow_buffers(self, model: nn.Module) -> None:
         """Lets buffers become rank 0's before each forward pass in training."""
