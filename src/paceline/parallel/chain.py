@@ -76,72 +76,72 @@ class Chain:
     @property
     def owners(self) -> Collectives | None:
         """The ranks each of which owns other parameters of the model; None where there are none."""
-        return next((each.owners for each in self if each.owners is not None), None)
+        return next((applied.owners for applied in self if applied.owners is not None), None)
 
     def owned_elsewhere(self) -> set[int]:
         """The `id` of each parameter here that another of the `owners` counts as its own."""
-        return set().union(*(each.owned_elsewhere() for each in self))
+        return set().union(*(applied.owned_elsewhere() for applied in self))
 
     @property
     def parameters_on_host(self) -> bool:
         """Whether parameters wait in the host's memory."""
-        return any(each.parameters_on_host for each in self)
+        return any(applied.parameters_on_host for applied in self)
 
     def bind(self, optimizer: Optimizer) -> list[Decision]:
         """Lets every strategy see an optimizer that steps parameters of this model; says what they chose for it."""
         decisions: list[Decision] = []
-        for each in self:
-            decisions += each.bind(optimizer)
+        for applied in self:
+            decisions += applied.bind(optimizer)
         return decisions
 
     def hold_gradients(self) -> AbstractContextManager[Any]:
         """While it is open, no strategy communicates gradients of the model."""
         stack = ExitStack()
-        for each in self:
-            stack.enter_context(each.hold_gradients())
+        for applied in self:
+            stack.enter_context(applied.hold_gradients())
         return stack
 
     def finish_reduction(self) -> None:
         """At the end of a window, after its last backward pass. Ranks: all."""
-        for each in self:
-            each.finish_reduction()
+        for applied in self:
+            applied.finish_reduction()
 
     def backward_failed(self) -> None:
         """Where a backward pass ended with an error."""
-        for each in self:
-            each.backward_failed()
+        for applied in self:
+            applied.backward_failed()
 
     def full_parameters(self, writeback: bool = False) -> AbstractContextManager[Any]:
         """While it is open, parameters are whole plain tensors. Ranks: all open it."""
         stack = ExitStack()
-        for each in self:
-            stack.enter_context(each.full_parameters(writeback))
+        for applied in self:
+            stack.enter_context(applied.full_parameters(writeback))
         return stack
 
     def reshard(self) -> None:
         """Gives up whole copies of divided parameters that a pass has left behind."""
-        for each in self:
-            each.reshard()
+        for applied in self:
+            applied.reshard()
 
     def gather_state(self, state: dict[str, Any]) -> dict[str, Any]:
         """Adds what only other ranks hold to a state of whole tensors. Ranks: all; all get all of it."""
-        for each in self:
-            state = each.gather_state(state)
+        for applied in self:
+            state = applied.gather_state(state)
         return state
 
     def pending_gradients(self) -> dict[str, PendingGradients]:
         """What each strategy keeps of gradients beside `.grad`, by its name. Ranks: all."""
-        pending = {name: each.pending_gradients() for name, each in self._inwards.items()}
+        pending = {name: applied.pending_gradients() for name, applied in self._inwards.items()}
         return {name: kept for name, kept in pending.items() if kept}
 
     def restore_pending(self, pending: Mapping[str, PendingGradients]) -> None:
         """Gives back what `pending_gradients` gave; strategies that are not named drop what they keep. Ranks: all."""
-        for name, each in self._inwards.items():
-            each.restore_pending(pending.get(name, PendingGradients()))
+        for name, applied in self._inwards.items():
+            applied.restore_pending(pending.get(name, PendingGradients()))
 
     def uneven_steps(self) -> AbstractContextManager[Any]:
         """While it is open, ranks may take different numbers of steps."""
         stack = ExitStack()
-        for each in self:
-            stack.enter_context(each.uneven_steps())
+        for applied in self:
+            stack.enter_context(applied.uneven_steps())
         return stack

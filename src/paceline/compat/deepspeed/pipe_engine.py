@@ -188,9 +188,12 @@ class PipelineEngine(DeepSpeedEngine):
         """Shapes of the first stage's inputs, for ranks that read nothing. Ranks: all along `pp`."""
         prepared = self.accelerator.run.prepared.find(self._wrapped[0])
         group = prepared.chain.owners
-        shapes = map_leaves(lambda leaf: leaf.to("meta") if isinstance(leaf, torch.Tensor) else leaf, found)
-        told = group.broadcast_object([inputs for inputs, _ in shapes] if group.rank == 0 else None)
-        return found or [(inputs, None) for inputs in told]
+        own_shapes = None
+        if group.rank == 0:
+            without_values = map_leaves(lambda leaf: leaf.to("meta") if isinstance(leaf, torch.Tensor) else leaf, found)
+            own_shapes = [inputs for inputs, _ in without_values]
+        shapes = group.broadcast_object(own_shapes)
+        return found or [(inputs, None) for inputs in shapes]
 
     def _compare_rows(self, inputs: tuple[Any, ...], named: Any) -> None:
         """Says once where micro-batches are larger than the config's."""
