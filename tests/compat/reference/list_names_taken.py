@@ -1,4 +1,4 @@
-"""Lists what other libraries take from accelerate, by reading their installed source: `python list_names_taken.py > names_taken.json`.
+"""Lists what other libraries take from accelerate, as their installed source says: `python list_names_taken.py`.
 
 Run where the libraries are installed (they need not be importable). For each library:
 
