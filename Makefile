@@ -26,6 +26,8 @@ $(STAMP):
 	$(BIN)/python -m pip install --quiet "$$(grep '^torch==' constraints.txt)" -c constraints.txt
 	$(BIN)/python -m pip install --quiet hatchling editables -c constraints.txt
 	$(BIN)/python -m pip install --quiet --no-build-isolation -e ".[$(EXTRAS)]" -c constraints.txt
+	# With its dependencies peft would bring accelerate, whose place Paceline takes.
+	$(BIN)/python -m pip install --quiet --no-deps peft -c constraints.txt
 	rm -f .venv/.setup-done-*
 	touch $@
 

@@ -121,6 +121,94 @@ def test_a_deepspeed_program_learns_alike_on_one_process_and_two_and_writes_what
     assert list((written / "logs" / "tensorboard").iterdir()) and (written / "checkpoints" / "latest").exists()
 
 
+# -- transformers, with scripts that know accelerate alone ---------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def clm_folder(python, tmp_path_factory) -> Path:
+    """A folder with the data, the model and the tokenizer that the scripts for transformers need."""
+    folder = tmp_path_factory.mktemp("clm")
+    run(python, 1, "causal_language_model/make_data.py", ["--vocab-size", 300], folder)
+    return folder
+
+
+def launch_served(script: str, procs: int, arguments: Sequence[object], folder: Path) -> str:
+    """What a script printed that was launched with accelerate's names served."""
+    command = [
+        executable("warm_accelerate"),
+        "-m",
+        "paceline",
+        "launch",
+        "--compat",
+        "accelerate",
+        "--cpu",
+        "--procs",
+        str(procs),
+    ]
+    command += [str(EXAMPLES / script), *map(str, arguments)]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=folder)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+FILES = ["--model_name_or_path", "runs/clm/gpt2", "--train_file", "runs/clm/validation.json"]
+FILES += ["--validation_file", "runs/clm/validation.json", "--block_size", 32]
+
+
+@pytest.mark.timeout(300)
+def test_a_language_model_is_trained_by_the_trainer_alike_on_one_process_and_two(clm_folder):
+    evaluated = {}
+    for procs, rows in ((1, 16), (2, 8)):
+        arguments = [
+            *FILES,
+            "--output_dir",
+            f"trained{procs}",
+            "--do_train",
+            "--do_eval",
+            "--max_steps",
+            6,
+            "--learning_rate",
+            "3e-3",
+        ]
+        arguments += [
+            "--per_device_train_batch_size",
+            rows,
+            "--gradient_accumulation_steps",
+            2,
+            "--disable_tqdm",
+            "true",
+        ]
+        launch_served("causal_language_model/run_clm.py", procs, [*arguments, "--report_to", "none"], clm_folder)
+        assert (clm_folder / f"trained{procs}" / "model.safetensors").exists()
+        evaluated[procs] = json.loads(
+            (clm_folder / f"trained{procs}" / "eval_results.json").read_text(encoding="utf-8")
+        )
+    assert evaluated[1]["perplexity"] < 250  # of 300 tokens
+    # Dropout draws other numbers on two processes.
+    assert evaluated[2]["eval_loss"] == pytest.approx(evaluated[1]["eval_loss"], rel=0.02)
+
+
+@pytest.mark.timeout(300)
+def test_the_same_with_a_loop_of_ones_own_goes_on_at_another_width(clm_folder):
+    arguments = [*FILES, "--output_dir", "loop", "--num_train_epochs", 2, "--per_device_train_batch_size", 16]
+    script = "causal_language_model/run_clm_no_trainer.py"
+    whole = re.findall(r"perplexity ([\d.]+)", launch_served(script, 2, arguments, clm_folder))
+    resumed = launch_served(script, 1, [*arguments, "--resume_from_checkpoint", "loop/epoch_0"], clm_folder)
+    again = re.findall(r"perplexity ([\d.]+)", resumed)
+    assert len(whole) == 2 and len(again) == 1 and float(whole[1]) < float(whole[0])
+    assert float(again[0]) == pytest.approx(float(whole[1]), rel=0.02)
+
+
+@pytest.mark.timeout(300)
+def test_an_adapter_is_trained_and_merged(clm_folder):
+    arguments = ["--steps", 4, "--train_file", "runs/clm/validation.json"]
+    said = launch_served("lora/train.py", 2, arguments, clm_folder)
+    before, after = map(float, re.search(r"held-out loss ([\d.]+) -> ([\d.]+)", said).groups())
+    assert after < before
+    for written in ("adapter/adapter_model.safetensors", "merged/model.safetensors"):
+        assert (clm_folder / "runs" / "lora" / written).exists()
+
+
 # -- the notebooks -----------------------------------------------------------------------------------------------
 
 
