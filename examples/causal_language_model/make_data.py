@@ -16,9 +16,22 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
 
-TRAIN = (
-    ["argparse", "ast", "csv", "difflib", "inspect", "os", "random", "shutil", "statistics", "string", "subprocess", "tempfile", "threading", "tokenize"]
-)
+TRAIN = [
+    "argparse",
+    "ast",
+    "csv",
+    "difflib",
+    "inspect",
+    "os",
+    "random",
+    "shutil",
+    "statistics",
+    "string",
+    "subprocess",
+    "tempfile",
+    "threading",
+    "tokenize",
+]
 VALIDATION = "calendar heapq queue textwrap".split()  # noqa: SIM905
 
 

@@ -1,4 +1,4 @@
-"""A loop of one's own, as in transformers' `run_clm_no_trainer.py`: accumulation, scheduler, tracker, evaluation, and a resume."""
+"""A loop of one's own, as in `run_clm_no_trainer.py`: accumulation, scheduler, tracker, evaluation, and a resume."""
 
 import json
 import math
