@@ -13,7 +13,7 @@ ARGS ?=
 PYTEST = $(BIN)/python -m pytest
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help setup quickstart test test-torch check ranks hosts gpu docs bench bench-deepspeed chaos clean
+.PHONY: help setup quickstart test test-torch huggingface check ranks hosts gpu docs bench bench-deepspeed chaos clean
 .DEFAULT_GOAL := help
 
 help:  ## list these entries
@@ -59,6 +59,29 @@ test-torch:  ## unit, parity, checkpoint and door tests under another torch: mak
 	$(TORCH_PIP) hatchling editables
 	$(TORCH_PIP) --no-build-isolation -e ".[$(EXTRAS)]"
 	rm -f $(TORCH_ENV)/.setup-done-*
+	touch $@
+
+# Two environments that differ in one thing: the first has accelerate, the second has Paceline in its place.
+HF_PIP = -m pip install --quiet -c constraints.txt
+HF_LIBRARIES := transformers datasets sentence-transformers==6.2.0 diffusers==0.42.1 tensorboard
+HF_WITHOUT_ACCELERATE := peft trl==1.16.0
+
+huggingface: .venv-hf-real/.setup-done .venv-hf-ours/.setup-done-$(SUM)  ## train with transformers, peft, trl under accelerate and under Paceline; compare each step
+	.venv-hf-ours/bin/python tests/huggingface/compare.py $(ARGS)
+
+.venv-hf-real/.setup-done:
+	test -x .venv-hf-real/bin/python || $(PYTHON) -m venv .venv-hf-real
+	.venv-hf-real/bin/python $(HF_PIP) torch
+	.venv-hf-real/bin/python $(HF_PIP) accelerate==1.15.0 $(HF_LIBRARIES) $(HF_WITHOUT_ACCELERATE)
+	touch $@
+
+.venv-hf-ours/.setup-done-$(SUM):
+	test -x .venv-hf-ours/bin/python || $(PYTHON) -m venv .venv-hf-ours
+	.venv-hf-ours/bin/python $(HF_PIP) torch
+	.venv-hf-ours/bin/python $(HF_PIP) hatchling editables
+	.venv-hf-ours/bin/python $(HF_PIP) --no-build-isolation -e . $(HF_LIBRARIES) jinja2 psutil
+	.venv-hf-ours/bin/python $(HF_PIP) --no-deps $(HF_WITHOUT_ACCELERATE)
+	rm -f .venv-hf-ours/.setup-done-*
 	touch $@
 
 check: setup  ## format, lint, types, shape and unit tests: run it before each commit
