@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from paceline import Accelerator
-from paceline.parallel.pipeline import measure
+from paceline.parallel.pipeline.timing import measure
 from paceline.plan.pipeline import SCHEDULES
 from paceline.testing import run_ranks
 

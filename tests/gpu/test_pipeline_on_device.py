@@ -8,7 +8,7 @@ import pytest
 import torch
 from parity_models import GPT, loss_of
 
-from paceline.parallel.stages import Leave, Stages, Visit
+from paceline.parallel.pipeline.stages import Leave, Stages, Visit
 from paceline.plan.blocks import repeated_blocks
 
 

@@ -44,7 +44,8 @@ def test_units_on_the_device(alone, device, offload):
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
-    from paceline.parallel.fsdp import Units, broadcast_values, whole_parameters
+    from paceline.parallel.data.fsdp import Units, broadcast_values
+    from paceline.parallel.divided_parameters import whole_parameters
 
     plain = net().to(device)
     model = copy.deepcopy(plain)

@@ -14,7 +14,7 @@ from torch import nn
 
 from paceline import Accelerator
 from paceline.base.errors import PlanError
-from paceline.parallel.pipeline import measure
+from paceline.parallel.pipeline.timing import measure
 from paceline.parallel.strategy import STRATEGIES
 from paceline.testing import run_ranks
 

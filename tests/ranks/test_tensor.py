@@ -577,7 +577,7 @@ def test_together_with_shards_of_the_divided_parameters():
 def test_parts_of_a_model_without_weights_yet():
     def compute():
         from paceline.parallel.strategy import Context
-        from paceline.parallel.tensor import STRATEGY
+        from paceline.parallel.tensor.tensor import STRATEGY
         from paceline.plan.facts import model_facts
         from paceline.plan.plan import Plan
         from paceline.world.layout import Layout

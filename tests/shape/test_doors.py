@@ -28,7 +28,7 @@ TEXTS = {
     "src/paceline/launch/hosts.py": {
         ".deepspeed_env": "name of a file that users have, with variables for their hosts",
     },
-    "src/paceline/parallel/ulysses.py": {
+    "src/paceline/parallel/context/ulysses.py": {
         '"DeepSpeed Ulysses", 2023': "title of the paper that the algorithm is from",
     },
     "src/paceline/precision/scaler.py": {
@@ -45,7 +45,7 @@ TO_MOVE = {
     "src/paceline/launch/report.py",
     "src/paceline/optim/accumulate.py",
     "src/paceline/optim/optimizer.py",
-    "src/paceline/parallel/stages.py",
+    "src/paceline/parallel/pipeline/stages.py",
     "src/paceline/planner/search.py",
     "src/paceline/planner/trial.py",
     "src/paceline/planner/tune.py",

@@ -7,12 +7,11 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-import importlib.util
 import os
 import pkgutil
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import cache
 from typing import Any
 
@@ -23,7 +22,7 @@ class Registry:
     """The implementations of one noun.
 
     Args:
-        package: package whose modules are searched, such as `paceline.parallel`.
+        package: package whose modules are searched, those of packages inside of it too, such as `paceline.parallel`.
         attribute: name that a module must define to count as an implementation, such as `STRATEGY`.
         entry_points: group under which other distributions offer theirs, such as `paceline.strategies`.
         libraries: a package with one package for each foreign library, such as `paceline.compat`. Its packages are
@@ -84,20 +83,28 @@ class Registry:
 @cache
 def _modules(package: str, attribute: str, libraries: str = "") -> dict[str, str]:
     """Names of modules by the names of the implementations that they define; none of them is imported for it."""
-    modules = {}
     definition = re.compile(rf"^{attribute} ?[=:]".encode(), re.MULTILINE)
-    for info in pkgutil.iter_modules(importlib.import_module(package).__path__):
-        name = f"{package}.{info.name}"
-        spec = importlib.util.find_spec(name)
-        if spec and spec.origin and spec.origin.endswith(".py"):
-            with open(spec.origin, "rb") as file:
-                if definition.search(file.read()):
-                    modules[info.name] = name
+    modules = _defining(package, importlib.import_module(package).__path__, definition)
     if libraries:
         for info in pkgutil.iter_modules(importlib.import_module(libraries).__path__):
             in_package = _modules(f"{libraries}.{info.name}", attribute) if info.ispkg else {}
             for module in in_package.values():
                 modules[info.name] = module
+    return modules
+
+
+def _defining(package: str, folders: Iterable[str], definition: re.Pattern[bytes]) -> dict[str, str]:
+    """Modules in a package, and in packages inside of it, that have a definition in their text."""
+    modules: dict[str, str] = {}
+    for info in pkgutil.iter_modules(folders):
+        name = f"{package}.{info.name}"
+        spec = info.module_finder.find_spec(info.name, None)
+        if spec is None or spec.origin is None or not spec.origin.endswith(".py"):
+            continue
+        with open(spec.origin, "rb") as file:
+            if definition.search(file.read()):
+                modules[info.name] = name
+        modules |= _defining(name, spec.submodule_search_locations or (), definition)
     return modules
 
 

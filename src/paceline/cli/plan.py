@@ -145,8 +145,8 @@ def _drawing(report: Report) -> str:
     plan = report.plan
     if plan.layout.pp == 1:
         return "no pipeline to draw: pp is 1"
-    from paceline.parallel.pipeline import STRATEGY, microbatches, per_rank
-    from paceline.parallel.schedules import draw
+    from paceline.parallel.pipeline.pipeline import STRATEGY, microbatches, per_rank
+    from paceline.parallel.pipeline.schedules import draw
 
     options = STRATEGY.options(plan)
     ranks = plan.layout.pp

@@ -44,10 +44,10 @@ class Chain:
         self.plan = plan
         self.module = self.wrapped = model
         self.runner: Runner | None = None
-        for each in applied.values():
-            self.wrapped = each.wrapped
-            if isinstance(each, Runner):
-                self.runner = each
+        for outcome in applied.values():
+            self.wrapped = outcome.wrapped
+            if isinstance(outcome, Runner):
+                self.runner = outcome
         self._inwards = dict(reversed(applied.items()))
 
     @classmethod
@@ -132,7 +132,7 @@ class Chain:
     def pending_gradients(self) -> dict[str, PendingGradients]:
         """What each strategy keeps of gradients beside `.grad`, by its name. Ranks: all."""
         pending = {name: applied.pending_gradients() for name, applied in self._inwards.items()}
-        return {name: kept for name, kept in pending.items() if kept}
+        return {name: gradients for name, gradients in pending.items() if gradients}
 
     def restore_pending(self, pending: Mapping[str, PendingGradients]) -> None:
         """Gives back what `pending_gradients` gave; strategies that are not named drop what they keep. Ranks: all."""

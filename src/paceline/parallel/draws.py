@@ -47,14 +47,13 @@ class _FirstPass:
         self.handles: list[Any] = []
         self._names: dict[nn.Module, str] = {}
         self._drew: dict[str, None] = {}
-        self._open: list[
-            tuple[nn.Module, list[Tensor]]
-        ] = []  # modules under way, and the generators as each saw them last
+        # Modules under way, and the generators as each saw them last.
+        self._open: list[tuple[nn.Module, list[Tensor]]] = []
 
     def __reduce__(self) -> Any:
         return _FirstPass, ()
 
-    def begin(self, root: nn.Module, args: Any) -> None:
+    def begin(self, root: nn.Module, args: object) -> None:
         """Before the root: puts the hooks on, if this is a training pass."""
         if root is not self.root() or not (root.training and torch.is_grad_enabled()):
             return
@@ -66,15 +65,15 @@ class _FirstPass:
             self.handles.append(module.register_forward_hook(self.leave, always_call=True))
         self.enter(root, args)
 
-    def enter(self, module: nn.Module, args: Any) -> None:
+    def enter(self, module: nn.Module, args: object) -> None:
         """Before each module."""
         if module in self._names:
             self._look()
             self._open.append((module, self.states()))
 
-    def leave(self, module: nn.Module, args: Any, output: Any) -> None:
+    def leave(self, module: nn.Module, args: object, output: object) -> None:
         """After each module; after the root all is told."""
-        if not any(module is each for each, _ in self._open):
+        if not any(module is entered for entered, _ in self._open):
             return
         self._look()
         while self._open.pop()[0] is not module:

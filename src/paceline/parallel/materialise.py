@@ -22,7 +22,8 @@ import torch
 from torch import nn
 
 from paceline.base.errors import Problem
-from paceline.parallel.fsdp import part_of, refresh
+from paceline.parallel.divided_parameters import part_of, refresh
+from paceline.torch_internals.modules import buffer_table, child_table, parameter_table
 from paceline.torch_internals.tensors import TorchDispatchMode, dtensor, memory_of, written_by
 from paceline.world.sharded import is_sharded
 
@@ -33,10 +34,12 @@ class _Written(TorchDispatchMode):
     """Remembers which memory operations write to; on the meta device nothing else happens."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.memory: set[int] = set()
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, func: Callable[..., Any], types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
         named = kwargs or {}
         self.memory.update(map(memory_of, written_by(func, args, named)))
         return func(*args, **named)
@@ -176,11 +179,11 @@ class _Twin:
         self._modules[name] = twin
         self._around[name] = around
         copies: dict[str, Any] = {}
-        for kind in ("_parameters", "_buffers"):
-            copies[kind] = {key: None if t is None else _empty(t) for key, t in getattr(module, kind).items()}
+        for kind, table in (("_parameters", parameter_table(module)), ("_buffers", buffer_table(module))):
+            copies[kind] = {key: None if tensor is None else _empty(tensor) for key, tensor in table.items()}
         children = {
             key: None if child is None else self._build(child, f"{name}.{key}".lstrip("."), first, twins, around)
-            for key, child in module._modules.items()
+            for key, child in child_table(module).items()
         }
         twin.__dict__.update(_modules=children, **copies)
         return twin
@@ -188,14 +191,15 @@ class _Twin:
     def initialisers(self, name: str) -> list[Callable[[], Any]]:
         """What initialises a module, in order."""
         twin: Any = self._modules[name]
-        around: Any = self._modules[self._around[name]]
+        around = self._modules[self._around[name]]
         methods: list[Callable[[], Any]] = [
             getattr(twin, method)
             for method in ("reset_parameters", "_reset_parameters", "_init_weights")
             if _takes(getattr(twin, method, None), 0)
         ]
-        if _takes(getattr(around, "_init_weights", None), 1):
-            methods.append(lambda: around._init_weights(twin))
+        of_model: Any = getattr(around, "_init_weights", None)  # transformers' models have one
+        if _takes(of_model, 1):
+            methods.append(lambda: of_model(twin))
         return [torch.no_grad()(initialise) for initialise in methods]
 
     def memory(self, slot: Slot) -> int:
@@ -210,10 +214,10 @@ class _Twin:
         """Replaces what lies in a slot."""
         module = self._modules[slot[0]]
         key = slot[1]
-        if key in module._parameters:
-            module._parameters[key] = nn.Parameter(tensor, requires_grad=tensor.is_floating_point())
+        if key in parameter_table(module):
+            parameter_table(module)[key] = nn.Parameter(tensor, requires_grad=tensor.is_floating_point())
         else:
-            module._buffers[key] = tensor
+            buffer_table(module)[key] = tensor
 
 
 def _empty(tensor: torch.Tensor) -> torch.Tensor:
@@ -221,7 +225,7 @@ def _empty(tensor: torch.Tensor) -> torch.Tensor:
     return nn.Parameter(copy, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else copy
 
 
-def _takes(method: Any, count: int) -> bool:
+def _takes(method: object, count: int) -> bool:
     """Whether something can be called with `count` values, and needs no other."""
     if not callable(method):
         return False
@@ -233,8 +237,10 @@ def _takes(method: Any, count: int) -> bool:
 
 
 def _own(module: nn.Module) -> Iterable[tuple[str, torch.Tensor]]:
-    for tensors in (module._parameters, module._buffers):
-        yield from ((key, tensor) for key, tensor in tensors.items() if tensor is not None)
+    for table in (parameter_table(module), buffer_table(module)):
+        for key, tensor in table.items():
+            if tensor is not None:
+                yield key, tensor
 
 
 def _joined(written: dict[str, list[Slot]]) -> list[_Part]:
@@ -249,8 +255,8 @@ def _joined(written: dict[str, list[Slot]]) -> list[_Part]:
             elif other is not part:
                 part.slots = other.slots + part.slots
                 part.modules = other.modules + part.modules
-            for each in part.slots:
-                owner[each] = part
+            for own_slot in part.slots:
+                owner[own_slot] = part
         part.modules.append(name)
     parts: dict[int, _Part] = {id(part): part for part in owner.values()}
     return list(parts.values())
@@ -267,7 +273,8 @@ def _place(holders: list[tuple[nn.Module, str]], value: torch.Tensor, device: to
     if isinstance(old, nn.Parameter):
         new = nn.Parameter(new, old.requires_grad)
     for module, key in holders:
-        (module._parameters if key in module._parameters else module._buffers)[key] = new
+        table = parameter_table(module) if key in parameter_table(module) else buffer_table(module)
+        table[key] = new
 
 
 def _seed(seed: int, name: str) -> int:

@@ -124,7 +124,9 @@ class _OnHost:
         with stand_ins(optimizer, copy) as pairs:
             for _, stand in pairs:
                 state = optimizer.state.get(stand, {})
-                state.update({k: v.to(_HOST) for k, v in state.items() if isinstance(v, Tensor) and v.dim()})
+                for key, value in state.items():
+                    if isinstance(value, Tensor) and value.dim():
+                        state[key] = value.to(_HOST)
             if pairs and pairs[0][0].device.type != "cpu":
                 torch.accelerator.synchronize(pairs[0][0].device)
             yield
@@ -132,11 +134,11 @@ class _OnHost:
             parameter.detach().copy_(stand.detach(), non_blocking=True)
 
     def _copy(self, place: int, what: str, tensor: Tensor) -> Tensor:
-        kept = self._copies.get((place, what))
-        if kept is None or kept.shape != tensor.shape or kept.dtype != tensor.dtype:
-            kept = torch.empty_like(tensor, device=_HOST, pin_memory=self._pinned)
-            self._copies[(place, what)] = kept
-        return kept.copy_(tensor, non_blocking=True)
+        copy = self._copies.get((place, what))
+        if copy is None or copy.shape != tensor.shape or copy.dtype != tensor.dtype:
+            copy = torch.empty_like(tensor, device=_HOST, pin_memory=self._pinned)
+            self._copies[(place, what)] = copy
+        return copy.copy_(tensor, non_blocking=True)
 
 
 STRATEGY = Offload()

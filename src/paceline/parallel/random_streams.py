@@ -67,7 +67,7 @@ class RandomStreams:
             self._depth = 1
             self.close()
 
-    def share(self, group: Any) -> None:
+    def share(self, group: dist.ProcessGroup) -> None:
         """Takes the states of the group's first rank. Ranks: all of the group."""
         states = self.states()
         for state in states:

@@ -24,7 +24,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from paceline.base.errors import Problem
-from paceline.parallel.block_calls import CACHES
+from paceline.parallel.context.block_calls import CACHES
 from paceline.parallel.strategy import AppliedStrategy, Context, Strategy
 from paceline.plan.cost import Bytes
 from paceline.plan.facts import ModelFacts
@@ -42,6 +42,7 @@ KEPT = (
 _ALL = 34
 _INPUT = 2
 _PRODUCTS = 22
+_RAN_BEFORE = "_recomputed_before"  # an attribute of a block
 
 
 @dataclass(frozen=True)
@@ -116,8 +117,8 @@ class Recompute(Strategy):
         modules = dict(model.named_modules())
         how: dict[str, Any] = {"use_reentrant": False}
         if context.plan.recompute == "selective":
-            kept = [overload for name in names_of(context.options.save) for overload in _overloads(name)]
-            how["context_fn"] = partial(create_selective_checkpoint_contexts, kept)
+            saved = [overload for name in names_of(context.options.save) for overload in _overloads(name)]
+            how["context_fn"] = partial(create_selective_checkpoint_contexts, saved)
         for name in chosen(context.plan.recompute, context.facts.blocks):
             if any(True for _ in modules[name].parameters()):  # else another rank of a pipeline holds it
                 _override(modules[name], how)
@@ -129,18 +130,18 @@ def chosen(recompute: str, blocks: tuple[str, ...]) -> tuple[str, ...]:
     return blocks[:: int(recompute)] if recompute.isdecimal() else blocks
 
 
-def _override(block: Any, how: dict[str, Any]) -> None:
-    def forward(block: Any, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def _override(block: nn.Module, how: dict[str, Any]) -> None:
+    def forward(block: nn.Module, original: Callable[..., Any], *args: object, **kwargs: object) -> Any:
         if not torch.is_grad_enabled():
             return original(*args, **kwargs)
         # A cache of keys and values would be filled twice.
         kwargs = {name: None if name in CACHES else value for name, value in kwargs.items()}
         # What modules do once, at their first call, would be among the operations that are kept, and not come again.
-        now = how if block._recomputed_before else {"use_reentrant": False}
-        block._recomputed_before = True
-        return checkpoint(original, *args, **now, **kwargs)
+        keywords: dict[str, Any] = {**kwargs, **(how if vars(block)[_RAN_BEFORE] else {"use_reentrant": False})}
+        vars(block)[_RAN_BEFORE] = True
+        return checkpoint(original, *args, **keywords)
 
-    block._recomputed_before = "context_fn" not in how
+    vars(block)[_RAN_BEFORE] = "context_fn" not in how
     override_forward(block, "recompute", forward)
 
 

@@ -22,20 +22,22 @@ from paceline.base.errors import TrainError
 from paceline.torch_internals.tensors import first_after_step
 
 Swap = Callable[[Optimizer], AbstractContextManager[Any]]
+_STANDS_FOR = "_stands_for"  # an attribute of a stand-in: the model's parameter
 
 
 def stand_in(parameter: Tensor, data: Tensor, grad: Tensor | None) -> nn.Parameter:
     """A parameter on the memory of `data`, with the attributes that the user gave the real one."""
-    found = nn.Parameter(data, requires_grad=parameter.requires_grad)
-    found.__dict__.update(parameter.__dict__)
-    found._stands_for = original(parameter)  # type: ignore[attr-defined]
-    found.grad = grad
-    return found
+    stand = nn.Parameter(data, requires_grad=parameter.requires_grad)
+    vars(stand).update(vars(parameter))
+    vars(stand)[_STANDS_FOR] = original(parameter)
+    stand.grad = grad
+    return stand
 
 
 def original(parameter: Tensor) -> Tensor:
     """The model's parameter that this one stands for; itself where it is the model's."""
-    return getattr(parameter, "_stands_for", parameter)
+    model_parameter: Tensor = vars(parameter).get(_STANDS_FOR, parameter)
+    return model_parameter
 
 
 @contextmanager
@@ -44,9 +46,11 @@ def stand_ins(optimizer: Optimizer, make: Callable[[Tensor], Tensor]) -> Iterato
     before = [group["params"] for group in optimizer.param_groups]
     pairs = []
     for group in optimizer.param_groups:
-        made = [(parameter, make(parameter)) for parameter in group["params"]]
-        group["params"] = [stand for _, stand in made]
-        pairs += [(parameter, stand) for parameter, stand in made if stand is not parameter]
+        stands = [make(parameter) for parameter in group["params"]]
+        for parameter, stand in zip(group["params"], stands, strict=True):
+            if stand is not parameter:
+                pairs.append((parameter, stand))
+        group["params"] = stands
     try:
         _rename(optimizer, pairs)
         yield pairs
@@ -67,16 +71,16 @@ def swap_in_steps(optimizer: Optimizer, swap: Swap) -> None:
 
     Steps with a closure are refused then: it would compute gradients of parameters that are elsewhere.
     """
-    plain = optimizer.step
+    plain: Callable[..., Any] = optimizer.step
 
     @wraps(plain)  # and so with the mark by which a scheduler knows that it counts these steps
-    def step(self: Optimizer, *args: Any, **kwargs: Any) -> Any:
-        if any(callable(each) for each in (*args, *kwargs.values())):
+    def step(self: Optimizer, *args: object, **kwargs: object) -> Any:
+        if any(callable(argument) for argument in (*args, *kwargs.values())):
             raise closure_refused(self)
         opened = ExitStack()
         entered = False
 
-        def enter(*_: Any) -> None:
+        def enter(*_: object) -> None:
             nonlocal entered
             if not entered:  # a step that calls its superclass' step comes here twice
                 entered = True

@@ -14,7 +14,7 @@
 A `Strategy` is pure: one object serves every plan and every model, and keeps nothing. All state belongs to the
 `AppliedStrategy` that its `apply` returns, one for each model; the model's `Chain` (see `parallel.chain`) keeps those.
 
-A new strategy is one new file with `STRATEGY = Class()`; the registry finds it.
+A new strategy is one new file with `STRATEGY = Class()`, here or in a package; the registry finds it.
 """
 
 from __future__ import annotations

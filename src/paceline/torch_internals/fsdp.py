@@ -21,9 +21,10 @@ from torch import nn
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import FSDPModule
-    from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
-    from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
-    from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+    from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather as AllGather
+    from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter as ReduceScatter
+    from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam as FSDPParam
+    from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup as FSDPParamGroup
     from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 
 

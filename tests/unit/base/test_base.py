@@ -60,6 +60,20 @@ def test_an_unknown_implementation_lists_those_that_exist():
         registry.get("toy")
 
 
+def test_packages_inside_are_searched_without_an_import(tmp_path, monkeypatch):
+    inner = tmp_path / "house_of_toys" / "inner"
+    inner.mkdir(parents=True)
+    (inner.parent / "__init__.py").write_text("")
+    (inner.parent / "toy.py").write_text("TOY = 'outer'\n")
+    (inner / "__init__.py").write_text("raise AssertionError('imported')\n")
+    (inner / "other.py").write_text("TOY: str = 'inner'\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    toys = Registry("house_of_toys", "TOY", "paceline.none")
+    assert (toys.names(), toys.get("toy")) == (["other", "toy"], "outer")
+    (inner / "__init__.py").write_text("")
+    assert toys.get("other") == "inner"
+
+
 def test_another_distribution_may_offer_an_implementation(tmp_path, monkeypatch):
     (tmp_path / "elsewhere.py").write_text("STRATEGY = 'theirs'\n")
     info = tmp_path / "elsewhere-1.0.dist-info"

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from paceline.parallel.compile import STRATEGY as COMPILE
-from paceline.parallel.context import STRATEGY as CONTEXT
+from paceline.parallel.context.context import STRATEGY as CONTEXT
 from paceline.parallel.random_streams import RandomStreams
 from paceline.parallel.recompute import STRATEGY as RECOMPUTE
 from paceline.plan.cost import Bytes

@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import nn
 
-from paceline.parallel.tensor import STRATEGY
-from paceline.parallel.tensor_plan import TensorOptions, divide, divided_elements
+from paceline.parallel.tensor.plan import TensorOptions, divide, divided_elements
+from paceline.parallel.tensor.tensor import STRATEGY
 from paceline.plan.cost import Bytes
 from paceline.plan.facts import model_facts
 from paceline.plan.plan import Plan

@@ -5,8 +5,8 @@ import torch
 from parity_models import GPT
 from torch import nn
 
-from paceline.parallel.shard import STRATEGY
-from paceline.parallel.wrapping import wrapping
+from paceline.parallel.data.shard import STRATEGY
+from paceline.parallel.data.wrapping import wrapping
 from paceline.plan.cost import Bytes
 from paceline.plan.facts import model_facts
 from paceline.plan.resolve import draft
@@ -83,7 +83,7 @@ def test_problems_are_told_before_anything_is_touched(options, code):
 
 
 def test_replicate_beside_tensor_parallel_has_no_hooks():
-    from paceline.parallel.replicate import STRATEGY as REPLICATE
+    from paceline.parallel.data.replicate import STRATEGY as REPLICATE
 
     def checked(hook):
         of = draft({"replicate": 2, "tp": 2}, [], 4, {"replicate": {"comm_hook": hook}})

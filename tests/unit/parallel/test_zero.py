@@ -7,12 +7,21 @@ import torch
 from torch import nn
 
 from paceline.base.errors import PlanError, TrainError
-from paceline.parallel import division
-from paceline.parallel.division import ByParameters, ByRows, batches, pack, packed_parts, packed_width, rows, unpack
+from paceline.parallel.data import division
+from paceline.parallel.data.division import (
+    ByParameters,
+    ByRows,
+    batches,
+    pack,
+    packed_parts,
+    packed_width,
+    rows,
+    unpack,
+)
+from paceline.parallel.data.zero import STRATEGY as ZERO
 from paceline.parallel.offload import STRATEGY as OFFLOAD
 from paceline.parallel.stand_ins import stand_in, stand_ins, swap_in_steps
 from paceline.parallel.strategy import STRATEGIES
-from paceline.parallel.zero import STRATEGY as ZERO
 from paceline.plan.cost import Bytes
 from paceline.plan.facts import model_facts
 from paceline.plan.plan import Plan

@@ -7,8 +7,8 @@ import torch
 import torch.distributed.pipelining
 from torch import nn
 
-from paceline.parallel.pipeline import STRATEGY, divide
-from paceline.parallel.schedules import draw, order, timeline
+from paceline.parallel.pipeline.pipeline import STRATEGY, divide
+from paceline.parallel.pipeline.schedules import draw, order, timeline
 from paceline.plan.cost import Bytes
 from paceline.plan.facts import model_facts
 from paceline.plan.pipeline import SCHEDULES, balanced, chain, choose, even, loads, matching, rank_of

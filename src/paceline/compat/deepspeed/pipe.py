@@ -29,7 +29,7 @@ from paceline.base.log import logger, warn_once
 from paceline.compat.deepspeed import partition
 from paceline.compat.deepspeed.layers import Function, Tied, give_up, sharing, tie, trim
 from paceline.compat.deepspeed.topology import PipeDataParallelTopology, PipelineParallelGrid, ProcessTopology
-from paceline.parallel.stages import measure_blocks
+from paceline.parallel.pipeline.timing import measure_blocks
 from paceline.world.world import World
 
 _checkpoint = partial(checkpoint, use_reentrant=False)

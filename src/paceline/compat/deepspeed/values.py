@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from paceline.parallel.fsdp import part_of
+from paceline.parallel.divided_parameters import part_of
 from paceline.run import live_runs
 from paceline.world.sharded import division_of, is_sharded, local, whole
 

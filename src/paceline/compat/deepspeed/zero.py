@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from paceline.base.log import warn_once
-from paceline.parallel.fsdp import part_of, undisturbed
+from paceline.parallel.divided_parameters import part_of, undisturbed
 from paceline.run import live_runs
 from paceline.world.sharded import is_sharded, local, whole
 

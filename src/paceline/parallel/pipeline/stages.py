@@ -20,8 +20,7 @@ A model whose `forward` is nothing but its blocks may offer two things (DeepSpee
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -31,7 +30,8 @@ from torch import Tensor, nn
 
 from paceline.base.errors import PlanError
 from paceline.plan.pipeline import matching
-from paceline.world.tree import describe, map_leaves, map_tensors, tensors
+from paceline.torch_internals.modules import child_table
+from paceline.world.tree import Tree, describe, map_leaves, tensors
 
 
 class Leave(BaseException):
@@ -64,10 +64,10 @@ class Spec:
 Hidden = Tensor | tuple[Tensor, ...]  # what travels from stage to stage
 
 
-def specs(tree: Any) -> Any:
+def specs(tree: Tree) -> Tree:
     """A nested structure with a `Spec` for each tensor; objects other than plain values become None."""
 
-    def of(leaf: Any) -> Any:
+    def of(leaf: object) -> Any:
         if isinstance(leaf, Tensor):
             return Spec.of(leaf)
         return leaf if leaf is None or isinstance(leaf, (bool, int, float, str)) else None
@@ -75,8 +75,8 @@ def specs(tree: Any) -> Any:
     return map_leaves(of, tree)
 
 
-def _placeholder(tree: Any, device: torch.device) -> Any:
-    def of(leaf: Any) -> Any:
+def _placeholder(tree: Tree, device: torch.device) -> Any:
+    def of(leaf: object) -> Any:
         if not isinstance(leaf, Spec):
             return leaf
         return torch.full(
@@ -119,13 +119,12 @@ class Stub(nn.Module):
                 self.__dict__[key] = value
         self.__dict__["_site"] = (name, call)
         own = {key: Spec.of(parameter) for key, parameter in stands_for.named_parameters(recurse=False)}
-        self.__dict__["_tables"] = own or stands_for.__dict__.get(
-            "_tables", {}
-        )  # code around may read `pos.weight[:9]`
+        # Code around may read `pos.weight[:9]`.
+        self.__dict__["_tables"] = own or vars(stands_for).get("_tables", {})
         if held is not None:
             self._modules["held"] = held  # of another stage of this rank: to be found, not to be called
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
+    def forward(self, *args: object, **kwargs: object) -> Any:
         """What the module would have given, or the end of the pass."""
         name, call = self.__dict__["_site"]
         return call(name, args, kwargs)
@@ -156,7 +155,7 @@ class Shell(nn.Module):
         self.held = held
         self.__dict__["_site"] = (name, call)
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
+    def forward(self, *args: object, **kwargs: object) -> Any:
         """The module's own."""
         name, call = self.__dict__["_site"]
         return call(name, self.held, args, kwargs)
@@ -184,6 +183,10 @@ class Unit:
     slots: dict[str, nn.Module | None]
     key: str
     module: nn.Module
+
+
+# The `_modules` of a parent, the key in it, what stands there while a stage runs, and what stands there otherwise.
+Swap = tuple[dict[str, nn.Module | None], str, nn.Module, nn.Module]
 
 
 class Stages:
@@ -223,15 +226,15 @@ class Stages:
         ends = (*begins[1:], len(blocks))
         owner = {blocks[i]: stage for stage in range(self.count) for i in range(begins[stage], ends[stage])}
         names = [name for name, _ in model.named_modules(remove_duplicate=False)]
-        kept = {name for pattern in keep for name in matching(pattern, names)}
+        on_all_stages = {name for pattern in keep for name in matching(pattern, names)}
         self.units: list[Unit] = []
-        _find(model, "", owner, kept, 0, self.units)
+        _find(model, "", owner, on_all_stages, 0, self.units)
         self._stage_of = {unit.name: unit.stage for unit in self.units}
         self._real = {unit.name: unit.module for unit in self.units if unit.stage in self.own}
         for unit in self.units:
             if unit.stage not in self.own:
                 unit.module = unit.slots[unit.key] = self._stub(unit)
-        self._swaps: dict[tuple[int, bool], list[tuple[dict[str, nn.Module | None], str, nn.Module, nn.Module]]] = {}
+        self._swaps: dict[tuple[int, bool], list[Swap]] = {}
 
     def _stub(self, unit: Unit, held: nn.Module | None = None) -> Stub:
         return Stub(unit.name, unit.module, self._at_stub, held)
@@ -272,12 +275,12 @@ class Stages:
         """What the model is called with: the batch, or what the stage before sent where the model can begin there."""
         return (args, kwargs) if self._begin_at is None or received is None else ((received,), {})
 
-    def _swaps_of(self, stage: int, record: bool) -> list[Any]:
+    def _swaps_of(self, stage: int, record: bool) -> list[Swap]:
         """What stands where while a stage runs. Made at the first pass: strategies may have changed modules until then."""
         if (stage, record) not in self._swaps:
-            swaps = []
+            swaps: list[Swap] = []
             for unit in self.units:
-                there: nn.Module
+                there: Stub | Shell
                 if unit.stage != stage:
                     there = self._stub(unit, self._real.get(unit.name))
                 elif self._begin_at is None and (record or (stage > 0 and unit.name == self.first[stage])):
@@ -322,7 +325,7 @@ class Stages:
         placeholder: Tensor = _placeholder(spec, self._device)
         return placeholder
 
-    def _at_unit(self, name: str, held: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _at_unit(self, name: str, unit: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         visit = self.visit
         assert visit is not None
         if name == self.first[visit.stage] and not visit.entered:
@@ -331,19 +334,20 @@ class Stages:
                 args = (visit.received, *args[1:])
             elif visit.received is not None:
                 kwargs = {**kwargs, next(iter(kwargs)): visit.received}
-        output = held(*args, **kwargs)
+        output = unit(*args, **kwargs)
         if visit.recorded is not None:
             visit.recorded.setdefault(name, []).append(specs(output))
         return output
 
-    def hidden(self, stage: int, output: Any) -> Hidden:
+    def hidden(self, stage: int, output: object) -> Hidden:
         """What a stage sends on: a tensor, or a tuple of tensors.
 
         Raises:
             PlanError: `pipeline-hidden`.
         """
         sent = output if type(output) is tuple else (output,)
-        if not sent or not all(isinstance(each, Tensor) for each in sent):
+        tensors_sent = [tensor for tensor in sent if isinstance(tensor, Tensor)]
+        if not sent or len(tensors_sent) < len(sent):
             raise PlanError(
                 "pipeline-hidden",
                 f"stage {stage} of the pipeline ends with {describe(output)}, not with a tensor or a tuple of tensors.",
@@ -351,9 +355,11 @@ class Stages:
                 "its forward must come there, and call it with the hidden state first",
                 fix="name the blocks that run one after the other: options={'pipeline': {'blocks': 'layers.*'}}",
             )
-        return sent[0].contiguous() if output is sent[0] else tuple(each.contiguous() for each in sent)
+        if isinstance(output, Tensor):
+            return output.contiguous()
+        return tuple(tensor.contiguous() for tensor in tensors_sent)
 
-    def check(self, stage: int, output: Any, received: Hidden | None) -> None:
+    def check(self, stage: int, output: object, received: Hidden | None) -> None:
         """Refuses a stage that computed with what only earlier stages have: placeholders are NaN, so its output is too.
 
         Raises:
@@ -381,7 +387,7 @@ class Stages:
         )
 
 
-def _finite(tree: Any) -> bool:
+def _finite(tree: Tree) -> bool:
     return all(bool(t.isfinite().all()) for t in tensors(tree) if t.is_floating_point())
 
 
@@ -389,7 +395,7 @@ def _find(
     module: nn.Module, prefix: str, owner: dict[str, int], kept_names: set[str], stage: int, units: list[Unit]
 ) -> int:
     """Collects units in order of definition; returns the stage of the last block so far."""
-    for key, child in module._modules.items():
+    for key, child in child_table(module).items():
         name = f"{prefix}{key}"
         if child is None or name in kept_names:
             continue
@@ -400,7 +406,7 @@ def _find(
             continue
         elif not any(True for _ in child.parameters()):
             continue
-        units.append(Unit(name, stage, module._modules, key, child))
+        units.append(Unit(name, stage, child_table(module), key, child))
     return stage
 
 
@@ -408,7 +414,10 @@ class Stage(nn.Module):
     """One stage as torch's `PipelineStage` sees it: `run(received tensors, micro-batch)`, and the stage's parameters."""
 
     def __init__(
-        self, run: Callable[[tuple[Tensor, ...], int], Hidden], modules: Sequence[nn.Module], shared: Any
+        self,
+        run: Callable[[tuple[Tensor, ...], int], Hidden],
+        modules: Sequence[nn.Module],
+        shared: Callable[[], Iterable[nn.Parameter]],
     ) -> None:
         super().__init__()
         self._run = run
@@ -423,46 +432,3 @@ class Stage(nn.Module):
         """Those of its units, and those that all stages hold."""
         yield from self.units.parameters()
         yield from self._shared()
-
-
-def measure_blocks(model: nn.Module, blocks: Sequence[str], *inputs: Any, turns: int = 3, **named: Any) -> list[float]:
-    """Seconds that each block takes forward and backward, for `split="time"`.
-
-    Args:
-        model: not prepared yet; runs on `inputs` and `named` as they are.
-        blocks: names of the blocks, such as `paceline.plan.blocks.repeated_blocks(model)`.
-        turns: the least of so many runs counts.
-
-    Ranks: no communication; rank 0's numbers count where ranks differ.
-    """
-    best = [float("inf")] * len(blocks)
-    for _ in range(turns):
-        taken = [0.0] * len(blocks)
-        calls: list[tuple[int, Any, Any]] = []
-        handles = [
-            model.get_submodule(name).register_forward_hook(
-                lambda _, args, kwargs, output, at=at, calls=calls: calls.append((at, args, kwargs)), with_kwargs=True
-            )
-            for at, name in enumerate(blocks)
-        ]
-        with torch.no_grad():
-            model(*inputs, **named)
-        for handle in handles:
-            handle.remove()
-        for at, args, kwargs in calls:
-            args, kwargs = map_tensors(lambda t: t.detach().requires_grad_(t.is_floating_point()), (args, kwargs))
-            begin = _clock()
-            block = model.get_submodule(blocks[at])
-            outputs = [t.sum() for t in tensors(block(*args, **kwargs)) if t.requires_grad]
-            learn = [t for t in (*tensors((args, kwargs)), *block.parameters()) if t.requires_grad]
-            if outputs:
-                torch.autograd.grad(outputs, learn, allow_unused=True)
-            taken[at] += _clock() - begin
-        best = [min(pair) for pair in zip(best, taken, strict=True)]
-    return best
-
-
-def _clock() -> float:
-    if torch.accelerator.is_available():
-        torch.accelerator.synchronize()
-    return time.perf_counter()

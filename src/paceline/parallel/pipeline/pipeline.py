@@ -9,8 +9,7 @@ paper: `stages`, `pipe`, `paceline.plan.pipeline`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -19,9 +18,9 @@ from torch import nn
 
 from paceline.base.errors import Problem
 from paceline.config.kinds import one_of, whole
-from paceline.parallel.copies import Copies, Holders
-from paceline.parallel.pipe import Meter, Pipe, pipe_of
-from paceline.parallel.stages import Spec, Stages
+from paceline.parallel.pipeline.copies import Copies, Holders
+from paceline.parallel.pipeline.pipe import Pipe
+from paceline.parallel.pipeline.stages import Spec, Stages
 from paceline.parallel.strategy import AppliedStrategy, Context, Strategy
 from paceline.plan.cost import Bytes
 from paceline.plan.facts import ModelFacts
@@ -322,7 +321,7 @@ def _split_problems(options: PipelineOptions, facts: ModelFacts, blocks: Sequenc
                 "pipeline-weights",
                 f"split='time' needs the time of each of {len(blocks)} blocks, but {len(options.weights)} are given.",
                 why=f"pipeline.weights; blocks: {_some(blocks)}",
-                fix="measure: weights = paceline.parallel.stages.measure_blocks(model, blocks, *inputs)",
+                fix="measure: weights = paceline.parallel.pipeline.timing.measure_blocks(model, blocks, *inputs)",
             )
         ]
     if options.split in _SPLITS:
@@ -353,20 +352,6 @@ def _split_problems(options: PipelineOptions, facts: ModelFacts, blocks: Sequenc
 
 def _some(given: Sequence[str]) -> str:
     return ", ".join(given[:4]) + (f", ... {given[-1]}" if len(given) > 4 else "") or "none"
-
-
-@contextmanager
-def measure(model: nn.Module) -> Iterator[Meter]:
-    """While it is open, batches of a prepared model are timed; `bubble` of what it gives is the share spent waiting.
-
-    Ranks: each measures itself. On an accelerator it waits for each piece, which costs a little.
-    """
-    pipe = pipe_of(model)
-    pipe.meter = meter = Meter()
-    try:
-        yield meter
-    finally:
-        pipe.meter = None
 
 
 STRATEGY = Pipeline()

@@ -6,6 +6,7 @@ A `TorchFunctionMode` sees every call of a torch function in this thread, howeve
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -14,9 +15,9 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from paceline.base.errors import TrainError
-from paceline.parallel.ring_attention import ring_attention
-from paceline.parallel.sequence_split import Region
-from paceline.parallel.ulysses import ulysses_attention
+from paceline.parallel.context.ring_attention import ring_attention
+from paceline.parallel.context.sequence_split import Region
+from paceline.parallel.context.ulysses import ulysses_attention
 from paceline.torch_internals.attention import multi_head_attention_with
 from paceline.world.sharded import is_sharded
 
@@ -32,7 +33,9 @@ class AttentionCalls(TorchFunctionMode):
         super().__init__()
         self.region = region
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        self, func: Callable[..., Any], types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
         kwargs = kwargs or {}
         if func is functional.scaled_dot_product_attention:
             self.region.attended += 1
@@ -67,12 +70,12 @@ def attend(
     Raises:
         TrainError: `context-attention`, `context-heads`.
     """
-    if any(is_sharded(each) for each in (query, key, value)):
+    if any(map(is_sharded, (query, key, value))):
         raise _refused("its inputs are DTensors", "keep the parallel styles' default of local outputs")
     if query.ndim == 3:
         query, key, value = query.unsqueeze(0), key.unsqueeze(0), value.unsqueeze(0)
         return attend(region, query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa).squeeze(0)
-    lengths = [each.shape[-2] for each in (query, key, value)]
+    lengths = [tensor.shape[-2] for tensor in (query, key, value)]
     if query.ndim != 4 or lengths != [region.local] * 3:
         raise _refused(
             f"queries {list(query.shape)} meet keys {list(key.shape)}, and {region.local} positions of the sequence are here",
@@ -80,7 +83,8 @@ def attend(
         )
     device = query.device.type
     if torch.is_autocast_enabled(device):  # as torch does for this call
-        query, key, value = (each.to(torch.get_autocast_dtype(device)) for each in (query, key, value))
+        dtype = torch.get_autocast_dtype(device)
+        query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
     mask = _whole_mask(attn_mask, region)
     if region.method == "ulysses":
         return ulysses_attention(query, key, value, region, is_causal, mask, scale, dropout_p)
@@ -120,7 +124,7 @@ def _whole_mask(mask: Tensor | None, region: Region) -> Tensor | None:
     )
 
 
-def _multi_head(region: Region, *args: Any, **kwargs: Any) -> Any:
+def _multi_head(region: Region, *args: object, **kwargs: Any) -> object:
     """`multi_head_attention_forward`, which checks masks against lengths: those of the whole sequence go round it."""
     if kwargs.get("need_weights", True):
         raise _refused(
@@ -135,7 +139,9 @@ def _multi_head(region: Region, *args: Any, **kwargs: Any) -> Any:
     else:
         mask = None
 
-    def attention(query: Tensor, key: Tensor, value: Tensor, keys: Any, dropout_p: float, is_causal: bool) -> Tensor:
+    def attention(
+        query: Tensor, key: Tensor, value: Tensor, keys: Tensor | None, dropout_p: float, is_causal: bool
+    ) -> Tensor:
         whole = _joined(mask, _whole_mask(keys, region), query)
         return attend(region, query, key, value, whole, dropout_p, is_causal)
 

@@ -16,7 +16,8 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
 from paceline.base.errors import TrainError
-from paceline.parallel.sequence_split import Region
+from paceline.parallel.context.sequence_split import Region
+from paceline.parallel.differentiable import Differentiable
 
 
 def ulysses_attention(
@@ -73,11 +74,11 @@ def fitting(heads: int) -> str:
     return ", ".join(str(width) for width in range(1, heads + 1) if heads % width == 0)
 
 
-class _Exchange(torch.autograd.Function):
+class _Exchange(Differentiable):
     """Row i goes to rank i, and rank i's comes as row i: its own inverse, and its own backward. Shape: [n, k]."""
 
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, group: Any) -> Tensor:
+    def forward(ctx: Any, rows: Tensor, group: dist.ProcessGroup) -> Tensor:
         ctx.group = group
         received = torch.empty_like(rows)
         dist.all_to_all_single(received, rows.contiguous(), group=group)
@@ -86,21 +87,25 @@ class _Exchange(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
-        return _Exchange.apply(gradient.contiguous(), ctx.group), None
+        return _Exchange.call(gradient.contiguous(), ctx.group), None
 
 
 def _to_heads(tensors: list[Tensor], region: Region) -> list[Tensor]:
     """[B, h, L, e] each, for my positions -> [B, h / n, n L, e], for my heads."""
     ranks = region.division.ranks
-    parts = [each.unflatten(1, (ranks, -1)).movedim(1, 0) for each in tensors]  # [n, B, h / n, L, e]
-    received = _Exchange.apply(torch.cat([each.flatten(1) for each in parts], 1), region.group)
-    rows = received.split([each[0].numel() for each in parts], 1)
-    shaped = [row.view(part.shape) for row, part in zip(rows, parts, strict=True)]
-    return [each.permute(1, 2, 0, 3, 4).flatten(2, 3) for each in shaped]
+    # [B, h, L, e] -> [n, B, h / n, L, e]: row i is what rank i needs. All tensors travel in one message.
+    sent = [tensor.unflatten(1, (ranks, -1)).movedim(1, 0) for tensor in tensors]
+    message = torch.cat([rows.flatten(1) for rows in sent], 1)
+    received = _Exchange.call(message, region.group).split([rows[0].numel() for rows in sent], 1)
+    by_head = []
+    for flat, rows in zip(received, sent, strict=True):
+        by_rank = flat.view(rows.shape)  # now row i is what rank i has sent: its positions
+        by_head.append(by_rank.permute(1, 2, 0, 3, 4).flatten(2, 3))
+    return by_head
 
 
 def _to_positions(out: Tensor, region: Region) -> Tensor:
     """[B, h / n, n L, e], for my heads -> [B, h, L, e], for my positions."""
     parts = out.unflatten(2, (region.division.ranks, -1)).movedim(2, 0)  # [n, B, h / n, L, e]
-    received = _Exchange.apply(parts.flatten(1), region.group).view(parts.shape)
+    received = _Exchange.call(parts.flatten(1), region.group).view(parts.shape)
     return received.movedim(0, 1).flatten(1, 2)

@@ -17,32 +17,35 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.autograd import Function
+from torch.distributed.device_mesh import DeviceMesh
 
 from paceline.base.errors import TrainError
+from paceline.parallel.differentiable import Differentiable
+from paceline.parallel.pipeline.stages import Shell
 from paceline.parallel.random_streams import RandomStreams
-from paceline.parallel.stages import Shell
+from paceline.torch_internals.modules import parameter_table
 from paceline.torch_internals.tensors import is_seen_by_a_mode
 from paceline.world.sharded import is_sharded
 from paceline.world.transport import transport_of
 
+_PARTIAL = "_tensor_partial"  # an attribute of modules, see `mark`
 SEQUENCE = 1  # the dimension of positions: activations are [batch, positions, features]
 
 
 # -- communication with a way back ------------------------------------------------------------------------------
 
 
-class _Copy(Function):
+class _Copy(Differentiable):
     """The same on every rank; on the way back gradients are summed, since each rank's is that of its share."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Any) -> Tensor:
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
         ctx.group = group
         return x.view_as(x)
 
@@ -53,11 +56,11 @@ class _Copy(Function):
         return summed, None
 
 
-class _Sum(Function):
+class _Sum(Differentiable):
     """The sum over the ranks, in place: of a tensor that nobody else holds."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Any) -> Tensor:
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
         summed = _free(x)
         if summed is x:
             ctx.mark_dirty(x)
@@ -69,11 +72,11 @@ class _Sum(Function):
         return gradient, None
 
 
-class _Gather(Function):
+class _Gather(Differentiable):
     """All shares along `dim`; on the way back this rank's, since what follows is computed alike on every rank."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, dim: int, group: Any) -> Tensor:
+    def forward(ctx: Any, x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
         ctx.dim = dim
         ctx.group = group
         return _gathered(x, dim, group)
@@ -83,11 +86,11 @@ class _Gather(Function):
         return _share(gradient, ctx.dim, ctx.group), None, None
 
 
-class _Split(Function):
+class _Split(Differentiable):
     """This rank's share along `dim` of what is the same on every rank; on the way back all shares."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, dim: int, group: Any) -> Tensor:
+    def forward(ctx: Any, x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
         ctx.dim = dim
         ctx.group = group
         return _share(x, dim, group)
@@ -97,11 +100,11 @@ class _Split(Function):
         return _gathered(gradient, ctx.dim, ctx.group), None, None
 
 
-class _SumSplit(Function):
+class _SumSplit(Differentiable):
     """This rank's share along `dim` of the sum over the ranks; on the way back all shares."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, dim: int, group: Any) -> Tensor:
+    def forward(ctx: Any, x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
         ctx.dim = dim
         ctx.group = group
         x = _free(x).contiguous()
@@ -118,7 +121,7 @@ def _free(x: Tensor) -> Tensor:
     return x.clone() if is_seen_by_a_mode() else x
 
 
-def _gathered(x: Tensor, dim: int, group: Any) -> Tensor:
+def _gathered(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
     x = x.contiguous()
     parts = [torch.empty_like(x) for _ in range(dist.get_world_size(group))]
     parts[dist.get_rank(group)] = x
@@ -126,7 +129,7 @@ def _gathered(x: Tensor, dim: int, group: Any) -> Tensor:
     return torch.cat(parts, dim)
 
 
-def _share(x: Tensor, dim: int, group: Any) -> Tensor:
+def _share(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
     return x.chunk(dist.get_world_size(group), dim)[dist.get_rank(group)].contiguous()
 
 
@@ -145,7 +148,7 @@ class Region:
         numbers: module, attribute, value of the whole model, value here: the counts of heads and features.
     """
 
-    group: Any
+    group: dist.ProcessGroup
     streams: RandomStreams
     split: bool = True
     sequence: bool = False
@@ -161,7 +164,7 @@ class Region:
             self.streams.open()
         if self._source is not x:
             self._source = x
-            self._entered = _Copy.apply(x, self.group)
+            self._entered = _Copy.call(x, self.group)
         assert self._entered is not None
         return self._entered
 
@@ -182,18 +185,24 @@ def _multiply(x: Tensor, weight: Tensor, turned: bool, bias: Tensor | None = Non
     return F.linear(x, weight.t() if turned else weight, bias)
 
 
-def _local(parameter: Any) -> Any:
-    return None if parameter is None else parameter.to_local()
+def _local(parameter: object) -> Tensor:
+    """This rank's share, as a plain tensor with a way back to the DTensor."""
+    assert is_sharded(parameter)
+    return parameter.to_local()
+
+
+def _bias(layer: nn.Module) -> Tensor | None:
+    return None if layer.bias is None else _local(layer.bias)
 
 
 def colwise(region: Region, turned: bool) -> Callable[..., Any]:
     """A linear layer of which this rank has some outputs."""
 
-    def forward(self: nn.Module, original: Callable[..., Any], x: Tensor) -> Tensor:
+    def forward(self: nn.Module, original: Callable[..., Tensor], x: Tensor) -> Tensor:
         if not is_sharded(self.weight):
             return original(x)
-        y = _multiply(region.enter(x, self.training), _local(self.weight), turned, _local(self.bias))
-        return y if region.split else _Gather.apply(y, -1, region.group)
+        y = _multiply(region.enter(x, self.training), _local(self.weight), turned, _bias(self))
+        return y if region.split else _Gather.call(y, -1, region.group)
 
     return forward
 
@@ -201,31 +210,31 @@ def colwise(region: Region, turned: bool) -> Callable[..., Any]:
 def rowwise(region: Region, turned: bool) -> Callable[..., Any]:
     """A linear layer of which this rank has some inputs."""
 
-    def forward(self: nn.Module, original: Callable[..., Any], x: Tensor) -> Tensor:
+    def forward(self: nn.Module, original: Callable[..., Tensor], x: Tensor) -> Tensor:
         if not is_sharded(self.weight):
             return original(x)
         if not region.split:
-            x = _Split.apply(x, -1, region.group)
+            x = _Split.call(x, -1, region.group)
         y = _multiply(x, _local(self.weight), turned)
-        y = _SumSplit.apply(y, SEQUENCE, region.group) if region.sequence else _Sum.apply(y, region.group)
+        y = _SumSplit.call(y, SEQUENCE, region.group) if region.sequence else _Sum.call(y, region.group)
         region.leave()
-        bias = _local(self.bias)
-        if bias is None:
+        if self.bias is None:
             return y
-        return y + (_Copy.apply(bias, region.group) if region.sequence else bias).to(y.dtype)
+        bias = _local(self.bias)
+        return y + (_Copy.call(bias, region.group) if region.sequence else bias).to(y.dtype)
 
     return forward
 
 
-def head(region: Region, turned: bool, mesh: Any) -> Callable[..., Any]:
+def head(region: Region, turned: bool, mesh: DeviceMesh | None) -> Callable[..., Any]:
     """The linear layer that puts out logits; with a mesh they stay divided, as a DTensor."""
 
-    def forward(self: nn.Module, original: Callable[..., Any], x: Tensor) -> Tensor:
+    def forward(self: nn.Module, original: Callable[..., Tensor], x: Tensor) -> Tensor:
         if not is_sharded(self.weight):
             return original(x)
-        y = _multiply(_Copy.apply(x, region.group), _local(self.weight), turned, _local(self.bias))
+        y = _multiply(_Copy.call(x, region.group), _local(self.weight), turned, _bias(self))
         if mesh is None:
-            return _Gather.apply(y, -1, region.group)
+            return _Gather.call(y, -1, region.group)
         from torch.distributed.tensor import DTensor, Shard
 
         return DTensor.from_local(y, mesh, [Shard(y.dim() - 1)], run_check=False)
@@ -236,25 +245,27 @@ def head(region: Region, turned: bool, mesh: Any) -> Callable[..., Any]:
 def vocabulary(region: Region) -> Callable[..., Any]:
     """An embedding of which this rank has some rows."""
 
-    def forward(self: nn.Module, original: Callable[..., Any], tokens: Tensor) -> Tensor:
+    def forward(self: nn.Module, original: Callable[..., Tensor], tokens: Tensor) -> Tensor:
         if not is_sharded(self.weight):
             return original(tokens)
         weight = _local(self.weight)
         rows = weight.shape[0]
-        start = dist.get_rank(region.group) * weight.shape[0]
+        start = dist.get_rank(region.group) * rows
         here = tokens - start
         elsewhere = (here < 0) | (here >= rows)
-        padding = self.padding_idx - start if self.padding_idx is not None else -1
-        found = F.embedding(here.masked_fill(elsewhere, 0), weight, padding if 0 <= padding < rows else None)
-        return _Sum.apply(found.masked_fill(elsewhere.unsqueeze(-1), 0), region.group)
+        padding = cast("int | None", self.padding_idx)
+        if padding is not None:
+            padding = padding - start if 0 <= padding - start < rows else None
+        embedded = F.embedding(here.masked_fill(elsewhere, 0), weight, padding)
+        return _Sum.call(embedded.masked_fill(elsewhere.unsqueeze(-1), 0), region.group)
 
     return forward
 
 
-def undivided(group: Any) -> Callable[..., Any]:
+def undivided(group: dist.ProcessGroup) -> Callable[..., Any]:
     """A module around or with parameters that every rank holds (`marked`): inside, they are plain tensors."""
 
-    def forward(self: nn.Module, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def forward(self: nn.Module, original: Callable[..., Any], *args: object, **kwargs: object) -> Any:
         with plain_parameters(self, group):
             try:
                 return original(*args, **kwargs)
@@ -279,62 +290,67 @@ def mark(module: nn.Module, partial: bool) -> None:
     Args:
         partial: whether it sees this rank's share of heads or positions, so that gradients are summed.
     """
-    module._tensor_partial = partial  # type: ignore[assignment]
+    vars(module)[_PARTIAL] = partial
 
 
-def marked(module: Any) -> bool:
+def marked(module: nn.Module | None) -> bool:
     """Whether `mark` was called on it."""
-    return module is not None and "_tensor_partial" in vars(module)
+    return module is not None and _PARTIAL in vars(module)
 
 
 @contextmanager
-def plain_parameters(module: nn.Module, group: Any) -> Iterator[None]:
+def plain_parameters(module: nn.Module, group: dist.ProcessGroup) -> Iterator[None]:
     """While it is open, undivided parameters that the module's forward may read are plain tensors with a way back to the
     DTensors: its own, and its children's (`self.positions.weight[:length]`)."""
-    held = []
-    for child in (module, *module._modules.values()):
-        each: Any = child.held if isinstance(child, Shell) else child
-        if not marked(each):
+    replaced: list[tuple[dict[str, Tensor | None], str, Tensor, Tensor]] = []
+    for child in (module, *module.children()):
+        owner = child.held if isinstance(child, Shell) else child
+        if not marked(owner):
             continue
-        for name, parameter in each._parameters.items():
+        slots = parameter_table(owner)
+        for name, parameter in slots.items():
             if is_sharded(parameter) and parameter.device_mesh.ndim == 1:  # FSDP has gathered it
                 local = parameter.to_local()
-                held.append((each, name, parameter, _Copy.apply(local, group) if each._tensor_partial else local))
-    for each, name, _, local in held:
-        each._parameters[name] = local
+                if vars(owner)[_PARTIAL]:
+                    local = _Copy.call(local, group)
+                replaced.append((slots, name, parameter, local))
+    for slots, name, _, local in replaced:
+        slots[name] = local
     try:
         yield
     finally:
-        for each, name, parameter, local in held:
-            if each._parameters[name] is local:  # FSDP puts divided ones back behind a child's forward
-                each._parameters[name] = parameter
+        for slots, name, parameter, local in replaced:
+            if slots[name] is local:  # FSDP puts divided ones back behind a child's forward
+                slots[name] = parameter
 
 
 # -- positions --------------------------------------------------------------------------------------------------
 
 
-def whole_positions(group: Any) -> Callable[..., Any]:
+def whole_positions(group: dist.ProcessGroup) -> Callable[..., Any]:
     """An attention or MLP between blocks' shares: gets all positions of its first tensor."""
 
-    def forward(self: nn.Module, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def forward(self: nn.Module, original: Callable[..., Any], *args: object, **kwargs: object) -> Any:
         if not is_divided(self):
             return original(*args, **kwargs)
-        args, kwargs = _first_tensor(args, kwargs, lambda x: _Gather.apply(x, SEQUENCE, group))
+        args, kwargs = _first_tensor(args, kwargs, lambda x: _Gather.call(x, SEQUENCE, group))
         return original(*args, **kwargs)
 
     return forward
 
 
-def block_positions(group: Any, streams: RandomStreams, first: bool, last: bool, divided: Callable[[int], None]) -> Any:
+def block_positions(
+    group: dist.ProcessGroup, streams: RandomStreams, first: bool, last: bool, divided: Callable[[int], None]
+) -> Any:
     """A block on this rank's share of the positions; the first one splits, the last one gathers."""
 
-    def forward(self: nn.Module, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def forward(self: nn.Module, original: Callable[..., Any], *args: object, **kwargs: object) -> Any:
         if not is_divided(self):
             return original(*args, **kwargs)
 
         def split(x: Tensor) -> Tensor:
             divided(x.shape[SEQUENCE])
-            return _Split.apply(x, SEQUENCE, group)
+            return _Split.call(x, SEQUENCE, group)
 
         if first:
             args, kwargs = _first_tensor(args, kwargs, split)
@@ -346,8 +362,8 @@ def block_positions(group: Any, streams: RandomStreams, first: bool, last: bool,
         if not last:
             return output
         if isinstance(output, Tensor):
-            return _Gather.apply(output, SEQUENCE, group)
-        return type(output)((_Gather.apply(output[0], SEQUENCE, group), *output[1:]))
+            return _Gather.call(output, SEQUENCE, group)
+        return type(output)((_Gather.call(output[0], SEQUENCE, group), *output[1:]))
 
     return forward
 
@@ -361,8 +377,12 @@ def _first_tensor(
     args: tuple[Any, ...], kwargs: dict[str, Any], change: Callable[[Tensor], Tensor]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Replaces the first tensor among the arguments wherever it stands."""
-    found = next((value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)), None)
-    if found is None:
+    first = next((value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)), None)
+    if first is None:
         return args, kwargs
-    new = change(found)
-    return tuple(new if v is found else v for v in args), {k: new if v is found else v for k, v in kwargs.items()}
+    changed = change(first)
+
+    def replaced(value: object) -> object:
+        return changed if value is first else value
+
+    return tuple(map(replaced, args)), {name: replaced(value) for name, value in kwargs.items()}

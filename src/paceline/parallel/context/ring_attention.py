@@ -22,7 +22,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from paceline.parallel.sequence_split import Region
+from paceline.parallel.context.sequence_split import Region
+from paceline.parallel.differentiable import Differentiable
 from paceline.torch_internals.attention import flash_attention, flash_attention_backward
 from paceline.world.works import wait_all
 
@@ -47,13 +48,20 @@ def ring_attention(
     Ranks: all of the group, in the forward and in the backward pass.
     """
     scale = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
-    return _Ring.apply(query, key, value, region, causal, mask, scale)
+    return _Ring.call(query, key, value, region, causal, mask, scale)
 
 
-class _Ring(torch.autograd.Function):
+class _Ring(Differentiable):
     @staticmethod
     def forward(
-        ctx: Any, query: Tensor, key: Tensor, value: Tensor, region: Region, causal: bool, mask: Any, scale: Any
+        ctx: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        region: Region,
+        causal: bool,
+        mask: Tensor | None,
+        scale: float,
     ) -> Tensor:
         out = query.new_zeros(*query.shape[:-1], value.shape[-1], dtype=_wide(query))
         lse = torch.full(query.shape[:-1], -math.inf, dtype=out.dtype, device=query.device)
@@ -176,8 +184,9 @@ def merge_into(out: Tensor, lse: Tensor, more: Tensor, more_lse: Tensor) -> None
     """Merges attention to further keys into `out` and `lse`, in place. Shape: out [B, H, L, V], lse [B, H, L]."""
     both = torch.logaddexp(lse, more_lse)
     seen = both.isfinite()  # a row that no key was open to has no attention yet
-    ours, theirs = (torch.where(seen, (each - both).exp(), 0.0).unsqueeze(-1) for each in (lse, more_lse))
-    out.mul_(ours).addcmul_(more.to(out.dtype), theirs.to(out.dtype))
+    share = torch.where(seen, (lse - both).exp(), 0.0).unsqueeze(-1)
+    more_share = torch.where(seen, (more_lse - both).exp(), 0.0).unsqueeze(-1)
+    out.mul_(share).addcmul_(more.to(out.dtype), more_share.to(out.dtype))
     lse.copy_(both)
 
 
@@ -185,7 +194,8 @@ def attend_piece(
     query: Tensor, key: Tensor, value: Tensor, causal: bool, mask: Tensor | None, scale: float
 ) -> tuple[Tensor, Tensor]:
     """Attention to these keys alone, and the log of each row's sum of exponentials (float32, or the dtype if wider)."""
-    key, value = (_spread(each, query.shape[1]) for each in (key, value))
+    key = _spread(key, query.shape[1])
+    value = _spread(value, query.shape[1])
     if _has_kernel(query, value, mask):
         return flash_attention(query, key, value, causal, scale)
     scores = _scores(query, key, causal, mask, scale)
@@ -206,7 +216,8 @@ def piece_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """What these keys add to the gradients of queries, keys and values; `out` and `lse` are those of all keys."""
     groups = key.shape[1]
-    key, value = (_spread(each, query.shape[1]) for each in (key, value))
+    key = _spread(key, query.shape[1])
+    value = _spread(value, query.shape[1])
     if _has_kernel(query, value, mask):
         parts = flash_attention_backward(gradient, query, key, value, out, lse, causal, scale)
     else:
@@ -234,7 +245,8 @@ def _collect(gradient: Tensor, groups: int) -> Tensor:
     """The gradient of what `_spread` spread."""
     if gradient.shape[1] == groups:
         return gradient
-    return gradient.unflatten(1, (groups, -1)).sum(2, dtype=_wide(gradient))
+    by_group: Tensor = gradient.unflatten(1, (groups, -1))
+    return by_group.sum(2, dtype=_wide(gradient))
 
 
 def _scores(query: Tensor, key: Tensor, causal: bool, mask: Tensor | None, scale: float) -> Tensor:
@@ -264,7 +276,7 @@ def _math_backward(
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     weights = _weights(_scores(query, key, causal, mask, scale), lse)
-    gradient, query, key, value, out = (each.to(weights.dtype) for each in (gradient, query, key, value, out))
+    gradient, query, key, value, out = (tensor.to(weights.dtype) for tensor in (gradient, query, key, value, out))
     d_value = weights.transpose(-1, -2) @ gradient
     d_scores = weights * (gradient @ value.transpose(-1, -2) - (gradient * out).sum(-1, keepdim=True)) * scale
     return d_scores @ key, d_scores.transpose(-1, -2) @ query, d_value

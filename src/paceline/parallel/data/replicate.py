@@ -29,12 +29,12 @@ from torch.optim import Optimizer
 from paceline.base.errors import PlanError, Problem
 from paceline.base.log import logger
 from paceline.config.kinds import YES_NO, YES_NO_AUTO, one_of, positive
-from paceline.parallel.averages import average_gradients
-from paceline.parallel.communication_hooks import HOOKS, install
-from paceline.parallel.fsdp import Units, broadcast_values
+from paceline.parallel.data.averages import average_gradients
+from paceline.parallel.data.communication_hooks import HOOKS, install
+from paceline.parallel.data.fsdp import Units, broadcast_values
+from paceline.parallel.data.wrapping import wrapping
 from paceline.parallel.stand_ins import step_held
 from paceline.parallel.strategy import AppliedStrategy, Context, Strategy
-from paceline.parallel.wrapping import wrapping
 from paceline.plan.cost import Bytes
 from paceline.plan.facts import ModelFacts
 from paceline.plan.options import option
@@ -194,26 +194,30 @@ class AppliedDDP(AppliedStrategy):
         """Notes forward passes, and gradients that come."""
         # No methods, since a copy of the model copies its hooks; and no reference, since a parameter's hooks would keep
         # the parameter alive.
-        owner = weakref.ref(self)
+        before_forward = weakref.WeakMethod(self._before_forward)
+        gradient_came = weakref.WeakMethod(self._gradient_came)
 
-        def before(module: nn.Module, _: Any) -> None:
-            applied = owner()
-            if applied is not None and module is applied.wrapped:
-                applied._before_forward()
+        def before(module: nn.Module, _: object) -> None:
+            if method := before_forward():
+                method(module)
 
-        def came(number: int, _: Any) -> None:
-            applied = owner()
-            if applied is not None:
-                applied._touched = True
-                if applied._in_first_window:
-                    applied._order.setdefault(number)
+        def came(number: int, _: object) -> None:
+            if method := gradient_came():
+                method(number)
 
         self.wrapped.register_forward_pre_hook(before)
         for number, parameter in enumerate(self.wrapped.parameters()):
             if parameter.requires_grad:
                 parameter.register_post_accumulate_grad_hook(partial(came, number))
 
-    def _before_forward(self) -> None:
+    def _gradient_came(self, number: int) -> None:
+        self._touched = True
+        if self._in_first_window:
+            self._order.setdefault(number)
+
+    def _before_forward(self, module: nn.Module) -> None:
+        if module is not self.wrapped:  # a copy
+            return
         if self._failed:
             self._failed = self._armed = False
             self._begin_anew()
@@ -225,7 +229,7 @@ class AppliedDDP(AppliedStrategy):
             optimizer.register_step_pre_hook(self._refuse_unreduced)
         return []
 
-    def _refuse_unreduced(self, optimizer: Optimizer, *_: Any) -> None:
+    def _refuse_unreduced(self, optimizer: Optimizer, *_: object) -> None:
         if self._touched and not self._armed:
             raise step_held(optimizer)
 
@@ -357,7 +361,9 @@ def _sparse(model: nn.Module) -> bool:
     return any(getattr(module, "sparse", False) is True for module in model.modules())
 
 
-def _usage(parameters: list[nn.Parameter], order: list[nn.Parameter], group: Any) -> tuple[list[int], list[int]]:
+def _usage(
+    parameters: list[nn.Parameter], order: list[nn.Parameter], group: dist.ProcessGroup
+) -> tuple[list[int], list[int]]:
     """On how many ranks each parameter has a gradient; and the places in which they came on the group's first rank."""
     device = parameters[0].device
     used = torch.tensor([p.grad is not None for p in parameters], dtype=torch.int32, device=device)
@@ -370,7 +376,7 @@ def _usage(parameters: list[nn.Parameter], order: list[nn.Parameter], group: Any
     return used.tolist(), places.tolist()
 
 
-def _average_as_ddp(model: Any, order: list[nn.Parameter], used: set[nn.Parameter]) -> None:
+def _average_as_ddp(model: DistributedDataParallel, order: list[nn.Parameter], used: set[nn.Parameter]) -> None:
     """Averages gradients bucket by bucket as DDP will: with the same bits, wherever a run is resumed."""
     ranks = dist.get_world_size(model.process_group)
     for bucket in ddp.buckets_of(model, order):

@@ -8,50 +8,66 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
+from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
-Hook = Callable[[Any, dist.GradBucket], torch.futures.Future[torch.Tensor]]
+
+class Bucket(Protocol):
+    """What a hook uses of `torch.distributed.GradBucket`: the gradients that are sent together, flat."""
+
+    def buffer(self) -> Tensor:
+        """Shape: [elements]."""
+
+    def set_buffer(self, buffer: Tensor) -> None:
+        """Puts another tensor of as many elements in its place."""
 
 
-def _compressed(dtype: torch.dtype, group: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+Hook = Callable[[Any, Bucket], Future[Tensor]]
+
+
+def _compressed(dtype: torch.dtype, group: dist.ProcessGroup, bucket: Bucket) -> Future[Tensor]:
     """Averages a bucket in `dtype` and hands it back in its own; divides first, so that the sum stays in range."""
     buffer = bucket.buffer()
     small = buffer.to(dtype).div_(dist.get_world_size(group))
     future = dist.all_reduce(small, group=group, async_op=True).get_future()
-    return future.then(lambda done: buffer.copy_(done.value()[0]))
+    averaged: Future[Tensor] = future.then(lambda done: buffer.copy_(done.value()[0]))
+    return averaged
 
 
-def bf16_hook(group: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+def bf16_hook(group: dist.ProcessGroup, bucket: Bucket) -> Future[Tensor]:
     """Averages gradients in bfloat16: half the bytes, range of float32."""
     return _compressed(torch.bfloat16, group, bucket)
 
 
-def fp16_hook(group: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+def fp16_hook(group: dist.ProcessGroup, bucket: Bucket) -> Future[Tensor]:
     """Averages gradients in float16: half the bytes, more digits than bfloat16, less range."""
     return _compressed(torch.float16, group, bucket)
 
 
-def _wrapped(dtype: torch.dtype, hook: Hook, state: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+def _wrapped(dtype: torch.dtype, hook: Hook, state: object, bucket: Bucket) -> Future[Tensor]:
     """Runs another hook on the bucket in `dtype`."""
     buffer = bucket.buffer()
     bucket.set_buffer(buffer.to(dtype))
     return hook(state, bucket).then(lambda done: buffer.copy_(_value(done)))
 
 
-def _value(done: torch.futures.Future[Any]) -> torch.Tensor:
-    value = done.value()
+def _value(done: Future[Any]) -> Tensor:
+    value: Tensor | list[Tensor] = done.value()
     return value[0] if isinstance(value, list) else value
 
 
 HOOKS = ("bf16", "fp16", "power_sgd")
 
 
-def install(model: DistributedDataParallel, name: str, wrapper: str, group: Any, state: Mapping[str, Any]) -> None:
+def install(
+    model: DistributedDataParallel, name: str, wrapper: str, group: dist.ProcessGroup, state: Mapping[str, Any]
+) -> None:
     """Registers a hook on a DDP model.
 
     Args:
@@ -72,8 +88,9 @@ def install(model: DistributedDataParallel, name: str, wrapper: str, group: Any,
     # torch reads a hook's annotations, which must be the classes themselves and not text.
     inner = hook
 
-    def registered(state: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    def registered(state: object, bucket: Bucket) -> Future[Tensor]:
         return inner(state, bucket)
 
-    registered.__annotations__ = {"bucket": dist.GradBucket, "return": torch.futures.Future[torch.Tensor]}
+    bucket_class = dist.GradBucket  # type: ignore[attr-defined]
+    registered.__annotations__ = {"bucket": bucket_class, "return": Future[Tensor]}
     model.register_comm_hook(hook_state, registered)

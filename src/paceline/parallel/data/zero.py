@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import nn
@@ -23,9 +22,9 @@ from torch.optim import Optimizer
 from paceline.base.errors import Problem
 from paceline.base.log import logger
 from paceline.config.kinds import YES_NO, one_of, positive
-from paceline.parallel.division import ByParameters, ByRows, keep_divided
-from paceline.parallel.fsdp import forget_with
-from paceline.parallel.reducer import Reducer
+from paceline.parallel.data.division import ByParameters, ByRows, keep_divided
+from paceline.parallel.data.fsdp import forget_with
+from paceline.parallel.data.reducer import Reducer
 from paceline.parallel.stand_ins import closure_refused, step_held, swap_in_steps
 from paceline.parallel.strategy import AppliedStrategy, Context, Strategy
 from paceline.plan.cost import Bytes
@@ -165,7 +164,7 @@ class DividedGradients(DividedStates):
         decisions = super().bind(optimizer)
         reducer = self._reducer
 
-        def refuse_unreduced(optimizer: Optimizer, *_: Any) -> None:
+        def refuse_unreduced(optimizer: Optimizer, *_: object) -> None:
             if reducer.unfinished:
                 raise step_held(optimizer)
 

@@ -23,13 +23,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.autograd import Function
 from torch.nn import functional
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.overrides import TorchFunctionMode
 
 from paceline.base.errors import PlanError, Problem
 from paceline.config.kinds import one_of
+from paceline.parallel.differentiable import Differentiable
 from paceline.parallel.strategy import AppliedStrategy, Context, Strategy
 from paceline.plan.facts import ModelFacts
 from paceline.plan.options import option
@@ -100,7 +100,8 @@ class BatchNorm(Strategy):
                 "all-reduce per layer in each forward and each backward pass; `--option batch_norm.statistics=local` "
                 "takes each rank's own"
             )
-        where = next((each.where for each in plan.decisions if each.field == "options.batch_norm.statistics"), "")
+        choices = [decision for decision in plan.decisions if decision.field == "options.batch_norm.statistics"]
+        where = choices[0].where if choices else ""
         return [Decision("batch_norm.statistics", statistics, "derived", where, reason)]
 
     def apply(self, model: nn.Module, context: Context) -> AppliedStrategy:
@@ -168,7 +169,7 @@ class _Peers:
         paused: open blocks in which each rank normalises by its own batch.
     """
 
-    group: Any
+    group: dist.ProcessGroup
     ranks: int
     idle: Callable[[], bool]
     paused: int = 0
@@ -177,7 +178,7 @@ class _Peers:
         """A copy of a layer, made for an average of weights, has no peers: it must not wait for other ranks."""
 
 
-def _forward(self: nn.Module, original: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
+def _forward(self: nn.Module, original: Callable[..., Tensor], *args: object, **kwargs: object) -> Tensor:
     peers: _Peers | None = getattr(self, _PEERS)
     # Evaluation may run on one rank alone: there a layer without running statistics takes those of the batch it is given.
     if peers is None or peers.paused or peers.ranks == 1 or not self.training:
@@ -193,7 +194,9 @@ class _BatchNormCalls(TorchFunctionMode):
         super().__init__()
         self._peers = peers
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        self, func: Callable[..., Any], types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
         if func is functional.batch_norm:
             return _batch_norm(self._peers, *args, **(kwargs or {}))
         return func(*args, **(kwargs or {}))
@@ -225,7 +228,7 @@ def _batch_norm(
             unbiased = variance * (total / (total - 1).clamp(min=1))
             running_mean.lerp_(mean.to(running_mean.dtype), momentum)
             running_var.lerp_(unbiased.to(running_var.dtype), momentum)
-    return _Normalise.apply(input, weight, bias, mean, variance, total, eps, peers, idle)  # type: ignore[no-any-return]
+    return _Normalise.call(input, weight, bias, mean, variance, total, eps, peers, idle)
 
 
 def _statistics(input: Tensor, peers: _Peers, idle: bool) -> tuple[Tensor, Tensor, Tensor]:
@@ -247,7 +250,7 @@ def _statistics(input: Tensor, peers: _Peers, idle: bool) -> tuple[Tensor, Tenso
     return total, mean, (squares / total - mean.square()).clamp(min=0)
 
 
-class _Normalise(Function):
+class _Normalise(Differentiable):
     """(x - mean) / sqrt(variance + eps) * weight + bias, where mean and variance are those of all peers' x."""
 
     @staticmethod
@@ -273,7 +276,7 @@ class _Normalise(Function):
         return torch.native_batch_norm(input, weight, bias, mean, variance, False, 0.0, eps)[0]
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, gradient: Tensor) -> Any:
         if torch.is_grad_enabled():
             raise _refuse_double_backward()
         input, weight, mean, variance, total = ctx.saved_tensors

@@ -12,13 +12,19 @@ check costs a round trip between the hosts for each unit, so that only debug mod
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from paceline.base.errors import PlanError
+from paceline.torch_internals import fsdp as internals
 from paceline.world.mesh import unit_name
-from paceline.world.transport import PairwiseTransport
+from paceline.world.transport import PairwiseTransport, transport_of
+
+if TYPE_CHECKING:
+    from paceline.torch_internals.fsdp import FSDPParamGroup
 
 GATHER, REDUCE, END = range(3)
 _DOES = ("gathers the parameters of {}", "reduces the gradients of {}", "has ended the backward pass of {}")
@@ -78,3 +84,63 @@ class Statement:
         kind, unit = statement
         global_rank = dist.get_global_rank(self._transport.group, rank)
         return f"rank {global_rank} {_DOES[kind].format(unit_name(unit))}"
+
+
+def announce(parameters: FSDPParamGroup, hosts: dist.ProcessGroup, unit: int) -> None:
+    """Lets a parameter group tell other ranks what it is about to send; and send it in pairs, where that is faster.
+
+    Args:
+        parameters: what is gathered and reduced together.
+        hosts: the ranks that do so; takes tensors on the CPU.
+        unit: the number of the parameter group, see `register_unit`.
+    """
+    gather_class, scatter_class = internals.communication_classes()
+    plain_gather, plain_scatter = internals.communication_of(parameters)
+
+    class Gather(gather_class):  # type: ignore[misc, valid-type]
+        allocate = staticmethod(plain_gather.allocate)
+
+        def __call__(
+            self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
+        ) -> dist.Work | None:
+            statement = Statement(hosts, GATHER, unit)
+            transport = transport_of(group, input_tensor.device)
+            if not transport.is_pairwise:
+                statement.heard()
+                return plain_gather(output_tensor, input_tensor, group, async_op)
+            # The parameters travel beside the statement, so that it costs no time.
+            under_way = transport.all_gather(output_tensor, input_tensor, tag=unit)
+            statement.heard()
+            under_way.wait()
+            return None
+
+    class Scatter(scatter_class):  # type: ignore[misc, valid-type]
+        allocate = staticmethod(plain_scatter.allocate)
+
+        def __call__(
+            self,
+            output_tensor: Tensor,
+            input_tensor: Tensor,
+            group: dist.ProcessGroup,
+            op: dist.ReduceOp.RedOpType,
+            async_op: bool = False,
+        ) -> dist.Work | None:
+            transport = transport_of(group, input_tensor.device)
+            if not transport.is_pairwise:
+                return plain_scatter(output_tensor, input_tensor, group, op, async_op)
+            average = op == dist.ReduceOp.AVG
+            transport.reduce_scatter(output_tensor, input_tensor, average, tag=unit).wait()
+            return None
+
+    def add_zeros() -> None:
+        """Zeros for what only other ranks have gradients of."""
+        if not internals.reduces_gradients(parameters):
+            return
+        members = internals.group_parameters(parameters)
+        has_gradient = [internals.pending_gradient(parameter) is not None for parameter in members]
+        used = Statement(hosts, REDUCE, unit, has_gradient).heard()
+        for parameter, on_this_rank, on_any_rank in zip(members, has_gradient, used, strict=True):
+            if on_any_rank and not on_this_rank:
+                internals.add_zero_gradient(parameter)
+
+    internals.replace_communication(parameters, Gather(), Scatter(), before_reduction=add_zeros)

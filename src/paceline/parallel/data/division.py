@@ -9,7 +9,7 @@ Source: Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from math import prod
 from typing import Any
@@ -17,6 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
 from paceline.parallel.stand_ins import stand_in, stand_ins
@@ -71,14 +72,15 @@ def unpack(flat: Tensor, tensors: Iterable[Tensor]) -> None:
 
 def packed_parts(output: Tensor, tensors: Iterable[Tensor], rank: int, ranks: int) -> list[Tensor]:
     """The rows of one rank of each tensor, as views of that rank's row of a packed buffer. Shape: output [packed_width]."""
-    at, found = 0, []
+    parts = []
+    start = 0
     for tensor in tensors:
-        size = -(-tensor.shape[0] // ranks)
-        held = max(0, min(size, tensor.shape[0] - rank * size))
-        inner = tensor[:1].numel()
-        found.append(output[at : at + held * inner].view(held, *tensor.shape[1:]))
-        at += size * inner
-    return found
+        num_rows = -(-tensor.shape[0] // ranks)
+        num_own_rows = max(0, min(num_rows, tensor.shape[0] - rank * num_rows))
+        row_size = tensor[:1].numel()
+        parts.append(output[start : start + num_own_rows * row_size].view(num_own_rows, *tensor.shape[1:]))
+        start += num_rows * row_size
+    return parts
 
 
 def _places(flat: Tensor, tensors: Iterable[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
@@ -97,20 +99,22 @@ def travels_alone(tensor: Tensor) -> bool:
 
 def batches(tensors: Iterable[Tensor], limit: int) -> list[list[Tensor]]:
     """Tensors of one dtype and device together, up to `limit` bytes, in order."""
-    found: list[list[Tensor]] = []
-    open_ones: dict[Any, tuple[list[Tensor], int]] = {}
+    full: list[list[Tensor]] = []
+    # Of each dtype and device, the batch that is being filled and its bytes.
+    filling: dict[tuple[torch.dtype, torch.device], tuple[list[Tensor], int]] = {}
     for tensor in tensors:
-        size = tensor.numel() * tensor.element_size()
-        batch, held = open_ones.get((tensor.dtype, tensor.device), ([], limit + 1))
-        if held + size > limit:
-            batch, held = [], 0
-            found.append(batch)
+        kind = (tensor.dtype, tensor.device)
+        batch, num_bytes = filling.get(kind, ([], limit + 1))
+        if num_bytes + tensor.nbytes > limit:
+            batch = []
+            num_bytes = 0
+            full.append(batch)
         batch.append(tensor)
-        open_ones[(tensor.dtype, tensor.device)] = (batch, held + size)
-    return found
+        filling[kind] = (batch, num_bytes + tensor.nbytes)
+    return full
 
 
-def dtensor(part: Tensor, mesh: Any, shape: torch.Size) -> Tensor:
+def dtensor(part: Tensor, mesh: DeviceMesh, shape: torch.Size) -> Tensor:
     """This rank's rows, wherever they lie, as a DTensor of the whole `shape`; the whole of one without dimensions."""
     from torch.distributed.tensor import Replicate, Shard
 
@@ -128,7 +132,7 @@ class _Divided:
         limit: bytes that are packed together.
     """
 
-    def __init__(self, mesh: Any, parameters: Iterable[Tensor], limit: int) -> None:
+    def __init__(self, mesh: DeviceMesh, parameters: Iterable[Tensor], limit: int) -> None:
         self.mesh, self.group = mesh, mesh.get_group()
         self.rank, self.ranks = dist.get_rank(self.group), dist.get_world_size(self.group)
         self._transport = transport_of(self.group, torch.device(mesh.device_type))
@@ -150,11 +154,15 @@ class _Divided:
     @contextmanager
     def stepping(self, optimizer: Optimizer) -> Iterator[None]:
         """While it is open, the optimizer holds this rank's part; after it, every rank has all new values. Ranks: all."""
-        with stand_ins(optimizer, lambda p: self.part(p) if self.covers(p) else p):
+        with stand_ins(optimizer, lambda parameter: self.part(parameter) if self.covers(parameter) else parameter):
             yield
-        members = [p for group in optimizer.param_groups for p in group["params"]]
+        stepped = []
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                if self.covers(parameter) and parameter.grad is not None and parameter.numel():
+                    stepped.append(parameter)
         with torch.no_grad():
-            self.share([p for p in members if p.grad is not None and p.numel() and self.covers(p)])
+            self.share(stepped)
 
 
 class ByRows(_Divided):
@@ -198,7 +206,7 @@ class ByRows(_Divided):
 
     # -- states ----------------------------------------------------------------------------------------------
 
-    def split(self, parameter: Tensor, state: Any) -> Any:
+    def split(self, parameter: Tensor, state: object) -> object:
         """This rank's rows of a state that is whole or a DTensor; any other state as it is."""
         if is_sharded(state):
             return local(state)
@@ -206,7 +214,7 @@ class ByRows(_Divided):
             return self.mine(state).clone(memory_format=torch.contiguous_format)
         return state
 
-    def join(self, parameter: Tensor, state: Any) -> Any:
+    def join(self, parameter: Tensor, state: object) -> object:
         """A state of this rank's rows as a DTensor of the parameter's shape; any other as it is."""
         if not isinstance(state, Tensor) or not parameter.dim() or is_sharded(state):
             return state
@@ -224,7 +232,7 @@ class ByRows(_Divided):
 class ByParameters(_Divided):
     """Whole parameters, dealt out by size: the largest first, each to the rank that has least so far."""
 
-    def __init__(self, mesh: Any, parameters: Iterable[Tensor], limit: int) -> None:
+    def __init__(self, mesh: DeviceMesh, parameters: Iterable[Tensor], limit: int) -> None:
         parameters = list(parameters)
         super().__init__(mesh, parameters, limit)
         loads = [0] * self.ranks
@@ -247,9 +255,9 @@ class ByParameters(_Divided):
             return parameter
         return stand_in(parameter, parameter.detach(), grad if self.keeps(parameter) else None)
 
-    def _collect(self, parameter: Tensor, grad: Any) -> Tensor | None:
+    def _collect(self, parameter: Tensor, grad: Tensor) -> Tensor:
         """The whole gradient on the owner, from the rows that each rank has."""
-        part = local(grad)
+        part: Tensor = local(grad)
         if not parameter.dim() or not parameter.numel():
             return part
         whole = torch.empty_like(parameter.detach(), memory_format=torch.contiguous_format)
@@ -275,11 +283,11 @@ class ByParameters(_Divided):
 
     # -- states ----------------------------------------------------------------------------------------------
 
-    def split(self, parameter: Tensor, state: Any) -> Any:
+    def split(self, parameter: Tensor, state: object) -> object:
         """Nothing to cut; which parameters have states here is `keeps`."""
         return state
 
-    def join(self, parameter: Tensor, state: Any) -> Any:
+    def join(self, parameter: Tensor, state: object) -> object:
         """States are whole."""
         return state
 
@@ -296,8 +304,9 @@ def keep_divided(optimizer: Optimizer, division: ByRows | ByParameters) -> None:
         live = [p for group in optimizer.param_groups for p in group["params"]]
         return dict(zip(saved, live, strict=False))
 
-    def convert(state_dict: dict[str, Any], keep: bool, change: Any) -> dict[str, Any]:
-        parameters, states = numbered(state_dict["param_groups"]), {}
+    def convert(state_dict: dict[str, Any], keep: bool, change: Callable[[Tensor, object], object]) -> dict[str, Any]:
+        parameters = numbered(state_dict["param_groups"])
+        states = {}
         for number, state in state_dict["state"].items():
             parameter = parameters.get(number)
             if parameter is None or not division.covers(parameter):

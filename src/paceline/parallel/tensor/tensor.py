@@ -1,9 +1,9 @@
 """`tensor`: matrices of layers are divided over the `tp` ranks, which compute every sample together.
 
-    check, decide, cost    from a `Division` (tensor_plan): which layer is divided how; pure
+    check, decide, cost    from a `Division` (`plan`): which layer is divided how; pure
     apply                  parameters become DTensors with rank 0's values; counts of heads become this rank's;
-                           forward of the layers computes this rank's share (tensor_styles)
-    first forward          code between divided layers is proven against the whole (tensor_proof)
+                           forward of the layers computes this rank's share (`styles`)
+    first forward          code between divided layers is proven against the whole (`proof`)
 
 Every parameter is a DTensor on the mesh of `tp`, also those that each rank holds whole: optimizers, clipping and FSDP
 then see one kind. Gradients of those are the same on all ranks, since all compute the same loss.
@@ -23,17 +23,18 @@ from torch import nn
 from torch.optim import Optimizer
 
 from paceline.base.errors import PlanError, Problem
-from paceline.parallel import tensor_styles as styles
-from paceline.parallel.fsdp import whole_parameters
+from paceline.parallel.divided_parameters import whole_parameters
 from paceline.parallel.random_streams import RandomStreams
 from paceline.parallel.strategy import AppliedStrategy, Context, Strategy
-from paceline.parallel.tensor_names import HEADS, KV_HEADS, LOCAL_HEADS, Group, shape
-from paceline.parallel.tensor_plan import DIVIDED, Division, TensorOptions, divide, divided_elements
-from paceline.parallel.tensor_proof import Proof, whole_counts
+from paceline.parallel.tensor import styles
+from paceline.parallel.tensor.names import HEADS, KV_HEADS, LOCAL_HEADS, Group, shape
+from paceline.parallel.tensor.plan import DIVIDED, Division, TensorOptions, divide, divided_elements
+from paceline.parallel.tensor.proof import Proof, whole_counts
 from paceline.plan.cost import Bytes
 from paceline.plan.facts import ModelFacts
 from paceline.plan.plan import Decision, Plan
 from paceline.torch_internals.loss_parallel import divide_losses_for
+from paceline.torch_internals.modules import parameter_table
 from paceline.world.forward import override_forward
 from paceline.world.sharded import is_sharded
 
@@ -233,12 +234,12 @@ class _Divider:
             (name, module, key)
             for name, module in self.modules.items()
             if not _read_elsewhere(name, module)
-            for key in module._parameters
+            for key in parameter_table(module)
         ]
         # A shared parameter is divided as the layer that divides it says.
         places.sort(key=lambda place: self.division.styles.get(place[0], "") not in DIVIDED)
         for name, module, key in places:
-            parameter = module._parameters[key]
+            parameter = parameter_table(module)[key]
             if parameter is None or is_sharded(parameter):
                 continue
             if id(parameter) not in new_parameters:
@@ -247,7 +248,7 @@ class _Divider:
                 source = None if parameter.is_meta else 0
                 divided = distribute_tensor(parameter.detach(), self.mesh, [placement], src_data_rank=source)
                 new_parameters[id(parameter)] = nn.Parameter(divided, requires_grad=parameter.requires_grad)
-            module._parameters[key] = new_parameters[id(parameter)]
+            parameter_table(module)[key] = new_parameters[id(parameter)]
 
     def _dim(self, name: str, parameter: torch.Tensor) -> int | None:
         """The dimension along which a parameter is divided."""
@@ -263,14 +264,16 @@ class _Divider:
         blocks = self.context.facts.blocks
         inner = {group.module for group in self.division.groups}
         for name, module in self.modules.items():
-            if self.division.styles.get(name, "") in DIVIDED or not any(map(is_sharded, module._parameters.values())):
+            if self.division.styles.get(name, "") in DIVIDED or not any(
+                map(is_sharded, parameter_table(module).values())
+            ):
                 continue
             partial = self.division.styles.get(name, "") == "partial"
             if self.sequence and any(name.startswith(f"{block}.") for block in blocks):
                 partial = partial or not any(name.startswith(f"{outer}.") or name == outer for outer in inner)
             styles.mark(module, partial)
         for module in self.modules.values():
-            reads = module is self.model or any(map(styles.marked, (module, *module._modules.values())))
+            reads = module is self.model or any(map(styles.marked, (module, *module.children())))
             if isinstance(module, nn.modules.linear.NonDynamicallyQuantizableLinear):
                 continue  # torch's attention reads it
             if reads and type(module).forward is not nn.Module.forward:
@@ -286,7 +289,7 @@ class _Divider:
         proof = self.proofs.setdefault(key, Proof(name, self.regions))
         proof.regions.append(region)
 
-        def forward(self: nn.Module, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        def forward(self: nn.Module, original: Callable[..., Any], *args: object, **kwargs: object) -> Any:
             if not proof.done:
                 proof.run(self, last, region, original, args, kwargs)
             return original(*args, **kwargs)
@@ -324,7 +327,7 @@ def _read_elsewhere(name: str, module: nn.Module) -> bool:
 
     Parts of computed weights (weight norm, parametrizations), recurrent layers with their flat list, lists of parameters.
     """
-    computed = "parametrizations" in name or any(key.endswith(("_g", "_v", "_orig")) for key in module._parameters)
+    computed = "parametrizations" in name or any(key.endswith(("_g", "_v", "_orig")) for key in parameter_table(module))
     return computed or isinstance(module, nn.RNNBase) or type(module).forward is nn.Module.forward
 
 

@@ -17,6 +17,7 @@ from __future__ import annotations
 from copy import copy, deepcopy
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,26 +26,19 @@ from torch import Tensor, nn
 
 from paceline.base.errors import PlanError, Problem, TrainError
 from paceline.config.kinds import YES_NO, Kind, one_of, whole
-from paceline.parallel.block_calls import (
-    REGION,
-    compare,
-    divide_attention,
-    hidden_states,
-    keeps,
-    map_arguments,
-    no_sequence,
-)
+from paceline.parallel.context.block_calls import REGION, BlockCall, divide_attention
+from paceline.parallel.context.sequence_split import Division, Region, Sizes, sequence_dim
+from paceline.parallel.context.trial import no_sequence, try_block
+from paceline.parallel.context.ulysses import fitting
 from paceline.parallel.random_streams import RandomStreams
-from paceline.parallel.sequence_split import Division, Region, Sizes, sequence_dim
 from paceline.parallel.strategy import AppliedStrategy, Context, Strategy
-from paceline.parallel.tensor import STRATEGY as TENSOR
-from paceline.parallel.ulysses import fitting
+from paceline.parallel.tensor.tensor import STRATEGY as TENSOR
 from paceline.plan.cost import Bytes
 from paceline.plan.facts import ModelFacts
 from paceline.plan.options import option
 from paceline.plan.plan import Decision, Plan
 from paceline.plan.rules import origin
-from paceline.world.tree import map_tensors
+from paceline.world.tree import Tree, map_tensors
 
 _HEADS = ("num_heads", "n_head", "n_heads", "num_attention_heads", "nhead", "heads")
 
@@ -232,7 +226,12 @@ class _Span:
     """
 
     def __init__(
-        self, blocks: list[nn.Module], group: Any, ranks: int, options: ContextOptions, streams: RandomStreams
+        self,
+        blocks: list[nn.Module],
+        group: dist.ProcessGroup,
+        ranks: int,
+        options: ContextOptions,
+        streams: RandomStreams,
     ) -> None:
         self.blocks = blocks
         self.group = group
@@ -258,14 +257,14 @@ class _Span:
     def hook(self) -> None:
         """Puts the hooks on."""
         for number, block in enumerate(self.blocks):
-            block._context_place = number  # type: ignore[assignment]
             divide_attention(block)
-            block.register_forward_pre_hook(self.enter, with_kwargs=True)
+            block.register_forward_pre_hook(partial(self.enter, number), with_kwargs=True)
         self.blocks[-1].register_forward_hook(self.leave)
 
-    def enter(self, block: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    def enter(
+        self, number: int, block: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]
+    ) -> tuple[tuple[object, ...], dict[str, object]]:
         """Before a block: divides what it is given. Ranks: all of the group, at a block's first call."""
-        number: Any = block._context_place
         if getattr(block, "gradient_checkpointing", False) and block.training:
             raise TrainError(
                 "context-recompute",
@@ -273,8 +272,9 @@ class _Span:
                 why=f"{type(block).__name__}.gradient_checkpointing is set, and cp divides sequences",
                 fix="call model.gradient_checkpointing_disable(), and use plan={'recompute': 'blocks'}",
             )
+        call = BlockCall(block, args, kwargs)
         if number == 0:
-            self.whole = not self.open(block, args, kwargs)
+            self.whole = not self.open(call)
         if self.whole:
             return args, {**kwargs, REGION: None}
         if number and self.region is None:
@@ -290,7 +290,7 @@ class _Span:
         assert region is not None
         if number in self.untried and self.sample is not None:
             self.untried.discard(number)
-            compare(block, self.sample, args, kwargs, region, sizes, number)
+            try_block(call, self.sample, region, sizes, number)
 
         def part(tensor: Tensor, name: str, hidden: bool) -> Tensor:
             if hidden:
@@ -298,15 +298,16 @@ class _Span:
             dim = sequence_dim(tensor, name, sizes)
             return tensor if dim is None else region.split(tensor, dim)
 
-        args, kwargs = map_arguments(part, block, args, kwargs)
-        return args, {**kwargs, REGION: region}
+        call = call.map(part)
+        return call.args, {**call.kwargs, REGION: region}
 
-    def open(self, block: nn.Module, args: Any, kwargs: Any) -> bool:
+    def open(self, call: BlockCall) -> bool:
         """Looks at the whole sequence and decides where its parts go; False where each rank computes it whole."""
-        hidden = hidden_states(block, args, kwargs)
+        block = call.block
+        hidden = call.hidden_states()
         dim = self.options.dim
         short = hidden.ndim > dim and hidden.shape[dim] < 2 * self.ranks
-        if not torch.is_grad_enabled() and (short or keeps(block, args, kwargs)):
+        if not torch.is_grad_enabled() and (short or call.has_cache):
             return False  # decoding: token by token, with a cache that other calls shall find whole
         if hidden.ndim < dim + 2:  # the last dimension holds the features of a position
             raise no_sequence(block, list(hidden.shape), dim, f"they have {hidden.ndim} dimensions")
@@ -330,7 +331,7 @@ class _Span:
             self.streams.open()
         return True
 
-    def leave(self, block: nn.Module, args: Any, output: Any) -> Any:
+    def leave(self, block: nn.Module, args: tuple[object, ...], output: Tree) -> Tree:
         """After the last block: puts the parts together. Ranks: all of the group."""
         if self.whole:
             self.whole = False
@@ -348,8 +349,12 @@ class _Span:
         self.region = self.sample = None
         self.streams.abandon()
         dim = self.sizes.dim
-        fits = lambda t: t.ndim > max(1, dim) and t.shape[dim] == region.local  # noqa: E731
-        return map_tensors(lambda t: region.gather(t, dim) if fits(t) else t, output)
+
+        def joined(tensor: Tensor) -> Tensor:
+            is_part = tensor.ndim > max(1, dim) and tensor.shape[dim] == region.local
+            return region.gather(tensor, dim) if is_part else tensor
+
+        return map_tensors(joined, output)
 
 
 STRATEGY = ContextParallel()

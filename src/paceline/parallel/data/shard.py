@@ -1,6 +1,6 @@
 """`shard`: ranks divide parameters, gradients and optimizer states, and gather parameters unit by unit (FSDP2).
 
-    apply      rank 0's values to all -> left alone -> each unit -> the root        (parallel.wrapping chooses the units)
+    apply      rank 0's values to all -> left alone -> each unit -> the root        (`wrapping` chooses the units)
     forward    gather a unit's parameters -> compute -> give them up (`reshard`)
     backward   gather again -> compute -> reduce-scatter the gradients in float32
     step       on the shards alone: 16 a / n bytes with Adam, for a parameters over n ranks
@@ -24,16 +24,10 @@ from torch.optim import Optimizer
 from paceline.base.env import parse_bool
 from paceline.base.errors import PlanError, Problem
 from paceline.config.kinds import Kind, one_of, positive, whole
-from paceline.parallel.fsdp import (
-    Units,
-    broadcast_values,
-    forget_with,
-    refuse_copies,
-    take_whole_states,
-    take_whole_values,
-)
+from paceline.parallel.data.fsdp import Units, broadcast_values, forget_with, refuse_copies
+from paceline.parallel.data.wrapping import POLICIES, Wrapping, wrapping
+from paceline.parallel.divided_parameters import take_whole_states, take_whole_values
 from paceline.parallel.strategy import AppliedStrategy, Context, Strategy
-from paceline.parallel.wrapping import POLICIES, Wrapping, wrapping
 from paceline.plan.cost import Bytes
 from paceline.plan.facts import ModelFacts
 from paceline.plan.options import option
@@ -272,7 +266,7 @@ def _norms_apart(plan: Plan, options: ShardOptions, facts: ModelFacts, wrapping:
     ]
 
 
-def _own_memory(module: nn.Module, args: Any, output: Any) -> Any:
+def _own_memory(module: nn.Module, args: object, output: Any) -> Any:
     """Copies outputs that are views: an operation in place on one would drop FSDP2's hook on it without a word."""
     if not torch.is_grad_enabled():
         return output

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from paceline.parallel.fsdp import part_like
+from paceline.parallel.divided_parameters import part_like
 from paceline.world.collectives import Collectives
 from paceline.world.pending_gradients import PendingGradients
 from paceline.world.sharded import is_sharded

@@ -22,10 +22,12 @@ from functools import cached_property
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from paceline.base.errors import TrainError
+from paceline.parallel.differentiable import Differentiable
 from paceline.world.transport import transport_of
 
 
@@ -75,7 +77,7 @@ class Region:
     """
 
     division: Division
-    group: Any
+    group: dist.ProcessGroup
     rank: int
     method: str
     device: torch.device
@@ -116,11 +118,11 @@ class Region:
 
     def split(self, tensor: Tensor, dim: int) -> Tensor:
         """This rank's part of a tensor that is whole on every rank. Its backward communicates."""
-        return _Split.apply(tensor, self, dim)
+        return _Split.call(tensor, self, dim)
 
     def gather(self, tensor: Tensor, dim: int) -> Tensor:
         """The whole of a tensor of which every rank holds a part. Ranks: all of the group."""
-        return _Gather.apply(tensor, self, dim)
+        return _Gather.call(tensor, self, dim)
 
 
 def _whole(part: Tensor, region: Region, dim: int) -> Tensor:
@@ -136,7 +138,7 @@ def _part(whole: Tensor, region: Region, dim: int) -> Tensor:
     return whole.index_select(dim, region.own.to(whole.device))
 
 
-class _Split(torch.autograd.Function):
+class _Split(Differentiable):
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, region: Region, dim: int) -> Tensor:
         ctx.region, ctx.dim = region, dim
@@ -148,7 +150,7 @@ class _Split(torch.autograd.Function):
         return _whole(gradient, ctx.region, ctx.dim) / ctx.region.division.ranks, None, None
 
 
-class _Gather(torch.autograd.Function):
+class _Gather(Differentiable):
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, region: Region, dim: int) -> Tensor:
         ctx.region, ctx.dim = region, dim

@@ -15,7 +15,6 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from math import prod
-from typing import Any
 
 from paceline.base.errors import Problem
 from paceline.plan.facts import ModelFacts
@@ -42,7 +41,7 @@ class Wrapping:
     problems: tuple[Problem, ...] = ()
 
 
-def wrapping(facts: ModelFacts, wrap: Any, min_params: int, ignored: Any) -> Wrapping:
+def wrapping(facts: ModelFacts, wrap: str | Iterable[str], min_params: int, ignored: str | Iterable[str]) -> Wrapping:
     """Chooses the units of one model.
 
     Args:

@@ -21,8 +21,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from paceline.parallel.averages import average_gradients, broadcast_tensors
-from paceline.parallel.division import batches, dtensor, even, pack, packed_parts, packed_width, rows, travels_alone
+from paceline.parallel.data.averages import average_gradients, broadcast_tensors
+from paceline.parallel.data.division import (
+    batches,
+    dtensor,
+    even,
+    pack,
+    packed_parts,
+    packed_width,
+    rows,
+    travels_alone,
+)
 from paceline.world.mesh import Mesh, cpu_group, register_unit
 from paceline.world.pending_gradients import PendingGradients
 from paceline.world.sharded import is_sharded, local
@@ -97,7 +106,7 @@ class Reducer:
     def _plan_buckets(self) -> None:
         """In the order in which the backward pass completes them: the reverse of the parameters'."""
         order = [parameter for parameter in reversed(self._parameters) if parameter.dim()]
-        place = {parameter: number for number, parameter in enumerate(order)}
+        place: dict[Tensor, int] = {parameter: number for number, parameter in enumerate(order)}
         groups: list[list[Tensor]] = []
         small: list[Tensor] = []
         for parameter in order:
@@ -117,7 +126,7 @@ class Reducer:
         """Lets buffers become rank 0's before each forward pass in training."""
         owner = weakref.ref(model)
 
-        def broadcast(module: nn.Module, _: Any) -> None:  # no method: a copy of the model copies its hooks
+        def broadcast(module: nn.Module, _: object) -> None:  # no method: a copy of the model copies its hooks
             if module is owner() and module.training and not self._held and torch.is_grad_enabled():
                 buffers = [buffer.detach() for buffer in module.buffers() if buffer.numel()]
                 broadcast_tensors(buffers, self._all)
@@ -161,12 +170,13 @@ class Reducer:
 
     @torch.no_grad()
     def _launch(self, bucket: _Bucket) -> None:
-        while self._flying and sum(each.bytes for each in self._flying) + bucket.bytes > self._cap:
+        while self._flying and sum(flying.bytes for flying in self._flying) + bucket.bytes > self._cap:
             self._land(self._flying.popleft())
         for parameter in bucket.parameters:
             self._put_aside(parameter)
-        gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in bucket.parameters]
+        gradients = []
         for parameter in bucket.parameters:
+            gradients.append(torch.zeros_like(parameter) if parameter.grad is None else parameter.grad)
             parameter.grad = None
         bucket.gone = True
         if bucket.alone:
@@ -291,7 +301,7 @@ class Reducer:
         while self._flying:
             self._land(self._flying.popleft())
 
-    def _over_replicas(self, names: set[Tensor]) -> None:
+    def _over_replicas(self, names: set[nn.Parameter]) -> None:
         """Sums rows over the other axes, and parameters without rows over all."""
         under_way = []
         for parameter in (p for p in self._parameters if not p.dim() and p in names):

@@ -15,7 +15,6 @@ from __future__ import annotations
 import math
 import pickle
 import sys
-import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -28,10 +27,11 @@ from torch import Tensor, nn
 
 from paceline.base.errors import PacelineError, PlanError
 from paceline.base.log import warn_once
-from paceline.parallel.copies import Copies
 from paceline.parallel.microbatches import Part
-from paceline.parallel.schedules import build
-from paceline.parallel.stages import Hidden, Leave, Spec, Stage, Stages, Visit, specs
+from paceline.parallel.pipeline.copies import Copies
+from paceline.parallel.pipeline.schedules import build
+from paceline.parallel.pipeline.stages import Hidden, Leave, Spec, Stage, Stages, Visit, specs
+from paceline.parallel.pipeline.timing import Meter
 from paceline.parallel.strategy import Runner
 from paceline.plan.pipeline import SCHEDULES, choose, rank_of
 from paceline.torch_internals.fsdp import kept_gathered
@@ -39,25 +39,9 @@ from paceline.torch_internals.pipelining import stage_class
 from paceline.world.collectives import Collectives
 from paceline.world.forward import override_forward
 from paceline.world.pending_gradients import PendingGradients
-from paceline.world.tree import describe, first_rows, map_leaves, map_tensors, tensors
+from paceline.world.tree import Tree, describe, first_rows, map_leaves, map_tensors, tensors
 
 _KEPT = 4  # schedules with their buffers, of the shapes that came last
-
-
-class Meter:
-    """Seconds that this rank computed, of those that its batches took.
-
-    Attributes:
-        busy_s, total_s: summed over batches.
-    """
-
-    def __init__(self) -> None:
-        self.busy_s = self.total_s = 0.0
-
-    @property
-    def bubble(self) -> float:
-        """The share of time in which this rank waited or communicated."""
-        return 1 - self.busy_s / self.total_s if self.total_s else 0.0
 
 
 class Pipe(Runner):
@@ -114,7 +98,7 @@ class Pipe(Runner):
         self._inner = model.forward
         override_forward(model, "pipeline", self._forward)
         forward: Any = model.forward
-        forward.__func__.pipe = self  # see `pipe_of`
+        forward.__func__.pipe = self  # see `timing.measure`
 
     # -- training ----------------------------------------------------------------------------------------------
 
@@ -174,7 +158,7 @@ class Pipe(Runner):
     def _begin(self, loss_fn: Callable[..., Tensor], share: Tensor) -> None:
         self._losses = []
 
-        def scaled_loss(output: Any, micro_target: Any) -> Tensor:
+        def scaled_loss(output: object, micro_target: object) -> Tensor:
             loss = loss_fn(output, micro_target)
             self._losses.append(loss.detach().float())
             return loss * share
@@ -204,7 +188,7 @@ class Pipe(Runner):
         finally:
             self._batch = []
 
-    def _scheduled(self, key: Any) -> Any:
+    def _scheduled(self, key: tuple[str, int, str]) -> Any:
         """The schedule for batches of a shape, with its stages and their buffers."""
         name, count, shape = key
         is_new = shape not in self._shapes
@@ -402,14 +386,14 @@ class Pipe(Runner):
         trains = any(parameter.requires_grad for parameter in (*own, *self._shared()))
         return output, _Report(recorded, None if is_last else specs(output), trains)
 
-    def _pass(self, *args: Any, **kwargs: Any) -> Any:
+    def _pass(self, *args: object, **kwargs: object) -> Any:
         """The user's forward, up to the end of the stage at hand."""
         try:
             return self._inner(*args, **kwargs)
         except Leave as leave:
             return leave.hidden
 
-    def _forward(self, model: nn.Module, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def _forward(self, model: nn.Module, original: Callable[..., Any], *args: object, **kwargs: object) -> Any:
         """What `model(...)` does: a stage's pass inside of one, an evaluation otherwise."""
         if model is not self.module:
             raise PlanError(
@@ -425,25 +409,11 @@ class Pipe(Runner):
     def computing(self, phase: str) -> Any:
         """Around each piece of a stage's computation: takes its time while somebody measures."""
         if self.meter is not None:
-            return self._timed("busy_s")
+            return self.meter.computing()
         return nullcontext() if self._phase is None else self._phase(phase)
 
     def _metered(self) -> Any:
-        return nullcontext() if self.meter is None else self._timed("total_s")
-
-    @contextmanager
-    def _timed(self, name: str) -> Iterator[None]:
-        _wait(self._device)
-        begin = time.perf_counter()
-        yield
-        _wait(self._device)
-        setattr(self.meter, name, getattr(self.meter, name) + time.perf_counter() - begin)
-
-
-def pipe_of(model: nn.Module) -> Pipe:
-    """The pipe of a prepared model; its `forward` knows it, and so do those that were put around it since."""
-    found: Pipe = next(module.forward.pipe for module in model.modules() if hasattr(module.forward, "pipe"))
-    return found
+        return nullcontext() if self.meter is None else self.meter.batch()
 
 
 def _rows_of(batch: Part, rows: int, begin: int, end: int) -> Part:
@@ -495,10 +465,10 @@ class _Described:
         return self.spec.empty("cpu" if self.on_cpu else device)
 
 
-def _empty(specs: Any, device: torch.device | str, requires_grad: bool = False) -> Any:
+def _empty(specs: Tree, device: torch.device | str, requires_grad: bool = False) -> Any:
     """A nested structure with a tensor for each `Spec`; whole numbers and masks have no gradients."""
 
-    def tensor(leaf: Any) -> Any:
+    def tensor(leaf: object) -> Any:
         if not isinstance(leaf, Spec):
             return leaf
         return leaf.empty(device, requires_grad and leaf.dtype.is_floating_point)
@@ -517,8 +487,3 @@ def _gathered(model: nn.Module, schedule: str) -> Iterator[None]:
         return
     with kept_gathered(units):
         yield
-
-
-def _wait(device: torch.device) -> None:
-    if device.type != "cpu":
-        torch.accelerator.synchronize()

@@ -2,7 +2,7 @@
 
     the user's table   options={"tensor": {"plan": {"*.q_proj": "colwise", "*.o_proj": "rowwise"}}}
     the model's own    what transformers' models say of themselves (`tp_plan`)
-    derived            by names and shapes inside the repeated blocks; see `tensor_names`
+    derived            by names and shapes inside the repeated blocks; see `names`
 
 Source: Shoeybi et al., "Megatron-LM", 2019 (colwise and rowwise pairs, vocabulary); Korthikanti et al., "Reducing
 Activation Recomputation in Large Transformer Models", 2022 (sequence).
@@ -21,7 +21,7 @@ from typing import Any
 
 from paceline.base.errors import Problem
 from paceline.config.kinds import YES_NO
-from paceline.parallel.tensor_names import Group, derive, examined, inside, is_linear, parent, shape
+from paceline.parallel.tensor.names import Group, derive, examined, inside, is_linear, parent, shape
 from paceline.plan.facts import Layer, ModelFacts
 from paceline.plan.options import option
 
@@ -400,7 +400,9 @@ def _indivisible_vocabulary(
     return problems
 
 
-def _requests(division: Division, facts: ModelFacts, sequence: bool, loss: bool, table: Any) -> list[Problem]:
+def _requests(
+    division: Division, facts: ModelFacts, sequence: bool, loss: bool, table: tuple[tuple[str, str], ...]
+) -> list[Problem]:
     """Problems with what was asked for on top."""
     problems = []
     if not table and not any(style in DIVIDED for style in division.styles.values()):

@@ -18,8 +18,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from paceline.base.log import logger
-from paceline.parallel.fsdp import whole_parameters
-from paceline.parallel.tensor_styles import Region, is_divided
+from paceline.parallel.divided_parameters import whole_parameters
+from paceline.parallel.tensor.styles import Region, is_divided
 
 _SIMPLE = (Tensor, int, float, bool, str, type(None))
 
@@ -53,9 +53,9 @@ class Proof:
         flag = torch.tensor(int(bool(reason)), device=next(module.parameters()).device)
         dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=region.group)
         if flag.item():
-            for each in self.regions:
-                each.split = False
-                each.count(whole=True)
+            for failed in self.regions:
+                failed.split = False
+                failed.count(whole=True)
             logger("parallel").warning(
                 "%s cannot compute a share of its heads or features (%s): its layers are divided, and what lies between "
                 "them is computed whole on each rank. Code that counts with the outputs of its own layers, such as "
@@ -90,7 +90,7 @@ class Proof:
         return "" if off <= bound else f"its numbers differ by {off:.2g}"
 
 
-def _simple(value: Any) -> bool:
+def _simple(value: object) -> bool:
     if isinstance(value, (tuple, list)):
         return all(map(_simple, value))
     if isinstance(value, dict):

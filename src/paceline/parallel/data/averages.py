@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -14,7 +13,7 @@ from paceline.world.sharded import is_sharded
 CHUNK = 32 << 20  # bytes that are flattened at once
 
 
-def average_gradients(parameters: list[nn.Parameter], group: Any) -> None:
+def average_gradients(parameters: list[nn.Parameter], group: dist.ProcessGroup) -> None:
     """Averages gradients that nothing else does; a parameter that some rank did not use counts as zero there.
 
     Averaging what is equal on all ranks changes nothing, so it does no harm to come here twice.
@@ -40,7 +39,7 @@ def average_gradients(parameters: list[nn.Parameter], group: Any) -> None:
             gradient.copy_(mean.view_as(gradient))
 
 
-def broadcast_tensors(tensors: list[torch.Tensor], group: Any) -> None:
+def broadcast_tensors(tensors: list[torch.Tensor], group: dist.ProcessGroup) -> None:
     """The first rank's tensors for all, in place. Ranks: all of the group."""
     with torch.no_grad():
         for chunk in _chunks(tensors):

@@ -1,0 +1,1 @@
+"""Ranks that hold parts of the same sequences (`context`)."""

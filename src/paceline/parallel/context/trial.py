@@ -1,0 +1,140 @@
+"""Tries a block once on a short piece of the first sequence, divided and whole, and compares.
+
+Attention is not all that may mix positions: a convolution, attention by hand, or positions that a block counts itself
+would be wrong without a word where the sequence is divided.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from paceline.base.errors import TrainError
+from paceline.parallel.context.attention_calls import AttentionCalls
+from paceline.parallel.context.block_calls import BlockCall
+from paceline.parallel.context.sequence_split import Division, Region, Sizes, sequence_dim
+from paceline.world.tree import tensors
+
+_TRIED = 16  # positions on each rank, at most
+
+
+def try_block(call: BlockCall, sample: Tensor, region: Region, sizes: Sizes, number: int) -> None:
+    """Runs a block on the beginning of a sequence, whole and divided, without gradients, and compares.
+
+    Args:
+        call: the one at hand; hidden states are divided already unless `number` is 0.
+        sample: whole hidden states, the input of the first block.
+        region, sizes: of the call.
+        number: of the block.
+
+    Ranks: all of the cp group.
+
+    Raises:
+        TrainError: `context-differs`, `context-dimension`.
+    """
+    block = call.block
+    ranks = region.division.ranks
+    length = min(sizes.length // (2 * ranks), _TRIED // 2) * 2 * ranks
+    short_region = replace(region, division=Division(length, ranks, region.division.balanced))
+    short_sizes = replace(sizes, length=length)
+    dtype = next((p.dtype for p in block.parameters() if p.is_floating_point()), sample.dtype)
+    short_sample = sample.narrow(sizes.dim, 0, length).to(dtype)
+
+    def beginning(tensor: Tensor, name: str, hidden: bool) -> Tensor:
+        return short_sample if hidden else _beginning(tensor, name, sizes, length, dtype)
+
+    def part(tensor: Tensor, name: str, hidden: bool) -> Tensor:
+        dim = sizes.dim if hidden else sequence_dim(tensor, name, short_sizes)
+        return tensor if dim is None else short_region.split(tensor, dim)
+
+    # Autocast would hide differences behind its rounding. A cache would be filled by the trial.
+    with torch.no_grad(), _evaluating(block), torch.autocast(sample.device.type, enabled=False):
+        whole_call = call.without_caches().map(beginning)
+        try:
+            whole = _output(whole_call)
+            divided_call = whole_call.map(part)
+            with AttentionCalls(short_region):
+                divided = _output(divided_call)
+        except RuntimeError as error:
+            if type(error) is not RuntimeError:
+                raise
+            # torch says so where sizes do not fit: the block wants this dimension whole.
+            reason = str(error).splitlines()[0]
+            raise no_sequence(block, list(short_sample.shape), sizes.dim, reason) from error
+    differs = _differ(whole, divided, short_sample, short_region, sizes.dim).to(torch.int32)
+    dist.all_reduce(differs, group=region.group)
+    if differs.item():
+        raise TrainError(
+            "context-differs",
+            f"{type(block).__name__} number {number} gives other numbers for a divided sequence than for a whole one.",
+            why="something besides scaled_dot_product_attention mixes positions or counts them: attention by hand, a "
+            "convolution or recurrence over the sequence, or rotary angles that the block makes for itself",
+            fix="make positions before the blocks and pass them in; if the block is random or counts tokens in evaluation, "
+            "too, set options={'context': {'trial': False}}",
+        )
+
+
+def no_sequence(block: nn.Module, shape: list[int], dim: int, reason: str) -> TrainError:
+    """The error for hidden states without a dimension that could be divided.
+
+    Args:
+        shape: of the hidden states that were tried.
+        dim: the dimension that was taken for the sequence.
+        reason: what shows that it is none.
+    """
+    return TrainError(
+        "context-dimension",
+        f"{type(block).__name__} cannot compute a part of dimension {dim} of its input, so there is no sequence to divide.",
+        why=f"cp divides hidden states [batch, sequence, features] along dimension {dim} (option `dim`); these are "
+        f"{shape}: {reason}",
+        fix="leave `cp` out and use `replicate` or `shard`; for [sequence, batch, features] set "
+        "options={'context': {'dim': 0}}",
+    )
+
+
+def _beginning(tensor: Tensor, name: str, sizes: Sizes, length: int, dtype: torch.dtype) -> Tensor:
+    """The first `length` positions of an argument, in the dtype of the block's parameters."""
+    dim = sequence_dim(tensor, name, sizes)
+    if tensor.is_floating_point():
+        tensor = tensor.to(dtype)
+    if dim is not None:
+        return tensor.narrow(dim, 0, length)
+    # Of masks both the queries and the keys are positions.
+    for mask_dim in (-1, -2):
+        if tensor.ndim > 1 and tensor.shape[mask_dim] == sizes.length:
+            tensor = tensor.narrow(mask_dim, 0, length)
+    return tensor
+
+
+def _output(call: BlockCall) -> Tensor:
+    return tensors(call.own_forward(*call.args, **call.kwargs))[0]
+
+
+def _differ(whole: Tensor, divided: Tensor, sample: Tensor, region: Region, dim: int) -> Tensor:
+    """Whether this rank's part of the whole output is another one than what it computed. Shape: []."""
+    expected = whole.index_select(dim, region.own).float()
+    # Most blocks add to their input, which may be large beside what they add.
+    added = expected
+    if whole.shape[-1] == sample.shape[-1]:
+        added = expected - sample.index_select(dim, region.own).float()
+    relative = 1e-3 if sample.dtype.itemsize > 2 else 2e-2
+    rounding = 8 * torch.finfo(whole.dtype).eps * expected.abs().max()
+    difference = (divided.float() - expected).abs().max()
+    return difference > relative * added.abs().max() + rounding
+
+
+@contextmanager
+def _evaluating(block: nn.Module) -> Iterator[None]:
+    """Everything in evaluation, and back to what it was."""
+    training = [module for module in block.modules() if module.training]
+    block.eval()
+    try:
+        yield
+    finally:
+        for module in training:
+            module.training = True
