@@ -7,7 +7,8 @@ from torch import nn
 
 from paceline.base.errors import PlanError
 from paceline.optim.rebind import parameter_names, rebind
-from paceline.parallel.pipeline.stages import Leave, Spec, Stages, Visit, specs
+from paceline.parallel.pipeline.specs import Spec, specs
+from paceline.parallel.pipeline.stages import Leave, Stages, Visit
 from paceline.parallel.pipeline.timing import measure_blocks
 from paceline.plan.blocks import repeated_blocks
 

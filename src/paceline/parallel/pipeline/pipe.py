@@ -30,7 +30,8 @@ from paceline.base.log import warn_once
 from paceline.parallel.microbatches import Part
 from paceline.parallel.pipeline.copies import Copies
 from paceline.parallel.pipeline.schedules import build
-from paceline.parallel.pipeline.stages import Hidden, Leave, Spec, Stage, Stages, Visit, specs
+from paceline.parallel.pipeline.specs import Described, Spec, empty, specs
+from paceline.parallel.pipeline.stages import Hidden, Leave, Stage, Stages, Visit
 from paceline.parallel.pipeline.timing import Meter
 from paceline.parallel.strategy import Runner
 from paceline.plan.pipeline import SCHEDULES, choose, rank_of
@@ -39,7 +40,7 @@ from paceline.torch_internals.pipelining import stage_class
 from paceline.world.collectives import Collectives
 from paceline.world.forward import override_forward
 from paceline.world.pending_gradients import PendingGradients
-from paceline.world.tree import Tree, describe, first_rows, map_leaves, map_tensors, tensors
+from paceline.world.tree import describe, first_rows, map_tensors, tensors
 
 _KEPT = 4  # schedules with their buffers, of the shapes that came last
 
@@ -205,7 +206,7 @@ class Pipe(Runner):
         for stage in self.stages.own:
             # Halves of a backward pass begin at the stage's input, so that must have a gradient though nothing before trains.
             trains = [trained or SCHEDULES[name].halves for _, trained in hidden]
-            given = () if stage == 0 else _empty(hidden[stage - 1][0], "meta", any(trains[:stage]))
+            given = () if stage == 0 else empty(hidden[stage - 1][0], "meta", any(trains[:stage]))
             last = stage == self.stages.count - 1
             gives = Spec((), torch.float32) if last else hidden[stage][0]
             module = Stage(self._micro_pass(stage), self.stages.modules(stage), self._shared)
@@ -217,7 +218,7 @@ class Pipe(Runner):
                     self.stages.count,
                     self._device,
                     input_args=given,
-                    output_args=_empty(gives, "meta", any(trains[: stage + 1])),
+                    output_args=empty(gives, "meta", any(trains[: stage + 1])),
                     group=self.owners.group,
                 )
             )
@@ -279,12 +280,12 @@ class Pipe(Runner):
         """The whole model's state: each rank's part, under the user's names, in the user's order."""
         # Every rank says what it holds; the tensors follow one rank at a time, so that no rank ever holds more than the
         # full state plus one rank's part.
-        own = {name: _Described.of(value) if isinstance(value, Tensor) else value for name, value in state.items()}
+        own = {name: Described.of(value) if isinstance(value, Tensor) else value for name, value in state.items()}
         full: dict[str, Any] = {}
         for rank, part in enumerate(self.owners.gather_object(own)):
             missing = {name: value for name, value in part.items() if name not in full}
             full |= missing
-            tensors_of_rank = {name: value for name, value in missing.items() if isinstance(value, _Described)}
+            tensors_of_rank = {name: value for name, value in missing.items() if isinstance(value, Described)}
             if self.owners.rank == rank:
                 sent = [state[name] for name in tensors_of_rank]
             else:
@@ -316,7 +317,7 @@ class Pipe(Runner):
             self.owners.broadcast_object(specs(output), src=last)
             self.owners.broadcast(tensors(output), src=last)
             return output
-        places = _empty(self.owners.broadcast_object(None, src=last), self._device)
+        places = empty(self.owners.broadcast_object(None, src=last), self._device)
         arrived = iter(self.owners.broadcast(tensors(places), src=last))
         return map_tensors(lambda _: next(arrived), places)
 
@@ -350,7 +351,7 @@ class Pipe(Runner):
             report: _Report | Exception | None = None
             if rank == owner:
                 if stage and owners[stage - 1] != rank:
-                    hidden = _empty(sent[-1][0], self._device)
+                    hidden = empty(sent[-1][0], self._device)
                     for tensor in tensors(hidden):
                         dist.recv(tensor, dist.get_global_rank(group, owners[stage - 1]), group)
                 output, report = self._run_stage(stage, hidden, args, kwargs, call)
@@ -448,32 +449,6 @@ def _sendable(error: Exception) -> Exception:
     except Exception:
         return RuntimeError(f"{type(error).__name__}: {error}")
     return error
-
-
-@dataclass(frozen=True)
-class _Described:
-    """A tensor of a state, without its values."""
-
-    spec: Spec
-    on_cpu: bool
-
-    @classmethod
-    def of(cls, tensor: Tensor) -> _Described:
-        return cls(Spec.of(tensor), tensor.device.type == "cpu")
-
-    def empty(self, device: torch.device) -> Tensor:
-        return self.spec.empty("cpu" if self.on_cpu else device)
-
-
-def _empty(specs: Tree, device: torch.device | str, requires_grad: bool = False) -> Any:
-    """A nested structure with a tensor for each `Spec`; whole numbers and masks have no gradients."""
-
-    def tensor(leaf: object) -> Any:
-        if not isinstance(leaf, Spec):
-            return leaf
-        return leaf.empty(device, requires_grad and leaf.dtype.is_floating_point)
-
-    return map_leaves(tensor, specs)
 
 
 @contextmanager

@@ -20,7 +20,8 @@ from paceline.base.errors import Problem
 from paceline.config.kinds import one_of, whole
 from paceline.parallel.pipeline.copies import Copies, Holders
 from paceline.parallel.pipeline.pipe import Pipe
-from paceline.parallel.pipeline.stages import Spec, Stages
+from paceline.parallel.pipeline.specs import Spec
+from paceline.parallel.pipeline.stages import Stages
 from paceline.parallel.strategy import AppliedStrategy, Context, Strategy
 from paceline.plan.cost import Bytes
 from paceline.plan.facts import ModelFacts

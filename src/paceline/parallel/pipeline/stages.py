@@ -29,9 +29,10 @@ import torch
 from torch import Tensor, nn
 
 from paceline.base.errors import PlanError
+from paceline.parallel.pipeline.specs import Spec, placeholder, specs
 from paceline.plan.pipeline import matching
 from paceline.torch_internals.modules import child_table
-from paceline.world.tree import Tree, describe, map_leaves, tensors
+from paceline.world.tree import Tree, describe, tensors
 
 
 class Leave(BaseException):
@@ -41,49 +42,7 @@ class Leave(BaseException):
         self.hidden = hidden
 
 
-class Spec:
-    """Shape and dtype of a tensor; a leaf of nested structures, which a dataclass would not be."""
-
-    def __init__(self, shape: tuple[int, ...], dtype: torch.dtype) -> None:
-        self.shape = shape
-        self.dtype = dtype
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Spec) and (self.shape, self.dtype) == (other.shape, other.dtype)
-
-    @classmethod
-    def of(cls, tensor: Tensor) -> Spec:
-        """That of `tensor`."""
-        return cls(tuple(tensor.shape), tensor.dtype)
-
-    def empty(self, device: torch.device | str, requires_grad: bool = False) -> Tensor:
-        """A tensor of this kind."""
-        return torch.empty(self.shape, dtype=self.dtype, device=device, requires_grad=requires_grad)
-
-
 Hidden = Tensor | tuple[Tensor, ...]  # what travels from stage to stage
-
-
-def specs(tree: Tree) -> Tree:
-    """A nested structure with a `Spec` for each tensor; objects other than plain values become None."""
-
-    def of(leaf: object) -> Any:
-        if isinstance(leaf, Tensor):
-            return Spec.of(leaf)
-        return leaf if leaf is None or isinstance(leaf, (bool, int, float, str)) else None
-
-    return map_leaves(of, tree)
-
-
-def _placeholder(tree: Tree, device: torch.device) -> Any:
-    def of(leaf: object) -> Any:
-        if not isinstance(leaf, Spec):
-            return leaf
-        return torch.full(
-            leaf.shape, float("nan") if leaf.dtype.is_floating_point else 0, dtype=leaf.dtype, device=device
-        )
-
-    return map_leaves(of, tree)
 
 
 @dataclass
@@ -316,14 +275,13 @@ class Stages:
         given = self.outputs[name][number - 1]
         if args and isinstance(given, Spec) and isinstance(args[0], Tensor) and Spec.of(args[0]) == given:
             return args[0]  # is a placeholder already
-        return _placeholder(given, self._device)
+        return placeholder(given, self._device)
 
     def borrow(self, name: str, spec: Spec) -> Tensor:
         """A placeholder of a parameter that another stage holds; harmless where only that stage's result hangs on it."""
         assert self.visit is not None
         self.visit.borrowed.append(name)
-        placeholder: Tensor = _placeholder(spec, self._device)
-        return placeholder
+        return spec.placeholder(self._device)
 
     def _at_unit(self, name: str, unit: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         visit = self.visit

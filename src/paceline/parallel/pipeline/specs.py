@@ -1,0 +1,76 @@
+"""Tensors without their values: what ranks tell each other of what they will send, and what stands in its place."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from paceline.world.tree import Tree, map_leaves
+
+
+class Spec:
+    """Shape and dtype of a tensor; a leaf of nested structures, which a dataclass would not be."""
+
+    def __init__(self, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+        self.shape = shape
+        self.dtype = dtype
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Spec) and (self.shape, self.dtype) == (other.shape, other.dtype)
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> Spec:
+        """That of `tensor`."""
+        return cls(tuple(tensor.shape), tensor.dtype)
+
+    def empty(self, device: torch.device | str, requires_grad: bool = False) -> Tensor:
+        """A tensor of this kind."""
+        return torch.empty(self.shape, dtype=self.dtype, device=device, requires_grad=requires_grad)
+
+    def placeholder(self, device: torch.device) -> Tensor:
+        """A tensor of this kind that must not be used: NaN, so that whatever leaks into a result is seen."""
+        value = float("nan") if self.dtype.is_floating_point else 0
+        return torch.full(self.shape, value, dtype=self.dtype, device=device)
+
+
+def specs(tree: Tree) -> Tree:
+    """A nested structure with a `Spec` for each tensor; objects other than plain values become None."""
+
+    def of(leaf: object) -> object:
+        if isinstance(leaf, Tensor):
+            return Spec.of(leaf)
+        return leaf if isinstance(leaf, (bool, int, float, str)) else None
+
+    return map_leaves(of, tree)
+
+
+def placeholder(tree: Tree, device: torch.device) -> Tree:
+    """A nested structure with a placeholder for each `Spec`."""
+    return _map_specs(lambda spec: spec.placeholder(device), tree)
+
+
+def empty(tree: Tree, device: torch.device | str, requires_grad: bool = False) -> Tree:
+    """A nested structure with a tensor for each `Spec`; whole numbers and masks have no gradients."""
+    return _map_specs(lambda spec: spec.empty(device, requires_grad and spec.dtype.is_floating_point), tree)
+
+
+def _map_specs(change: Callable[[Spec], Tensor], tree: Tree) -> Tree:
+    return map_leaves(lambda leaf: change(leaf) if isinstance(leaf, Spec) else leaf, tree)
+
+
+@dataclass(frozen=True)
+class Described:
+    """A tensor of a state, without its values."""
+
+    spec: Spec
+    on_cpu: bool
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> Described:
+        return cls(Spec.of(tensor), tensor.device.type == "cpu")
+
+    def empty(self, device: torch.device) -> Tensor:
+        return self.spec.empty("cpu" if self.on_cpu else device)
