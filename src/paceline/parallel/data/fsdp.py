@@ -33,7 +33,7 @@ from paceline.torch_internals import fsdp as internals
 from paceline.torch_internals.tensors import has_gradient_hooks
 from paceline.world.mesh import cpu_group, register_unit
 from paceline.world.pending_gradients import PendingGradients
-from paceline.world.sharded import is_sharded
+from paceline.world.sharded import is_sharded, local
 from paceline.world.tree import map_tensors
 
 if TYPE_CHECKING:
@@ -261,5 +261,5 @@ def broadcast_values(model: nn.Module, group: dist.ProcessGroup) -> None:
 
     Where ranks hold parts already (tensor parallel), the group must consist of ranks that hold the same part.
     """
-    tensors = [tensor.detach() for tensor in (*model.parameters(), *model.buffers()) if not tensor.is_meta]
-    broadcast_tensors([tensor.to_local() if is_sharded(tensor) else tensor for tensor in tensors], group)
+    tensors = [local(tensor.detach()) for tensor in (*model.parameters(), *model.buffers()) if not tensor.is_meta]
+    broadcast_tensors(tensors, group)

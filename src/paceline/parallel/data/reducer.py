@@ -44,20 +44,20 @@ class _Bucket:
 
     Attributes:
         parameters: one large one, or small ones.
-        here: parameters whose gradient came.
-        gone: whether the reduction of this window began.
+        arrived: parameters whose gradient came.
+        launched: whether the reduction of this window began.
     """
 
     def __init__(self, parameters: list[Tensor]) -> None:
         self.parameters = parameters
         self.bytes = sum(p.numel() * p.element_size() for p in parameters)
         self.alone = len(parameters) == 1 and travels_alone(parameters[0])
-        self.rewind()
+        self.reset()
 
-    def rewind(self) -> None:
+    def reset(self) -> None:
         """For the next window."""
-        self.here: set[Tensor] = set()
-        self.gone = False
+        self.arrived: set[Tensor] = set()
+        self.launched = False
         self.handle: Handle | None = None
         self.sent: Tensor | None = None  # kept until the reduction has read it
         self.output: Tensor | None = None
@@ -82,14 +82,14 @@ class Reducer:
         self._rank, self._ranks = dist.get_rank(self._group), dist.get_world_size(self._group)
         self._transport = transport_of(self._group, torch.device(mesh.device_type))
         self._width = dist.get_world_size(self._all)
-        self._rest = mesh.along(("replicate", "cp")).get_group() if self._width > self._ranks else None
+        self._replicas = mesh.along(("replicate", "cp")).get_group() if self._width > self._ranks else None
         self._votes = cpu_group(self._all)
         self._cap = int(cap_mb * 2**20)
         self._tag = register_unit(f"gradients of {type(model).__name__}")
-        self._held = 0
+        self._holding = 0
         self._failed = False
-        self._next = 0  # the first bucket that has not gone
-        self._flying: deque[_Bucket] = deque()
+        self._next_bucket = 0  # the first bucket that was not launched
+        self._under_way: deque[_Bucket] = deque()
         self._reduced: dict[Tensor, Tensor] = {}
         self._earlier: dict[Tensor, Any] = {}  # reduced before this backward pass, and not cleared since
         self._outputs: list[Tensor] = []  # of the first round, in the order of buckets
@@ -98,8 +98,8 @@ class Reducer:
         self._frozen = [p for p in model.parameters() if not p.requires_grad]
         self._plan_buckets()
         for parameter in self._parameters:
-            parameter.register_hook(lambda _, parameter=parameter: self._put_aside(parameter))
-            parameter.register_post_accumulate_grad_hook(self._arrived)
+            parameter.register_hook(lambda _, parameter=parameter: self._set_aside(parameter))
+            parameter.register_post_accumulate_grad_hook(self._gradient_came)
         if broadcast_buffers and any(True for _ in model.buffers()):
             self._follow_buffers(model)
 
@@ -127,7 +127,7 @@ class Reducer:
         owner = weakref.ref(model)
 
         def broadcast(module: nn.Module, _: object) -> None:  # no method: a copy of the model copies its hooks
-            if module is owner() and module.training and not self._held and torch.is_grad_enabled():
+            if module is owner() and module.training and not self._holding and torch.is_grad_enabled():
                 buffers = [buffer.detach() for buffer in module.buffers() if buffer.numel()]
                 broadcast_tensors(buffers, self._all)
 
@@ -138,47 +138,45 @@ class Reducer:
     @contextmanager
     def holding(self) -> Iterator[None]:
         """While it is open, nothing is reduced."""
-        self._held += 1
+        self._holding += 1
         try:
             yield
         finally:
-            self._held -= 1
+            self._holding -= 1
 
-    def _put_aside(self, parameter: Tensor) -> None:
+    def _set_aside(self, parameter: Tensor) -> None:
         """Before autograd adds a plain gradient to one that is reduced already, which it could not."""
         if is_sharded(parameter.grad):
             self._earlier[parameter] = parameter.grad
             parameter.grad = None
 
-    def _arrived(self, parameter: Tensor) -> None:
+    def _gradient_came(self, parameter: Tensor) -> None:
         if self._failed:
             self._failed = False
-            self._land_all()
-            self._rewind()
+            self._wait_for_all()
+            self._reset()
         bucket = self._bucket.get(parameter)
-        if self._held or bucket is None:
+        if self._holding or bucket is None or bucket.launched:
             return
-        if bucket.gone:
-            return
-        bucket.here.add(parameter)
-        while self._next < len(self._buckets):
-            bucket = self._buckets[self._next]
-            if len(bucket.here) < len(bucket.parameters):
+        bucket.arrived.add(parameter)
+        while self._next_bucket < len(self._buckets):
+            bucket = self._buckets[self._next_bucket]
+            if len(bucket.arrived) < len(bucket.parameters):
                 return
-            self._next += 1
+            self._next_bucket += 1
             self._launch(bucket)
 
     @torch.no_grad()
     def _launch(self, bucket: _Bucket) -> None:
-        while self._flying and sum(flying.bytes for flying in self._flying) + bucket.bytes > self._cap:
-            self._land(self._flying.popleft())
+        while self._under_way and sum(other.bytes for other in self._under_way) + bucket.bytes > self._cap:
+            self._wait_for(self._under_way.popleft())
         for parameter in bucket.parameters:
-            self._put_aside(parameter)
+            self._set_aside(parameter)
         gradients = []
         for parameter in bucket.parameters:
             gradients.append(torch.zeros_like(parameter) if parameter.grad is None else parameter.grad)
             parameter.grad = None
-        bucket.gone = True
+        bucket.launched = True
         if bucket.alone:
             gradient = bucket.sent = gradients[0].contiguous()
             output = torch.empty_like(rows(gradient, self._ranks)[self._rank])
@@ -194,9 +192,9 @@ class Reducer:
             bucket.parts = packed_parts(output, gradients, self._rank, self._ranks)
             bucket.handle = self._transport.reduce_scatter(output, flat.view(-1), tag=self._tag)
         bucket.output = output
-        self._flying.append(bucket)
+        self._under_way.append(bucket)
 
-    def _land(self, bucket: _Bucket) -> None:
+    def _wait_for(self, bucket: _Bucket) -> None:
         assert bucket.handle is not None and bucket.output is not None
         bucket.handle.wait()
         bucket.output.div_(self._width)
@@ -214,7 +212,7 @@ class Reducer:
     @torch.no_grad()
     def finish(self) -> None:
         """Reduces what is left; gradients are DTensors after it. Ranks: all of the gradient group."""
-        if self._held:
+        if self._holding:
             return
         thawed = [p for p in self._frozen if p.requires_grad]
         if thawed:
@@ -222,43 +220,45 @@ class Reducer:
         used, late = self._vote()
         if not any(used):
             return
-        names = {p for p, ranks in zip(self._parameters, used, strict=True) if ranks}
+        used_anywhere = {p for p, num_ranks in zip(self._parameters, used, strict=True) if num_ranks}
         for bucket in self._buckets:
-            if not bucket.gone and any(p in names for p in bucket.parameters):
+            if not bucket.launched and not used_anywhere.isdisjoint(bucket.parameters):
                 self._launch(bucket)
-        self._land_all()
-        for bucket, ranks in zip(self._buckets, late, strict=True):
-            if ranks:
+        self._wait_for_all()
+        for bucket, num_ranks in zip(self._buckets, late, strict=True):
+            if num_ranks:
                 self._launch(bucket)
-        self._land_all()
-        self._over_replicas(names)
+        self._wait_for_all()
+        self._sum_over_replicas(used_anywhere)
         for parameter in self._parameters:
-            if parameter in names:
-                self._give(parameter)
+            if parameter in used_anywhere:
+                self._set_gradient(parameter)
             elif parameter in self._earlier:
                 parameter.grad = self._earlier[parameter]
-        self._rewind()
+        self._reset()
 
-    def _rewind(self) -> None:
+    def _reset(self) -> None:
         self._reduced.clear()
         self._earlier.clear()
         self._outputs.clear()
-        self._next = 0
+        self._next_bucket = 0
         for bucket in self._buckets:
-            bucket.rewind()
+            bucket.reset()
 
     @property
     def unfinished(self) -> bool:
         """Whether gradients came that were not reduced, or not completely."""
-        return any(bucket.here for bucket in self._buckets) or any(
-            p.grad is not None and not is_sharded(p.grad) for p in self._parameters
-        )
+        return bool(self._fresh()) or any(bucket.arrived for bucket in self._buckets)
+
+    def _fresh(self) -> set[nn.Parameter]:
+        """Parameters with a whole gradient, which no reduction has seen."""
+        return {p for p in self._parameters if p.grad is not None and not is_sharded(p.grad)}
 
     def forget(self, parameters: Iterable[Tensor]) -> None:
         """After some gradients were cleared: those that are on their way still (from a pass that another accelerator's loss
         began) are brought to their end, for the ranks run in step, and cleared too. Ranks: all where there are any.
         """
-        if any(bucket.here for bucket in self._buckets):
+        if any(bucket.arrived for bucket in self._buckets):
             self.finish()
             for parameter in parameters:
                 parameter.grad = None
@@ -269,12 +269,13 @@ class Reducer:
 
     def pending_gradients(self) -> PendingGradients:
         """Rows that were reduced in an earlier window and not cleared since."""
-        return PendingGradients({**{p: p.grad for p in self._parameters if is_sharded(p.grad)}, **self._earlier})
+        reduced: dict[Tensor, Tensor] = {p: p.grad for p in self._parameters if is_sharded(p.grad)}
+        return PendingGradients(reduced | self._earlier)
 
     def restore_pending(self, pending: PendingGradients) -> None:
         """Takes them back, beside whole gradients that have been put in `.grad` since."""
-        self._land_all()
-        self._rewind()
+        self._wait_for_all()
+        self._reset()
         for parameter, part in pending.gradients.items():
             reduced = dtensor(part, self._mesh, parameter.shape)
             if parameter.grad is None:
@@ -284,36 +285,38 @@ class Reducer:
 
     def _vote(self) -> tuple[list[int], list[int]]:
         """On how many ranks each parameter has a gradient of this window, and each bucket one that came late."""
-        fresh = {p for p in self._parameters if p.grad is not None and not is_sharded(p.grad)}
-        used = [p in fresh or (p.dim() > 0 and p in self._bucket[p].here) for p in self._parameters]
-        late = [bucket.gone and not fresh.isdisjoint(bucket.parameters) for bucket in self._buckets]
+        fresh = self._fresh()
+        used = [p in fresh or (p.dim() > 0 and p in self._bucket[p].arrived) for p in self._parameters]
+        late = [bucket.launched and not fresh.isdisjoint(bucket.parameters) for bucket in self._buckets]
         if any(used) and sum(bucket.bytes for bucket in self._buckets) > self._cap:
             # A rank with more gradients than this one may wait for their reduction before it comes here.
             for bucket in self._buckets:
-                if not bucket.gone:
+                if not bucket.launched:
                     self._launch(bucket)
         votes = torch.tensor([*used, *late], dtype=torch.int32)
         dist.all_reduce(votes, group=self._votes)
         counts: list[int] = votes.tolist()
         return counts[: len(used)], counts[len(used) :]
 
-    def _land_all(self) -> None:
-        while self._flying:
-            self._land(self._flying.popleft())
+    def _wait_for_all(self) -> None:
+        while self._under_way:
+            self._wait_for(self._under_way.popleft())
 
-    def _over_replicas(self, names: set[nn.Parameter]) -> None:
-        """Sums rows over the other axes, and parameters without rows over all."""
+    def _sum_over_replicas(self, used_anywhere: set[nn.Parameter]) -> None:
+        """Sums rows over the other axes, and gradients of parameters without rows over all."""
         under_way = []
-        for parameter in (p for p in self._parameters if not p.dim() and p in names):
+        for parameter in self._parameters:
+            if parameter.dim() or parameter not in used_anywhere:
+                continue
             whole = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad / 1
             whole.div_(self._width)
             self._reduced[parameter] = whole
             under_way.append(dist.all_reduce(whole, group=self._all, async_op=True))
-        if self._rest is not None:
-            under_way += [dist.all_reduce(output, group=self._rest, async_op=True) for output in self._outputs]
+        if self._replicas is not None:
+            under_way += [dist.all_reduce(output, group=self._replicas, async_op=True) for output in self._outputs]
         wait_all(under_way)
 
-    def _give(self, parameter: Tensor) -> None:
+    def _set_gradient(self, parameter: Tensor) -> None:
         part = self._reduced[parameter]
         earlier = self._earlier.get(parameter)
         if earlier is not None:

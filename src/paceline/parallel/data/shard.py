@@ -25,7 +25,7 @@ from paceline.base.env import parse_bool
 from paceline.base.errors import PlanError, Problem
 from paceline.config.kinds import Kind, one_of, positive, whole
 from paceline.parallel.data.fsdp import Units, broadcast_values, forget_with, refuse_copies
-from paceline.parallel.data.wrapping import POLICIES, Wrapping, wrapping
+from paceline.parallel.data.wrapping import POLICIES, Wrapping, within_some, wrapping
 from paceline.parallel.divided_parameters import take_whole_states, take_whole_values
 from paceline.parallel.strategy import AppliedStrategy, Context, Strategy
 from paceline.plan.cost import Bytes
@@ -248,22 +248,19 @@ def _mesh(context: Context) -> Any:
 
 def _left_alone(model: nn.Module, wrapping: Wrapping) -> list[nn.Parameter]:
     """Parameters of modules left alone, and those without rows to divide; in one order on all ranks."""
-    return [
-        parameter
-        for name, parameter in model.named_parameters()
-        if parameter.dim() == 0
-        or not parameter.numel()
-        or any(name.startswith(f"{module}.") for module in wrapping.alone)
-    ]
+    alone = []
+    for name, parameter in model.named_parameters():
+        has_rows = parameter.dim() > 0 and parameter.numel() > 0
+        if not has_rows or within_some(name, wrapping.alone):
+            alone.append(parameter)
+    return alone
 
 
 def _norms_apart(plan: Plan, options: ShardOptions, facts: ModelFacts, wrapping: Wrapping) -> list[str]:
     """Batch norms that need a unit of their own: statistics are float32, and so must their weights be."""
     if _param_dtype(plan, options) not in _HALVES.values():
         return []
-    return [
-        name for name in facts.batch_norms if not any(name == o or name.startswith(f"{o}.") for o in wrapping.alone)
-    ]
+    return [name for name in facts.batch_norms if not within_some(name, wrapping.alone)]
 
 
 def _own_memory(module: nn.Module, args: object, output: Any) -> Any:
@@ -318,7 +315,9 @@ def _reshard_problems(plan: Plan, options: ShardOptions) -> list[Problem]:
         why = f"shard.reshard={width}, but parameters are divided over {ranks} ranks"
     else:
         return []
-    fits = ", ".join(str(n) for n in range(2, ranks) if ranks % n == 0) if plan.layout.size("tp", "pp") == 1 else ""
+    fits = ""
+    if plan.layout.size("tp", "pp") == 1:
+        fits = ", ".join(str(n) for n in range(2, ranks) if ranks % n == 0)
     return [
         Problem(
             "shard-reshard",

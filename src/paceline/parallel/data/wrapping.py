@@ -63,7 +63,7 @@ def wrapping(facts: ModelFacts, wrap: str | Iterable[str], min_params: int, igno
     chosen: list[str] = []
     tied: list[str] = []
     for name in units:
-        if name and not _within_some(name, alone):
+        if name and not within_some(name, alone):
             (tied if _leaks(name, facts, alone) else chosen).append(name)
     order = {name: place for place, (name, _) in enumerate(facts.modules)}
     chosen.sort(key=lambda name: order.get(name, 0))
@@ -74,14 +74,15 @@ def _within(name: str, module: str) -> bool:
     return module == "" or name == module or name.startswith(f"{module}.")
 
 
-def _within_some(name: str, modules: Iterable[str]) -> bool:
+def within_some(name: str, modules: Iterable[str]) -> bool:
+    """Whether a module or parameter is one of these modules, or inside of one."""
     return any(_within(name, module) for module in modules)
 
 
 def _leaks(unit: str, facts: ModelFacts, alone: tuple[str, ...]) -> bool:
     """Whether a unit shares some parameter with a module outside of it."""
     for names in facts.tied:
-        if any(_within_some(name, alone) for name in names):
+        if any(within_some(name, alone) for name in names):
             continue
         inside = [_within(name, unit) for name in names]
         if any(inside) and not all(inside):
@@ -104,7 +105,7 @@ def _alone(facts: ModelFacts, patterns: tuple[str, ...], problems: list[Problem]
             )
         alone.extend(matches)
     unique = dict.fromkeys(alone)
-    return tuple(name for name in unique if not _within_some(name, unique.keys() - {name}))
+    return tuple(name for name in unique if not within_some(name, unique.keys() - {name}))
 
 
 def _by_class(facts: ModelFacts, names: tuple[str, ...], problems: list[Problem]) -> list[str]:
@@ -131,7 +132,7 @@ def _by_size(facts: ModelFacts, min_params: int, alone: tuple[str, ...]) -> list
     repeats = {name for names in facts.tied for name in names[1:]}
     for layer in facts.layers:
         prefix = f"{layer.name}." if layer.name else ""
-        if not _within_some(layer.name, alone):
+        if not within_some(layer.name, alone):
             left[layer.name] = sum(prod(shape) for key, shape in layer.shapes if prefix + key not in repeats)
     closed = [name for name, kind in facts.modules if kind in _USED_FROM_OUTSIDE]
     called = {name for name, _ in facts.modules}

@@ -114,8 +114,8 @@ class DividedLayers(AppliedStrategy):
         """Keeps an optimizer that holds plain tensors beside DTensors from stepping them in one call."""
         decisions = []
         for group in optimizer.param_groups:
-            kinds = {parameter.device_mesh if is_sharded(parameter) else None for parameter in group["params"]}
-            if len(kinds) > 1 and "foreach" in group and group["foreach"] is None and not group.get("fused"):
+            meshes = {getattr(parameter, "device_mesh", None) for parameter in group["params"]}
+            if len(meshes) > 1 and "foreach" in group and group["foreach"] is None and not group.get("fused"):
                 group["foreach"] = False
                 field = f"optimizer.{type(optimizer).__name__}.foreach"
                 decisions.append(Decision(field, False, "derived", reason="some of its parameters are no DTensors"))
