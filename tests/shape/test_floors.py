@@ -12,7 +12,7 @@ FLOORS = [
     {"config", "world"},
     {"plan", "launch"},
     {"parallel", "precision", "optim", "data", "checkpoint", "observe"},
-    {"planner"},
+    {"planner", "inference"},
     {
         "__init__",
         "accelerator",

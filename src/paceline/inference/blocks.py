@@ -1,0 +1,215 @@
+"""What placing a model needs to know of it: its blocks, the bytes of each, and what a call needs beside the weights.
+
+A *block* is what is placed as a whole. It is one of these:
+
+    a repeated block (see `plan.blocks`), or a module of a class that the model names in `_no_split_modules`
+    any other module that holds tensors of its own and no blocks below it, such as an embedding or a last norm
+    the tensors that a module with blocks below it holds itself (`own` is then true)
+    several of these that share a parameter
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from paceline.plan.blocks import repeated_blocks
+from paceline.plan.facts import model_facts
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+
+@dataclass(frozen=True)
+class Block:
+    """What is placed as a whole.
+
+    Attributes:
+        modules: names (FQNs) of its modules; several where they share a parameter.
+        kind: the classes of the modules.
+        parameters: names of its parameters, a shared one once.
+        parameter_bytes: bytes of its parameters in the dtype that they will have.
+        buffer_bytes: bytes of its buffers, which are never offloaded: they are small, and files do not hold all of them.
+        repeated: whether it is one of the repeated blocks, which hold the key-value cache of a transformer.
+        own: whether it is what a module holds beside the blocks below it; such weights are needed in many calls, and
+            are not offloaded either.
+    """
+
+    modules: tuple[str, ...]
+    kind: str
+    parameters: tuple[str, ...] = ()
+    parameter_bytes: int = 0
+    buffer_bytes: int = 0
+    repeated: bool = False
+    own: bool = False
+
+    @property
+    def name(self) -> str:
+        """Names of its modules; the model itself is "(model)"."""
+        return " + ".join(module or "(model)" for module in self.modules)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its parameters and buffers."""
+        return self.parameter_bytes + self.buffer_bytes
+
+
+@dataclass(frozen=True)
+class PlacementFacts:
+    """Facts about one model; on the meta device they are the same as on a real one.
+
+    Attributes:
+        model: class of the model.
+        blocks: in order of definition.
+        widest: features of the widest activation that its linear and embedding layers make.
+        cache_elements: keys and values that one token adds to a transformer's cache, in all layers together, as far as
+            the model's `config` tells; else 0.
+        itemsize: bytes of one activation element.
+    """
+
+    model: str
+    blocks: tuple[Block, ...]
+    widest: int = 0
+    cache_elements: int = 0
+    itemsize: int = 4
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all blocks."""
+        return sum(block.nbytes for block in self.blocks)
+
+
+def placement_facts(
+    model: nn.Module, dtype: torch.dtype | None = None, split_at: Collection[str] = ()
+) -> PlacementFacts:
+    """Reads the facts of a model; changes nothing.
+
+    Args:
+        model: on the meta device or not.
+        dtype: what floating-point weights will be converted to; None leaves each as it is.
+        split_at: names of modules that are blocks of their own, also where they lie inside a repeated block.
+    """
+    blocks = _join_tied(model, list(_units(model, split_at)), dtype)
+    itemsizes = [_itemsize(parameter, dtype) for parameter in model.parameters() if parameter.is_floating_point()]
+    return PlacementFacts(
+        model=type(model).__name__,
+        blocks=tuple(blocks),
+        widest=_widest(model),
+        cache_elements=_cache_elements(getattr(model, "config", None)),
+        itemsize=max(itemsizes, default=4),
+    )
+
+
+@dataclass(frozen=True)
+class _Unit:
+    """One module of a block, before blocks that share parameters are joined."""
+
+    name: str
+    repeated: bool
+    own: bool
+
+
+def _units(model: nn.Module, split_at: Collection[str]) -> Iterator[_Unit]:
+    whole = set(repeated_blocks(model))
+    no_split = set(getattr(model, "_no_split_modules", None) or ())
+    for name, module in model.named_modules():
+        if type(module).__name__ in no_split:
+            whole.add(name)
+    above_splits = _ancestors(split_at)
+    whole = (whole | set(split_at)) - above_splits
+    above_blocks = _ancestors(whole) | above_splits
+    yield from _search(model, "", whole, above_blocks)
+
+
+def _ancestors(names: Iterable[str]) -> set[str]:
+    """The names of all modules that a module of `names` lies in."""
+    ancestors: set[str] = set()
+    for name in names:
+        while name:
+            name = name.rpartition(".")[0]
+            ancestors.add(name)
+    return ancestors
+
+
+def _search(module: nn.Module, name: str, whole: set[str], above_blocks: set[str]) -> Iterator[_Unit]:
+    has_own = any(True for _ in _tensors(module, recurse=False))
+    if name in whole or (has_own and name not in above_blocks):
+        if any(True for _ in _tensors(module, recurse=True)):
+            yield _Unit(name, repeated=name in whole, own=False)
+        return
+    if has_own:
+        yield _Unit(name, repeated=False, own=True)
+    for child_name, child in module.named_children():
+        yield from _search(child, f"{name}.{child_name}" if name else child_name, whole, above_blocks)
+
+
+def _tensors(module: nn.Module, recurse: bool) -> Iterator[torch.Tensor]:
+    yield from module.parameters(recurse)
+    yield from module.buffers(recurse)
+
+
+def _join_tied(model: nn.Module, units: list[_Unit], dtype: torch.dtype | None) -> list[Block]:
+    """Blocks of the units: those that share a parameter or a buffer become one, at the place of the first."""
+    first_names = {id(parameter): name for name, parameter in model.named_parameters()}
+    groups: list[list[_Unit]] = []
+    tensors_of_groups: list[dict[int, torch.Tensor]] = []
+    for unit in units:
+        tensors = {id(tensor): tensor for tensor in _tensors(model.get_submodule(unit.name), recurse=not unit.own)}
+        sharing = [index for index, other in enumerate(tensors_of_groups) if other.keys() & tensors.keys()]
+        if not sharing:
+            groups.append([unit])
+            tensors_of_groups.append(tensors)
+            continue
+        first, *others = sharing
+        groups[first].append(unit)
+        tensors_of_groups[first] |= tensors
+        # This unit may tie groups together that did not share anything before.
+        for index in reversed(others):
+            groups[first] += groups.pop(index)
+            tensors_of_groups[first] |= tensors_of_groups.pop(index)
+
+    blocks = []
+    for group, tensors in zip(groups, tensors_of_groups, strict=True):
+        parameters = [tensor for key, tensor in tensors.items() if key in first_names]
+        buffers = [tensor for key, tensor in tensors.items() if key not in first_names]
+        kinds = [type(model.get_submodule(unit.name)).__name__ for unit in group]
+        block = Block(
+            modules=tuple(unit.name for unit in group),
+            kind=" + ".join(kinds),
+            parameters=tuple(first_names[id(parameter)] for parameter in parameters),
+            parameter_bytes=sum(parameter.numel() * _itemsize(parameter, dtype) for parameter in parameters),
+            buffer_bytes=sum(buffer.nbytes for buffer in buffers),
+            repeated=all(unit.repeated for unit in group),
+            own=any(unit.own for unit in group),
+        )
+        blocks.append(block)
+    return blocks
+
+
+def _itemsize(tensor: torch.Tensor, dtype: torch.dtype | None) -> int:
+    return dtype.itemsize if dtype is not None and tensor.is_floating_point() else tensor.element_size()
+
+
+def _widest(model: nn.Module) -> int:
+    widest = 0
+    for layer in model_facts(model).layers:
+        weight = dict(layer.shapes).get("weight", ())
+        if layer.role == "linear":
+            widest = max(widest, weight[0])
+        elif layer.role in ("conv1d", "embedding"):
+            widest = max(widest, weight[1])
+    return widest
+
+
+def _cache_elements(config: object) -> int:
+    """Keys and values of one token, by the attributes that configs of transformers have in common."""
+    layers = getattr(config, "num_hidden_layers", None)
+    heads = getattr(config, "num_attention_heads", None)
+    hidden = getattr(config, "hidden_size", None)
+    if not (isinstance(layers, int) and isinstance(heads, int) and isinstance(hidden, int) and heads):
+        return 0
+    key_value_heads = getattr(config, "num_key_value_heads", None) or heads
+    head_size = getattr(config, "head_dim", None) or hidden // heads
+    return 2 * layers * key_value_heads * head_size

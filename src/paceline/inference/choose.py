@@ -1,0 +1,350 @@
+"""Chooses a `Placement`: from the memory of each device, or from a map that the caller gives. Pure; nothing is touched."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from paceline.base.errors import PlanError, Problem
+from paceline.inference.blocks import Block, PlacementFacts
+from paceline.inference.placement import (
+    NUM_BUFFERS,
+    PlacedBlock,
+    Placement,
+    activation_bytes,
+    cache_bytes_per_block,
+)
+from paceline.inference.workload import Rates, Workload, readable
+
+_FIX_MEMORY = "give more in memory=, a smaller dtype or Workload, or other devices"
+
+
+def choose_placement(
+    facts: PlacementFacts,
+    memory: Mapping[str, int],
+    workload: Workload | None = None,
+    rates: Rates | None = None,
+) -> Placement:
+    """Places each block where it fits, in this order: accelerators, the host's memory, the disk.
+
+    Blocks compute on the accelerators, or on the CPU where `memory` names none. If all fit, the accelerators get equal
+    shares. If not, blocks spread evenly over the last accelerator are offloaded, so that the time in which the others
+    compute is used to read them.
+
+    Args:
+        facts: the model.
+        memory: bytes that each device may hold, in the order of use; "disk" has no limit unless it is named.
+        workload: the largest call.
+        rates: for the forecast.
+
+    Raises:
+        PlanError: `placement-memory`: with all blocks that fit nowhere.
+    """
+    workload = workload or Workload()
+    rates = rates or Rates()
+    accelerators = [device for device in memory if device not in ("cpu", "disk")]
+    devices = accelerators or ["cpu"]
+    room = {}
+    problems = []
+    for device in devices:
+        room[device] = memory.get(device, 0) - activation_bytes(facts, workload)
+        if room[device] < 0:
+            problems.append(_too_small(device, facts, memory, workload))
+    if problems:
+        raise PlanError.of(problems)
+
+    placed = _balanced(facts, room, workload)
+    num_buffers = NUM_BUFFERS
+    if placed is None:
+        homes = {home: size for home, size in memory.items() if home in ("cpu", "disk") and home not in devices}
+        placed, num_buffers, problems = _offloaded(facts, room, homes, workload)
+        if problems:
+            raise PlanError.of(problems)
+    return Placement(facts, tuple(placed), dict(memory), workload, rates, num_buffers)
+
+
+def placement_from_map(
+    facts: PlacementFacts,
+    places: Mapping[str, str],
+    memory: Mapping[str, int] | None = None,
+    workload: Workload | None = None,
+    rates: Rates | None = None,
+) -> Placement:
+    """A placement that the caller gives: names of modules -> "cuda:0", "cpu", "disk"; the longest name that fits counts.
+
+    Blocks at "cpu" and "disk" compute on the first accelerator of the map; on the CPU where the map names none.
+
+    Args:
+        facts: the model.
+        places: "" stands for the whole model.
+        memory: if given, the bytes that each device may hold.
+        workload: the largest call.
+        rates: for the forecast.
+
+    Raises:
+        PlanError: `placement-name`, `placement-split`, `placement-missing`, `placement-memory`.
+    """
+    problems = _unknown_names(facts, places)
+    accelerators = [place for place in places.values() if place not in ("cpu", "disk")]
+    main_device = accelerators[0] if accelerators else "cpu"
+    placed = []
+    uncovered = []
+    for block in facts.blocks:
+        keys = {_key_of(module, places) for module in block.modules}
+        homes = {places[key] for key in keys if key is not None}
+        if None in keys:
+            uncovered.append(block)
+        elif len(homes) > 1:
+            problems.append(_tied_apart(block, places))
+        else:
+            home = homes.pop()
+            device = main_device if home in ("cpu", "disk") else home
+            if block.own or not block.parameter_bytes:
+                # What a module holds beside its blocks is needed in many calls, so that it cannot wait elsewhere.
+                home = device
+            written = ", ".join(repr(key) for key in sorted(key for key in keys if key is not None))
+            placed.append(PlacedBlock(block, device, home, "code", f"placement[{written}]"))
+    if uncovered:
+        problems.append(_not_covered(uncovered, places))
+    if problems:
+        raise PlanError.of(problems)
+    placement = Placement(facts, tuple(placed), dict(memory or {}), workload or Workload(), rates or Rates())
+    over = [row for row in placement.forecast if row.budget is not None and row.peak > row.budget]
+    if over:
+        raise PlanError.of(
+            Problem(
+                "placement-memory",
+                f"{row.device} needs {readable(row.peak)} and may hold {readable(row.budget or 0)}.",
+                why=str(row),
+                fix='move blocks to another device in the map, or write placement="auto"',
+            )
+            for row in over
+        )
+    return placement
+
+
+def _balanced(facts: PlacementFacts, room: Mapping[str, int], workload: Workload) -> list[PlacedBlock] | None:
+    """All blocks on their devices, the fullest as empty as it can be; None where they do not fit."""
+    if _filled(facts, room, workload) is None:
+        return None
+    # Bisection over the bytes that a device may hold at most: fewer on each leave room for a larger batch.
+    low, high = 0, max(room.values())
+    while high - low > 1 << 16:
+        middle = (low + high) // 2
+        lowered = {device: min(middle, size) for device, size in room.items()}
+        if _filled(facts, lowered, workload) is None:
+            low = middle
+        else:
+            high = middle
+    return _filled(facts, {device: min(high, size) for device, size in room.items()}, workload)
+
+
+def _filled(facts: PlacementFacts, room: Mapping[str, int], workload: Workload) -> list[PlacedBlock] | None:
+    """All blocks in order, each on the first device that has room; earlier devices are not looked at again."""
+    devices = list(room)
+    left = dict(room)
+    placed = []
+    reason = "all weights fit" if len(devices) == 1 else "all weights fit; equal shares"
+    for block in facts.blocks:
+        cost = block.nbytes + _cache_of(block, facts, workload)
+        while devices and left[devices[0]] < cost:
+            devices.pop(0)
+        if not devices:
+            return None
+        left[devices[0]] -= cost
+        placed.append(PlacedBlock(block, devices[0], devices[0], reason=reason))
+    return placed
+
+
+def _offloaded(
+    facts: PlacementFacts, room: Mapping[str, int], homes: Mapping[str, int], workload: Workload
+) -> tuple[list[PlacedBlock], int, list[Problem]]:
+    """Fills all devices but the last; of the rest, blocks spread evenly are offloaded. With the number of buffers."""
+    *first_devices, last_device = room
+    left = dict(room)
+    placed: list[PlacedBlock] = []
+    rest = list(facts.blocks)
+    for device in first_devices:
+        while rest and left[device] >= rest[0].nbytes + _cache_of(rest[0], facts, workload):
+            block = rest.pop(0)
+            left[device] -= block.nbytes + _cache_of(block, facts, workload)
+            placed.append(PlacedBlock(block, device, device, reason="fits"))
+
+    # What cannot be offloaded is on the device in any case: caches, buffers, and tensors of modules above the blocks.
+    fixed = sum(block.buffer_bytes + _cache_of(block, facts, workload) for block in rest)
+    fixed += sum(block.parameter_bytes for block in rest if block.own)
+    left[last_device] -= fixed
+    movable = [block for block in rest if not block.own]
+    repeated = [block for block in movable if block.repeated]
+    # Buffers are as large as the largest offloaded block, often an embedding that is tied to the head: so all that is no
+    # repeated block stays, if it can. One buffer is the last resort, since then nothing is read ahead.
+    resident: set[Block] | None = None
+    largest, num_buffers = movable[0], 1
+    for num_buffers in range(NUM_BUFFERS, 0, -1):
+        for candidates in (repeated, movable):
+            if resident is None and candidates:
+                largest = max(candidates, key=lambda block: block.parameter_bytes)
+                resident = _resident(movable, candidates, left[last_device] - num_buffers * largest.parameter_bytes)
+        if resident is not None:
+            break
+    if resident is None:
+        needed = fixed + largest.parameter_bytes
+        return [], num_buffers, [_block_too_large(largest, last_device, room[last_device], fixed, needed)]
+    offloaded = [block for block in movable if block not in resident]
+    homes_of_blocks, problems = _homes(offloaded, homes)
+    for block in rest:
+        home = homes_of_blocks.get(block, last_device)
+        if block in homes_of_blocks:
+            reason = f"{last_device} is full, with {num_buffers} buffers of {readable(largest.parameter_bytes)}"
+            if home == "disk" and "cpu" in homes:
+                reason += "; cpu too"
+        else:
+            reason = "cannot be offloaded" if block.own else "fits"
+        placed.append(PlacedBlock(block, last_device, home, reason=reason))
+    return placed, num_buffers, problems
+
+
+def _resident(movable: Sequence[Block], candidates: Sequence[Block], room: int) -> set[Block] | None:
+    """The blocks that stay; None where even the least does not fit.
+
+    Args:
+        movable: all blocks that a choice is made for.
+        candidates: those of them that may be offloaded; the others stay.
+        room: bytes beside the buffers.
+    """
+    resident = set(movable) - set(candidates)
+    room -= sum(block.parameter_bytes for block in resident)
+    if room < 0:
+        return None
+    # What is no repeated block goes first: of an embedding a call uses few rows, and copies all.
+    for block in candidates:
+        if not block.repeated and block.parameter_bytes <= room:
+            resident.add(block)
+            room -= block.parameter_bytes
+    repeated = [block for block in candidates if block.repeated]
+    num_resident = 0
+    for block in sorted(repeated, key=lambda block: block.parameter_bytes, reverse=True):
+        if block.parameter_bytes > room:
+            break
+        room -= block.parameter_bytes
+        num_resident += 1
+    return resident | set(_spread(repeated, num_resident))
+
+
+def _homes(offloaded: Sequence[Block], homes: Mapping[str, int]) -> tuple[dict[Block, str], list[Problem]]:
+    """Where offloaded blocks wait: as many as fit in the host's memory, spread evenly; the others in files."""
+    room = homes.get("cpu", 0)
+    num_in_memory = 0
+    for block in sorted(offloaded, key=lambda block: block.parameter_bytes, reverse=True):
+        if block.parameter_bytes > room:
+            break
+        room -= block.parameter_bytes
+        num_in_memory += 1
+    in_memory = set(_spread(offloaded, num_in_memory))
+    places = {block: "cpu" if block in in_memory else "disk" for block in offloaded}
+    on_disk = [block for block in offloaded if block not in in_memory]
+    needed = sum(block.parameter_bytes for block in on_disk)
+    if "disk" not in homes or needed <= homes["disk"]:
+        return places, []
+    problem = Problem(
+        "placement-memory",
+        f"{len(on_disk)} blocks of {readable(needed)} fit neither on a device, in the host's memory nor on the disk.",
+        why=[f"{home} may hold {readable(size)}" for home, size in homes.items()],
+        fix=_FIX_MEMORY,
+    )
+    return places, [problem]
+
+
+def _spread(blocks: Sequence[Block], count: int) -> list[Block]:
+    """`count` of the blocks, at equal distances."""
+    total = len(blocks)
+    return [block for index, block in enumerate(blocks) if (index + 1) * count // total > index * count // total]
+
+
+def _cache_of(block: Block, facts: PlacementFacts, workload: Workload) -> int:
+    return cache_bytes_per_block(facts, workload) if block.repeated else 0
+
+
+def _key_of(module: str, places: Mapping[str, str]) -> str | None:
+    """The longest name of the map that a module lies under."""
+    name = module
+    while name not in places:
+        if not name:
+            return None
+        name = name.rpartition(".")[0]
+    return name
+
+
+def _unknown_names(facts: PlacementFacts, places: Mapping[str, str]) -> list[Problem]:
+    modules = [module for block in facts.blocks for module in block.modules]
+    problems = []
+    for key in places:
+        if key == "" or any(module == key or module.startswith(f"{key}.") for module in modules):
+            continue
+        inside = next((module for module in modules if key.startswith(f"{module}.") and module), None)
+        if inside is not None:
+            problem = Problem(
+                "placement-split",
+                f"{key} cannot have a place of its own.",
+                why=f"it lies inside {inside}, a block that is placed as a whole",
+                fix=f"give {inside} a place",
+            )
+        else:
+            problem = Problem(
+                "placement-name",
+                f"the model has no module {key!r} with weights.",
+                why=f"its blocks are {', '.join(block.name for block in facts.blocks[:8])}, ...",
+                fix="write names of the model's modules",
+            )
+        problems.append(problem)
+    return problems
+
+
+def _not_covered(blocks: Sequence[Block], places: Mapping[str, str]) -> Problem:
+    names = ", ".join(block.name for block in blocks[:8])
+    more = f" and {len(blocks) - 8} more" if len(blocks) > 8 else ""
+    nbytes = readable(sum(block.nbytes for block in blocks))
+    return Problem(
+        "placement-missing",
+        f"the map gives no place to {len(blocks)} blocks with {nbytes}.",
+        why=[f"it does not name {names}{more}", f"it names {', '.join(map(repr, places)) or 'nothing'}"],
+        fix='add them, or "" for all that the map does not name',
+    )
+
+
+def _tied_apart(block: Block, places: Mapping[str, str]) -> Problem:
+    given = [f"{module} = {places[key]}" for module in block.modules if (key := _key_of(module, places)) is not None]
+    return Problem(
+        "placement-split",
+        f"{block.name} cannot have several places.",
+        why=["they share a parameter", *given],
+        fix="give them the same place",
+    )
+
+
+def _too_small(device: str, facts: PlacementFacts, memory: Mapping[str, int], workload: Workload) -> Problem:
+    needed = activation_bytes(facts, workload)
+    return Problem(
+        "placement-memory",
+        f"{device} has no room for the activations of {workload.batch} x {workload.tokens} tokens.",
+        why=f"they need about {readable(needed)}, and it may hold {readable(memory.get(device, 0))}",
+        fix="plan for a smaller Workload(batch, tokens), or give the device more in memory=",
+    )
+
+
+def _block_too_large(block: Block, device: str, room: int, fixed: int, needed: int) -> Problem:
+    return Problem(
+        "placement-memory",
+        f"{block.name} does not fit on {device}, also if it is offloaded.",
+        why=[
+            f"its weights have {readable(block.parameter_bytes)}, and all of them are there while it computes",
+            f"caches, buffers and what cannot be offloaded need {readable(fixed)}",
+            f"{device} has {readable(room)} beside the activations; {readable(needed)} would be enough",
+        ],
+        fix=_FIX_MEMORY,
+    )
+
+
+def with_rates(placement: Placement, rates: Rates) -> Placement:
+    """The same placement with a forecast by other rates."""
+    return replace(placement, rates=rates)

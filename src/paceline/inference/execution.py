@@ -1,0 +1,204 @@
+"""`PlacedModel`: runs a model under a `Placement` by hooks on its modules; the model itself is used as before."""
+
+from __future__ import annotations
+
+import copy
+import threading
+from collections.abc import Mapping, Sequence
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from paceline.base.errors import PrepareError, TrainError
+from paceline.inference.placement import PlacedBlock, Placement
+from paceline.inference.streaming import BufferStream, MappedStream, Stream, StreamedBlock
+from paceline.world.tree import map_tensors, tensors
+
+
+class PlacedModel:
+    """A model whose modules have hooks, which bring weights and inputs to where each block computes.
+
+    A model that lies wholly on one device needs no hooks: it is an ordinary model, and may be trained and copied.
+
+    Args:
+        model: its parameters are where `placement` keeps them: on their device, in the host's memory, or mapped.
+        placement: of this model.
+
+    Attributes:
+        model, placement: as given.
+        streams: what brings the weights of offloaded blocks, by device.
+    """
+
+    def __init__(self, model: nn.Module, placement: Placement) -> None:
+        self.model = model
+        self.placement = placement
+        self.streams: dict[str, Stream] = {}
+        self._handles: list[RemovableHandle] = []
+        self._inputs_from = threading.local()
+        offloaded = [placed for placed in placement.blocks if placed.offloaded]
+        if not offloaded and len(placement.devices) == 1:
+            return
+        parameters = dict(model.named_parameters(remove_duplicate=False))
+        calls: dict[str, tuple[Stream, int]] = {}
+        for device in placement.devices:
+            here = [placed for placed in offloaded if placed.device == device]
+            if here:
+                blocks = _streamed_blocks(here, parameters)
+                modules = [module for placed in here for module in placed.block.modules]
+                stream = self.make_stream(blocks, torch.device(device))
+                self.streams[device] = stream
+                calls |= {module: (stream, number) for number, module in enumerate(modules)}
+        self._attach(calls)
+
+    def _attach(self, calls: Mapping[str, tuple[Stream, int]]) -> None:
+        self._handles += [
+            self.model.register_forward_pre_hook(self._before_model, with_kwargs=True, prepend=True),
+            self.model.register_forward_hook(self._after_model, with_kwargs=True),
+        ]
+        several_devices = len(self.placement.devices) > 1
+        for placed in self.placement.blocks:
+            for name in placed.block.modules:
+                stream, number = calls.get(name, (None, 0))
+                if placed.block.own or not (several_devices or stream):
+                    continue
+                device = torch.device(placed.device) if several_devices else None
+                hooks = _BlockHooks(device, stream, number)
+                module = self.model.get_submodule(name)
+                # Without `always_call` a block that raises would keep its buffer.
+                self._handles += [
+                    module.register_forward_pre_hook(hooks.before, with_kwargs=True, prepend=True),
+                    module.register_forward_hook(hooks.after, always_call=True),
+                ]
+
+    def make_stream(self, blocks: Sequence[StreamedBlock], device: torch.device) -> Stream:
+        """What brings the weights of a device's offloaded blocks.
+
+        Args:
+            blocks: of each module that is called, its block.
+            device: where they compute.
+        """
+        if device.type == "cpu":
+            return MappedStream([block.homes for block in blocks])
+        return BufferStream(blocks, device, self.placement.num_buffers)
+
+    def remove(self) -> None:
+        """Takes the hooks off and ends the threads; weights stay where they wait."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        for stream in self.streams.values():
+            stream.close()
+        self.streams.clear()
+
+    def _before_model(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[Any, dict[str, Any]]:
+        if torch.is_grad_enabled():
+            self._refuse_training()
+        given = tensors((args, kwargs))
+        self._inputs_from.device = given[0].device if given else None
+        device = torch.device(self.placement.main_device)
+        return _moved(args, device), _moved(kwargs, device)
+
+    def _after_model(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
+        device = self._inputs_from.device
+        return output if device is None else _moved(output, device)
+
+    def _refuse_training(self) -> None:
+        trainable = (name for name, parameter in self.model.named_parameters() if parameter.requires_grad)
+        trained = next(trainable, None)
+        if not self.model.training and trained is None:
+            return
+        why = "the model is in training mode, and gradients are recorded"
+        if trained is not None:
+            why = f"{trained} requires a gradient"
+        raise TrainError(
+            "placement-training",
+            "a model that is placed for inference cannot be trained.",
+            why=[why, "its weights are gone from their device when the backward pass needs them"],
+            fix="call model.eval(), or train with Accelerator(plan=...), which divides a model that is too large",
+        )
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> PlacedModel:
+        if self._handles:
+            _refuse_copy()
+        return PlacedModel(copy.deepcopy(self.model, memo), self.placement)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        if self._handles:
+            _refuse_copy()
+        return PlacedModel, (self.model, self.placement)
+
+
+class _Entered(threading.local):
+    """How often a thread is inside of a module now; more than once where the module calls itself."""
+
+    count = 0
+
+
+class _BlockHooks:
+    """What happens before and after one module computes.
+
+    Args:
+        device: where its inputs are moved to; None where there is one device.
+        stream: what brings its weights; None where they stay.
+        number: of this module, for the stream.
+    """
+
+    def __init__(self, device: torch.device | None, stream: Stream | None, number: int) -> None:
+        self._device = device
+        self._stream = stream
+        self._number = number
+        self._entered = _Entered()
+
+    def before(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[Any, dict[str, Any]] | None:
+        if self._stream is not None:
+            self._stream.enter(self._number)
+            self._entered.count += 1
+        if self._device is None:
+            return None
+        return _moved(args, self._device), _moved(kwargs, self._device)
+
+    def after(self, module: nn.Module, args: Any, output: Any) -> None:
+        # torch calls this also where `before` raised, and nothing was entered.
+        if self._stream is not None and self._entered.count:
+            self._entered.count -= 1
+            self._stream.leave(self._number)
+
+    def __deepcopy__(self, memo: object) -> NoReturn:
+        _refuse_copy()
+
+    def __reduce__(self) -> NoReturn:
+        _refuse_copy()
+
+
+def _streamed_blocks(placed_blocks: Sequence[PlacedBlock], parameters: Mapping[str, Tensor]) -> list[StreamedBlock]:
+    """Of each module that is called, its block; modules that share parameters have the same."""
+    blocks = []
+    for placed in placed_blocks:
+        targets = [parameters[name] for name in placed.block.parameters]
+        block = StreamedBlock(targets, [target.detach() for target in targets])
+        if placed.home == "cpu" and placed.device != "cpu":
+            block.pin()
+        blocks += [block] * len(placed.block.modules)
+    return blocks
+
+
+def _moved(tree: Any, device: torch.device) -> Any:
+    """The same object where all its tensors are on the device already."""
+    if all(tensor.device == device for tensor in tensors(tree)):
+        return tree
+    return map_tensors(lambda tensor: tensor.to(device), tree)
+
+
+def _refuse_copy() -> NoReturn:
+    raise PrepareError(
+        "placement-copy",
+        "a model that is placed for inference cannot be copied or pickled.",
+        why="its weights are where the placement keeps them, and hooks bring them to each block",
+        fix="load it twice, or save model.state_dict()",
+    )

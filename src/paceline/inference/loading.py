@@ -1,0 +1,324 @@
+"""`load`: a model of any size from a checkpoint to where a placement puts it; each weight is read once.
+
+the model is built without weights  ->  names and shapes are compared with the files  ->  a placement is chosen
+->  block by block: weights to their device, to the host's memory, or mapped where they lie  ->  hooks
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_parameter_registration_hook
+
+from paceline.base.errors import CheckpointError, PlanError, PrepareError, Problem
+from paceline.checkpoint.files import replacing, write_safetensors, writing
+from paceline.checkpoint.state.match import Mismatch
+from paceline.checkpoint.state.module_state import ModuleState
+from paceline.checkpoint.weights.model import match
+from paceline.checkpoint.weights.opening import open_weights, weights_in_files
+from paceline.checkpoint.weights.sources import SafeWeights, Weights, read_whole
+from paceline.inference.blocks import placement_facts
+from paceline.inference.choose import choose_placement, placement_from_map
+from paceline.inference.execution import PlacedModel
+from paceline.inference.memory import available_memory, missing_devices, parse_device, parse_memory
+from paceline.inference.placement import PlacedBlock, Placement
+from paceline.inference.workload import Rates, Workload, readable
+
+_log = logging.getLogger("paceline.inference")
+Factory = Callable[[], nn.Module]
+Path = str | os.PathLike[str]
+Places = Mapping[str, str | int | torch.device]
+Memory = Mapping[str | int, int | str]
+
+
+@contextmanager
+def empty_weights() -> Iterator[None]:
+    """Models built inside have parameters with a shape and no values; buffers are real, as files do not hold all of them."""
+    thread = threading.get_ident()
+
+    def without_values(module: nn.Module, name: str, parameter: nn.Parameter | None) -> Any:
+        # The hook is torch's for all threads; others may build an ordinary model meanwhile.
+        if parameter is None or parameter.is_meta or threading.get_ident() != thread:
+            return parameter
+        return nn.Parameter(parameter.detach().to("meta"), parameter.requires_grad)
+
+    hook = register_module_parameter_registration_hook(without_values)
+    try:
+        yield
+    finally:
+        hook.remove()
+
+
+def plan(
+    model: nn.Module | Factory,
+    weights: Path | None = None,
+    *,
+    placement: str | Places = "auto",
+    memory: Memory | None = None,
+    dtype: torch.dtype | None = None,
+    workload: Workload | None = None,
+    rates: Rates | None = None,
+) -> Placement:
+    """The placement that `load` would choose; no weights are read, and the devices need not be there.
+
+    Args:
+        model, weights, placement, memory, dtype, workload, rates: as for `load`; without `weights` the model's own shapes
+            and dtypes count.
+
+    Raises:
+        PlanError: `placement-memory`, `placement-name`, `placement-split`, `placement-missing`, `placement-device`.
+        CheckpointError: as `load`.
+    """
+    built = _build(model)
+    if weights is not None:
+        _Checkpoint(built, weights, dtype, strict=True).give_shapes()
+        dtype = None
+    return _choose(built, placement, memory, dtype, workload, rates)
+
+
+def load(
+    model: nn.Module | Factory,
+    weights: Path,
+    *,
+    placement: str | Places | Placement = "auto",
+    memory: Memory | None = None,
+    dtype: torch.dtype | None = None,
+    workload: Workload | None = None,
+    rates: Rates | None = None,
+    offload_folder: Path | None = None,
+    strict: bool = True,
+) -> nn.Module:
+    """Loads a model for inference, also one that is larger than the device or than the memory of the host.
+
+    The model comes back in evaluation mode, and is called as before. `model.placed` is its `PlacedModel`, whose
+    `placement` says where each block is.
+
+    Args:
+        model: a function that builds the model, called so that no memory is taken for weights; or a model, on the meta
+            device or not.
+        weights: a file or a folder: safetensors, whole or cut, torch's files, a checkpoint of Paceline.
+        placement: "auto", names of modules -> devices (see `placement_from_map`), or what `plan` returned.
+        memory: for "auto": device -> bytes, such as {"cuda:0": "20GiB", "cpu": "64GiB"}; by default what is free.
+        dtype: converts floating-point weights; None keeps them as the files have them.
+        workload: the largest call that memory is planned for; by default 1 row of 1024 tokens.
+        rates: of this machine, for the forecast; see `measure_rates`.
+        offload_folder: where weights are written that shall wait on the disk but cannot be mapped as they are: those of
+            other formats than safetensors, and those that `dtype` converts.
+        strict: whether the names in the files and in the model must be the same.
+
+    Raises:
+        PlanError: as `plan`, and `placement-folder`.
+        CheckpointError: `checkpoint-missing`, `checkpoint-damaged`, `checkpoint-other-model`, `checkpoint-disk-full`,
+            `checkpoint-not-writable`.
+        PrepareError: `placement-buffers`.
+    """
+    built = _build(model)
+    checkpoint = _Checkpoint(built, weights, dtype, strict=strict)
+    checkpoint.give_shapes()
+    if not isinstance(placement, Placement):
+        placement = _choose(built, placement, memory, None, workload, rates)
+    problems = missing_devices((*placement.devices, *(placed.home for placed in placement.blocks)))
+    if problems:
+        raise PlanError.of(problems)
+    _check_buffers(built, checkpoint)
+    folder = checkpoint.check_folder(placement, offload_folder)
+
+    ordinary = len(placement.devices) == 1 and not any(placed.offloaded for placed in placement.blocks)
+    for index, placed in enumerate(placement.blocks):
+        values = checkpoint.values(placed, os.path.join(folder, f"block_{index:05d}.safetensors") if folder else None)
+        for name, value in values.items():
+            checkpoint.replace(name, value, frozen=not ordinary)
+        checkpoint.move_buffers(placed)
+    built.eval()
+    built.placed = PlacedModel(built, placement)  # type: ignore[assignment]
+    _log.info("%s", placement.explain())
+    return built
+
+
+def _build(model: nn.Module | Factory) -> nn.Module:
+    if isinstance(model, nn.Module):
+        return model
+    with empty_weights():
+        return model()
+
+
+def _choose(
+    model: nn.Module,
+    placement: str | Places,
+    memory: Memory | None,
+    dtype: torch.dtype | None,
+    workload: Workload | None,
+    rates: Rates | None,
+) -> Placement:
+    facts = placement_facts(model, dtype)
+    if placement == "auto":
+        budgets = available_memory() if memory is None else parse_memory(memory)
+        return choose_placement(facts, budgets, workload, rates)
+    if isinstance(placement, str):
+        placement = {"": placement}
+    places = {}
+    problems = []
+    for name, device in placement.items():
+        places[name], problem = parse_device(device)
+        problems += problem
+    if problems:
+        raise PlanError.of(problems)
+    return placement_from_map(facts, places, parse_memory(memory or {}), workload, rates)
+
+
+class _Checkpoint:
+    """The weights of files, under the names of one model.
+
+    Args:
+        model: gets the weights.
+        path: the files.
+        dtype: of floating-point weights; None as in the files.
+        strict: whether the names must be the same.
+    """
+
+    def __init__(self, model: nn.Module, path: Path, dtype: torch.dtype | None, *, strict: bool) -> None:
+        text = os.fspath(path)
+        folder = text if "://" in text else os.path.abspath(os.path.expanduser(text))
+        self._model = model
+        self._weights: Weights = open_weights(folder)
+        self._dtype = dtype
+        self._state = ModuleState.of(model)
+        # First name of a tensor in the model -> its name in the files.
+        self._sources, mismatch = match(self._state, self._weights, set(self._state.raw), {})
+        without_value = {name: shape for name, shape in mismatch.missing.items() if self._state.tensors[name].is_meta}
+        if mismatch and (strict or mismatch.misshapen or without_value):
+            raise CheckpointError.of([mismatch.problem("this one", folder)])
+        if mismatch:
+            _log.warning("loaded %s: names that do not agree: %s", folder, ", ".join(_names(mismatch)[:8]))
+        self._paths: dict[str, list[tuple[nn.Module, str]]] = {}
+        for name in self._state.raw:
+            first = self._state.aliases.get(name, name)
+            module, _, key = self._state.raw[name].rpartition(".")
+            self._paths.setdefault(first, []).append((model.get_submodule(module), key))
+
+    def give_shapes(self) -> None:
+        """The model's tensors get the dtypes that they will have, and give their memory back; no weights are read."""
+        for name in self._sources:
+            if name not in self._state.buffers:
+                shape = self._weights.entries[self._sources[name]].shape
+                self.replace(name, torch.empty(shape, dtype=self.dtype_of(name), device="meta"), frozen=False)
+
+    def dtype_of(self, name: str) -> torch.dtype:
+        """The dtype that a tensor will have."""
+        saved = self._weights.entries[self._sources[name]].dtype
+        return self._dtype if self._dtype is not None and saved.is_floating_point else saved
+
+    def covers(self, name: str) -> bool:
+        """Whether the files have the tensor."""
+        return name in self._sources
+
+    def check_folder(self, placement: Placement, offload_folder: Path | None) -> str | None:
+        """The folder for weights that cannot be mapped as they are; made if it is needed."""
+        written = [placed for placed in placement.blocks if placed.home == "disk" and not self._mapped(placed)]
+        if not written:
+            return None
+        nbytes = readable(sum(placed.block.parameter_bytes for placed in written))
+        if offload_folder is None:
+            reason = "the files are not in the safetensors format, so that they cannot be used where they lie"
+            if isinstance(self._weights, SafeWeights):
+                reason = "the files have other dtypes than the weights shall have, or lack some of them"
+            raise PlanError(
+                "placement-folder",
+                f"{len(written)} blocks of {nbytes} shall wait on the disk, and there is no folder for them.",
+                why=reason,
+                fix='give offload_folder="a folder with room", or leave dtype out',
+            )
+        folder = os.path.abspath(os.path.expanduser(os.fspath(offload_folder)))
+        with writing(f"making {folder}"):
+            os.makedirs(folder, exist_ok=True)
+        return folder
+
+    def _mapped(self, placed: PlacedBlock) -> bool:
+        """Whether the files can be used where they lie."""
+        if not isinstance(self._weights, SafeWeights):
+            return False
+        for name in placed.block.parameters:
+            if name not in self._sources or self._weights.entries[self._sources[name]].dtype != self.dtype_of(name):
+                return False
+        return True
+
+    def values(self, placed: PlacedBlock, file: str | None) -> dict[str, Tensor]:
+        """A block's parameters, where its placement keeps them.
+
+        Args:
+            placed: the block.
+            file: is written where the block waits on the disk and cannot be mapped as it is.
+        """
+        if placed.home == "disk" and self._mapped(placed):
+            return {name: read_whole(self._weights, self._sources[name]) for name in placed.block.parameters}
+        device = "cpu" if placed.home == "disk" else placed.home
+        values = {}
+        for name in placed.block.parameters:
+            value = self._value(name)
+            # `copy` also where device and dtype are the same: what stays in memory shall not lean on the file.
+            values[name] = value.to(device, self.dtype_of(name) if self.covers(name) else None, copy=True)
+        if placed.home != "disk":
+            return values
+        assert file is not None, "check_folder made one"
+        with writing(f"writing {file}"), replacing(file) as opened:
+            write_safetensors(values, opened)
+        written = weights_in_files([file])
+        return {name: read_whole(written, name) for name in values}
+
+    def _value(self, name: str) -> Tensor:
+        if name not in self._sources:
+            return self._state.tensors[name]
+        return read_whole(self._weights, self._sources[name])
+
+    def replace(self, name: str, value: Tensor, *, frozen: bool) -> None:
+        """Gives the model a parameter, under all its names."""
+        parameter: nn.Parameter | None = None
+        for module, key in self._paths[name]:
+            if parameter is None:
+                requires_grad = not frozen and value.is_floating_point() and getattr(module, key).requires_grad
+                parameter = nn.Parameter(value, requires_grad)
+            setattr(module, key, parameter)
+
+    def move_buffers(self, placed: PlacedBlock) -> None:
+        """Loads the buffers of a block, and moves those that files do not hold, to where the block computes."""
+        loaded = {id(tensor): name for name, tensor in self._buffers_of_files()}
+        for name in placed.block.modules:
+            block = self._model.get_submodule(name)
+            for module in [block] if placed.block.own else block.modules():
+                for key, buffer in list(module.named_buffers(recurse=False)):
+                    saved = loaded.get(id(buffer))
+                    value = buffer if saved is None else self._value(saved).to(self.dtype_of(saved), copy=True)
+                    setattr(module, key, value.to(placed.device))
+
+    def _buffers_of_files(self) -> Iterator[tuple[str, Tensor]]:
+        for name in self._sources:
+            if name in self._state.buffers:
+                module, key = self._paths[name][0]
+                yield name, getattr(module, key)
+
+
+def _names(mismatch: Mismatch) -> list[str]:
+    return [*mismatch.missing, *mismatch.unexpected]
+
+
+def _check_buffers(model: nn.Module, checkpoint: _Checkpoint) -> None:
+    """Buffers of the meta device that no file holds would never get values."""
+    problems = []
+    for name, buffer in model.named_buffers():
+        if buffer.is_meta and not checkpoint.covers(name):
+            problem = Problem(
+                "placement-buffers",
+                f"the buffer {name} has no values.",
+                why="it lies on the meta device, and the files do not hold it",
+                fix="give load a function that builds the model: load(lambda: Model(config), ...)",
+            )
+            problems.append(problem)
+    if problems:
+        raise PrepareError.of(problems)

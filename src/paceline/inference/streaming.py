@@ -1,0 +1,290 @@
+"""Brings the weights of offloaded blocks to where they compute, and those of the next block meanwhile.
+
+    MappedStream    the CPU computes on mapped files: nothing is copied, pages are read ahead
+    BufferStream    an accelerator computes: weights are copied into buffers on it, on a stream of their own
+
+The order of events with two buffers A and B:
+
+    enter(block 0)   block 0 is copied to A, and waited for; a thread begins to copy block 1 to B
+    leave(block 0)   A is free as soon as the device has computed what was given to it
+    enter(block 1)   waits for the copy in B; the thread begins to copy block 2 to A
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from paceline.inference.page_cache import MappedPages
+
+_log = logging.getLogger("paceline.inference")
+# Where a tensor begins in a buffer: what vector instructions and cuBLAS like.
+_ALIGNMENT = 256
+
+
+class Stream(Protocol):
+    """Brings weights to a device. Threads may call it at the same time."""
+
+    def enter(self, call: int) -> None:
+        """The module number `call` begins to compute: its weights are there when this returns."""
+
+    def leave(self, call: int) -> None:
+        """It has been given all its work."""
+
+    def close(self) -> None:
+        """Ends the thread; weights are where they wait."""
+
+
+class CallOrder:
+    """Which module is called after which: in the order of definition first, then as it was the last time.
+
+    Args:
+        num_calls: modules that are called; they have numbers. After the last one comes the first of the next pass.
+    """
+
+    def __init__(self, num_calls: int) -> None:
+        self._next = [(call + 1) % num_calls for call in range(num_calls)]
+        self._last = threading.local()
+
+    def next_after(self, call: int) -> int:
+        """The module that is likely to be called after this one, which is being called now."""
+        previous = getattr(self._last, "call", None)
+        if previous is not None:
+            self._next[previous] = call
+        self._last.call = call
+        return self._next[call]
+
+
+class MappedStream:
+    """The CPU computes on mapped files.
+
+    Args:
+        weights: of each module that is called, its mapped parameters.
+    """
+
+    def __init__(self, weights: Sequence[Sequence[Tensor]]) -> None:
+        self._pages = [MappedPages(tensors) for tensors in weights]
+        self._order = CallOrder(len(weights))
+        self._reader = ThreadPoolExecutor(1, thread_name_prefix="paceline-read-ahead")
+        self._reading: Future[None] | None = None
+
+    def enter(self, call: int) -> None:
+        """Asks for the pages of the next module, if some are missing and no other read is under way."""
+        pages = self._pages[self._order.next_after(call)]
+        reading = self._reading
+        if (reading is None or reading.done()) and not pages.resident():
+            self._reading = self._reader.submit(pages.read)
+
+    def leave(self, call: int) -> None:
+        """Pages stay until the system needs their memory."""
+
+    def close(self) -> None:
+        """Ends the thread."""
+        self._reader.shutdown(cancel_futures=True)
+
+
+class StreamedBlock:
+    """The parameters of one block, and where their values wait.
+
+    Args:
+        targets: the parameters; their values are exchanged.
+        homes: the values in the host's memory or mapped, in the same order.
+
+    Attributes:
+        packed: all values in one flat, pinned piece of memory; None where they are not pinned.
+        nbytes: size of a buffer for them.
+    """
+
+    def __init__(self, targets: Sequence[Tensor], homes: Sequence[Tensor]) -> None:
+        self._targets = list(targets)
+        self.homes = list(homes)
+        self.packed: Tensor | None = None
+        self._offsets = []
+        end = 0
+        for home in self.homes:
+            self._offsets.append(end)
+            end += -(-home.nbytes // _ALIGNMENT) * _ALIGNMENT
+        self.nbytes = end
+
+    def views(self, buffer: Tensor) -> list[Tensor]:
+        """Tensors like the values, inside a flat buffer of bytes."""
+        views = []
+        for home, offset in zip(self.homes, self._offsets, strict=True):
+            view = buffer[offset : offset + home.nbytes].view(home.dtype).view(home.shape)
+            views.append(view)
+        return views
+
+    def pin(self) -> None:
+        """Puts the values into one piece of pinned memory, from which an accelerator reads by itself."""
+        pinned = torch.empty(self.nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
+        self.write_to(pinned)
+        self.homes = self.views(pinned)
+        self.packed = pinned
+        self.send_home()
+
+    def write_to(self, buffer: Tensor) -> None:
+        """Copies the values into a flat buffer of bytes."""
+        for view, home in zip(self.views(buffer), self.homes, strict=True):
+            view.copy_(home)
+
+    def give(self, values: Sequence[Tensor]) -> None:
+        """The parameters have these values from now on."""
+        for target, value in zip(self._targets, values, strict=True):
+            target.data = value
+
+    def send_home(self) -> None:
+        """The parameters have the values that wait in the host's memory."""
+        self.give(self.homes)
+
+
+@dataclass
+class _Buffer:
+    """Room for one block on the device.
+
+    Attributes:
+        memory: flat bytes.
+        block: whose values it holds, or will.
+        filled: ends when the copy was given to the device.
+        users: calls that compute with it now.
+        last_used: number of the call that used it last.
+        copied: on an accelerator, when the copy is done there.
+        computed: on an accelerator, when the calls that used it since then are done there.
+    """
+
+    memory: Tensor
+    block: StreamedBlock | None = None
+    filled: Future[None] = field(default_factory=Future)
+    users: int = 0
+    last_used: int = 0
+    copied: torch.Event | None = None
+    computed: list[torch.Event] = field(default_factory=list)
+
+
+class BufferStream:
+    """Weights are copied into buffers on the device where they compute.
+
+    A call that finds no free buffer gets a further one: that happens where several threads call the model at once.
+
+    Args:
+        blocks: of each module that is called, its block; modules that share parameters have the same.
+        device: where they compute.
+        num_buffers: 2, or 1 where there is no room to read ahead.
+    """
+
+    def __init__(self, blocks: Sequence[StreamedBlock], device: torch.device, num_buffers: int = 2) -> None:
+        self._blocks = list(blocks)
+        self._device = device
+        self._nbytes = max(block.nbytes for block in blocks)
+        self._order = CallOrder(len(blocks))
+        self._lock = threading.Lock()
+        self._num_calls = 0
+        self._copier = ThreadPoolExecutor(1, thread_name_prefix="paceline-copy")
+        self._side = None if device.type == "cpu" else torch.Stream(device)
+        self._staging: Tensor | None = None
+        self._buffers = [self._new_buffer() for _ in range(num_buffers)]
+
+    def enter(self, call: int) -> None:
+        """Gives the module's parameters their values on the device; begins to copy those of the next module."""
+        block = self._blocks[call]
+        with self._lock:
+            self._num_calls += 1
+            buffer = self._buffer_of(block) or self._fill(self._free_buffer(grow=True), block)
+            buffer.users += 1
+            buffer.last_used = self._num_calls
+            following = self._blocks[self._order.next_after(call)]
+            if self._buffer_of(following) is None and (free := self._free_buffer(grow=False)):
+                self._fill(free, following)
+        try:
+            buffer.filled.result()
+        except BaseException:
+            with self._lock:
+                buffer.users -= 1
+                buffer.block = None
+            raise
+        if buffer.copied is not None:
+            torch.accelerator.current_stream(self._device).wait_event(buffer.copied)
+        with self._lock:
+            block.give(block.views(buffer.memory))
+
+    def leave(self, call: int) -> None:
+        """Frees the buffer when no other call uses it."""
+        block = self._blocks[call]
+        with self._lock:
+            buffer = self._buffer_of(block)
+            assert buffer is not None, "a buffer that is used keeps its block"
+            buffer.users -= 1
+            if self._side is not None:
+                buffer.computed.append(torch.accelerator.current_stream(self._device).record_event())
+            if not buffer.users:
+                block.send_home()
+
+    def close(self) -> None:
+        """Ends the thread; all values are at home."""
+        self._copier.shutdown(cancel_futures=True)
+        if self._side is not None:
+            self._side.synchronize()
+        with self._lock:
+            for block in self._blocks:
+                block.send_home()
+            self._buffers.clear()
+
+    def _new_buffer(self) -> _Buffer:
+        # A tensor that is made in inference mode could not be written to by the thread, which is not in it.
+        with torch.inference_mode(False):
+            return _Buffer(torch.empty(self._nbytes, dtype=torch.uint8, device=self._device))
+
+    def _buffer_of(self, block: StreamedBlock) -> _Buffer | None:
+        return next((buffer for buffer in self._buffers if buffer.block is block), None)
+
+    def _free_buffer(self, *, grow: bool) -> _Buffer | None:
+        """The buffer that was unused for longest."""
+        free = [buffer for buffer in self._buffers if not buffer.users]
+        if free:
+            return min(free, key=lambda buffer: buffer.last_used)
+        if not grow:
+            return None
+        _log.warning(
+            "a further buffer of %d bytes on %s: more calls are under way at once than were planned",
+            self._nbytes,
+            self._device,
+        )
+        self._buffers.append(self._new_buffer())
+        return self._buffers[-1]
+
+    def _fill(self, buffer: _Buffer | None, block: StreamedBlock) -> _Buffer:
+        assert buffer is not None, "there is always a buffer for the present call"
+        buffer.block = block
+        # One thread copies, in the order of the requests: a buffer is never written twice at once.
+        buffer.filled = self._copier.submit(self._copy, buffer, block, buffer.computed)
+        buffer.computed = []
+        return buffer
+
+    def _copy(self, buffer: _Buffer, block: StreamedBlock, computed: Sequence[torch.Event]) -> None:
+        if self._side is None:
+            block.write_to(buffer.memory)
+            return
+        packed = self._pinned(block, self._side)
+        with self._side:
+            # What is on the device may still be computed with.
+            for event in computed:
+                self._side.wait_event(event)
+            buffer.memory[: block.nbytes].copy_(packed, non_blocking=True)
+            buffer.copied = self._side.record_event()
+
+    def _pinned(self, block: StreamedBlock, side: torch.Stream) -> Tensor:
+        """The values in pinned memory: those of files are read into a staging buffer first."""
+        if block.packed is not None:
+            return block.packed
+        if self._staging is None:
+            self._staging = torch.empty(self._nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
+        # The device may still read what was staged before.
+        side.synchronize()
+        block.write_to(self._staging)
+        return self._staging[: block.nbytes]

@@ -1,0 +1,252 @@
+"""A checkpoint comes to its places: whatever its format, each weight with its value, and with what stands in the way."""
+
+from __future__ import annotations
+
+import copy
+import json
+import pickle
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import nn
+from unit.inference.models import IDS, Model, made
+
+from paceline import CheckpointError, PlanError, PrepareError, TrainError, inference
+from paceline.checkpoint import save_model
+from paceline.inference.placement import PlacedBlock
+
+FORMATS = ["whole", "cut", "torch"]
+
+
+def saved(model: nn.Module, folder, kind: str = "whole") -> str:
+    save_model(model, folder, 4000 if kind == "cut" else "10GB", safe_serialization=kind != "torch")
+    return str(folder)
+
+
+@pytest.mark.parametrize("placement", ["auto", "cpu", "disk", {"": "cpu", "blocks.1": "disk", "head": "disk"}])
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("kind", FORMATS)
+def test_a_model_computes_as_it_was_saved(placement, tied: bool, kind: str, tmp_path) -> None:
+    if tied and isinstance(placement, dict):
+        placement = {**placement, "embedding": "disk"}
+    plain = made(tied=tied)
+    folder = saved(plain, tmp_path / "model", kind)
+    model = inference.load(lambda: Model(tied=tied), folder, placement=placement, offload_folder=tmp_path / "offload")
+    assert not model.training
+    with torch.no_grad():
+        for _ in range(2):
+            assert torch.equal(model(IDS), plain(IDS))
+    assert (model.head.weight is model.embedding.weight) == tied
+    for name, value in plain.state_dict().items():
+        assert torch.equal(model.state_dict()[name], value), name
+
+
+def test_files_are_used_where_they_lie(tmp_path) -> None:
+    folder = saved(made(), tmp_path / "model")
+    model = inference.load(Model, folder, placement={"": "disk", "norm": "cpu"})
+    before = model.head.weight.data_ptr()
+    with torch.no_grad():
+        model(IDS)
+    assert model.head.weight.data_ptr() == before
+    maps = Path("/proc/self/maps").read_text().splitlines()
+    ranges = [line.split()[0].split("-") for line in maps if line.endswith("model.safetensors")]
+    assert any(int(start, 16) <= before < int(stop, 16) for start, stop in ranges)
+    norm = model.norm.weight.data_ptr()
+    assert not any(int(start, 16) <= norm < int(stop, 16) for start, stop in ranges)
+
+
+def test_a_dtype_converts_weights_and_writes_those_of_the_disk_once(tmp_path) -> None:
+    folder = saved(made(), tmp_path / "model")
+    with pytest.raises(PlanError) as caught:
+        inference.load(Model, folder, placement="disk", dtype=torch.float64)
+    assert caught.value.code == "placement-folder"
+    model = inference.load(
+        Model, folder, placement={"": "disk", "head": "cpu"}, dtype=torch.float64, offload_folder=tmp_path / "offload"
+    )
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.float64}
+    assert model.offset.dtype == torch.float64 and model.scale.dtype == torch.float32
+    with torch.no_grad():
+        torch.testing.assert_close(model(IDS), made().double()(IDS))
+    assert len(list((tmp_path / "offload").iterdir())) == 6
+
+
+def test_the_dtype_is_that_of_the_files(tmp_path) -> None:
+    folder = saved(made().bfloat16(), tmp_path / "model")
+    model = inference.load(Model, folder)
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
+    facts = inference.plan(Model, folder).facts
+    assert facts.itemsize == 2
+
+
+@pytest.mark.parametrize("how", ["meta", "values"])
+def test_a_model_may_be_given_in_place_of_a_function(how: str, tmp_path) -> None:
+    plain = made()
+    folder = saved(plain, tmp_path / "model")
+    model = Model()
+    if how == "meta":
+        model = Model().to("meta")
+        model.register_buffer("scale", torch.full((1,), 2.0), persistent=False)
+    model = inference.load(model, folder, placement="disk")
+    with torch.no_grad():
+        assert torch.equal(model(IDS), plain(IDS))
+
+
+def test_buffers_without_values_are_refused(tmp_path) -> None:
+    folder = saved(made(), tmp_path / "model")
+    with torch.device("meta"):
+        model = Model()
+    with pytest.raises(PrepareError, match="scale") as caught:
+        inference.load(model, folder)
+    assert caught.value.code == "placement-buffers" and len(caught.value.problems) == 1
+
+
+def test_another_model_is_refused_before_a_weight_is_read(tmp_path) -> None:
+    folder = saved(made(), tmp_path / "model")
+    with pytest.raises(CheckpointError, match=r"blocks\.4\.up\.weight") as caught:
+        inference.load(lambda: Model(num_blocks=5), folder)
+    assert caught.value.code == "checkpoint-other-model"
+    with pytest.raises(CheckpointError):  # what has no value anywhere cannot be left out
+        inference.load(lambda: Model(num_blocks=5), folder, strict=False)
+    smaller = inference.load(lambda: Model(num_blocks=3), folder, strict=False)
+    assert smaller(IDS).shape == (1, 3, 20)
+
+
+def test_a_weight_that_the_files_lack_keeps_its_value_without_strict(tmp_path) -> None:
+    plain = made(num_blocks=5)
+    folder = saved(made(num_blocks=4), tmp_path / "model")
+    given = copy.deepcopy(plain)
+    model = inference.load(given, folder, strict=False, placement="disk", offload_folder=tmp_path / "offload")
+    assert torch.equal(model.blocks[4].up.weight, plain.blocks[4].up.weight)
+    with torch.no_grad():
+        assert model(IDS).shape == (1, 3, 20)
+
+
+def test_an_index_that_names_a_missing_file(tmp_path) -> None:
+    folder = tmp_path / "model"
+    saved(made(), folder, "cut")
+    index = json.loads((folder / "model.safetensors.index.json").read_text())
+    next(iter(folder.glob("model-00001-*"))).unlink()
+    assert index["weight_map"]
+    with pytest.raises(CheckpointError, match="model-00001-of") as caught:
+        inference.load(Model, folder)
+    assert caught.value.code == "checkpoint-missing"
+
+
+def test_a_file_that_is_cut_short(tmp_path) -> None:
+    folder = tmp_path / "model"
+    saved(made(), folder)
+    data = (folder / "model.safetensors").read_bytes()
+    (folder / "model.safetensors").write_bytes(data[:-100])
+    with pytest.raises(CheckpointError) as caught:
+        inference.load(Model, folder, placement="disk")
+    assert caught.value.code == "checkpoint-damaged"
+
+
+def test_an_offload_folder_that_cannot_be_made(tmp_path) -> None:
+    folder = saved(made(), tmp_path / "model", "torch")
+    (tmp_path / "file").write_text("")
+    with pytest.raises(CheckpointError) as caught:
+        inference.load(Model, folder, placement="disk", offload_folder=tmp_path / "file" / "folder")
+    assert caught.value.code == "checkpoint-not-writable"
+
+
+@pytest.mark.parametrize("places", [{"": "cuda:7"}, {"": "nonsense"}, {"": 3}])
+def test_devices_that_are_not_there(places, tmp_path) -> None:
+    folder = saved(made(), tmp_path / "model")
+    with pytest.raises(PlanError) as caught:
+        inference.load(Model, folder, placement=places)
+    assert caught.value.code == "placement-device"
+
+
+def test_a_placement_for_other_devices_can_be_printed(tmp_path) -> None:
+    folder = saved(made(), tmp_path / "model")
+    placement = inference.plan(Model, folder, memory={0: "1MB", "cpu": "1GiB"}, workload=inference.Workload(1, 1))
+    assert "cuda:0" in placement.explain()
+    assert inference.plan(Model, memory={"cpu": "1GiB"}).facts == placement.facts
+
+
+def test_memory_that_is_no_device_or_no_size() -> None:
+    with pytest.raises(PlanError) as caught:
+        inference.plan(Model, memory={"gpu zero": 100})
+    assert caught.value.code == "placement-device"
+    with pytest.raises(CheckpointError) as caught:
+        inference.plan(Model, memory={"cpu": "much"})
+    assert caught.value.code == "checkpoint-size"
+
+
+def test_a_placement_is_followed(tmp_path) -> None:
+    folder = saved(made(), tmp_path / "model")
+    placement = inference.plan(Model, folder, placement={"": "disk"})
+    model = inference.load(Model, folder, placement=placement)
+    assert model.placed.placement is placement and model.placed.streams
+
+
+def test_a_model_with_offloaded_weights_is_neither_trained_nor_copied(tmp_path) -> None:
+    folder = saved(made(), tmp_path / "model")
+    model = inference.load(Model, folder, placement="disk")
+    model(IDS)  # in evaluation mode gradients may be on: nothing requires one
+    with pytest.raises(TrainError) as caught:
+        model.train()(IDS)
+    assert caught.value.code == "placement-training"
+    model.eval().norm.weight.requires_grad_()
+    with pytest.raises(TrainError, match=r"norm\.weight"):
+        model(IDS)
+    for attempt in (copy.deepcopy, pickle.dumps):
+        with pytest.raises(PrepareError) as refused:
+            attempt(model)
+        assert refused.value.code == "placement-copy"
+
+
+def test_a_model_on_one_device_is_an_ordinary_one(tmp_path) -> None:
+    folder = saved(made(), tmp_path / "model")
+    model = inference.load(Model, folder)
+    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert torch.equal(other(IDS), model(IDS)) and other.placed.model is other
+    model.train()(IDS).sum().backward()
+    assert model.norm.weight.grad is not None
+
+
+def test_nothing_is_allocated_for_the_weights_of_a_function() -> None:
+    with inference.empty_weights():
+        model = Model(tied=True)
+        assert nn.Linear(1 << 10, 1 << 10).weight.is_meta
+    assert all(parameter.is_meta for parameter in model.parameters())
+    assert model.head.weight is model.embedding.weight
+    assert not any(buffer.is_meta for buffer in model.buffers())
+    assert not nn.Linear(2, 2).weight.is_meta
+
+
+def test_inputs_move_to_the_device_of_each_block() -> None:
+    # The meta device stands for a second one: what is there has a shape, and cannot come back.
+    model = made().requires_grad_(False)
+    blocks = []
+    for block in inference.placement_facts(model).blocks:
+        device = "meta" if block.name in ("blocks.2", "blocks.3") else "cpu"
+        blocks.append(PlacedBlock(block, device, device))
+    model.blocks[2:].to("meta")
+    devices = []
+    for index in range(4):
+        model.blocks[index].register_forward_pre_hook(
+            lambda module, args, kwargs: devices.append((args[0].device.type, kwargs["extra"].device.type)),
+            with_kwargs=True,
+        )
+    handle = inference.PlacedModel(model, inference.Placement(inference.placement_facts(model), tuple(blocks)))
+    with pytest.raises(NotImplementedError, match="meta"):
+        model(IDS)
+    assert devices == [("cpu", "cpu")] * 2 + [("meta", "meta")] * 2
+    handle.remove()
+
+
+def test_a_checkpoint_of_one_tensor_file(tmp_path) -> None:
+    plain = nn.Sequential(nn.Linear(2, 2)).eval()
+    save_file(plain.state_dict(), tmp_path / "weights.safetensors")
+    model = inference.load(lambda: nn.Sequential(nn.Linear(2, 2)), tmp_path / "weights.safetensors", placement="disk")
+    assert torch.equal(model(torch.ones(1, 2)), plain(torch.ones(1, 2)))
+
+
+def test_rates_are_measured(tmp_path) -> None:
+    saved(made(), tmp_path / "model")
+    rates = inference.measure_rates("cpu", tmp_path / "model" / "model.safetensors")
+    assert rates.source == "measured" and min(rates.memory, rates.copy, rates.disk) > 1e6
