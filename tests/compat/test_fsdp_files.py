@@ -144,9 +144,9 @@ def test_functions_about_modules(tmp_path: Path) -> None:
     assert len(fsdp_modules.get_parameters_from_modules([model.head], model, "cpu")) == 1
     names = {"_orig_mod.a._checkpoint_wrapped_module.b": 1, "module.x": 2}
     assert fsdp_modules.fsdp2_canonicalize_names(names) == {"a.b": 1, "module.x": 2}
-    initialise = fsdp_modules.ensure_weights_retied(
-        lambda module: module.to_empty(device="cpu"), model.to("meta"), "cpu"
-    )
+    with torch.device("meta"):
+        model = Tied()
+    initialise = fsdp_modules.ensure_weights_retied(lambda module: module.to_empty(device="cpu"), model, "cpu")
     for module in (model.embed, model.block, model.head):
         initialise(module)
     assert model.head.weight is model.embed.weight and not model.block.weight.is_meta
