@@ -6,10 +6,18 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import nn
 
+from paceline.base.errors import CheckpointError, CompatError
 from paceline.compat.accelerate.accelerator import Accelerator
-from paceline.compat.accelerate.sharded import load_fsdp_optimizer, save_fsdp_optimizer
+from paceline.compat.accelerate.sharded import (
+    load_fsdp_model,
+    load_fsdp_optimizer,
+    merge_fsdp_weights,
+    save_fsdp_model,
+    save_fsdp_optimizer,
+)
 from paceline.optim.lamb import Lamb
 from paceline.optim.lion import Lion
 from paceline.testing import run_ranks
@@ -54,3 +62,129 @@ def test_a_saved_optimizer_goes_on_at_the_same_place(tmp_path: Path, zero: int, 
     alone = run_ranks(steps, 1, args=({}, kind, str(tmp_path), True))[0]
     for name, values in want.items():
         assert alone[name] == pytest.approx(values, abs=1e-6), "one process takes it too"
+
+
+# -- divided files ----------------------------------------------------------------------------------------------------
+
+
+def divided_steps(folder: str, resume: bool) -> dict[str, list[float]]:
+    """Two steps, with each rank's part saved after the first; or the second one alone, from what the first one left."""
+    from paceline.compat.accelerate.plugins import FullyShardedDataParallelPlugin
+
+    plugin = FullyShardedDataParallelPlugin(state_dict_type="SHARDED_STATE_DICT")
+    accelerator = Accelerator(cpu=True)
+    torch.manual_seed(1 if resume else 0)
+    module = nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 2))
+    optimizer = torch.optim.AdamW(module.parameters(), lr=0.1)
+    model, optimizer = accelerator.prepare(module, optimizer)
+    if resume:
+        load_fsdp_model(plugin, accelerator, model, folder)
+        load_fsdp_optimizer(plugin, accelerator, optimizer, model, folder)
+    for number in range(1 if resume else 2):
+        accelerator.backward(model(torch.ones(4, 3)).square().mean())
+        optimizer.step()
+        optimizer.zero_grad()
+        if not resume and number == 0:
+            for _ in range(2):  # the second one replaces the first
+                save_fsdp_model(plugin, accelerator, model, folder)
+                save_fsdp_optimizer(plugin, accelerator, optimizer, model, folder)
+            saved = {name: value.clone() for name, value in accelerator.get_state_dict(model).items()}
+            divided = Path(folder) / "pytorch_model_fsdp_0"
+            merge_fsdp_weights(divided, Path(folder) / "merged", remove_checkpoint_dir=False)
+            accelerator.wait_for_everyone()
+            merged = load_file(Path(folder) / "merged" / "model.safetensors")
+            assert all(torch.equal(merged[name], value) for name, value in saved.items())
+    return {name: value.flatten().tolist() for name, value in accelerator.get_state_dict(model).items()}
+
+
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+def test_each_rank_writes_its_part_and_any_number_reads_them(tmp_path: Path, zero: int) -> None:
+    env = {"PACELINE_SHARD": "2", "PACELINE_ZERO": str(zero)} if zero else {}
+    want = run_ranks(divided_steps, 2, args=(str(tmp_path), False), env=env)[0]
+    names = sorted(path.name for path in tmp_path.iterdir())
+    assert names == ["merged", "optimizer_0", "pytorch_model_fsdp_0"], "and nothing half written"
+    assert run_ranks(divided_steps, 2, args=(str(tmp_path), True), env=env)[0] == want
+    alone = run_ranks(divided_steps, 1, args=(str(tmp_path), True))[0]
+    for name, values in want.items():
+        assert alone[name] == pytest.approx(values, abs=1e-6), "one process takes it too"
+
+
+def test_what_cannot_be_saved_or_is_not_there(tmp_path: Path) -> None:
+    from paceline.compat.accelerate.plugins import FullyShardedDataParallelPlugin
+
+    accelerator = Accelerator(cpu=True)
+    model = accelerator.prepare(nn.Linear(2, 2))
+    with pytest.raises(CompatError, match="LOCAL_STATE_DICT"):
+        plugin = FullyShardedDataParallelPlugin(state_dict_type="LOCAL_STATE_DICT")
+        save_fsdp_model(plugin, accelerator, model, tmp_path)
+    with pytest.raises(CheckpointError, match=r"\[checkpoint-missing\]"):
+        load_fsdp_model(None, accelerator, model, tmp_path)
+
+
+# -- modules ----------------------------------------------------------------------------------------------------------
+
+
+def test_functions_about_modules(tmp_path: Path) -> None:
+    from types import SimpleNamespace
+
+    from paceline.compat.accelerate import fsdp_modules
+    from paceline.compat.accelerate.plugins import ParallelismConfig
+
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed, self.block, self.head = nn.Embedding(3, 2), nn.Linear(2, 2), nn.Linear(2, 3, bias=False)
+            self.head.weight = self.embed.weight
+
+    model = Tied()
+    assert fsdp_modules.get_module_class_from_name(model, "Linear") is nn.Linear
+    assert fsdp_modules.get_module_class_from_name(model, "Conv2d") is None
+    assert len(fsdp_modules.get_parameters_from_modules("block|emb.*", model, "cpu")) == 3
+    assert fsdp_modules.get_parameters_from_modules(None, model, "cpu") == set()
+    assert len(fsdp_modules.get_parameters_from_modules([model.head], model, "cpu")) == 1
+    names = {"_orig_mod.a._checkpoint_wrapped_module.b": 1, "module.x": 2}
+    assert fsdp_modules.fsdp2_canonicalize_names(names) == {"a.b": 1, "module.x": 2}
+    with torch.device("meta"):
+        model = Tied()
+    initialise = fsdp_modules.ensure_weights_retied(lambda module: module.to_empty(device="cpu"), model, "cpu")
+    for module in (model.embed, model.block, model.head):
+        initialise(module)
+    assert model.head.weight is model.embed.weight and not model.block.weight.is_meta
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    other = {parameter.data_ptr(): nn.Parameter(parameter.detach().clone()) for parameter in model.parameters()}
+    fsdp_modules.fsdp2_switch_optimizer_parameters(optimizer, other)
+    assert set(optimizer.param_groups[0]["params"]) == set(other.values())
+    with pytest.raises(KeyError):
+        fsdp_modules.fsdp2_switch_optimizer_parameters(optimizer, {})
+    policy = fsdp_modules.fsdp2_prepare_auto_wrap_policy
+
+    def plugin(**fields):
+        return SimpleNamespace(**{"transformer_cls_names_to_wrap": None, "min_num_params": None, **fields})
+
+    by_class = policy(
+        plugin(auto_wrap_policy="TRANSFORMER_BASED_WRAP", transformer_cls_names_to_wrap=["Linear"]), model
+    )
+    by_size = policy(plugin(auto_wrap_policy="SIZE_BASED_WRAP", min_num_params=6), model)
+    assert [by_class(module) for module in (model.block, model.embed)] == [True, False]
+    assert [by_size(module) for module in (model, model.block)] == [True, False]
+    assert policy(plugin(auto_wrap_policy="NO_WRAP"), model) is None
+    with pytest.raises(CompatError, match="Missing"):
+        policy(plugin(auto_wrap_policy="TRANSFORMER_BASED_WRAP", transformer_cls_names_to_wrap=["Missing"]), model)
+    assert ParallelismConfig(dp_shard_size=2).fsdp_dim_names == ["dp_shard_cp"]
+    assert ParallelismConfig(dp_shard_size=2, dp_replicate_size=2).fsdp_dim_names == ["dp_replicate", "dp_shard_cp"]
+
+
+def test_a_whole_state_of_rank_0_reaches_all(tmp_path: Path) -> None:
+    for state in run_ranks(whole_state, 2, env={"PACELINE_SHARD": "2"}):
+        assert state == [[1.0, 1.0], [1.0, 1.0]]
+
+
+def whole_state() -> list[list[float]]:
+    """Loads a state that rank 0 alone has."""
+    from paceline.compat.accelerate.fsdp_modules import fsdp2_load_full_state_dict, fsdp2_prepare_model
+
+    accelerator = Accelerator(cpu=True)
+    model = fsdp2_prepare_model(accelerator, nn.Linear(2, 2, bias=False))
+    state = {"weight": torch.ones(2, 2)} if accelerator.is_main_process else {}
+    fsdp2_load_full_state_dict(accelerator, model, state)
+    return accelerator.get_state_dict(model)["weight"].tolist()

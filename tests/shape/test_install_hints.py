@@ -18,6 +18,13 @@ ON_PYPI = {
     "tensorboard",
     "torch",
     "wandb",
+    "aim",
+    "clearml",
+    "dvclive",
+    "mlflow",
+    "swanlab",
+    "trackio",
+    "transformers",
     "{package}",
 }
 INSTALL = re.compile(r"pip install ([^`'\"\n)]*(?:\"[^\"\n]*\")?)")

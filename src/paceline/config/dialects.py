@@ -19,6 +19,8 @@ from paceline.base.errors import Problem
 from paceline.base.registry import Registry
 from paceline.config.given import Choice, Given
 
+# How the reason of a value begins that is no setting of ours, but takes effect in the script by a variable.
+HANDED_ON = "the script reads it from "
 DIALECTS = Registry("paceline.config", "DIALECT", "paceline.config_dialects", libraries="paceline.compat")
 
 
@@ -161,6 +163,8 @@ def judged(given: Given) -> Choice | Problem | None:
 
 def notice_of(unused: Choice) -> str:
     """What to tell the user about a value without effect; "" where `paceline explain` is enough."""
+    if unused.reason.startswith(HANDED_ON):
+        return ""
     asks_nothing = any(dialect.asks_nothing(unused) for dialect in dialects())
     if asks_nothing and unused.source != "command line":
         return ""

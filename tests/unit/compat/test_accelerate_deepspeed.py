@@ -3,7 +3,7 @@
 import pytest
 
 from paceline.base.errors import ConfigError
-from paceline.compat.accelerate.plugins import DeepSpeedPlugin
+from paceline.compat.accelerate.deepspeed_plugin import DeepSpeedPlugin
 from paceline.config import Given, resolve_launch
 
 FILE = """\
@@ -71,6 +71,20 @@ def test_the_plugin():
     }  # fmt: skip
     with pytest.raises(ConfigError, match="nvme"):
         DeepSpeedPlugin(offload_optimizer_device="nvme").said()
+
+
+def test_the_launcher_hands_on_what_the_plugin_reads(tmp_path):
+    variables = told(tmp_path, FILE).hand_over()
+    expected = {"USE_DEEPSPEED": "true", "DEEPSPEED_ZERO_STAGE": "2", "GRADIENT_CLIPPING": "1.0",
+                "GRADIENT_ACCUMULATION_STEPS": "4", "DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE": "cpu",
+                "DEEPSPEED_ZERO3_INIT": "False", "DEEPSPEED_OFFLOAD_PARAM_DEVICE": "none"}  # fmt: skip
+    found = {
+        name.removeprefix("ACCELERATE_"): value for name, value in variables.items() if name.startswith("ACCELERATE")
+    }
+    assert found == expected
+    flags = [Given("zero_stage", "3", "command line", "--zero_stage")]
+    launch = resolve_launch(flags, {}, search=False)
+    assert launch.hand_over()["ACCELERATE_DEEPSPEED_ZERO_STAGE"] == "3" and not launch.notices
 
 
 def test_the_plugin_with_a_config_fills_in_what_is_auto():

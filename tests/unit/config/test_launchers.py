@@ -93,7 +93,7 @@ def test_every_flag_of_torchrun_is_known() -> None:
 
 
 def test_every_field_of_accelerates_deepspeed_that_is_a_flag_is_known() -> None:
-    fields = {*deepspeed_words.FIELDS, *deepspeed_words.IDLE, "deepspeed_config_file", "use_deepspeed"}
+    fields = {*deepspeed_words.FIELDS, *deepspeed_words.IDLE, *deepspeed_words.VARIABLES}
     assert set(deepspeed_words.FLAGS) <= fields
     assert set(deepspeed_words.FIELDS) - set(deepspeed_words.FLAGS) == {
         "gradient_accumulation_steps",

@@ -23,16 +23,25 @@ _CARRIED = {
     f"{_HERE}.accelerator": "Accelerator",
     f"{_HERE}.arguments": """AutocastKwargs DataLoaderConfiguration DistributedDataParallelKwargs GradScalerKwargs
         GradientAccumulationPlugin InitProcessGroupKwargs KwargsHandler ProfileKwargs ProjectConfiguration""",
-    f"{_HERE}.plugins": """DeepSpeedPlugin DeepSpeedSequenceParallelConfig FullyShardedDataParallelPlugin ParallelismConfig
+    f"{_HERE}.deepspeed_config": "HfDeepSpeedConfig",
+    f"{_HERE}.deepspeed_plugin": "DeepSpeedPlugin get_active_deepspeed_plugin",
+    f"{_HERE}.deepspeed_wrappers": """DeepSpeedEngineWrapper DeepSpeedOptimizerWrapper DeepSpeedSchedulerWrapper DummyOptim
+        DummyScheduler deepspeed_required map_pytorch_optim_to_deepspeed""",
+    f"{_HERE}.plugins": """DeepSpeedSequenceParallelConfig FullyShardedDataParallelPlugin ParallelismConfig
         TorchContextParallelConfig TorchDynamoPlugin TorchTensorParallelConfig TorchTensorParallelPlugin""",
-    f"{_HERE}.sharded": """disable_fsdp_ram_efficient_loading enable_fsdp_ram_efficient_loading fsdp2_canonicalize_names
+    f"{_HERE}.fsdp_modules": """ensure_weights_retied fsdp2_canonicalize_names fsdp2_load_full_state_dict
+        fsdp2_prepare_auto_wrap_policy fsdp2_prepare_model fsdp2_switch_optimizer_parameters get_fsdp2_grad_scaler
+        get_module_class_from_name get_parameters_from_modules""",
+    f"{_HERE}.sharded": """disable_fsdp_ram_efficient_loading enable_fsdp_ram_efficient_loading
         load_fsdp_model load_fsdp_optimizer merge_fsdp_weights model_has_dtensor save_fsdp_model save_fsdp_optimizer""",
     f"{_HERE}.kinds": """BaseEnum ComputeEnvironment CustomDtype DDPCommunicationHookType DistributedType
         DynamoBackend FP8BackendType LoggerType PrecisionType RNGType SageMakerDistributedType""",
     f"{_HERE}.state": "AcceleratorState GradientState PartialState is_initialized",
     f"{_HERE}.preparation": "AcceleratedScheduler",
     f"{_HERE}.loaders": "DataLoaderDispatcher DataLoaderShard DataLoaderStateMixin prepare_data_loader skip_first_batches",
-    f"{_HERE}.tracking": "GeneralTracker LOGGER_TYPE_TO_CLASS filter_trackers get_available_trackers",
+    f"{_HERE}.tracking": """AimTracker ClearMLTracker CometMLTracker DVCLiveTracker GeneralTracker LOGGER_TYPE_TO_CLASS
+        MLflowTracker SwanLabTracker TensorBoardTracker TrackioTracker WandBTracker filter_trackers get_available_trackers
+        on_main_process register_tracker_class""",
     "paceline.launch.notebook": "debug_launcher notebook_launcher",
     f"{_HERE}.operations": """broadcast broadcast_object_list concatenate convert_outputs_to_fp32 convert_to_fp32
         find_batch_size find_device gather gather_object honor_type ignorant_find_batch_size is_namedtuple
@@ -59,12 +68,6 @@ _CARRIED = {
 # First match counts: pattern of a name, why it is not carried, what to do.
 _NATIVE_WAYS = (
     (
-        "HfDeepSpeedConfig",
-        "transformers' Trainer would drive DeepSpeed through it, and here it trains through accelerate alone",
-        "leave `deepspeed=` out of TrainingArguments, and say the stage at the start: `paceline launch --compat accelerate "
-        "--shard auto --zero 2`",
-    ),
-    (
         r"fsdp|FSDP|DeepSpeed|deepspeed|Dummy|DDP2",
         "parameters are divided when a model is prepared, by the plan",
         "native: `paceline.Accelerator(plan={'shard': 4})`",
@@ -90,11 +93,6 @@ _NATIVE_WAYS = (
         "native: `paceline.Accelerator(plan={'shard': 4})`, or load the model on one device",
     ),
     (r"Bnb|bnb|quantize|bit", "quantised models are not carried", "load the model unquantised"),
-    (
-        r"Tracker$",
-        "of accelerate's trackers only tensorboard is carried",
-        "use log_with='tensorboard' or 'jsonl', or a class of your own that inherits GeneralTracker",
-    ),
     (
         r"command|launch|Launch|[Cc]onfig",
         "the command line is `paceline`'s own",

@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from paceline.accelerator import Accelerator as NativeAccelerator
-from paceline.base.errors import CompatError, Problem
+from paceline.base.errors import CompatError, Problem, TrainError
 from paceline.compat.absent import refuse
 from paceline.compat.accelerate.arguments import (
     AutocastKwargs,
@@ -32,10 +32,11 @@ from paceline.compat.accelerate.arguments import (
     ProjectConfiguration,
 )
 from paceline.compat.accelerate.checkpoint import Folder
+from paceline.compat.accelerate.deepspeed_plugin import DeepSpeedPlugin
 from paceline.compat.accelerate.loaders import skip_first_batches
-from paceline.compat.accelerate.plugins import DeepSpeedPlugin, ParallelismConfig
+from paceline.compat.accelerate.plugins import ParallelismConfig
 from paceline.compat.accelerate.preparation import AcceleratePreparation
-from paceline.compat.accelerate.state import AcceleratorState, GradientState
+from paceline.compat.accelerate.state import AcceleratorState, GradientState, deepspeed_plugins_of
 from paceline.compat.accelerate.tracking import TrackerList
 from paceline.compat.fsdp import said_by
 from paceline.config.given import Given
@@ -93,9 +94,16 @@ class Accelerator(NativeAccelerator):
         deepspeed_plugins: Any = None,
         parallelism_config: ParallelismConfig | None = None,
     ) -> None:
-        several = None if isinstance(deepspeed_plugin, DeepSpeedPlugin) else deepspeed_plugin or deepspeed_plugins
-        plugins = {"deepspeed_plugin": several, "megatron_lm_plugin": megatron_lm_plugin}
-        _check(plugins, mixed_precision, gradient_accumulation_steps, gradient_accumulation_plugin, kwargs_handlers)
+        plugins = deepspeed_plugins_of(deepspeed_plugin, deepspeed_plugins)
+        first_plugin = next(iter(plugins.values()), None)
+        wrong = [plugin for plugin in plugins.values() if not isinstance(plugin, DeepSpeedPlugin)]
+        _check(
+            {"deepspeed_plugin": wrong, "megatron_lm_plugin": megatron_lm_plugin},
+            mixed_precision,
+            gradient_accumulation_steps,
+            gradient_accumulation_plugin,
+            kwargs_handlers,
+        )
         for name, kind in _HANDLERS.items():
             setattr(self, name, next((each for each in kwargs_handlers or () if isinstance(each, kind)), None))
         loading = dataloader_config or DataLoaderConfiguration()
@@ -111,9 +119,7 @@ class Accelerator(NativeAccelerator):
             None if mixed_precision is None else str(getattr(mixed_precision, "value", mixed_precision)),
             window.num_steps if (window.num_steps or 1) != 1 else None,
             cpu or None,
-            plan=_said(
-                fsdp_plugin, parallelism_config, torch_tp_plugin, dynamo_plugin, dynamo_backend, deepspeed_plugin
-            ),
+            plan=_said(fsdp_plugin, parallelism_config, torch_tp_plugin, dynamo_plugin, dynamo_backend, first_plugin),
             options={"replicate": self.ddp_handler.options()} if self.ddp_handler else None,
             split_batches=loading.split_batches,
             dispatch_batches=loading.dispatch_batches,
@@ -127,8 +133,13 @@ class Accelerator(NativeAccelerator):
             else None,
         )
         self._adopt_manners(window, log_with)
-        self.deepspeed_plugin = deepspeed_plugin
-        self.state.adopt(self, fsdp_plugin, torch_tp_plugin, dynamo_plugin)
+        self.state.adopt(self, fsdp_plugin, torch_tp_plugin, dynamo_plugin, plugins)
+        self.deepspeed = None
+        if plugins:
+            # Its engine takes a second to import: only where a run uses it.
+            from paceline.compat.accelerate.deepspeed_preparation import DeepSpeedPreparation
+
+            self.deepspeed = DeepSpeedPreparation(self)
 
     def _adopt_manners(self, window: GradientAccumulationPlugin, log_with: Any) -> None:
         """What differs from the native accelerator, once it stands."""
@@ -136,7 +147,7 @@ class Accelerator(NativeAccelerator):
         self._sync_each_batch = window.sync_each_batch
         times = 1 if self.dataloader_config.split_batches else self.num_processes
         self.preparation.step_schedulers(times, self.step_scheduler_with_optimizer)
-        self.trackers = TrackerList(log_with, self.logging_dir or ".", is_main=self.is_main_process)
+        self.trackers = TrackerList(log_with, self.logging_dir, is_main=self.is_main_process)
         self.log_with = self.trackers.names
         self.step = 0
         self.native_amp = self.mixed_precision != "no"
@@ -147,7 +158,9 @@ class Accelerator(NativeAccelerator):
 
     # -- what this run is --------------------------------------------------------------------------------------
 
-    deepspeed_plugin = deepspeed_engine_wrapped = torch_device_mesh = fp8_backend = None
+    torch_device_mesh = fp8_backend = None
+    deepspeed_plugin = property(lambda self: self.state.deepspeed_plugin)
+    deepspeed_engine_wrapped = property(lambda self: None if self.deepspeed is None else self.deepspeed.wrapped)
     is_composable_parallelism_enabled = has_lomo_optimizer = False
     is_fsdp2 = property(lambda self: self.state.is_fsdp2)
     should_save_model = True
@@ -162,9 +175,14 @@ class Accelerator(NativeAccelerator):
     tensor_parallel_rank = property(lambda self: self.plan.layout.coordinate(self.process_index)["tp"])
     data_parallel_rank = property(lambda self: self.plan.layout.coordinate(self.process_index)["replicate"])
     data_parallel_shard_rank = property(lambda self: self.plan.layout.coordinate(self.process_index)["shard"])
-    _models = property(lambda self: [entry.module for entry in self.run.prepared.models])
-    _optimizers = property(lambda self: self.run.prepared.optimizers)
-    _schedulers = property(lambda self: self.run.prepared.schedulers)
+    _engines = property(lambda self: [] if self.deepspeed is None else self.deepspeed.engines)
+    _models = property(lambda self: [*self._engines, *(entry.module for entry in self.run.prepared.models)])
+    _optimizers = property(
+        lambda self: [*(self.deepspeed.optimizers if self.deepspeed else ()), *self.run.prepared.optimizers]
+    )
+    _schedulers = property(
+        lambda self: [*(self.deepspeed.schedulers if self.deepspeed else ()), *self.run.prepared.schedulers]
+    )
     _dataloaders = property(lambda self: self.run.prepared.loaders)
     flag_tensor = property(lambda self: torch.tensor(int(self._trigger)) if self._trigger else None)
 
@@ -183,6 +201,11 @@ class Accelerator(NativeAccelerator):
         self.gradients.sync = value
 
     @property
+    def optimizer_step_was_skipped(self) -> bool:
+        """Whether the last step of some optimizer was skipped because a gradient overflowed."""
+        return any(optimizer.step_was_skipped for optimizer in self._optimizers)
+
+    @property
     def even_batches(self) -> bool:
         """Whether the last global batch of a loader prepared from now on is filled up."""
         return self.dataloader_config.even_batches
@@ -197,7 +220,8 @@ class Accelerator(NativeAccelerator):
     def prepare(self, *args: Any, device_placement: Sequence[bool] | None = None) -> Any:
         """Prepares what it knows, in the order of the arguments; anything else comes back as it is. Ranks: all."""
         places = device_placement if device_placement is not None else [self.device_placement] * len(args)
-        return super().prepare(*args, device_placement=places)
+        objects = args if self.deepspeed is None else self.deepspeed.prepare(args)
+        return super().prepare(*objects, device_placement=places)
 
     def prepare_model(
         self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
@@ -221,7 +245,41 @@ class Accelerator(NativeAccelerator):
         """Whether a model was spread over devices, which nothing here does."""
         return len(getattr(model, "hf_device_map", None) or ()) > 1
 
+    def free_memory(self, *objects: object) -> list[None]:
+        """Forgets everything that was prepared; returns as many Nones as objects."""
+        if self.deepspeed is not None:
+            self.deepspeed.clear()
+            self.preparation.elsewhere.clear()
+        return super().free_memory(*objects)
+
+    clear = free_memory
+
     # -- the step ----------------------------------------------------------------------------------------------
+
+    def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:  # type: ignore[override]
+        """Computes gradients; DeepSpeed's engine also steps where a window ends."""
+        engine = self.deepspeed_engine_wrapped
+        if engine is None:
+            super().backward(loss, **kwargs)
+        else:
+            engine.backward(loss, sync_gradients=self.sync_gradients, **kwargs)
+
+    def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> Any:  # type: ignore[override]
+        """Scales gradients, and returns their norm; DeepSpeed's engine has clipped already, by its own config."""
+        engine = self.deepspeed_engine_wrapped
+        return (
+            super().clip_grad_norm_(parameters, max_norm, norm_type)
+            if engine is None
+            else engine.get_global_grad_norm()
+        )
+
+    def clip_grad_value_(self, parameters: Any, clip_value: float) -> None:
+        """Clamps gradients. Raises: TrainError `deepspeed-step` under DeepSpeed, whose engine has stepped already."""
+        if self.deepspeed_engine_wrapped is not None:
+            what = "`clip_grad_value_` has no effect under DeepSpeed."
+            fix = "set `gradient_clipping` in the DeepSpeed config, or call `clip_grad_norm_`"
+            raise TrainError("deepspeed-step", what, why="`accelerator.backward` has stepped already", fix=fix)
+        super().clip_grad_value_(parameters, clip_value)
 
     @contextmanager
     def accumulate(self, *models: nn.Module) -> Iterator[None]:
@@ -315,6 +373,18 @@ class Accelerator(NativeAccelerator):
 
     # -- files and logs ----------------------------------------------------------------------------------------
 
+    def unwrap_model(self, model: Any, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True) -> Any:
+        """The module that the user wrote."""
+        inner = model.module if any(model is engine for engine in self._engines) else model
+        return super().unwrap_model(inner, keep_fp32_wrapper, keep_torch_compile)
+
+    def get_state_dict(self, model: Any, unwrap: bool = True) -> dict[str, Any]:
+        """The whole state of a model, whatever the plan. Ranks: all; all get it."""
+        for engine in self._engines:
+            if model is engine or model is engine.module:
+                return self.deepspeed.state_dict(engine)
+        return super().get_state_dict(model, unwrap)
+
     def register_for_checkpointing(self, *objects: Any) -> None:
         """Adds objects with `state_dict` and `load_state_dict` to what `save_state` saves."""
         super().register_for_checkpointing(*objects)
@@ -341,7 +411,7 @@ class Accelerator(NativeAccelerator):
 
     def log(self, values: Any, step: int | None = None, log_kwargs: Any = None) -> None:
         """Logs values to every tracker, on the main process."""
-        super().log(values, step)
+        self.trackers.log(values, step, log_kwargs)
 
 
 def _check(plugins: dict[str, Any], precision: Any, steps: int, window: Any, handlers: Sequence[Any] | None) -> None:
@@ -388,7 +458,7 @@ def _said(
 
 
 _WAYS = {
-    "deepspeed_plugin": "give one `DeepSpeedPlugin`",
+    "deepspeed_plugin": "give one `DeepSpeedPlugin`, or several by name: `deepspeed_plugins={'student': ..., 'teacher': ...}`",
     "megatron_lm_plugin": "native: `paceline.Accelerator(plan={'tp': 2, 'pp': 2})`",
 }
 

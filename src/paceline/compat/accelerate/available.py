@@ -12,7 +12,7 @@ import torch
 _PACKAGES = {"bnb": "bitsandbytes", "torchdata_stateful_dataloader": "torchdata", "schedulefree": "schedulefree",
              "lomo": "lomo_optim", "megatron_lm": "megatron", "comet_ml": "comet_ml", "tensorboard": "tensorboard"}  # fmt: skip
 # What is never so here: devices that this library does not drive, 8-bit training, engines.
-_NEVER = ("fp8", "transformer_engine", "transformer_engine_mxfp8", "msamp", "torch_xla", "deepspeed", "megatron_lm",
+_NEVER = ("fp8", "transformer_engine", "transformer_engine_mxfp8", "msamp", "torch_xla", "megatron_lm",
           "sagemaker", "pippy", "4bit_bnb", "8bit_bnb", "bitsandbytes_multi_backend", "habana_gaudi1")  # fmt: skip
 _DEVICES = ("cuda", "xpu", "npu", "mps", "mlu", "musa", "sdaa", "hpu", "neuron")
 

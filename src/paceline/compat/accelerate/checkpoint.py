@@ -4,6 +4,7 @@
     optimizer.bin, scheduler.bin              of the first; optimizer_1.bin, ... of the next
     scaler.pt, dl_state_dict.bin              the loss scale; positions of loaders, with `use_stateful_dataloader`
     custom_checkpoint_0.pkl                   registered objects
+    pytorch_model/                            of DeepSpeed's engine (pytorch_model_1/ of the next), as the engine saves it
     random_states_0.pkl                       of each rank: random streams, the step, and (ours) epochs of the loaders
 
 Scripts of accelerate's early days read `pytorch_model.bin`, later ones `model.safetensors`: a script that does not say
@@ -29,12 +30,10 @@ from torch import nn
 
 from paceline.base.errors import CheckpointError, CompatError
 from paceline.base.log import logger, warn_once
-from paceline.checkpoint.files import load_object, save_object, writing
+from paceline.checkpoint.files import NUMPY_ARRAYS, load_object, save_object, writing
 from paceline.checkpoint.weights.model import load_model
 
 _LOADERS = "paceline_loaders"
-# What numpy's random state is pickled with: harmless, but unknown to torch's safe reader.
-_SAFE = [np._core.multiarray._reconstruct, np.ndarray, np.dtype, type(np.dtype(np.uint32))]
 
 
 class Folder:
@@ -64,7 +63,9 @@ class Folder:
         if not self._of.states.writes:
             return Path(output_dir or "checkpoint")
         target, partial = self._agree(lambda: self._places(output_dir))
-        if self._of.plan.layout.size("shard", "tp", "pp") > 1:  # no rank has all that the files below hold
+        engines = self._of._engines
+        # Without DeepSpeed's engines, which save themselves: no rank has all that the files below hold.
+        if not engines and self._of.plan.layout.size("shard", "tp", "pp") > 1:
             self._of.states.save(target)
             self._next(target)
             return Path(target)
@@ -72,7 +73,9 @@ class Folder:
         models = [each.module for each in self._of.run.prepared.models]
         weights = [self._of.get_state_dict(model, unwrap=False) for model in models]
         for hook in self._of.states.hooks("save"):
-            hook(models, weights, partial)
+            hook([*engines, *models], weights, partial)
+        for number, engine in enumerate(engines):
+            engine.save_checkpoint(partial, _tag(number))
         streams = self._of.collectives.gather_object(self._streams())
         self._agree(lambda: self._write(Path(partial), Path(target), weights, streams, safe))
         self._next(target)
@@ -179,9 +182,15 @@ class Folder:
             self._of.states.load(str(folder))
             return
         models = [each.module for each in self._of.run.prepared.models]
+        engines = self._of._engines
+        shown = [*engines, *models]
         for hook in self._of.states.hooks("load"):
-            hook(models, str(folder))
+            hook(shown, str(folder))
+        # What a hook has taken out of the list it has loaded itself.
+        models = [model for model in models if model in shown]
         self._check(folder, models)
+        for number, engine in enumerate(engine for engine in engines if engine in shown):
+            engine.load_checkpoint(folder, _tag(number), load_module_strict=strict)
         for number, model in enumerate(models):
             load_model(model, _weights(folder, number), strict=strict)
         prepared = self._of.run.prepared
@@ -214,11 +223,12 @@ class Folder:
                 "checkpoint-missing", f"there is no folder {folder}.", why="load_state names it", fix="check the path"
             )
         names = os.listdir(folder)
+        prepared = self._of.run.prepared
         weights = {re.sub(r"^pytorch_", "", name).partition(".")[0] for name in names if _MODEL.fullmatch(name)}
         here = {
             "models": (len(models), len(weights)),
-            "optimizers": (len(self._of._optimizers), _count(names, r"optimizer(_\d+)?\.bin")),
-            "schedulers": (len(self._of._schedulers), _count(names, r"scheduler(_\d+)?\.bin")),
+            "optimizers": (len(prepared.optimizers), _count(names, r"optimizer(_\d+)?\.bin")),
+            "schedulers": (len(prepared.schedulers), _count(names, r"scheduler(_\d+)?\.bin")),
             "registered objects": (len(self._of._custom_objects), _count(names, r"custom_checkpoint_\d+\.pkl")),
         }
         wrong = [f"{kind}: {own} here, {there} in the folder" for kind, (own, there) in here.items() if own != there]
@@ -236,7 +246,7 @@ class Folder:
         if not first.is_file():
             warn_once("compat", f"{folder} holds no random streams: those of this run go on.")
             return
-        with torch.serialization.safe_globals(_SAFE):
+        with torch.serialization.safe_globals(NUMPY_ARRAYS):
             found = load_object(own if own.is_file() else first)
         self._of.step = found.get("step", 0)
         self._load_positions(folder, found.get(_LOADERS))
@@ -291,6 +301,11 @@ _MODEL = re.compile(r"(model(_\d+)?\.safetensors|pytorch_model(_\d+)?\.bin)")
 
 def _name(stem: str, number: int, ending: str) -> str:
     return f"{stem}.{ending}" if number == 0 else f"{stem}_{number}.{ending}"
+
+
+def _tag(number: int) -> str:
+    """The folder of an engine within a checkpoint."""
+    return "pytorch_model" if number == 0 else f"pytorch_model_{number}"
 
 
 def _weights(folder: Path, number: int) -> Path:

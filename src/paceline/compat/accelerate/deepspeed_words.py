@@ -1,6 +1,6 @@
 """accelerate's words for DeepSpeed, read as a DeepSpeed config: its plugin, and the block `deepspeed_config:` of its files.
 
-zero_stage: 2, offload_optimizer_device: cpu      -> {"zero_optimization": {"stage": 2, "offload_optimizer": ...}}
+zero_stage: 2, offload_optimizer_device: cpu       -> {"zero_optimization": {"stage": 2, "offload_optimizer": ...}}
 deepspeed_config_file: ds.json (hf_ds_config=...)  -> that config; the other fields are what its "auto" stands for
 """
 
@@ -12,7 +12,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from paceline.base.errors import Problem, short_repr
-from paceline.config.dialects import Translation
+from paceline.config.dialects import HANDED_ON, Translation
 from paceline.config.given import Choice, Given, nearest
 
 # The table of DeepSpeed's keys is long, and few who start a run with accelerate's words ask for DeepSpeed.
@@ -34,7 +34,6 @@ FIELDS: Mapping[str, str] = MappingProxyType({
 FILES = ("deepspeed_config_file", "hf_ds_config")
 _LAUNCHED = "`paceline launch --nodes`, or --hostfile, says where a run takes place"
 IDLE: Mapping[str, str] = MappingProxyType({
-    "zero3_init_flag": "a model that is built on the meta device takes no memory until it is prepared",
     "is_train_batch_min": "loaders keep the batch size that the script gives them",
     "transformer_moe_cls_names": "units are found by themselves",
     "deepspeed_moe_layer_cls_names": "units are found by themselves",
@@ -45,11 +44,21 @@ IDLE: Mapping[str, str] = MappingProxyType({
     "enable_msamp": "8-bit training is not built yet",
     "msamp_opt_level": "8-bit training is not built yet",
 })  # fmt: skip
-_ENGINES = {
-    "gradient_clipping": "call `accelerator.clip_grad_norm_` in the script",
-    "optimizer": "the script's own optimizer is prepared",
-    "scheduler": "the script's own scheduler is prepared",
-}
+# accelerate's variables for the fields of its plugin: the launcher sets them, and a plugin that a script makes reads them.
+VARIABLES: Mapping[str, str] = MappingProxyType({
+    "use_deepspeed": "ACCELERATE_USE_DEEPSPEED",
+    "gradient_accumulation_steps": "ACCELERATE_GRADIENT_ACCUMULATION_STEPS",
+    "gradient_clipping": "ACCELERATE_GRADIENT_CLIPPING",
+    "zero_stage": "ACCELERATE_DEEPSPEED_ZERO_STAGE",
+    "offload_optimizer_device": "ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE",
+    "offload_param_device": "ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_DEVICE",
+    "offload_optimizer_nvme_path": "ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_NVME_PATH",
+    "offload_param_nvme_path": "ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_NVME_PATH",
+    "zero3_init_flag": "ACCELERATE_DEEPSPEED_ZERO3_INIT",
+    "zero3_save_16bit_model": "ACCELERATE_DEEPSPEED_ZERO3_SAVE_16BIT_MODEL",
+    "deepspeed_config_file": "ACCELERATE_DEEPSPEED_CONFIG_FILE",
+    "deepspeed_moe_layer_cls_names": "ACCELERATE_DEEPSPEED_MOE_LAYER_CLS_NAMES",
+})  # fmt: skip
 
 # Its flags for `accelerate launch`, and whether a value follows.
 FLAGS: Mapping[str, bool] = MappingProxyType({
@@ -84,6 +93,7 @@ def from_flags(flags: Sequence[Given]) -> Translation:
         if flag.name != "use_deepspeed":
             fields.append(replace(flag, value=text if flag.name in FILES else _as_in_file(text)))
     translation = said_by(fields, "command line", own[0].where)
+    translation.unused += _handed_on(fields, "command line", own[0].where)
     translation.consumed = {flag.name for flag in own}
     return translation
 
@@ -100,6 +110,7 @@ def from_file(keys: Mapping[str, Given]) -> Translation:
     block = keys.get("deepspeed_config")
     fields = block.value if block is not None and isinstance(block.value, list) else []
     translation = said_by(fields, "file", asked.where)
+    translation.unused += _handed_on(fields, "file", asked.where)
     translation.consumed = {"deepspeed_config"}
     return translation
 
@@ -126,10 +137,12 @@ def said_by(fields: Iterable[Given], source: str, place: str) -> Translation:
             file = value
         elif name in FIELDS:
             said[name] = value
+        elif name == "zero3_init_flag":
+            continue  # transformers asks the plugin for it; no setting of ours says it
         elif name in IDLE:
             translation.unused.append(Choice(name, value.value, source, value.where, f"no effect here: {IDLE[name]}"))
         else:
-            close = nearest(name, [*FIELDS, *FILES, *IDLE])
+            close = nearest(name, [*FIELDS, *FILES, *IDLE, "zero3_init_flag"])
             what = f"{value.where}: accelerate's DeepSpeed has no field {short_repr(name)}."
             fix = f"write {close!r}" if close else "leave it out"
             translation.problems.append(Problem("config-key", what, "", fix))
@@ -141,11 +154,25 @@ def said_by(fields: Iterable[Given], source: str, place: str) -> Translation:
     if steps is not None:
         translation.given.append(Given("accumulate", steps, source, config.places["gradient_accumulation_steps"]))
     translation.unused += config.unused
-    for row in config.kept:
-        why = _ENGINES.get(row.field.partition(".")[0])
-        if why:
-            translation.unused.append(Choice(row.field, row.value, source, row.where, f"no effect here: {why}"))
     return translation
+
+
+def _handed_on(fields: Iterable[Given], source: str, place: str) -> list[Choice]:
+    """What the plugin of a script reads from its variables, once DeepSpeed is asked for."""
+    rows = [Choice("use_deepspeed", "true", source, place, f"{HANDED_ON}{VARIABLES['use_deepspeed']}")]
+    for given in fields:
+        if given.value is not None and given.name in VARIABLES:
+            rows.append(Choice(given.name, given.value, source, given.where, f"{HANDED_ON}{VARIABLES[given.name]}"))
+    return rows
+
+
+def variables_of(unused: Iterable[Choice]) -> dict[str, str]:
+    """The variables of fields that are handed on."""
+    variables = {}
+    for choice in unused:
+        if choice.reason.startswith(HANDED_ON) and choice.field in VARIABLES:
+            variables[VARIABLES[choice.field]] = str(choice.value)
+    return variables
 
 
 def _config(file: Given | None, said: Mapping[str, Given]) -> DeepSpeedConfig:

@@ -168,8 +168,8 @@ class AccelerateDialect(ConfigDialect):
         return str(unused.value).lower() in _OFF or (foreign is not None and not foreign.tell)
 
     def hand_over(self, unused: Sequence[Choice]) -> dict[str, str]:
-        """FSDP_*, which the plugins that a script makes read."""
-        return engines.variables_of(unused)
+        """FSDP_* and ACCELERATE_DEEPSPEED_*, which the plugins that a script makes read."""
+        return engines.variables_of(unused) | deepspeed_words.variables_of(unused)
 
     def notices(self, unused: Sequence[Choice]) -> tuple[str, ...]:
         """One sentence on fields of engines."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -237,10 +238,16 @@ def extract_model_from_parallel(
     """The module inside DDP (and, on request, without mixed precision and `torch.compile`)."""
     compiled = model if is_compiled_module(model) else None
     inner = model._orig_mod if compiled is not None else model
-    while isinstance(inner, nn.parallel.DistributedDataParallel | nn.DataParallel):
+    while isinstance(inner, nn.parallel.DistributedDataParallel | nn.DataParallel) or _is_engine(inner):
         inner = inner.module
     if not keep_fp32_wrapper:
         unwrap_forward(inner)
     if compiled is not None and keep_torch_compile and inner is compiled._orig_mod:
         return compiled
     return inner
+
+
+def _is_engine(model: Any) -> bool:
+    """Whether a model is an engine of DeepSpeed's: its module lies inside, as in DDP."""
+    engines = sys.modules.get("paceline.compat.deepspeed.engine")  # loaded, if there is an engine
+    return engines is not None and isinstance(model, engines.DeepSpeedEngine)

@@ -5,16 +5,13 @@ What each field comes to stands in `paceline.compat.accelerate.engine_fields`; `
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 from paceline.base import env as environment
-from paceline.base.log import warn_once
 from paceline.compat.accelerate.arguments import KwargsHandler
-from paceline.compat.accelerate.deepspeed_words import said_by
 from paceline.compat.accelerate.engine_fields import PLUGIN, ROWS
 from paceline.compat.accelerate.kinds import DynamoBackend
-from paceline.config.given import Given
 
 
 @dataclass
@@ -136,43 +133,7 @@ class ParallelismConfig:
     cp_enabled = property(lambda self: (self.cp_size or 1) > 1)
     sp_enabled = property(lambda self: (self.sp_size or 1) > 1)
     fsdp_enabled = property(lambda self: self.dp_shard_enabled)
+    fsdp_dim_names = property(lambda self: ["dp_replicate"] * self.dp_replicate_enabled + ["dp_shard_cp"])
     data_parallel_size = property(lambda self: (self.dp_replicate_size or 1) * (self.dp_shard_size or 1))
     non_data_parallel_size = property(lambda self: (self.tp_size or 1) * (self.cp_size or 1) * (self.sp_size or 1))
     total_size = property(lambda self: self.data_parallel_size * self.non_data_parallel_size)
-
-
-@dataclass
-class DeepSpeedPlugin:
-    """DeepSpeed's part of accelerate's arguments: a plan here, through the table of DeepSpeed's keys."""
-
-    hf_ds_config: Any = None
-    gradient_accumulation_steps: Any = None
-    gradient_clipping: Any = None
-    zero_stage: Any = None
-    is_train_batch_min: Any = None
-    offload_optimizer_device: Any = None
-    offload_param_device: Any = None
-    offload_optimizer_nvme_path: Any = None
-    offload_param_nvme_path: Any = None
-    zero3_init_flag: Any = None
-    zero3_save_16bit_model: Any = None
-    transformer_moe_cls_names: Any = None
-    enable_msamp: Any = None
-    msamp_opt_level: Any = None
-
-    def said(self) -> list[Given]:
-        """The same in our words; what has no effect is told of once.
-
-        Raises:
-            ConfigError: as `paceline.compat.deepspeed.config.read`.
-        """
-        code = "DeepSpeedPlugin({}=...)"
-        told = said_by(
-            [Given(each.name, getattr(self, each.name), "code", code.format(each.name)) for each in fields(self)],
-            "code",
-            "DeepSpeedPlugin(...)",
-        )
-        if told.unused:
-            rows = "; ".join(f"{row.field} ({row.where}): {row.reason}" for row in told.unused)
-            warn_once("config", f"{rows}.")
-        return told.given

@@ -67,12 +67,17 @@ class AcceleratePreparation(Preparation):
 
     Attributes:
         tail: of loaders prepared from now on, where a script has changed its mind.
+        elsewhere: models that another accelerator prepared, such as that of a DeepSpeed engine.
     """
 
     refuses_unprepared = False  # accelerate lets a script step what it did not prepare
     tail: str | None = None
     _scheduler_times = 1
     _steps_with_optimizer = True
+
+    def __init__(self, *args: Any, **named: Any) -> None:
+        super().__init__(*args, **named)
+        self.elsewhere: list[nn.Module] = []
 
     def step_schedulers(self, times: int, with_optimizer: bool) -> None:
         """Schedulers prepared from now on step so often for each step of an optimizer, or whenever they are called."""
@@ -81,6 +86,8 @@ class AcceleratePreparation(Preparation):
 
     def kind_of(self, value: object) -> Kind:
         """What it does not know passes through."""
+        if any(value is model for model in self.elsewhere):
+            return "done"
         known = isinstance(value, nn.Module | Optimizer | DataLoader | PreparedLoader) or is_scheduler(value)
         return super().kind_of(value) if known else "done"
 

@@ -1,8 +1,18 @@
-"""accelerate's functions for models that FSDP divides: here they hold whole tensors, whatever the plan."""
+"""accelerate's functions that save and load a model which FSDP divides, and its optimizer, in accelerate's own files.
+
+    FULL_STATE_DICT       pytorch_model_fsdp.bin, optimizer.bin          whole tensors; rank 0 writes
+    SHARDED_STATE_DICT    pytorch_model_fsdp_0/, optimizer_0/            torch's distributed format; each rank writes its part
+
+The state type of the plugin chooses what is written. Whatever lies there is read, at any number of processes, under any plan.
+"""
 
 from __future__ import annotations
 
+import os
+import secrets
 import shutil
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -10,13 +20,13 @@ import torch
 from torch import nn
 from torch.nn.modules.module import _IncompatibleKeys
 
-from paceline.base.errors import CheckpointError
+from paceline.base.errors import CheckpointError, CompatError
 from paceline.checkpoint.agree import agreed
-from paceline.checkpoint.files import load_object, save_object
-from paceline.checkpoint.state.match import Mismatch
-from paceline.checkpoint.state.module_state import ModuleState
+from paceline.checkpoint.files import load_object, save_object, writing
 from paceline.checkpoint.state.optimizer_state import OptimizerState
+from paceline.checkpoint.store import store_for
 from paceline.checkpoint.weights.export import export_checkpoint
+from paceline.checkpoint.weights.sources import DividedWeights, read_whole
 from paceline.compat.accelerate.state import PartialState
 from paceline.world.sharded import division_of, is_sharded, whole
 
@@ -26,8 +36,83 @@ if TYPE_CHECKING:
 _ONE_FILE = 1 << 60  # bytes after which a new file would begin
 
 
-def _file(folder: str | Path, number: int) -> Path:
-    return Path(folder) / ("pytorch_model_fsdp.bin" if number == 0 else f"pytorch_model_fsdp_{number}.bin")
+@dataclass(frozen=True)
+class _Places:
+    """Where the state of one model or optimizer lies in a folder.
+
+    Attributes:
+        whole: the file with whole tensors.
+        divided: the folder with the parts of all ranks.
+    """
+
+    whole: Path
+    divided: Path
+
+    @property
+    def present(self) -> Path | None:
+        """The one of the two that is there; None where neither is."""
+        if (self.divided / ".metadata").is_file():
+            return self.divided
+        return self.whole if self.whole.is_file() else None
+
+
+def _places(folder: str | Path, stem: str, number: int) -> _Places:
+    root = Path(folder)
+    # A caller may name the divided folder itself.
+    divided = root if stem in root.name else root / f"{stem}_{number}"
+    return _Places(root / (f"{stem}.bin" if number == 0 else f"{stem}_{number}.bin"), divided)
+
+
+def _is_divided(fsdp_plugin: Any) -> bool:
+    """Whether each rank writes its part.
+
+    Raises:
+        CompatError: `compat-argument`, for LOCAL_STATE_DICT.
+    """
+    kind = str(getattr(fsdp_plugin, "state_dict_type", None) or "")
+    if "LOCAL" in kind:
+        raise CompatError(
+            "compat-argument",
+            "LOCAL_STATE_DICT is not carried.",
+            why="its files hold flattened parts that only the same number of processes can read",
+            fix="use state_dict_type='SHARDED_STATE_DICT', which each rank writes alone as well",
+        )
+    return "SHARDED" in kind
+
+
+def _write(accelerator: Any, state: Mapping[str, Any], places: _Places, is_divided: bool) -> None:
+    """Writes a state as a file, or as a folder with every rank's part. Ranks: all."""
+    agree: Callable[[Callable[[], Any]], Any] = accelerator._folder._agree
+    places.whole.parent.mkdir(parents=True, exist_ok=True)
+    if not is_divided:
+        agree(lambda: save_object(state, places.whole))
+        return
+    from torch.distributed import checkpoint as distributed_checkpoint
+
+    # A distributed checkpoint that is written over an older one can load as a mix of both: it gets a folder of its own.
+    target = places.divided
+    partial = agree(lambda: str(target.with_name(f".{target.name}.{secrets.token_hex(4)}")))
+    with writing(f"saving {target}"):
+        distributed_checkpoint.save(dict(state), checkpoint_id=partial, no_dist=accelerator.num_processes == 1)
+
+    def publish() -> None:
+        with writing(f"saving {target}"):
+            shutil.rmtree(target, ignore_errors=True)
+            os.replace(partial, target)
+
+    agree(publish)
+
+
+def _present(places: _Places, what: str) -> Path:
+    found = places.present
+    if found is None:
+        raise CheckpointError(
+            "checkpoint-missing",
+            f"{places.whole.parent} holds no state of {what}.",
+            why=f"there is neither {places.whole.name} nor {places.divided.name}/.metadata",
+            fix="name the folder that `save_fsdp_model` and `save_fsdp_optimizer` were given",
+        )
+    return found
 
 
 def save_fsdp_model(
@@ -39,10 +124,18 @@ def save_fsdp_model(
     adapter_only: bool = False,
     use_dcp: bool = True,
 ) -> None:
-    """Writes a model's whole state, as accelerate does for FULL_STATE_DICT. Ranks: all; rank 0 writes."""
-    state = accelerator.get_state_dict(model)
-    Path(output_dir).mkdir(parents=True, exist_ok=True)
-    accelerator._folder._agree(lambda: save_object(state, _file(output_dir, model_index)))
+    """Writes a model's state: whole, or each rank its part, as the plugin's `state_dict_type` says. Ranks: all.
+
+    Raises:
+        CompatError: `compat-argument`, for LOCAL_STATE_DICT. CheckpointError: on every rank.
+    """
+    places = _places(output_dir, "pytorch_model_fsdp", model_index)
+    if _is_divided(fsdp_plugin):
+        # Divided parameters are DTensors, of which torch writes this rank's part; replicas are written once.
+        state = accelerator.unwrap_model(model).state_dict()
+        _write(accelerator, {"model": state}, places, is_divided=True)
+    else:
+        _write(accelerator, accelerator.get_state_dict(model), places, is_divided=False)
 
 
 def load_fsdp_model(
@@ -54,30 +147,16 @@ def load_fsdp_model(
     adapter_only: bool = False,
     use_dcp: bool = True,
 ) -> _IncompatibleKeys:
-    """Puts back what `save_fsdp_model` (accelerate's with FULL_STATE_DICT, or this one) wrote. Ranks: all.
+    """Puts back what `save_fsdp_model`, accelerate's or this one, wrote; each rank reads its part. Ranks: all.
 
     Returns what `load_state_dict` does where all names agree: Trainer looks at it.
 
     Raises:
-        CheckpointError: `checkpoint-other-model`, and those of reading the file.
+        CheckpointError: `checkpoint-missing`, `checkpoint-other-model`, and those of reading.
     """
-    path = _file(input_dir, model_index)
-    state = load_object(path)
-    with accelerator.full_parameters(model, writeback=True), torch.no_grad():
-        own = ModuleState.of(accelerator.unwrap_model(model))
-        mismatch = Mismatch(
-            missing={name: tuple(own.tensors[name].shape) for name in own.tensors.keys() - state.keys()},
-            unexpected={name: tuple(state[name].shape) for name in state.keys() - own.raw.keys()},
-        )
-        if mismatch:
-            raise CheckpointError.of([mismatch.problem("this one", str(path))])
-        for name, tensor in own.tensors.items():
-            tensor.copy_(state[name])
+    places = _places(input_dir, "pytorch_model_fsdp", model_index)
+    accelerator.load_model(model, _present(places, "a model"))
     return _IncompatibleKeys([], [])
-
-
-def _optimizer_file(folder: str | Path, number: int) -> Path:
-    return Path(folder) / ("optimizer.bin" if number == 0 else f"optimizer_{number}.bin")
 
 
 def _by_name(accelerator: Any, optimizer: Any, model: nn.Module) -> OptimizerState:
@@ -96,13 +175,14 @@ def save_fsdp_optimizer(
     optimizer_index: int = 0,
     use_dcp: bool = True,
 ) -> None:
-    """Writes an optimizer's whole state by parameter name, as accelerate does for FULL_STATE_DICT.
+    """Writes an optimizer's state by parameter name: whole, or each rank its part, as the plugin's `state_dict_type` says.
 
-    Ranks: all; rank 0 writes. Each holds the whole state for a moment.
+    Ranks: all. Of a state that is written whole each holds all for a moment.
 
     Raises:
-        CheckpointError: on every rank.
+        CompatError: `compat-argument`, for LOCAL_STATE_DICT. CheckpointError: on every rank.
     """
+    is_divided = _is_divided(fsdp_plugin)
     own = _by_name(accelerator, optimizer, model)
     names = list(own.parameters)
     states: dict[str, dict[str, Any]] = {}
@@ -110,9 +190,9 @@ def save_fsdp_optimizer(
     # `state_dict` gives states of divided rows as DTensors; inside, an optimizer under ZeRO holds plain rows.
     for number, state in own.optimizer.state_dict()["state"].items():
         parameter = own.parameters[names[number]]
-        entries = {key: whole(value) for key, value in state.items()}
-        is_divided = any(is_sharded(value) for value in state.values())
-        if is_divided or division_of(own.optimizer, parameter) is None:
+        entries = dict(state) if is_divided else {key: whole(value) for key, value in state.items()}
+        has_parts = any(is_sharded(value) for value in state.values())
+        if has_parts or division_of(own.optimizer, parameter) is None:
             states[names[number]] = entries
         else:
             held_alone[names[number]] = entries  # ZeRO may give a whole parameter to one rank
@@ -123,8 +203,8 @@ def save_fsdp_optimizer(
         members = [name for name, place in own.groups.items() if place == number]
         groups.append({**group, "params": members})
     state = {"state": {name: states[name] for name in own.parameters if name in states}, "param_groups": groups}
-    Path(output_dir).mkdir(parents=True, exist_ok=True)
-    accelerator._folder._agree(lambda: save_object(state, _optimizer_file(output_dir, optimizer_index)))
+    places = _places(output_dir, "optimizer", optimizer_index)
+    _write(accelerator, {"optimizer": state} if is_divided else state, places, is_divided)
 
 
 def load_fsdp_optimizer(
@@ -137,15 +217,15 @@ def load_fsdp_optimizer(
     adapter_only: bool = False,
     use_dcp: bool = True,
 ) -> None:
-    """Puts back what `save_fsdp_optimizer` (accelerate's with FULL_STATE_DICT, or this one) wrote; each rank takes its part.
+    """Puts back what `save_fsdp_optimizer`, accelerate's or this one, wrote; each rank takes its part.
 
     Ranks: all, at another number of processes and under another plan too.
 
     Raises:
-        CheckpointError: `checkpoint-other-model`, and those of reading the file.
+        CheckpointError: `checkpoint-missing`, `checkpoint-other-model`, and those of reading.
     """
-    path = _optimizer_file(input_dir, optimizer_index)
-    saved = load_object(path)
+    path = _present(_places(input_dir, "optimizer", optimizer_index), "an optimizer")
+    saved = _read_divided(path) if path.is_dir() else load_object(path)
     own = _by_name(accelerator, optimizer, model)
     unknown = sorted(name for name in saved["state"] if name not in own.parameters)
     if unknown:
@@ -168,6 +248,21 @@ def load_fsdp_optimizer(
     groups = [{**group, "params": [numbers[name] for name in group["params"]]} for group in saved["param_groups"]]
     # Under ZeRO this takes whole states, and keeps this rank's rows or parameters of them.
     own.optimizer.load_state_dict({"state": states, "param_groups": groups})
+
+
+def _read_divided(folder: Path) -> dict[str, Any]:
+    """The whole state of an optimizer from every rank's parts."""
+    weights = DividedWeights(store_for(str(folder)), str(folder))
+    objects = dict(weights.objects())
+    states: dict[str, dict[str, Any]] = {}
+    groups: dict[int, dict[str, Any]] = {}
+    for key, path in weights.paths.items():
+        value = read_whole(weights, key) if key in weights.entries else objects.get(key)
+        if path[:2] == ("optimizer", "state"):
+            states.setdefault(str(path[2]), {})[str(path[3])] = value
+        elif path[:2] == ("optimizer", "param_groups"):
+            groups.setdefault(int(path[2]), {})[str(path[3])] = value
+    return {"state": states, "param_groups": [groups[number] for number in sorted(groups)]}
 
 
 def _like(value: torch.Tensor, parameter: DTensor) -> torch.Tensor:
@@ -220,11 +315,6 @@ def merge_fsdp_weights(
 def model_has_dtensor(model: nn.Module) -> bool:
     """Whether some parameter is divided over ranks."""
     return any(is_sharded(parameter) for parameter in model.parameters())
-
-
-def fsdp2_canonicalize_names(named_params: dict[str, Any]) -> dict[str, Any]:
-    """The names as they are: nothing here changes them."""
-    return dict(named_params)
 
 
 def enable_fsdp_ram_efficient_loading() -> None:

@@ -7,11 +7,14 @@ called without one shows the accelerator that was made last.
 from __future__ import annotations
 
 import weakref
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
 
+from paceline.base import env as environment
+from paceline.compat.accelerate.deepspeed_plugin import DeepSpeedPlugin
 from paceline.compat.accelerate.kinds import DistributedType
 from paceline.compat.accelerate.plugins import FullyShardedDataParallelPlugin
 from paceline.config import resolve_run
@@ -55,6 +58,8 @@ class PartialState(Participant):
                 world, device=device, debug=told.debug, timeout_s=told.timeout_s, hang_report_s=told.hang_report_s
             )
             super().__init__(world, device, talk)
+            if _deepspeed_is_asked():
+                self._distributed_type = DistributedType.DEEPSPEED
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), ()  # transformers pickles it with its arguments: it is that of the process that reads them
@@ -71,7 +76,7 @@ class PartialState(Participant):
     @property
     def distributed_type(self) -> Any:
         """accelerate's word for this setup."""
-        return distributed_type(self.world, self.device)
+        return self.__dict__.get("_distributed_type") or distributed_type(self.world, self.device)
 
     @property
     def backend(self) -> str | None:
@@ -113,7 +118,8 @@ class AcceleratorState(PartialState):
     """`PartialState` and the choices of an accelerator."""
 
     _shared_state: ClassVar[dict[str, Any]] = {}
-    deepspeed_plugin = fsdp_plugin = megatron_lm_plugin = torch_tp_plugin = dynamo_plugin = None
+    fsdp_plugin = megatron_lm_plugin = torch_tp_plugin = dynamo_plugin = None
+    deepspeed_plugins: Mapping[str, DeepSpeedPlugin] | None = None
     use_ipex = False
 
     def __init__(self, mixed_precision: str | None = None, cpu: bool = False, **options: Any) -> None:
@@ -132,10 +138,16 @@ class AcceleratorState(PartialState):
             shared.update(values)
         return state
 
-    def adopt(self, accelerator: Any, fsdp: Any, tensor: Any, dynamo: Any) -> None:
+    def adopt(
+        self, accelerator: Any, fsdp: Any, tensor: Any, dynamo: Any, deepspeed: Mapping[str, DeepSpeedPlugin]
+    ) -> None:
         """Plugins of the accelerator, and the word for what its plan does: FSDP where parameters may be divided."""
         told = {"fsdp_plugin": fsdp, "torch_tp_plugin": tensor, "dynamo_plugin": dynamo}
-        if accelerator.plan.layout.shard > 1:
+        if deepspeed:
+            for plugin in deepspeed.values():
+                plugin.set_mixed_precision(accelerator.mixed_precision)
+            told |= {"deepspeed_plugins": deepspeed, "_distributed_type": DistributedType.DEEPSPEED}
+        elif accelerator.plan.layout.shard > 1:
             # Who saves a model looks here for how: without a word, the whole model is what `get_state_dict` gives.
             plugin = fsdp or FullyShardedDataParallelPlugin()
             plugin.set_state_dict_type(plugin.state_dict_type or "FULL_STATE_DICT")
@@ -143,11 +155,24 @@ class AcceleratorState(PartialState):
         told = {name: value for name, value in told.items() if value is not None}
         self.__dict__.update(told)
         self._shared_state.update(told)
+        if deepspeed and self.deepspeed_plugin is None:
+            self.select_deepspeed_plugin(next(iter(deepspeed)))
 
     @property
-    def distributed_type(self) -> Any:
-        """accelerate's word for this setup."""
-        return self.__dict__.get("_distributed_type") or super().distributed_type
+    def deepspeed_plugin(self) -> DeepSpeedPlugin | None:
+        """The DeepSpeed plugin that counts at the moment; None where the run does not use DeepSpeed."""
+        return next((plugin for plugin in (self.deepspeed_plugins or {}).values() if plugin.selected), None)
+
+    def get_deepspeed_plugin(self, name: str) -> DeepSpeedPlugin:
+        """The plugin that `Accelerator(deepspeed_plugins=...)` has under a name."""
+        return (self.deepspeed_plugins or {})[name]
+
+    def select_deepspeed_plugin(self, name: str | None = None) -> None:
+        """Models that are prepared from now on follow the plugin of this name."""
+        for other, plugin in (self.deepspeed_plugins or {}).items():
+            if other != name:
+                plugin._unselect()
+        (self.deepspeed_plugins or {})[str(name)].select(_from_accelerator_state=True)
 
     @property
     def is_fsdp2(self) -> bool:
@@ -160,6 +185,29 @@ class AcceleratorState(PartialState):
         cls._shared_state.clear()
         if reset_partial_state:
             PartialState._reset_state()
+
+
+def _deepspeed_is_asked() -> bool:
+    return environment.parse_bool(environment.snapshot().get("ACCELERATE_USE_DEEPSPEED", ""))
+
+
+def deepspeed_plugins_of(plugin: Any, plugins: Any) -> dict[str, DeepSpeedPlugin]:
+    """The plugins of an accelerator by name: those of its arguments, else of an earlier accelerator, else of the launcher.
+
+    Args:
+        plugin: one, or several by name.
+        plugins: several by name.
+
+    """
+    given = plugins if plugin is None else plugin
+    if plugin is not None and plugins is not None:
+        given = {"deepspeed_plugin and deepspeed_plugins": (plugin, plugins)}  # refused, like all that is no plugin
+    if given is not None:
+        return dict(given) if isinstance(given, Mapping) else {"default": given}
+    earlier = AcceleratorState._shared_state.get("deepspeed_plugins")
+    if earlier:
+        return dict(earlier)
+    return {"default": DeepSpeedPlugin()} if _deepspeed_is_asked() else {}
 
 
 class GradientState:

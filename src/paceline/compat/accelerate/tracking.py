@@ -1,17 +1,41 @@
-"""`accelerate.tracking`: trackers that scripts write, among ours."""
+"""`accelerate.tracking`: its tracker classes over ours, trackers that scripts write, and the list of both that a run has.
+
+    log_with="wandb"     -> WandBTracker("project", **init_kwargs["wandb"])  -> paceline.observe.trackers.wandb
+    log_with=MyTracker() -> the script's own, which inherits `GeneralTracker`
+
+accelerate names a project when a run starts, and hands the settings over afterwards; ours take both at once. So its classes
+begin a run in `start`, and store the settings in `store_init_configuration`.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from typing import Any
+import functools
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, ClassVar
 
-from paceline.base.errors import TrackerError
-from paceline.observe.trackers.group import Trackers
+from paceline.base.errors import Problem, TrackerError
+from paceline.compat.accelerate.kinds import LoggerType
+from paceline.compat.accelerate.state import PartialState
+from paceline.observe.trackers.group import Trackers, missing_modules
 from paceline.observe.trackers.tracker import TRACKERS
 
 
+class TrackerChoiceError(TrackerError, ValueError):
+    """Trackers that cannot be had; a ValueError too, which accelerate raises there."""
+
+
+TrackerChoiceError.__module__ = __name__  # where it can be found again when it travels between processes
+
+
 class GeneralTracker:
-    """Base of trackers that scripts write: `name`, `tracker`, and the methods below."""
+    """Base of trackers that scripts write: `name`, `tracker`, and the methods below.
+
+    Attributes:
+        main_process_only: whether the other processes leave its methods out.
+        requires_logging_directory: whether it is made with a folder.
+    """
 
     main_process_only = True
     name = "custom"
@@ -34,41 +58,309 @@ class GeneralTracker:
         """Ends."""
 
 
-class _Adapted:
-    """A script's tracker as one of ours."""
+def on_main_process(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A tracker's method that does nothing on other processes, where the tracker belongs to the main one."""
 
-    def __init__(self, tracker: GeneralTracker) -> None:
-        self.name, self.shown = tracker.name, tracker
+    @functools.wraps(function)
+    def guarded(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if getattr(self, "main_process_only", False) and not PartialState().is_main_process:
+            return None
+        return function(self, *args, **kwargs)
+
+    return guarded
+
+
+class _LibraryTracker(GeneralTracker):
+    """One of accelerate's classes.
+
+    Args:
+        run_name: of the run or the project.
+        kwargs: for the library's call that begins a run.
+    """
+
+    def __init__(self, run_name: str, **kwargs: Any) -> None:
+        super().__init__()
+        self.run_name = run_name
+        self.init_kwargs = kwargs
+        self._ours = TRACKERS.get(str(self.name))(".", **kwargs)
+
+    @property
+    def tracker(self) -> Any:  # type: ignore[override]
+        """The library's own object."""
+        return self._ours.native
+
+    @on_main_process
+    def start(self) -> None:
+        """Begins the run."""
+        self._ours.start(self.run_name, {})
+
+    @on_main_process
+    def store_init_configuration(self, values: Mapping[str, Any]) -> None:
+        """Stores the settings."""
+        self._ours.store_config(values)
+
+    @on_main_process
+    def log(self, values: Mapping[str, Any], step: int | None = None, **kwargs: Any) -> None:
+        """Writes values."""
+        self._ours.log(values, step, **kwargs)
+
+    @on_main_process
+    def finish(self) -> None:
+        """Ends the run."""
+        self._ours.finish()
+
+
+def _passed_on(name: str) -> Callable[..., None]:
+    """A method that our tracker has under the same name."""
+
+    @on_main_process
+    def method(self: Any, *args: Any, **kwargs: Any) -> None:
+        getattr(self._ours, name)(*args, **kwargs)
+
+    method.__name__ = name
+    method.__doc__ = f"What `{name}` of our tracker does."
+    return method
+
+
+class WandBTracker(_LibraryTracker):
+    """Weights & Biases."""
+
+    name = "wandb"
+    main_process_only = False
+    log_images = _passed_on("log_images")
+    log_table = _passed_on("log_table")
+
+
+class TrackioTracker(_LibraryTracker):
+    """Trackio."""
+
+    name = "trackio"
+    main_process_only = False
+
+
+class SwanLabTracker(_LibraryTracker):
+    """SwanLab."""
+
+    name = "swanlab"
+    main_process_only = False
+    log_images = _passed_on("log_images")
+
+    @on_main_process
+    def start(self) -> None:
+        """Begins the run, and says which library trains, as SwanLab's pages show it."""
+        super().start()
+        import swanlab
+
+        swanlab.config["FRAMEWORK"] = "🤗Accelerate"
+
+
+class CometMLTracker(_LibraryTracker):
+    """Comet."""
+
+    name = "comet_ml"
+
+
+class MLflowTracker(_LibraryTracker):
+    """MLflow.
+
+    Args:
+        experiment_name: of the experiment.
+        logging_dir: where artifacts of a new experiment go.
+        run_id, tags, nested_run, run_name, description: of the run.
+    """
+
+    name = "mlflow"
+    log_artifact = _passed_on("log_artifact")
+    log_artifacts = _passed_on("log_artifacts")
+    log_figure = _passed_on("log_figure")
+
+    def __init__(self, experiment_name: str | None = None, **kwargs: Any) -> None:
+        super().__init__(experiment_name or "Default", **kwargs)
+
+
+class ClearMLTracker(_LibraryTracker):
+    """ClearML."""
+
+    name = "clearml"
+    log_images = _passed_on("log_images")
+    log_table = _passed_on("log_table")
+
+    def __init__(self, run_name: str | None = None, **kwargs: Any) -> None:
+        super().__init__(run_name or "", **kwargs)
+
+
+class DVCLiveTracker(_LibraryTracker):
+    """DVCLive."""
+
+    name = "dvclive"
+
+    def __init__(self, run_name: str | None = None, live: Any = None, **kwargs: Any) -> None:
+        super().__init__(run_name or "", **({} if live is None else {"live": live}), **kwargs)
+
+
+class _FolderTracker(_LibraryTracker):
+    """One of accelerate's classes that keeps files.
+
+    Args:
+        run_name: of the run.
+        logging_dir: where its files go.
+        kwargs: for the library's call that begins a run.
+    """
+
+    requires_logging_directory = True
+
+    def __init__(self, run_name: str, logging_dir: str | Path | None = ".", **kwargs: Any) -> None:
+        super().__init__(run_name)
+        self.logging_dir = Path(logging_dir or ".")
+        self.init_kwargs = kwargs
+        self._ours = TRACKERS.get(str(self.name))(self.logging_dir, **kwargs)
+
+
+class AimTracker(_FolderTracker):
+    """Aim."""
+
+    name = "aim"
+    log_images = _passed_on("log_images")
+
+
+class TensorBoardTracker(_FolderTracker):
+    """TensorBoard."""
+
+    name = "tensorboard"
+
+    @on_main_process
+    def store_init_configuration(self, values: Mapping[str, Any]) -> None:
+        """Stores the settings, and writes them to `hparams.yml` in a folder that is named after the time."""
+        import yaml
+
+        super().store_init_configuration(values)
+        folder = self.logging_dir / self.run_name / str(time.time())
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "hparams.yml").write_text(yaml.safe_dump(dict(values)), encoding="utf-8")
+
+    @on_main_process
+    def log_images(self, values: Mapping[str, Any], step: int | None = None, **kwargs: Any) -> None:
+        """Writes images; `kwargs` are those of `SummaryWriter.add_images`."""
+        for name, images in values.items():
+            self.tracker.add_images(name, images, global_step=step, **kwargs)
+
+
+_CLASSES: tuple[type[GeneralTracker], ...] = (
+    AimTracker, TensorBoardTracker, WandBTracker, TrackioTracker, CometMLTracker, MLflowTracker, ClearMLTracker,
+    DVCLiveTracker, SwanLabTracker,
+)  # fmt: skip
+LOGGER_TYPE_TO_CLASS: dict[str, type[GeneralTracker]] = {str(kind.name): kind for kind in _CLASSES}
+
+
+def register_tracker_class(tracker_class: type[GeneralTracker]) -> None:
+    """Lets `log_with` name a class of a script's own, by the class's `name`.
+
+    Raises:
+        TrackerError: `tracker-shape`, where it does not inherit from `GeneralTracker`.
+    """
+    if not (isinstance(tracker_class, type) and issubclass(tracker_class, GeneralTracker)):
+        what = f"{tracker_class!r} is no class of a tracker."
+        fix = "let it inherit from `accelerate.tracking.GeneralTracker`, with a `name` of its own"
+        raise TrackerChoiceError("tracker-shape", what, why="register_tracker_class got it", fix=fix)
+    LOGGER_TYPE_TO_CLASS[str(tracker_class.name)] = tracker_class
+
+
+class _Adapted:
+    """A tracker of accelerate's kind as one of ours: a script's own object, or one that is made when a run starts."""
+
+    kind: ClassVar[type[GeneralTracker] | None] = None
+    name = "custom"
+
+    def __init__(self, folder: Any = None, shown: GeneralTracker | None = None, **options: Any) -> None:
+        self._folder = folder
+        self._options = options
+        self.shown = shown
+        if shown is not None:
+            self.name = str(shown.name)
 
     def start(self, run: str, config: Mapping[str, Any]) -> None:
+        """Makes the tracker, where it is not there yet, and begins."""
+        if self.kind is not None:
+            place = [self._folder] if self.kind.requires_logging_directory else []
+            self.shown = self.kind(run, *place, **self._options)
+        assert self.shown is not None
         self.shown.start()
         if config:
             self.shown.store_init_configuration(dict(config))
 
-    def log(self, values: Mapping[str, Any], step: int | None = None) -> None:
-        self.shown.log(values, step=step)
+    def log(self, values: Mapping[str, Any], step: int | None = None, **options: Any) -> None:
+        """Writes values."""
+        assert self.shown is not None
+        self.shown.log(values, step=step, **options)
 
     def finish(self, status: str = "finished") -> None:
+        """Ends."""
+        assert self.shown is not None
         self.shown.finish()
 
 
-class TrackerList(Trackers):
-    """The trackers of a run, which scripts also walk through as a list of those that were started."""
+def _adapter_of(kind: type[GeneralTracker]) -> type[_Adapted]:
+    """One of ours that makes a tracker of this class when a run starts."""
+    name = str(kind.name)
+    needs: dict[str, Any] = {}
+    if name in TRACKERS.names():
+        ours = TRACKERS.get(name)
+        needs = {"requires": ours.requires, "package": ours.package}
+    return type(kind.__name__, (_Adapted,), {"kind": kind, "name": name, **needs})
 
-    def __init__(self, wanted: Any, folder: str, *, is_main: bool = True) -> None:
-        several = list(wanted) if isinstance(wanted, list | tuple) else [] if wanted is None else [wanted]
-        adapted = [_Adapted(each) if isinstance(each, GeneralTracker) else each for each in several]
-        super().__init__(adapted, folder, is_main=is_main)
+
+def _is_installed(name: str) -> bool:
+    return name not in TRACKERS.names() or not missing_modules(TRACKERS.get(name))
+
+
+class TrackerList(Trackers):
+    """The trackers of a run, which scripts also walk through as a list of those that were started.
+
+    Args:
+        wanted: names, "all", trackers of scripts, or None.
+        folder: for those that keep files; None where the run has none.
+        is_main: whether this is the main process.
+
+    Raises:
+        TrackerError: `tracker-folder`, `tracker-unknown`, `tracker-missing`, `tracker-shape`; all at once.
+    """
+
+    def __init__(self, wanted: Any, folder: str | Path | None, *, is_main: bool = True) -> None:
+        chosen = _chosen(wanted, folder)
+        try:
+            super().__init__([_ours(choice) for choice in chosen], folder or ".", is_main=is_main)
+        except TrackerError as error:
+            raise TrackerChoiceError.of(list(error.problems)) from None
+        self._choices = [LoggerType(name) if name in LoggerType else name for name in super().names]
+
+    @property
+    def names(self) -> list[str]:
+        """Names of the trackers asked for; those of accelerate as members of its enumeration, which are texts too."""
+        return list(self._choices) if hasattr(self, "_choices") else super().names
+
+    def log(  # type: ignore[override]
+        self, values: Mapping[str, Any], step: int | None = None, options: Mapping[str, Mapping[str, Any]] | None = None
+    ) -> None:
+        """Hands values to each tracker.
+
+        Args:
+            options: keywords of a tracker's own `log`, by its name.
+        """
+        if not options:
+            super().log(values, step)
+            return
+        for name, tracker in self.started.items():
+            tracker.log(dict(values), step, **options.get(name, {}))
 
     def get_tracker(self, name: str, unwrap: bool = False) -> Any:
         """The tracker as the script knows it, or with `unwrap` what it wraps."""
-        found = super().get_tracker(name, unwrap)
-        if not isinstance(found, _Adapted):
-            return found
-        return found.shown.tracker if unwrap else found.shown
+        tracker = super().get_tracker(str(getattr(name, "value", name)))
+        if not isinstance(tracker, _Adapted) or tracker.shown is None:
+            return tracker
+        return tracker.shown.tracker if unwrap else tracker.shown
 
     def _shown(self) -> list[Any]:
-        return [getattr(each, "shown", each) for each in self.started.values()]
+        return [getattr(tracker, "shown", tracker) for tracker in self.started.values()]
 
     def __iter__(self) -> Iterator[Any]:
         return iter(self._shown())
@@ -80,22 +372,56 @@ class TrackerList(Trackers):
         return self._shown()[place]
 
 
-def get_available_trackers() -> list[str]:
-    """Names of trackers whose packages are installed."""
-    return Trackers("all", ".").names
+def _chosen(wanted: Any, folder: str | Path | None) -> list[Any]:
+    """What `log_with` asks for, each once; "all" is each that is installed and has the folder that it needs."""
+    several: Sequence[Any] = wanted if isinstance(wanted, list | tuple) else [] if wanted is None else [wanted]
+    plain = [str(getattr(choice, "value", choice)) if isinstance(choice, str) else choice for choice in several]
+    if "all" in plain:
+        others = [choice for choice in plain if not isinstance(choice, str)]
+        plain = [name for name in _available() if folder is not None or not _needs_folder(name)] + others
+    chosen = list(dict.fromkeys(plain))
+    homeless = [choice for choice in chosen if folder is None and isinstance(choice, str) and _needs_folder(choice)]
+    if homeless:
+        names = ", ".join(homeless)
+        what = f"{names} keeps files, and the run has no folder for them."
+        fix = "pass `Accelerator(project_dir='runs')`, or `ProjectConfiguration(logging_dir='runs/logs')`"
+        why = "neither project_dir nor logging_dir is set"
+        raise TrackerChoiceError.of([Problem("tracker-folder", what, why=why, fix=fix)])
+    return chosen
+
+
+def _needs_folder(name: str) -> bool:
+    kind = LOGGER_TYPE_TO_CLASS.get(name)
+    return kind is not None and kind.requires_logging_directory
+
+
+def _ours(choice: Any) -> Any:
+    """A choice of `log_with` as our trackers have it."""
+    if isinstance(choice, GeneralTracker):
+        return _Adapted(shown=choice)
+    kind = LOGGER_TYPE_TO_CLASS.get(choice) if isinstance(choice, str) else None
+    return choice if kind is None else _adapter_of(kind)
+
+
+def _available() -> list[str]:
+    return [name for name in LOGGER_TYPE_TO_CLASS if _is_installed(name)]
+
+
+def get_available_trackers() -> list[Any]:
+    """accelerate's trackers whose packages are installed, as members of `LoggerType`."""
+    return [LoggerType(name) for name in _available() if name in LoggerType]
 
 
 def filter_trackers(log_with: Any, logging_dir: Any = None) -> list[Any]:
-    """The trackers of `log_with` that can be used."""
-    several = log_with if isinstance(log_with, list | tuple) else [] if log_with is None else [log_with]
+    """The trackers of `log_with` that can be used: those whose packages are installed, each once.
+
+    Raises:
+        TrackerError: `tracker-folder`, `tracker-unknown`.
+    """
     usable = []
-    for each in several:
-        try:
-            TrackerList([each], ".")
-        except TrackerError:
+    for choice in _chosen(log_with, logging_dir):
+        if isinstance(choice, str) and choice in LOGGER_TYPE_TO_CLASS and not _is_installed(choice):
             continue
-        usable.append(each)
+        TrackerList([choice], logging_dir)
+        usable.append(LoggerType(choice) if isinstance(choice, str) and choice in LoggerType else choice)
     return usable
-
-
-LOGGER_TYPE_TO_CLASS = {name: TRACKERS.get(name) for name in TRACKERS.names()}

@@ -63,6 +63,11 @@ _CARRIED: dict[str, str | dict[str, str]] = {
     "unset_z3_leaf_modules z3_leaf_module z3_leaf_parameter",
     f"{_HERE}.consolidation": "convert_zero_checkpoint_to_fp32_state_dict convert_zero_checkpoint_to_state_dict "
     "get_fp32_state_dict_from_zero_checkpoint load_state_dict_from_zero_checkpoint",
+    f"{_HERE}.partition": {"deepspeed.runtime.utils": "partition_balanced=balanced partition_uniform=uniform"},
+    f"{_HERE}.runner": {
+        "deepspeed.launcher.runner": "DLTS_HOSTFILE encode_world_info fetch_hostfile parse_args parse_inclusion_exclusion "
+        "parse_resource_filter"
+    },
     f"{_HERE}.device": "DeepSpeedAccelerator get_accelerator is_current_accelerator_supported",
     f"{_HERE}.topology": "PipeDataParallelTopology PipeModelDataParallelTopology PipelineParallelGrid ProcessTopology",
     f"{_HERE}.schedules": "LRRangeTest OneCycle TOTAL_NUM_STEPS VALID_LR_SCHEDULES WARMUP_LINEAR_RATE WARMUP_LOG_RATE "

@@ -17,8 +17,10 @@ from typing import TYPE_CHECKING, Any
 from paceline.base.errors import Problem, TrackerError
 from paceline.compat.deepspeed.config import DeepSpeedConfig
 from paceline.compat.deepspeed.profiling import Timers
+from paceline.observe.trackers.comet_ml import CometTracker
 from paceline.observe.trackers.group import Trackers
 from paceline.observe.trackers.tensorboard import TensorBoardTracker
+from paceline.observe.trackers.wandb import WandbTracker
 
 if TYPE_CHECKING:
     from paceline.compat.deepspeed.engine import DeepSpeedEngine
@@ -54,56 +56,39 @@ class CsvMonitor:
         """Nothing is open."""
 
 
-class WandbMonitor:
-    """Weights & Biases, whose package must be installed."""
+class SampledComet(CometTracker):
+    """Comet, which gets each number at most once in so many samples.
 
-    name, requires = "wandb", ("wandb",)
+    Args:
+        every: that many samples.
+        experiment_name: None lets Comet name the experiment.
+        options: those of `comet_ml.start`.
+    """
 
-    def __init__(self, **options: Any) -> None:
-        self._options = options
-
-    def start(self, run: str, config: Mapping[str, Any]) -> None:
-        """Begins a run there."""
-        import wandb
-
-        self._run = wandb.init(**self._options, config=dict(config))
-
-    def log(self, values: Mapping[str, Any], step: int | None = None) -> None:
-        """Sends numbers."""
-        self._run.log(dict(values), step=step)
-
-    def finish(self, status: str = "finished") -> None:
-        """Ends the run there."""
-        self._run.finish(exit_code=0 if status == "finished" else 1)
-
-
-class CometMonitor:
-    """Comet, whose package must be installed."""
-
-    name, requires = "comet", ("comet_ml",)
+    name = "comet"
 
     def __init__(self, every: int, experiment_name: str | None, **options: Any) -> None:
-        self._every, self._title, self._options = every, experiment_name, options
+        super().__init__(".", **options)
+        self._every = every
+        self._title = experiment_name
         self._last: dict[str, int] = {}
 
-    def start(self, run: str, config: Mapping[str, Any]) -> None:
-        """Begins an experiment there."""
-        import comet_ml
-
-        self._experiment = comet_ml.start(**self._options)
+    def open_run(self, run: str) -> Any:
+        """Begins an experiment."""
+        experiment = super().open_run(run)
         if self._title is not None:
-            self._experiment.set_name(self._title)
+            experiment.set_name(self._title)
+        return experiment
 
-    def log(self, values: Mapping[str, Any], step: int | None = None) -> None:
-        """Sends numbers, each at most once in so many samples."""
+    def log(self, values: Mapping[str, Any], step: int | None = None, **options: Any) -> None:
+        """Sends the numbers whose turn it is."""
+        samples = step or 0
+        due = {}
         for name, value in values.items():
-            if name not in self._last or (step or 0) - self._last[name] >= self._every:
-                self._last[name] = step or 0
-                self._experiment.log_metric(name, value, step=step)
-
-    def finish(self, status: str = "finished") -> None:
-        """Ends the experiment there."""
-        self._experiment.end()
+            if name not in self._last or samples - self._last[name] >= self._every:
+                due[name] = value
+                self._last[name] = samples
+        super().log(due, step, **options)
 
 
 def _tensorboard(said: Mapping[str, Any]) -> Any:
@@ -115,13 +100,13 @@ def _csv(said: Mapping[str, Any]) -> Any:
 
 
 def _wandb(said: Mapping[str, Any]) -> Any:
-    return WandbMonitor(project=said["project"], group=said["group"], entity=said["team"])
+    return WandbTracker(".", project=said["project"], group=said["group"], entity=said["team"])
 
 
 def _comet(said: Mapping[str, Any]) -> Any:
     options = {name: said[name] for name in ("project", "workspace", "api_key", "experiment_key", "online", "mode")}
     given = {name: value for name, value in options.items() if value is not None}
-    return CometMonitor(said["samples_log_interval"], said["experiment_name"], **given)
+    return SampledComet(said["samples_log_interval"], said["experiment_name"], **given)
 
 
 _MAKERS = {"tensorboard": _tensorboard, "csv_monitor": _csv, "wandb": _wandb, "comet": _comet}

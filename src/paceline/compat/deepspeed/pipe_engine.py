@@ -104,6 +104,16 @@ class PipelineEngine(DeepSpeedEngine):
         return self.module.num_stages
 
     @property
+    def micro_batch_size(self) -> int:
+        """Rows of one micro-batch on one rank."""
+        return self.batch.micro
+
+    @property
+    def micro_batches(self) -> int:
+        """Micro-batches in one step."""
+        return self.batch.accumulate
+
+    @property
     def stage_id(self) -> int:
         """This rank's stage."""
         return self.grid.stage_id

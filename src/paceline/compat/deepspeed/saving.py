@@ -99,6 +99,8 @@ class Saving:
         idle = {name for name, p in self.module.named_parameters() if not p.requires_grad}
         return {name: value for name, value in state.items() if not (exclude_frozen_parameters and name in idle)}
 
+    _zero3_consolidated_16bit_state_dict = module_state_dict  # what transformers and accelerate call at stage 3
+
     def load_module_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True, **ignored: Any) -> None:
         """Loads the whole state of the model: the dict itself, or one that holds it as "module"."""
         state = checkpoint.get("module", checkpoint)

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from paceline.base.log import warn_once
+from paceline.compat.deepspeed.processes import init_distributed
 from paceline.parallel.divided_parameters import part_of, undisturbed
 from paceline.run import live_runs
 from paceline.world.sharded import is_sharded, local, whole
@@ -64,6 +65,8 @@ class Init:
             )
 
     def __enter__(self) -> Init:
+        # Whoever loads weights inside asks torch for this process's rank, also where there is one process alone.
+        init_distributed()
         return self
 
     def __exit__(self, *failure: object) -> None:

@@ -131,7 +131,7 @@ def _as_list(wanted: Wanted | Iterable[Wanted] | None) -> list[Wanted]:
 def _resolve(wanted: Sequence[object]) -> dict[str, type | Tracker]:
     """Classes and instances by name; raises all problems at once."""
     if "all" in wanted:
-        installed = [name for name in TRACKERS.names() if not _missing(TRACKERS.get(name))]
+        installed = [name for name in TRACKERS.names() if not missing_modules(TRACKERS.get(name))]
         wanted = [*installed, *(item for item in wanted if item != "all" and item not in installed)]
     chosen: dict[str, type | Tracker] = {}
     problems: list[Problem] = []
@@ -172,7 +172,7 @@ def _problem(tracker: object) -> Problem | None:
             why=f"it lacks {', '.join(lacks)}",
             fix="give it `name`, `start(run, config)`, `log(values, step)` and `finish(status)`",
         )
-    missing = _missing(tracker)
+    missing = missing_modules(tracker)
     if not missing:
         return None
     name = getattr(tracker, "name", "")
@@ -188,7 +188,7 @@ def _problem(tracker: object) -> Problem | None:
     )
 
 
-def _missing(tracker: object) -> list[str]:
+def missing_modules(tracker: object) -> list[str]:
     return [name for name in getattr(tracker, "requires", ()) if importlib.util.find_spec(name) is None]
 
 

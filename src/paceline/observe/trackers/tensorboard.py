@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from paceline.base.errors import TrackerError
-from paceline.observe.trackers.tracker import flatten, not_open
+from paceline.observe.trackers.library import LibraryTracker
+from paceline.observe.trackers.tracker import Status, flatten
 
 
-class TensorBoardTracker:
+class TensorBoardTracker(LibraryTracker):
     """Writes TensorBoard's event files.
 
     Args:
@@ -22,30 +22,21 @@ class TensorBoardTracker:
     requires = ("tensorboard",)
     package = "tensorboard"
 
-    def __init__(self, folder: str | Path, **options: Any) -> None:
-        self.folder = Path(folder)
-        self.options = {"flush_secs": 10} | options
-        self._writer: Any = None
-
-    @property
-    def native(self) -> Any:
-        """The `SummaryWriter`: for histograms, images and whatever else it can."""
-        if self._writer is None:
-            raise not_open(self.name)
-        return self._writer
-
-    def start(self, run: str, config: Mapping[str, Any]) -> None:
-        """Opens event files under `<folder>/<run>` and stores `config` as hyper-parameters."""
+    def open_run(self, run: str) -> Any:
+        """Opens event files under `<folder>/<run>`; the object is the `SummaryWriter`, for histograms and images."""
         from torch.utils.tensorboard import SummaryWriter
+
+        return SummaryWriter(str(self.folder / run), **{"flush_secs": 10, **self.options})
+
+    def store_config(self, values: Mapping[str, Any]) -> None:
+        """Stores the settings as hyper-parameters."""
         from torch.utils.tensorboard.summary import hparams
 
-        self._writer = SummaryWriter(str(self.folder / run), **self.options)
-        if config:
-            # Not `add_hparams`, which would open a second run in a folder of its own.
-            for summary in hparams({name: _hparam(value) for name, value in flatten(config).items()}, {}):
-                self._writer.file_writer.add_summary(summary)
+        # Not `add_hparams`, which would open a second run in a folder of its own.
+        for summary in hparams({name: _hparam(value) for name, value in flatten(values).items()}, {}):
+            self.native.file_writer.add_summary(summary)
 
-    def log(self, values: Mapping[str, Any], step: int | None = None) -> None:
+    def log(self, values: Mapping[str, Any], step: int | None = None, **options: Any) -> None:
         """Writes numbers as scalars, text as text, and a dict of numbers as one group of scalars.
 
         Raises:
@@ -53,17 +44,17 @@ class TensorBoardTracker:
         """
         for name, value in values.items():
             if isinstance(value, str):
-                self.native.add_text(name, value, global_step=step)
+                self.native.add_text(name, value, global_step=step, **options)
             elif isinstance(value, Mapping):
-                self.native.add_scalars(name, {str(k): _number(f"{name}/{k}", v) for k, v in value.items()}, step)
+                numbers = {str(key): _number(f"{name}/{key}", number) for key, number in value.items()}
+                self.native.add_scalars(name, numbers, global_step=step, **options)
             else:
-                self.native.add_scalar(name, _number(name, value), global_step=step)
+                self.native.add_scalar(name, _number(name, value), global_step=step, **options)
 
-    def finish(self, status: str = "finished") -> None:
+    def close_run(self, run: Any, status: Status) -> None:
         """Stores how the run ended as text and closes the files."""
-        self.native.add_text("status", status)
-        self.native.close()
-        self._writer = None
+        run.add_text("status", status)
+        run.close()
 
 
 def _hparam(value: object) -> bool | int | float | str:

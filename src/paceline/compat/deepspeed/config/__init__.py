@@ -60,6 +60,13 @@ class DeepSpeedConfig:
             raise KeyError(name)
         return DeepSpeedConfig(self.source, block)
 
+    def get(self, name: str, default: Any = None) -> Any:
+        """A value or a block by dotted name, as a dict gives it."""
+        try:
+            return self[name]
+        except KeyError:
+            return default
+
     def batch(self, width: int) -> Batch:
         """The batch triangle for `width` ranks that read different samples.
 

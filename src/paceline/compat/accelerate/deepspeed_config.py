@@ -1,0 +1,110 @@
+"""`accelerate.utils.deepspeed.HfDeepSpeedConfig`: a DeepSpeed config as a dict, asked by dotted names.
+
+transformers builds its own config classes on this one, so the methods and the attribute `config` are accelerate's.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from paceline.base.errors import ConfigError
+from paceline.compat.deepspeed.config.text import entries_of, plain
+
+_OFFLOAD_DEVICES = ("cpu", "nvme")
+
+
+class HfDeepSpeedConfig:
+    """A DeepSpeed config that can be asked for its ZeRO stage, its offload and any key by its dotted name.
+
+    Args:
+        config_file_or_dict: a dict, which is copied; the path of a JSON file; or base64 of JSON.
+
+    Attributes:
+        config: the config itself, as nested dicts.
+
+    Raises:
+        ConfigError: `config-file`, `config-syntax`.
+    """
+
+    def __init__(self, config_file_or_dict: Mapping[str, Any] | str | Path) -> None:
+        if isinstance(config_file_or_dict, Mapping):
+            self.config: dict[str, Any] = copy.deepcopy(dict(config_file_or_dict))
+        elif isinstance(config_file_or_dict, str | Path):
+            _, block = entries_of(config_file_or_dict, "HfDeepSpeedConfig({})")
+            self.config = plain(block)
+        else:
+            raise TypeError(f"a DeepSpeed config is a dict or a str, not a {type(config_file_or_dict).__name__}")
+        self.set_stage_and_offload()
+
+    def set_stage_and_offload(self) -> None:
+        """Reads the stage and the offload anew; call it after `config` was changed."""
+        self._stage = self.get_value("zero_optimization.stage", -1)
+        devices = [self.get_value(f"zero_optimization.offload_{what}.device") for what in ("optimizer", "param")]
+        # ZeRO offloads at stages 2 and 3 only.
+        is_offloadable = self.is_zero2() or self.is_zero3()
+        self._offload = is_offloadable and any(device in _OFFLOAD_DEVICES for device in devices)
+
+    def find_config_node(self, ds_key_long: str) -> tuple[dict[str, Any] | None, str]:
+        """The block that holds a key (None where there is no such block), and the last part of the key's name."""
+        *blocks, key = ds_key_long.split(".")
+        block: Any = self.config
+        for name in blocks:
+            block = block.get(name)
+            if block is None:
+                return None, key
+        return block, key
+
+    def get_value(self, ds_key_long: str, default: Any = None) -> Any:
+        """The value of a key; `default` where it is not given."""
+        block, key = self.find_config_node(ds_key_long)
+        return default if block is None else block.get(key, default)
+
+    def del_config_sub_tree(self, ds_key_long: str, must_exist: bool = False) -> None:
+        """Removes a key or a block.
+
+        Raises:
+            ConfigError: `config-key`, where it is not there although it must be.
+        """
+        block, key = self.find_config_node(ds_key_long)
+        if block is not None and key in block:
+            del block[key]
+        elif must_exist:
+            known = json.dumps(self.config, default=str)
+            what = f"the DeepSpeed config has no entry {ds_key_long}."
+            raise ConfigError("config-key", what, why=f"it is {known}", fix="leave must_exist out, or check the name")
+
+    def is_true(self, ds_key_long: str) -> bool:
+        """Whether a key is given and true."""
+        return bool(self.get_value(ds_key_long))
+
+    def is_false(self, ds_key_long: str) -> bool:
+        """Whether a key is given and false."""
+        value = self.get_value(ds_key_long)
+        return value is not None and not value
+
+    def is_zero2(self) -> bool:
+        """Whether the stage is 2."""
+        return self._stage == 2
+
+    def is_zero3(self) -> bool:
+        """Whether the stage is 3."""
+        return self._stage == 3
+
+    def is_offload(self) -> bool:
+        """Whether something is kept on the host or on NVMe."""
+        return self._offload
+
+
+def without_auto(block: Mapping[str, Any]) -> dict[str, Any]:
+    """A config without its keys that are still "auto", for which DeepSpeed's defaults count then."""
+    known: dict[str, Any] = {}
+    for name, value in block.items():
+        if isinstance(value, Mapping):
+            known[name] = without_auto(value)
+        elif value != "auto":
+            known[name] = value
+    return known

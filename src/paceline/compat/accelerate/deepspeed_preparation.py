@@ -1,0 +1,267 @@
+"""`prepare` where a run uses DeepSpeed: a model becomes the engine of our DeepSpeed door, with its optimizer and scheduler.
+
+objects -> keys that are "auto" get their values (batch sizes of the loaders, sizes of the model, DummyOptim's rates)
+        -> deepspeed.initialize(model, optimizer, scheduler, config)
+        -> engine, DeepSpeedOptimizerWrapper, DeepSpeedSchedulerWrapper in the places of what was given
+
+Loaders are the accelerator's own, as without DeepSpeed. Each engine has an accelerator of its own inside, so that several
+plugins (a student at stage 2, a teacher at stage 3) are several plans.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+from torch.utils.data import DataLoader
+
+from paceline.base.errors import ConfigError
+from paceline.base.log import warn_once
+from paceline.compat.accelerate.deepspeed_plugin import DeepSpeedPlugin, get_active_deepspeed_plugin
+from paceline.compat.accelerate.deepspeed_wrappers import (
+    DeepSpeedEngineWrapper,
+    DeepSpeedOptimizerWrapper,
+    DeepSpeedSchedulerWrapper,
+    DummyOptim,
+    DummyScheduler,
+)
+from paceline.compat.deepspeed.engine import DeepSpeedEngine
+from paceline.compat.deepspeed.initialize import initialize
+from paceline.data.loader import PreparedLoader
+from paceline.optim.schedule import is_scheduler
+
+_MICRO = "train_micro_batch_size_per_gpu"
+_GATHER_ON_SAVE = "zero_optimization.stage3_gather_16bit_weights_on_model_save"
+
+
+class DeepSpeedPreparation:
+    """The engines of one accelerator.
+
+    Args:
+        accelerator: of the compat layer.
+
+    Attributes:
+        engines: in the order in which they were made.
+        optimizers, schedulers: their wrappers.
+        wrapped: what `accelerator.backward` drives: the first engine that trains; None before there is one.
+    """
+
+    def __init__(self, accelerator: Any) -> None:
+        self._accelerator = accelerator
+        self.clear()
+
+    def clear(self) -> None:
+        """Forgets the engines."""
+        self.engines: list[DeepSpeedEngine] = []
+        self.optimizers: list[DeepSpeedOptimizerWrapper] = []
+        self.schedulers: list[Any] = []
+        self.wrapped: DeepSpeedEngineWrapper | None = None
+
+    def prepare(self, objects: Sequence[Any]) -> list[Any]:
+        """Puts an engine in the place of a model, and wrappers in those of its optimizer and scheduler. Ranks: all.
+
+        Args:
+            objects: as the script gave them. Loaders, and whatever is prepared already, stay as they are.
+
+        Raises:
+            ConfigError: `deepspeed-prepare`, and those of `deepspeed.initialize`.
+        """
+        models = [value for value in objects if isinstance(value, nn.Module) and not isinstance(value, DeepSpeedEngine)]
+        if not models:
+            return list(objects)
+        optimizer = _only([value for value in objects if isinstance(value, Optimizer | DummyOptim)], "optimizers")
+        scheduler = _only([value for value in objects if _schedules(value)], "schedulers")
+        model = _only(models, "models")
+        loaders = [value for value in objects if isinstance(value, DataLoader | PreparedLoader)]
+        plugin = get_active_deepspeed_plugin(self._accelerator.state)
+        self._check(plugin, optimizer, scheduler)
+        self._fill(plugin, model, optimizer, scheduler, loaders)
+        engine, engine_scheduler = self._make(plugin, model, optimizer, scheduler)
+        replaced: dict[int, Any] = {id(model): engine}
+        if optimizer is not None:
+            wrapper = DeepSpeedOptimizerWrapper(engine.optimizer)
+            self.optimizers.append(wrapper)
+            replaced[id(optimizer)] = wrapper
+        if scheduler is not None:
+            replaced[id(scheduler)] = self._wrap_scheduler(scheduler, engine_scheduler)
+        return [replaced.get(id(value), value) for value in objects]
+
+    def _check(self, plugin: DeepSpeedPlugin, optimizer: Any, scheduler: Any) -> None:
+        """Refuses an optimizer or a scheduler that is given twice, or nowhere."""
+        config = plugin.deepspeed_config
+        for role, given, dummy in (("optimizer", optimizer, DummyOptim), ("scheduler", scheduler, DummyScheduler)):
+            is_dummy = isinstance(given, dummy)
+            is_described = role in config
+            if is_described and given is not None and not is_dummy:
+                what = f"the DeepSpeed config describes the {role}, and the script has made one."
+                fix = f"prepare `accelerate.utils.{dummy.__name__}(...)`, or take the block out of the config"
+                raise _refused(what, f"prepare was given a {type(given).__name__}; the config has {role!r}", fix)
+            makes_itself = role == "scheduler" and is_dummy and given.lr_scheduler_callable is not None
+            if is_dummy and not is_described and not makes_itself:
+                what = f"nobody says what {dummy.__name__} stands for."
+                more = "; or pass it `lr_scheduler_callable=`" if role == "scheduler" else ""
+                raise _refused(what, f"the DeepSpeed config has no block {role!r}", f"write that block{more}")
+
+    def _fill(
+        self, plugin: DeepSpeedPlugin, model: nn.Module, optimizer: Any, scheduler: Any, loaders: Sequence[Any]
+    ) -> None:
+        """Gives all keys that are "auto" their values."""
+        processes = self._accelerator.num_processes
+        steps = self._accumulation_steps(plugin)
+        micro = self._micro_batch(plugin, loaders)
+        values: dict[str, Any] = {
+            "gradient_accumulation_steps": steps,
+            _MICRO: micro,
+            "train_batch_size": micro * steps * processes,
+            "gradient_clipping": 1.0,
+            _GATHER_ON_SAVE: False,
+            **_bucket_sizes(model),
+        }
+        if isinstance(optimizer, DummyOptim):
+            values |= {"optimizer.params.lr": optimizer.lr, "optimizer.params.weight_decay": optimizer.weight_decay}
+        if isinstance(scheduler, DummyScheduler) and scheduler.lr_scheduler_callable is None:
+            values |= self._schedule(scheduler, processes)
+        plugin.deepspeed_config_process(must_match=False, **values)
+
+    def _accumulation_steps(self, plugin: DeepSpeedPlugin) -> int:
+        """Micro-batches in a step: the config's, which the accelerator follows; else the accelerator's."""
+        accelerator = self._accelerator
+        said = plugin.get_value("gradient_accumulation_steps")
+        if said is None or said == "auto":
+            return int(accelerator.gradient_accumulation_steps)
+        if said != accelerator.gradient_accumulation_steps:
+            warn_once(
+                "compat",
+                f"gradient_accumulation_steps is {accelerator.gradient_accumulation_steps} for the accelerator and {said} in "
+                "the DeepSpeed config: the config's counts.",
+            )
+            accelerator.gradient_accumulation_steps = said
+        return int(said)
+
+    def _micro_batch(self, plugin: DeepSpeedPlugin, loaders: Sequence[Any]) -> int:
+        """Rows of one rank's micro-batch: the config's, else the batch size of the loaders."""
+        said = plugin.get_value(_MICRO)
+        if said is not None and said != "auto":
+            return int(said)
+        whole = plugin.get_value("train_batch_size")
+        if said is None and isinstance(whole, int):
+            return whole // self._accelerator.num_processes // self._accumulation_steps(plugin)
+        sizes = [loader.batch_size for loader in loaders if isinstance(getattr(loader, "batch_size", None), int)]
+        if not sizes:
+            what = f"{_MICRO} is auto, and no loader says what that is."
+            why = "a loader with a whole number as its batch_size must be prepared in the same call"
+            fix = f"prepare the model and its loader together, or write {_MICRO} into the DeepSpeed config"
+            raise _refused(what, why, fix)
+        size = min(sizes) if plugin.is_train_batch_min else max(sizes)
+        is_global = self._accelerator.split_batches
+        return size // self._accelerator.num_processes if is_global else size
+
+    def _schedule(self, scheduler: DummyScheduler, processes: int) -> dict[str, Any]:
+        """Values of a scheduler in the config. accelerate's scripts count its steps over all processes."""
+        values = {
+            "scheduler.params.warmup_min_lr": 0,
+            "scheduler.params.warmup_max_lr": _rate(scheduler.optimizer),
+            "scheduler.params.warmup_num_steps": scheduler.warmup_num_steps,
+        }
+        if scheduler.total_num_steps is not None:
+            times = 1 if self._accelerator.split_batches else processes
+            values["scheduler.params.total_num_steps"] = math.ceil(scheduler.total_num_steps / times)
+        return values
+
+    def _make(
+        self, plugin: DeepSpeedPlugin, model: nn.Module, optimizer: Any, scheduler: Any
+    ) -> tuple[DeepSpeedEngine, Any]:
+        """The engine, and its scheduler."""
+        # Infinity stands for "never", which our door says by leaving the key out; and ZeRO divides any optimizer here.
+        idle = {name for name, value in plugin.deepspeed_config.items() if value == math.inf}
+        idle.add("zero_allow_untested_optimizer")
+        config = {name: value for name, value in plugin.deepspeed_config.items() if name not in idle}
+        given: dict[str, Any] = {"model": model, "config": config}
+        if isinstance(optimizer, DummyOptim):
+            given["model_parameters"] = optimizer.params
+        elif optimizer is not None:
+            given["optimizer"] = optimizer
+        if isinstance(scheduler, DummyScheduler):
+            given["lr_scheduler"] = scheduler.lr_scheduler_callable
+        elif isinstance(scheduler, LRScheduler):
+            given["lr_scheduler"] = scheduler
+        engine, _, _, engine_scheduler = initialize(**given)
+        # A forward pass must know whether its backward pass ends a window: ranks communicate in that one alone.
+        engine.register_forward_pre_hook(lambda *_: engine.set_gradient_accumulation_boundary(self._syncs()))
+        self.engines.append(engine)
+        self._accelerator.preparation.elsewhere.append(engine)
+        if engine.optimizer is not None and self.wrapped is None:
+            self.wrapped = DeepSpeedEngineWrapper(engine)
+        elif engine.optimizer is not None:
+            warn_once(
+                "compat",
+                "this accelerator has an engine already, which `accelerator.backward` drives. For a second model that is "
+                "trained make a second `Accelerator()`, and prepare the model with it.",
+            )
+        return engine, engine_scheduler
+
+    def _syncs(self) -> bool:
+        return bool(self._accelerator.sync_gradients)
+
+    def _wrap_scheduler(self, scheduler: Any, engine_scheduler: Any) -> Any:
+        if engine_scheduler is None:  # one of the script's own kind, which the engine does not step
+            return self._accelerator.preparation.scheduler(scheduler)
+        wrapper = DeepSpeedSchedulerWrapper(engine_scheduler, self.optimizers[-1:])
+        self.schedulers.append(wrapper)
+        return wrapper
+
+    # -- the whole state -----------------------------------------------------------------------------------------------
+
+    def state_dict(self, engine: DeepSpeedEngine) -> dict[str, Any]:
+        """The whole state of an engine's model. Ranks: all.
+
+        Raises:
+            ConfigError: `deepspeed-prepare` at stage 3, where the config does not ask for whole weights: gathering them
+                takes the memory of the whole model, and Trainer saves the divided ones then.
+        """
+        is_divided = engine.zero_optimization_partition_weights()
+        if is_divided and not engine.zero_gather_16bit_weights_on_model_save():
+            what = "the weights are divided over the ranks, and the DeepSpeed config does not ask for whole ones."
+            why = f"the stage is 3 and {_GATHER_ON_SAVE} is false"
+            fix = f"set {_GATHER_ON_SAVE} to true, or save with `engine.save_checkpoint(folder)`"
+            raise _refused(what, why, fix)
+        return engine.module_state_dict()
+
+
+def _only(values: list[Any], what: str) -> Any:
+    """The one value of its kind; None where there is none."""
+    if len(values) > 1:
+        names = ", ".join(type(value).__name__ for value in values)
+        fix = "prepare one of them; for a second model make a second plugin and a second `Accelerator()`"
+        raise _refused(f"{len(values)} {what} were prepared together.", f"an engine has one: {names}", fix)
+    return values[0] if values else None
+
+
+def _schedules(value: Any) -> bool:
+    return isinstance(value, DummyScheduler) or (is_scheduler(value) and not isinstance(value, Optimizer))
+
+
+def _rate(optimizer: Any) -> float:
+    """The learning rate that an optimizer (or what stands for it) was given."""
+    return float(optimizer.lr if isinstance(optimizer, DummyOptim) else optimizer.defaults["lr"])
+
+
+def _bucket_sizes(model: nn.Module) -> dict[str, int]:
+    """Sizes that accelerate derives from a transformers model's hidden size; none for other models."""
+    config = getattr(model, "config", None)
+    hidden = getattr(config, "hidden_size", None) or max(getattr(config, "hidden_sizes", None) or [0])
+    if not hidden:
+        return {}
+    return {
+        "zero_optimization.reduce_bucket_size": hidden * hidden,
+        "zero_optimization.stage3_prefetch_bucket_size": int(0.9 * hidden * hidden),
+        "zero_optimization.stage3_param_persistence_threshold": 10 * hidden,
+    }
+
+
+def _refused(what: str, why: str, fix: str) -> ConfigError:
+    return ConfigError("deepspeed-prepare", what, why=why, fix=fix)

@@ -1,0 +1,172 @@
+"""What a loop that was written for accelerate gets where DeepSpeed's engine does the work.
+
+    accelerator.backward(loss)   DeepSpeedEngineWrapper.backward: the engine's backward, and at the end of a window its step
+    optimizer.step()             DeepSpeedOptimizerWrapper: nothing, the engine has stepped already
+    scheduler.step()             DeepSpeedSchedulerWrapper: the same
+
+`DummyOptim` and `DummyScheduler` stand in a loop for those that the DeepSpeed config describes.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from paceline.base.errors import ConfigError
+from paceline.compat.accelerate.deepspeed_plugin import get_active_deepspeed_plugin
+from paceline.compat.accelerate.preparation import AcceleratedScheduler
+from paceline.compat.accelerate.state import AcceleratorState
+from paceline.compat.deepspeed.engine import DeepSpeedEngine
+from paceline.compat.deepspeed.optimizers import DeepSpeedCPUAdagrad, DeepSpeedCPUAdam
+from paceline.optim.lion import Lion
+from paceline.optim.optimizer import PreparedOptimizer
+
+
+class DummyOptim:
+    """Stands for the optimizer that the DeepSpeed config describes.
+
+    Args:
+        params: parameters or groups of them, which that optimizer will step.
+        lr, weight_decay: what "auto" stands for in the config.
+        kwargs: taken, and without effect.
+    """
+
+    def __init__(self, params: Any, lr: float = 0.001, weight_decay: float = 0, **kwargs: Any) -> None:
+        self.params = params
+        self.lr = lr
+        self.weight_decay = weight_decay
+        self.kwargs = kwargs
+
+
+class DummyScheduler:
+    """Stands for the scheduler that the DeepSpeed config describes, or that a function makes.
+
+    Args:
+        optimizer: a `DummyOptim` or an optimizer.
+        total_num_steps, warmup_num_steps: what "auto" stands for in the config; counted in steps of all processes.
+        lr_scheduler_callable: makes the scheduler of the optimizer that the engine has made.
+        kwargs: taken, and without effect.
+    """
+
+    def __init__(
+        self,
+        optimizer: Any,
+        total_num_steps: int | None = None,
+        warmup_num_steps: int = 0,
+        lr_scheduler_callable: Callable[[Optimizer], Any] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        self.optimizer = optimizer
+        self.total_num_steps = total_num_steps
+        self.warmup_num_steps = warmup_num_steps
+        self.lr_scheduler_callable = lr_scheduler_callable
+        self.kwargs = kwargs
+
+
+class DeepSpeedEngineWrapper:
+    """Drives an engine by accelerate's calls.
+
+    Args:
+        engine: of `deepspeed.initialize`.
+    """
+
+    def __init__(self, engine: DeepSpeedEngine) -> None:
+        self.engine = engine
+
+    def backward(self, loss: torch.Tensor, sync_gradients: bool = True, **kwargs: Any) -> None:
+        """Computes gradients; at the end of a window the engine clips and steps its optimizer and its scheduler.
+
+        Args:
+            sync_gradients: whether this micro-batch ends a window.
+            kwargs: for `engine.backward`.
+        """
+        self.engine.set_gradient_accumulation_boundary(sync_gradients)
+        self.engine.backward(loss, **kwargs)
+        if sync_gradients:
+            self.engine.step()
+
+    def get_global_grad_norm(self) -> float | None:
+        """Norm of the last window's gradients, before they were clipped; None where it was not taken."""
+        return self.engine.get_global_grad_norm()
+
+
+class DeepSpeedOptimizerWrapper(PreparedOptimizer):
+    """Shows the engine's optimizer; the engine itself steps it and clears its gradients.
+
+    Args:
+        optimizer: that of the engine.
+    """
+
+    def __init__(self, optimizer: Any) -> None:
+        self.optimizer = optimizer
+
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+        """Does nothing: `accelerator.backward` has stepped."""
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Does nothing: the engine clears gradients after its step."""
+
+    @property
+    def step_was_skipped(self) -> bool:  # type: ignore[override]
+        """Whether the engine left its last step out because a gradient overflowed."""
+        return bool(getattr(self.optimizer, "overflow", False))
+
+
+class DeepSpeedSchedulerWrapper(AcceleratedScheduler):
+    """Shows the engine's scheduler; the engine itself steps it.
+
+    Args:
+        scheduler: that of the engine.
+        optimizers: one or several, which it schedules.
+    """
+
+    def __init__(self, scheduler: Any, optimizers: Any) -> None:
+        self.scheduler = scheduler
+        self.optimizers = list(optimizers) if isinstance(optimizers, list | tuple) else [optimizers]
+
+    def step(self, *args: Any, **kwargs: Any) -> None:
+        """Does nothing: `accelerator.backward` has stepped."""
+
+
+_ON_THE_HOST: dict[type[Optimizer], Callable[..., Optimizer]] = {
+    torch.optim.AdamW: functools.partial(DeepSpeedCPUAdam, adamw_mode=True),
+    torch.optim.Adam: functools.partial(DeepSpeedCPUAdam, adamw_mode=False),
+    torch.optim.Adagrad: DeepSpeedCPUAdagrad,
+    Lion: Lion,
+}
+
+
+def map_pytorch_optim_to_deepspeed(optimizer: Optimizer) -> Optimizer:
+    """DeepSpeed's optimizer for states on the host that does what `optimizer` does, over the same parameters.
+
+    Raises:
+        ConfigError: `deepspeed-optimizer`, for another than Adam, AdamW, Adagrad and Lion.
+    """
+    make = _ON_THE_HOST.get(type(optimizer))
+    if make is None:
+        name = type(optimizer).__name__
+        known = ", ".join(kind.__name__ for kind in _ON_THE_HOST)
+        what = f"DeepSpeed has no optimizer for the host that does what {name} does."
+        raise ConfigError("deepspeed-optimizer", what, why=f"there is one for: {known}", fix=f"keep {name} as it is")
+    options = {name: optimizer.defaults[name] for name in ("lr", "weight_decay") if name in optimizer.defaults}
+    return make(optimizer.param_groups, **options)
+
+
+def deepspeed_required(func: Callable[..., Any]) -> Callable[..., Any]:
+    """A function that can be called only in a run that uses DeepSpeed.
+
+    Raises:
+        ConfigError: `deepspeed-plugin`, when it is called in a run that does not.
+    """
+
+    @functools.wraps(func)
+    def checked(*args: Any, **kwargs: Any) -> Any:
+        if AcceleratorState._shared_state:
+            get_active_deepspeed_plugin(AcceleratorState())
+        return func(*args, **kwargs)
+
+    return checked

@@ -1,0 +1,57 @@
+"""Numbers and images for Aim, in a repository (`.aim`) in the run's folder."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from paceline.observe.trackers.library import LibraryTracker
+from paceline.observe.trackers.tracker import Status
+
+
+class AimTracker(LibraryTracker):
+    """Writes to an Aim repository. `options` are those of `aim.Run`."""
+
+    name = "aim"
+    requires = ("aim",)
+    package = "aim"
+
+    def open_run(self, run: str) -> Any:
+        """Begins a run."""
+        from aim import Run
+
+        writer = Run(**{"repo": str(self.folder), **self.options})
+        writer.name = run
+        return writer
+
+    def store_config(self, values: Mapping[str, Any]) -> None:
+        """Stores the settings."""
+        self.native["hparams"] = dict(values)
+
+    def log(self, values: Mapping[str, Any], step: int | None = None, **options: Any) -> None:
+        """Writes values."""
+        for name, value in values.items():
+            self.native.track(value, name=name, step=step, **options)
+
+    def log_images(
+        self, values: Mapping[str, Any], step: int | None = None, kwargs: Mapping[str, Mapping[str, Any]] | None = None
+    ) -> None:
+        """Writes an image by name, or a pair of an image and its caption.
+
+        Args:
+            kwargs: options of `aim.Image` under "aim_image", and of `Run.track` under "track".
+        """
+        import aim
+
+        options = kwargs or {}
+        for name, value in values.items():
+            image, caption = value if isinstance(value, tuple) else (value, "")
+            picture = aim.Image(image, caption=caption, **options.get("aim_image", {}))
+            self.native.track(picture, name=name, step=step, **options.get("track", {}))
+
+    def close_run(self, run: Any, status: Status) -> None:
+        """Ends the run."""
+        run.close()
+
+
+TRACKER = AimTracker

@@ -1,0 +1,91 @@
+"""Numbers, images and tables for ClearML; `CLEARML_PROJECT` and `CLEARML_TASK` name the project and the task."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from paceline.base import env as environment
+from paceline.base.log import warn_once
+from paceline.observe.trackers.library import Images, LibraryTracker
+from paceline.observe.trackers.tracker import Status
+
+_SERIES = ("eval", "test", "train")
+
+
+class ClearMLTracker(LibraryTracker):
+    """Writes to a ClearML task: the one that is there already, else a new one. `options` are those of `Task.init`."""
+
+    name = "clearml"
+    requires = ("clearml",)
+    package = "clearml"
+
+    def open_run(self, run: str) -> Any:
+        """Takes the current task, or begins one."""
+        from clearml import Task
+
+        current = Task.current_task()
+        self._is_ours = current is None
+        if current is not None:
+            return current
+        env = environment.snapshot()
+        names = {"project_name": env.get("CLEARML_PROJECT", run), "task_name": env.get("CLEARML_TASK", run)}
+        return Task.init(**{**names, **self.options})
+
+    def store_config(self, values: Mapping[str, Any]) -> None:
+        """Stores the settings."""
+        self.native.connect_configuration(dict(values))
+
+    def log(self, values: Mapping[str, Any], step: int | None = None, **options: Any) -> None:
+        """Writes numbers: curves with a step, single values without."""
+        writer = self.native.get_logger()
+        for name, value in values.items():
+            if not isinstance(value, int | float):
+                warn_once("observe", f"clearml takes numbers only: {name}, a {type(value).__name__}, is left out.")
+            elif step is None:
+                writer.report_single_value(name=name, value=value, **options)
+            else:
+                title, series = _place(name)
+                writer.report_scalar(title=title, series=series, value=value, iteration=step, **options)
+
+    def log_images(self, values: Images, step: int | None = None, **options: Any) -> None:
+        """Writes images by name."""
+        writer = self.native.get_logger()
+        for name, image in values.items():
+            title, series = _place(name)
+            writer.report_image(title=title, series=series, iteration=step, image=image, **options)
+
+    def log_table(
+        self,
+        table_name: str,
+        columns: Sequence[str] | None = None,
+        data: Sequence[Sequence[Any]] | None = None,
+        dataframe: Any = None,
+        step: int | None = None,
+        **options: Any,
+    ) -> None:
+        """Writes a table: a pandas `dataframe`, or `data`, whose first row is the heading where `columns` is None.
+
+        Raises:
+            ValueError: where neither is given.
+        """
+        if dataframe is None and data is None:
+            raise ValueError("log_table needs `dataframe`, or `data` and `columns`")
+        heading = [] if columns is None else [list(columns)]
+        table = [*heading, *(data or ())] if dataframe is None else dataframe
+        title, series = _place(table_name)
+        self.native.get_logger().report_table(title=title, series=series, table_plot=table, iteration=step, **options)
+
+    def close_run(self, run: Any, status: Status) -> None:
+        """Ends the task, where it was begun here."""
+        if self._is_ours:
+            run.close()
+
+
+def _place(name: str) -> tuple[str, str]:
+    """The title and the series of a value: "eval_loss" is the series "eval" of "loss"; others are of "train"."""
+    series, _, title = name.partition("_")
+    return (title, series) if series in _SERIES and title else (name, "train")
+
+
+TRACKER = ClearMLTracker

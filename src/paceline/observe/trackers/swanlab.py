@@ -1,0 +1,47 @@
+"""Numbers and images for SwanLab; `init_kwargs={"swanlab": {"mode": "local"}}` keeps them on this machine."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from paceline.observe.trackers.library import Images, LibraryTracker
+from paceline.observe.trackers.tracker import Status
+
+
+class SwanLabTracker(LibraryTracker):
+    """Writes to SwanLab. `options` are those of `swanlab.init`; the run's name is the project."""
+
+    name = "swanlab"
+    requires = ("swanlab",)
+    package = "swanlab"
+
+    def open_run(self, run: str) -> Any:
+        """Begins a run."""
+        import swanlab
+
+        return swanlab.init(**{"project": run, **self.options})
+
+    def store_config(self, values: Mapping[str, Any]) -> None:
+        """Stores the settings."""
+        import swanlab
+
+        swanlab.config.update(dict(values), allow_val_change=True)
+
+    def log(self, values: Mapping[str, Any], step: int | None = None, **options: Any) -> None:
+        """Writes numbers, and what SwanLab has types for."""
+        self.native.log(dict(values), step=step, **options)
+
+    def log_images(self, values: Images, step: int | None = None, **options: Any) -> None:
+        """Writes lists of images by name; `options` are those of `swanlab.Image`."""
+        import swanlab
+
+        for name, images in values.items():
+            self.log({name: [swanlab.Image(image, **options) for image in images]}, step)
+
+    def close_run(self, run: Any, status: Status) -> None:
+        """Ends the run."""
+        run.finish()
+
+
+TRACKER = SwanLabTracker

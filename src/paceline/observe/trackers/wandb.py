@@ -1,0 +1,65 @@
+"""Numbers, images and tables for Weights & Biases; `WANDB_MODE=offline` keeps them in files, for `wandb sync` later."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from paceline.observe.trackers.library import Images, LibraryTracker
+from paceline.observe.trackers.tracker import Status
+
+
+class WandbTracker(LibraryTracker):
+    """Writes to Weights & Biases. `options` are those of `wandb.init`; the run's name is the project."""
+
+    name = "wandb"
+    requires = ("wandb",)
+    package = "wandb"
+
+    def open_run(self, run: str) -> Any:
+        """Begins a run."""
+        import wandb
+
+        return wandb.init(**{"project": run, **self.options})
+
+    def store_config(self, values: Mapping[str, Any]) -> None:
+        """Stores the settings; those of a run that is gone on with may change."""
+        import wandb
+
+        wandb.config.update(dict(values), allow_val_change=True)
+
+    def log(self, values: Mapping[str, Any], step: int | None = None, **options: Any) -> None:
+        """Writes values of any kind that wandb takes."""
+        self.native.log(dict(values), step=step, **options)
+
+    def log_images(self, values: Images, step: int | None = None, **options: Any) -> None:
+        """Writes lists of images by name; `options` are those of `wandb.Image`."""
+        import wandb
+
+        for name, images in values.items():
+            self.log({name: [wandb.Image(image, **options) for image in images]}, step)
+
+    def log_table(
+        self,
+        table_name: str,
+        columns: Sequence[str] | None = None,
+        data: Sequence[Sequence[Any]] | None = None,
+        dataframe: Any = None,
+        step: int | None = None,
+        **options: Any,
+    ) -> None:
+        """Writes a table: `columns` and `data`, or a pandas `dataframe`."""
+        import wandb
+
+        table = wandb.Table(columns=columns, data=data, dataframe=dataframe)
+        self.log({table_name: table}, step, **options)
+
+    def close_run(self, run: Any, status: Status) -> None:
+        """Ends the run; after an error as a crashed one."""
+        if status == "finished":
+            run.finish()
+        else:
+            run.finish(exit_code=1)
+
+
+TRACKER = WandbTracker
