@@ -341,3 +341,12 @@ def test_one_script_learns_alike_under_every_plan(tmp_path):
     assert losses["one"][1] < losses["one"][0] < 6.0
     for name in plans:
         assert losses[name] == pytest.approx(losses["one"], abs=2e-4), name
+
+
+# -- a model larger than its device -------------------------------------------------------------------------------
+
+
+def test_a_model_generates_the_same_with_weights_on_the_disk(python, tmp_path):
+    printed, _ = run(python, 1, "device_map/generate.py", ["--layers", 3, "--memory", "16MiB", "--tokens", 4], tmp_path)
+    assert printed.endswith("the same tokens each time\n")
+    assert printed.count("placement of GPT2LMHeadModel") == 3 and "= disk -> cpu  <- derived: cpu is full" in printed

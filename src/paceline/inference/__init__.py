@@ -14,6 +14,7 @@ _WHERE = {
     "empty_weights": "paceline.inference.loading",
     "load": "paceline.inference.loading",
     "measure_rates": "paceline.inference.memory",
+    "place": "paceline.inference.placing",
     "placement_facts": "paceline.inference.blocks",
     "placement_from_map": "paceline.inference.choose",
     "plan": "paceline.inference.loading",
@@ -29,6 +30,7 @@ __all__ = [
     "empty_weights",
     "load",
     "measure_rates",
+    "place",
     "placement_facts",
     "placement_from_map",
     "plan",
@@ -41,6 +43,7 @@ if TYPE_CHECKING:  # to type checkers a module with a `__getattr__` has every na
     from paceline.inference.loading import empty_weights, load, plan
     from paceline.inference.memory import available_memory, measure_rates
     from paceline.inference.placement import Placement
+    from paceline.inference.placing import place
     from paceline.inference.workload import Rates, Workload
 else:
     __getattr__ = lazy_names(__name__, _WHERE)

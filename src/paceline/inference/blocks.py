@@ -10,7 +10,7 @@ A *block* is what is placed as a whole. It is one of these:
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -81,18 +81,23 @@ class PlacementFacts:
         return sum(block.nbytes for block in self.blocks)
 
 
+Dtypes = Mapping[str, "torch.dtype"]
+
+
 def placement_facts(
-    model: nn.Module, dtype: torch.dtype | None = None, split_at: Collection[str] = ()
+    model: nn.Module, dtype: torch.dtype | Dtypes | None = None, split_at: Collection[str] = ()
 ) -> PlacementFacts:
     """Reads the facts of a model; changes nothing.
 
     Args:
         model: on the meta device or not.
-        dtype: what floating-point weights will be converted to; None leaves each as it is.
+        dtype: what floating-point weights will be converted to, or the dtype that each parameter will have, by its first
+            name; None leaves each as it is.
         split_at: names of modules that are blocks of their own, also where they lie inside a repeated block.
     """
-    blocks = _join_tied(model, list(_units(model, split_at)), dtype)
-    itemsizes = [_itemsize(parameter, dtype) for parameter in model.parameters() if parameter.is_floating_point()]
+    dtypes = {name: _dtype_of(name, parameter, dtype) for name, parameter in model.named_parameters()}
+    blocks = _join_tied(model, list(_units(model, split_at)), dtypes)
+    itemsizes = [own.itemsize for own in dtypes.values() if own.is_floating_point]
     return PlacementFacts(
         model=type(model).__name__,
         blocks=tuple(blocks),
@@ -150,7 +155,7 @@ def _tensors(module: nn.Module, recurse: bool) -> Iterator[torch.Tensor]:
     yield from module.buffers(recurse)
 
 
-def _join_tied(model: nn.Module, units: list[_Unit], dtype: torch.dtype | None) -> list[Block]:
+def _join_tied(model: nn.Module, units: list[_Unit], dtypes: Dtypes) -> list[Block]:
     """Blocks of the units: those that share a parameter or a buffer become one, at the place of the first."""
     first_names = {id(parameter): name for name, parameter in model.named_parameters()}
     groups: list[list[_Unit]] = []
@@ -172,14 +177,14 @@ def _join_tied(model: nn.Module, units: list[_Unit], dtype: torch.dtype | None) 
 
     blocks = []
     for group, tensors in zip(groups, tensors_of_groups, strict=True):
-        parameters = [tensor for key, tensor in tensors.items() if key in first_names]
+        parameters = {first_names[key]: tensor for key, tensor in tensors.items() if key in first_names}
         buffers = [tensor for key, tensor in tensors.items() if key not in first_names]
         kinds = [type(model.get_submodule(unit.name)).__name__ for unit in group]
         block = Block(
             modules=tuple(unit.name for unit in group),
             kind=" + ".join(kinds),
-            parameters=tuple(first_names[id(parameter)] for parameter in parameters),
-            parameter_bytes=sum(parameter.numel() * _itemsize(parameter, dtype) for parameter in parameters),
+            parameters=tuple(parameters),
+            parameter_bytes=sum(tensor.numel() * dtypes[name].itemsize for name, tensor in parameters.items()),
             buffer_bytes=sum(buffer.nbytes for buffer in buffers),
             repeated=all(unit.repeated for unit in group),
             own=any(unit.own for unit in group),
@@ -188,8 +193,10 @@ def _join_tied(model: nn.Module, units: list[_Unit], dtype: torch.dtype | None) 
     return blocks
 
 
-def _itemsize(tensor: torch.Tensor, dtype: torch.dtype | None) -> int:
-    return dtype.itemsize if dtype is not None and tensor.is_floating_point() else tensor.element_size()
+def _dtype_of(name: str, parameter: torch.Tensor, dtype: torch.dtype | Dtypes | None) -> torch.dtype:
+    if isinstance(dtype, Mapping):
+        return dtype.get(name, parameter.dtype)
+    return dtype if dtype is not None and parameter.is_floating_point() else parameter.dtype
 
 
 def _widest(model: nn.Module) -> int:

@@ -38,7 +38,7 @@ class PlacedModel:
         self._handles: list[RemovableHandle] = []
         self._inputs_from = threading.local()
         offloaded = [placed for placed in placement.blocks if placed.offloaded]
-        if not offloaded and len(placement.devices) == 1:
+        if placement.ordinary:
             return
         parameters = dict(model.named_parameters(remove_duplicate=False))
         calls: dict[str, tuple[Stream, int]] = {}

@@ -17,18 +17,19 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
-from paceline.base.errors import CheckpointError, PlanError, PrepareError, Problem
+from paceline.base.errors import CheckpointError, PlanError, PrepareError, Problem, short_repr
 from paceline.checkpoint.files import replacing, write_safetensors, writing
 from paceline.checkpoint.state.match import Mismatch
 from paceline.checkpoint.state.module_state import ModuleState
 from paceline.checkpoint.weights.model import match
 from paceline.checkpoint.weights.opening import open_weights, weights_in_files
 from paceline.checkpoint.weights.sources import SafeWeights, Weights, read_whole
-from paceline.inference.blocks import placement_facts
+from paceline.inference.blocks import Dtypes, placement_facts
 from paceline.inference.choose import choose_placement, placement_from_map
 from paceline.inference.execution import PlacedModel
-from paceline.inference.memory import available_memory, missing_devices, parse_device, parse_memory
+from paceline.inference.memory import available_memory, parse_device, parse_memory
 from paceline.inference.placement import PlacedBlock, Placement
+from paceline.inference.placing import ParameterSlots, block_buffers, check_placement
 from paceline.inference.workload import Rates, Workload, readable
 
 _log = logging.getLogger("paceline.inference")
@@ -73,14 +74,14 @@ def plan(
             and dtypes count.
 
     Raises:
-        PlanError: `placement-memory`, `placement-name`, `placement-split`, `placement-missing`, `placement-device`.
+        PlanError: `placement-memory`, `placement-name`, `placement-split`, `placement-missing`, `placement-device`,
+            `placement-argument`.
         CheckpointError: as `load`.
     """
+    _check_arguments(model, memory, dtype)
     built = _build(model)
-    if weights is not None:
-        _Checkpoint(built, weights, dtype, strict=True).give_shapes()
-        dtype = None
-    return _choose(built, placement, memory, dtype, workload, rates)
+    dtypes = dtype if weights is None else _Checkpoint(built, weights, dtype, strict=True).dtypes()
+    return _choose(built, placement, memory, dtypes, workload, rates)
 
 
 def load(
@@ -119,27 +120,55 @@ def load(
             `checkpoint-not-writable`.
         PrepareError: `placement-buffers`.
     """
+    _check_arguments(model, memory, dtype)
     built = _build(model)
     checkpoint = _Checkpoint(built, weights, dtype, strict=strict)
-    checkpoint.give_shapes()
     if not isinstance(placement, Placement):
-        placement = _choose(built, placement, memory, None, workload, rates)
-    problems = missing_devices((*placement.devices, *(placed.home for placed in placement.blocks)))
-    if problems:
-        raise PlanError.of(problems)
+        placement = _choose(built, placement, memory, checkpoint.dtypes(), workload, rates)
+    check_placement(built, placement)
     _check_buffers(built, checkpoint)
     folder = checkpoint.check_folder(placement, offload_folder)
 
-    ordinary = len(placement.devices) == 1 and not any(placed.offloaded for placed in placement.blocks)
     for index, placed in enumerate(placement.blocks):
         values = checkpoint.values(placed, os.path.join(folder, f"block_{index:05d}.safetensors") if folder else None)
         for name, value in values.items():
-            checkpoint.replace(name, value, frozen=not ordinary)
+            checkpoint.slots.put(name, value, frozen=not placement.ordinary)
         checkpoint.move_buffers(placed)
     built.eval()
     built.placed = PlacedModel(built, placement)  # type: ignore[assignment]
     _log.info("%s", placement.explain())
     return built
+
+
+def _check_arguments(model: object, memory: object, dtype: object) -> None:
+    """What a newcomer mixes up, all at once, before anything is built or read."""
+    problems = []
+    if not callable(model):
+        problem = Problem(
+            "placement-argument",
+            f"the model is a {type(model).__name__}: {short_repr(model)}.",
+            why="it must be a function that builds the model, or the model itself; the weights come second",
+            fix="write load(lambda: Model(config), folder)",
+        )
+        problems.append(problem)
+    if memory is not None and not isinstance(memory, Mapping):
+        problem = Problem(
+            "placement-argument",
+            f"memory is a {type(memory).__name__}: {short_repr(memory)}.",
+            why="it must say how many bytes each device may hold",
+            fix='write memory={"cuda:0": "20GiB", "cpu": "64GiB"}',
+        )
+        problems.append(problem)
+    if dtype is not None and not isinstance(dtype, torch.dtype):
+        problem = Problem(
+            "placement-argument",
+            f"dtype is a {type(dtype).__name__}: {short_repr(dtype)}.",
+            why="it must be a dtype of torch",
+            fix="write dtype=torch.bfloat16",
+        )
+        problems.append(problem)
+    if problems:
+        raise PlanError.of(problems)
 
 
 def _build(model: nn.Module | Factory) -> nn.Module:
@@ -153,7 +182,7 @@ def _choose(
     model: nn.Module,
     placement: str | Places,
     memory: Memory | None,
-    dtype: torch.dtype | None,
+    dtype: torch.dtype | Dtypes | None,
     workload: Workload | None,
     rates: Rates | None,
 ) -> Placement:
@@ -181,6 +210,9 @@ class _Checkpoint:
         path: the files.
         dtype: of floating-point weights; None as in the files.
         strict: whether the names must be the same.
+
+    Attributes:
+        slots: where the model's parameters are.
     """
 
     def __init__(self, model: nn.Module, path: Path, dtype: torch.dtype | None, *, strict: bool) -> None:
@@ -189,26 +221,20 @@ class _Checkpoint:
         self._model = model
         self._weights: Weights = open_weights(folder)
         self._dtype = dtype
-        self._state = ModuleState.of(model)
+        state = ModuleState.of(model)
+        self._buffers = state.buffers
         # First name of a tensor in the model -> its name in the files.
-        self._sources, mismatch = match(self._state, self._weights, set(self._state.raw), {})
-        without_value = {name: shape for name, shape in mismatch.missing.items() if self._state.tensors[name].is_meta}
+        self._sources, mismatch = match(state, self._weights, set(state.raw), {})
+        without_value = {name: shape for name, shape in mismatch.missing.items() if state.tensors[name].is_meta}
         if mismatch and (strict or mismatch.misshapen or without_value):
             raise CheckpointError.of([mismatch.problem("this one", folder)])
         if mismatch:
             _log.warning("loaded %s: names that do not agree: %s", folder, ", ".join(_names(mismatch)[:8]))
-        self._paths: dict[str, list[tuple[nn.Module, str]]] = {}
-        for name in self._state.raw:
-            first = self._state.aliases.get(name, name)
-            module, _, key = self._state.raw[name].rpartition(".")
-            self._paths.setdefault(first, []).append((model.get_submodule(module), key))
+        self.slots = ParameterSlots(model)
 
-    def give_shapes(self) -> None:
-        """The model's tensors get the dtypes that they will have, and give their memory back; no weights are read."""
-        for name in self._sources:
-            if name not in self._state.buffers:
-                shape = self._weights.entries[self._sources[name]].shape
-                self.replace(name, torch.empty(shape, dtype=self.dtype_of(name), device="meta"), frozen=False)
+    def dtypes(self) -> dict[str, torch.dtype]:
+        """The dtype that each parameter of the files will have."""
+        return {name: self.dtype_of(name) for name in self._sources if name not in self._buffers}
 
     def dtype_of(self, name: str) -> torch.dtype:
         """The dtype that a tensor will have."""
@@ -274,34 +300,18 @@ class _Checkpoint:
 
     def _value(self, name: str) -> Tensor:
         if name not in self._sources:
-            return self._state.tensors[name]
+            return self.slots.get(name).detach()
         return read_whole(self._weights, self._sources[name])
-
-    def replace(self, name: str, value: Tensor, *, frozen: bool) -> None:
-        """Gives the model a parameter, under all its names."""
-        parameter: nn.Parameter | None = None
-        for module, key in self._paths[name]:
-            if parameter is None:
-                requires_grad = not frozen and value.is_floating_point() and getattr(module, key).requires_grad
-                parameter = nn.Parameter(value, requires_grad)
-            setattr(module, key, parameter)
 
     def move_buffers(self, placed: PlacedBlock) -> None:
         """Loads the buffers of a block, and moves those that files do not hold, to where the block computes."""
-        loaded = {id(tensor): name for name, tensor in self._buffers_of_files()}
-        for name in placed.block.modules:
-            block = self._model.get_submodule(name)
-            for module in [block] if placed.block.own else block.modules():
-                for key, buffer in list(module.named_buffers(recurse=False)):
-                    saved = loaded.get(id(buffer))
-                    value = buffer if saved is None else self._value(saved).to(self.dtype_of(saved), copy=True)
-                    setattr(module, key, value.to(placed.device))
-
-    def _buffers_of_files(self) -> Iterator[tuple[str, Tensor]]:
-        for name in self._sources:
-            if name in self._state.buffers:
-                module, key = self._paths[name][0]
-                yield name, getattr(module, key)
+        names = {id(buffer): name for name, buffer in self._model.named_buffers()}
+        for module, key in block_buffers(self._model, placed):
+            buffer = getattr(module, key)
+            name = names[id(buffer)]
+            if name in self._sources:
+                buffer = self._value(name).to(self.dtype_of(name), copy=True)
+            setattr(module, key, buffer.to(placed.device))
 
 
 def _names(mismatch: Mismatch) -> list[str]:

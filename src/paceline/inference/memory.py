@@ -82,7 +82,7 @@ def parse_device(name: str | int | torch.device) -> tuple[str, list[Problem]]:
             "placement-device",
             f"{name!r} is no device.",
             why=str(error).partition("\n")[0],
-            fix='write "cuda:0", the number of an accelerator, "cpu" or "disk"',
+            fix='write "cuda:0", the number of an accelerator, "cpu" or "disk"; a whole placement may be "auto"',
         )
         return str(name), [problem]
     if device.type == "cpu":

@@ -109,6 +109,11 @@ class Placement:
         return self.blocks[0].device if self.blocks else "cpu"
 
     @property
+    def ordinary(self) -> bool:
+        """Whether all of the model is on one device, so that nothing has to be brought or moved."""
+        return len(self.devices) <= 1 and not any(placed.offloaded for placed in self.blocks)
+
+    @property
     def decisions(self) -> tuple[Decision, ...]:
         """One for each block."""
         return tuple(placed.decision for placed in self.blocks)

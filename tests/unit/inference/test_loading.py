@@ -250,3 +250,65 @@ def test_rates_are_measured(tmp_path) -> None:
     saved(made(), tmp_path / "model")
     rates = inference.measure_rates("cpu", tmp_path / "model" / "model.safetensors")
     assert rates.source == "measured" and min(rates.memory, rates.copy, rates.disk) > 1e6
+
+
+class Recorded(dict):
+    """A mapping that counts how often each value is asked for."""
+
+    def __init__(self, values: dict[str, torch.Tensor]) -> None:
+        super().__init__(values)
+        self.asked: list[str] = []
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        self.asked.append(name)
+        return super().__getitem__(name)
+
+
+def test_any_mapping_of_weights_can_be_placed() -> None:
+    plain = made(tied=True)
+    weights = Recorded({name: value.detach().clone() for name, value in plain.named_parameters()})
+    with inference.empty_weights():
+        model = Model(tied=True).eval()
+    model.offset.copy_(plain.offset)
+    facts = inference.placement_facts(model)
+    placed = inference.place(model, inference.placement_from_map(facts, {"": "disk", "norm": "cpu"}), weights)
+    assert sorted(weights.asked) == sorted(weights)
+    assert model.head.weight.data_ptr() == dict.__getitem__(weights, "embedding.weight").data_ptr()
+    with torch.no_grad():
+        assert torch.equal(model(IDS), plain(IDS))
+    placed.remove()
+
+
+def test_a_model_with_values_is_placed_where_it_is() -> None:
+    model, plain = made(), made()
+    placement = inference.plan(model, placement={"": "cpu"})
+    assert inference.place(model, placement).placement is placement
+    assert torch.equal(model(IDS), plain(IDS)) and model.norm.weight.requires_grad
+
+
+def test_weights_without_a_value_are_named_all_at_once() -> None:
+    with inference.empty_weights():
+        model = Model(num_blocks=1)
+    placement = inference.plan(model, placement={"": "cpu"})
+    with pytest.raises(PlanError, match=r"blocks\.0\.up\.weight") as caught:
+        inference.place(model, placement, {"embedding.weight": torch.zeros(20, 16)})
+    assert {problem.code for problem in caught.value.problems} == {"placement-values"}
+    assert len(caught.value.problems) == 7
+
+
+def test_arguments_that_are_mixed_up_are_named_all_at_once(tmp_path) -> None:
+    folder = saved(made(), tmp_path / "model")
+    with pytest.raises(PlanError, match="the weights come second") as caught:
+        inference.load(folder, Model, memory=10_000_000, dtype="bfloat16")
+    assert [problem.code for problem in caught.value.problems] == ["placement-argument"] * 3
+
+
+def test_a_plan_changes_nothing_and_one_of_another_model_is_refused(tmp_path) -> None:
+    model, plain = made(), made()
+    folder = saved(made().bfloat16(), tmp_path / "model")
+    placement = inference.plan(model, folder)
+    assert placement.facts.itemsize == 2
+    assert torch.equal(model(IDS), plain(IDS))
+    with pytest.raises(PlanError, match=r"blocks\.4\.down\.bias") as caught:
+        inference.load(Model, folder, placement=inference.plan(Model(num_blocks=5)))
+    assert caught.value.code == "placement-name"

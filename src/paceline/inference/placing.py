@@ -1,0 +1,136 @@
+"""`place`: a model that is built already, and any mapping of weights, go to where a placement puts them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+
+from paceline.base.errors import PlanError, Problem
+from paceline.inference.execution import PlacedModel
+from paceline.inference.memory import missing_devices
+from paceline.inference.placement import PlacedBlock, Placement
+from paceline.inference.workload import readable
+
+
+class ParameterSlots:
+    """Where the parameters of a model are registered: a tied one in several modules.
+
+    Args:
+        model: whose parameters will be replaced.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        first_names: dict[int, str] = {}
+        self._slots: dict[str, list[tuple[nn.Module, str]]] = {}
+        for name, parameter in model.named_parameters(remove_duplicate=False):
+            first = first_names.setdefault(id(parameter), name)
+            module, _, key = name.rpartition(".")
+            self._slots.setdefault(first, []).append((model.get_submodule(module), key))
+
+    def get(self, name: str) -> nn.Parameter:
+        """The parameter with this first name."""
+        module, key = self._slots[name][0]
+        parameter = getattr(module, key)
+        assert isinstance(parameter, nn.Parameter), name
+        return parameter
+
+    def put(self, name: str, value: Tensor, *, frozen: bool) -> None:
+        """Gives the model a new parameter, under all its names.
+
+        Args:
+            name: its first name.
+            value: is not copied.
+            frozen: whether it requires no gradient; else as before.
+        """
+        requires_grad = not frozen and value.is_floating_point() and self.get(name).requires_grad
+        parameter = nn.Parameter(value, requires_grad)
+        for module, key in self._slots[name]:
+            setattr(module, key, parameter)
+
+
+def place(model: nn.Module, placement: Placement, weights: Mapping[str, Tensor] | None = None) -> PlacedModel:
+    """Places a model that is built already; its parameters may have values, or lie on the meta device.
+
+    Args:
+        model: is changed. A model on several devices, or with offloaded weights, no longer requires gradients.
+        placement: of this model.
+        weights: values by the first name of each parameter, on the CPU; for those that it lacks the model's own count. What
+            waits on the disk is not copied: a mapping that gives mapped tensors, as `safetensors` and `numpy.memmap` do,
+            leaves them there. Each value is asked for once.
+
+    Raises:
+        PlanError: `placement-device`, `placement-name`, `placement-values`: with all weights that have no value.
+    """
+    weights = weights or {}
+    slots = ParameterSlots(model)
+    check_placement(model, placement)
+    problems = []
+    for placed in placement.blocks:
+        problems += _missing_values(placed, slots, weights)
+    if problems:
+        raise PlanError.of(problems)
+    for placed in placement.blocks:
+        for name in placed.block.parameters:
+            value = weights[name] if name in weights else slots.get(name).detach()
+            if placed.home != "disk":
+                value = value.to(placed.home)
+            slots.put(name, value, frozen=not placement.ordinary)
+        for module, key in block_buffers(model, placed):
+            setattr(module, key, getattr(module, key).to(placed.device))
+    return PlacedModel(model, placement)
+
+
+def check_placement(model: nn.Module, placement: Placement) -> None:
+    """Whether a placement is one of this model, and its devices are there.
+
+    Raises:
+        PlanError: `placement-device`, `placement-name`.
+    """
+    problems = missing_devices((*placement.devices, *(placed.home for placed in placement.blocks)))
+    own = {name for name, _ in model.named_parameters()}
+    of_placement = {name for placed in placement.blocks for name in placed.block.parameters}
+    if own != of_placement:
+        different = sorted(own ^ of_placement)
+        problem = Problem(
+            "placement-name",
+            f"the placement is one of another {placement.facts.model}.",
+            why=f"{len(different)} parameters are only in one of the two, such as {', '.join(different[:4])}",
+            fix="plan again, for the model that is loaded",
+        )
+        problems.append(problem)
+    if problems:
+        raise PlanError.of(problems)
+
+
+def block_buffers(model: nn.Module, placed: PlacedBlock) -> list[tuple[nn.Module, str]]:
+    """The buffers of a block: the module that each is registered in, and its name there."""
+    buffers = []
+    for name in placed.block.modules:
+        top = model.get_submodule(name)
+        for module in [top] if placed.block.own else top.modules():
+            buffers += [(module, key) for key, _ in module.named_buffers(recurse=False)]
+    return buffers
+
+
+def _missing_values(placed: PlacedBlock, slots: ParameterSlots, weights: Mapping[str, Tensor]) -> list[Problem]:
+    problems = []
+    for name in placed.block.parameters:
+        parameter = slots.get(name)
+        if name in weights:
+            continue
+        if parameter.is_meta:
+            why = "it lies on the meta device, and the weights do not hold it"
+        elif placed.home == "disk" and parameter.device != torch.device("cpu"):
+            why = f"it shall wait on the disk, lies on {parameter.device}, and the weights do not hold it"
+        else:
+            continue
+        problem = Problem(
+            "placement-values",
+            f"{name} ({readable(parameter.nbytes)}) has no value.",
+            why=why,
+            fix="give its value in weights=, or load the model with paceline.inference.load",
+        )
+        problems.append(problem)
+    return problems
