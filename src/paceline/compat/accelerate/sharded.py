@@ -104,15 +104,15 @@ def _write(accelerator: Any, state: Mapping[str, Any], places: _Places, is_divid
 
 
 def _present(places: _Places, what: str) -> Path:
-    found = places.present
-    if found is None:
+    path = places.present
+    if path is None:
         raise CheckpointError(
             "checkpoint-missing",
             f"{places.whole.parent} holds no state of {what}.",
             why=f"there is neither {places.whole.name} nor {places.divided.name}/.metadata",
             fix="name the folder that `save_fsdp_model` and `save_fsdp_optimizer` were given",
         )
-    return found
+    return path
 
 
 def save_fsdp_model(
