@@ -88,11 +88,11 @@ class HfDeepSpeedConfig:
 
     def is_zero2(self) -> bool:
         """Whether the stage is 2."""
-        return self._stage == 2
+        return bool(self._stage == 2)
 
     def is_zero3(self) -> bool:
         """Whether the stage is 3."""
-        return self._stage == 3
+        return bool(self._stage == 3)
 
     def is_offload(self) -> bool:
         """Whether something is kept on the host or on NVMe."""
