@@ -113,7 +113,7 @@ def plain():
 def test_a_loop_has_the_numbers_of_ddp(plain, size: int, name: str, tmp_path: Path) -> None:
     plugin = {**PLUGINS[name], "gradient_clipping": 1.0}
     found = run_ranks(loop, size, args=(plugin, str(tmp_path / "state")), timeout_s=60)
-    assert found[0]["type"] == "DistributedType.DEEPSPEED" and found[0]["unwrapped"] == "Sequential"
+    assert found[0]["type"] == "DistributedType.DEEPSPEED" and found[0]["unwrapped"].endswith("Sequential")
     assert found[0]["kinds"] == ["DeepSpeedEngine", "DeepSpeedOptimizerWrapper", "DeepSpeedSchedulerWrapper"]
     assert found[0]["rate"] == plain[size]["rate"]
     assert found[0]["norms"] == pytest.approx(plain[size]["norms"], rel=1e-5)

@@ -22,7 +22,7 @@ def train(folder: Path, size: int, options: dict, *flags: str) -> list[dict]:
     """What rank 0 ends with, twice: from the start, and from the checkpoint half way."""
     words = ["-m", "paceline", "launch", "--cpu", "-n", str(size), "--compat", "accelerate,deepspeed", *flags]
     ended = subprocess.run(
-        [executable("warm_accelerate"), *words, str(PROGRAM), str(folder), json.dumps(options)],
+        [executable("warm_deepspeed"), *words, str(PROGRAM), str(folder), json.dumps(options)],
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,

@@ -77,7 +77,7 @@ def test_the_launcher_hands_on_what_the_plugin_reads(tmp_path):
     variables = told(tmp_path, FILE).hand_over()
     expected = {"USE_DEEPSPEED": "true", "DEEPSPEED_ZERO_STAGE": "2", "GRADIENT_CLIPPING": "1.0",
                 "GRADIENT_ACCUMULATION_STEPS": "4", "DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE": "cpu",
-                "DEEPSPEED_ZERO3_INIT": "False", "DEEPSPEED_OFFLOAD_PARAM_DEVICE": "none"}  # fmt: skip
+                "DEEPSPEED_ZERO3_INIT": "false", "DEEPSPEED_OFFLOAD_PARAM_DEVICE": "none"}  # fmt: skip
     found = {
         name.removeprefix("ACCELERATE_"): value for name, value in variables.items() if name.startswith("ACCELERATE")
     }

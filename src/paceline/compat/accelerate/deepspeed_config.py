@@ -73,9 +73,9 @@ class HfDeepSpeedConfig:
         if block is not None and key in block:
             del block[key]
         elif must_exist:
-            known = json.dumps(self.config, default=str)
+            text = json.dumps(self.config, default=str)
             what = f"the DeepSpeed config has no entry {ds_key_long}."
-            raise ConfigError("config-key", what, why=f"it is {known}", fix="leave must_exist out, or check the name")
+            raise ConfigError("config-key", what, why=f"it is {text}", fix="leave must_exist out, or check the name")
 
     def is_true(self, ds_key_long: str) -> bool:
         """Whether a key is given and true."""
@@ -88,11 +88,11 @@ class HfDeepSpeedConfig:
 
     def is_zero2(self) -> bool:
         """Whether the stage is 2."""
-        return self._stage == 2
+        return bool(self._stage == 2)
 
     def is_zero3(self) -> bool:
         """Whether the stage is 3."""
-        return self._stage == 3
+        return bool(self._stage == 3)
 
     def is_offload(self) -> bool:
         """Whether something is kept on the host or on NVMe."""
@@ -101,10 +101,10 @@ class HfDeepSpeedConfig:
 
 def without_auto(block: Mapping[str, Any]) -> dict[str, Any]:
     """A config without its keys that are still "auto", for which DeepSpeed's defaults count then."""
-    known: dict[str, Any] = {}
+    resolved: dict[str, Any] = {}
     for name, value in block.items():
         if isinstance(value, Mapping):
-            known[name] = without_auto(value)
+            resolved[name] = without_auto(value)
         elif value != "auto":
-            known[name] = value
-    return known
+            resolved[name] = value
+    return resolved

@@ -149,9 +149,9 @@ class DeepSpeedPlugin:
             raise ConfigError("deepspeed-conflict", what, why="accelerate asks for it in each config", fix=fix)
         self._refuse_fields_beside_config()
         config.setdefault("gradient_accumulation_steps", 1)
-        known = {key: getattr(self, name) for name, key in FIELDS.items() if getattr(self, name) != "auto"}
-        for key in known:
-            self.fill_match(key, must_match=False, **known)
+        values = {key: getattr(self, name) for name, key in FIELDS.items() if getattr(self, name) != "auto"}
+        for key in values:
+            self.fill_match(key, must_match=False, **values)
         self.hf_ds_config.set_stage_and_offload()
         for name, key in FIELDS.items():
             value = self.hf_ds_config.get_value(key)

@@ -198,7 +198,7 @@ def _add(block: Block, path: list[str], given: Given) -> None:
     if not rest:
         block.append(Entry(name, given.value, given.where))
         return
-    inside = next((each.value for each in block if each.name == name), None)
+    inside = next((entry.value for entry in block if entry.name == name), None)
     if inside is None:
         inside = Block()
         block.append(Entry(name, inside, given.where))

@@ -149,9 +149,9 @@ def map_pytorch_optim_to_deepspeed(optimizer: Optimizer) -> Optimizer:
     make = _ON_THE_HOST.get(type(optimizer))
     if make is None:
         name = type(optimizer).__name__
-        known = ", ".join(kind.__name__ for kind in _ON_THE_HOST)
+        mapped = ", ".join(kind.__name__ for kind in _ON_THE_HOST)
         what = f"DeepSpeed has no optimizer for the host that does what {name} does."
-        raise ConfigError("deepspeed-optimizer", what, why=f"there is one for: {known}", fix=f"keep {name} as it is")
+        raise ConfigError("deepspeed-optimizer", what, why=f"there is one for: {mapped}", fix=f"keep {name} as it is")
     options = {name: optimizer.defaults[name] for name in ("lr", "weight_decay") if name in optimizer.defaults}
     return make(optimizer.param_groups, **options)
 

@@ -28,6 +28,7 @@ from paceline.checkpoint.store import store_for
 from paceline.checkpoint.weights.export import export_checkpoint
 from paceline.checkpoint.weights.sources import DividedWeights, read_whole
 from paceline.compat.accelerate.state import PartialState
+from paceline.compat.accelerate.surroundings import is_peft_model
 from paceline.world.sharded import division_of, is_sharded, whole
 
 if TYPE_CHECKING:
@@ -104,15 +105,15 @@ def _write(accelerator: Any, state: Mapping[str, Any], places: _Places, is_divid
 
 
 def _present(places: _Places, what: str) -> Path:
-    found = places.present
-    if found is None:
+    path = places.present
+    if path is None:
         raise CheckpointError(
             "checkpoint-missing",
             f"{places.whole.parent} holds no state of {what}.",
             why=f"there is neither {places.whole.name} nor {places.divided.name}/.metadata",
             fix="name the folder that `save_fsdp_model` and `save_fsdp_optimizer` were given",
         )
-    return found
+    return path
 
 
 def save_fsdp_model(
@@ -126,16 +127,23 @@ def save_fsdp_model(
 ) -> None:
     """Writes a model's state: whole, or each rank its part, as the plugin's `state_dict_type` says. Ranks: all.
 
+    Args:
+        adapter_only: of one of peft's models, the adapter alone.
+        use_dcp: taken: each rank's part is written in torch's distributed format, whatever it says.
+
     Raises:
         CompatError: `compat-argument`, for LOCAL_STATE_DICT. CheckpointError: on every rank.
     """
     places = _places(output_dir, "pytorch_model_fsdp", model_index)
-    if _is_divided(fsdp_plugin):
-        # Divided parameters are DTensors, of which torch writes this rank's part; replicas are written once.
-        state = accelerator.unwrap_model(model).state_dict()
-        _write(accelerator, {"model": state}, places, is_divided=True)
-    else:
-        _write(accelerator, accelerator.get_state_dict(model), places, is_divided=False)
+    is_divided = _is_divided(fsdp_plugin)
+    module = accelerator.unwrap_model(model)
+    # Divided parameters are DTensors, of which torch writes this rank's part; replicas are written once.
+    state = module.state_dict() if is_divided else accelerator.get_state_dict(model)
+    if adapter_only and is_peft_model(module):
+        from peft import get_peft_model_state_dict
+
+        state = get_peft_model_state_dict(module, state_dict=state)
+    _write(accelerator, {"model": state} if is_divided else state, places, is_divided)
 
 
 def load_fsdp_model(
@@ -149,14 +157,33 @@ def load_fsdp_model(
 ) -> _IncompatibleKeys:
     """Puts back what `save_fsdp_model`, accelerate's or this one, wrote; each rank reads its part. Ranks: all.
 
+    Args:
+        adapter_only: of one of peft's models, the adapter alone.
+
     Returns what `load_state_dict` does where all names agree: Trainer looks at it.
 
     Raises:
         CheckpointError: `checkpoint-missing`, `checkpoint-other-model`, and those of reading.
     """
-    places = _places(input_dir, "pytorch_model_fsdp", model_index)
-    accelerator.load_model(model, _present(places, "a model"))
+    path = _present(_places(input_dir, "pytorch_model_fsdp", model_index), "a model")
+    module = accelerator.unwrap_model(model)
+    if not (adapter_only and is_peft_model(module)):
+        accelerator.load_model(model, path)
+        return _IncompatibleKeys([], [])
+    from peft import set_peft_model_state_dict
+
+    # peft's names of an adapter are not those of the model, so it puts the values back itself.
+    with accelerator.full_parameters(model, writeback=True):
+        set_peft_model_state_dict(module, _adapter_in(path))
     return _IncompatibleKeys([], [])
+
+
+def _adapter_in(path: Path) -> dict[str, torch.Tensor]:
+    """The whole tensors of an adapter that was saved."""
+    if path.is_file():
+        return dict(load_object(path))
+    weights = DividedWeights(store_for(str(path)), str(path), "model.")
+    return {name: read_whole(weights, name) for name in weights.entries}
 
 
 def _by_name(accelerator: Any, optimizer: Any, model: nn.Module) -> OptimizerState:

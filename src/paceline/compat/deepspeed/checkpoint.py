@@ -25,6 +25,7 @@ from paceline.checkpoint.store import Store, confined, store_for
 from paceline.checkpoint.weights.divided import DividedModel
 from paceline.checkpoint.weights.export import Rows, export_weights
 from paceline.checkpoint.weights.opening import open_weights
+from paceline.checkpoint.weights.sources import read_whole
 from paceline.compat.deepspeed.attendance import attendance
 from paceline.compat.deepspeed.checkpoint_format import tag_in
 from paceline.world.exchange import as_bytes
@@ -99,7 +100,7 @@ def _agreed_tag(engine: DeepSpeedEngine, tag: str) -> str:
     mode = str(engine.config["checkpoint.tag_validation"]).upper()
     if len(set(tags)) == 1 or mode == "IGNORE":
         return str(tags[0])
-    listed = ", ".join(f"rank {rank}: {each!r}" for rank, each in enumerate(tags[:8]))
+    listed = ", ".join(f"rank {rank}: {own_tag!r}" for rank, own_tag in enumerate(tags[:8]))
     if mode == "FAIL":
         raise ConfigError(
             "deepspeed-tag",
@@ -219,9 +220,9 @@ def _notice_universal(engine: DeepSpeedEngine) -> None:
 def _load_by(engine: DeepSpeedEngine, custom_load_fn: Callable[..., Any], path: str) -> None:
     """Lets the script load the model, whose parameters are whole meanwhile. Ranks: all."""
     weights = open_weights(path)
-    found = {name: weights.read(name, tuple(slice(0, size) for size in e.shape)) for name, e in weights.entries.items()}
+    state = {name: read_whole(weights, name) for name in weights.entries}
     with engine.accelerator.full_parameters(engine._wrapped[0], writeback=True):
-        custom_load_fn(src=found, dst=engine.module)
+        custom_load_fn(src=state, dst=engine.module)
 
 
 def _take_counters(engine: DeepSpeedEngine, own: Mapping[str, Any]) -> None:
@@ -260,14 +261,19 @@ class _Cast:
 
     def fetch(self, wanted: Sequence[Sequence[Rows]]) -> list[torch.Tensor]:
         """The bytes of rows that this rank wants. Ranks: all."""
-        asked = [[replace(rows, entry=self._own[rows.entry.name]) for rows in theirs] for theirs in wanted]
-        told = [rows.entry.dtype for rows in wanted[self._rank]]
-        given = [rows.entry.dtype for rows in asked[self._rank]]
-        found = self._source.fetch(asked)
-        return [
-            data if own == dtype else as_bytes(data.view(own).to(dtype))
-            for data, own, dtype in zip(found, given, told, strict=True)
-        ]
+        # The source knows tensors in their own precision: it is asked for the same rows of those.
+        asked: list[list[Rows]] = []
+        for rows_of_rank in wanted:
+            asked.append([replace(rows, entry=self._own[rows.entry.name]) for rows in rows_of_rank])
+        fetched = self._source.fetch(asked)
+        cast_rows = []
+        for data, rows, own_rows in zip(fetched, wanted[self._rank], asked[self._rank], strict=True):
+            own_dtype = own_rows.entry.dtype
+            dtype = rows.entry.dtype
+            if own_dtype != dtype:
+                data = as_bytes(data.view(own_dtype).to(dtype))
+            cast_rows.append(data)
+        return cast_rows
 
 
 def save_16bit_model(

@@ -80,9 +80,9 @@ class DeepSpeedEngine(Getters, Saving, nn.Module):
         attendance(self)  # engines are numbered in the order in which they are made
 
     def _prepare(self, model: nn.Module, optimizer: Any, loader: Any, scheduler: Any) -> tuple[Any, Any, Any, Any]:
-        given = [each for each in (model, optimizer, loader, scheduler) if each is not None]
-        made = iter(self.accelerator.preparation.prepare(given))
-        return tuple(next(made) if each is not None else None for each in (model, optimizer, loader, scheduler))  # type: ignore[return-value]
+        # `prepare` hands a None back as it is.
+        prepared = self.accelerator.preparation.prepare([model, optimizer, loader, scheduler])
+        return prepared[0], prepared[1], prepared[2], prepared[3]
 
     # -- how it is made --------------------------------------------------------------------------------------------
 
@@ -136,15 +136,15 @@ class DeepSpeedEngine(Getters, Saving, nn.Module):
         Raises:
             ConfigError: `deepspeed-batch-size`, also inside a window.
         """
-        each = self.batch.micro * self.batch.width
-        if train_batch_size < 1 or train_batch_size % each:
+        samples = self.batch.micro * self.batch.width  # of one micro-batch on all ranks
+        if train_batch_size < 1 or train_batch_size % samples:
             raise ConfigError(
                 "deepspeed-batch-size",
                 f"a global batch of {train_batch_size} is no whole number of micro-batches.",
-                why=f"one on each rank is {each} samples: {self.batch.micro} x {self.batch.width} ranks",
-                fix=f"choose a multiple of {each}, such as {max(1, round(train_batch_size / each)) * each}",
+                why=f"one on each rank is {samples} samples: {self.batch.micro} x {self.batch.width} ranks",
+                fix=f"choose a multiple of {samples}, such as {max(1, round(train_batch_size / samples)) * samples}",
             )
-        self._rebatch(self.batch.micro, train_batch_size // each)
+        self._rebatch(self.batch.micro, train_batch_size // samples)
 
     def set_train_micro_batch_size(self, micro_batch_size: int) -> None:
         """Another micro-batch, as many of them; the script's loader must follow."""
@@ -178,7 +178,7 @@ class DeepSpeedEngine(Getters, Saving, nn.Module):
 
     def train(self, *inputs: Any, **named: Any) -> Any:
         """Training mode, as for any module. Called with a batch, it runs the model and returns the loss."""
-        if named.keys() <= {"mode"} and all(isinstance(each, bool) for each in inputs):
+        if named.keys() <= {"mode"} and all(isinstance(value, bool) for value in inputs):
             super().train(*inputs, **named)
             self._wrapped[0].train(self.training)
             return self
@@ -311,7 +311,7 @@ class DeepSpeedEngine(Getters, Saving, nn.Module):
         )
         if not (clip or checks or self.fp16_enabled() or self.zero_optimization()):
             return True
-        parameters = [each for each in self.module.parameters() if each.requires_grad]
+        parameters = [parameter for parameter in self.module.parameters() if parameter.requires_grad]
         self._norm = self.accelerator.clip_grad_norm_(parameters, clip or math.inf)
         return not checks or bool(torch.isfinite(self._norm))
 

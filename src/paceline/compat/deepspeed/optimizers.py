@@ -135,14 +135,17 @@ class FusedLamb(Lamb, metaclass=_StandsFor):
 
 def _muon(params: Params, lr: float = 1e-3, muon_lr: float | None = None, **named: Any) -> Optimizer:
     """torch's Muon, which steps matrices alone."""
-    found = list(params)
-    flat = [each for group in found for each in (group["params"] if isinstance(group, Mapping) else [group])]
-    others = sum(each.dim() != 2 for each in flat)
+    groups = list(params)
+    parameters = []
+    for group in groups:
+        parameters += group["params"] if isinstance(group, Mapping) else [group]
+    others = sum(parameter.dim() != 2 for parameter in parameters)
     if others:
-        why = f"Muon steps matrices, and {others} of {len(flat)} parameters are none (biases, norms, embeddings of more axes)"
+        which = f"{others} of {len(parameters)} parameters"
+        why = f"Muon steps matrices, and {which} are none (biases, norms, embeddings of more axes)"
         raise _refuse("Muon", why, "use AdamW; or hand `initialize` an optimizer of your own that steps both kinds")
-    known = inspect.signature(torch.optim.Muon).parameters
-    return torch.optim.Muon(found, lr=muon_lr or lr, **{key: value for key, value in named.items() if key in known})
+    accepted = inspect.signature(torch.optim.Muon).parameters
+    return torch.optim.Muon(groups, lr=muon_lr or lr, **{key: value for key, value in named.items() if key in accepted})
 
 
 def _of_config(name: str) -> Callable[..., Optimizer] | None:
