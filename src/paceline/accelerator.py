@@ -134,7 +134,7 @@ class Accelerator(Participant):
         decisions = [Decision(**vars(choice)) for choice in resolved.decisions]
         detected = World.detect()
         strategy_options = {name: values for name, values in settings.options.items() if name != PROFILES}
-        draft_plan = draft(vars(settings), decisions, detected.size, strategy_options)
+        draft_plan = draft(settings.by_name(), decisions, detected.size, strategy_options)
         for notice in resolved.notices:
             warn_once("config", notice)
         world = rendezvous.join(detected, cpu=settings.cpu, timeout_s=settings.timeout_s)
@@ -205,7 +205,7 @@ class Accelerator(Participant):
     def prepare(self, prepared: Prepared, /, *, device_placement: Sequence[bool] | None = None) -> Prepared: ...
     @overload
     def prepare(self, *objects: *Several, device_placement: Sequence[bool] | None = None) -> tuple[*Several]: ...
-    def prepare(self, *objects: Any, device_placement: Sequence[bool] | None = None) -> Any:
+    def prepare(self, *objects: Any, device_placement: Sequence[bool] | None = None) -> Any:  # type: ignore[misc]
         """Prepares models, optimizers, loaders and schedulers, any number in any order.
 
         To type checkers each comes back as what it was: a loop uses it alike. Where a plan wraps a model,

@@ -42,7 +42,7 @@ from paceline.planner.exhausted import watch
 from paceline.prepared import PreparedModel
 from paceline.run import Run
 from paceline.world import runtime
-from paceline.world.layout import DATA_AXES
+from paceline.world.layout import DATA_AXES, model_axes
 from paceline.world.mesh import Mesh
 
 Kind = Literal["model", "optimizer", "loader", "scheduler", "done"]
@@ -235,7 +235,7 @@ class Preparation:
         """Moves one model, lets it compute in the run's precision, applies the chain, and records it."""
         run, module, facts = self.run, model.module, model.facts
         if model.is_moved and facts.meta:
-            module._apply(lambda tensor: tensor if tensor.is_meta else tensor.to(run.device))  # type: ignore[no-untyped-call]
+            module._apply(lambda tensor: tensor if tensor.is_meta else tensor.to(run.device))
         elif model.is_moved:
             module.to(run.device)
         # Where the chain divides parameters, values come after it: no rank ever holds the whole model.
@@ -296,12 +296,13 @@ class Preparation:
         shared = {"mixed_precision": own.precision, "accumulate": own.accumulate, "recompute": own.recompute}
         notes = [Decision(name, value, "code", "prepare_model(plan=...)") for name, value in settings.items()]
         other = draft({**shared, **settings}, notes, self.run.world.size, own.options)
-        for axes in (DATA_AXES, ("pp",), ("tp",), ("cp",)):
+        for axes in (DATA_AXES, *((axis,) for axis in model_axes())):
             if other.layout.size(*axes) != own.layout.size(*axes):
                 raise PlanError(
                     "plan-width",
                     f"one run cannot hold models under {own.layout} and under {other.layout}.",
-                    why="a rank reads one share of each batch, for all models: pp, tp, cp and replicate x shard must agree",
+                    why="a rank reads one share of each batch, for all models: "
+                    f"{', '.join(model_axes())} and replicate x shard must agree",
                     fix=f"divide replicate x shard = {own.layout.width} otherwise, and leave the rest as it is",
                 )
         return other
@@ -322,9 +323,9 @@ class Preparation:
             names: of the parameters that it was built with.
         """
         prepared = self.run.prepared
-        known = prepared.optimizer_of(optimizer)
-        if known is not None:
-            return known
+        prepared_already = prepared.optimizer_of(optimizer)
+        if prepared_already is not None:
+            return prepared_already
         tied = None
         if any(strategy.removes_parameters for strategy in strategies_of(self.run.plan)):
             tied = [model.facts.tied for model in prepared.models]
@@ -364,11 +365,11 @@ class Preparation:
         run = self.run
         if isinstance(loader, PreparedLoader):
             return loader
-        for known in run.prepared.loaders:
-            if getattr(known, "original", None) is loader:
-                return known
+        for other in run.prepared.loaders:
+            if getattr(other, "original", None) is loader:
+                return other
         # Whatever is chosen for `shard`, `replicate` and `zero`, these ranks together read different samples.
-        open_axes = [axis for axis in ("tp", "pp") if axis in run.plan.open]
+        open_axes = [axis for axis in model_axes() if axis in run.plan.open]
         if open_axes:
             raise PlanError(
                 "plan-open",

@@ -328,8 +328,8 @@ class States:
             plan, owners = entry.chain.plan, entry.chain.owners
             return Gradients(
                 parameters=lambda: own_names(entry.module, entry.tied),
-                held=entry.chain.pending_gradients,
-                take=entry.chain.restore_pending,
+                pending=entry.chain.pending_gradients,
+                restore_pending=entry.chain.restore_pending,
                 layout=f"{plan.layout}, zero={plan.zero}, {', '.join(plan.strategies)}, {plan.options}",
                 ranks=run.world.size // (1 if owners is None else owners.size),
                 stale=stale,
@@ -351,7 +351,7 @@ class UnkeptStates(States):
 
     writes = False
 
-    def save(self, path: str | None, **options: object) -> str:  # type: ignore[override]
+    def save(self, path: str | None, **options: object) -> str:
         """A name that a checkpoint could have."""
         return path or "checkpoint"
 

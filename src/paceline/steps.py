@@ -101,7 +101,7 @@ class Steps:
     def _back(self, loss: torch.Tensor, **named: object) -> None:
         with self._run.explaining_memory("backward"), self._run.events.phase("backward", loss):
             try:
-                loss.backward(**named)  # type: ignore[no-untyped-call]
+                loss.backward(**named)
             except BaseException as error:
                 hangs.backward_failed(error)
                 for entry in self._prepared.models:

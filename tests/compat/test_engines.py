@@ -143,8 +143,8 @@ def test_hybrid_sharding_has_one_copy_on_each_host() -> None:
     plugin = FullyShardedDataParallelPlugin(sharding_strategy="HYBRID_SHARD")
     found = settings(plugin, WORLD_SIZE="8", LOCAL_WORLD_SIZE="4").settings
     assert (found.zero, found.replicate, found.shard) == (3, 2, "auto")
-    assert settings(plugin, GROUP_WORLD_SIZE="4").settings.replicate == 4
-    assert settings(plugin).settings.replicate == 1
+    assert settings(plugin, GROUP_WORLD_SIZE="4").settings.axes["replicate"] == 4
+    assert settings(plugin).settings.axes["replicate"] == 1
 
 
 def test_what_has_no_effect_is_told_once_with_the_reason() -> None:
@@ -192,7 +192,7 @@ def test_sizes_of_axes() -> None:
     assert axes.total_size == 16
     ulysses = settings(ParallelismConfig(sp_size=2)).settings
     assert (ulysses.cp, ulysses.options) == (2, {"context": {"method": "ulysses"}})
-    assert settings(TorchTensorParallelPlugin(tp_size=4)).settings.tp == 4
+    assert settings(TorchTensorParallelPlugin(tp_size=4)).settings.axes["tp"] == 4
     with pytest.raises(ConfigError, match="cp_size and sp_size"):
         settings(ParallelismConfig(sp_size=2, cp_size=2))
     with pytest.raises(ConfigError, match="groups follow"):

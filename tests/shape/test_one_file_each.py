@@ -71,6 +71,43 @@ class Toy(Strategy):
 STRATEGY = Toy()
 """
 
+# Ranks along the axis `halves` each hold half of every parameter, or so the planner believes.
+AXIS_STRATEGY = """
+import torch
+import torch.distributed as dist
+
+from paceline.parallel.strategy import AppliedStrategy, Strategy
+from paceline.plan.cost import Bytes
+
+
+class Halved(AppliedStrategy):
+    def __init__(self, model, group):
+        super().__init__(model)
+        model.register_forward_hook(lambda module, args, output: self.summed(output))
+        self.group = group
+
+    def summed(self, output):
+        total = output.detach().clone()
+        dist.all_reduce(total, group=self.group)
+        return output - output.detach() + total
+
+
+class Toy(Strategy):
+    name, stage, axes = "toy", 5, ("halves",)
+
+    def wanted(self, plan):
+        return plan.layout.halves > 1
+
+    def cost(self, plan, facts, before):
+        parts = plan.layout.halves
+        return Bytes(before.parameters // parts, before.gradients // parts, before.optimizer // parts, before.activations)
+
+    def apply(self, model, context):
+        return Halved(model, context.mesh.group("halves"))
+
+STRATEGY = Toy()
+"""
+
 TRACKER = """
 class Toy:
     name = "toy"
@@ -249,6 +286,56 @@ def test_a_strategy_in_a_loop(add: Add) -> None:
     assert accelerator.get_state_dict(model)["toy"] == 1
     (applied,) = accelerator.run.prepared.models[0].chain
     assert applied.calls == ["bind", "hold", "finish", "norm"]
+
+
+def test_an_axis(add: Add, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """One entry of the table and one strategy: setting, flag, variable, help, checks, mesh, planner and a real run."""
+    import torch
+    from torch import nn
+
+    from paceline import Accelerator, PlanError
+    from paceline.cli.main import main
+    from paceline.plan.facts import model_facts
+    from paceline.planner.estimate import Need, choose
+    from paceline.testing import RankFailed, run_ranks
+    from paceline.world.layout import AXES, Axis
+
+    axis = Axis("halves", "Ranks that hold halves.", divides="everything", divides_parameters=True, searched="all")
+    monkeypatch.setitem(AXES, "halves", axis)
+    monkeypatch.setenv("PACELINE_HALVES", "4")
+    assert main(["explain", "--halves", "2", "--json"]) == 0
+    rows = {row["field"]: row for row in json.loads(capsys.readouterr().out)["settings"]}
+    assert rows["halves"]["value"] == 2 and rows["halves"]["reason"] == "instead of 4 (PACELINE_HALVES)"
+    monkeypatch.delenv("PACELINE_HALVES")
+    with pytest.raises(SystemExit):
+        main(["launch", "--help"])
+    assert "Ranks that hold halves. [1]" in capsys.readouterr().out
+    with pytest.raises(PlanError, match="the plan needs 3 processes, but there is 1"):
+        Accelerator(cpu=True, plan={"halves": 3})
+
+    def run() -> tuple[str, float, list[str], float]:
+        accelerator = Accelerator(cpu=True, plan={"halves": 2})
+        linear = nn.Linear(2, 1, bias=False)
+        nn.init.ones_(linear.weight)
+        model, optimizer = accelerator.prepare(linear, torch.optim.SGD(linear.parameters(), lr=1.0))
+        output = model(torch.ones(1, 2))
+        accelerator.backward(output.sum())
+        optimizer.step()
+        plan = accelerator.plan
+        return str(plan.layout), output.item(), list(plan.strategies), linear.weight.sum().item()
+
+    with pytest.raises(RankFailed, match="no strategy serves the axis `halves`"):
+        run_ranks(run, 2)
+    add("paceline.parallel", AXIS_STRATEGY)
+    assert run_ranks(run, 2) == [("halves 2", 4.0, ["toy"], 0.0)] * 2
+
+    facts = model_facts(nn.Linear(1000, 1000))
+    alone = choose(Need((facts,)), 2, 2, 10**9)
+    assert alone.settings is not None and alone.settings["halves"] == 1
+    divided = choose(
+        Need((facts,)), 2, 2, 9_000_000, fixed={"shard": 1, "tp": 1, "pp": 1}, opened=["replicate", "halves"]
+    )
+    assert divided.settings == {"replicate": 1, "halves": 2}
 
 
 def test_a_tracker(add: Add, tmp_path: Path) -> None:

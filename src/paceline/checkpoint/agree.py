@@ -28,7 +28,7 @@ class Peers(Protocol):
     rank: int
     size: int
 
-    def gather_object(self, obj: Any) -> list[Any]:
+    def gather_object(self, obj: object) -> list[Any]:
         """One entry a rank, in rank order, on every rank."""
 
     def apart(self) -> Peers:
@@ -40,7 +40,7 @@ class Alone:
 
     rank, size = 0, 1
 
-    def gather_object(self, obj: Any) -> list[Any]:
+    def gather_object(self, obj: object) -> list[Any]:
         """A list of `obj` alone."""
         return [obj]
 
@@ -97,7 +97,7 @@ def _raise_all(ranks: list[tuple[Problem, ...]], failure: Exception | None) -> N
         raise CheckpointError.of(distinct_problems) from failure
 
 
-def distinct(peers: Peers, tree: Any) -> list[Any]:
+def distinct(peers: Peers, tree: object) -> list[Any]:
     """The different values of `tree` among the ranks, lowest rank first; equal ones travel once.
 
     Ranks: all must call; two `gather_object`s.
@@ -106,7 +106,7 @@ def distinct(peers: Peers, tree: Any) -> list[Any]:
     return list({id(value): value for value in shared_among(peers, tree)}.values())
 
 
-def shared_among(peers: Peers, tree: Any) -> list[Any]:
+def shared_among(peers: Peers, tree: object) -> list[Any]:
     """The JSON value of each rank, in rank order; equal ones travel once.
 
     Ranks: all must call; two `gather_object`s.
@@ -117,7 +117,7 @@ def shared_among(peers: Peers, tree: Any) -> list[Any]:
     return [trees[digests.index(digest)] for digest in digests]
 
 
-def _digest(tree: Any) -> str:
+def _digest(tree: object) -> str:
     return hashlib.sha256(json.dumps(tree, sort_keys=True).encode()).hexdigest()
 
 

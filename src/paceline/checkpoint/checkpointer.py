@@ -429,7 +429,7 @@ class Checkpointer:
                 try:
                     manifest = agreed(self._peers, f"verifying {path}", partial(self._verified, store, path))
                     self._verified_by_latest = path, manifest
-                    return path  # type: ignore[no-any-return]
+                    return path
                 except CheckpointError as error:
                     if self._gone(store, path):
                         break  # another run, which saves here, has removed it: look again
@@ -497,7 +497,7 @@ def _check_shared(store: Store, staged: str, rank: int) -> None:
         )
 
 
-def _write_json(store: Store, path: str, tree: Any) -> FileFact:
+def _write_json(store: Store, path: str, tree: object) -> FileFact:
     with store.open(path, "wb") as file:
         stream = Checksummed(file)
         stream.write(json.dumps(tree).encode())

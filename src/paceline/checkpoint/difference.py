@@ -191,7 +191,7 @@ def _same(one: Any, other: Any, atol: float) -> bool:
     return type(one) in numbers and type(other) in numbers and bool(abs(one - other) <= atol)
 
 
-def leaves(tree: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+def leaves(tree: object, path: str = "") -> Iterator[tuple[str, Any]]:
     """The values of a JSON tree by their paths; a list is one value, and so is what stands for a kind that JSON lacks."""
     if isinstance(tree, dict) and not any(key.startswith("$") for key in tree):
         for key, value in tree.items():

@@ -175,7 +175,7 @@ def read_tensors(path: str) -> dict[str, Tensor]:
     return dict(tensors)
 
 
-def _only_tensors(obj: Any) -> bool:
+def _only_tensors(obj: object) -> bool:
     if not isinstance(obj, Mapping):
         return False
     return all(isinstance(key, str) and isinstance(value, Tensor) for key, value in obj.items())

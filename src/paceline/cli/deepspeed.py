@@ -93,7 +93,7 @@ def run(args: argparse.Namespace) -> int:
     else:
         check_target(target_of(resolved.launch, args.script, args.script_args))
         job, more = job_of(resolved, args.script, args.script_args, env)
-        notices += [each.replace("--procs 2", "--num_gpus 2") for each in more]  # this command's own flag
+        notices += [text.replace("--procs 2", "--num_gpus 2") for text in more]  # this command's own flag
         job = replace(job, target=replace(job.target, local_rank=not args.no_local_rank))
     if not (args.quiet or args.log_level in ("error", "critical")):
         for notice in (*resolved.notices, *notices):
@@ -121,8 +121,8 @@ def _check(args: argparse.Namespace) -> None:
         problems.append(Problem("deepspeed-flag", "--module and --no_python cannot both be given.", fix=fix))
     named = args.launcher.lower()
     if named not in LAUNCHERS.names() or named == "local":
-        known = ", ".join(name for name in LAUNCHERS.names() if name != "local")
-        why, fix = f"known: {known}", "use one of these; openmpi serves for any MPI that mpirun belongs to"
+        launchers = ", ".join(name for name in LAUNCHERS.names() if name != "local")
+        why, fix = f"known: {launchers}", "use one of these; openmpi serves for any MPI that mpirun belongs to"
         problems.append(Problem("deepspeed-flag", f"there is no launcher {args.launcher!r}.", why, fix))
     for name in ("num_nodes", "num_gpus"):
         if getattr(args, name) == 0 or getattr(args, name) < -1:

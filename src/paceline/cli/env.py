@@ -67,10 +67,13 @@ def facts() -> dict[str, dict[str, Any]]:
 def relevant(env: dict[str, str]) -> dict[str, str]:
     """Variables that can change a run, sorted, without secrets."""
     rows = environment.TABLE
-    known = {*rows, *(name for each in settings_of().values() for name in (each.variable, *each.other_variables))}
+    variables = {
+        *rows,
+        *(name for setting in settings_of().values() for name in (setting.variable, *setting.other_variables)),
+    }
     shown = {}
     for name in sorted(env):
-        if name in known or name.startswith(PREFIXES):
+        if name in variables or name.startswith(PREFIXES):
             secret = rows[name].secret if name in rows else bool(_SECRET.search(name))
             shown[name] = "(hidden)" if secret else _LOGIN.sub("(hidden)@", env[name])
     return shown
@@ -83,16 +86,16 @@ def _versions() -> dict[str, str]:
 
     import paceline
 
-    found = {"paceline": paceline.__version__, "python": platform.python_version(), "torch": torch.__version__}
+    versions = {"paceline": paceline.__version__, "python": platform.python_version(), "torch": torch.__version__}
     standing = torch_version.compare(torch.__version__)
     note = "" if standing == "tested" else f" (this one is {standing}: {torch.__version__})"
-    found["torch, tested"] = torch_version.range_text() + note
+    versions["torch, tested"] = torch_version.range_text() + note
     for name in PACKAGES:
         try:
-            found[name] = version(name)
+            versions[name] = version(name)
         except PackageNotFoundError:
             continue
-    return {**found, "system": platform.platform(), "executable": sys.executable}
+    return {**versions, "system": platform.platform(), "executable": sys.executable}
 
 
 def _devices() -> dict[str, Any]:
@@ -100,18 +103,18 @@ def _devices() -> dict[str, Any]:
     import torch.distributed
 
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    found: dict[str, Any] = {"cpu cores": cores, "torch threads": torch.get_num_threads()}
+    machine: dict[str, Any] = {"cpu cores": cores, "torch threads": torch.get_num_threads()}
     if torch.accelerator.is_available():
         device = torch.accelerator.current_accelerator()
-        found["accelerator"] = f"{torch.accelerator.device_count()} x {device.type if device else 'unknown'}"
+        machine["accelerator"] = f"{torch.accelerator.device_count()} x {device.type if device else 'unknown'}"
         module = torch.get_device_module(device)
         for index in range(torch.accelerator.device_count()):
-            found[f"  {index}"] = getattr(module, "get_device_name", lambda _: "unnamed")(index)
+            machine[f"  {index}"] = getattr(module, "get_device_name", lambda _: "unnamed")(index)
     else:
-        found["accelerator"] = "none"
+        machine["accelerator"] = "none"
     available = torch.distributed.is_available()
     backends = [name for name in ("gloo", "nccl", "xccl", "mpi") if available and _has_backend(name)]
-    return {**found, "backends": ", ".join(backends) or "none"}
+    return {**machine, "backends": ", ".join(backends) or "none"}
 
 
 def _has_backend(name: str) -> bool:

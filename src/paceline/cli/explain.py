@@ -6,6 +6,7 @@ import argparse
 import json
 from dataclasses import asdict
 
+from paceline.base.errors import PlanError
 from paceline.config import schema
 from paceline.config.dialects import dialects
 from paceline.config.sources import Launch, resolve_launch
@@ -29,6 +30,8 @@ def run(args: argparse.Namespace) -> int:
             print(dialect.explain(path, schema.given(args), as_json=args.json, changed=args.changed))
             return 0
     resolved = resolve_launch(schema.given(args))
+    if resolved.run.options:
+        _check_options(resolved)
     if args.json:
         report = {
             "file": resolved.file,
@@ -40,6 +43,29 @@ def run(args: argparse.Namespace) -> int:
     else:
         print(table(resolved, changed=args.changed))
     return 0
+
+
+def _check_options(resolved: Launch) -> None:
+    """Refuses options that a run would refuse.
+
+    Raises:
+        PlanError: `plan-option`, `strategy-option`, `strategy-value`; all at once.
+    """
+    # They are read by the strategies, which need torch: without options this command does not wait for it.
+    from paceline.observe.profiles import NAME, ProfileOptions
+    from paceline.parallel.strategy import STRATEGIES
+    from paceline.plan.options import read
+    from paceline.plan.plan import Decision
+    from paceline.plan.resolve import option_problems
+
+    options = dict(resolved.run.options)
+    of_profiles = options.pop(NAME, {})
+    decisions = [Decision(**vars(row)) for row in resolved.decisions]
+    places = {row.field: row.where or row.source for row in resolved.decisions}
+    problems = option_problems(options, decisions, STRATEGIES)
+    problems += read(ProfileOptions, of_profiles, NAME, places)[1]
+    if problems:
+        raise PlanError.of(problems)
 
 
 def table(resolved: Launch, *, changed: bool = False) -> str:

@@ -76,7 +76,7 @@ def check_plan(resolved: Launch, job: Job) -> None:
     world_size = job.procs * job.nodes
     if job.assignment is not None:
         world_size = sum(len(host.ids) for host in job.assignment.hosts)
-    draft(vars(resolved.run), [Decision(**vars(row)) for row in resolved.decisions], world_size)
+    draft(resolved.run.by_name(), [Decision(**vars(row)) for row in resolved.decisions], world_size)
 
 
 def _asks_for_help(words: Sequence[str]) -> bool:
@@ -108,8 +108,8 @@ def _show(job: Job, resolved: Launch) -> int:
 
 def _launcher(job: Job, resolved: Launch) -> Launcher:
     """Who starts a job: on other hosts, whoever was named."""
-    found: Launcher = LAUNCHERS.get("local" if job.assignment is None else resolved.launch.launcher)
-    return found
+    launcher: Launcher = LAUNCHERS.get("local" if job.assignment is None else resolved.launch.launcher)
+    return launcher
 
 
 def carry_out(job: Job, resolved: Launch) -> int:

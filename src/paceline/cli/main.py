@@ -60,13 +60,13 @@ class Parser(argparse.ArgumentParser):
 
 def commands() -> dict[str, str]:
     """Every command with its one line of help, read from its file without importing it."""
-    found = {}
+    names = {}
     for path in (*_FOLDER.glob("*.py"), *_FOLDER.glob("[!_]*/*.py")):
         if not path.stem.startswith("_") and path.stem != "main":
             with path.open(encoding="utf-8") as file:
                 name = " ".join(path.relative_to(_FOLDER).with_suffix("").parts)
-                found[name] = file.readline().strip().strip('"').rstrip(".")
-    return dict(sorted(found.items()))
+                names[name] = file.readline().strip().strip('"').rstrip(".")
+    return dict(sorted(names.items()))
 
 
 def parser_for(name: str) -> Parser:
@@ -106,14 +106,14 @@ def _dispatch(words: list[str]) -> int:
 
         print(f"paceline {paceline.__version__}")
         return 0
-    known = commands()
-    group = {name: line for name, line in known.items() if name.startswith(f"{words[0]} ")}
+    commands_by_name = commands()
+    group = {name: line for name, line in commands_by_name.items() if name.startswith(f"{words[0]} ")}
     if group and words[1:2] in ([], ["-h"], ["--help"], ["help"]):
         print(_table(f"paceline {words[0]} COMMAND [options]", group))
         return 0
     name = " ".join(words[: 2 if group else 1])
-    if name not in known:
-        raise _no_command(name, words, group or known)
+    if name not in commands_by_name:
+        raise _no_command(name, words, group or commands_by_name)
     args = parser_for(name).parse(words[len(name.split()) :])
     return int(args.run(args))
 
@@ -136,9 +136,9 @@ def _overview() -> str:
     return _table(f"paceline COMMAND [options]{about}", commands())
 
 
-def _table(usage: str, known: dict[str, str]) -> str:
-    width = max(map(len, known), default=0)
-    rows = [f"  {name:<{width}}  {line}" for name, line in known.items()]
+def _table(usage: str, commands_by_name: dict[str, str]) -> str:
+    width = max(map(len, commands_by_name), default=0)
+    rows = [f"  {name:<{width}}  {line}" for name, line in commands_by_name.items()]
     more = f"`{usage.split(' [')[0]} --help` shows a command's options."
     return "\n".join([f"usage: {usage}", "", "commands:", *rows, "", more])
 

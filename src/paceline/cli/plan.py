@@ -17,19 +17,18 @@ from typing import TYPE_CHECKING
 from paceline.base.errors import ConfigError
 from paceline.config import schema
 from paceline.config.given import Given
-from paceline.config.settings import LaunchSettings, settings_of
+from paceline.config.settings import LaunchSettings, searched_settings, settings_of
 from paceline.config.sources import Launch, resolve_launch
 from paceline.launch.host import check_target
-from paceline.launch.job import target_of
+from paceline.launch.job import flag_for_script, range_of_nodes, target_of
 from paceline.launch.launcher import Target
 from paceline.planner.device import Device, device_of
+from paceline.world.layout import AXES
 
 if TYPE_CHECKING:
     from paceline.planner.report import Report
 
 _USED = ("procs", "nodes", "module", "compat", "config")  # of the launcher's own settings
-_SIZES = ("procs", "nodes", "replicate", "shard", "zero", "tp", "cp", "pp")
-_SEARCHED = ("replicate", "shard", "zero", "tp", "pp", "recompute")
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -82,9 +81,8 @@ def run(args: argparse.Namespace) -> int:
 
 def _notice_misplaced(launch: Launch, words: Sequence[str]) -> None:
     """Says that a flag behind the script is the script's: a plan for another number of ranks would be believed."""
-    from paceline.launch.job import flag_for_script
-
-    default = [row.field for row in launch.decisions if row.source == "default" and row.field in _SIZES]
+    sizes = {"procs", "nodes", "zero", *AXES}
+    default = [row.field for row in launch.decisions if row.source == "default" and row.field in sizes]
     misplaced = flag_for_script(words, [f"--{name}" for name in default])
     if misplaced:
         text = f"`{misplaced}` stands after the script, which gets it; write it before the script to plan with it."
@@ -96,7 +94,7 @@ def _split(given: Sequence[Given]) -> tuple[list[Given], list[str]]:
     asked: list[str] = []
     rest: list[Given] = []
     for setting in given:
-        if setting.name in _SEARCHED and str(setting.value).lower() == "auto":
+        if setting.name in searched_settings() and str(setting.value).lower() == "auto":
             asked.append(setting.name)
         else:
             rest.append(setting)
@@ -111,7 +109,7 @@ def _opened(launch: Launch, asked: Sequence[str], everything: bool) -> tuple[str
         chosen |= left
     elif chosen:
         chosen |= left & {"replicate", "shard", "zero"}  # they are auto by themselves, and divide the same ranks
-    return tuple(name for name in _SEARCHED if name in chosen)
+    return tuple(name for name in searched_settings() if name in chosen)
 
 
 def _predict(target: Target, launch: Launch, opened: tuple[str, ...], device: Device | None) -> Report:
@@ -123,7 +121,7 @@ def _predict(target: Target, launch: Launch, opened: tuple[str, ...], device: De
 
     settings = launch.launch
     local = 1 if settings.procs == "auto" else int(settings.procs)
-    nodes = int(str(settings.nodes).rpartition(":")[2])  # of a range, as many as may take part
+    _, nodes = range_of_nodes(settings.nodes)  # as many as may take part
     simulated = SimulatedWorld(
         world_size=local * nodes,
         local_size=local,

@@ -14,6 +14,7 @@ from paceline.config.given import Given
 from paceline.config.settings import RunSettings, settings_of
 from paceline.config.sources import resolve_launch
 from paceline.launch import host
+from paceline.launch.job import range_of_nodes
 
 CHECK = "paceline.cli._self_check"
 
@@ -33,11 +34,13 @@ def run(args: argparse.Namespace) -> int:
     given = schema.given(args)
     resolved = resolve_launch(given)
     source = {row.field: row.source for row in resolved.decisions}
-    found = 0 if resolved.run.cpu else host.accelerators().count
-    procs = resolved.launch.procs if isinstance(resolved.launch.procs, int) else max(found, 1)
+    accelerators = 0 if resolved.run.cpu else host.accelerators().count
+    procs = resolved.launch.procs if isinstance(resolved.launch.procs, int) else max(accelerators, 1)
     if source["procs"] == "default":
         procs, given = 2, (*given, Given("procs", "2", "command line", "--procs"))
-        if found == 1 and source["cpu"] == "default":  # two processes cannot share one
+        if accelerators == 1 and source["cpu"] == "default":  # two processes cannot share one
             given = (*given, Given("cpu", "true", "command line", "--cpu"))
-    words = [*schema.words(given), "--module", CHECK, "--procs", str(procs * resolved.launch.nodes)]
+    least, most = range_of_nodes(resolved.launch.nodes)
+    expected = str(procs * least) if least == most else f"{procs * least}:{procs * most}"
+    words = [*schema.words(given), "--module", CHECK, "--procs", expected]
     return main(["launch", *words])

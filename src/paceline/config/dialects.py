@@ -141,10 +141,10 @@ def dialects() -> Iterator[ConfigDialect]:
 
 def known_flags() -> dict[str, bool]:
     """The flags of all dialects that are no aliases of settings -> whether a value follows."""
-    found: dict[str, bool] = {}
+    flags: dict[str, bool] = {}
     for dialect in dialects():
-        found |= dialect.flags
-    return found
+        flags |= dialect.flags
+    return flags
 
 
 def known_by_a_dialect(given: Given) -> bool:

@@ -128,18 +128,18 @@ def _read_block(path: str, block: yaml.MappingNode, prefix: str, content: Conten
 def _read_key(path: str, name: str, node: yaml.Node, where: str, content: Content) -> None:
     own = settings_of().get(own_name(name))
     if name == options.NAME:
-        for each in options.read_node(node, "file", path):
-            if isinstance(each, Problem):
-                content.problems.append(each)
+        for option in options.read_node(node, "file", path):
+            if isinstance(option, Problem):
+                content.problems.append(option)
             else:
-                content.given.append(each)
+                content.given.append(option)
         return
     if own is not None and own.in_file:
         _read_setting(name, node, where, content)
         return
-    told = Given(name, None if options.is_null(node) else options.value_of(node), "file", where)
-    if known_by_a_dialect(told):
-        content.given += [told] if told.value is not None else []
+    value = Given(name, None if options.is_null(node) else options.value_of(node), "file", where)
+    if known_by_a_dialect(value):
+        content.given += [value] if value.value is not None else []
         return
     text = node.value if isinstance(node, yaml.ScalarNode) else f"a {_kind(node)}"
     verdict = judged(Given(name, text, "file", where))
@@ -157,8 +157,8 @@ def _read_setting(name: str, node: yaml.Node, where: str, content: Content) -> N
         return
     if isinstance(node, yaml.ScalarNode):
         content.given.append(Given(name, node.value, "file", where))
-    elif isinstance(node, yaml.SequenceNode) and all(isinstance(each, yaml.ScalarNode) for each in node.value):
-        content.given.append(Given(name, ",".join(each.value for each in node.value), "file", where))
+    elif isinstance(node, yaml.SequenceNode) and all(isinstance(item, yaml.ScalarNode) for item in node.value):
+        content.given.append(Given(name, ",".join(item.value for item in node.value), "file", where))
     else:
         expected = settings_of()[own_name(name)].kind.expected
         why, fix = f"it comes from {where}; expected: {expected}", f"write `{name}: VALUE` on one line"

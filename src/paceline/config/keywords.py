@@ -69,7 +69,7 @@ def _checked_function(function: Any) -> Any:
         return function  # it takes every name, and passes them on
 
     @wraps(function)
-    def call(*args: Any, **named: Any) -> Any:
+    def call(*args: object, **named: object) -> Any:
         try:
             return function(*args, **named)
         except TypeError:

@@ -110,17 +110,17 @@ def translate(given: Sequence[Given]) -> tuple[Given, ...]:
     """Says the same with settings of ours; what is refused, and what is no flag of this table, stays as it is."""
     translated: list[Given] = []
     conf: list[str] = []
-    for each in given:
-        row = _FLAGS.get(each.name)
+    for flag in given:
+        row = _FLAGS.get(flag.name)
         if row is None or row.means is None:
-            translated.append(each)
+            translated.append(flag)
         else:
-            settings = row.means(str(each.value))
-            translated += [Given(name, value, each.source, each.where) for name, value in settings.items()]
+            settings = row.means(str(flag.value))
+            translated += [Given(name, value, flag.source, flag.where) for name, value in settings.items()]
         if translated[-1].name == "rdzv_conf":
             # torchrun's --rdzv-id is one more entry of --rdzv-conf, where otherwise the last flag wins.
             conf.append(str(translated[-1].value))
-            translated[-1] = Given("rdzv_conf", ",".join(filter(None, conf)), each.source, each.where)
+            translated[-1] = Given("rdzv_conf", ",".join(filter(None, conf)), flag.source, flag.where)
     return tuple(translated)
 
 

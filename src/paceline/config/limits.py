@@ -89,7 +89,7 @@ def _check_aliases(root: Any, name: str) -> None:
     _check(size_of(root, 1), 0, name)
 
 
-def check_size(value: Any, name: str) -> None:
+def check_size(value: object, name: str) -> None:
     """Refuses nested mappings and lists that hold more than a config does, or themselves.
 
     Raises:

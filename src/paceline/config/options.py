@@ -79,11 +79,11 @@ def read_node(node: yaml.Node, source: str, file: str) -> Iterator[Given | Probl
 def merge(given: Iterable[Given]) -> tuple[dict[str, dict[str, Any]], tuple[Choice, ...]]:
     """Takes for each option the value of the strongest source, and says which one that was."""
     choices: dict[str, Choice] = {}
-    own = [each for each in given if each.name.startswith(f"{NAME}.")]
-    for each in sorted(own, key=lambda one: SOURCES.index(one.source)):
-        before = choices.get(each.name)
+    own = [value for value in given if value.name.startswith(f"{NAME}.")]
+    for value in sorted(own, key=lambda one: SOURCES.index(one.source)):
+        before = choices.get(value.name)
         instead = f"instead of {before.value} ({before.where})" if before else ""
-        choices[each.name] = Choice(each.name, each.value, each.source, each.where, instead)
+        choices[value.name] = Choice(value.name, value.value, value.source, value.where, instead)
     merged: dict[str, dict[str, Any]] = {}
     for name, choice in choices.items():
         _, strategy, option = name.split(".", 2)
@@ -160,7 +160,7 @@ def _place(node: yaml.Node, file: str) -> str:
     return file.rstrip(":") if file.endswith(":") else f"{file}:{node.start_mark.line + 1}"
 
 
-def _wrong(name: str, given: Given, expected: str, value: Any = None) -> Problem:
+def _wrong(name: str, given: Given, expected: str, value: object = None) -> Problem:
     return Problem(
         "config-value",
         f"{name} cannot be {short_repr(given.value if value is None else value)}.",

@@ -26,6 +26,7 @@ from paceline.config.kinds import (
     whole,
     whole_or_range,
 )
+from paceline.world.layout import AXES, DATA_AXES, Axis, listed_axes, model_axes
 
 # A file each in `paceline/precision/`, which this package, that does without torch, knows by name alone.
 PRECISIONS = Registry("paceline.precision", "PRECISION", "paceline.precisions")
@@ -91,7 +92,7 @@ def own_name(name: str) -> str:
     return ""
 
 
-def setting(default: Any, kind: Kind, doc: str, group: str, **names: Any) -> Any:
+def setting(default: object, kind: Kind, doc: str, group: str, **names: object) -> Any:
     """Declares a field of a settings class; `names` are the remaining attributes of `Setting`."""
     metadata = {"kind": kind, "doc": doc, "group": group, **names}
     if isinstance(default, dict):
@@ -99,15 +100,31 @@ def setting(default: Any, kind: Kind, doc: str, group: str, **names: Any) -> Any
     return field(default=default, metadata=metadata)
 
 
-@cache
 def settings_of(*classes: type) -> Mapping[str, Setting]:
     """All settings of `classes` (of both where none is named), by name, in order of definition."""
-    found = {}
-    for cls in classes or (LaunchSettings, RunSettings):
-        for each in fields(cls):
-            default = each.default if each.default_factory is MISSING else each.default_factory()
-            found[each.name] = Setting(each.name, default, **each.metadata)
-    return found
+    return _settings_of(classes or (LaunchSettings, RunSettings), tuple(listed_axes()))
+
+
+@cache
+def _settings_of(classes: tuple[type, ...], axes: tuple[Axis, ...]) -> Mapping[str, Setting]:
+    settings: dict[str, Setting] = {}
+    for cls in classes:
+        for definition in fields(cls):
+            if definition.name == "axes":
+                for axis in axes:
+                    settings[axis.name] = Setting(axis.name, axis.default, whole(1, auto=True), axis.doc, _LAYOUT)
+                continue
+            default = definition.default
+            if definition.default_factory is not MISSING:
+                default = definition.default_factory()
+            settings[definition.name] = Setting(definition.name, default, **definition.metadata)
+    return settings
+
+
+def searched_settings() -> list[str]:
+    """Settings that a search for a plan may choose."""
+    searched = [name for name in model_axes() if AXES[name].searched]
+    return [*DATA_AXES, "zero", *searched, "recompute"]
 
 
 _PROCESSES, _NODES, _SUPERVISION, _LAUNCH = "processes", "several nodes", "logs and restarts", "what to launch"
@@ -140,24 +157,8 @@ class RunSettings:
         30.0, seconds(zero=True),
         "Seconds that a rank waits for others before it is reported who waits where, and for whom; 0: never.", _DEVICE,
     )  # fmt: skip
-    replicate: int | str = setting(
-        "auto", whole(1, auto=True), "Copies of the model, each fed other samples; auto: what the other axes leave.",
-        _LAYOUT,
-    )  # fmt: skip
-    shard: int | str = setting(
-        "auto", whole(1, auto=True),
-        "Ranks that share one copy of what `zero` names, each fed other samples; auto: 1, or all that the other axes "
-        "leave where zero is given.", _LAYOUT,
-    )  # fmt: skip
-    tp: int | str = setting(
-        1, whole(1, auto=True), "Ranks that divide each layer's matrices (tensor parallel).", _LAYOUT,
-    )  # fmt: skip
-    cp: int | str = setting(
-        1, whole(1, auto=True), "Ranks that divide each sequence (context parallel).", _LAYOUT,
-    )  # fmt: skip
-    pp: int | str = setting(
-        1, whole(1, auto=True), "Ranks that divide the layers among them (pipeline parallel).", _LAYOUT
-    )
+    # One setting for each entry of `AXES`, called as the axis is.
+    axes: Mapping[str, int | str] = field(default_factory=lambda: {axis.name: axis.default for axis in listed_axes()})
     zero: int | str = setting(
         "auto", whole(0, auto=True, maximum=3),
         "What ranks along shard divide: 1 optimizer states, 2 gradients too, 3 parameters too; auto: 3 where shard is "
@@ -202,6 +203,19 @@ class RunSettings:
         "no", some_of("wall-clock", "flops", "comms", "memory", none="no", every="all"),
         "What is measured while the run goes on, joined by commas, and told on the main process.", _SUPERVISION,
     )  # fmt: skip
+
+    @classmethod
+    def of(cls, values: Mapping[str, Any]) -> RunSettings:
+        """Settings from their values by name."""
+        axes = {name: value for name, value in values.items() if name in AXES}
+        others = {name: value for name, value in values.items() if name not in AXES}
+        return cls(axes=axes, **others)
+
+    def by_name(self) -> dict[str, Any]:
+        """The values by the names of the settings."""
+        values = {**vars(self), **self.axes}
+        del values["axes"]
+        return values
 
 
 @dataclass(frozen=True)

@@ -98,8 +98,8 @@ def resolve_run(
     given = _from_code(code, plan, options, problems)
     handed = _handed(env[HANDED]) if HANDED in env else []
     # A door may repeat what a file says in a variable of its library: the file stays what is named as its source.
-    repeated = {(each.name, str(each.value)) for each in handed}
-    given += [each for each in _from_env(env, RunSettings) if (each.name, str(each.value)) not in repeated]
+    repeated = {(value.name, str(value.value)) for value in handed}
+    given += [value for value in _from_env(env, RunSettings) if (value.name, str(value.value)) not in repeated]
     if HANDED in env:
         given += handed
     elif env.get("PACELINE_CONFIG"):
@@ -110,10 +110,10 @@ def resolve_run(
     values, decisions = _merge(RunSettings, given, problems)
     _raise(problems)
     notices = (*_notices(unused), *_unknown_variables(env))
-    return Resolved(RunSettings(**values), decisions, notices)
+    return Resolved(RunSettings.of(values), decisions, notices)
 
 
-def _from_code(code: Mapping[str, Any], plan: Any, options: Any, problems: list[Problem]) -> list[Given]:
+def _from_code(code: Mapping[str, Any], plan: Any, options: object, problems: list[Problem]) -> list[Given]:
     """What the script said, the weakest first: values within one source are taken in order."""
     given: list[Given] = []
     is_text = isinstance(plan, str | Path)
@@ -229,7 +229,7 @@ def resolve_launch(flags: Sequence[Given] = (), env: Mapping[str, str] | None = 
     _raise(problems)
     notices = (*filter(None, map(notice_of, unused)), *_notices(idle), *_unknown_variables(env))
     rows = decisions + run_decisions
-    return Launch(LaunchSettings(**values), RunSettings(**run_values), rows, (*unused, *idle), notices, path)
+    return Launch(LaunchSettings(**values), RunSettings.of(run_values), rows, (*unused, *idle), notices, path)
 
 
 def hand_over(decisions: Iterable[Choice]) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sized
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
@@ -119,7 +119,7 @@ def _outer(loader: DataLoader[Any]) -> Any:
     return loader.sampler if loader.batch_sampler is None else loader.batch_sampler
 
 
-def _regular(sampler: object) -> bool:
+def _regular(sampler: Any) -> bool:
     """Whether this is torch's own batch sampler: the DataLoader's, or one like it in the sampler's place."""
     return type(sampler).__iter__ is BatchSampler.__iter__
 
@@ -145,7 +145,7 @@ def _problems(loader: DataLoader[Any], source: Source | None, seed: int, width: 
         problems.append(Problem(
             "data-empty",
             f"the loader over {kind} gives no samples.",
-            f"len(dataset) = {len(loader.dataset)}; its sampler has no entry for epoch 0",
+            f"len(dataset) = {len(cast(Sized, loader.dataset))}; its sampler has no entry for epoch 0",
             "check the path or the filter that the dataset is made with",
         ))  # fmt: skip
     batch, _ = _sizes(loader)

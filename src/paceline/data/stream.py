@@ -6,10 +6,10 @@ rank at end    takes part with a copy of an earlier batch of its own, of weight 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sized
 from dataclasses import replace
 from itertools import count, islice
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch.utils.data import BatchSampler, DataLoader
@@ -248,7 +248,7 @@ class StreamFeed:
 
     def steps(self, epoch: int) -> int:
         """By the dataset's own length; TypeError where it has none."""
-        return self.plan.steps(len(self._dataset))
+        return self.plan.steps(len(cast(Sized, self._dataset)))
 
     def samples(self, epoch: int) -> int | None:
         """The dataset's own length, where it has one."""

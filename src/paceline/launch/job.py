@@ -61,7 +61,7 @@ def job_of(settings: Launch, script: str, args: Sequence[str], env: Mapping[str,
     if launch.compat:
         variables["PACELINE_COMPAT"] = launch.compat
     nodes, numbered = _nodes(settings, env, notices)
-    least = _range(launch.nodes)[0]
+    least = range_of_nodes(launch.nodes)[0]
     job = Job(
         target, procs, nodes.nodes, least if least < nodes.nodes else 0, nodes.node, numbered,
         nodes.address or "127.0.0.1", nodes.port or 0, grace_s=launch.grace_s,
@@ -91,8 +91,8 @@ def flag_for_script(args: Sequence[str], flags: Collection[str]) -> str:
     return ""
 
 
-def _range(nodes: int | str) -> tuple[int, int]:
-    """The fewest and the most nodes."""
+def range_of_nodes(nodes: int | str) -> tuple[int, int]:
+    """The fewest and the most nodes of the setting `nodes`."""
     least, _, most = str(nodes).partition(":")
     return int(least), int(most or least)
 
@@ -102,7 +102,7 @@ def _nodes(settings: Launch, env: Mapping[str, str], notices: list[str]) -> tupl
 
     As said, or as srun or mpirun says that started them.
     """
-    launch, most = settings.launch, _range(settings.launch.nodes)[1]
+    launch, most = settings.launch, range_of_nodes(settings.launch.nodes)[1]
     said = {row.field for row in settings.decisions if row.source != "default"}
     around = World() if "nodes" in said or "RANK" in env else World.detect(env)
     if around.size > 1:
@@ -116,7 +116,7 @@ def _nodes(settings: Launch, env: Mapping[str, str], notices: list[str]) -> tupl
         notices.append(f"node {around.rank} of {around.size}, as {around.source} says.")
         port = launch.main_port or around.port
         return World(node=around.rank, nodes=around.size, address=around.address, port=port), True
-    # torchrun's c10d numbers no nodes, nor do accelerate's files that name it: their machine_rank says nothing then.
+    # torchrun's c10d numbers no nodes, nor do config files that name it: their rank of the machine says nothing then.
     numbered = "node_rank" in said and launch.rdzv_backend == "static"
     if most > 1 and launch.main_address is None and (launch.node_rank > 0 or isinstance(launch.nodes, str)):
         raise LaunchError(
@@ -187,7 +187,7 @@ def _shown_ranks(settings: Launch, procs: int) -> frozenset[int] | None:
     if text == "all":
         return None
     ranks = frozenset(rank for part in text.split(",") for rank in _span(part))
-    size = procs * _range(settings.launch.nodes)[1]
+    size = procs * range_of_nodes(settings.launch.nodes)[1]
     missing = sorted(rank for rank in ranks if rank >= size)
     if missing or not ranks:
         where = next(row.where for row in settings.decisions if row.field == "ranks")

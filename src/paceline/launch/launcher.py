@@ -232,8 +232,10 @@ class Failure:
             return f"rank {self.rank} left with exit code {self.code} while {others} still waited for it."
         if self.code >= 0:
             return f"rank {self.rank} failed with exit code {self.code}."
-        known = -self.code in set(signal.Signals)
-        return f"rank {self.rank} was ended by {signal.Signals(-self.code).name if known else f'signal {-self.code}'}."
+        has_name = -self.code in set(signal.Signals)
+        return (
+            f"rank {self.rank} was ended by {signal.Signals(-self.code).name if has_name else f'signal {-self.code}'}."
+        )
 
     @property
     def exit_code(self) -> int:

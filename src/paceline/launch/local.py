@@ -35,12 +35,11 @@ from paceline.launch.output import Output
 from paceline.launch.processes import PARCEL, Reaper, Worker, ask, settle, spawn, stop, sweep
 from paceline.launch.report import begun, describe
 from paceline.launch.rounds import End, Report, Round
+from paceline.launch.script_libraries import script_libraries
 from paceline.launch.signals import Signals
 
 _SIGN_OF_LIFE_S = 0.2
 _INTERRUPT_S = 3.0  # an ordinary script ends by Ctrl-C at once; one that is here still saves, or hangs
-# A script for DeepSpeed makes an engine and an optimizer; torch loads its compiler's front (0.8 s) with the first of those.
-_IMPORTS_BY_LIBRARY = {"deepspeed": ("torch._dynamo", "paceline.compat.deepspeed.initialize")}
 
 
 class LocalLauncher:
@@ -85,6 +84,9 @@ def world_table(
     first, size = sum(procs[:node]), sum(procs)
     local_size = procs[node] if node < len(procs) else job.procs  # a wrong number is told later, by `host.check`
     share = len(job.cores) // max(local_size, 1)
+    expected_by_script: dict[str, str] = {}
+    for library in script_libraries(job.compat.split(",")):
+        expected_by_script |= library.variables(local_size, node, len(procs))
     return tuple(
         Process(
             first + local_rank,
@@ -104,17 +106,12 @@ def world_table(
                 "TORCHELASTIC_MAX_RESTARTS": str(job.max_restarts),
                 "TORCHELASTIC_USE_AGENT_STORE": "False",  # rank 0 holds the store: a new one for each round
                 **({"PACELINE_RUN": run} if run else {}),
-                **(_of_deepspeed(local_size, node, len(procs)) if "deepspeed" in job.compat else {}),
+                **expected_by_script,
             },
             job.cores[local_rank * share : (local_rank + 1) * share],
         )
         for local_rank in range(local_size)
     )
-
-
-def _of_deepspeed(local_size: int, node: int, nodes: int) -> dict[str, str]:
-    """What scripts for DeepSpeed's launcher read besides."""
-    return {"LOCAL_SIZE": str(local_size), "CROSS_RANK": str(node), "CROSS_SIZE": str(nodes)}
 
 
 class LocalHandle:
@@ -383,9 +380,8 @@ def import_before_forking(libraries: Iterable[str]) -> None:
     """Imports torch, and what scripts for these libraries are sure to need: once, and not once in each process."""
     with uncollected():
         importlib.import_module("torch")
-        for library in libraries:
-            # These packages stand on floors above this one: they are looked up, not imported.
-            for name in _IMPORTS_BY_LIBRARY.get(library, ()):
+        for library in script_libraries(libraries):
+            for name in library.imports:
                 importlib.import_module(name)
 
 

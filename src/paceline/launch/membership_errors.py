@@ -52,11 +52,11 @@ def cut_off(lost: str, here: int, before: int) -> Problem:
 
 def unanswered(join_timeout_s: float, answers: Mapping[Place, str]) -> Problem:
     """No run was found."""
-    told = ", ".join(f"{place[0]}:{place[1]} {_ANSWERS.get(how, how)}" for place, how in answers.items())
+    answers_shown = ", ".join(f"{place[0]}:{place[1]} {_ANSWERS.get(how, how)}" for place, how in answers.items())
     return Problem(
         "launch-address",
         f"node 0 does not answer within {join_timeout_s:g} s.",
-        f"--main-address, --main-port: {told or 'this host'}",
+        f"--main-address, --main-port: {answers_shown or 'this host'}",
         "start node 0 too, let its firewall pass that port, or wait longer with --rdzv-conf timeout=600",
     )
 

@@ -20,6 +20,7 @@ from typing import Any
 from paceline.base import env as environment
 from paceline.base.errors import ConfigError, LaunchError
 from paceline.base.exits import PREEMPTED
+from paceline.config.dialects import DIALECTS
 from paceline.config.given import Choice
 from paceline.config.keywords import checked_keywords
 from paceline.config.settings import RunSettings, settings_of
@@ -145,10 +146,12 @@ def _job(
         )
     name = getattr(function, "__qualname__", type(function).__name__)
     target = Target("function", name, function=partial(function, *args))
-    served = any(getattr(finder, "library", None) == "accelerate" for finder in sys.meta_path)
+    # The processes are served the same libraries as this session.
+    finders = [getattr(finder, "library", "") for finder in sys.meta_path]
+    served = [library for library in DIALECTS.own_names() if library in finders]
     return Job(
         target, procs, start="exec", env={**handed, "OMP_NUM_THREADS": str(threads)},
-        tee=dict.fromkeys(range(procs), 3), mark="", compat="accelerate" if served else "",
+        tee=dict.fromkeys(range(procs), 3), mark="", compat=",".join(served),
     )  # fmt: skip
 
 

@@ -48,6 +48,6 @@ def alive(group: int, kind: int = 0) -> bool:
 
 
 if __name__ == "__main__":
-    for each in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(each, signal.SIG_IGN)  # its end is the end of its input
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)  # its end is the end of its input
     main()

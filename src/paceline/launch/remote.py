@@ -249,8 +249,8 @@ def _launch(assignment: Assignment, node: int, place: Place | None) -> int:
     from paceline.launch.report import describe
 
     try:
-        told = assignment.settings_of(node, place)
-        job, notices = job_of(told, assignment.script, assignment.args, environment.snapshot())
+        settings = assignment.settings_of(node, place)
+        job, notices = job_of(settings, assignment.script, assignment.args, environment.snapshot())
         for notice in notices if node == 0 else ():  # hosts are alike: once is enough
             print(f"paceline: {notice}", file=sys.stderr, flush=True)
         everything = dict.fromkeys(range(job.procs), 3)
@@ -302,20 +302,20 @@ class Watch:
         beats = False
         while status is None or self._pipes:
             inputs = [*self._pipes, self._signals.read, *([0] if self._channel else [])]
-            for each in select.select(inputs, [], [], 0.5)[0]:
-                if each in self._pipes:
-                    self._copy(each)
-                elif each == 0:
+            for readable in select.select(inputs, [], [], 0.5)[0]:
+                if readable in self._pipes:
+                    self._copy(readable)
+                elif readable == 0:
                     beats = self._listen() or beats
                 else:
-                    os.read(each, 64)
+                    os.read(readable, 64)
             for number in self._signals.take_new():
                 self._send(number)
             if self._channel is not None and beats and time.monotonic() - self._last_heard_at > _SILENCE_S:
                 self._lose(f"nothing was heard from where the run was started for {_SILENCE_S:g} s")
             if status is None:
-                pid, found = os.waitpid(child, os.WNOHANG)
-                status = found if pid else None
+                pid, waited = os.waitpid(child, os.WNOHANG)
+                status = waited if pid else None
                 if status is None and time.monotonic() > self._kill_at:
                     self._send(signal.SIGKILL)
         self._signals.leave()

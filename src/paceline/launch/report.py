@@ -7,6 +7,7 @@ import signal
 
 from paceline.base.connections import closed
 from paceline.base.errors import Problem
+from paceline.config.dialects import DIALECTS
 from paceline.config.schema import launch_flags
 from paceline.launch.cores import BACKTRACE
 from paceline.launch.launcher import Job, Outcome, Target
@@ -57,7 +58,7 @@ def problem_of(outcome: Outcome, job: Job) -> Problem:
         fix += "must make the same calls, as often. `--debug` names the line at which each rank is"
     elif closed(failure.report) and "--debug" not in failure.report:
         fix += "; with `--debug` the line is named at which each rank is"
-    for library in ("accelerate", "deepspeed"):
+    for library in DIALECTS.own_names():
         if f"No module named '{library}'" in failure.report and library not in job.compat:
             fix = f"`paceline launch --compat {library}` serves {library}'s names"
     if failure.code < 0:

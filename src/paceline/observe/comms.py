@@ -184,7 +184,7 @@ class Comms:
             return own
         mine = {key: list(latencies) for key, latencies in self._calls.items()}
         everyone = [mine] if collectives is None else collectives.gather_object(mine)
-        return [self._compared(each, everyone) for each in own]
+        return [self._compared(row, everyone) for row in own]
 
     def _compared(self, own: Traffic, everyone: list[dict[Key, list[float]]]) -> Traffic:
         key = (own.op, own.size_bytes, own.ranks)

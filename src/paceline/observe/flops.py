@@ -238,14 +238,14 @@ class Counter(dispatch.TorchDispatchMode):
 @cache
 def formulas() -> Mapping[Operation, Callable[..., int]]:
     """torch's formulas by operator, and for attention on CPUs and fused recurrent layers, which it has none for."""
-    known: dict[Operation, Callable[..., int]] = dict(flop_registry)
+    counters: dict[Operation, Callable[..., int]] = dict(flop_registry)
     for name in ("_scaled_dot_product_flash_attention", "_scaled_dot_product_flash_attention_backward"):
         on_cpu = name.replace("attention", "attention_for_cpu")
-        known.setdefault(dispatch.aten(on_cpu), known[dispatch.aten(name)])
+        counters.setdefault(dispatch.aten(on_cpu), counters[dispatch.aten(name)])
     for layer, weights_of in (("mkldnn_rnn_layer", _two_matrices), ("_cudnn_rnn", _list_of_matrices)):
-        known.setdefault(dispatch.aten(layer), partial(_recurrent, 1, weights_of))
-        known.setdefault(dispatch.aten(f"{layer}_backward"), partial(_recurrent, 2, weights_of))
-    return known
+        counters.setdefault(dispatch.aten(layer), partial(_recurrent, 1, weights_of))
+        counters.setdefault(dispatch.aten(f"{layer}_backward"), partial(_recurrent, 2, weights_of))
+    return counters
 
 
 def _two_matrices(first: torch.Tensor, second: torch.Tensor, *rest: object) -> Sequence[torch.Tensor]:

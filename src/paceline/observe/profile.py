@@ -69,7 +69,7 @@ def _activities(wanted: Sequence[str | ProfilerActivity] | None) -> list[Profile
     if wanted is None:
         return None
     here = {activity.name.lower(): activity for activity in supported_activities()}
-    names = [one.lower() if isinstance(one, str) else one.name.lower() for one in wanted]
+    names = [entry.lower() if isinstance(entry, str) else entry.name.lower() for entry in wanted]
     lacking = sorted(set(names) - set(here))
     if lacking:
         raise ConfigError(

@@ -53,7 +53,7 @@ class Accumulation:
         steps: micro-batches in a window.
         sync: whether the micro-batch at hand ends its window.
         weigh: False gives every micro-batch and rank the same weight, and lets a script hold its windows itself: outside
-            of `window`, `sync` stays what it was set to (what accelerate does).
+            of `window`, `sync` stays what it was set to.
         sync_at_end: whether the end of a loader ends the window.
         began: whether some backward pass went this way.
         passes: how many did.

@@ -76,7 +76,7 @@ class PreparedOptimizer(Optimizer):
         """What the next loss is multiplied by: 1.0 but under fp16."""
         return 1.0 if self._scaler is None else self._scaler.loss_scale
 
-    cur_scale = loss_scale  # as scripts written for DeepSpeed read it
+    cur_scale = loss_scale  # the name that loss scalers of other libraries have for it
 
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """One optimizer step where the window ends; nothing in between.

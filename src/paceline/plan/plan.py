@@ -68,7 +68,7 @@ class Plan:
     def fully_sharded(self) -> bool:
         """Whether the `shard` axis is served by FSDP2: always where parameters are divided, and for a lower stage where
         tensor or pipeline ranks hold parts of the model too, which our own stages 1 and 2 do not divide again."""
-        return self.layout.shard > 1 and (self.zero == 3 or self.layout.size("tp", "pp") > 1)
+        return self.layout.shard > 1 and (self.zero == 3 or self.layout.parameter_parts > 1)
 
     def explain(self) -> str:
         """The whole plan as text: a heading, one line for each decision, and one for all that nobody chose."""
@@ -86,4 +86,4 @@ class Plan:
 
     def to_json(self) -> str:
         """The plan as JSON text; values that JSON lacks are written as their `str`."""
-        return json.dumps(asdict(self), default=str, sort_keys=True)
+        return json.dumps({**asdict(self), "layout": self.layout.sizes()}, default=str, sort_keys=True)

@@ -100,7 +100,8 @@ def _sizes(settings: Mapping[str, Any], world_size: int) -> tuple[dict[str, int]
 def _open(settings: Mapping[str, Any], decisions: Iterable[Decision]) -> tuple[str, ...]:
     """What somebody left to be chosen: "auto" that was said, and what follows from it where nothing else was."""
     said = {decision.field for decision in decisions if decision.value == "auto" and decision.source != "default"}
-    left_open = said & {"shard", "zero", "tp", "pp"}
+    searched = {axis.name for axis in AXES.values() if axis.searched}
+    left_open = said & {"shard", "zero", *searched}
     follows = ["shard", "zero"] if left_open & {"shard", "zero"} else []
     if left_open:
         follows.append("replicate")
@@ -141,7 +142,7 @@ def resolve(
     chosen = [strategy for strategy in strategies if strategy.wanted(plan) and strategy.concerns(models)]
 
     problems = [*found, *model_problems(plan, models), *_unserved_axes(plan, chosen, strategies)]
-    problems += _option_problems(plan, strategies)
+    problems += option_problems(plan.options, plan.decisions, strategies)
     for strategy in chosen:
         for facts in models:
             problems += strategy.check(plan, facts)
@@ -175,12 +176,20 @@ def _unserved_axes(plan: Plan, chosen: Iterable[Pass], strategies: Iterable[Pass
     return problems
 
 
-def _option_problems(plan: Plan, strategies: Iterable[Pass]) -> list[Problem]:
-    """What is wrong with the options, those of strategies that this plan does not use included."""
+def option_problems(
+    options: Mapping[str, Mapping[str, Any]], decisions: Iterable[Decision], strategies: Iterable[Pass]
+) -> list[Problem]:
+    """What is wrong with the options of strategies, those that a plan does not use included.
+
+    Args:
+        options: by the name of the strategy.
+        decisions: where each was said.
+        strategies: all there are.
+    """
     by_name = {strategy.name: strategy for strategy in strategies}
-    places = {decision.field: decision.where or decision.source for decision in plan.decisions}
+    places = {decision.field: decision.where or decision.source for decision in decisions}
     problems: list[Problem] = []
-    for name, given in plan.options.items():
+    for name, given in options.items():
         if name in by_name:
             problems += read(by_name[name].Options, given, name, places)[1]
             continue

@@ -37,15 +37,15 @@ def size_matches(plan: Plan, world_size: int) -> list[Problem]:
 
 def precision_known(plan: Plan, world_size: int) -> list[Problem]:
     """The precision is registered."""
-    known = PRECISIONS.names()
-    if plan.precision in known:
+    precisions = PRECISIONS.names()
+    if plan.precision in precisions:
         return []
     return [
         Problem(
             "plan-precision",
             f"there is no precision called {plan.precision!r}.",
             why=origin(plan, "mixed_precision"),
-            fix=f"use one of {', '.join(known)}",
+            fix=f"use one of {', '.join(precisions)}",
         )
     ]
 

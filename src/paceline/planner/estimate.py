@@ -8,25 +8,25 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import product
+from math import prod
 from typing import Any
 
 from paceline.base.errors import PlanError
+from paceline.config.settings import searched_settings
 from paceline.parallel.strategy import STRATEGIES, Strategy
 from paceline.plan.cost import Bytes
 from paceline.plan.facts import ModelFacts
 from paceline.plan.plan import Decision, Plan
 from paceline.plan.resolve import draft, resolve
 from paceline.planner.device import GIB
-from paceline.world.layout import AXES
-
-OPEN = ("replicate", "shard", "zero", "recompute", "tp", "pp")  # what a search may decide
+from paceline.world.layout import AXES, listed_axes, model_axes
 
 _DIVIDED_BY_STAGE = {
     1: "optimizer states",
     2: "gradients and optimizer states",
     3: "parameters, gradients and optimizer states",
 }
-_DIVIDED_BY_AXIS = {"tp": "the matrices of each layer", "cp": "each sequence", "pp": "the layers"}
 
 
 @dataclass(frozen=True)
@@ -77,10 +77,12 @@ def estimate(plan: Plan, need: Need, strategies: Iterable[Strategy] | None = Non
     activations = need.activations  # of the whole run: counted with the first model
     for facts in need.models:
         alone = Bytes.alone(facts, activations=activations)
-        held = Bytes(alone.parameters, alone.gradients, int(need.states * 4 * facts.trainable), alone.activations)
+        bytes_of_model = Bytes(
+            alone.parameters, alone.gradients, int(need.states * 4 * facts.trainable), alone.activations
+        )
         for name in plan.strategies:
-            held = by_name[name].cost(plan, facts, held)
-        total = Bytes(*(getattr(total, name) + getattr(held, name) for name in vars(total)))
+            bytes_of_model = by_name[name].cost(plan, facts, bytes_of_model)
+        total = Bytes(*(getattr(total, name) + getattr(bytes_of_model, name) for name in vars(total)))
         activations = 0
     return total
 
@@ -91,7 +93,7 @@ def choose(
     local_size: int,
     usable: int,
     fixed: Mapping[str, Any] | None = None,
-    opened: Sequence[str] = OPEN,
+    opened: Sequence[str] | None = None,
     skip: Sequence[Mapping[str, Any]] = (),
 ) -> Chosen:
     """The cheapest plan that fits.
@@ -101,9 +103,10 @@ def choose(
         world_size, local_size: ranks in all, and on one node.
         usable: bytes on each rank.
         fixed: settings that stay as they are.
-        opened: names of settings that may be chosen.
+        opened: names of settings that may be chosen; all that a search knows where it is None.
         skip: settings that do not fit, as is known by other means.
     """
+    opened = searched_settings() if opened is None else opened
     closed = {name: value for name, value in (fixed or {}).items() if name not in opened}
     rejected: list[Rejected] = []
     for settings in candidates(world_size, local_size, closed, opened):
@@ -115,10 +118,10 @@ def choose(
         except PlanError as error:
             rejected.append(Rejected(settings, error.problems[0].what))
             continue
-        held = estimate(plan, need)
-        if held.held <= usable:
-            return Chosen(settings, held, tuple(rejected))
-        rejected.append(Rejected(settings, f"needs {gib(held.held)} a rank, {gib(usable)} can be used"))
+        needed = estimate(plan, need)
+        if needed.held <= usable:
+            return Chosen(settings, needed, tuple(rejected))
+        rejected.append(Rejected(settings, f"needs {gib(needed.held)} a rank, {gib(usable)} can be used"))
     return Chosen(None, None, tuple(rejected))
 
 
@@ -139,22 +142,28 @@ def candidates(
 def _full_settings(
     world_size: int, local_size: int, fixed: Mapping[str, Any], opened: Sequence[str]
 ) -> Iterator[dict[str, Any]]:
-    axes = {axis: int(fixed.get(axis, 1)) for axis in ("cp", "tp", "pp")}
     recomputes = ("no", "blocks") if "recompute" in opened else (fixed.get("recompute", "no"),)
-    for pp in _sizes("pp", world_size, axes, opened):
-        for tp in _sizes("tp", local_size, axes, opened):
-            inner = pp * tp * axes["cp"]
-            if world_size % inner:
-                continue
-            near = max(1, local_size // (tp * axes["cp"]))
-            for recompute in recomputes:
-                for data in _data(world_size // inner, near, fixed.get("shard", "auto")):
-                    yield {**data, "tp": tp, "pp": pp, "recompute": recompute}
+    axes = model_axes()
+    order = list(AXES)
+    # Ranks along these stand closer together than those that read different samples.
+    inside = [axis for axis in axes if order.index(axis) > order.index("shard")]
+    # The size of the innermost axis changes fastest.
+    tried = [_sizes(axis, world_size, local_size, fixed, opened) for axis in reversed(axes)]
+    for sizes in product(*tried):
+        model = dict(zip(axes, reversed(sizes), strict=True))
+        if world_size % prod(sizes):
+            continue
+        near = max(1, local_size // prod(model[axis] for axis in inside))
+        for recompute in recomputes:
+            for data in _data(world_size // prod(sizes), near, fixed.get("shard", "auto")):
+                yield {**data, **model, "recompute": recompute}
 
 
-def _sizes(axis: str, most: int, axes: Mapping[str, int], opened: Sequence[str]) -> list[int]:
+def _sizes(axis: str, world_size: int, local_size: int, fixed: Mapping[str, Any], opened: Sequence[str]) -> list[int]:
+    """Numbers of ranks along an axis that a search tries."""
     if axis not in opened:
-        return [axes[axis]]
+        return [int(fixed.get(axis, 1))]
+    most = local_size if AXES[axis].searched == "node" else world_size
     return [size for size in range(1, most + 1) if most % size == 0]
 
 
@@ -176,7 +185,7 @@ def _data(width: int, near: int, shard: int | str) -> Iterator[dict[str, Any]]:
 
 def settings_of(plan: Plan) -> dict[str, Any]:
     """A plan in settings, as `draft` takes them."""
-    settings = {axis: getattr(plan.layout, axis) for axis in AXES}
+    settings: dict[str, Any] = dict(plan.layout.sizes())
     settings |= {name: getattr(plan, name) for name in ("accumulate", "recompute", "offload", "compile")}
     settings["mixed_precision"] = plan.precision
     if plan.zero:
@@ -201,14 +210,14 @@ def division_of(plan: Plan, facts: ModelFacts) -> str:
         divisions.append(f"zero={plan.zero} divides {_DIVIDED_BY_STAGE[3]} over {ranks} ranks")
     elif layout.shard > 1:
         divisions.append(f"zero={plan.zero} divides {_DIVIDED_BY_STAGE[plan.zero]} over {layout.shard} ranks")
-    for axis, divided in _DIVIDED_BY_AXIS.items():
-        size = layout.size(axis)
-        if size > 1:
-            divisions.append(f"{axis}={size} divides {divided} over {size} ranks")
+    for axis in listed_axes():
+        size = layout.size(axis.name)
+        if size > 1 and axis.divides:
+            divisions.append(f"{axis.name}={size} divides {axis.divides} over {size} ranks")
     if not divisions or not facts.trainable:
         return ""
-    held = estimate(plan, Need((facts,)))
-    at_rest = (held.parameters + held.gradients + held.optimizer) / facts.parameters
+    needed = estimate(plan, Need((facts,)))
+    at_rest = (needed.parameters + needed.gradients + needed.optimizer) / facts.parameters
     return (
         f"{facts.name} ({_count(facts.parameters)} parameters): {', '.join(divisions)}; about {at_rest:.1f} bytes a "
         "parameter on each, with Adam and without activations. `accelerator.plan.explain()` says more."

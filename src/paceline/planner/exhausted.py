@@ -20,6 +20,7 @@ from paceline.plan.plan import Plan
 from paceline.planner.estimate import Need, choose, estimate, gib, shown
 from paceline.world import failures
 from paceline.world.forward import override_forward
+from paceline.world.layout import model_axes
 
 Situation = Callable[[], tuple[Plan, tuple[ModelFacts, ...], int, int]]
 
@@ -68,14 +69,14 @@ def explain(
 ) -> OutOfMemory:
     """The error, from what is known of the run."""
     need = Need(models)
-    held = estimate(plan, need)
-    rows = ", ".join(f"{name} {gib(count)}" for name, count in vars(held).items() if count and name != "sent")
+    needed = estimate(plan, need)
+    rows = ", ".join(f"{name} {gib(count)}" for name, count in vars(needed).items() if count and name != "sent")
     message = str(error).strip().splitlines() or [type(error).__name__]
     problem = Problem(
         "out-of-memory",
         f"memory did not suffice in the {where} pass." if where != "step" else "memory did not suffice in a step.",
-        why=[message[0], f"under {plan.layout} a rank needs {gib(held.held)} before activations: {rows}"],
-        fix=_next(plan, need, held.held, world_size, local_size),
+        why=[message[0], f"under {plan.layout} a rank needs {gib(needed.held)} before activations: {rows}"],
+        fix=_next(plan, need, needed.held, world_size, local_size),
     )
     explained = OutOfMemory.of([problem])
     assert isinstance(explained, OutOfMemory)
@@ -84,7 +85,7 @@ def explain(
 
 def _next(plan: Plan, need: Need, now: int, world_size: int, local_size: int) -> str:
     """What to do: divide more on these ranks, keep fewer activations, or take more ranks."""
-    fixed = {axis: getattr(plan.layout, axis) for axis in ("tp", "cp", "pp")}
+    fixed = {axis: getattr(plan.layout, axis) for axis in model_axes()}
     fixed |= {"mixed_precision": plan.precision, "accumulate": plan.accumulate, "recompute": plan.recompute}
     for times in (1, 2, 4, 8):
         size = world_size * times

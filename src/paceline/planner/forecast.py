@@ -76,10 +76,10 @@ class Forecaster:
             activations += self.slope * (candidate.micro - rows)
             flops = self.flops / rows * candidate.micro
         flops *= candidate.accumulate
-        held = estimate(plan, replace(self.need, activations=max(0, int(activations))))
+        needed = estimate(plan, replace(self.need, activations=max(0, int(activations))))
         computed = flops if candidate.recompute == "no" else flops * _RECOMPUTING
-        compute, near, _ = self.device.seconds(computed, held.sent, 0, plan.precision)
-        return Forecast(held.held, compute + near, flops)
+        compute, near, _ = self.device.seconds(computed, needed.sent, 0, plan.precision)
+        return Forecast(needed.held, compute + near, flops)
 
     def _plan(self, settings: Mapping[str, Any]) -> Plan:
         """The plan that was rehearsed, with other settings."""

@@ -87,10 +87,10 @@ class OperationTrace(dispatch.TorchDispatchMode):
             return operation(*args, **kwargs)
         given = [*_tensors(args), *_tensors(kwargs.values())]
         result = self._run(operation, given, args, kwargs)
-        made = _fakes_among(_tensors((result,)))
-        fakes = [*_fakes_among(given), *made]
+        new_fakes = _fakes_among(_tensors((result,)))
+        fakes = [*_fakes_among(given), *new_fakes]
         if fakes:
-            for tensor in made:
+            for tensor in new_fakes:
                 self.allocations.enter(tensor)
             self._enter_work(operation, args, kwargs, result, fakes)
         return result

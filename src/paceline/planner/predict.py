@@ -13,6 +13,7 @@ from paceline.planner.device import Device
 from paceline.planner.estimate import Chosen, Need, Rejected, choose, estimate, gib
 from paceline.planner.rehearsal import Rehearsal, SimulatedWorld, rehearse
 from paceline.planner.report import Report
+from paceline.world.layout import model_axes
 
 _TRIES = 4  # rehearsals of one search
 
@@ -67,10 +68,11 @@ def predict(
 
 def _undivided(world_size: int, fixed: Mapping[str, Any], opened: Sequence[str]) -> dict[str, Any]:
     """Settings of what is open that divide as little as can be: under these the models' needs are seen."""
-    width = world_size // prod(int(fixed.get(axis, 1)) for axis in ("tp", "cp", "pp"))
+    width = world_size // prod(int(fixed.get(axis, 1)) for axis in model_axes())
     shard = 1 if "replicate" in opened else width // int(fixed.get("replicate", 1))
     shard = int(fixed.get("shard", shard))
-    settings = {"replicate": width // shard, "shard": shard, "zero": 3, "tp": 1, "pp": 1, "recompute": "no"}
+    settings = {"replicate": width // shard, "shard": shard, "zero": 3, "recompute": "no"}
+    settings |= dict.fromkeys(model_axes(), 1)
     if shard == 1:
         settings["zero"] = 0
     return {name: settings[name] for name in opened}

@@ -84,7 +84,8 @@ class Rehearsal:
         """The same, with what other ranks keep where states are divided."""
         if self.memory is None or not self._trainable:
             return 2.0
-        optimizer = self.optimizer * max(1, self.plan.layout.size("shard", "tp", "pp"))
+        layout = self.plan.layout
+        optimizer = self.optimizer * max(1, layout.shard * layout.parameter_parts)
         return round(optimizer / (4 * self._trainable))
 
     @property

@@ -65,8 +65,8 @@ class Report:
         if self.chosen is None:
             return
         yield "search, cheapest first"
-        for each in self.rejected:
-            yield f"  no   {each}"
+        for plan in self.rejected:
+            yield f"  no   {plan}"
         if self.chosen.settings is None:
             yield "  nothing fits: use more ranks, a smaller batch, or a larger device"
         else:
@@ -125,11 +125,11 @@ class Report:
     def json(self) -> dict[str, Any]:
         """For tools."""
         memory, traffic = self.rehearsal.memory, self.rehearsal.traffic
-        found: dict[str, Any] = {
-            "layout": asdict(self.plan.layout),
+        content: dict[str, Any] = {
+            "layout": self.plan.layout.sizes(),
             "strategies": list(self.plan.strategies),
             "precision": self.plan.precision,
-            "decisions": [asdict(each) for each in self.plan.decisions],
+            "decisions": [asdict(decision) for decision in self.plan.decisions],
             "world_size": self.world_size,
             "rehearsed": memory is not None,
             "problem": self.rehearsal.problem,
@@ -145,11 +145,13 @@ class Report:
             "fits": self.fits,
         }
         if self.device is not None:
-            found["device"] = asdict(self.device)
-            found["least_seconds"] = self.seconds()
+            content["device"] = asdict(self.device)
+            content["least_seconds"] = self.seconds()
         if self.chosen is not None:
-            found["chosen"] = self.chosen.settings
-            found["rejected"] = [{"settings": dict(each.settings), "reason": each.reason} for each in self.rejected]
+            content["chosen"] = self.chosen.settings
+            content["rejected"] = [
+                {"settings": dict(decision.settings), "reason": decision.reason} for decision in self.rejected
+            ]
         if self.instead is not None:
-            found["instead"] = self.instead.settings
-        return found
+            content["instead"] = self.instead.settings
+        return content

@@ -5,7 +5,7 @@ A library whose scripts bring such a config has a file in `compat/LIBRARY/` with
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 from paceline.base.registry import Registry
@@ -31,7 +31,23 @@ class ScriptConfig(Protocol):
 
 
 class ScriptConfigs(Protocol):
-    """One library's form of configs."""
+    """One library's form of configs.
+
+    Attributes:
+        called: what users call one, such as "a Toy config".
+        trial_file: name of the file that shows a trial's config.
+        best_file: name of the file that the best one is written to.
+    """
+
+    called: str
+    trial_file: str
+    best_file: str
+
+    def with_file(self, words: Sequence[str], file: str) -> list[str]:
+        """The words of a script's command line, with this file in the place of the config that they name, if they do."""
+
+    def launch_command(self, procs: int) -> list[str]:
+        """The words after `paceline` that start scripts as the library's own launcher does."""
 
     def contents(self, config: Any) -> dict[str, Any]:
         """A config as a dict, however the script gave it."""

@@ -23,7 +23,7 @@ ORDERS = ("model_based", "gridsearch", "random")
 
 @dataclass(frozen=True)
 class Tuning:
-    """How a search goes; names and defaults are those of DeepSpeed's `autotuning` block where it has them.
+    """How a search goes.
 
     Attributes:
         metric: what is best: samples a second, seconds a step, or FLOP/s.
@@ -334,7 +334,11 @@ class Progress:
         fastest = self.leader
         if fastest is None:
             return []
-        near = [one for one in self.measured if self._difference(one, fastest) <= self._noise(one, fastest)]
+        near = [
+            candidate
+            for candidate in self.measured
+            if self._difference(candidate, fastest) <= self._noise(candidate, fastest)
+        ]
         if len(near) == 1:
             return []
         return sorted(near, key=self.score, reverse=True)[:3]

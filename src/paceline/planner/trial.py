@@ -1,6 +1,6 @@
 """What a script is made to do in a trial: its own steps are timed, nothing of it is kept, and it ends after the last.
 
-    ScriptNotes   what is seen of a script: batches, windows, a DeepSpeed config; in a rehearsal too
+    ScriptNotes   what is seen of a script: batches, windows, the config it brings; in a rehearsal too
     Trial         the same in a real run, as one of its processes: step 1 .. first-1 warm up | first .. last are timed | the end
 
 Both stand in the place of the run's `Runtime`. A trial is a forked process that is thrown away.
@@ -36,7 +36,7 @@ class ScriptNotes(Runtime):
     """What is seen of a script.
 
     Args:
-        change: what becomes of a DeepSpeed config before it is used.
+        change: what becomes of a config that the script hands to another library's engine, before it is used.
 
     Attributes:
         seen: "config" (the engine's config as the script gave it), "rows" (samples of one micro-batch on

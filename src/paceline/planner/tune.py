@@ -51,7 +51,7 @@ class Task:
     Attributes:
         job: the processes, as for a launch; its target is the script.
         decisions: what the command line and files say of the run.
-        tuning: how to search; of a DeepSpeed script what its config says, under `said`.
+        tuning: how to search; where the script brings a config, what that says, under `said`.
         said: attributes of it that the command line said.
         device: what it runs on.
         limit_s: seconds that a trial may go without a step.
@@ -76,7 +76,7 @@ class Tuned:
         forecasts: of all candidates.
         queue, left: those that were to be launched, in order; those that were not.
         progress: what was measured.
-        content: the DeepSpeed config of the script; None where it has none.
+        content: the config that the script brings (`script_config.py`); None where it brings none.
         why: why no more trials were run.
         before_s: seconds of rehearsals, before the first trial.
         reused: how many results are those of an earlier run.
@@ -240,7 +240,7 @@ class Tuner:
         task = self.task
         tuning = task.tuning
         folder = Path(tempfile.mkdtemp(dir=self._folder))
-        # A DeepSpeed config says everything itself; else the candidate's settings go to the processes.
+        # A config of the script's own says everything itself; else the candidate's settings go to the processes.
         settings: dict[str, Any] = {}
         if tuned.content is None:
             settings = tuned.settings(candidate) | {f"options.{name}": value for name, value in candidate.options}
@@ -262,7 +262,8 @@ class Tuner:
             path.unlink()
         if tuned.content is not None:
             content = script_configs().with_candidate(tuned.content, candidate, tuning.arguments)
-            (log_dir / "ds_config.json").write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+            path = log_dir / script_configs().trial_file
+            path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
         killed_before = _killed_by_system()
         began = time.monotonic()
         launcher = LAUNCHERS.get("local")

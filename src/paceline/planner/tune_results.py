@@ -3,7 +3,7 @@
 results.jsonl            a line that says what was tuned, then one for each trial; a search that was interrupted goes on from it
 summary.txt              the table
 best.yaml                the best in our settings, for `paceline launch --config`
-ds_config_optimal.json   the best as a DeepSpeed config
+ds_config_optimal.json   the best as a config that scripts may bring (`script_config.py`)
 cmd_optimal.txt          the command that runs it
 predicted.html           measured against predicted time
 """
@@ -16,7 +16,6 @@ import shlex
 from collections.abc import Mapping
 from dataclasses import asdict
 from importlib.resources import files
-from itertools import pairwise
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -187,7 +186,7 @@ def write(tuned: Tuned) -> Path:
     (folder / "summary.txt").write_text(text + "\n", encoding="utf-8")
     (folder / "best.yaml").write_text(best_yaml(tuned, best), encoding="utf-8")
     optimal = json.dumps(best_config(tuned, best), indent=2)
-    (folder / "ds_config_optimal.json").write_text(optimal + "\n", encoding="utf-8")
+    (folder / script_configs().best_file).write_text(optimal + "\n", encoding="utf-8")
     (folder / "cmd_optimal.txt").write_text(command(tuned, best, folder) + "\n", encoding="utf-8")
     (folder / "predicted.html").write_text(picture(tuned), encoding="utf-8")
     return folder
@@ -202,16 +201,12 @@ def command(tuned: Tuned, best: Candidate, folder: Path) -> str:
         words = ["-m", *words]
     if tuned.content is None:
         return shlex.join(["paceline", "launch", "--config", str(folder / "best.yaml"), *words])
-    file = str(folder / "ds_config_optimal.json")
-    for number, (word, following) in enumerate(pairwise([*words, "-"])):
-        if word in ("--deepspeed_config", "--deepspeed") and not following.startswith("-"):
-            words[number + 1] = file
-        elif word.startswith("--deepspeed_config="):
-            words[number] = f"--deepspeed_config={file}"
+    file = str(folder / script_configs().best_file)
+    words = script_configs().with_file(words, file)
     is_read = any(word.endswith(file) for word in words)
     start = ["launch", "--procs", str(job.procs), "--compat", job.compat]
     if target.local_rank:
-        start = ["deepspeed", "--num_gpus", str(job.procs)]
+        start = script_configs().launch_command(job.procs)
     note = "" if is_read else f"  # once the script reads {file}: it names its config itself"
     return shlex.join(["paceline", *start, *words]) + note
 
@@ -244,7 +239,9 @@ def best_yaml(tuned: Tuned, best: Candidate) -> str:
         settings["options"] = options
     lines = [f"# {best.name}: {_score(tuned, best)} on {tuned.task.device.name}"]
     if tuned.content is not None:
-        lines.append("# A DeepSpeed config of the script's own wins over this: give it ds_config_optimal.json.")
+        configs = script_configs()
+        called = configs.called[0].upper() + configs.called[1:]
+        lines.append(f"# {called} of the script's own wins over this: give it {configs.best_file}.")
     elif tuned.task.tuning.arguments:
         lines.append(f"# with {shlex.join(tuned.target(best).args)}")
     return "\n".join(lines) + "\n" + yaml.safe_dump(settings, sort_keys=False)

@@ -7,7 +7,7 @@ from typing import Any
 
 from paceline.config.given import Choice
 from paceline.planner.rehearsal import Rehearsal
-from paceline.planner.script_config import ScriptConfig
+from paceline.planner.script_config import ScriptConfig, script_configs
 from paceline.planner.search import Candidate, Space, Tuning, batches
 
 OptionSets = tuple[tuple[tuple[str, Any], ...], ...]
@@ -85,7 +85,7 @@ def _recompute(
         closed.append(Choice("recompute", choice.value, choice.source, choice.where, "it was given"))
         return (str(choice.value),)
     if config is not None:
-        closed.append(Choice("recompute", "no", reason="no key of a DeepSpeed config turns it on"))
+        closed.append(Choice("recompute", "no", reason=f"no key of {script_configs().called} turns it on"))
     elif not any(facts.blocks for facts in rehearsal.models):
         closed.append(Choice("recompute", "no", reason="the model has no repeated blocks"))
     else:

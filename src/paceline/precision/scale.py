@@ -3,8 +3,8 @@
     a step overflows     scale x backoff_factor, at least min_scale, once `hysteresis` overflows have been counted
     a good step          counts; after `growth_interval` of them (the first `growth_delay` count for nothing) x growth_factor
 
-With the defaults this is `torch.amp.GradScaler`'s path. `hysteresis=2, growth_delay=1, min_scale=1.0, growth_interval=1000` is
-DeepSpeed's, and factors of 1.0 hold the scale still.
+With the defaults this is `torch.amp.GradScaler`'s path; a script that brings a loss scaler's settings may ask for another one.
+Factors of 1.0 hold the scale still.
 """
 
 from __future__ import annotations

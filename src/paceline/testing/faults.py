@@ -11,7 +11,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -192,10 +192,10 @@ class _FaultyStore:
             return _Shard(file, lambda: self._reach("shard", path))  # type: ignore[return-value]
         return file
 
-    def publish(self, staged: str, path: str, **options: Any) -> None:
+    def publish(self, staged: str, path: str, *, last: str, replaces: Collection[str] | None) -> None:
         """Puts a folder in its place; `publish` is before, `published` after it."""
         self._reach("publish", path)
-        self._behind(path).publish(staged, path, **options)
+        self._behind(path).publish(staged, path, last=last, replaces=replaces)
         self._reach("published", path)
 
     def remove(self, path: str) -> None:
@@ -206,9 +206,9 @@ class _FaultyStore:
             return
         unlink = os.unlink
 
-        def first(*args: Any, **options: Any) -> None:
+        def first(target: str | os.PathLike[str], *, dir_fd: int | None = None) -> None:
             os.unlink = unlink
-            unlink(*args, **options)
+            unlink(target, dir_fd=dir_fd)
             self._reach("prune", path)
 
         os.unlink = first
@@ -244,8 +244,8 @@ class _Shard:
         self._file.__enter__()
         return self
 
-    def __exit__(self, *raised: Any) -> Any:
-        return self._file.__exit__(*raised)
+    def __exit__(self, *raised: Any) -> None:
+        self._file.__exit__(*raised)
 
     def write(self, data: Any) -> int:
         """Writes, and the first time calls what is to happen once the bytes are on their way to the disk."""

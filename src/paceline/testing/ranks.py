@@ -218,7 +218,9 @@ def _store(job: _Job, rank: int) -> Any:
     """The store at the port that the parent bound. Rank 0 takes over its socket: nobody else can get the port."""
     own: dict[str, Any] = {"master_listen_fd": job.listener.detach()} if rank == 0 else {}
     limit = timedelta(seconds=job.timeout_s)
-    return dist.TCPStore("127.0.0.1", job.port, job.world, rank == 0, timeout=limit, wait_for_workers=False, **own)
+    return dist.TCPStore(  # type: ignore[attr-defined]  # torch's stubs lack it
+        "127.0.0.1", job.port, job.world, rank == 0, timeout=limit, wait_for_workers=False, **own
+    )
 
 
 def _pickled(result: dict[str, Any]) -> bytes:

@@ -23,7 +23,8 @@ def buckets_of(model: DistributedDataParallel, parameters: Sequence[nn.Parameter
 
     Returns the positions in `parameters` of each bucket's members.
     """
-    buckets, _ = dist._compute_bucket_assignment_by_size(parameters, _bucket_limits(model), [False] * len(parameters))
+    tensors: list[torch.Tensor] = list(parameters)
+    buckets, _ = dist._compute_bucket_assignment_by_size(tensors, _bucket_limits(model), [False] * len(tensors))
     return [list(bucket) for bucket in buckets]
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -70,4 +70,4 @@ def group_ranks(args: Iterable[Any]) -> list[int]:
             names.append(argument)
         elif isinstance(argument, torch.ScriptObject) and "ProcessGroup" in str(argument._type()):
             return dist.get_process_group_ranks(dist.ProcessGroup.unbox(argument))
-    return dist.get_process_group_ranks(torch._C._distributed_c10d._resolve_process_group(names[-1]))
+    return dist.get_process_group_ranks(torch._C._distributed_c10d._resolve_process_group(cast(Any, names[-1])))

@@ -29,7 +29,7 @@ def make_fake(tensor: torch.Tensor, mode: FakeTensorMode) -> FakeTensor:
     fake = fake_like(tensor.detach(), mode)
     fake.requires_grad_(tensor.requires_grad)
     if isinstance(tensor, nn.Parameter):
-        fake._is_param = True  # type: ignore[attr-defined]
+        fake._is_param = True
     torch.utils.swap_tensors(tensor, fake)
     assert isinstance(tensor, FakeTensor)
     return tensor
@@ -68,7 +68,7 @@ def swappable(mode: FakeTensorMode) -> Iterator[None]:
 
     A tensor that something refers to weakly cannot be swapped; the mode's own table of fakes does.
     """
-    swap = torch.utils.swap_tensors
+    swap: Callable[[torch.Tensor, torch.Tensor], None] = torch.utils.swap_tensors
 
     def forget_and_swap(one: torch.Tensor, other: torch.Tensor) -> None:
         mode.fake_tensor_converter.meta_converter.tensor_memo.clear()

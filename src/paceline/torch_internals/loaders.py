@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, cast
 
 from torch.utils.data import DataLoader
 from torch.utils.data._utils import worker
@@ -31,10 +31,10 @@ def end_workers(loader: DataLoader[Any]) -> None:
 def datasets_in_use() -> list[Any]:
     """The datasets of all DataLoaders that are being iterated in this process."""
     # `isinstance` would ask the objects themselves, some of which warn when they are asked for anything.
-    iterators = (found for found in gc.get_objects() if issubclass(type(found), _BaseDataLoaderIter))
+    iterators = (value for value in gc.get_objects() if issubclass(type(value), _BaseDataLoaderIter))
     return [iterator._dataset for iterator in iterators]
 
 
 def set_worker_info(info: object) -> None:
     """Sets what `torch.utils.data.get_worker_info()` returns in this process."""
-    worker._worker_info = info
+    worker._worker_info = cast(Any, info)

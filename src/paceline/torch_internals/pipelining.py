@@ -22,8 +22,9 @@ def stage_class() -> Any:
         def _post_metadata_inference_cleanup(self) -> None:
             """torch drops gradients here, those of an open window too; with the shapes given nothing has added to them."""
             for module in self.submod.modules():
-                if hasattr(module, "reshard"):
-                    module.reshard()
+                reshard = getattr(module, "reshard", None)
+                if reshard is not None:
+                    reshard()
             before = [(parameter, parameter.grad) for parameter in self.submod.parameters()]
             super()._post_metadata_inference_cleanup()
             for parameter, gradient in before:

@@ -35,7 +35,7 @@ def written_by(operation: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -
             continue
         value = args[place] if place < len(args) else kwargs.get(argument.name)
         values = value if isinstance(value, (list, tuple)) else [value]
-        yield from (each for each in values if isinstance(each, Tensor))
+        yield from (entry for entry in values if isinstance(entry, Tensor))
 
 
 def is_seen_by_a_mode() -> bool:

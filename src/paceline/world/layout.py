@@ -1,29 +1,129 @@
 """Axis sizes <-> coordinates of a rank: pure arithmetic, so that topology is tested with no processes.
 
-Ranks are numbered row by row with `pp` outermost and `tp` innermost: neighbours in `tp`, which talk most, are
-neighbours in rank, and so on one host. `torch.distributed.DeviceMesh` numbers the same way.
+    AXES      one entry for each axis: its setting and flag, its place in the mesh, what a search may do with it
+    Layout    how many ranks stand along each of them
+
+An axis is added by one entry here and a strategy that serves it (`paceline/parallel/`).
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
-
-AXES: tuple[str, ...] = ("pp", "replicate", "shard", "cp", "tp")
-DATA_AXES: tuple[str, ...] = ("replicate", "shard")  # ranks along these read different samples
-
-GRADIENT_AXES: tuple[str, ...] = ("replicate", "shard", "cp")  # over these gradients are averaged
+from typing import Literal
 
 
 @dataclass(frozen=True)
-class Layout:
-    """How many ranks stand along each axis. The product is the number of processes."""
+class Axis:
+    """One way in which ranks divide the work.
 
-    pp: int = 1
-    replicate: int = 1
-    shard: int = 1
-    cp: int = 1
-    tp: int = 1
+    Attributes:
+        name: of the axis and of its setting.
+        doc: help of the setting, a sentence.
+        default: the setting's value where nobody says otherwise: a number, or "auto" for what the other axes leave.
+        divides: what ranks along it divide, such as "the layers"; "" where that depends on more than the axis.
+        reads_samples: whether ranks along it read different samples.
+        averages_gradients: whether they hold the same parameters, and so average their gradients.
+        divides_parameters: whether each rank along it has parameters, or parts of them, that the others have not.
+        searched: the most ranks along it that a search for a plan tries: all, or those of one node; "" where a search
+            leaves its size alone.
+    """
+
+    name: str
+    doc: str
+    default: int | Literal["auto"] = 1
+    divides: str = ""
+    reads_samples: bool = False
+    averages_gradients: bool = False
+    divides_parameters: bool = False
+    searched: Literal["", "all", "node"] = ""
+
+
+# In the order of the mesh, the outermost axis first. Ranks are numbered row by row: neighbours along the last axis, which
+# talk most, are neighbours in rank, and so on one host. `torch.distributed.DeviceMesh` numbers the same way.
+AXES: dict[str, Axis] = {
+    axis.name: axis
+    for axis in (
+        Axis(
+            "pp",
+            "Ranks that divide the layers among them (pipeline parallel).",
+            divides="the layers",
+            divides_parameters=True,
+            searched="all",
+        ),
+        Axis(
+            "replicate",
+            "Copies of the model, each fed other samples; auto: what the other axes leave.",
+            default="auto",
+            reads_samples=True,
+            averages_gradients=True,
+        ),
+        Axis(
+            "shard",
+            "Ranks that share one copy of what `zero` names, each fed other samples; auto: 1, or all that the other axes "
+            "leave where zero is given.",
+            default="auto",
+            reads_samples=True,
+            averages_gradients=True,
+        ),
+        Axis(
+            "cp",
+            "Ranks that divide each sequence (context parallel).",
+            divides="each sequence",
+            averages_gradients=True,
+        ),
+        Axis(
+            "tp",
+            "Ranks that divide each layer's matrices (tensor parallel).",
+            divides="the matrices of each layer",
+            divides_parameters=True,
+            searched="node",
+        ),
+    )
+}
+DATA_AXES: tuple[str, ...] = tuple(axis.name for axis in AXES.values() if axis.reads_samples)
+GRADIENT_AXES: tuple[str, ...] = tuple(axis.name for axis in AXES.values() if axis.averages_gradients)
+
+
+def model_axes() -> list[str]:
+    """Axes along which ranks work on the same samples, from those that stand closest together on."""
+    return [axis.name for axis in reversed(AXES.values()) if not axis.reads_samples]
+
+
+def listed_axes() -> list[Axis]:
+    """All axes in the order in which people read of them: those that divide the samples first."""
+    return [AXES[name] for name in (*DATA_AXES, *model_axes())]
+
+
+@dataclass(frozen=True, init=False, repr=False)
+class Layout:
+    """How many ranks stand along each axis: `layout.tp`. The product is the number of processes.
+
+    Args:
+        sizes: by the axis's name; 1 for one that is not named.
+    """
+
+    _sizes_above_one: tuple[tuple[str, int], ...]
+
+    def __init__(self, **sizes: int) -> None:
+        for name in sizes:
+            if name not in AXES:
+                raise TypeError(f"there is no axis {name!r}; there are {', '.join(AXES)}")
+        above_one = tuple((axis, sizes[axis]) for axis in AXES if sizes.get(axis, 1) != 1)
+        object.__setattr__(self, "_sizes_above_one", above_one)
+
+    def __getattr__(self, axis: str) -> int:
+        if axis not in AXES:
+            raise AttributeError(f"there is no axis {axis!r}; there are {', '.join(AXES)}")
+        return dict(self._sizes_above_one).get(axis, 1)
+
+    def __repr__(self) -> str:
+        return f"Layout({', '.join(f'{axis}={size}' for axis, size in self._sizes_above_one)})"
+
+    def sizes(self) -> Mapping[str, int]:
+        """Ranks along each axis, by name."""
+        return dict.fromkeys(AXES, 1) | dict(self._sizes_above_one)
 
     def size(self, *axes: str) -> int:
         """Number of ranks along `axes`, multiplied; of the whole layout where none is named."""
@@ -41,11 +141,19 @@ class Layout:
         """How many ranks read different samples: `replicate` x `shard`."""
         return self.size(*DATA_AXES)
 
+    @property
+    def parameter_parts(self) -> int:
+        """Into how many parts ranks divide the parameters for another reason than `shard`: `tp` x `pp`."""
+        return prod(self.size(axis.name) for axis in AXES.values() if axis.divides_parameters)
+
     def data_index(self, rank: int) -> int:
         """Which share of each global batch `rank` reads; peers along tp, cp and pp share an index."""
-        here = self.coordinate(rank)
-        return here["replicate"] * self.shard + here["shard"]
+        coordinate = self.coordinate(rank)
+        index = 0
+        for axis in DATA_AXES:
+            index = index * self.size(axis) + coordinate[axis]
+        return index
 
     def __str__(self) -> str:
-        used = [f"{axis} {self.size(axis)}" for axis in AXES if self.size(axis) > 1]
+        used = [f"{axis} {size}" for axis, size in self._sizes_above_one]
         return " x ".join(used) or "one process"

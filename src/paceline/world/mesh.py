@@ -96,7 +96,7 @@ class Mesh:
             sizes = tuple(self.layout.size(axis) for axis in AXES)
             # It computes with the numbers of the ranks: a mode that makes tensors without values must not see it.
             with without_modes():
-                self._device_mesh = init_device_mesh(self.device_type, sizes, mesh_dim_names=AXES)
+                self._device_mesh = init_device_mesh(self.device_type, sizes, mesh_dim_names=tuple(AXES))
         return self._device_mesh
 
     def _group(self, axes: tuple[str, ...]) -> Group:

@@ -3,27 +3,19 @@
 Order of events in `join`, for more than one process:
 
     device      what this process computes on
-    store       rank 0 listens at address:port, the others connect (or the launcher's agent listens for all)
-    roll call   rank 0 sees every rank arrive, compares what they bring, and names who is missing
+    store       rank 0 listens at address:port, the others connect (`tcp_store.py`)
+    roll call   rank 0 sees every rank arrive, compares what they bring, and names who is missing (`roll_call.py`)
     group       torch.distributed is initialised over a part of the store that is new with each roll call
-
-The roll call is why a restart works: a launcher's agent may keep its store over restarts, and the addresses that
-dead processes left there would be read by the new ones. No counter tells the rounds apart (agents of several hosts
-count differently), so each rank asks with a random word, and only an answer to that word counts.
 """
 
 from __future__ import annotations
 
 import atexit
 import contextlib
-import json
 import os
-import secrets
-import socket
 import sys
-import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
@@ -32,13 +24,13 @@ import torch
 import torch.distributed as dist
 
 from paceline.base import env as environment
-from paceline.base.env import Variable
-from paceline.base.errors import Problem, WorldError
+from paceline.base.errors import WorldError
 from paceline.base.log import logger, warn_once
 from paceline.torch_internals.groups import default_store
 from paceline.world import device as devices
-from paceline.world import interface, runtime
+from paceline.world import interface, runtime, tcp_store
 from paceline.world.departures import announce
+from paceline.world.roll_call import roll_call
 from paceline.world.works import finish_threads
 from paceline.world.world import World
 
@@ -47,17 +39,6 @@ if TYPE_CHECKING:
 
 DEFAULT_TIMEOUT_S = 600.0
 _dist: Any = dist  # torch's stubs lack its stores and debug levels
-_POLL_S = 0.01
-_LINGER_S = 2.0
-
-environment.register(
-    Variable(
-        "TORCHELASTIC_USE_AGENT_STORE",
-        environment.parse_bool,
-        False,
-        "Whether the launcher's agent listens at MASTER_PORT.",
-    ),
-)
 
 
 class Companion(Protocol):
@@ -87,15 +68,12 @@ _CONNECTED = "connected"  # how many ranks have the group up
 _CONNECT_S = 10.0  # how long rank 0 waits for that as it ends
 _LEFT = "left"  # how many ranks are done with it
 _LEAVE_S = 3.0  # how long rank 0 waits for that
-_KNOCK_S = 2.0
 _UNFINISHED_S = 5.0  # how long a process waits, as it ends, for works that its script began and did not wait for
 _UNFINISHED_AFTER_FAILURE_S = 0.5
 
 _joined: _Joined | None = None
 _before: dict[object, tuple[int, Callable[[], None]]] = {}  # what `leave` calls first, with the process that asked
 atexit.register(lambda: leave(at_exit=True))
-# Rank 0 listens for as long as it lives: a process that leaves and joins again finds its port still its own.
-_stores: dict[tuple[int, str, int], Store] = {}
 
 
 def join(
@@ -147,9 +125,9 @@ def join(
     if world.size == 1:
         own: Store = _dist.HashStore()
     else:
-        root = store if store is not None else _connect(world, seconds)
+        root = store if store is not None else tcp_store.connect(world, seconds)
         interface.keep_gloo_on_loopback(interface.meeting_address(world))
-        own = _dist.PrefixStore(f"paceline/{_roll_call(root, world, device, chosen, seconds)}", root)
+        own = _dist.PrefixStore(f"paceline/{roll_call(root, world, device, chosen, seconds)}", root)
     if chosen == "gloo":
         _lower_debug_level()
     _initialise(world, device, chosen, own, seconds)
@@ -267,20 +245,8 @@ def store() -> Store:
 
 
 def store_answers(at: Store | None = None) -> bool:
-    """Whether the store (by default that behind the current group) is still there.
-
-    Torch prints a page of C++ frames where it finds out by itself, also in a run that has done all its work.
-    """
-    at = _current().store if at is None else at
-    while hasattr(at, "underlying_store"):
-        at = at.underlying_store
-    if not isinstance(at, _dist.TCPStore):
-        return True
-    try:
-        socket.create_connection((at.host, at.port), _KNOCK_S).close()
-    except OSError:
-        return False
-    return True
+    """Whether the store (by default that behind the current group) is still there."""
+    return tcp_store.answers(_current().store if at is None else at)
 
 
 def timeout(timeout_s: float | None = None) -> float:
@@ -327,210 +293,6 @@ def _adopt(world: World) -> World:
     return world
 
 
-def _connect(world: World, seconds: float) -> Store:
-    """The store at the world's address."""
-    if not world.address or not world.port:
-        missing = "address" if not world.address else "port"
-        raise WorldError(
-            "rendezvous-address",
-            f"{world.size} processes are to work together, but no {missing} is known at which to meet.",
-            why=f"{world.source} gave address {world.address!r} and port {world.port!r}",
-            fix="set MASTER_ADDR and MASTER_PORT to rank 0's host and a free port of it, or use `paceline launch`",
-        )
-    key = (os.getpid(), world.address, world.port)
-    if key in _stores:
-        return _stores[key]
-    place = f"{world.address}:{world.port}"
-    if world.rank == 0 and not environment.get("TORCHELASTIC_USE_AGENT_STORE"):
-        try:
-            _stores[key] = _tcp_store(world, seconds, listens=True)
-        except (OSError, RuntimeError) as error:  # RuntimeError: torch's DistError family
-            raise WorldError(
-                "rendezvous-port",
-                f"rank 0 cannot listen at {place}.",
-                why=[str(error).splitlines()[0], f"address and port come from {world.source}"],
-                fix="choose another port (--main-port, MASTER_PORT), or end the process that holds this one",
-            ) from error
-        return _stores[key]
-    # Where something else listens at the port and says nothing, torch waits without end: so wait beside it.
-    outcome: list[Store | RuntimeError] = []
-    thread = threading.Thread(target=_connect_to, args=(world, seconds, outcome), daemon=True)
-    thread.start()
-    thread.join(seconds + _POLL_S)
-    if not outcome or isinstance(outcome[0], RuntimeError):
-        reason = str(outcome[0]).splitlines()[0] if outcome else "something listens there, but it is no store of torch"
-        raise WorldError(
-            "rendezvous-unreachable",
-            f"rank {world.rank} could not reach rank 0 at {place} within {seconds:g} s.",
-            why=[_resolution(world.address), reason],
-            fix="check that rank 0 runs, that MASTER_ADDR names its host, and that no firewall closes the port",
-        )
-    _stores[key] = outcome[0]
-    return outcome[0]
-
-
-def _connect_to(world: World, seconds: float, outcome: list[Store | RuntimeError]) -> None:
-    """Puts the store, or the error, into `outcome`."""
-    try:
-        outcome.append(_tcp_store(world, seconds, listens=False))
-    except RuntimeError as error:
-        outcome.append(error)
-
-
-def _tcp_store(world: World, seconds: float, *, listens: bool) -> Store:
-    limit, address = timedelta(seconds=seconds), interface.meeting_address(world)
-    # Left to itself, torch's store listens on all interfaces, and anybody who reaches it may read and change all keys.
-    listener = interface.listen(address, world.port or 0) if listens else None
-    store: Store = _dist.TCPStore(
-        address, world.port, world.size, listens, timeout=limit, wait_for_workers=False, master_listen_fd=listener
-    )
-    return store
-
-
-def _resolution(address: str) -> str:
-    try:
-        return f"{address} is {socket.getaddrinfo(address, None)[0][4][0]}, seen from {socket.gethostname()}"
-    except (OSError, UnicodeError) as error:
-        return f"{socket.gethostname()} cannot resolve {address!r}: {error}"
-
-
-def _roll_call(store: Store, world: World, device: torch.device, backend: str, seconds: float) -> str:
-    """Waits until all ranks of this round are there; gives the word that names the round.
-
-    Ranks:
-        All. Rank 0 decides and every rank gets the same word, or the same error.
-    """
-    deadline = time.monotonic() + seconds
-    asked = {
-        "word": secrets.token_hex(8),
-        "host": socket.gethostname(),
-        "size": world.size,
-        "device": device.type,
-        "backend": backend,
-        "identity": devices.identity(device),
-    }
-    with _store_errors(world, seconds):
-        if world.rank == 0:
-            return _call(store, world, asked, deadline, seconds)
-        return _answer(store, world, asked, deadline, seconds)
-
-
-def _call(store: Store, world: World, mine: dict[str, Any], deadline: float, seconds: float) -> str:
-    """Rank 0's half: answer each rank until it says that it heard, then compare what all bring, and decide."""
-    this_round = str(mine["word"])
-    present = {0: mine}  # who has called, and with what; perhaps a dead process of an earlier round
-    here = {0}  # who has answered in this round
-    while len(here) < world.size and time.monotonic() < deadline:
-        for rank in range(1, world.size):
-            if rank in here or not store.check([f"roll/{rank}"]):
-                continue
-            # An entry may be a dead process's, or of an earlier round; the living rank overwrites it.
-            entry = json.loads(store.get(f"roll/{rank}"))
-            if rank not in present or present[rank]["word"] != entry["word"]:
-                present[rank] = entry
-                store.set(f"seen/{entry['word']}", this_round)
-            elif store.check([f"here/{this_round}/{rank}"]):
-                here.add(rank)
-        time.sleep(_POLL_S / 10)
-    missing = sorted(set(range(world.size)) - here)
-    problems = [_missing(world, missing, seconds)] if missing else _compare(present)
-    verdict = [[problem.code, problem.what, problem.why, problem.fix] for problem in problems]
-    store.set(f"verdict/{this_round}", json.dumps(verdict))
-    if problems:
-        _linger(store, [f"heard/{this_round}/{rank}" for rank in here - {0}])
-        raise WorldError.of(problems)
-    return this_round
-
-
-def _answer(store: Store, world: World, mine: dict[str, Any], deadline: float, seconds: float) -> str:
-    """Another rank's half: say who is there, and take rank 0's word for the round."""
-    store.set(f"roll/{world.rank}", json.dumps(mine))
-    # Rank 0 may have started later; it knows who is missing, so let it speak first.
-    deadline += _LINGER_S
-    this_round = _await(store, f"seen/{mine['word']}", world, deadline, seconds)
-    store.set(f"here/{this_round}/{world.rank}", "1")
-    verdict = json.loads(_await(store, f"verdict/{this_round}", world, deadline, seconds))
-    if verdict:
-        store.set(f"heard/{this_round}/{world.rank}", "1")
-        raise WorldError.of(Problem(*entry) for entry in verdict)
-    return this_round
-
-
-def _await(store: Store, key: str, world: World, deadline: float, seconds: float) -> str:
-    while not store.check([key]):
-        if time.monotonic() > deadline:
-            raise WorldError(
-                "rendezvous-missing",
-                f"rank {world.rank} of {world.size} waited {seconds:g} s for all ranks to arrive.",
-                why="rank 0 did not answer, or is itself waiting for other ranks",
-                fix="look at the output of rank 0, which names the ranks that it misses",
-            )
-        time.sleep(_POLL_S / 10)
-    return bytes(store.get(key)).decode()
-
-
-def _linger(store: Store, keys: list[str]) -> None:
-    """Lets rank 0, with which the store may vanish, stay until the others have heard why."""
-    until = time.monotonic() + _LINGER_S
-    while keys and not store.check(keys) and time.monotonic() < until:
-        time.sleep(_POLL_S)
-
-
-def _missing(world: World, ranks: list[int], seconds: float) -> Problem:
-    names = ", ".join(map(str, ranks))
-    return Problem(
-        "rendezvous-missing",
-        f"of {world.size} processes, {len(ranks)} did not arrive within {seconds:g} s: rank {names}.",
-        why=f"WORLD_SIZE is {world.size} ({world.source}); rank 0 waits at {world.address}:{world.port}",
-        fix="start the missing processes, or set WORLD_SIZE to what runs; their own output may say why they ended",
-    )
-
-
-def _compare(present: dict[int, dict[str, Any]]) -> list[Problem]:
-    """What cannot work together: other sizes, other kinds of device, one device taken twice."""
-    problems = []
-    sizes = [f"rank {rank}: {entry['size']}" for rank, entry in sorted(present.items())]
-    if len({entry["size"] for entry in present.values()}) > 1:
-        problems.append(
-            Problem(
-                "group-mismatch",
-                "ranks disagree about how many processes there are.",
-                ", ".join(sizes),
-                "give every process the same WORLD_SIZE",
-            )
-        )
-    kinds: set[str] = set()
-    devices_by_rank = []
-    for rank, entry in sorted(present.items()):
-        kind = f"{entry['device']} ({entry['backend']})"
-        kinds.add(kind)
-        devices_by_rank.append(f"rank {rank} on {entry['host']}: {kind}")
-    if len(kinds) > 1:
-        problems.append(
-            Problem(
-                "device-mixed",
-                "ranks compute on different kinds of device.",
-                ", ".join(devices_by_rank),
-                "run them all on the CPU with cpu=True, or make the accelerator visible to each",
-            )
-        )
-    owners: dict[tuple[str, str], list[int]] = {}
-    for rank, entry in present.items():
-        if entry["identity"] and "gloo" not in entry["backend"].split(",")[-1]:
-            owners.setdefault((entry["host"], entry["identity"]), []).append(rank)
-    for (host, identity), ranks in owners.items():
-        if len(ranks) > 1:
-            problems.append(
-                Problem(
-                    "device-shared",
-                    f"ranks {', '.join(map(str, sorted(ranks)))} share one device.",
-                    f"device {identity} of host {host}",
-                    "start one process for each device",
-                )
-            )
-    return problems
-
-
 def _initialise(world: World, device: torch.device, backend: str, store: Store, seconds: float) -> None:
     # A backend that is bound to its device connects at once (NCCL); gloo serves the CPU beside it, and is not bound.
     bound = device if device.index is not None and not backend.endswith("gloo") else None
@@ -549,20 +311,4 @@ def _initialise(world: World, device: torch.device, backend: str, store: Store, 
             f"the {world.size} processes have met, but could not connect with each other over {backend}.",
             why=str(error).splitlines()[0],
             fix="name the network card that all hosts share in GLOO_SOCKET_IFNAME (NCCL_SOCKET_IFNAME on GPUs)",
-        ) from error
-
-
-@contextlib.contextmanager
-def _store_errors(world: World, seconds: float) -> Iterator[None]:
-    """A store that breaks off means that rank 0, or the launcher's agent, has ended."""
-    try:
-        yield
-    except WorldError:
-        raise
-    except RuntimeError as error:
-        raise WorldError(
-            "rendezvous-unreachable",
-            f"rank {world.rank} lost the store at {world.address}:{world.port} while the processes were gathering.",
-            why=str(error).splitlines()[0],
-            fix="look at the output of rank 0 (or of the launcher): it has ended",
         ) from error

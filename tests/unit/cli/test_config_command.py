@@ -113,7 +113,7 @@ def test_questions_and_answers(talk):
     found = read(path)
     assert (found.launch.procs, found.launch.nodes, found.launch.main_address) == (2, 2, "node0")
     assert (found.launch.gpu_ids, found.run.cpu, found.run.accumulate) == ("1,3", False, 4)
-    assert (found.run.mixed_precision, found.run.zero, found.run.shard) == ("bf16", 3, 2)
+    assert (found.run.mixed_precision, found.run.zero, found.run.axes["shard"]) == ("bf16", 3, 2)
 
 
 def test_questions_that_do_not_arise(monkeypatch, capsys):

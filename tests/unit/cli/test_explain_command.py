@@ -34,6 +34,29 @@ def test_the_table_shows_defaults(capsys):
     assert "mixed_precision     no      default" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [
+        ("shard.reshrad=no", "shard has no option called 'reshrad'"),
+        ("shrad.reshard=no", "options are given for 'shrad', which is no strategy"),
+        ("shard.reshard=perhaps", "shard.reshard cannot be 'perhaps'"),
+        ("profile.flops_stop=3", "profile has no option called 'flops_stop'"),
+    ],
+)
+def test_a_wrong_option_is_refused_as_a_run_would_refuse_it(option, message, capsys):
+    assert main(["explain", "--option", option]) == 1
+    assert message in capsys.readouterr().err
+
+
+def test_right_options_are_shown(capsys):
+    assert main(["explain", "--changed", "--option", "shard.reshard=no", "--option", "profile.flops_step=3"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[:2] for line in lines[3:]] == [
+        ["options.shard.reshard", "no"],
+        ["options.profile.flops_step", "3"],
+    ]
+
+
 def test_json(capsys):
     assert main(["explain", "--json", "--num_processes", "2"]) == 0
     report = json.loads(capsys.readouterr().out)

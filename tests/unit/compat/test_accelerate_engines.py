@@ -50,7 +50,12 @@ def flag(name, value="true"):
 def test_a_file_of_accelerates_with_everything(tmp_path):
     found = told(tmp_path, FSDP)
     assert (found.launch.procs, found.run.mixed_precision, found.run.zero) == (8, "bf16", 3)
-    assert (found.run.replicate, found.run.shard, found.run.tp, found.run.cp) == (2, 2, 2, 1)
+    assert (found.run.axes["replicate"], found.run.axes["shard"], found.run.axes["tp"], found.run.axes["cp"]) == (
+        2,
+        2,
+        2,
+        1,
+    )
     assert found.run.recompute == "blocks"
     assert found.run.options["shard"] == {"reshard": "no", "wrap": "GPT2Block,LlamaDecoderLayer"}
     where = {row.field: row.where.rpartition(":")[2] for row in found.decisions}

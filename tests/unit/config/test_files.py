@@ -80,7 +80,7 @@ def test_accelerates_minus_one_says_nothing(told):
 
 def test_accelerates_parallelism_block(told):
     found = told("parallelism_config:\n  parallelism_config_tp_size: 2\n  dp_shard_size: 4\ndynamo_config:\n")
-    assert (found.run.tp, found.run.shard) == (2, 4)
+    assert (found.run.axes["tp"], found.run.axes["shard"]) == (2, 4)
 
 
 def test_a_wish_that_is_not_met_is_noticed(told):
@@ -177,9 +177,9 @@ def test_default_files(tmp_path):
     assert default_file(env) == str(ours)
     assert default_file(env, compat="accelerate") == str(theirs)
     assert default_file({**env, "XDG_CONFIG_HOME": str(tmp_path / "x")}) is None
-    assert resolve_launch((), env).run.tp == 2
+    assert resolve_launch((), env).run.axes["tp"] == 2
     found = resolve_launch([Given("compat", "accelerate", "command line", "--compat")], env)
-    assert (found.run.tp, found.run.cpu) == (1, True)
+    assert (found.run.axes["tp"], found.run.cpu) == (1, True)
 
 
 def test_hf_home_holds_accelerates_json(tmp_path):

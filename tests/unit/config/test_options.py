@@ -66,7 +66,7 @@ def test_each_option_has_its_strongest_source(path):
     told = resolve_launch(flags, env)
     worker = resolve_run({}, {**env, **told.hand_over()}, options={"shard": {"min_params": 99, "ignored": print}},
                          plan={"options": {"shard": {"min_params": 1}}, "tp": 2})  # fmt: skip
-    assert worker.settings.tp == 2 and worker.settings.shard == 2
+    assert worker.settings.axes["tp"] == 2 and worker.settings.axes["shard"] == 2
     assert worker.settings.options["shard"] == {
         "reshard": "yes", "wrap": ["Block", "Head"], "prefetch": "2", "min_params": 99, "ignored": print,
     }  # fmt: skip
@@ -129,10 +129,10 @@ def test_code_of_another_form_is_an_error():
 
 def test_a_plan_may_be_a_file_and_flags_win_over_it(path):
     found = resolve_run({}, {}, plan=path)
-    assert (found.settings.shard, found.settings.options["shard"]["reshard"]) == (2, "no")
+    assert (found.settings.axes["shard"], found.settings.options["shard"]["reshard"]) == (2, "no")
     assert rows(found)["options.shard.reshard"] == ("no", "file", f"{path}:4")
     env = resolve_launch([Given("shard", "4", "command line", "--shard")], {}, search=False).hand_over()
-    assert resolve_run({}, env, plan=path).settings.shard == 4
+    assert resolve_run({}, env, plan=path).settings.axes["shard"] == 4
     with pytest.raises(ConfigError, match="nowhere"):
         resolve_run({}, {}, plan="nowhere.yaml")
 

@@ -19,13 +19,13 @@ def parse(*words, classes=()):
 
 def test_defaults_are_one_process_in_float32():
     run, launch = RunSettings(), LaunchSettings()
-    assert (run.mixed_precision, run.accumulate, run.replicate, run.shard) == ("no", 1, "auto", "auto")
+    assert (run.mixed_precision, run.accumulate, run.axes["replicate"], run.axes["shard"]) == ("no", 1, "auto", "auto")
     assert (launch.procs, launch.nodes, launch.main_port) == ("auto", 1, 0)
 
 
 def test_settings_are_frozen():
     with pytest.raises(AttributeError):
-        RunSettings().tp = 2
+        RunSettings().zero = 2
 
 
 def test_run_and_launch_share_no_name():

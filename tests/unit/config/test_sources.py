@@ -54,7 +54,7 @@ def test_the_strongest_source_wins_for_every_subset(name, tmp_path):
             if name in settings_of(RunSettings):
                 code = {name: values["code"] if "code" in said else None}
                 worker = resolve_run(code, {**env, **told.hand_over()})
-                found, decision = getattr(worker.settings, name), row(worker.decisions, name)
+                found, decision = worker.settings.by_name()[name], row(worker.decisions, name)
             else:
                 found, decision = getattr(told.launch, name), row(told.decisions, name)
             winner = said[-1] if said else "default"
@@ -82,7 +82,7 @@ def test_what_lost_is_named():
 
 def test_the_last_flag_wins():
     flags = [Given("tp", "2", "command line", "--tp"), Given("tp", "4", "command line", "--tp")]
-    assert resolve_launch(flags, {}, search=False).run.tp == 4
+    assert resolve_launch(flags, {}, search=False).run.axes["tp"] == 4
 
 
 @pytest.mark.parametrize(
@@ -97,7 +97,7 @@ def test_the_last_flag_wins():
 )
 def test_accelerates_variables_are_read(variable, text, name, value):
     found = resolve_run({}, {variable: text})
-    assert getattr(found.settings, name) == value
+    assert found.settings.by_name()[name] == value
     assert row(found.decisions, name).where == variable
 
 
@@ -112,7 +112,7 @@ def test_our_variable_beats_accelerates():
 
 
 def test_an_empty_variable_says_nothing():
-    assert resolve_run({}, {"PACELINE_TP": ""}).settings.tp == 1
+    assert resolve_run({}, {"PACELINE_TP": ""}).settings.axes["tp"] == 1
 
 
 def test_a_misspelt_variable_is_noticed():
@@ -151,8 +151,8 @@ def test_a_broken_handed_variable_is_an_error(text):
 def test_without_our_launcher_the_named_file_is_read(tmp_path):
     path = tmp_path / "run.yaml"
     path.write_text("tp: 2\nprocs: 4\n")
-    assert resolve_run({}, {"PACELINE_CONFIG": str(path)}).settings.tp == 2
-    assert resolve_run({}, {"PACELINE_CONFIG": str(path), "PACELINE_SETTINGS": "{}"}).settings.tp == 1
+    assert resolve_run({}, {"PACELINE_CONFIG": str(path)}).settings.axes["tp"] == 2
+    assert resolve_run({}, {"PACELINE_CONFIG": str(path), "PACELINE_SETTINGS": "{}"}).settings.axes["tp"] == 1
 
 
 def test_a_bad_file_is_an_error_without_our_launcher_too(tmp_path):

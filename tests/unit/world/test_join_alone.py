@@ -7,6 +7,7 @@ from paceline.base import env as environment
 from paceline.base.errors import WorldError
 from paceline.testing import worlds
 from paceline.world import rendezvous
+from paceline.world.roll_call import compare
 from paceline.world.world import World
 
 
@@ -82,8 +83,8 @@ def entry(**changes):
 
 
 def test_what_ranks_bring_is_compared_all_at_once() -> None:
-    assert rendezvous._compare({0: entry(identity="x"), 1: entry(identity="y"), 2: entry(host="b", identity="x")}) == []
-    problems = rendezvous._compare(
+    assert compare({0: entry(identity="x"), 1: entry(identity="y"), 2: entry(host="b", identity="x")}) == []
+    problems = compare(
         {0: entry(identity="x"), 1: entry(identity="x"), 2: entry(size=3), 3: entry(device="cpu", backend="gloo")}
     )
     assert [problem.code for problem in problems] == ["group-mismatch", "device-mixed", "device-shared"]
@@ -93,4 +94,4 @@ def test_what_ranks_bring_is_compared_all_at_once() -> None:
 
 
 def test_gloo_lets_processes_share_a_device() -> None:
-    assert rendezvous._compare({0: entry(backend="gloo", identity="x"), 1: entry(backend="gloo", identity="x")}) == []
+    assert compare({0: entry(backend="gloo", identity="x"), 1: entry(backend="gloo", identity="x")}) == []

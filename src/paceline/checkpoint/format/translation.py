@@ -165,7 +165,7 @@ class Translation:
             "extra": {},
         }
 
-    def number(self, value: Any) -> float | None:
+    def number(self, value: object) -> float | None:
         """The number that a JSON value is or, as a tensor of one element, stands for; None for any other."""
         path = value.get("$tensor") if isinstance(value, dict) else None
         if path in self._encoder.tensors:
@@ -186,7 +186,9 @@ class Translation:
         if self._encoder.problems:
             raise CheckpointError.of(self._encoder.problems)
         in_memory = TensorWeights(self._encoder.tensors)
-        sources = {**self._sources, **{path: (in_memory, path) for path in self._encoder.tensors}}
+        sources: dict[str, tuple[Weights, str]] = dict(self._sources)
+        for path in self._encoder.tensors:
+            sources[path] = (in_memory, path)
         shapes: dict[str, tuple[torch.Size, torch.dtype]] = {}
         for path, (weights, name) in sources.items():
             entry = weights.entries[name]

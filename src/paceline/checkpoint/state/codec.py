@@ -12,7 +12,7 @@ from __future__ import annotations
 import base64
 from argparse import Namespace
 from collections import Counter, OrderedDict, defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import numpy
@@ -58,7 +58,7 @@ class Encoder:
         tag, content = writer(self, value, path)
         return {tag: content}
 
-    def items(self, values: Any, path: str) -> list[Any]:
+    def items(self, values: Iterable[object], path: str) -> list[Any]:
         """JSON for each of some values."""
         return [self.encode(item, f"{path}/{index}") for index, item in enumerate(values)]
 
@@ -94,7 +94,7 @@ _WRITERS: dict[type, _Writer] = {
 }
 
 
-def _refused(value: Any, path: str) -> Problem:
+def _refused(value: object, path: str) -> Problem:
     kind = f"{type(value).__module__}.{type(value).__qualname__}"
     return Problem(
         "checkpoint-value",
@@ -105,7 +105,7 @@ def _refused(value: Any, path: str) -> Problem:
     )
 
 
-def decode(value: Any, tensors: Mapping[str, Tensor]) -> Any:
+def decode(value: object, tensors: Mapping[str, Tensor]) -> Any:
     """The value that `Encoder.encode` was given.
 
     Args:
@@ -159,7 +159,7 @@ def _dtype(name: str) -> torch.dtype:
     return dtype
 
 
-def references(value: Any) -> Iterator[str]:
+def references(value: object) -> Iterator[str]:
     """Paths of the tensors that a JSON value speaks of."""
     if isinstance(value, list):
         for item in value:

@@ -44,7 +44,8 @@ def restore(state: dict[str, Any], device: torch.device) -> bool:
     if device.type not in ("cpu", state["device"]):
         torch.set_rng_state(state["torch"])
         return False
-    restore_generators([state["torch"], state.get("accelerator")], device)
+    streams: list[Any] = [state["torch"], state.get("accelerator")]
+    restore_generators(streams, device)
     return True
 
 

@@ -421,7 +421,7 @@ def _frozen(module: nn.Module, state: ModuleState) -> dict[str, bool]:
     return {key: True for key in state.tensors if id(own[state.raw[key]]) in idle}
 
 
-def check_stateful(item: Any, name: str) -> Problem | None:
+def check_stateful(item: object, name: str) -> Problem | None:
     """The problem with an object that cannot be in a checkpoint; None where it can."""
     lacking = [method for method in ("state_dict", "load_state_dict") if not callable(getattr(item, method, None))]
     if not lacking:

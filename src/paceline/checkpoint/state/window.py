@@ -43,16 +43,16 @@ class Gradients:
 
     Attributes:
         parameters: gives them by name.
-        held: what strategies keep, by their names.
-        take: gives that back; without any, what they keep is dropped.
+        pending: what strategies keep, by their names.
+        restore_pending: gives that back; without any, what they keep is dropped.
         layout: models with an equal one are divided alike.
         ranks: that hold gradients of one parameter which differ, or are divided: all but those along `pp`.
         stale: whether an optimizer has stepped a parameter's gradient, or cleared it, since the last backward pass.
     """
 
     parameters: Callable[[], Mapping[str, Tensor]]
-    held: Callable[[], Mapping[str, PendingGradients]]
-    take: Callable[[Mapping[str, PendingGradients]], None]
+    pending: Callable[[], Mapping[str, PendingGradients]]
+    restore_pending: Callable[[Mapping[str, PendingGradients]], None]
     layout: str
     ranks: int
     stale: Callable[[Tensor], bool]
@@ -87,29 +87,31 @@ class Window:
 
     def encode(self, encoder: Encoder, rank: int) -> dict[str, Any]:
         """JSON; empty where no window is open and no gradient waits."""
-        counters, found = dict(self.counters.window_state()), dict[str, Any]()
+        counters = dict(self.counters.window_state())
         items = counters.pop("items")
-        flags: dict[str, list[str]] = {}
-        for model, each in self.models.items():
-            held = each.held()
-            for name, parameter in each.parameters().items():
-                if each.stale(parameter):
+        parts: dict[str, Any] = {}
+        open_strategies: dict[str, list[str]] = {}
+        for model, gradients in self.models.items():
+            pending_of = gradients.pending()
+            for name, parameter in gradients.parameters().items():
+                if gradients.stale(parameter):
                     continue
                 path = f"{model}/{name}"
-                beside = [kept.gradients.get(parameter) for kept in held.values()]
+                beside = [pending.gradients.get(parameter) for pending in pending_of.values()]
                 if parameter.grad is not None and not any(parameter.grad is tensor for tensor in beside):
-                    equal = max((kept.equal.get(parameter, 1) for kept in held.values() if not kept.open), default=1)
-                    found[path] = _entry(encoder, f"window/{rank}/{path}", parameter.grad, each.ranks * equal)
-                for strategy, kept in held.items():
-                    if parameter in kept.gradients:
-                        equal = kept.equal.get(parameter, 1) if kept.open else 1
+                    closed = [pending for pending in pending_of.values() if not pending.open]
+                    equal = max((pending.equal.get(parameter, 1) for pending in closed), default=1)
+                    parts[path] = _entry(encoder, f"window/{rank}/{path}", parameter.grad, gradients.ranks * equal)
+                for strategy, pending in pending_of.items():
+                    if parameter in pending.gradients:
+                        equal = pending.equal.get(parameter, 1) if pending.open else 1
                         key = f"{path}:{strategy}"
-                        tensor = kept.gradients[parameter]
-                        found[key] = _entry(encoder, f"window/{rank}/{key}", tensor, each.ranks * equal)
-            flags[model] = [strategy for strategy, kept in held.items() if kept.open]
-        if counters["sync"] and not found:
+                        tensor = pending.gradients[parameter]
+                        parts[key] = _entry(encoder, f"window/{rank}/{key}", tensor, gradients.ranks * equal)
+            open_strategies[model] = [strategy for strategy, pending in pending_of.items() if pending.open]
+        if counters["sync"] and not parts:
             return {}
-        own = {"items": items, "index": self.index, "open": flags, "parts": found}
+        own = {"items": items, "index": self.index, "open": open_strategies, "parts": parts}
         shared = {"layout": self.layout, "width": self.width, "apart": self.apart, "counters": counters}
         return {**shared, "ranks": {str(rank): own}}
 
@@ -147,20 +149,17 @@ class Window:
         self._sums = []
         if not saved or self._alike(saved):
             return
-        if saved["counters"]["divisor"] is not None and any(
-            own["items"] is not None for own in saved["ranks"].values()
-        ):
+        counts_items = any(own["items"] is not None for own in saved["ranks"].values())
+        if counts_items and saved["counters"]["divisor"] is not None:
             factor *= saved["width"] / self.width  # the window's end multiplies by the width that there will be
-        for model, each in self.models.items():
-            each.held()
-            for name, parameter in each.parameters().items():
-                keys = (f"{model}/{name}", f"{model}/{name}:")
-                parts = [
-                    part
-                    for own in saved["ranks"].values()
-                    for key, part in own["parts"].items()
-                    if key == keys[0] or key.startswith(keys[1])
-                ]
+        for model, gradients in self.models.items():
+            # FSDP2 may show whole parameters within a window; asked for what it keeps, it shows its shards again.
+            gradients.pending()
+            for name, parameter in gradients.parameters().items():
+                path = f"{model}/{name}"
+                parts = []
+                for own in saved["ranks"].values():
+                    parts += [part for key, part in own["parts"].items() if key.partition(":")[0] == path]
                 if not parts or not parameter.requires_grad:
                     continue
                 mine = part_of_whole(parameter)
@@ -185,23 +184,22 @@ class Window:
         Ranks: all; communicates where some strategy must gather parameters before it can hold gradients.
         """
         own = _own(saved, rank) if saved and self._alike(saved) else None
-        for model, each in self.models.items():
-            each.take({})
-            parameters = each.parameters()
-            for parameter in parameters.values():
+        for model, gradients in self.models.items():
+            gradients.restore_pending({})
+            for parameter in gradients.parameters().values():
                 parameter.grad = None
             if own is not None:
-                self._give_back(model, each, own, tensors, factor)
+                self._give_back(model, gradients, own, tensors, factor)
         for parameter, total in self._sums:
             parameter.grad = _like(total.to(local(parameter).device), parameter, None)
         self._sums = []
         self.counters.load_window({**saved["counters"], "items": self._items(saved, own)} if saved else None)
 
     def _give_back(
-        self, model: str, each: Gradients, own: Mapping[str, Any], tensors: Mapping[str, Tensor], factor: float
+        self, model: str, gradients: Gradients, own: Mapping[str, Any], tensors: Mapping[str, Tensor], factor: float
     ) -> None:
-        held: dict[str, tuple[dict[Tensor, Tensor], dict[Tensor, tuple[Any, ...]]]] = {}
-        for name, parameter in each.parameters().items():
+        pending_of: dict[str, tuple[dict[Tensor, Tensor], dict[Tensor, tuple[Any, ...]]]] = {}
+        for name, parameter in gradients.parameters().items():
             for key, part in own["parts"].items():
                 path, _, strategy = key.partition(":")
                 if path != f"{model}/{name}":
@@ -212,21 +210,24 @@ class Window:
                 if not strategy:
                     parameter.grad = _like(tensor, parameter, placements)
                     continue
-                gradients, placed = held.setdefault(strategy, ({}, {}))
-                gradients[parameter] = tensor
+                values, placements_of = pending_of.setdefault(strategy, ({}, {}))
+                values[parameter] = tensor
                 if placements is not None:
-                    placed[parameter] = placements
+                    placements_of[parameter] = placements
         opened = own["open"].get(model, [])
         for strategy in opened:
-            held.setdefault(strategy, ({}, {}))
-        each.take({strategy: PendingGradients(g, p, open=strategy in opened) for strategy, (g, p) in held.items()})
+            pending_of.setdefault(strategy, ({}, {}))
+        pending: dict[str, PendingGradients] = {}
+        for strategy, (values, placements_of) in pending_of.items():
+            pending[strategy] = PendingGradients(values, placements_of, open=strategy in opened)
+        gradients.restore_pending(pending)
 
     def _items(self, saved: Mapping[str, Any], own: Mapping[str, Any] | None) -> int | None:
         """Items that count for this rank; at another width the first share has those of all."""
         if own is not None:
             items: int | None = own["items"]
             return items
-        by_share = {each["index"]: each["items"] for each in saved["ranks"].values()}
+        by_share = {of_rank["index"]: of_rank["items"] for of_rank in saved["ranks"].values()}
         if any(items is None for items in by_share.values()):
             return None
         return sum(by_share.values()) if self.index == 0 else 0
@@ -234,9 +235,9 @@ class Window:
 
 def _own(saved: Mapping[str, Any], rank: int) -> Mapping[str, Any]:
     """What this rank held; between windows, one on which no gradient waited (a frozen stage, say) has told nothing."""
-    nothing = {"items": None, "index": rank, "open": {}, "parts": {}}
-    found: Mapping[str, Any] = saved["ranks"].get(str(rank), nothing)
-    return found
+    nothing: dict[str, Any] = {"items": None, "index": rank, "open": {}, "parts": {}}
+    own: Mapping[str, Any] = saved["ranks"].get(str(rank), nothing)
+    return own
 
 
 def _entry(encoder: Encoder, path: str, gradient: Tensor, ranks: int) -> dict[str, Any]:

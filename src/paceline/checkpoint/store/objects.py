@@ -65,7 +65,7 @@ def path_of(url: str) -> str:
     return str(strip_protocol(url))
 
 
-def _ask(url: str, request: str, *args: Any, within_s: float = 0, **options: Any) -> Any:
+def _ask(url: str, request: str, *args: object, within_s: float = 0, **options: object) -> Any:
     fs = filesystem(url)
     path = path_of(url)
     with coded_errors(url):
@@ -74,7 +74,7 @@ def _ask(url: str, request: str, *args: Any, within_s: float = 0, **options: Any
         return getattr(fs, request)(path, *args, **options)
 
 
-def _answer(fs: Any, request: Any, *args: Any, within_s: float = 0, **options: Any) -> Any:
+def _answer(fs: Any, request: object, *args: object, within_s: float = 0, **options: object) -> Any:
     """What an asynchronous request gives, within `ANSWER_S` unless told otherwise."""
     from fsspec.asyn import sync
 

@@ -20,7 +20,7 @@ import logging
 import re
 import secrets
 import threading
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, BinaryIO, cast
 
 from paceline.base.errors import CheckpointError
@@ -178,7 +178,7 @@ class RemoteStore:
 
         return release
 
-    def _over(self, path: str) -> list[Lease]:
+    def _over(self, path: str) -> Sequence[Lease]:
         """Leases of this process on a checkpoint or on the folder that holds it."""
         places = (path, self.parent(path)[0])
         return [lease for lease in list(self._leases.values()) if lease.is_mine() and lease.folder in places]

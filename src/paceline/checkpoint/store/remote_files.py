@@ -119,7 +119,7 @@ class _S3Parts:
         self._done: list[dict[str, Any]] = []
         self._id = self._ask("create_multipart_upload").result()["UploadId"]
 
-    def _ask(self, request: str, **options: Any) -> Future[dict[str, Any]]:
+    def _ask(self, request: str, **options: object) -> Future[dict[str, Any]]:
         asked = self._fs._call_s3(request, Bucket=self._bucket, Key=self._key, **options)
         return asyncio.run_coroutine_threadsafe(asked, self._fs.loop)
 
@@ -234,6 +234,6 @@ def open_reader(url: str) -> BinaryIO:
     """
     fs = objects.filesystem(url)
     if fs.async_impl:
-        return io.BufferedReader(_Ranges(url), 1 << 16)  # type: ignore[return-value]
+        return io.BufferedReader(_Ranges(url), 1 << 16)
     with coded_errors(url):
         return cast(BinaryIO, fs.open(objects.path_of(url), "rb"))

@@ -11,6 +11,7 @@ besides what is there anyway. What fails on one rank fails on all, and leaves wh
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import re
@@ -90,7 +91,10 @@ class Rows:
 class Source(Protocol):
     """Where whole tensors come from."""
 
-    entries: Sequence[Entry]
+    @property
+    def entries(self) -> Sequence[Entry]:
+        """What there is, in the order in which it is written."""
+        ...
 
     def fetch(self, wanted: Sequence[Sequence[Rows]]) -> list[Tensor]:
         """The bytes (uint8, CPU) of the rows that this rank wants, in order.
@@ -160,7 +164,7 @@ def export_weights(
             for writer, rows in zip(writers, turn, strict=True):
                 wanted[writer] = rows
             data = source.fetch(wanted)
-            agreed(peers, doing, lambda rows=wanted[peers.rank], data=data: files.write(rows, data))
+            agreed(peers, doing, functools.partial(files.write, wanted[peers.rank], data))
         agreed(peers, doing, files.close)
         agreed(peers, doing, files.publish if peers.rank == 0 else lambda: None)
     except BaseException:

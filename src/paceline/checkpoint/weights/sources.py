@@ -69,7 +69,10 @@ class Entry:
 class Weights(Protocol):
     """Whole tensors in files."""
 
-    entries: Mapping[str, Entry]
+    @property
+    def entries(self) -> Mapping[str, Entry]:
+        """Shapes and dtypes of the tensors, by name."""
+        ...
 
     def read(self, name: str, box: Box) -> Tensor:
         """A box of one tensor, on the CPU; nothing else is read."""
@@ -154,7 +157,7 @@ def load_mapped(path: str) -> Any:
         return torch.load(path, map_location="cpu", weights_only=True, mmap=zipped)
 
 
-def _state_in(content: Any, path: str) -> dict[str, Tensor]:
+def _state_in(content: object, path: str) -> dict[str, Tensor]:
     """The tensors of a model in what a file holds: all of it, or what lies under one of the usual keys."""
     what = f"a {type(content).__qualname__}"
     if isinstance(content, Mapping):

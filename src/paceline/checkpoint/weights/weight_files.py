@@ -92,7 +92,7 @@ class SafeFile:
 
     def write(self, entry: Entry, data: Tensor, *, first: bool) -> None:
         """The next bytes."""
-        self._file.write(memoryview(data.numpy()))
+        self._file.write(data.numpy().data)
 
     def close(self) -> None:
         """Nothing follows the tensors."""
@@ -125,7 +125,7 @@ class TorchFile:
         """The next bytes."""
         if first:
             self._begin(f"data/{self._numbers[entry.name]}")
-        self._record.write(memoryview(data.numpy()))
+        self._record.write(data.numpy().data)
 
     def close(self) -> None:
         """The list of records."""
@@ -169,7 +169,14 @@ class _Whole:
         for size in reversed(entry.shape):
             strides.insert(0, stride)
             stride *= max(size, 1)
-        arguments = (_Storage(self.number, entry), 0, entry.shape, tuple(strides), False, OrderedDict())
+        arguments: tuple[Any, ...] = (
+            _Storage(self.number, entry),
+            0,
+            entry.shape,
+            tuple(strides),
+            False,
+            OrderedDict(),
+        )
         rebuild, rest = tensor_rebuilder(entry.dtype)
         return rebuild, (*arguments, *rest)
 
@@ -177,7 +184,7 @@ class _Whole:
 class _Pickler(pickle.Pickler):
     """Writes memory as a reference to its record, as `torch.save` does."""
 
-    def persistent_id(self, obj: Any) -> Any:
+    def persistent_id(self, obj: object) -> Any:
         if not isinstance(obj, _Storage):
             return None
         kind, entry = storage_class_name(obj.entry.dtype), obj.entry

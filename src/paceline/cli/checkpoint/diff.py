@@ -83,6 +83,6 @@ def _row(tensor: Unlike) -> tuple[str, str, str, str]:
     return tensor.name, f"{tensor.largest:.3g}", f"{tensor.relative:.3g}", values
 
 
-def _short(value: Any) -> str:
+def _short(value: object) -> str:
     text = "-" if value is ... else json.dumps(value)
     return text if len(text) <= _WIDEST else f"{text[: _WIDEST - 4]} ..."

@@ -31,7 +31,7 @@ def run(args: argparse.Namespace) -> int:
         as_json = [checkpoint.json() for checkpoint in checkpoints]
         print(json.dumps({"folder": folder, "checkpoints": as_json}, indent=2))
         return 0
-    rows = [("name", "step", "age", "size", "ranks", "plan", "state")]
+    rows: list[tuple[str, ...]] = [("name", "step", "age", "size", "ranks", "plan", "state")]
     rows += [_row(checkpoint) for checkpoint in checkpoints]
     print(f"{folder}\n{_text.table(rows, '  ')}")
     return 0

@@ -53,7 +53,7 @@ def _batch(config: DeepSpeedConfig, resolved: Resolved[RunSettings], procs: int 
     from paceline.plan.resolve import draft
 
     decisions = [Decision(**vars(each)) for each in resolved.decisions]
-    return config.batch(draft(vars(resolved.settings), decisions, procs, resolved.settings.options).layout.width)
+    return config.batch(draft(resolved.settings.by_name(), decisions, procs, resolved.settings.options).layout.width)
 
 
 def _json(

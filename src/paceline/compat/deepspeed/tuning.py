@@ -5,8 +5,9 @@ A script may build its config itself, so it is taken where it is read: in the pr
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from copy import deepcopy
+from itertools import pairwise
 from typing import Any
 
 from paceline.compat.deepspeed.config import DeepSpeedConfig
@@ -94,6 +95,24 @@ class SearchedConfig:
 
 class DeepSpeedConfigs:
     """How a tuning reads and writes configs (`paceline.planner.script_config`)."""
+
+    called = "a DeepSpeed config"
+    trial_file = "ds_config.json"
+    best_file = "ds_config_optimal.json"
+
+    def with_file(self, words: Sequence[str], file: str) -> list[str]:
+        """A script's command line, with this file in the place of the config that it names, if it does."""
+        changed = list(words)
+        for number, (word, following) in enumerate(pairwise([*words, "-"])):
+            if word in ("--deepspeed_config", "--deepspeed") and not following.startswith("-"):
+                changed[number + 1] = file
+            elif word.startswith("--deepspeed_config="):
+                changed[number] = f"--deepspeed_config={file}"
+        return changed
+
+    def launch_command(self, procs: int) -> list[str]:
+        """DeepSpeed's own launcher, as Paceline serves it."""
+        return ["deepspeed", "--num_gpus", str(procs)]
 
     def contents(self, config: Any) -> dict[str, Any]:
         """A config as a dict, however the script gave it."""

@@ -1,0 +1,184 @@
+"""The roll call: rank 0 sees every rank arrive, compares what they bring, and names who is missing.
+
+    rank 0     reads roll/RANK of each -> answers its word with the round's -> verdict/ROUND, once all are here
+    others     roll/RANK: who I am, and a random word -> seen/WORD: the round -> here/ROUND/RANK -> the verdict
+
+The roll call is why a restart works: a launcher's agent may keep its store over restarts, and the addresses that dead
+processes left there would be read by the new ones. No counter tells the rounds apart (agents of several hosts count
+differently), so each rank asks with a random word, and only an answer to that word counts.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import secrets
+import socket
+import time
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from paceline.base.errors import Problem, WorldError
+from paceline.world import device as devices
+from paceline.world.world import World
+
+if TYPE_CHECKING:
+    from paceline.torch_internals.groups import Store
+
+_LOOK_S = 0.001
+_LINGER_S = 2.0
+
+
+def roll_call(store: Store, world: World, device: torch.device, backend: str, seconds: float) -> str:
+    """Waits until all ranks of this round are there; gives the word that names the round.
+
+    Ranks:
+        All. Rank 0 decides and every rank gets the same word, or the same error.
+    """
+    deadline = time.monotonic() + seconds
+    asked = {
+        "word": secrets.token_hex(8),
+        "host": socket.gethostname(),
+        "size": world.size,
+        "device": device.type,
+        "backend": backend,
+        "identity": devices.identity(device),
+    }
+    with _store_errors(world, seconds):
+        if world.rank == 0:
+            return _call(store, world, asked, deadline, seconds)
+        return _answer(store, world, asked, deadline, seconds)
+
+
+def _call(store: Store, world: World, mine: dict[str, Any], deadline: float, seconds: float) -> str:
+    """Rank 0's half: answer each rank until it says that it heard, then compare what all bring, and decide."""
+    this_round = str(mine["word"])
+    present = {0: mine}  # who has called, and with what; perhaps a dead process of an earlier round
+    here = {0}  # who has answered in this round
+    while len(here) < world.size and time.monotonic() < deadline:
+        for rank in range(1, world.size):
+            if rank in here or not store.check([f"roll/{rank}"]):
+                continue
+            # An entry may be a dead process's, or of an earlier round; the living rank overwrites it.
+            entry = json.loads(store.get(f"roll/{rank}"))
+            if rank not in present or present[rank]["word"] != entry["word"]:
+                present[rank] = entry
+                store.set(f"seen/{entry['word']}", this_round)
+            elif store.check([f"here/{this_round}/{rank}"]):
+                here.add(rank)
+        time.sleep(_LOOK_S)
+    missing = sorted(set(range(world.size)) - here)
+    problems = [_missing(world, missing, seconds)] if missing else compare(present)
+    verdict = [[problem.code, problem.what, problem.why, problem.fix] for problem in problems]
+    store.set(f"verdict/{this_round}", json.dumps(verdict))
+    if problems:
+        _linger(store, [f"heard/{this_round}/{rank}" for rank in here - {0}])
+        raise WorldError.of(problems)
+    return this_round
+
+
+def _answer(store: Store, world: World, mine: dict[str, Any], deadline: float, seconds: float) -> str:
+    """Another rank's half: say who is there, and take rank 0's word for the round."""
+    store.set(f"roll/{world.rank}", json.dumps(mine))
+    # Rank 0 may have started later; it knows who is missing, so let it speak first.
+    deadline += _LINGER_S
+    this_round = _await(store, f"seen/{mine['word']}", world, deadline, seconds)
+    store.set(f"here/{this_round}/{world.rank}", "1")
+    verdict = json.loads(_await(store, f"verdict/{this_round}", world, deadline, seconds))
+    if verdict:
+        store.set(f"heard/{this_round}/{world.rank}", "1")
+        raise WorldError.of(Problem(*entry) for entry in verdict)
+    return this_round
+
+
+def _await(store: Store, key: str, world: World, deadline: float, seconds: float) -> str:
+    while not store.check([key]):
+        if time.monotonic() > deadline:
+            raise WorldError(
+                "rendezvous-missing",
+                f"rank {world.rank} of {world.size} waited {seconds:g} s for all ranks to arrive.",
+                why="rank 0 did not answer, or is itself waiting for other ranks",
+                fix="look at the output of rank 0, which names the ranks that it misses",
+            )
+        time.sleep(_LOOK_S)
+    return bytes(store.get(key)).decode()
+
+
+def _linger(store: Store, keys: list[str]) -> None:
+    """Lets rank 0, with which the store may vanish, stay until the others have heard why."""
+    until = time.monotonic() + _LINGER_S
+    while keys and not store.check(keys) and time.monotonic() < until:
+        time.sleep(10 * _LOOK_S)
+
+
+def _missing(world: World, ranks: list[int], seconds: float) -> Problem:
+    names = ", ".join(map(str, ranks))
+    return Problem(
+        "rendezvous-missing",
+        f"of {world.size} processes, {len(ranks)} did not arrive within {seconds:g} s: rank {names}.",
+        why=f"WORLD_SIZE is {world.size} ({world.source}); rank 0 waits at {world.address}:{world.port}",
+        fix="start the missing processes, or set WORLD_SIZE to what runs; their own output may say why they ended",
+    )
+
+
+def compare(present: dict[int, dict[str, Any]]) -> list[Problem]:
+    """What cannot work together: other sizes, other kinds of device, one device taken twice."""
+    problems = []
+    sizes = [f"rank {rank}: {entry['size']}" for rank, entry in sorted(present.items())]
+    if len({entry["size"] for entry in present.values()}) > 1:
+        problems.append(
+            Problem(
+                "group-mismatch",
+                "ranks disagree about how many processes there are.",
+                ", ".join(sizes),
+                "give every process the same WORLD_SIZE",
+            )
+        )
+    kinds: set[str] = set()
+    devices_by_rank = []
+    for rank, entry in sorted(present.items()):
+        kind = f"{entry['device']} ({entry['backend']})"
+        kinds.add(kind)
+        devices_by_rank.append(f"rank {rank} on {entry['host']}: {kind}")
+    if len(kinds) > 1:
+        problems.append(
+            Problem(
+                "device-mixed",
+                "ranks compute on different kinds of device.",
+                ", ".join(devices_by_rank),
+                "run them all on the CPU with cpu=True, or make the accelerator visible to each",
+            )
+        )
+    owners: dict[tuple[str, str], list[int]] = {}
+    for rank, entry in present.items():
+        if entry["identity"] and "gloo" not in entry["backend"].split(",")[-1]:
+            owners.setdefault((entry["host"], entry["identity"]), []).append(rank)
+    for (host, identity), ranks in owners.items():
+        if len(ranks) > 1:
+            problems.append(
+                Problem(
+                    "device-shared",
+                    f"ranks {', '.join(map(str, sorted(ranks)))} share one device.",
+                    f"device {identity} of host {host}",
+                    "start one process for each device",
+                )
+            )
+    return problems
+
+
+@contextlib.contextmanager
+def _store_errors(world: World, seconds: float) -> Iterator[None]:
+    """A store that breaks off means that rank 0, or the launcher's agent, has ended."""
+    try:
+        yield
+    except WorldError:
+        raise
+    except RuntimeError as error:
+        raise WorldError(
+            "rendezvous-unreachable",
+            f"rank {world.rank} lost the store at {world.address}:{world.port} while the processes were gathering.",
+            why=str(error).splitlines()[0],
+            fix="look at the output of rank 0 (or of the launcher): it has ended",
+        ) from error
