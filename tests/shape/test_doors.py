@@ -38,7 +38,6 @@ TEXTS = {
 
 # Files that still name a library, and are to be freed of it. An entry may be removed; none is added.
 TO_MOVE = {
-    "src/paceline/data/loader.py",
     "src/paceline/launch/job.py",
     "src/paceline/launch/local.py",
     "src/paceline/launch/notebook.py",

@@ -31,7 +31,9 @@ _CARRIED = {
         DynamoBackend FP8BackendType LoggerType PrecisionType RNGType SageMakerDistributedType""",
     f"{_HERE}.state": "AcceleratorState GradientState PartialState is_initialized",
     f"{_HERE}.preparation": "AcceleratedScheduler",
-    f"{_HERE}.loaders": "DataLoaderDispatcher DataLoaderShard DataLoaderStateMixin prepare_data_loader skip_first_batches",
+    f"{_HERE}.data_loader": """DataLoaderAdapter DataLoaderDispatcher DataLoaderShard DataLoaderStateMixin SkipDataLoader
+        prepare_data_loader skip_first_batches""",
+    f"{_HERE}.samplers": """BatchSamplerShard IterableDatasetShard SeedableRandomSampler SkipBatchSampler get_sampler""",
     f"{_HERE}.tracking": "GeneralTracker LOGGER_TYPE_TO_CLASS filter_trackers get_available_trackers",
     "paceline.launch.notebook": "debug_launcher notebook_launcher",
     f"{_HERE}.operations": """broadcast broadcast_object_list concatenate convert_outputs_to_fp32 convert_to_fp32
