@@ -323,6 +323,8 @@ class SamplerFeed:
         self._resumed = None
         if "streams" in state:
             self._resumed = epoch, state
+        if epoch or state.get("under_way"):
+            self._early = None  # the saved run had used its own up
         for generator, saved in zip(self.generators(), state.get("generators_now", ()), strict=False):
             generator.set_state(saved)
 
@@ -459,6 +461,8 @@ class DispatchReader:
     def resume(self, epoch: int, state: Mapping[str, Any]) -> None:
         """As the feed does; where nothing is read, nothing is drawn for the rest of an epoch either."""
         self._is_resumed = bool(state.get("under_way"))
+        if epoch or self._is_resumed:
+            self._has_drawn = False
         self.feed.resume(epoch, state)
 
     def reseed(self, seed: int) -> None:
