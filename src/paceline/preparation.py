@@ -363,20 +363,10 @@ class Preparation:
             PlanError: `plan-open`. DataError: those of `prepare_loader`.
         """
         run = self.run
-        if isinstance(loader, PreparedLoader):
-            return loader
-        for other in run.prepared.loaders:
-            if getattr(other, "original", None) is loader:
-                return other
-        # Whatever is chosen for `shard`, `replicate` and `zero`, these ranks together read different samples.
-        open_axes = [axis for axis in model_axes() if axis in run.plan.open]
-        if open_axes:
-            raise PlanError(
-                "plan-open",
-                "a loader was prepared before the model whose size decides how many ranks share its samples.",
-                why=f"{', '.join(open_axes)} stand on auto",
-                fix="prepare them together: `model, optimizer, loader = accelerator.prepare(model, optimizer, loader)`",
-            )
+        known = self.known_loader(loader)
+        if known is not None:
+            return known
+        self.check_width()
         if self._seed is None:
             said = run.settings.data_seed
             self._seed = int(run.collectives.broadcast_object(torch.initial_seed() if said is None else said))
@@ -398,6 +388,32 @@ class Preparation:
             non_blocking=run.settings.non_blocking,
             **options,
         )
+        return self.record_loader(loader, prepared)
+
+    def known_loader(self, loader: object) -> PreparedLoader | None:
+        """The prepared loader, where this is one or was prepared before."""
+        if isinstance(loader, PreparedLoader):
+            return loader
+        for known in self.run.prepared.loaders:
+            if getattr(known, "original", None) is loader:
+                return known
+        return None
+
+    def check_width(self) -> None:
+        """Raises PlanError `plan-open` where it is not known yet how many ranks read different samples."""
+        # Whatever is chosen for `shard`, `replicate` and `zero`, these ranks together read different samples.
+        open_axes = [axis for axis in model_axes() if axis in self.run.plan.open]
+        if open_axes:
+            raise PlanError(
+                "plan-open",
+                "a loader was prepared before the model whose size decides how many ranks share its samples.",
+                why=f"{', '.join(open_axes)} stand on auto",
+                fix="prepare them together: `model, optimizer, loader = accelerator.prepare(model, optimizer, loader)`",
+            )
+
+    def record_loader(self, loader: DataLoader[Any], prepared: PreparedLoader) -> PreparedLoader:
+        """Records what became of a loader."""
+        run = self.run
         run.prepared.loaders.append(prepared)
         if hasattr(getattr(loader, "dataset", None), "__len__"):
             self._epoch_lengths.append((len(loader), len(prepared)))

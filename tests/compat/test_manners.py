@@ -28,8 +28,8 @@ from paceline.compat.accelerate.arguments import (
     ProfileKwargs,
     ProjectConfiguration,
 )
+from paceline.compat.accelerate.data_loader import prepare_data_loader, skip_first_batches
 from paceline.compat.accelerate.kinds import DDPCommunicationHookType, DistributedType, DynamoBackend, PrecisionType
-from paceline.compat.accelerate.loaders import prepare_data_loader, skip_first_batches
 from paceline.compat.accelerate.plugins import TorchDynamoPlugin
 from paceline.compat.accelerate.state import AcceleratorState, GradientState, PartialState
 from paceline.compat.accelerate.tracking import GeneralTracker, filter_trackers

@@ -37,7 +37,7 @@ TEXTS = {
 }
 
 # Files that still name a library, and are to be freed of it. An entry may be removed; none is added.
-TO_MOVE = {"src/paceline/data/loader.py", "src/paceline/parallel/pipeline/stages.py"}
+TO_MOVE = {"src/paceline/parallel/pipeline/stages.py"}
 
 
 # Private attributes of the core that `compat` still uses. An entry may be removed; none is added.

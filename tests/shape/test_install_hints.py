@@ -15,6 +15,7 @@ ON_PYPI = {
     "numpy",
     "s3fs",
     "shtab",
+    "torchdata",
     "tensorboard",
     "torch",
     "wandb",

@@ -10,17 +10,18 @@ from __future__ import annotations
 
 import pickle
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import count
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from paceline.base.errors import DataError
-from paceline.data.feed import NOTHING, MapFeed, Mark, Steps, resized
+from paceline.data.feed import NOTHING, GlobalBatch, Mark, Steps, resized
+from paceline.data.schedule import Schedule
 from paceline.data.stream import StreamFeed, indivisible
 from paceline.plan.data import DataPlan, Position
 from paceline.world.collectives import Collectives
@@ -116,6 +117,40 @@ def _failure(error: Exception) -> _Failure:
     return _Failure(error, trace)
 
 
+class Reader(Protocol):
+    """Reads the batches of every rank, on rank 0; elsewhere it only counts."""
+
+    group: int
+
+    def schedule(self, start: Position) -> Schedule | None:
+        """What is known of the rest of an epoch. Ranks: all."""
+        ...
+
+    def global_batches(self, start: Position, note: Mapping[str, Any]) -> Iterator[GlobalBatch]:
+        """The batches of all ranks, step by step. Ranks: 0."""
+        ...
+
+    def reseed(self, seed: int) -> None:
+        """As in `Feed`."""
+        ...
+
+    def replan(self, global_batch: int, group: int) -> bool:
+        """As in `Feed`."""
+        ...
+
+    def steps(self, epoch: int) -> int:
+        """As in `Feed`."""
+        ...
+
+    def samples(self, epoch: int) -> int | None:
+        """As in `Feed`."""
+        ...
+
+    def after(self, epoch: int, steps: int) -> tuple[Position, Mapping[str, Any]]:
+        """As in `Feed`."""
+        ...
+
+
 class DispatchFeed:
     """Batches that rank 0 reads for all ranks.
 
@@ -128,7 +163,7 @@ class DispatchFeed:
         All of `collectives`, at each step.
     """
 
-    def __init__(self, reader: MapFeed | StreamFeed, plan: DataPlan, collectives: Collectives) -> None:
+    def __init__(self, reader: Reader, plan: DataPlan, collectives: Collectives) -> None:
         self.plan = plan
         self._reader = reader
         self._channel = Channel(collectives)

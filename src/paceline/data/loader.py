@@ -274,7 +274,7 @@ class PreparedLoader:
         self._position = position
         self._note = note
 
-    # -- what a DataLoader, or accelerate's, is asked ----------------------------------------------------------
+    # -- what a DataLoader is asked, and more of the kind -------------------------------------------------------
 
     @property
     def plan(self) -> DataPlan:

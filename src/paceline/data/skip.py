@@ -28,6 +28,11 @@ class SkippedLoader:
     def __init__(self, loader: PreparedLoader | DataLoader[Any], count: int) -> None:
         self.loader, self.count = loader, count
 
+    @property  # type: ignore[misc]
+    def __class__(self) -> type:
+        """For `isinstance`, it is what the loader is."""
+        return type(self.loader)
+
     def __iter__(self) -> Iterator[Any]:
         if isinstance(self.loader, PreparedLoader):
             self.loader.start_after(self.count)
@@ -81,8 +86,9 @@ def skip_first_batches(loader: Loader, count: int = 0) -> Loader:
             why="the number of batches to leave out is a whole number, 0 or more",
             fix="pass the number of batches of this epoch that were used, such as `step % len(loader)`",
         )
-    if isinstance(loader, SkippedLoader):
-        return cast(Loader, SkippedLoader(loader.loader, loader.count + count))
+    if type(loader) is SkippedLoader:  # to `isinstance` it is the loader that it shortens
+        shortened = cast(SkippedLoader, loader)
+        return cast(Loader, SkippedLoader(shortened.loader, shortened.count + count))
     if not isinstance(loader, PreparedLoader | DataLoader):
         raise DataError(
             "data-loader-kind",

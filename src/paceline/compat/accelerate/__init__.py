@@ -38,7 +38,9 @@ _CARRIED = {
         DynamoBackend FP8BackendType LoggerType PrecisionType RNGType SageMakerDistributedType""",
     f"{_HERE}.state": "AcceleratorState GradientState PartialState is_initialized",
     f"{_HERE}.preparation": "AcceleratedScheduler",
-    f"{_HERE}.loaders": "DataLoaderDispatcher DataLoaderShard DataLoaderStateMixin prepare_data_loader skip_first_batches",
+    f"{_HERE}.data_loader": """DataLoaderAdapter DataLoaderDispatcher DataLoaderShard DataLoaderStateMixin SkipDataLoader
+        prepare_data_loader skip_first_batches""",
+    f"{_HERE}.samplers": """BatchSamplerShard IterableDatasetShard SeedableRandomSampler SkipBatchSampler get_sampler""",
     f"{_HERE}.tracking": """AimTracker ClearMLTracker CometMLTracker DVCLiveTracker GeneralTracker LOGGER_TYPE_TO_CLASS
         MLflowTracker SwanLabTracker TensorBoardTracker TrackioTracker WandBTracker filter_trackers get_available_trackers
         on_main_process register_tracker_class""",

@@ -32,8 +32,8 @@ from paceline.compat.accelerate.arguments import (
     ProjectConfiguration,
 )
 from paceline.compat.accelerate.checkpoint import Folder
+from paceline.compat.accelerate.data_loader import skip_first_batches
 from paceline.compat.accelerate.deepspeed_plugin import DeepSpeedPlugin
-from paceline.compat.accelerate.loaders import skip_first_batches
 from paceline.compat.accelerate.plugins import ParallelismConfig
 from paceline.compat.accelerate.preparation import AcceleratePreparation
 from paceline.compat.accelerate.state import AcceleratorState, GradientState, deepspeed_plugins_of
@@ -147,6 +147,7 @@ class Accelerator(NativeAccelerator):
         self._sync_each_batch = window.sync_each_batch
         times = 1 if self.dataloader_config.split_batches else self.num_processes
         self.preparation.step_schedulers(times, self.step_scheduler_with_optimizer)
+        self.preparation.load_as(self.dataloader_config, self.rng_types)
         self.trackers = TrackerList(log_with, self.logging_dir, is_main=self.is_main_process)
         self.log_with = self.trackers.names
         self.step = 0
@@ -235,7 +236,7 @@ class Accelerator(NativeAccelerator):
     ) -> Any:
         """Prepares one loader. Ranks: all."""
         place = self.device_placement if device_placement is None else device_placement
-        return super().prepare_data_loader(data_loader, place)
+        return self.preparation.loader(data_loader, place=place, slice_fn_for_dispatch=slice_fn_for_dispatch)
 
     def prepare_optimizer(self, optimizer: torch.optim.Optimizer, device_placement: bool | None = None) -> Any:
         """Prepares one optimizer."""
@@ -362,14 +363,15 @@ class Accelerator(NativeAccelerator):
         comes with 8 values. A 0-dim tensor, or an object that cannot be cut, leaves everything as it is.
         """
         loader = self.run.active_loaders.top
-        if loader is None or not loader.end_of_dataloader or loader.remainder <= 0:
+        if loader is None or loader.current is None or not loader.current.last:
             return values
+        rows = sum(loader.current.real)
         leaves = tensors(values)
         if not leaves:
-            return values[: loader.remainder] if isinstance(values, (list, tuple)) else values
+            return values[:rows] if isinstance(values, (list, tuple)) else values
         if any(leaf.ndim == 0 for leaf in leaves):
             return values
-        return map_tensors(lambda leaf: leaf[: loader.remainder], values)
+        return map_tensors(lambda leaf: leaf[:rows], values)
 
     # -- files and logs ----------------------------------------------------------------------------------------
 

@@ -6,16 +6,18 @@ process's number of batches. That is kept, and said once with both numbers.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import Any
 
 from torch import nn
 from torch.optim import Optimizer
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader
 
 from paceline.base.log import warn_once
+from paceline.compat.accelerate.arguments import DataLoaderConfiguration
+from paceline.compat.accelerate.data_loader import DataLoaderAdapter, prepare_data_loader
+from paceline.compat.accelerate.samplers import BatchSamplerShard
 from paceline.data.loader import PreparedLoader
 from paceline.optim.optimizer import PreparedOptimizer
 from paceline.optim.schedule import PreparedScheduler, is_scheduler
@@ -73,6 +75,8 @@ class AcceleratePreparation(Preparation):
     refuses_unprepared = False  # accelerate lets a script step what it did not prepare
     tail: str | None = None
     _scheduler_times = 1
+    _loading = DataLoaderConfiguration()
+    _rng_types: Sequence[Any] = ("generator",)
     _steps_with_optimizer = True
 
     def __init__(self, *args: Any, **named: Any) -> None:
@@ -91,30 +95,70 @@ class AcceleratePreparation(Preparation):
         known = isinstance(value, nn.Module | Optimizer | DataLoader | PreparedLoader) or is_scheduler(value)
         return super().kind_of(value) if known else "done"
 
+    def load_as(self, config: DataLoaderConfiguration, rng_types: Sequence[Any] | None) -> None:
+        """Loaders prepared from now on follow these choices, beside those of the settings."""
+        self._loading = config
+        self._rng_types = ["generator"] if rng_types is None else list(rng_types)
+
     def loader(self, loader: Any, *, place: bool = True, **chosen: Any) -> PreparedLoader:
-        """Iterable datasets are read by rank 0 for all, unless the script says otherwise."""
-        is_stream = isinstance(getattr(loader, "dataset", None), IterableDataset)
-        if self.run.settings.dispatch_batches is None and is_stream:
-            chosen["dispatch"] = place
-        if self.run.plan.layout.width == 1:
-            chosen["tail"] = "divide"  # one process has nobody to keep up with
-        elif self.tail is not None:
-            chosen["tail"] = self.tail
-        return super().loader(loader, place=place, **chosen)
+        """A loader in accelerate's order; an iterable dataset is read by rank 0 for all, unless the script says otherwise."""
+        known = self.known_loader(loader)
+        if known is not None:
+            return known
+        self.check_width()
+        run, settings = self.run, self.run.settings
+        prepared = prepare_data_loader(
+            loader,
+            run.device,
+            run.plan.layout.width,
+            run.plan.layout.data_index(run.world.rank),
+            split_batches=settings.split_batches,
+            put_on_device=place,
+            rng_types=list(self._rng_types),
+            dispatch_batches=settings.dispatch_batches,
+            even_batches=settings.even_batches if self.tail is None else self.tail == "pad",
+            use_seedable_sampler=self._loading.use_seedable_sampler,
+            data_seed=settings.data_seed,
+            non_blocking=settings.non_blocking,
+            use_stateful_dataloader=self._loading.use_stateful_dataloader,
+            collectives=run.data_ranks,
+            active=run.active_loaders,
+            **chosen,
+        )
+        prepared.source = loader
+        prepared._is_accelerate_prepared = True
+        return self.record_loader(loader, prepared)
+
+    def known_loader(self, loader: object) -> PreparedLoader | None:
+        """The prepared loader, where this is one or was prepared before."""
+        if getattr(loader, "_is_accelerate_prepared", False):
+            return loader  # type: ignore[return-value]
+        for known in self.run.prepared.loaders:
+            if getattr(known, "source", None) is loader:
+                return known
+        return None
 
     @contextmanager
     def tails(self, tail: Any) -> Iterator[None]:
-        """Epochs begun inside treat their last global batch so (None: as ever)."""
-        loaders = self.run.prepared.loaders
-        feeds = [loader._feed for loader in loaders if tail is not None and loader.plan.tail != "drop"]
-        before = [feed.plan for feed in feeds]
-        for feed in feeds:
-            feed.plan = replace(feed.plan, tail=tail)
+        """Epochs begun inside fill up their last global batch ("pad"), or let it be short ("divide"; None: as ever).
+
+        Every process takes part in every step, also one that has no batch left: with a row that counts nothing.
+        """
+        loaders = [loader for loader in self.run.prepared.loaders if isinstance(loader, DataLoaderAdapter)]
+        samplers = [loader.batch_sampler for loader in loaders if isinstance(loader.batch_sampler, BatchSamplerShard)]
+        evenness = [sampler.even_batches for sampler in samplers]
+        taking_part = [loader.takes_part for loader in loaders]
+        for sampler in samplers:
+            sampler.even_batches = sampler.even_batches if tail is None else tail == "pad"
+        for loader in loaders:
+            loader.takes_part = True
         try:
             yield
         finally:
-            for feed, plan in zip(feeds, before, strict=True):
-                feed.plan = plan
+            for sampler, even in zip(samplers, evenness, strict=True):
+                sampler.even_batches = even
+            for loader, takes_part in zip(loaders, taking_part, strict=True):
+                loader.takes_part = takes_part
 
     def optimizer(self, optimizer: Optimizer, names: Names) -> PreparedOptimizer:
         """Takes optimizers of any parameters, in any order: replicas keep the parameters that a script made."""
