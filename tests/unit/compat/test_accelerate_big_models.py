@@ -14,7 +14,9 @@ import torch
 from torch import nn
 
 from paceline import CheckpointError, ConfigError, PlanError
+from paceline.base import env
 from paceline.compat.accelerate import offload
+from paceline.compat.accelerate.accelerator import Accelerator
 from paceline.compat.accelerate.big_modeling import (
     cpu_offload,
     disk_offload,
@@ -22,11 +24,12 @@ from paceline.compat.accelerate.big_modeling import (
     init_empty_weights,
     load_checkpoint_and_dispatch,
 )
-from paceline.compat.accelerate.device_map import check_device_map, infer_auto_device_map
+from paceline.compat.accelerate.device_map import check_alone, check_device_map, infer_auto_device_map
 from paceline.compat.accelerate.loading import load_checkpoint_in_model
 from paceline.compat.accelerate.module_sizes import get_max_memory
 from paceline.compat.accelerate.module_tensors import set_module_tensor_to_device
 from paceline.compat.accelerate.offloaded_state import align_module_device, get_state_dict_offloaded_model
+from paceline.compat.accelerate.state import AcceleratorState
 
 
 def network() -> nn.Sequential:
@@ -186,3 +189,32 @@ def test_parameters_come_back_from_meta() -> None:
     with align_module_device(model[0], "meta"):
         assert model[0].weight.is_meta
     assert model[0].weight is before
+
+
+def test_a_spread_model_is_prepared_by_one_process_alone(tmp_path: Path) -> None:
+    with env.patched({"ACCELERATE_BYPASS_DEVICE_MAP": "false"}):
+        check_alone(1)
+        with pytest.raises(ValueError, match=r"(?s)\[device-map-ranks\].*2 processes.*--num_processes 1"):
+            check_alone(2)
+    with env.patched({"ACCELERATE_BYPASS_DEVICE_MAP": "true"}):
+        check_alone(2)
+    model = dispatch_model(network(), {"0": "cpu", "2": "disk"}, offload_dir=tmp_path)
+    accelerator = Accelerator(cpu=True)
+    inside = nn.Sequential(model)
+    assert accelerator.verify_device_map(inside) and not accelerator.verify_device_map(network())
+    prepared = accelerator.prepare(model)
+    assert prepared[2].weight.is_meta and prepared(torch.ones(1, 2)).shape == (1, 1)
+    AcceleratorState._reset_state(reset_partial_state=True)
+
+
+def test_errors_travel_between_processes() -> None:
+    for error in (offload.missing_file("x", "why"), _error_of(lambda: load_checkpoint_in_model(network(), "nowhere"))):
+        assert str(pickle.loads(pickle.dumps(error))) == str(error)
+
+
+def _error_of(function) -> Exception:
+    try:
+        function()
+    except CheckpointError as error:
+        return error
+    raise AssertionError("no error")

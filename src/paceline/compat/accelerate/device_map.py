@@ -18,6 +18,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from paceline.base import env as environment
 from paceline.base.errors import PlanError
 from paceline.compat.accelerate.module_sizes import (
     Dtype,
@@ -399,6 +400,22 @@ def incomplete(missing: Mapping[str, Tensor], device_map: DeviceMap) -> PlanErro
         why=f"they have {convert_bytes(num_bytes)}; the map names {named}",
         fix="add to it: " + ", ".join(f"{module!r}: 'cpu'" for module in modules[:8]),
     )
+
+
+def check_alone(num_processes: int) -> None:
+    """Checks that a model which was spread over devices is prepared by one process.
+
+    Raises:
+        PlanError: `device-map-ranks`.
+    """
+    allowed = environment.snapshot().get("ACCELERATE_BYPASS_DEVICE_MAP", "false").lower() == "true"
+    if num_processes > 1 and not allowed:
+        raise PlanError(
+            "device-map-ranks",
+            "a model that a device map spreads over devices cannot be prepared by several processes.",
+            why=f"there are {num_processes} processes, and each would use all of the map's devices",
+            fix="run it with --num_processes 1, or load it without device_map= and let the plan divide it",
+        )
 
 
 def named_tensors(model: nn.Module) -> list[tuple[str, Tensor]]:

@@ -54,8 +54,16 @@ class CheckpointNamesError(CheckpointError, ValueError):
     """Names of a checkpoint that do not match; with a device map, scripts catch ValueError."""
 
 
+# Errors are shown as `paceline.Name`; this one is found where it is, so that it can be sent between processes.
+CheckpointNamesError.__module__ = __name__
+
+
 class CheckpointPathError(CheckpointError, ValueError):
     """A checkpoint that is none of the kinds which are known; scripts catch ValueError."""
+
+
+# Errors are shown as `paceline.Name`; this one is found where it is, so that it can be sent between processes.
+CheckpointPathError.__module__ = __name__
 
 
 def load_state_dict(checkpoint_file: Path, device_map: DeviceMap | None = None) -> dict[str, Tensor]:

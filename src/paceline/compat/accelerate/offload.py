@@ -35,6 +35,10 @@ class MissingFile(CheckpointError, FileNotFoundError):
     """A file of weights that an index names and that is not there; scripts catch FileNotFoundError."""
 
 
+# Errors are shown as `paceline.Name`; this one is found where it is, so that it can be sent between processes.
+MissingFile.__module__ = __name__
+
+
 def offload_weight(weight: Tensor, weight_name: str, offload_folder: Path, index: Index | None = None) -> Index | None:
     """Writes one weight to a folder, and notes it in `index`.
 
