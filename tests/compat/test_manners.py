@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from paceline import CheckpointError, CompatError, ConfigError
 from paceline.base import env
 from paceline.base.log import forget_warnings
-from paceline.compat.accelerate import modeling, operations, surroundings
+from paceline.compat.accelerate import operations, surroundings
 from paceline.compat.accelerate.accelerator import Accelerator
 from paceline.compat.accelerate.arguments import (
     DataLoaderConfiguration,
@@ -410,40 +410,6 @@ def test_a_tracker_of_the_scripts_own(tmp_path: Path) -> None:
 
 
 # -- functions -----------------------------------------------------------------------------------------------
-
-
-def test_models_without_weights() -> None:
-    with modeling.init_empty_weights():
-        model = nn.BatchNorm1d(4)
-    assert model.weight.is_meta and not model.running_mean.is_meta
-    with modeling.init_empty_weights(include_buffers=True):
-        assert nn.BatchNorm1d(4).running_mean.is_meta
-    modeling.set_module_tensor_to_device(model, "weight", "cpu", value=torch.ones(4))
-    assert model.weight.sum() == 4 and isinstance(model.weight, nn.Parameter)
-    with pytest.raises(ValueError, match="value"):
-        modeling.set_module_tensor_to_device(model, "bias", "cpu")
-
-
-def test_sizes_and_ties(tmp_path: Path) -> None:
-    model = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 1))
-    sizes = modeling.compute_module_sizes(model)
-    assert dict(sizes) == {"": 52, "0": 36, "0.weight": 24, "0.bias": 12, "1": 16, "1.weight": 12, "1.bias": 4}
-    assert modeling.compute_module_sizes(model, dtype="float16")[""] == 26
-    assert modeling.get_max_layer_size(list(model.named_children()), sizes, []) == (36, ["0"])
-    assert modeling.clean_device_map({"a": 0, "a.b": 0}) == {"": 0}
-    assert modeling.clean_device_map({"a.x": 0, "a.y": 0, "b": 1}) == {"b": 1, "a": 0}
-    assert modeling.convert_bytes(123456) == "120.56 KB" and modeling.convert_file_size_to_int("1KB") == 1000
-    assert modeling.get_max_memory({0: "1GB"}) == {0: 10**9} and modeling.get_max_memory()["cpu"] > 0
-    model[1] = model[0]
-    assert modeling.find_tied_parameters(model) == [["0.weight", "1.weight"], ["0.bias", "1.bias"]]
-    model[1] = nn.Linear(2, 3)
-    modeling.retie_parameters(model, [["0.weight", "1.weight"]])
-    assert model[1].weight is model[0].weight
-    torch.save(model.state_dict(), tmp_path / "weights.bin")
-    with pytest.raises(CompatError, match="compat-name"):
-        modeling.load_checkpoint_in_model(model, tmp_path / "weights.bin", {"0": 0, "1": 1})
-    modeling.load_checkpoint_in_model(model, tmp_path / "weights.bin")
-    assert modeling.extract_model_from_parallel(nn.DataParallel(model)) is model
 
 
 def test_nested_batches() -> None:

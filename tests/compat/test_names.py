@@ -151,13 +151,12 @@ _IN_INSTANCES = {"Accelerator.device", "Accelerator.parallelism_config", "Accele
 
 
 def test_using_a_name_that_is_not_carried_names_the_native_way() -> None:
-    from accelerate import infer_auto_device_map
     from accelerate.utils import BnbQuantizationConfig, TERecipeKwargs
     from accelerate.utils.megatron_lm import MegatronEngine
 
     with pytest.raises(CompatError, match=r"(?s)\[compat-name\].*plan=\{'tp'"):
         MegatronEngine([])
-    for name in (infer_auto_device_map, BnbQuantizationConfig, TERecipeKwargs):
+    for name in (BnbQuantizationConfig, TERecipeKwargs):
         with pytest.raises(CompatError, match="is not carried by Paceline"):
             name()
     with pytest.raises(CompatError, match=r"MegatronEngine\.lr"):

@@ -49,14 +49,29 @@ _CARRIED = {
         find_batch_size find_device gather gather_object honor_type ignorant_find_batch_size is_namedtuple
         is_torch_tensor listify pad_across_processes recursively_apply reduce send_to_device slice_tensors
         synchronize_rng_state synchronize_rng_states wait_for_everyone""",
-    f"{_HERE}.modeling": """clean_device_map compute_module_sizes convert_bytes convert_file_size_to_int
-        dtype_byte_size extract_model_from_parallel find_tied_parameters get_max_layer_size get_max_memory
-        has_compiled_regions id_tensor_storage init_empty_weights init_on_device is_compiled_module
-        load_checkpoint_in_model load_state_dict named_module_tensors retie_parameters set_module_tensor_to_device""",
+    f"{_HERE}.modeling": """extract_model_from_parallel get_grad_scaler get_mixed_precision_context_manager
+        has_compiled_regions is_compiled_module""",
+    f"{_HERE}.module_tensors": """check_device_same find_tied_parameters get_non_persistent_buffers id_tensor_storage
+        named_module_tensors recursive_getattr retie_parameters set_module_tensor_to_device""",
+    f"{_HERE}.module_sizes": """calculate_maximum_sizes compute_module_sizes compute_module_total_buffer_size
+        convert_bytes convert_file_size_to_int dtype_byte_size get_balanced_memory get_max_layer_size get_max_memory
+        get_module_leaves get_module_size_with_ties""",
+    f"{_HERE}.device_map": """check_device_map check_tied_parameters_in_config check_tied_parameters_on_same_device
+        clean_device_map fallback_allocate infer_auto_device_map""",
+    f"{_HERE}.hooks": """AlignDevicesHook CpuOffload LayerwiseCastingHook ModelHook SequentialHook UserCpuOffloadHook
+        add_hook_to_module has_offloaded_params remove_hook_from_module remove_hook_from_submodules""",
+    f"{_HERE}.hook_attachment": """SUPPORTED_PYTORCH_LAYERS_FOR_UPCASTING attach_align_device_hook
+        attach_align_device_hook_on_blocks attach_execution_device_hook attach_layerwise_casting_hooks""",
+    f"{_HERE}.offload": """OffloadedWeightsLoader PrefixedDataset extract_submodules_state_dict load_offloaded_weight
+        load_offloaded_weights offload_state_dict offload_weight save_offload_index""",
+    f"{_HERE}.offloaded_state": "align_module_device get_state_dict_from_offload get_state_dict_offloaded_model",
+    f"{_HERE}.loading": "load_checkpoint_in_model load_state_dict",
+    f"{_HERE}.big_modeling": """cpu_offload cpu_offload_with_hook disk_offload dispatch_model init_empty_weights
+        init_on_device load_checkpoint_and_dispatch""",
     f"{_HERE}.surroundings": """are_libraries_initialized clear_device_cache clear_environment compare_versions
         default_config_file find_executable_batch_size get_gpu_info get_int_from_env get_pretty_name is_peft_model
         is_port_in_use is_torch_version is_tqdm_available load merge_dicts parse_choice_from_env parse_flag_from_env
-        patch_environment purge_accelerate_environment recursive_getattr release_memory save
+        patch_environment purge_accelerate_environment release_memory save
         should_reduce_batch_size str_to_bool tqdm write_basic_config""",
     f"{_HERE}.constants": """FSDP_AUTO_WRAP_POLICY FSDP_BACKWARD_PREFETCH FSDP_SHARDING_STRATEGY FSDP_STATE_DICT_TYPE
         MODEL_NAME OPTIMIZER_NAME RNG_STATE_NAME SAFE_MODEL_NAME SAFE_WEIGHTS_INDEX_NAME SAFE_WEIGHTS_NAME SAMPLER_NAME
@@ -88,11 +103,6 @@ _NATIVE_WAYS = (
         r"Dynamo|compile",
         "the repeated blocks are compiled when a model is prepared",
         "native: `paceline.Accelerator(plan={'compile': True})`, or call `torch.compile(model)` before `prepare`",
-    ),
-    (
-        r"offload|Offload|dispatch|device_map|Hook|hook|balanced_memory|layer|PrefixedDataset|[Aa]lign",
-        "models that do not fit one device are divided by a plan, not moved about by hooks",
-        "native: `paceline.Accelerator(plan={'shard': 4})`, or load the model on one device",
     ),
     (r"Bnb|bnb|quantize|bit", "quantised models are not carried", "load the model unquantised"),
     (

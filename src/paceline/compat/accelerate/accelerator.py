@@ -34,6 +34,7 @@ from paceline.compat.accelerate.arguments import (
 from paceline.compat.accelerate.checkpoint import Folder
 from paceline.compat.accelerate.data_loader import skip_first_batches
 from paceline.compat.accelerate.deepspeed_plugin import DeepSpeedPlugin
+from paceline.compat.accelerate.device_map import check_alone
 from paceline.compat.accelerate.plugins import ParallelismConfig
 from paceline.compat.accelerate.preparation import AcceleratePreparation
 from paceline.compat.accelerate.state import AcceleratorState, GradientState, deepspeed_plugins_of
@@ -220,7 +221,12 @@ class Accelerator(NativeAccelerator):
 
     def prepare(self, *args: Any, device_placement: Sequence[bool] | None = None) -> Any:
         """Prepares what it knows, in the order of the arguments; anything else comes back as it is. Ranks: all."""
-        places = device_placement if device_placement is not None else [self.device_placement] * len(args)
+        places = list(device_placement) if device_placement is not None else [self.device_placement] * len(args)
+        for position, argument in enumerate(args):
+            if isinstance(argument, nn.Module) and self.verify_device_map(argument):
+                check_alone(self.num_processes)
+                # Its modules are where its map says.
+                places[position] = False
         objects = args if self.deepspeed is None else self.deepspeed.prepare(args)
         return super().prepare(*objects, device_placement=places)
 
@@ -229,7 +235,7 @@ class Accelerator(NativeAccelerator):
     ) -> nn.Module:
         """Prepares one model. Ranks: all."""
         place = self.device_placement if device_placement is None else device_placement
-        return super().prepare_model(model, place, evaluation_mode)
+        return super().prepare_model(model, place and not self.verify_device_map(model), evaluation_mode)
 
     def prepare_data_loader(
         self, data_loader: Any, device_placement: bool | None = None, slice_fn_for_dispatch: Any = None
@@ -243,8 +249,8 @@ class Accelerator(NativeAccelerator):
         return super().prepare_optimizer(optimizer)
 
     def verify_device_map(self, model: nn.Module) -> bool:
-        """Whether a model was spread over devices, which nothing here does."""
-        return len(getattr(model, "hf_device_map", None) or ()) > 1
+        """Whether a model, or one inside it, was spread by a map of more than one entry."""
+        return any(len(getattr(module, "hf_device_map", None) or ()) > 1 for module in model.modules())
 
     def free_memory(self, *objects: object) -> list[None]:
         """Forgets everything that was prepared; returns as many Nones as objects."""

@@ -223,11 +223,6 @@ def merge_dicts(source: Mapping[str, Any], destination: dict[str, Any]) -> dict[
     return destination
 
 
-def recursive_getattr(obj: Any, attr: str) -> Any:
-    """`obj.a.b` for "a.b"."""
-    return operator.attrgetter(attr)(obj)
-
-
 # -- memory --------------------------------------------------------------------------------------------------
 
 

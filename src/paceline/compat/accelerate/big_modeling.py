@@ -1,0 +1,380 @@
+"""`accelerate.big_modeling`: models that are larger than one device, by a map of modules to devices."""
+
+from __future__ import annotations
+
+import functools
+import os
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_parameter_registration_hook
+
+from paceline.base.errors import PlanError
+from paceline.compat.accelerate import device_map as device_maps
+from paceline.compat.accelerate.device_map import (
+    DeviceMap,
+    check_tied_parameters_on_same_device,
+    infer_auto_device_map,
+)
+from paceline.compat.accelerate.hook_attachment import attach_align_device_hook, attach_align_device_hook_on_blocks
+from paceline.compat.accelerate.hooks import (
+    AlignDevicesHook,
+    CpuOffload,
+    SkipKeys,
+    UserCpuOffloadHook,
+    add_hook_to_module,
+)
+from paceline.compat.accelerate.loading import load_checkpoint_in_model
+from paceline.compat.accelerate.module_sizes import Dtype, Memory, get_balanced_memory, log
+from paceline.compat.accelerate.module_tensors import (
+    Device,
+    TiedParamsMap,
+    find_tied_parameters,
+    recursive_getattr,
+    retie_parameters,
+)
+from paceline.compat.accelerate.offload import (
+    OffloadedWeightsLoader,
+    Path,
+    extract_submodules_state_dict,
+    offload_state_dict,
+)
+
+_PLACEMENTS = ("auto", "balanced", "balanced_low_0", "sequential")
+
+
+@contextmanager
+def init_on_device(device: torch.device | str | int, include_buffers: bool | None = None) -> Iterator[None]:
+    """Parameters that modules register inside come to lie on a device (buffers too, where that is asked for)."""
+    device = torch.device(device)
+    if include_buffers:
+        with device:
+            yield
+        return
+
+    def place(module: nn.Module, name: str, parameter: Any) -> Any:
+        if parameter is None or parameter.device == device:
+            return parameter
+        moved = type(parameter)(parameter.to(device), requires_grad=parameter.requires_grad)
+        moved.__dict__.update(parameter.__dict__)
+        return moved
+
+    hook = register_module_parameter_registration_hook(place)
+    try:
+        yield
+    finally:
+        hook.remove()
+
+
+def init_empty_weights(include_buffers: bool | None = None) -> Any:
+    """Models made inside have shapes and no weights (device "meta")."""
+    return init_on_device("meta", include_buffers)
+
+
+def cpu_offload(
+    model: nn.Module,
+    execution_device: Device | None = None,
+    offload_buffers: bool = False,
+    state_dict: Mapping[str, Tensor] | None = None,
+    preload_module_classes: Sequence[str] | None = None,
+) -> nn.Module:
+    """Keeps all weights in CPU memory; each module brings its own to a device for its forward.
+
+    Args:
+        model: changed in place.
+        execution_device: where forwards run; None is the device of the first parameter.
+        offload_buffers: buffers are offloaded too.
+        state_dict: the weights, where the model has none.
+        preload_module_classes: as in `attach_align_device_hook`.
+    """
+    if execution_device is None:
+        execution_device = next(model.parameters()).device
+    if state_dict is None:
+        state_dict = {name: tensor.to("cpu") for name, tensor in model.state_dict().items()}
+    return _offload(model, execution_device, offload_buffers, state_dict, preload_module_classes)
+
+
+def disk_offload(
+    model: nn.Module,
+    offload_dir: Path,
+    execution_device: Device | None = None,
+    offload_buffers: bool = False,
+    preload_module_classes: Sequence[str] | None = None,
+) -> nn.Module:
+    """Keeps all weights in files; each module reads its own for its forward.
+
+    Args:
+        model: changed in place.
+        offload_dir: where the files go, or are: with an `index.json` in it nothing is written.
+        execution_device: where forwards run; None is the device of the first parameter.
+        offload_buffers: buffers are offloaded too.
+        preload_module_classes: as in `attach_align_device_hook`.
+
+    Raises:
+        CheckpointError: `checkpoint-not-writable`, `checkpoint-disk-full`, `checkpoint-io`.
+    """
+    if not os.path.isfile(os.path.join(offload_dir, "index.json")):
+        offload_state_dict(offload_dir, model.state_dict())
+    if execution_device is None:
+        execution_device = next(model.parameters()).device
+    weights = OffloadedWeightsLoader(save_folder=offload_dir)
+    return _offload(model, execution_device, offload_buffers, weights, preload_module_classes)
+
+
+def _offload(
+    model: nn.Module,
+    device: Device,
+    offload_buffers: bool,
+    weights: Mapping[str, Tensor],
+    preload_module_classes: Sequence[str] | None,
+) -> nn.Module:
+    add_hook_to_module(model, AlignDevicesHook(io_same_device=True), append=True)
+    attach_align_device_hook(
+        model,
+        execution_device=device,
+        offload=True,
+        weights_map=weights,
+        offload_buffers=offload_buffers,
+        preload_module_classes=preload_module_classes,
+    )
+    return model
+
+
+def cpu_offload_with_hook(
+    model: nn.Module, execution_device: Device | None = None, prev_module_hook: UserCpuOffloadHook | None = None
+) -> tuple[nn.Module, UserCpuOffloadHook]:
+    """Keeps a model on the CPU until its forward; it stays on its device until `offload` of the hook is called.
+
+    Args:
+        model: changed in place.
+        execution_device: where the forward runs; None is the first accelerator, or the CPU.
+        prev_module_hook: of the model that runs before; it is offloaded when this one begins.
+    """
+    hook = CpuOffload(execution_device=execution_device, prev_module_hook=prev_module_hook)
+    add_hook_to_module(model, hook, append=True)
+    return model, UserCpuOffloadHook(model, hook)
+
+
+def dispatch_model(
+    model: nn.Module,
+    device_map: DeviceMap,
+    main_device: Device | None = None,
+    state_dict: Mapping[str, Tensor] | None = None,
+    offload_dir: Path | None = None,
+    offload_index: Mapping[str, Mapping[str, Any]] | None = None,
+    offload_buffers: bool = False,
+    skip_keys: SkipKeys = None,
+    preload_module_classes: Sequence[str] | None = None,
+    force_hooks: bool = False,
+) -> nn.Module:
+    """Spreads a model over devices: each module computes on its own, and inputs follow.
+
+    Args:
+        model: changed in place.
+        device_map: name of a module -> device; "disk" is one. Modules on "cpu" (where there is another device) and on
+            "disk" are offloaded: their weights come to `main_device` for their forward.
+        main_device: None is the first device of the map that is neither "cpu" nor "disk", or else the CPU.
+        state_dict: weights of modules on "cpu", where the model has none.
+        offload_dir: where weights of modules on "disk" go, or are.
+        offload_index: what is in which file; None is the index of `offload_dir`.
+        offload_buffers: buffers are offloaded too.
+        skip_keys: names of keyword arguments and of keys of outputs that are not moved.
+        preload_module_classes: as in `attach_align_device_hook`.
+        force_hooks: attaches hooks where all of the model is on one device too.
+
+    Raises:
+        PlanError: `device-map-incomplete`, `offload-folder`.
+        CheckpointError: `checkpoint-not-writable`, `checkpoint-disk-full`, `checkpoint-io`.
+    """
+    _check_as_served(model, device_map)
+    devices = list(dict.fromkeys(device_map.values()))
+    if len(devices) == 1 and devices != ["disk"] and not force_hooks:
+        model.to(devices[0])
+        model.hf_device_map = dict(device_map)  # type: ignore[assignment]
+        return model
+
+    if main_device is None:
+        main_device = next((device for device in devices if device not in ("cpu", "disk")), "cpu")
+    offloading = ("disk",) if main_device in ("cpu", "mps") else ("cpu", "disk")
+    offload = {name: device in offloading for name, device in device_map.items()}
+    execution = {name: main_device if offload[name] else device for name, device in device_map.items()}
+    execution[""] = execution.get("", main_device)
+    weights = _offloaded_weights(model, device_map, offload, state_dict, offload_dir, offload_index)
+
+    tied_groups = find_tied_parameters(model)
+    check_tied_parameters_on_same_device(tied_groups, device_map)
+    attach_align_device_hook_on_blocks(
+        model,
+        execution_device=execution,
+        offload=offload,
+        weights_map=weights,
+        offload_buffers=offload_buffers,
+        skip_keys=skip_keys,
+        preload_module_classes=preload_module_classes,
+        tied_params_map=_addresses(model, tied_groups),
+    )
+    offloaded_to = [device for device in ("cpu", "disk") if device in device_map.values() and device in offloading]
+    if offloaded_to:
+        log.warning("Parameters that are offloaded to %s are on meta between forwards.", " and ".join(offloaded_to))
+    # Hooks made new parameters of tied ones.
+    retie_parameters(model, tied_groups)
+    _guard_moves(model)
+    model.hf_device_map = dict(device_map)  # type: ignore[assignment]
+    return model
+
+
+def _check_as_served(model: nn.Module, device_map: DeviceMap) -> None:
+    """Checks the map by the function that `accelerate.big_modeling` has: transformers replaces it there for a while."""
+    served = sys.modules.get("accelerate.big_modeling")
+    check: Callable[..., None] = device_maps.check_device_map
+    if served is not None:
+        check = vars(served).get("check_device_map", check)
+    check(model, device_map)
+
+
+def _offloaded_weights(
+    model: nn.Module,
+    device_map: DeviceMap,
+    offload: Mapping[str, bool],
+    state_dict: Mapping[str, Tensor] | None,
+    offload_dir: Path | None,
+    offload_index: Mapping[str, Mapping[str, Any]] | None,
+) -> Mapping[str, Tensor] | None:
+    """Where offloaded weights are read from: any mapping of names to tensors would do."""
+    in_memory = [name for name, device in device_map.items() if offload[name] and device != "disk"]
+    on_disk = [name for name, device in device_map.items() if device == "disk"]
+    if on_disk and offload_dir is None and offload_index is None:
+        raise PlanError(
+            "offload-folder",
+            f"modules go to the disk, and no folder was given: {', '.join(map(repr, on_disk[:8]))}.",
+            why="the device map says 'disk' for them",
+            fix="add offload_dir='offload' (offload_folder= in load_checkpoint_and_dispatch and from_pretrained)",
+        )
+    if in_memory and state_dict is None:
+        state_dict = extract_submodules_state_dict(model.state_dict(), in_memory)
+    is_written = offload_dir is not None and os.path.isfile(os.path.join(offload_dir, "index.json"))
+    if on_disk and offload_dir is not None and offload_index is None and not is_written:
+        offload_state_dict(offload_dir, extract_submodules_state_dict(model.state_dict(), on_disk))
+    if state_dict is None and not on_disk:
+        return None
+    return OffloadedWeightsLoader(state_dict, offload_dir if on_disk else None, offload_index)
+
+
+def _addresses(model: nn.Module, tied_groups: Sequence[Sequence[str]]) -> TiedParamsMap:
+    """The map in which tied weights note where they have been brought to already, by address."""
+    addresses: TiedParamsMap = {}
+    for group in tied_groups:
+        for name in group:
+            parameter = recursive_getattr(model, name)
+            # On meta all addresses are 0.
+            if not parameter.is_meta:
+                addresses[parameter.data_ptr()] = {}
+    return addresses
+
+
+def _guard_moves(model: nn.Module) -> None:
+    """Lets `to` and its like warn, and refuse where weights are offloaded: the hooks would not follow."""
+    for name in ("to", "cuda", "xpu"):
+        guarded = functools.partial(_guarded, model, name)
+        setattr(model, name, functools.update_wrapper(guarded, getattr(model, name)))
+
+
+def _guarded(model: nn.Module, name: str, *args: Any, **kwargs: Any) -> Any:
+    log.warning("A model that was spread over devices should not be moved: its hooks do not follow.")
+    if any(parameter.is_meta for parameter in model.parameters()):
+        raise RuntimeError("A model with weights that are offloaded to the CPU or the disk cannot be moved.")
+    return getattr(type(model), name)(model, *args, **kwargs)
+
+
+def load_checkpoint_and_dispatch(
+    model: nn.Module,
+    checkpoint: Path,
+    device_map: str | DeviceMap | None = None,
+    max_memory: Memory | None = None,
+    no_split_module_classes: Sequence[str] | None = None,
+    offload_folder: Path | None = None,
+    offload_buffers: bool = False,
+    dtype: str | torch.dtype | None = None,
+    offload_state_dict: bool | None = None,
+    skip_keys: SkipKeys = None,
+    preload_module_classes: Sequence[str] | None = None,
+    force_hooks: bool = False,
+    strict: bool = False,
+    full_state_dict: bool = True,
+    broadcast_from_rank0: bool = False,
+) -> nn.Module:
+    """`load_checkpoint_in_model` and `dispatch_model` in one; see there.
+
+    Args:
+        model: on meta, or with weights.
+        checkpoint: a file of weights, an index, or a folder with one.
+        device_map: also "auto", "balanced", "balanced_low_0" or "sequential"; None only loads.
+        max_memory: as in `get_max_memory`; for a map that is made here.
+        no_split_module_classes: names of classes that stay on one device; for a map that is made here.
+        offload_folder: for modules on "disk".
+        offload_buffers: buffers are offloaded too.
+        dtype: of the weights; None is that of the model.
+        offload_state_dict: keeps weights for the CPU in files while others are read; None does so where some go to disk.
+        skip_keys: as in `dispatch_model`.
+        preload_module_classes: as in `attach_align_device_hook`.
+        force_hooks: as in `dispatch_model`.
+        strict: as in `load_checkpoint_in_model`.
+        full_state_dict: as in `load_checkpoint_in_model`.
+        broadcast_from_rank0: as in `load_checkpoint_in_model`.
+
+    Raises:
+        PlanError: `device-map-name`, `device-map-incomplete`, `offload-folder`.
+        CheckpointError: as in `load_checkpoint_in_model`.
+    """
+    if isinstance(device_map, str):
+        device_map = _named_map(model, device_map, max_memory, no_split_module_classes, dtype, offload_buffers)
+    on_disk = device_map is not None and "disk" in device_map.values()
+    load_checkpoint_in_model(
+        model,
+        checkpoint,
+        device_map=device_map,
+        offload_folder=offload_folder,
+        dtype=dtype,
+        offload_state_dict=on_disk if offload_state_dict is None else offload_state_dict,
+        offload_buffers=offload_buffers,
+        strict=strict,
+        full_state_dict=full_state_dict,
+        broadcast_from_rank0=broadcast_from_rank0,
+    )
+    if device_map is None:
+        return model
+    return dispatch_model(
+        model,
+        device_map=device_map,
+        offload_dir=offload_folder,
+        offload_buffers=offload_buffers,
+        skip_keys=skip_keys,
+        preload_module_classes=preload_module_classes,
+        force_hooks=force_hooks,
+    )
+
+
+def _named_map(
+    model: nn.Module,
+    name: str,
+    max_memory: Memory | None,
+    whole_classes: Sequence[str] | None,
+    dtype: Dtype | None,
+    offload_buffers: bool,
+) -> DeviceMap:
+    """The map that "auto" and the like stand for."""
+    if name not in _PLACEMENTS:
+        raise PlanError(
+            "device-map-name",
+            f"device_map={name!r} is no way to make a device map.",
+            why=f"there are {', '.join(map(repr, _PLACEMENTS))}, or a dictionary such as {{'': 'cpu'}}",
+            fix="write device_map='auto'",
+        )
+    if name != "sequential":
+        low_zero = name == "balanced_low_0"
+        max_memory = get_balanced_memory(model, max_memory, whole_classes, dtype, low_zero=low_zero)
+    return infer_auto_device_map(model, max_memory, whole_classes, dtype, offload_buffers=offload_buffers)

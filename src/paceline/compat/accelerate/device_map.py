@@ -1,0 +1,423 @@
+"""`infer_auto_device_map`: which part of a model goes to which device, by bytes alone; and checks of a map.
+
+    parts in the order of their definition     a block that must stay whole is one part
+      fits the device with the parts tied to it     -> there
+      does not fit, but has parts of its own        -> they are tried instead of it
+      does not fit                                  -> the next device; no part ever goes back to an earlier one
+
+Main devices (the first accelerator, and the host) keep room for the largest part that is still to come: an offloaded
+part is brought there to be computed.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections import OrderedDict
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from torch import Tensor, nn
+
+from paceline.base import env as environment
+from paceline.base.errors import PlanError
+from paceline.compat.accelerate.module_sizes import (
+    Dtype,
+    Memory,
+    NamedModules,
+    compute_module_sizes,
+    compute_module_total_buffer_size,
+    convert_bytes,
+    convert_file_size_to_int,
+    direct_parts,
+    get_max_layer_size,
+    get_max_memory,
+    get_module_size_with_ties,
+    log,
+)
+from paceline.compat.accelerate.module_tensors import find_tied_parameters
+
+DeviceMap = dict[str, Any]
+
+
+def infer_auto_device_map(
+    model: nn.Module,
+    max_memory: Memory | None = None,
+    no_split_module_classes: str | Sequence[str] | None = None,
+    dtype: Dtype | None = None,
+    special_dtypes: Mapping[str, Dtype] | None = None,
+    verbose: bool = False,
+    clean_result: bool = True,
+    offload_buffers: bool = False,
+    fallback_allocation: bool = False,
+) -> DeviceMap:
+    """Gives each part of a model a device: accelerators first, then the host, then the disk.
+
+    Args:
+        model: its tensors may be on meta.
+        max_memory: device -> bytes or a text such as "10GB"; None is what is free.
+        no_split_module_classes: names of classes that stay on one device.
+        dtype: of the weights when they will have been loaded; caps their bytes.
+        special_dtypes: name of a tensor -> its dtype then.
+        verbose: prints each step.
+        clean_result: names a module alone where all of its parts are on one device.
+        offload_buffers: says that buffers of offloaded parts will not need room on an accelerator.
+        fallback_allocation: where nothing would fit a device, looks for any later part that does.
+
+    Returns:
+        Name of a module or tensor -> number of an accelerator, "mps", "cpu" or "disk".
+    """
+    sizes = compute_module_sizes(model, dtype, special_dtypes)
+    allocation = _Allocation(model, get_max_memory(max_memory), _as_list(no_split_module_classes), sizes, verbose)
+    allocation.run(fallback_allocation)
+    if not offload_buffers:
+        _warn_of_buffers(allocation, dtype, special_dtypes)
+    _report_unused(allocation)
+    if clean_result:
+        return clean_device_map(allocation.device_map)
+    return allocation.device_map
+
+
+class _Allocation:
+    """One run over the parts of a model.
+
+    Args:
+        model: for its parts and ties.
+        max_memory: device -> bytes, in the order in which devices are filled.
+        whole_classes: names of classes that stay on one device.
+        sizes: name -> bytes.
+        verbose: prints each step.
+
+    Attributes:
+        device_map: the result.
+        placed: name -> part, of those in the result.
+        used: device -> bytes.
+        needed: device that could take no further part -> bytes that the part would have needed there.
+    """
+
+    def __init__(
+        self, model: nn.Module, max_memory: Memory, whole_classes: list[str], sizes: Mapping[str, int], verbose: bool
+    ) -> None:
+        self.max_memory, self.sizes = max_memory, sizes
+        self.devices: list[Any] = [*max_memory, *([] if "disk" in max_memory else ["disk"])]
+        self.accelerators = [device for device in self.devices if device not in ("cpu", "disk")]
+        first = ["mps"] if "mps" in self.accelerators else self.accelerators[:1]
+        self._main_devices = [*first, "cpu"]
+        self._whole_classes = whole_classes
+        self._say = print if verbose else _silent
+        self._tied_groups = find_tied_parameters(model)
+        if not self._tied_groups and check_tied_parameters_in_config(model):
+            log.warning("The model's weights are not tied. Call its `tie_weights` before `infer_auto_device_map`.")
+        self.device_map: DeviceMap = OrderedDict()
+        self.placed: dict[str, Any] = {}
+        self.used: dict[Any, int] = dict.fromkeys(self.devices, 0)
+        self.needed: dict[Any, int] = {}
+        self._position = 0
+        self._remaining = direct_parts(model)
+        # The first time, single tensors count too.
+        layers = get_max_layer_size(self._remaining, sizes, whole_classes)
+        self._largest_layer, self._largest_names = layers
+
+    def run(self, fallback_allocation: bool) -> None:
+        """Places every part."""
+        while self._remaining:
+            name, part = self._remaining.pop(0)
+            self._forget_layer(name)
+            self._say(f"\nPart {name}.")
+            if self._place(name, part):
+                continue
+            if self._divide(name, part):
+                continue
+            device = self.devices[self._position]
+            self._remaining.insert(0, (name, part))
+            if fallback_allocation and self._may_skip() and self._take_any(device):
+                continue
+            self._say(f"{name} does not fit {device}: on to the next device.")
+            self.needed[device] = self._size_with_ties(name)[0] + self._reserved(device)
+            self._position += 1
+
+    def _free(self, device: Any) -> float:
+        """Bytes that parts may still take on a device."""
+        if device == "disk":
+            return float("inf")
+        return self.max_memory[device] - self._reserved(device) - self.used[device]
+
+    def _reserved(self, device: Any) -> int:
+        return self._largest_layer if device in self._main_devices else 0
+
+    def _size_with_ties(self, name: str) -> tuple[int, list[str], list[Any]]:
+        tied = _tied_elsewhere(name, self._tied_groups)
+        return get_module_size_with_ties(tied, self.sizes[name], self.sizes, self._remaining)
+
+    def _place(self, name: str, part: Any) -> bool:
+        """Puts a part, and those tied to it, on the current device where they fit."""
+        device = self.devices[self._position]
+        size, tied_names, tied_parts = self._size_with_ties(name)
+        if size > self._free(device):
+            return False
+        self._say(f"{name} and {tied_names} ({size} bytes) go to {device}.")
+        self.used[device] += size
+        for placed_name, placed_part in [(name, part), *zip(tied_names, tied_parts, strict=True)]:
+            self.device_map[placed_name] = device
+            self.placed[placed_name] = placed_part
+        self._remaining = [(other, module) for other, module in self._remaining if other not in tied_names]
+        return True
+
+    def _divide(self, name: str, part: Any) -> bool:
+        """Puts parts of a part in its place; where it fits but for those tied to it, parts of the first of them."""
+        device = self.devices[self._position]
+        _, tied_names, tied_parts = self._size_with_ties(name)
+        if not tied_names or self.sizes[name] > self._free(device):
+            inner = _parts_of(name, part, self._whole_classes)
+            self._remaining[:0] = inner
+            self._find_largest_layers(inner)
+            return bool(inner)
+        for tied_name, tied_part in zip(tied_names, tied_parts, strict=True):
+            inner = _parts_of(tied_name, tied_part, self._whole_classes)
+            if inner:
+                self._say(f"{name} fits {device} and {tied_name}, which is tied to it, does not: divided.")
+                place = [other for other, _ in self._remaining].index(tied_name)
+                self._remaining[place : place + 1] = inner
+                self._remaining.insert(0, (name, part))
+                self._find_largest_layers(inner)
+                return True
+        return False
+
+    def _may_skip(self) -> bool:
+        """Whether later parts may go before the next one: only while a main device holds nothing."""
+        device = self.devices[self._position]
+        return device in self._main_devices and self.used[device] == 0
+
+    def _take_any(self, device: Any) -> bool:
+        """Moves the first part of any depth that fits a device to the front."""
+        # Room stays free for the part that is passed over too.
+        self._find_largest_layers()
+        limit = self._free(device)
+        if limit < 0:
+            return False
+        name, part, rest = fallback_allocate(
+            self._remaining, self.sizes, int(limit), self._whole_classes, self._tied_groups
+        )
+        if name is None:
+            return False
+        self._say(f"{name} is the first part that fits {device}.")
+        self._remaining = [(name, part), *rest]
+        return True
+
+    def _find_largest_layers(self, divided_into: NamedModules | None = None) -> None:
+        """Notes the largest parts that are still to come."""
+        if divided_into is not None and not divided_into:
+            return
+        modules = [(name, part) for name, part in self._remaining if isinstance(part, nn.Module)]
+        self._largest_layer, self._largest_names = get_max_layer_size(modules, self.sizes, self._whole_classes)
+
+    def _forget_layer(self, name: str) -> None:
+        """Leaves a part out of the largest ones that are still to come."""
+        rest = [layer for layer in self._largest_names if layer != name and not layer.startswith(f"{name}.")]
+        self._largest_names = rest
+        if not rest:
+            self._find_largest_layers()
+
+
+def _silent(_: str) -> None:
+    """Says nothing."""
+
+
+def _as_list(classes: str | Sequence[str] | None) -> list[str]:
+    return [classes] if isinstance(classes, str) else list(classes or ())
+
+
+def _parts_of(name: str, part: Any, whole_classes: Sequence[str]) -> NamedModules:
+    """What a module can be divided into, under full names; nothing where it must stay whole."""
+    if isinstance(part, Tensor) or type(part).__name__ in whole_classes or not list(part.children()):
+        return []
+    return [(f"{name}.{inner_name}", inner) for inner_name, inner in direct_parts(part)]
+
+
+def _tied_elsewhere(name: str, tied_groups: Iterable[Sequence[str]]) -> list[str]:
+    """Names outside of a part that share a parameter with a name in it."""
+    elsewhere: list[str] = []
+    for group in tied_groups:
+        outside = [parameter for parameter in group if not _is_within(parameter, name)]
+        if len(outside) < len(group):
+            elsewhere += outside
+    return elsewhere
+
+
+def _is_within(name: str, module_name: str) -> bool:
+    return module_name == "" or f"{name}.".startswith(f"{module_name}.")
+
+
+def fallback_allocate(
+    modules: NamedModules,
+    module_sizes: Mapping[str, int],
+    size_limit: int | str,
+    no_split_module_classes: str | Sequence[str] | None = None,
+    tied_parameters: Sequence[Sequence[str]] | None = None,
+) -> tuple[str | None, Any, NamedModules]:
+    """Finds the first part that fits a size; parts of one that does not fit come before what follows it.
+
+    Args:
+        modules: parts by name.
+        module_sizes: name -> bytes.
+        size_limit: bytes, or a text such as "10GB".
+        no_split_module_classes: names of classes that are not looked into.
+        tied_parameters: groups of names that stand for one parameter: parts tied to it have to fit too.
+
+    Returns:
+        Name and part, and the parts without it: those of its parents stand where these stood. None, None and `modules`
+        where nothing fits.
+    """
+    limit = convert_file_size_to_int(size_limit)
+    whole_classes = _as_list(no_split_module_classes)
+    remaining = list(reversed(modules))
+    while remaining:
+        name, part = remaining.pop()
+        tied = _tied_elsewhere(name, tied_parameters or ())
+        size, _, _ = get_module_size_with_ties(tied, module_sizes[name], module_sizes, remaining)
+        if size <= limit:
+            return name, part, _without(modules, name)
+        remaining += reversed(_parts_of(name, part, whole_classes))
+    return None, None, modules
+
+
+def _without(modules: NamedModules, wanted: str) -> NamedModules:
+    """Parts without one of any depth, whose parents are replaced by their other parts."""
+    rest: NamedModules = []
+    for name, part in modules:
+        if name == wanted:
+            continue
+        if _is_within(wanted, name):
+            rest += _without(_parts_of(name, part, ()), wanted)
+        else:
+            rest.append((name, part))
+    return rest
+
+
+def clean_device_map(device_map: DeviceMap, module_name: str = "") -> DeviceMap:
+    """Gives a module's name to its parts where all of them lie on one device; changed in place."""
+    prefix = f"{module_name}." if module_name else ""
+    inside = [name for name in device_map if name.startswith(prefix)]
+    if len({str(device_map[name]) for name in inside}) == 1 and len(inside) > 1:
+        device = device_map[inside[0]]
+        for name in inside:
+            del device_map[name]
+        device_map[module_name] = device
+    depth = len(module_name.split(".")) if module_name else 0
+    below = [name for name in device_map if name.startswith(prefix) and name != module_name]
+    for child in dict.fromkeys(".".join(name.split(".")[: depth + 1]) for name in below):
+        clean_device_map(device_map, child)
+    return device_map
+
+
+def _warn_of_buffers(allocation: _Allocation, dtype: Dtype | None, special: Mapping[str, Dtype] | None) -> None:
+    """Warns where buffers of offloaded parts, which stay on the main device, have no room on any accelerator."""
+    offloaded = 0
+    for name, part in allocation.placed.items():
+        if allocation.device_map[name] in ("cpu", "disk") and isinstance(part, nn.Module):
+            offloaded += compute_module_total_buffer_size(part, dtype, special)
+    if not offloaded or not allocation.accelerators:
+        return
+    free = [allocation.max_memory[device] - allocation.used[device] for device in allocation.accelerators]
+    if max(free) < offloaded:
+        warnings.warn(
+            f"The offloaded parts have {offloaded} bytes of buffers, which stay on an accelerator, and none has room for "
+            "them. Use offload_buffers=True where memory runs out.",
+            stacklevel=3,
+        )
+
+
+def _report_unused(allocation: _Allocation) -> None:
+    """Says which devices took nothing, and what they would have needed."""
+    empty = {device: size for device, size in allocation.needed.items() if not allocation.used[device]}
+    if empty:
+        lines = [f"  {device}: {convert_bytes(size)} for the next part" for device, size in empty.items()]
+        log.info("These devices are too small for any part of the model:\n%s", "\n".join(lines))
+
+
+def check_tied_parameters_in_config(model: nn.Module) -> bool:
+    """Whether a model of transformers says in its config that its weights are tied."""
+    config = getattr(model, "config", None)
+    if config is None or not hasattr(model, "get_output_embeddings"):
+        return False
+    has_embeddings = model.get_output_embeddings() is not None  # type: ignore[operator]
+    ties_embeddings = bool(getattr(config, "tie_word_embeddings", False)) and has_embeddings
+    is_composed = bool(getattr(config, "is_encoder_decoder", False))
+    ties_encoder = is_composed and bool(getattr(config, "tie_encoder_decoder", False))
+    return ties_embeddings or ties_encoder or hasattr(model, "_tie_weights")
+
+
+def check_tied_parameters_on_same_device(tied_params: Iterable[Sequence[str]], device_map: DeviceMap) -> None:
+    """Warns where names of one parameter are on several devices."""
+    for group in tied_params:
+        devices = {name: device_of(name, device_map) for name in group}
+        if len({str(device) for device in devices.values()}) > 1:
+            log.warning("Names of one tied parameter are on several devices: %s. Put them on one.", devices)
+
+
+def device_of(name: str, device_map: DeviceMap) -> Any:
+    """The device of a parameter: that of the nearest module around it which the map names.
+
+    Raises:
+        ValueError: it names none.
+    """
+    if not covers(device_map, name):
+        raise ValueError(f"The device map names no module around {name}.")
+    module_name = name
+    while module_name and module_name not in device_map:
+        module_name = module_name.rpartition(".")[0]
+    return device_map[module_name]
+
+
+def check_device_map(model: nn.Module, device_map: DeviceMap) -> None:
+    """Checks that a map covers all tensors of a model; warns of names in it that the model does not have.
+
+    Raises:
+        PlanError: `device-map-incomplete`, with the bytes that have no device.
+    """
+    names = {name for name, _ in model.named_modules()} | {name for name, _ in named_tensors(model)}
+    unknown = [name for name in device_map if name not in names]
+    if unknown:
+        warnings.warn(f"The device map names modules that the model does not have: {unknown}", stacklevel=2)
+    missing = {name: tensor for name, tensor in named_tensors(model) if not covers(device_map, name)}
+    if missing:
+        raise incomplete(missing, device_map)
+
+
+def covers(device_map: DeviceMap, name: str) -> bool:
+    """Whether a map names a tensor, or a module around it."""
+    return any(_is_within(name, module_name) for module_name in device_map)
+
+
+def incomplete(missing: Mapping[str, Tensor], device_map: DeviceMap) -> PlanError:
+    """The error of tensors that a map gives no device."""
+    num_bytes = sum(tensor.nbytes for tensor in missing.values())
+    modules = list(dict.fromkeys(name.rpartition(".")[0] or name for name in missing))
+    shown = ", ".join(list(missing)[:8])
+    named = ", ".join(map(repr, list(device_map)[:8])) or "nothing"
+    return PlanError(
+        "device-map-incomplete",
+        f"the device map gives {len(missing)} tensors no device: {shown}{', ...' if len(missing) > 8 else ''}.",
+        why=f"they have {convert_bytes(num_bytes)}; the map names {named}",
+        fix="add to it: " + ", ".join(f"{module!r}: 'cpu'" for module in modules[:8]),
+    )
+
+
+def check_alone(num_processes: int) -> None:
+    """Checks that a model which was spread over devices is prepared by one process.
+
+    Raises:
+        PlanError: `device-map-ranks`.
+    """
+    allowed = environment.snapshot().get("ACCELERATE_BYPASS_DEVICE_MAP", "false").lower() == "true"
+    if num_processes > 1 and not allowed:
+        raise PlanError(
+            "device-map-ranks",
+            "a model that a device map spreads over devices cannot be prepared by several processes.",
+            why=f"there are {num_processes} processes, and each would use all of the map's devices",
+            fix="run it with --num_processes 1, or load it without device_map= and let the plan divide it",
+        )
+
+
+def named_tensors(model: nn.Module) -> list[tuple[str, Tensor]]:
+    """What a state dict holds, without the hooks and detached copies of one."""
+    return list(model.state_dict(keep_vars=True).items())

@@ -1,0 +1,236 @@
+"""Which modules of a model get an `AlignDevicesHook`, and of which kind.
+
+attach_align_device_hook              every module that has tensors of its own
+attach_execution_device_hook          every module that holds tensors at any depth: inputs go to one device
+attach_align_device_hook_on_blocks    by tables of blocks: device, and whether it is offloaded
+attach_layerwise_casting_hooks        linear and convolution layers: stored in a small dtype
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from paceline.compat.accelerate.hooks import AlignDevicesHook, LayerwiseCastingHook, SkipKeys, add_hook_to_module
+from paceline.compat.accelerate.module_tensors import Device, TiedParamsMap, named_module_tensors
+from paceline.compat.accelerate.offload import PrefixedDataset
+
+SUPPORTED_PYTORCH_LAYERS_FOR_UPCASTING = (
+    nn.Conv1d,
+    nn.Conv2d,
+    nn.Conv3d,
+    nn.ConvTranspose1d,
+    nn.ConvTranspose2d,
+    nn.ConvTranspose3d,
+    nn.Linear,
+)
+
+
+def attach_execution_device_hook(
+    module: nn.Module,
+    execution_device: Device,
+    skip_keys: SkipKeys = None,
+    preload_module_classes: Sequence[str] | None = None,
+    tied_params_map: TiedParamsMap | None = None,
+) -> None:
+    """Lets a module, and all inside it that hold tensors, bring their inputs to a device; earlier hooks stay.
+
+    Args:
+        module: changed in place.
+        execution_device: where inputs and weights go.
+        skip_keys: keyword arguments that are not moved.
+        preload_module_classes: names of classes that are not looked into.
+        tied_params_map: see `set_module_tensor_to_device`.
+    """
+    if not hasattr(module, "_hf_hook") and len(module.state_dict()) > 0:
+        hook = AlignDevicesHook(execution_device, skip_keys=skip_keys, tied_params_map=tied_params_map)
+        add_hook_to_module(module, hook)
+    if type(module).__name__ in (preload_module_classes or ()):
+        return
+    for child in module.children():
+        attach_execution_device_hook(child, execution_device, skip_keys, preload_module_classes, tied_params_map)
+
+
+def attach_align_device_hook(
+    module: nn.Module,
+    execution_device: Device | None = None,
+    offload: bool = False,
+    weights_map: Mapping[str, Tensor] | None = None,
+    offload_buffers: bool = False,
+    module_name: str = "",
+    skip_keys: SkipKeys = None,
+    preload_module_classes: Sequence[str] | None = None,
+    tied_params_map: TiedParamsMap | None = None,
+) -> None:
+    """Attaches an `AlignDevicesHook` to each module that has tensors of its own; after an earlier hook.
+
+    Args:
+        module: changed in place.
+        execution_device: where the forward of each runs.
+        offload: weights are on meta between forwards.
+        weights_map: name -> values, by names of the whole model.
+        offload_buffers: buffers are offloaded too.
+        module_name: of `module` in the whole model.
+        skip_keys: keyword arguments that are not moved.
+        preload_module_classes: names of classes whose modules bring the weights of all modules inside them at once:
+            those that use weights of a submodule without calling it.
+        tied_params_map: see `set_module_tensor_to_device`.
+    """
+    brings_all = offload and type(module).__name__ in (preload_module_classes or ())
+    has_tensors = next(named_module_tensors(module), None) is not None
+    if has_tensors or brings_all:
+        prefix = f"{module_name}." if module_name else ""
+        hook = AlignDevicesHook(
+            execution_device=execution_device,
+            offload=offload,
+            weights_map=None if weights_map is None else PrefixedDataset(weights_map, prefix),
+            offload_buffers=offload_buffers,
+            place_submodules=brings_all,
+            skip_keys=skip_keys,
+            tied_params_map=tied_params_map,
+        )
+        add_hook_to_module(module, hook, append=True)
+    if brings_all:
+        return
+    for child_name, child in module.named_children():
+        attach_align_device_hook(
+            child,
+            execution_device=execution_device,
+            offload=offload,
+            weights_map=weights_map,
+            offload_buffers=offload_buffers,
+            module_name=f"{module_name}.{child_name}" if module_name else child_name,
+            skip_keys=skip_keys,
+            preload_module_classes=preload_module_classes,
+            tied_params_map=tied_params_map,
+        )
+
+
+def attach_align_device_hook_on_blocks(
+    module: nn.Module,
+    execution_device: Device | Mapping[str, Device] | None = None,
+    offload: bool | Mapping[str, bool] = False,
+    weights_map: Mapping[str, Tensor] | None = None,
+    offload_buffers: bool = False,
+    module_name: str = "",
+    skip_keys: SkipKeys = None,
+    preload_module_classes: Sequence[str] | None = None,
+    tied_params_map: TiedParamsMap | None = None,
+) -> None:
+    """Attaches the hooks that the blocks of a model need, block by block.
+
+    Args:
+        module: changed in place.
+        execution_device: of the whole module, or block -> device.
+        offload: whether the weights are on meta between forwards, or block -> that.
+        weights_map: name -> values of offloaded weights.
+        offload_buffers: buffers are offloaded too.
+        module_name: of `module` in the whole model.
+        skip_keys: keyword arguments that are not moved.
+        preload_module_classes: as in `attach_align_device_hook`.
+        tied_params_map: see `set_module_tensor_to_device`.
+    """
+    if not isinstance(execution_device, Mapping) and not isinstance(offload, Mapping):
+        if not offload:
+            hook = AlignDevicesHook(
+                execution_device,
+                io_same_device=True,
+                place_submodules=True,
+                skip_keys=skip_keys,
+                tied_params_map=tied_params_map,
+            )
+            add_hook_to_module(module, hook)
+            return
+        attach_align_device_hook(
+            module,
+            execution_device,
+            True,
+            weights_map,
+            offload_buffers,
+            module_name,
+            skip_keys,
+            preload_module_classes,
+            tied_params_map,
+        )
+        return
+    if not isinstance(execution_device, Mapping):
+        execution_device = dict.fromkeys(offload, execution_device)  # type: ignore[arg-type]
+    if not isinstance(offload, Mapping):
+        offload = dict.fromkeys(execution_device, offload)
+    _attach_to_block(
+        module, execution_device, offload, weights_map, offload_buffers, module_name, skip_keys,
+        preload_module_classes, tied_params_map,
+    )  # fmt: skip
+
+
+def _attach_to_block(
+    module: nn.Module,
+    devices: Mapping[str, Device],
+    offload: Mapping[str, bool],
+    weights_map: Mapping[str, Tensor] | None,
+    offload_buffers: bool,
+    name: str,
+    skip_keys: SkipKeys,
+    preload: Sequence[str] | None,
+    tied: TiedParamsMap | None,
+) -> None:
+    """One module of the walk: a block of the tables, or the root, or a module around blocks."""
+    is_root = name == ""
+    is_block = name in devices and name in offload
+    if is_block:
+        device = devices[name]
+        if offload[name]:
+            attach_align_device_hook(module, device, True, weights_map, offload_buffers, name, skip_keys, preload, tied)
+        if not offload[name] or not hasattr(module, "_hf_hook"):
+            hook = AlignDevicesHook(
+                device,
+                offload_buffers=offload_buffers and not offload[name],
+                io_same_device=is_root,
+                place_submodules=not offload[name],
+                skip_keys=skip_keys,
+                tied_params_map=tied,
+            )
+            add_hook_to_module(module, hook)
+        attach_execution_device_hook(module, device, skip_keys, preload, tied)
+    elif is_root:
+        hook = AlignDevicesHook(devices.get(""), io_same_device=True, skip_keys=skip_keys, tied_params_map=tied)
+        add_hook_to_module(module, hook)
+    for child_name, child in module.named_children():
+        full_name = f"{name}.{child_name}" if name else child_name
+        _attach_to_block(child, devices, offload, weights_map, offload_buffers, full_name, skip_keys, preload, tied)
+
+
+def attach_layerwise_casting_hooks(
+    module: nn.Module,
+    storage_dtype: torch.dtype,
+    compute_dtype: torch.dtype,
+    skip_modules_pattern: str | tuple[str, ...] | None = None,
+    skip_modules_classes: tuple[type[nn.Module], ...] | None = None,
+    non_blocking: bool = False,
+) -> None:
+    """Keeps the weights of linear and convolution layers in a small dtype between their forwards.
+
+    Args:
+        module: changed in place.
+        storage_dtype: between forwards, such as `torch.float8_e4m3fn`.
+        compute_dtype: in a forward.
+        skip_modules_pattern: regular expressions; modules whose names have one are left as they are.
+        skip_modules_classes: modules of these classes are left as they are.
+        non_blocking: copies do not wait.
+    """
+    patterns = (skip_modules_pattern,) if isinstance(skip_modules_pattern, str) else tuple(skip_modules_pattern or ())
+
+    def attach(part: nn.Module, name: str) -> None:
+        if isinstance(part, skip_modules_classes or ()) or any(re.search(pattern, name) for pattern in patterns):
+            return
+        if isinstance(part, SUPPORTED_PYTORCH_LAYERS_FOR_UPCASTING):
+            hook = LayerwiseCastingHook(storage_dtype, compute_dtype, non_blocking)
+            add_hook_to_module(part, hook, append=True)
+            return
+        for child_name, child in part.named_children():
+            attach(child, f"{name}.{child_name}" if name else child_name)
+
+    attach(module, "")

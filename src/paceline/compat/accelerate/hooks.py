@@ -1,0 +1,376 @@
+"""`accelerate.hooks`: what runs before and after a module's forward, with all of its arguments.
+
+    add_hook_to_module(module, hook)     module.forward is replaced, and kept as module._old_forward
+      hook.init_hook(module)
+    module(...)
+      hook.pre_forward(module, ...)      e.g. weights come to their device
+      module._old_forward(...)
+      hook.post_forward(module, output)  e.g. they leave it again
+    remove_hook_from_module(module)      hook.detach_hook(module), and the old forward again
+
+The attributes `_hf_hook` and `_old_forward` have accelerate's names: transformers, peft and diffusers read them.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from paceline.compat.accelerate.module_tensors import (
+    Device,
+    TiedParamsMap,
+    named_module_tensors,
+    set_module_tensor_to_device,
+)
+from paceline.compat.accelerate.operations import find_device, send_to_device
+
+SkipKeys = str | list[str] | None
+
+
+class ModelHook:
+    """A hook that does nothing; subclasses override what they need.
+
+    Attributes:
+        no_grad: whether the forward runs under `torch.no_grad()`.
+    """
+
+    no_grad = False
+
+    def init_hook(self, module: nn.Module) -> nn.Module:
+        """Is called when the hook is attached; returns the module."""
+        return module
+
+    def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Is called before each forward; returns the arguments to use."""
+        return args, kwargs
+
+    def post_forward(self, module: nn.Module, output: Any) -> Any:
+        """Is called after each forward; returns the output to use."""
+        return output
+
+    def detach_hook(self, module: nn.Module) -> nn.Module:
+        """Is called when the hook is removed; returns the module."""
+        return module
+
+
+class SequentialHook(ModelHook):
+    """Several hooks, in their order at every event."""
+
+    def __init__(self, *hooks: ModelHook) -> None:
+        self.hooks = hooks
+
+    def init_hook(self, module: nn.Module) -> nn.Module:
+        """Attaches each."""
+        for hook in self.hooks:
+            module = hook.init_hook(module)
+        return module
+
+    def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Hands the arguments from hook to hook."""
+        for hook in self.hooks:
+            args, kwargs = hook.pre_forward(module, *args, **kwargs)
+        return args, kwargs
+
+    def post_forward(self, module: nn.Module, output: Any) -> Any:
+        """Hands the output from hook to hook."""
+        for hook in self.hooks:
+            output = hook.post_forward(module, output)
+        return output
+
+    def detach_hook(self, module: nn.Module) -> nn.Module:
+        """Detaches each."""
+        for hook in self.hooks:
+            module = hook.detach_hook(module)
+        return module
+
+
+def _hooked_forward(module: Any, *args: Any, **kwargs: Any) -> Any:
+    """The forward of a module with a hook; a function of this module, so that a hooked model can be pickled."""
+    args, kwargs = module._hf_hook.pre_forward(module, *args, **kwargs)
+    if module._hf_hook.no_grad:
+        with torch.no_grad():
+            output = module._old_forward(*args, **kwargs)
+    else:
+        output = module._old_forward(*args, **kwargs)
+    return module._hf_hook.post_forward(module, output)
+
+
+def add_hook_to_module(module: nn.Module, hook: ModelHook, append: bool = False) -> nn.Module:
+    """Attaches a hook to a module, in place of one that it has already.
+
+    Args:
+        module: changed in place.
+        hook: what to attach.
+        append: keeps the earlier hook, which then runs first.
+    """
+    if append and getattr(module, "_hf_hook", None) is not None:
+        earlier = module._hf_hook
+        remove_hook_from_module(module)
+        hook = SequentialHook(earlier, hook)  # type: ignore[arg-type]
+    if hasattr(module, "_hf_hook") and hasattr(module, "_old_forward"):
+        old_forward = module._old_forward
+    else:
+        old_forward = module.forward
+        module._old_forward = old_forward
+    module = hook.init_hook(module)
+    module._hf_hook = hook  # type: ignore[assignment]
+    forward = functools.partial(_hooked_forward, module)
+    # Libraries ask `inspect.signature` which arguments a model takes: it follows `__wrapped__`.
+    module.forward = functools.update_wrapper(forward, old_forward)  # type: ignore[arg-type,assignment]
+    return module
+
+
+def remove_hook_from_module(module: nn.Module, recurse: bool = False) -> nn.Module:
+    """Takes the hook off a module, and with `recurse` those off all modules inside it."""
+    if hasattr(module, "_hf_hook"):
+        module._hf_hook.detach_hook(module)  # type: ignore[operator, union-attr]
+        delattr(module, "_hf_hook")
+    if hasattr(module, "_old_forward"):
+        module.forward = module._old_forward  # type: ignore[assignment]
+        delattr(module, "_old_forward")
+    if recurse:
+        for child in module.children():
+            remove_hook_from_module(child, recurse)
+    return module
+
+
+def remove_hook_from_submodules(module: nn.Module) -> None:
+    """Takes all hooks off a module and what is inside it."""
+    remove_hook_from_module(module, recurse=True)
+
+
+class AlignDevicesHook(ModelHook):
+    """Brings a module's inputs, and its weights where they are offloaded, to one device for the forward.
+
+    Args:
+        execution_device: where the forward runs; None moves nothing.
+        offload: weights are on meta between forwards, and come from `weights_map`.
+        io_same_device: outputs go to the device of the inputs.
+        weights_map: name -> values, read anew at each forward; None makes one in CPU memory. Any `Mapping` will do.
+        offload_buffers: buffers are offloaded too; else they stay on `execution_device`.
+        place_submodules: tensors of submodules belong to this hook too.
+        skip_keys: names of keyword arguments and of keys of outputs that are not moved.
+        tied_params_map: see `set_module_tensor_to_device`.
+    """
+
+    def __init__(
+        self,
+        execution_device: Device | None = None,
+        offload: bool = False,
+        io_same_device: bool = False,
+        weights_map: Mapping[str, Tensor] | None = None,
+        offload_buffers: bool = False,
+        place_submodules: bool = False,
+        skip_keys: SkipKeys = None,
+        tied_params_map: TiedParamsMap | None = None,
+    ) -> None:
+        self.execution_device = execution_device
+        self.offload = offload
+        self.io_same_device = io_same_device
+        self.weights_map = weights_map
+        self.offload_buffers = offload_buffers
+        self.place_submodules = place_submodules
+        self.skip_keys = skip_keys
+        self.input_device: torch.device | None = None
+        self.param_original_devices: dict[str, torch.device] = {}
+        self.buffer_original_devices: dict[str, torch.device] = {}
+        self.tied_params_names: set[str] = set()
+        self.tied_params_map = tied_params_map
+        # Address and device of tied weights that this hook brought to a device, until its forward has ended.
+        self.tied_pointers_to_remove: set[tuple[int, Any]] = set()
+
+    def __repr__(self) -> str:
+        fields = ("execution_device", "offload", "io_same_device", "offload_buffers", "place_submodules", "skip_keys")
+        values = []
+        for field in fields:
+            value = getattr(self, field)
+            values.append(f"{field}={value!r}" if field == "skip_keys" else f"{field}={value}")
+        return f"AlignDevicesHook({', '.join(values)})"
+
+    def _offloaded_names(self, module: nn.Module) -> list[str]:
+        """Tensors that are on meta between forwards; a state dict knows no others, so `weights_map` has no others."""
+        tensors = named_module_tensors(
+            module,
+            include_buffers=self.offload_buffers,
+            recurse=self.place_submodules,
+            remove_non_persistent=True,
+        )
+        return [name for name, _ in tensors]
+
+    def init_hook(self, module: nn.Module) -> nn.Module:
+        """Puts the weights on their device, or takes them off all devices."""
+        if not self.offload:
+            if self.execution_device is not None:
+                for name, _ in named_module_tensors(module, recurse=self.place_submodules):
+                    set_module_tensor_to_device(
+                        module, name, self.execution_device, tied_params_map=self.tied_params_map
+                    )
+            return module
+        every = dict(named_module_tensors(module, recurse=self.place_submodules))
+        self.original_devices = {name: tensor.device for name, tensor in every.items()}
+        offloaded = self._offloaded_names(module)
+        if self.weights_map is None:
+            names = [name for name, _ in module.named_parameters(recurse=self.place_submodules)]
+            if self.offload_buffers:
+                names += [name for name, _ in module.named_buffers(recurse=self.place_submodules)]
+            self.weights_map = {name: every[name].detach().to("cpu") for name in names}
+        for name in offloaded:
+            self._follow_tied(every[name], name)
+            set_module_tensor_to_device(module, name, "meta")
+        if self.execution_device is not None:
+            for name, _ in module.named_buffers(recurse=self.place_submodules):
+                if name not in offloaded:
+                    set_module_tensor_to_device(
+                        module, name, self.execution_device, tied_params_map=self.tied_params_map
+                    )
+        return module
+
+    def _follow_tied(self, tensor: Tensor, name: str) -> None:
+        """Notes where the values of a tied weight are from now on: tied weights are known by address."""
+        assert self.weights_map is not None, "made by init_hook"
+        if self.tied_params_map is not None and tensor.data_ptr() in self.tied_params_map:
+            self.tied_params_names.add(name)
+            self.tied_params_map[self.weights_map[name].data_ptr()] = {}
+
+    def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Brings weights and inputs to the device."""
+        if self.io_same_device:
+            self.input_device = find_device([args, kwargs])
+        if self.offload:
+            assert self.weights_map is not None and self.execution_device is not None, "an attached hook has both"
+            self.tied_pointers_to_remove = set()
+            for name in self._offloaded_names(module):
+                value = self.weights_map[name]
+                if self._is_first_to_bring(value):
+                    self.tied_pointers_to_remove.add((value.data_ptr(), self.execution_device))
+                set_module_tensor_to_device(
+                    module, name, self.execution_device, value=value, tied_params_map=self.tied_params_map
+                )
+        if self.execution_device is None:
+            return args, kwargs
+        moved_args = send_to_device(args, self.execution_device)
+        return moved_args, send_to_device(kwargs, self.execution_device, skip_keys=self.skip_keys)
+
+    def _is_first_to_bring(self, value: Tensor) -> bool:
+        """Whether a tied weight is on no module of this device yet: who brings it takes it away."""
+        if not self.tied_params_map:
+            return False
+        copies = self.tied_params_map.get(value.data_ptr())
+        return copies is not None and self.execution_device not in copies
+
+    def post_forward(self, module: nn.Module, output: Any) -> Any:
+        """Takes offloaded weights off the device, and brings the output to where the input was."""
+        if self.offload:
+            for name in self._offloaded_names(module):
+                set_module_tensor_to_device(module, name, "meta")
+            for address, device in self.tied_pointers_to_remove:
+                assert self.tied_params_map is not None, "it has what was brought"
+                self.tied_params_map[address].pop(device, None)
+            self.tied_pointers_to_remove = set()
+        if self.io_same_device and self.input_device is not None:
+            output = send_to_device(output, self.input_device, skip_keys=self.skip_keys)
+        return output
+
+    def detach_hook(self, module: nn.Module) -> nn.Module:
+        """Puts offloaded weights back where they were; those that were on meta stay there."""
+        if self.offload:
+            assert self.weights_map is not None, "made by init_hook"
+            for name, device in self.original_devices.items():
+                if device.type != "meta":
+                    value = self.weights_map.get(name)
+                    set_module_tensor_to_device(module, name, device, value=value)
+        return module
+
+
+class CpuOffload(ModelHook):
+    """Keeps a module on the CPU until its forward; it stays on its device then.
+
+    Args:
+        execution_device: where the forward runs; None is the first accelerator, or the CPU.
+        prev_module_hook: of the module that ran before; it is offloaded first.
+    """
+
+    def __init__(
+        self, execution_device: Device | None = None, prev_module_hook: UserCpuOffloadHook | None = None
+    ) -> None:
+        self.prev_module_hook = prev_module_hook
+        self.execution_device = execution_device if execution_device is not None else _default_device()
+
+    def init_hook(self, module: nn.Module) -> nn.Module:
+        """Moves the module to the CPU."""
+        return module.to("cpu")
+
+    def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Moves the earlier module away, and this one and its inputs to the device."""
+        if self.prev_module_hook is not None and self.prev_module_hook.model is not module:
+            self.prev_module_hook.offload()
+        module.to(self.execution_device)
+        return send_to_device(args, self.execution_device), send_to_device(kwargs, self.execution_device)
+
+
+def _default_device() -> torch.device:
+    if not torch.accelerator.is_available():
+        return torch.device("cpu")
+    device = torch.accelerator.current_accelerator()
+    assert device is not None, "one is available"
+    return torch.device(device.type, 0)
+
+
+class UserCpuOffloadHook:
+    """What `cpu_offload_with_hook` hands to the user: takes the model off its device when asked.
+
+    Args:
+        model: with the hook.
+        hook: a `CpuOffload`.
+    """
+
+    def __init__(self, model: nn.Module, hook: ModelHook) -> None:
+        self.model = model
+        self.hook = hook
+
+    def offload(self) -> None:
+        """Moves the model to the CPU."""
+        self.hook.init_hook(self.model)
+
+    def remove(self) -> None:
+        """Takes the hook off the model, which stays where it is."""
+        remove_hook_from_module(self.model)
+
+
+class LayerwiseCastingHook(ModelHook):
+    """Keeps a module's weights in a small dtype, and casts them to another for its forward.
+
+    Args:
+        storage_dtype: between forwards, such as `torch.float8_e4m3fn`.
+        compute_dtype: in the forward.
+        non_blocking: copies do not wait.
+    """
+
+    def __init__(self, storage_dtype: torch.dtype, compute_dtype: torch.dtype, non_blocking: bool) -> None:
+        self.storage_dtype = storage_dtype
+        self.compute_dtype = compute_dtype
+        self.non_blocking = non_blocking
+
+    def init_hook(self, module: nn.Module) -> nn.Module:
+        """Casts the weights to their stored dtype."""
+        return module.to(dtype=self.storage_dtype, non_blocking=self.non_blocking)
+
+    def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Casts them to the dtype of the computation."""
+        module.to(dtype=self.compute_dtype, non_blocking=self.non_blocking)
+        return args, kwargs
+
+    def post_forward(self, module: nn.Module, output: Any) -> Any:
+        """Casts them back."""
+        module.to(dtype=self.storage_dtype, non_blocking=self.non_blocking)
+        return output
+
+
+def has_offloaded_params(module: nn.Module) -> bool:
+    """Whether a module's weights are brought to it at each forward."""
+    hook = getattr(module, "_hf_hook", None)
+    return isinstance(hook, AlignDevicesHook) and hook.offload

@@ -1,0 +1,327 @@
+"""Weights from files into a model that may lie on several devices, or on none yet.
+
+load_checkpoint_in_model
+  files     one, or those of an index
+  each      device_map None     -> model.load_state_dict
+            "disk"              -> written to the offload folder; the model's tensor is on meta
+            "cpu", for a while  -> the same in a temporary folder, until all files have been read
+            other               -> onto the device
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import Tensor, nn
+
+from paceline.base.errors import CheckpointError, PlanError, Problem
+from paceline.checkpoint.files import is_safetensors, read_tensors, reading, writing
+from paceline.compat.absent import refuse
+from paceline.compat.accelerate.device_map import (
+    DeviceMap,
+    check_tied_parameters_on_same_device,
+    covers,
+    device_of,
+    incomplete,
+)
+from paceline.compat.accelerate.module_tensors import (
+    dtype_of,
+    find_tied_parameters,
+    is_fractional,
+    retie_parameters,
+    set_module_tensor_to_device,
+)
+from paceline.compat.accelerate.offload import (
+    Index,
+    Path,
+    load_offloaded_weights,
+    missing_file,
+    offload_weight,
+    save_offload_index,
+)
+
+_WHOLE = ("model.safetensors", "pytorch_model.bin")
+
+
+class CheckpointNamesError(CheckpointError, ValueError):
+    """Names of a checkpoint that do not match; with a device map, scripts catch ValueError."""
+
+
+# Errors are shown as `paceline.Name`; this one is found where it is, so that it can be sent between processes.
+CheckpointNamesError.__module__ = __name__
+
+
+class CheckpointPathError(CheckpointError, ValueError):
+    """A checkpoint that is none of the kinds which are known; scripts catch ValueError."""
+
+
+# Errors are shown as `paceline.Name`; this one is found where it is, so that it can be sent between processes.
+CheckpointPathError.__module__ = __name__
+
+
+def load_state_dict(checkpoint_file: Path, device_map: DeviceMap | None = None) -> dict[str, Tensor]:
+    """Tensors of one file of weights.
+
+    Args:
+        checkpoint_file: safetensors, or torch's format, which is read without running code from it.
+        device_map: lets tensors of a safetensors file go straight to their devices; else all are on the CPU.
+
+    Raises:
+        CheckpointError: `checkpoint-missing`, `checkpoint-damaged`, `checkpoint-unsafe`.
+    """
+    path = os.fspath(checkpoint_file)
+    with reading(path), open(path, "rb") as file:
+        is_safe = is_safetensors(file)
+    if not is_safe or not device_map:
+        return read_tensors(path)
+    tensors = {}
+    with reading(path), safe_open(path, framework="pt", device="cpu") as weights:
+        for name in weights.keys():  # noqa: SIM118 - it is no mapping
+            device = _nearest(name, device_map)
+            tensors[name] = weights.get_tensor(name).to("cpu" if device in (None, "disk") else device)
+    return tensors
+
+
+def _nearest(name: str, device_map: DeviceMap) -> Any:
+    while name and name not in device_map:
+        name = name.rpartition(".")[0]
+    return device_map.get(name)
+
+
+def load_checkpoint_in_model(
+    model: nn.Module,
+    checkpoint: Path,
+    device_map: DeviceMap | None = None,
+    offload_folder: Path | None = None,
+    dtype: str | torch.dtype | None = None,
+    offload_state_dict: bool = False,
+    offload_buffers: bool = False,
+    keep_in_fp32_modules: Sequence[str] | None = None,
+    offload_8bit_bnb: bool = False,
+    strict: bool = False,
+    full_state_dict: bool = True,
+    broadcast_from_rank0: bool = False,
+) -> None:
+    """Reads weights into a model, file by file.
+
+    Args:
+        model: on meta, or with weights.
+        checkpoint: a file of weights, an index (`*.index.json`), or a folder with one of either.
+        device_map: name of a module -> device; None leaves each tensor where it is.
+        offload_folder: for modules on "disk".
+        dtype: of the weights; None is that of the model.
+        offload_state_dict: keeps weights for the CPU in files until all have been read: whole files of weights then
+            need not fit beside them.
+        offload_buffers: buffers of modules on "disk" are written there too.
+        keep_in_fp32_modules: parts of names of weights that stay float32 under another `dtype`.
+        offload_8bit_bnb: 8-bit weights, which are not carried.
+        strict: names that the model does not have, or that the files do not have, are an error.
+        full_state_dict: has no effect: files hold whole tensors.
+        broadcast_from_rank0: not carried.
+
+    Ranks: whoever calls; no communication.
+
+    Raises:
+        PlanError: `offload-folder`, `device-map-incomplete`.
+        CheckpointError: `checkpoint-path`, `checkpoint-names` (under `strict`), `checkpoint-missing`, `checkpoint-damaged`,
+            `checkpoint-unsafe`, `checkpoint-not-writable`, `checkpoint-disk-full`, `checkpoint-io`.
+        RuntimeError: tensors of another shape, without a map; with one, ValueError.
+    """
+    if broadcast_from_rank0:
+        refuse("broadcast_from_rank0", "each rank reads the files itself", "leave it out")
+    if offload_8bit_bnb:
+        refuse("offload_8bit_bnb", "8-bit weights are not carried", "load the model unquantised")
+    on_disk = device_map is not None and "disk" in device_map.values()
+    if on_disk and offload_folder is None:
+        raise PlanError(
+            "offload-folder",
+            "modules go to the disk, and no folder was given.",
+            why="the device map says 'disk' for some",
+            fix="add offload_folder='offload'",
+        )
+    files = checkpoint_files(checkpoint)
+    tied_groups = find_tied_parameters(model)
+    if device_map is not None:
+        check_tied_parameters_on_same_device(tied_groups, device_map)
+    if offload_folder is not None and on_disk:
+        with writing(f"making {offload_folder}"):
+            os.makedirs(offload_folder, exist_ok=True)
+    names_in_files: set[str] = set()
+    with tempfile.TemporaryDirectory() if offload_state_dict and device_map is not None else nullcontext() as waiting:
+        placement = _Placement(model, device_map, offload_folder, waiting, dtype_of(dtype), offload_buffers)
+        for file in files:
+            tensors = load_state_dict(file, device_map)
+            names_in_files.update(tensors)
+            if device_map is None:
+                _load_in_place(model, tensors, placement.dtype, keep_in_fp32_modules)
+                continue
+            placement.check(tensors)
+            # What is written or brought to its device is let go at once.
+            for name in list(tensors):
+                placement.put(name, tensors.pop(name), keep_in_fp32_modules or ())
+        placement.finish()
+    retie_parameters(model, tied_groups)
+    if strict:
+        _check_names(model, names_in_files, CheckpointError if device_map is None else CheckpointNamesError)
+
+
+class _Placement:
+    """Where tensors of files go, by a device map.
+
+    Args:
+        model: which gets them.
+        device_map: name of a module -> device.
+        offload_folder: of modules on "disk".
+        waiting_folder: where those for the CPU wait; None puts them there at once.
+        dtype: of the weights; None is that of the model.
+        offload_buffers: buffers of modules on "disk" are written there too.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        device_map: DeviceMap | None,
+        offload_folder: Path | None,
+        waiting_folder: str | None,
+        dtype: torch.dtype | None,
+        offload_buffers: bool,
+    ) -> None:
+        self.dtype = dtype
+        self._model, self._device_map = model, device_map or {}
+        self._offload_folder, self._waiting_folder = offload_folder, waiting_folder
+        self._offload_buffers = offload_buffers
+        self._names = set(model.state_dict())
+        self._buffers = {name for name, _ in model.named_buffers()}
+        self._offloaded: Index = {}
+        self._waiting: Index = {}
+
+    def check(self, tensors: Mapping[str, Tensor]) -> None:
+        """Raises where the map gives some of a file's tensors no device, before any is placed."""
+        missing = {
+            name: tensors[name] for name in tensors if name in self._names and not covers(self._device_map, name)
+        }
+        if missing:
+            raise incomplete(missing, self._device_map)
+
+    def put(self, name: str, tensor: Tensor, keep_in_fp32: Sequence[str]) -> None:
+        """Puts one tensor where it belongs; names that the model does not have are passed over."""
+        if name not in self._names:
+            return
+        device = device_of(name, self._device_map)
+        dtype = _dtype_for(name, tensor, self.dtype, keep_in_fp32)
+        goes_to_disk = device == "disk" and (self._offload_buffers or name not in self._buffers)
+        if goes_to_disk:
+            assert self._offload_folder is not None, "checked before"
+            self._write(name, tensor, dtype, self._offload_folder, self._offloaded)
+        elif device == "cpu" and self._waiting_folder is not None:
+            self._write(name, tensor, dtype, self._waiting_folder, self._waiting)
+        else:
+            target = "cpu" if device == "disk" else device
+            set_module_tensor_to_device(self._model, name, target, value=tensor, dtype=dtype)
+
+    def _write(self, name: str, tensor: Tensor, dtype: torch.dtype | None, folder: Path, index: Index) -> None:
+        expected = self._model.state_dict(keep_vars=True)[name]
+        if expected.shape != tensor.shape:
+            raise ValueError(
+                f"{name} has the shape {tuple(expected.shape)} in the model and {tuple(tensor.shape)} in the checkpoint: "
+                "it belongs to another model."
+            )
+        if dtype is None:
+            dtype = expected.dtype if is_fractional(expected.dtype) and is_fractional(tensor.dtype) else tensor.dtype
+        set_module_tensor_to_device(self._model, name, "meta", dtype=dtype)
+        offload_weight(tensor.to(dtype), name, folder, index)
+
+    def finish(self) -> None:
+        """Writes the index, and brings what has waited to the CPU."""
+        if self._offload_folder is not None:
+            save_offload_index(self._offloaded, self._offload_folder)
+        if self._waiting_folder is not None:
+            load_offloaded_weights(self._model, self._waiting, self._waiting_folder)
+
+
+def _dtype_for(name: str, tensor: Tensor, dtype: torch.dtype | None, keep_in_fp32: Sequence[str]) -> torch.dtype | None:
+    if dtype is None or not is_fractional(tensor.dtype):
+        return None
+    if dtype in (torch.float16, torch.bfloat16) and any(f"{part}." in name for part in keep_in_fp32):
+        return torch.float32
+    return dtype
+
+
+def _load_in_place(
+    model: nn.Module, tensors: Mapping[str, Tensor], dtype: torch.dtype | None, keep_in_fp32: Sequence[str] | None
+) -> None:
+    """Reads a file's tensors into a model that keeps its devices."""
+    names = set(model.state_dict())
+    for name, tensor in tensors.items():
+        new_dtype = _dtype_for(name, tensor, dtype, keep_in_fp32 or ())
+        if name in names and new_dtype is not None:
+            device = model.state_dict(keep_vars=True)[name].device
+            set_module_tensor_to_device(model, name, device, value=tensor, dtype=new_dtype)
+    on_meta = any(tensor.is_meta for tensor in model.state_dict().values())
+    model.load_state_dict(dict(tensors), strict=False, assign=on_meta)
+
+
+def _check_names(model: nn.Module, names_in_files: set[str], error: type[CheckpointError]) -> None:
+    """Raises where names do not match; names of one tied parameter stand for each other."""
+    tied: dict[str, list[str]] = {}
+    for group in find_tied_parameters(model):
+        tied.update(dict.fromkeys(group, group))
+    names = set(model.state_dict())
+    missing = [name for name in sorted(names - names_in_files) if not names_in_files & set(tied.get(name, ()))]
+    unexpected = sorted(names_in_files - names)
+    if missing or unexpected:
+        problem = Problem(
+            "checkpoint-names",
+            f"the checkpoint does not match {type(model).__name__}.",
+            why=[
+                f"it does not have {missing[:8]}" * bool(missing),
+                f"the model does not have {unexpected[:8]}" * bool(unexpected),
+            ],
+            fix="load the checkpoint of this model, or leave out strict=True",
+        )
+        raise error.of([problem])
+
+
+def checkpoint_files(checkpoint: Path) -> list[str]:
+    """The files of weights that a path stands for.
+
+    Raises:
+        CheckpointError: `checkpoint-path`, a ValueError too; `checkpoint-missing`; `checkpoint-damaged`.
+    """
+    path = os.fspath(checkpoint)
+    if os.path.isfile(path):
+        return _files_of_index(path) if path.endswith(".json") else [path]
+    names = sorted(os.listdir(path)) if os.path.isdir(path) else []
+    whole = [name for name in _WHOLE if name in names]
+    indexes = [name for name in names if name.endswith(".index.json")]
+    if whole:
+        return [os.path.join(path, whole[0])]
+    if len(indexes) == 1:
+        return _files_of_index(os.path.join(path, indexes[0]))
+    beside = ", ".join(names[:8]) or "nothing"
+    problem = Problem(
+        "checkpoint-path",
+        f"{path} names several checkpoints." if indexes else f"{path} is no checkpoint.",
+        why=f"it is {'a folder that holds ' + beside if os.path.isdir(path) else 'neither a file nor a folder'}",
+        fix="name one file: weights, or the *.index.json of weights in several files",
+    )
+    raise CheckpointPathError.of([problem])
+
+
+def _files_of_index(path: str) -> list[str]:
+    with reading(path), open(path, encoding="utf-8") as file:
+        content = json.load(file)
+        table = content.get("weight_map", content)
+        names = list(dict.fromkeys(table.values()))
+    files = [os.path.join(os.path.dirname(path), str(name)) for name in names]
+    for file_path in files:
+        if not os.path.isfile(file_path):
+            raise missing_file(file_path, f"{path} says that weights are in it")
+    return files

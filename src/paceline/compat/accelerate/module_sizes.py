@@ -1,0 +1,281 @@
+"""How many bytes the parts of a model need, and how many a device has: pure numbers, also of models without values."""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from paceline.base.errors import ConfigError
+from paceline.compat.accelerate.module_tensors import dtype_of, is_fractional, named_module_tensors
+
+# The name that the library gives its own logger, by which scripts filter.
+log = logging.getLogger("accelerate.utils.modeling")
+
+# Numbers of accelerators, "mps", "cpu" and "disk" -> bytes.
+Memory = dict[Any, Any]
+Dtype = str | torch.dtype | Any
+NamedModules = list[tuple[str, Any]]
+
+_BYTES_OF_OTHERS = {"fp8": 1, "int4": 0.5, "int2": 0.25}
+_UNITS = {"K": 1, "M": 2, "G": 3}
+_NAMED_DEVICES = ("mps", "cpu", "disk")
+
+
+def dtype_byte_size(dtype: Any) -> float:
+    """Bytes of one element; truth values are counted as bits, as accelerate does."""
+    dtype = dtype_of(dtype)
+    if dtype == torch.bool:
+        return 1 / 8
+    if isinstance(dtype, torch.dtype):
+        return dtype.itemsize
+    return _BYTES_OF_OTHERS[str(getattr(dtype, "value", dtype))]
+
+
+def convert_file_size_to_int(size: int | str) -> int:
+    """Bytes of a size such as 5000, "10GB" or "512MiB"; "10Gb" are bits.
+
+    Raises:
+        ConfigError: `size-text`.
+    """
+    if isinstance(size, int) and size >= 0:
+        return size
+    match = re.fullmatch(r"\s*([0-9.]+(?:e[0-9]+)?)\s*([KMG])(IB|B)\s*", str(size), re.IGNORECASE)
+    if isinstance(size, str) and match is not None:
+        base = 1024 if match[3].upper() == "IB" else 1000
+        count = int(float(match[1]) * base ** _UNITS[match[2].upper()])
+        return count // 8 if match[3].endswith("b") and base == 1000 else count
+    raise ConfigError(
+        "size-text",
+        f"{size!r} is not a size.",
+        why="a size is a whole number of bytes, or a number with KB, MB, GB, KiB, MiB or GiB",
+        fix='write one such as "10GB", "512MiB" or 1000000',
+    )
+
+
+def convert_bytes(size: float) -> str:
+    """A size in the unit that suits it."""
+    for unit in ("bytes", "KB", "MB", "GB"):
+        if size < 1024:
+            return f"{round(size, 2)} {unit}"
+        size /= 1024
+    return f"{round(size, 2)} TB"
+
+
+def compute_module_sizes(
+    model: nn.Module,
+    dtype: Dtype | None = None,
+    special_dtypes: Mapping[str, Dtype] | None = None,
+    buffers_only: bool = False,
+) -> dict[str, int]:
+    """Bytes of each module and tensor by name, "" being the whole; a tied parameter counts once.
+
+    Args:
+        model: its tensors may be on meta.
+        dtype: caps the bytes of elements that are no whole numbers.
+        special_dtypes: name of a tensor -> its dtype, whatever it has now.
+        buffers_only: leaves the parameters out.
+    """
+    largest_element = None if dtype is None else dtype_byte_size(dtype)
+    special_sizes = {name: dtype_byte_size(special) for name, special in (special_dtypes or {}).items()}
+    tensors = model.named_buffers() if buffers_only else named_module_tensors(model, recurse=True)
+    sizes: dict[str, int] = defaultdict(int)
+    for name, tensor in tensors:
+        element = dtype_byte_size(tensor.dtype)
+        if name in special_sizes:
+            element = special_sizes[name]
+        elif largest_element is not None and is_fractional(tensor.dtype):
+            element = min(element, largest_element)
+        size = tensor.numel() * element
+        parts = name.split(".")
+        for end in range(len(parts) + 1):
+            sizes[".".join(parts[:end])] += size
+    return sizes
+
+
+def compute_module_total_buffer_size(
+    model: nn.Module, dtype: Dtype | None = None, special_dtypes: Mapping[str, Dtype] | None = None
+) -> int:
+    """Bytes of all buffers of a model."""
+    sizes = compute_module_sizes(model, dtype, special_dtypes, buffers_only=True)
+    return sizes.get("", 0)
+
+
+def get_module_leaves(module_sizes: Mapping[str, int]) -> list[str]:
+    """Names that no other name lies inside of."""
+    inner = {name.rpartition(".")[0] for name in module_sizes}
+    for name in list(inner):
+        while name:
+            name = name.rpartition(".")[0]
+            inner.add(name)
+    return [name for name in module_sizes if name and name not in inner]
+
+
+def get_max_layer_size(
+    modules: NamedModules, module_sizes: Mapping[str, int], no_split_module_classes: Sequence[str] | None
+) -> tuple[int, list[str]]:
+    """Bytes of the largest module that must stay whole, and the names of those of that size."""
+    largest = 0
+    names: list[str] = []
+    remaining = list(reversed(modules))
+    while remaining:
+        name, module = remaining.pop()
+        children = [] if isinstance(module, Tensor) else list(module.named_children())
+        if children and type(module).__name__ not in (no_split_module_classes or ()):
+            remaining += [(f"{name}.{child_name}", child) for child_name, child in reversed(children)]
+            continue
+        if module_sizes[name] > largest:
+            largest, names = module_sizes[name], [name]
+        elif module_sizes[name] == largest:
+            names.append(name)
+    return largest, names
+
+
+def calculate_maximum_sizes(model: nn.Module) -> tuple[int, tuple[int, list[str]]]:
+    """Bytes of a model, and those of its largest layer with the names of all layers of that size."""
+    sizes = compute_module_sizes(model)
+    whole_blocks = getattr(model, "_no_split_modules", None) or []
+    return sizes[""], get_max_layer_size(direct_parts(model), sizes, whole_blocks)
+
+
+def direct_parts(module: nn.Module) -> NamedModules:
+    """Parameters, submodules and buffers that a module itself has, by name."""
+    parameters = list(module.named_parameters(recurse=False))
+    buffers = list(module.named_buffers(recurse=False))
+    return [*parameters, *module.named_children(), *buffers]
+
+
+def get_module_size_with_ties(
+    tied_params: Iterable[str], module_size: int, module_sizes: Mapping[str, int], modules_to_treat: NamedModules
+) -> tuple[int, list[str], list[Any]]:
+    """Bytes of a module together with the modules that share a parameter with it.
+
+    Args:
+        tied_params: names of these parameters, in the other modules.
+        module_size: bytes of the module alone.
+        module_sizes: bytes by name.
+        modules_to_treat: modules that have no device yet.
+
+    Returns:
+        The bytes, and names and modules of those that have to go along.
+    """
+    tied_params = list(tied_params)
+    names: list[str] = []
+    modules: list[Any] = []
+    total = module_size
+    for parameter in tied_params:
+        for name, module in modules_to_treat:
+            if f"{parameter}.".startswith(f"{name}."):
+                if name not in names:
+                    names.append(name)
+                    modules.append(module)
+                    total += module_sizes[name]
+                # The shared parameter itself is in the module's size already.
+                total -= module_sizes.get(parameter, 0)
+                break
+    return total, names, modules
+
+
+def get_max_memory(max_memory: Memory | None = None) -> Memory:
+    """Free bytes of each accelerator and of the host; or the sizes given, accelerators first.
+
+    Args:
+        max_memory: device -> bytes, or a text such as "10GB", which becomes a number in this dictionary too, as under
+            accelerate: callers read it afterwards.
+
+    Raises:
+        ConfigError: `size-text`, `device-name`.
+    """
+    num_accelerators = torch.accelerator.device_count() if torch.accelerator.is_available() else 0
+    if max_memory is None:
+        free: Memory = {}
+        for index in range(num_accelerators):
+            free[index] = torch.accelerator.get_memory_info(index)[0]
+        return free | {"cpu": _free_host_memory()}
+    for device, size in max_memory.items():
+        if isinstance(size, str):
+            max_memory[device] = convert_file_size_to_int(size)
+    accelerators = sorted(device for device in max_memory if isinstance(device, int))
+    for index in accelerators:
+        if not 0 <= index < num_accelerators:
+            log.warning("There is no accelerator %s on this host; there are: %s", index, list(range(num_accelerators)))
+    unknown = [device for device in max_memory if device not in (*accelerators, *_NAMED_DEVICES)]
+    if unknown:
+        raise ConfigError(
+            "device-name",
+            f"max_memory names the device {unknown[0]!r}, which there is not.",
+            why="devices are numbers (of accelerators, from 0), 'mps', 'cpu' and 'disk'",
+            fix="write it as max_memory={0: '10GB', 'cpu': '30GB'}",
+        )
+    named = [device for device in _NAMED_DEVICES if device in max_memory]
+    return {device: max_memory[device] for device in (*accelerators, *named)}
+
+
+def _free_host_memory() -> int:
+    with open("/proc/meminfo", encoding="ascii") as file:
+        available = next(line for line in file if line.startswith("MemAvailable"))
+    return int(available.split()[1]) * 1024
+
+
+def get_balanced_memory(
+    model: nn.Module,
+    max_memory: Memory | None = None,
+    no_split_module_classes: str | Sequence[str] | None = None,
+    dtype: Dtype | None = None,
+    special_dtypes: Mapping[str, Dtype] | None = None,
+    low_zero: bool = False,
+) -> Memory:
+    """Sizes for `infer_auto_device_map` under which each accelerator takes about the same part of the model.
+
+    Each gets its share and room for a block more; the last one keeps all that it has, since shares are estimates.
+
+    Args:
+        model: its tensors may be on meta.
+        max_memory: as in `get_max_memory`.
+        no_split_module_classes: names of classes that stay on one device.
+        dtype: as in `compute_module_sizes`.
+        special_dtypes: as in `compute_module_sizes`.
+        low_zero: keeps accelerator 0 as empty as the others allow: generation needs room there.
+    """
+    given = max_memory is not None
+    memory = get_max_memory(max_memory)
+    accelerators = [device for device in memory if isinstance(device, int) and memory[device] > 0]
+    if not accelerators:
+        return memory
+    if len(accelerators) == 1:
+        low_zero = False
+        if not given:
+            # One accelerator holds buffers and activations too.
+            memory[accelerators[0]] *= 0.9
+            log.info("Nine tenths of the memory of device %s are for weights.", accelerators[0])
+    sizes = compute_module_sizes(model, dtype, special_dtypes)
+    sharing = len(accelerators) - 1 if low_zero else len(accelerators)
+    share = sizes[""] // sharing + _room_for_a_block(model, sizes, no_split_module_classes)
+    for device in accelerators[:-1]:
+        if not (low_zero and device == 0):
+            memory[device] = min(share, memory[device])
+    if low_zero:
+        rest = sizes[""] - sum(memory[device] for device in accelerators if device != 0)
+        memory[0] = min(max(0, rest), memory[0])
+    return memory
+
+
+def _room_for_a_block(model: nn.Module, sizes: Mapping[str, int], whole: str | Sequence[str] | None) -> int:
+    """Bytes of the largest block that stays whole, or of a mean layer; and a quarter more."""
+    classes = [whole] if isinstance(whole, str) else list(whole or ())
+    classes_by_name = {name: type(module).__name__ for name, module in model.named_modules()}
+    blocks: dict[str, int] = {}
+    for name, size in sizes.items():
+        # Blocks of one class are taken to be of one size.
+        if classes_by_name.get(name) in classes:
+            blocks.setdefault(classes_by_name[name], size)
+    tensors = set(get_module_leaves(sizes))
+    modules = {name: size for name, size in sizes.items() if name not in tensors}
+    layers = get_module_leaves(modules)
+    mean_layer = int(sum(modules[name] for name in layers) / max(len(layers), 1))
+    return int(1.25 * max([mean_layer, *blocks.values()]))

@@ -1,0 +1,178 @@
+"""The tensors of a module by name: which there are, which are one and the same, and how one is replaced."""
+
+from __future__ import annotations
+
+import operator
+from collections import defaultdict
+from collections.abc import Iterator, MutableMapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from paceline.compat.absent import refuse
+
+Device = int | str | torch.device
+# Address of a tied weight's values -> device -> the tensor that stands for it there (`dispatch_model` makes one).
+TiedParamsMap = MutableMapping[int, dict[Any, Tensor]]
+
+
+def recursive_getattr(obj: Any, attr: str) -> Any:
+    """The attribute behind a dotted name."""
+    return operator.attrgetter(attr)(obj)
+
+
+def get_non_persistent_buffers(module: nn.Module, recurse: bool = False, fqns: bool = False) -> set[str]:
+    """Names of the buffers that a state dict leaves out.
+
+    Args:
+        module: of any kind.
+        recurse: also those of its submodules.
+        fqns: names that begin at `module`; else each name is what the submodule calls it.
+    """
+    if not recurse:
+        return set(module._non_persistent_buffers_set)
+    names: set[str] = set()
+    for module_name, submodule in module.named_modules():
+        for name in submodule._non_persistent_buffers_set:
+            qualified_name = f"{module_name}.{name}" if module_name else name
+            names.add(qualified_name if fqns else name)
+    return names
+
+
+def named_module_tensors(
+    module: nn.Module, include_buffers: bool = True, recurse: bool = False, remove_non_persistent: bool = False
+) -> Iterator[tuple[str, Tensor]]:
+    """Parameters, then buffers, by name; those of submodules only under `recurse`."""
+    yield from module.named_parameters(recurse=recurse)
+    if not include_buffers:
+        return
+    left_out: set[str] = set()
+    if remove_non_persistent:
+        left_out = get_non_persistent_buffers(module, recurse=recurse, fqns=True)
+    for name, buffer in module.named_buffers(recurse=recurse):
+        if name not in left_out:
+            yield name, buffer
+
+
+def find_tied_parameters(model: nn.Module, **kwargs: Any) -> list[list[str]]:
+    """Groups of names that stand for one parameter."""
+    names: dict[int, list[str]] = defaultdict(list)
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names[id(parameter)].append(name)
+    return [sorted(group) for group in names.values() if len(group) > 1]
+
+
+def retie_parameters(model: nn.Module, tied_params: list[list[str]]) -> None:
+    """Lets each group of names stand for its first parameter that holds values."""
+    for group in tied_params:
+        parameters = [recursive_getattr(model, name) for name in group]
+        with_values = [parameter for parameter in parameters if not parameter.is_meta]
+        if not with_values:
+            continue
+        shared = with_values[0]
+        for name in group:
+            owner, _, attribute = name.rpartition(".")
+            setattr(model.get_submodule(owner), attribute, shared)
+
+
+def id_tensor_storage(tensor: Tensor) -> tuple[torch.device, int, int]:
+    """Device, address and bytes of the memory that a tensor lies in."""
+    storage = tensor.untyped_storage()
+    return tensor.device, storage.data_ptr(), storage.nbytes()
+
+
+def check_device_same(first_device: torch.device, second_device: torch.device) -> bool:
+    """Whether two names mean one device: "cuda" is "cuda:0"."""
+    if first_device.type != second_device.type:
+        return False
+    if first_device.type == "cpu":
+        return first_device == second_device
+    return (first_device.index or 0) == (second_device.index or 0)
+
+
+def set_module_tensor_to_device(
+    module: nn.Module,
+    tensor_name: str,
+    device: Device,
+    value: Tensor | None = None,
+    dtype: str | torch.dtype | None = None,
+    fp16_statistics: Tensor | None = None,
+    tied_params_map: TiedParamsMap | None = None,
+    non_blocking: bool = False,
+    clear_cache: bool = True,
+) -> None:
+    """Moves a parameter or buffer to a device, or puts `value` there in its place.
+
+    Args:
+        module: the module, or one that holds it.
+        tensor_name: dotted name in `module`.
+        device: where to; "meta" drops the values.
+        value: of the same shape; needed where the tensor has no values yet.
+        dtype: of the new tensor; None keeps that of the old one, also for a `value` of another.
+        fp16_statistics: of 8-bit weights, which are not carried.
+        tied_params_map: a tensor that already stands for this one on `device` is taken from it; a new one is noted in it.
+        non_blocking: copies to an accelerator do not wait.
+        clear_cache: has no effect: torch's allocator frees what it needs.
+
+    Raises:
+        ValueError: no such tensor, a value of another shape, or no value.
+    """
+    if fp16_statistics is not None:
+        refuse("fp16_statistics", "8-bit weights are not carried", "load the model unquantised")
+    owner_name, _, name = tensor_name.rpartition(".")
+    owner = recursive_getattr(module, owner_name) if owner_name else module
+    if name not in owner._parameters and name not in owner._buffers:
+        raise ValueError(f"{owner} has no parameter or buffer named {name}.")
+    tensors = owner._buffers if name in owner._buffers else owner._parameters
+    old = getattr(owner, name)
+    if value is not None and value.shape != old.shape:
+        raise ValueError(
+            f"{tensor_name} has the shape {tuple(old.shape)}, and the value for it {tuple(value.shape)}: it belongs "
+            "to another model."
+        )
+    target = torch.device(device)
+    if value is None and old.is_meta and target.type != "meta":
+        raise ValueError(f"{tensor_name} is on meta and has no values: give `value` to put it on {device}.")
+
+    # A tied weight that was brought to the device under another name is shared, not copied a second time.
+    source = old if value is None else value
+    copies = tied_params_map.get(source.data_ptr()) if tied_params_map else None
+    if copies is not None and device in copies:
+        tensors[name] = copies[device]
+        return
+    takes_dtype = dtype is not None and target.type == "meta"
+    if value is not None or old.device != target or takes_dtype:
+        tensors[name] = _replacement(old, value, target, dtype, non_blocking)
+    if copies is not None and target.type != "meta":
+        copies[device] = tensors[name]
+
+
+def _replacement(
+    old: Tensor, value: Tensor | None, device: torch.device, dtype: str | torch.dtype | None, non_blocking: bool
+) -> Tensor:
+    """What takes the place of `old`: of its class, on `device`; a value of whole numbers is cast to no other dtype."""
+    wanted = dtype_of(dtype)
+    if value is None:
+        # Only a tensor that loses its values takes another dtype: on the way between devices none is asked for.
+        casts = device.type == "meta" and is_fractional(old.dtype)
+        new = old.detach().to(device, wanted if casts else None, non_blocking=non_blocking)
+    elif wanted is None:
+        new = value.detach().to(device, old.dtype, non_blocking=non_blocking)
+    else:
+        new = value.detach().to(device, wanted if is_fractional(value.dtype) else None, non_blocking=non_blocking)
+    if not isinstance(old, nn.Parameter):
+        return new
+    requires_grad = old.requires_grad and is_fractional(new.dtype)
+    return type(old)(new, requires_grad=requires_grad)
+
+
+def is_fractional(dtype: torch.dtype) -> bool:
+    """Whether a dtype holds fractions: whole numbers and truth values are never cast with the weights."""
+    return dtype.is_floating_point or dtype.is_complex
+
+
+def dtype_of(dtype: Any) -> Any:
+    """torch's dtype of a text such as "float16" or "torch.float16"; anything else as it is."""
+    # Words for dtypes that torch does not have are texts too, and members of an enumeration.
+    return getattr(torch, dtype.removeprefix("torch.")) if type(dtype) is str else dtype

@@ -1,0 +1,239 @@
+"""`accelerate.utils.offload`: weights in a folder, one file each, that are read when a forward needs them.
+
+    FOLDER/NAME.dat      the values as they lie in memory
+    FOLDER/index.json    {NAME: {"dtype": "float32", "shape": [4, 3]}}
+
+An entry of an index may name a tensor of a safetensors file instead: {"safetensors_file", "weight_name", "dtype"}.
+Folders that accelerate wrote are read, and the other way round.
+"""
+
+from __future__ import annotations
+
+import json
+import mmap
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import numpy
+import torch
+from safetensors import safe_open
+from torch import Tensor, nn
+
+from paceline.base.errors import CheckpointError, PacelineError, Problem
+from paceline.checkpoint.files import reading, writing
+from paceline.compat.accelerate.module_tensors import Device, dtype_of, set_module_tensor_to_device
+
+Path = str | os.PathLike[str]
+Index = dict[str, dict[str, Any]]
+
+# Dtypes that numpy does not have are stored under their own names, as whole numbers of the same width.
+_SAME_WIDTH = {1: torch.uint8, 2: torch.int16}
+
+
+class MissingFile(CheckpointError, FileNotFoundError):
+    """A file of weights that an index names and that is not there; scripts catch FileNotFoundError."""
+
+
+# Errors are shown as `paceline.Name`; this one is found where it is, so that it can be sent between processes.
+MissingFile.__module__ = __name__
+
+
+def offload_weight(weight: Tensor, weight_name: str, offload_folder: Path, index: Index | None = None) -> Index | None:
+    """Writes one weight to a folder, and notes it in `index`.
+
+    Returns:
+        `index`.
+
+    Raises:
+        CheckpointError: `checkpoint-not-writable`, `checkpoint-disk-full`, `checkpoint-io`.
+    """
+    stored, dtype_name = _as_stored(weight.detach().cpu().contiguous())
+    if index is not None:
+        index[weight_name] = {"dtype": dtype_name, "shape": list(weight.shape)}
+    path = os.path.join(offload_folder, f"{weight_name}.dat")
+    # Written and not mapped: a mapped file on a full disk ends the process without a word.
+    with writing(f"offloading {weight_name} to {path}"), open(path, "wb") as file:
+        file.write(stored.tobytes() if stored.size == 0 else memoryview(stored.reshape(-1)).cast("B"))
+    return index
+
+
+def _as_stored(tensor: Tensor) -> tuple[numpy.ndarray[Any, Any], str]:
+    """A tensor as numpy has it, and the name of its dtype."""
+    name = str(tensor.dtype).removeprefix("torch.")
+    if tensor.dtype == torch.bfloat16 or name.startswith("float8"):
+        return tensor.view(_SAME_WIDTH[tensor.element_size()]).numpy(), name
+    array = tensor.numpy()
+    return array, str(array.dtype)
+
+
+def load_offloaded_weight(weight_file: Path, weight_info: Mapping[str, Any]) -> Tensor:
+    """Reads one weight.
+
+    Args:
+        weight_file: its `.dat` file.
+        weight_info: its entry of the index: "dtype" and "shape".
+
+    Raises:
+        CheckpointError: `checkpoint-missing`, `checkpoint-damaged`.
+    """
+    path = os.fspath(weight_file)
+    shape = tuple(weight_info["shape"])
+    dtype = dtype_of(weight_info["dtype"])
+    num_bytes = dtype.itemsize
+    for length in shape:
+        num_bytes *= length
+    if not os.path.exists(path):
+        raise missing_file(path, f"the index says that a weight of {num_bytes} bytes is in it")
+    if os.path.getsize(path) != num_bytes:
+        raise CheckpointError(
+            "checkpoint-damaged",
+            f"the offloaded weight {path} has {os.path.getsize(path)} bytes and not {num_bytes}.",
+            why=f"the index says {weight_info['dtype']} of the shape {list(shape)}; was the disk full when it was written?",
+            fix="empty the offload folder and load the model again",
+        )
+    if num_bytes == 0:
+        return torch.empty(shape, dtype=dtype)
+    # A copy of our own: pages of a private map are read once, straight into the tensor.
+    with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as pages:
+        values = bytearray(pages)
+    return torch.frombuffer(values, dtype=dtype).reshape(shape)
+
+
+def missing_file(path: str, why: str) -> PacelineError:
+    """The error of a file that an index names."""
+    problem = Problem(
+        "checkpoint-missing", f"there is no file {path}.", why, "copy the file there, or load the model again"
+    )
+    return MissingFile.of([problem])
+
+
+def save_offload_index(index: Index | None, offload_folder: Path) -> None:
+    """Writes an index, after the entries that the folder's index has already."""
+    if not index:
+        return
+    path = os.path.join(offload_folder, "index.json")
+    entries: Index = _read_index(path) if os.path.isfile(path) else {}
+    entries.update(index)
+    with writing(f"saving {path}"), open(path, "w", encoding="utf-8") as file:
+        json.dump(entries, file, indent=2)
+
+
+def _read_index(path: str) -> Index:
+    if not os.path.exists(path):
+        raise missing_file(path, "a folder of offloaded weights has one")
+    with reading(path), open(path, encoding="utf-8") as file:
+        index: Index = json.load(file)
+    return index
+
+
+def offload_state_dict(save_dir: Path, state_dict: Mapping[str, Tensor]) -> None:
+    """Writes all of a state dict to a folder, with its index.
+
+    Raises:
+        CheckpointError: `checkpoint-not-writable`, `checkpoint-disk-full`, `checkpoint-io`.
+    """
+    with writing(f"making {save_dir}"):
+        os.makedirs(save_dir, exist_ok=True)
+    index: Index = {}
+    for name, tensor in state_dict.items():
+        offload_weight(tensor, name, save_dir, index)
+    save_offload_index(index, save_dir)
+
+
+def load_offloaded_weights(model: nn.Module, index: Index | None, offload_folder: Path) -> None:
+    """Reads the weights of an index into a model, on the CPU."""
+    for name, entry in (index or {}).items():
+        weight = load_offloaded_weight(os.path.join(offload_folder, f"{name}.dat"), entry)
+        set_module_tensor_to_device(model, name, "cpu", value=weight)
+
+
+def extract_submodules_state_dict(
+    state_dict: Mapping[str, Tensor], submodule_names: Iterable[str]
+) -> dict[str, Tensor]:
+    """The part of a state dict that belongs to some modules or tensors; "" is the whole."""
+    part: dict[str, Tensor] = {}
+    for module_name in submodule_names:
+        for name, tensor in state_dict.items():
+            if module_name == "" or name == module_name or name.startswith(f"{module_name}."):
+                part[name] = tensor
+    return part
+
+
+class OffloadedWeightsLoader(Mapping[str, Tensor]):
+    """Weights by name, from memory or else from files; a file is read each time.
+
+    Args:
+        state_dict: those in memory.
+        save_folder: where the `.dat` files are.
+        index: what is where; None reads the folder's `index.json`.
+        device: where tensors of safetensors files go.
+    """
+
+    def __init__(
+        self,
+        state_dict: Mapping[str, Tensor] | None = None,
+        save_folder: Path | None = None,
+        index: Mapping[str, Mapping[str, Any]] | None = None,
+        device: Device | None = None,
+    ) -> None:
+        if state_dict is None and save_folder is None and index is None:
+            raise ValueError(
+                "Offloaded weights are in a state_dict, in a save_folder or in the files of an index: give one."
+            )
+        self.state_dict: Mapping[str, Tensor] = {} if state_dict is None else state_dict
+        self.save_folder = save_folder
+        if index is None and save_folder is not None:
+            index = _read_index(os.path.join(save_folder, "index.json"))
+        self.index: Mapping[str, Mapping[str, Any]] = {} if index is None else index
+        self.all_keys = [*self.state_dict, *(name for name in self.index if name not in self.state_dict)]
+        self.device = device
+
+    def __getitem__(self, key: str) -> Tensor:
+        if key in self.state_dict:
+            return self.state_dict[key]
+        entry = self.index[key]
+        if entry.get("safetensors_file") is not None:
+            return self._from_safetensors(key, entry)
+        if self.save_folder is None:
+            raise missing_file(f"{key}.dat", "the index names it, and no folder was given")
+        return load_offloaded_weight(os.path.join(self.save_folder, f"{key}.dat"), entry)
+
+    def _from_safetensors(self, key: str, entry: Mapping[str, Any]) -> Tensor:
+        path = str(entry["safetensors_file"])
+        if not os.path.exists(path):
+            raise missing_file(path, f"{key} is read from it at each forward")
+        device = "cpu" if self.device is None else self.device
+        with reading(path), safe_open(path, framework="pt", device=device) as file:
+            tensor: Tensor = file.get_tensor(entry.get("weight_name", key))
+        return tensor.to(dtype_of(entry["dtype"])) if "dtype" in entry else tensor
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.all_keys)
+
+    def __len__(self) -> int:
+        return len(self.all_keys)
+
+
+class PrefixedDataset(Mapping[str, Tensor]):
+    """A mapping seen from a module: its names without the module's.
+
+    Iteration gives full names, as under accelerate: peft looks them up in `dataset`.
+
+    Args:
+        dataset: by full names.
+        prefix: what stands before the names that are asked for.
+    """
+
+    def __init__(self, dataset: Mapping[str, Tensor], prefix: str) -> None:
+        self.dataset = dataset
+        self.prefix = prefix
+
+    def __getitem__(self, key: str) -> Tensor:
+        return self.dataset[f"{self.prefix}{key}"]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter([name for name in self.dataset if name.startswith(self.prefix)])
+
+    def __len__(self) -> int:
+        return len(self.dataset)

@@ -1,0 +1,107 @@
+"""The weights of a model whose modules keep them elsewhere between forwards."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, MutableMapping
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor, nn
+
+from paceline.compat.accelerate.hooks import AlignDevicesHook, has_offloaded_params
+from paceline.compat.accelerate.module_tensors import (
+    Device,
+    named_module_tensors,
+    set_module_tensor_to_device,
+)
+
+
+@contextmanager
+def align_module_device(module: nn.Module, execution_device: Device | None = None) -> Iterator[None]:
+    """Brings a module's own tensors to a device within a `with` block.
+
+    Changes of offloaded weights within it are lost. Those of other modules stay.
+
+    Args:
+        module: with offloaded weights or without.
+        execution_device: None is that of its hook; without a hook nothing moves then.
+    """
+    if has_offloaded_params(module):
+        hook = _hook_of(module)
+        hook_device = hook.execution_device
+        if execution_device is not None:
+            hook.execution_device = execution_device
+        try:
+            hook.pre_forward(module)
+            yield
+        finally:
+            hook.post_forward(module, None)
+            hook.execution_device = hook_device
+        return
+    if execution_device is None:
+        yield
+        return
+    parameters = dict(module.named_parameters(recurse=False))
+    try:
+        for name in parameters:
+            set_module_tensor_to_device(module, name, execution_device)
+        yield
+    finally:
+        for name, original in parameters.items():
+            if getattr(module, name).is_meta:
+                module._parameters[name] = original
+            else:
+                set_module_tensor_to_device(module, name, original.device)
+
+
+def _hook_of(module: nn.Module) -> AlignDevicesHook:
+    hook: Any = module._hf_hook
+    assert isinstance(hook, AlignDevicesHook), "has_offloaded_params says so"
+    return hook
+
+
+def get_state_dict_from_offload(
+    module: nn.Module,
+    module_name: str,
+    state_dict: MutableMapping[str, Any],
+    device_to_put_offload: Device = "cpu",
+) -> MutableMapping[str, Any]:
+    """Fills one offloaded tensor into a state dict.
+
+    Args:
+        module: the offloaded one.
+        module_name: full name of the tensor in the model.
+        state_dict: gets the values under that name.
+        device_to_put_offload: where they go.
+    """
+    root = module_name.rpartition(".")[0]
+    with align_module_device(module, device_to_put_offload):
+        for name, tensor in module.state_dict().items():
+            full_name = f"{root}.{name}" if root else name
+            if full_name == module_name:
+                state_dict[full_name] = tensor
+    return state_dict
+
+
+def get_state_dict_offloaded_model(model: nn.Module) -> dict[str, Tensor]:
+    """The whole state dict of a model with offloaded weights, on the CPU; one module at a time is brought there.
+
+    Raises:
+        ValueError: a weight is nowhere: it is on meta, and no hook brings it.
+    """
+    state: dict[str, Tensor] = {}
+    expected = model.state_dict()
+    for module_name, module in model.named_modules():
+        if not has_offloaded_params(module):
+            continue
+        with align_module_device(module, "cpu"):
+            for name, tensor in named_module_tensors(module, recurse=_hook_of(module).place_submodules):
+                full_name = f"{module_name}.{name}" if module_name else name
+                if full_name in expected and not tensor.is_meta:
+                    state[full_name] = tensor.detach()
+    for name, tensor in expected.items():
+        state.setdefault(name, tensor)
+    nowhere = [name for name, tensor in state.items() if tensor.is_meta]
+    if nowhere:
+        raise ValueError(f"These weights are on meta, and no hook says where their values are: {nowhere[:8]}.")
+    return {name: state[name] for name in expected}

@@ -1,0 +1,220 @@
+"""Bad input for big models: coded errors that scripts catch by the classes which they know; and hooks that travel."""
+
+from __future__ import annotations
+
+import copy
+import errno
+import json
+import os
+import pickle
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from paceline import CheckpointError, ConfigError, PlanError
+from paceline.base import env
+from paceline.compat.accelerate import offload
+from paceline.compat.accelerate.accelerator import Accelerator
+from paceline.compat.accelerate.big_modeling import (
+    cpu_offload,
+    disk_offload,
+    dispatch_model,
+    init_empty_weights,
+    load_checkpoint_and_dispatch,
+)
+from paceline.compat.accelerate.device_map import check_alone, check_device_map, infer_auto_device_map
+from paceline.compat.accelerate.loading import load_checkpoint_in_model
+from paceline.compat.accelerate.module_sizes import get_max_memory
+from paceline.compat.accelerate.module_tensors import set_module_tensor_to_device
+from paceline.compat.accelerate.offloaded_state import align_module_device, get_state_dict_offloaded_model
+from paceline.compat.accelerate.state import AcceleratorState
+
+
+def network() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(2, 3), nn.Tanh(), nn.Linear(3, 1))
+
+
+def test_a_map_that_leaves_modules_out_says_which_and_how_many_bytes() -> None:
+    with pytest.raises(
+        ValueError, match=r"(?s)2 tensors no device: 2.weight, 2.bias.*16 bytes.*add to it: '2': 'cpu'"
+    ) as error:
+        check_device_map(network(), {"0": "cpu"})
+    assert isinstance(error.value, PlanError) and error.value.code == "device-map-incomplete"
+
+
+def test_words_for_maps_devices_and_sizes() -> None:
+    with pytest.raises(ValueError, match=r"device_map='best'.*\[device-map-name\]"):
+        load_checkpoint_and_dispatch(network(), "nowhere", device_map="best")
+    with pytest.raises(ConfigError, match=r"\[device-name\]"):
+        get_max_memory({"gpu": 1})
+    with pytest.raises(ValueError, match=r"(?s)'lots' is not a size.*\[size-text\].*10GB"):
+        get_max_memory({"cpu": "lots"})
+
+
+def test_modules_for_the_disk_need_a_folder(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"(?s)'2'.*\[offload-folder\].*offload_dir"):
+        dispatch_model(network(), {"0": "cpu", "2": "disk"})
+    with pytest.raises(PlanError, match=r"\[offload-folder\]"):
+        load_checkpoint_in_model(network(), tmp_path, {"": "disk"})
+
+
+def test_an_index_that_names_a_missing_or_damaged_file(tmp_path: Path) -> None:
+    table = {"weight_map": {"0.weight": "a.safetensors"}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(table))
+    with pytest.raises(FileNotFoundError, match=r"a.safetensors.*\[checkpoint-missing\]"):
+        load_checkpoint_in_model(network(), tmp_path)
+    (tmp_path / "a.safetensors").write_bytes(b"\x10\0\0\0\0\0\0\0{nonsense")
+    with pytest.raises(CheckpointError, match=r"\[checkpoint-damaged\]"):
+        load_checkpoint_in_model(network(), tmp_path)
+    (tmp_path / "model.safetensors.index.json").write_text("{")
+    with pytest.raises(CheckpointError, match=r"\[checkpoint-damaged\]"):
+        load_checkpoint_in_model(network(), tmp_path)
+
+
+def test_paths_that_are_no_checkpoint(tmp_path: Path) -> None:
+    for path in (tmp_path, tmp_path / "nothing"):
+        with pytest.raises(ValueError, match=r"\[checkpoint-path\]"):
+            load_checkpoint_in_model(network(), path)
+
+
+def test_strict_finds_missing_names_but_not_tied_ones(tmp_path: Path) -> None:
+    model = network()
+    torch.save({"0.weight": model[0].weight}, tmp_path / "part.bin")
+    with pytest.raises(RuntimeError, match=r"(?s)\[checkpoint-names\].*0\.bias"):
+        load_checkpoint_in_model(model, tmp_path / "part.bin", strict=True)
+    with pytest.raises(ValueError, match="checkpoint-names"):
+        load_checkpoint_in_model(model, tmp_path / "part.bin", {"": "cpu"}, strict=True)
+    tied = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    tied[1].weight = tied[0].weight
+    state = {name: value for name, value in tied.state_dict().items() if name != "1.weight"}
+    torch.save(state, tmp_path / "tied.bin")
+    load_checkpoint_in_model(tied, tmp_path / "tied.bin", {"": "cpu"}, strict=True)
+    assert tied[1].weight is tied[0].weight
+
+
+def test_a_folder_that_cannot_be_written_to_or_is_full(tmp_path: Path, monkeypatch) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(CheckpointError, match=r"\[checkpoint-"):
+        disk_offload(network(), tmp_path / "file" / "offload")
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(offload, "open", full, raising=False)
+    with pytest.raises(CheckpointError, match=r"\[checkpoint-disk-full\]"):
+        disk_offload(network(), tmp_path / "offload")
+
+
+def test_an_offloaded_file_that_was_cut_short(tmp_path: Path) -> None:
+    model = disk_offload(network(), tmp_path)
+    (tmp_path / "2.weight.dat").write_bytes(b"1234")
+    with pytest.raises(CheckpointError, match=r"4 bytes and not 12.*\[checkpoint-damaged\]"):
+        model(torch.ones(1, 2))
+
+
+def test_float8_weights_and_empty_ones_are_offloaded_exactly(tmp_path: Path) -> None:
+    tensors = {
+        "small": torch.ones(3).to(torch.float8_e4m3fn), "empty": torch.empty(0, 4), "none": torch.tensor(2.5),
+    }  # fmt: skip
+    offload.offload_state_dict(tmp_path, tensors)
+    loader = offload.OffloadedWeightsLoader(save_folder=tmp_path)
+    for name, tensor in tensors.items():
+        assert loader[name].dtype == tensor.dtype and torch.equal(loader[name].float(), tensor.float())
+
+
+def test_all_of_a_model_on_the_disk(tmp_path: Path) -> None:
+    model = network()
+    expected = model(torch.ones(1, 2))
+    dispatch_model(model, {"": "disk"}, offload_dir=tmp_path)
+    assert all(parameter.is_meta for parameter in model.parameters())
+    assert torch.equal(model(torch.ones(1, 2)), expected)
+
+
+def test_a_hooked_model_is_pickled_and_copied() -> None:
+    model = cpu_offload(network())
+    expected = model(torch.ones(1, 2))
+    for other in (pickle.loads(pickle.dumps(model)), copy.deepcopy(model)):
+        assert torch.equal(other(torch.ones(1, 2)), expected)
+        assert other.forward.args[0] is other
+
+
+def test_tied_weights_come_to_a_device_once() -> None:
+    model = nn.Sequential(nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False))
+    model[1].weight = model[0].weight
+    seen = []
+    model[0].register_forward_hook(lambda module, *_: seen.append(module.weight))
+    model = dispatch_model(model, {"0": "cpu", "1": "cpu"}, main_device="meta", force_hooks=True)
+    model._hf_hook.io_same_device = False
+    model(torch.ones(1, 2))
+    assert seen[0].is_meta
+
+
+def test_a_tied_buffer_stays_a_buffer() -> None:
+    """accelerate puts it among the parameters."""
+    value = torch.ones(2)
+    shared = {value.data_ptr(): {}}
+    for _ in range(2):
+        norm = nn.BatchNorm1d(2)
+        set_module_tensor_to_device(norm, "running_mean", "cpu", value=value, tied_params_map=shared)
+        assert "running_mean" in norm._buffers and "running_mean" not in norm._parameters
+
+
+def test_buffers_of_divided_modules_are_in_the_map() -> None:
+    """accelerate forgets them, and then refuses its own map."""
+
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+            self.register_buffer("mask", torch.ones(4))
+
+    with init_empty_weights():
+        model = nn.Sequential(Block(), Block())
+    device_map = infer_auto_device_map(model, {"cpu": 200})
+    check_device_map(model, device_map)
+
+
+def test_weights_that_are_nowhere() -> None:
+    with init_empty_weights():
+        model = network()
+    with pytest.raises(ValueError, match=r"0\.weight"):
+        get_state_dict_offloaded_model(model)
+
+
+def test_parameters_come_back_from_meta() -> None:
+    model = network()
+    before = model[0].weight
+    with align_module_device(model[0], "meta"):
+        assert model[0].weight.is_meta
+    assert model[0].weight is before
+
+
+def test_a_spread_model_is_prepared_by_one_process_alone(tmp_path: Path) -> None:
+    with env.patched({"ACCELERATE_BYPASS_DEVICE_MAP": "false"}):
+        check_alone(1)
+        with pytest.raises(ValueError, match=r"(?s)\[device-map-ranks\].*2 processes.*--num_processes 1"):
+            check_alone(2)
+    with env.patched({"ACCELERATE_BYPASS_DEVICE_MAP": "true"}):
+        check_alone(2)
+    model = dispatch_model(network(), {"0": "cpu", "2": "disk"}, offload_dir=tmp_path)
+    accelerator = Accelerator(cpu=True)
+    inside = nn.Sequential(model)
+    assert accelerator.verify_device_map(inside) and not accelerator.verify_device_map(network())
+    prepared = accelerator.prepare(model)
+    assert prepared[2].weight.is_meta and prepared(torch.ones(1, 2)).shape == (1, 1)
+    AcceleratorState._reset_state(reset_partial_state=True)
+
+
+def test_errors_travel_between_processes() -> None:
+    for error in (offload.missing_file("x", "why"), _error_of(lambda: load_checkpoint_in_model(network(), "nowhere"))):
+        assert str(pickle.loads(pickle.dumps(error))) == str(error)
+
+
+def _error_of(function) -> Exception:
+    try:
+        function()
+    except CheckpointError as error:
+        return error
+    raise AssertionError("no error")
