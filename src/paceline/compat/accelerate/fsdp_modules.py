@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from paceline.base.errors import CompatError
-from paceline.compat.accelerate.modeling import find_tied_parameters
+from paceline.compat.accelerate.module_tensors import find_tied_parameters
 
 # What torch adds to names of parameters: `torch.compile`, and a wrapper of activation checkpointing.
 _WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
