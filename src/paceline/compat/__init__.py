@@ -7,10 +7,10 @@ A name that is not carried can be imported all the same; using it raises `Compat
 
 All that concerns one library lies in `compat/LIBRARY/`, and the core finds it there by registries:
 
-    dialect          its flags, variables and config files           paceline.config.dialects
-    script_library   what its scripts expect of a launcher           paceline.launch.script_libraries
-    tuning           configs that its scripts bring                  paceline.planner.script_config
-    checkpoint_format   folders that it has written                  paceline.checkpoint.format.checkpoint_format
+    DIALECT              its flags, variables and config files    paceline.config.dialects
+    SCRIPT_LIBRARY       what its scripts expect of a launcher    paceline.launch.script_libraries
+    SCRIPT_CONFIGS       configs that its scripts bring           paceline.planner.script_config
+    CHECKPOINT_FORMAT    folders that it has written              paceline.checkpoint.format.checkpoint_format
 
 Every command imports this package and the dialects, so none of them imports torch, or what serves the names.
 
