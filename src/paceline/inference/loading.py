@@ -9,8 +9,9 @@ from __future__ import annotations
 import logging
 import os
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -23,7 +24,7 @@ from paceline.checkpoint.state.match import Mismatch
 from paceline.checkpoint.state.module_state import ModuleState
 from paceline.checkpoint.weights.model import match
 from paceline.checkpoint.weights.opening import open_weights, weights_in_files
-from paceline.checkpoint.weights.sources import SafeWeights, Weights, read_whole
+from paceline.checkpoint.weights.sources import Box, Entry, SafeWeights, Weights, read_whole
 from paceline.inference.blocks import Dtypes, placement_facts
 from paceline.inference.choose import choose_placement, placement_from_map
 from paceline.inference.execution import PlacedModel
@@ -202,6 +203,34 @@ def _choose(
     return placement_from_map(facts, places, parse_memory(memory or {}), workload, rates)
 
 
+class _Renamed:
+    """Weights under the names of a model that wraps what was saved, or is wrapped by it.
+
+    Models of transformers say in `base_model_prefix` under which name the model without its head is: files of that one lack
+    the prefix.
+
+    Args:
+        weights: under the names of the files.
+        own: names of the model.
+        prefix: of the model without its head; "" where there is none.
+    """
+
+    def __init__(self, weights: Weights, own: Collection[str], prefix: str) -> None:
+        self._weights = weights
+        self._saved_names = {}
+        for saved in weights.entries:
+            spellings = [saved, f"{prefix}.{saved}", saved.removeprefix(f"{prefix}.")] if prefix else [saved]
+            name = next((spelling for spelling in spellings if spelling in own), saved)
+            self._saved_names[name] = saved
+        self.entries: Mapping[str, Entry] = {
+            name: replace(weights.entries[saved], name=name) for name, saved in self._saved_names.items()
+        }
+
+    def read(self, name: str, box: Box) -> Tensor:
+        """A box of one tensor."""
+        return self._weights.read(self._saved_names[name], box)
+
+
 class _Checkpoint:
     """The weights of files, under the names of one model.
 
@@ -219,10 +248,12 @@ class _Checkpoint:
         text = os.fspath(path)
         folder = text if "://" in text else os.path.abspath(os.path.expanduser(text))
         self._model = model
-        self._weights: Weights = open_weights(folder)
+        weights = open_weights(folder)
+        self._can_be_mapped = isinstance(weights, SafeWeights)
         self._dtype = dtype
         state = ModuleState.of(model)
         self._buffers = state.buffers
+        self._weights: Weights = _Renamed(weights, state.raw, getattr(model, "base_model_prefix", ""))
         # First name of a tensor in the model -> its name in the files.
         self._sources, mismatch = match(state, self._weights, set(state.raw), {})
         without_value = {name: shape for name, shape in mismatch.missing.items() if state.tensors[name].is_meta}
@@ -253,7 +284,7 @@ class _Checkpoint:
         nbytes = readable(sum(placed.block.parameter_bytes for placed in written))
         if offload_folder is None:
             reason = "the files are not in the safetensors format, so that they cannot be used where they lie"
-            if isinstance(self._weights, SafeWeights):
+            if self._can_be_mapped:
                 reason = "the files have other dtypes than the weights shall have, or lack some of them"
             raise PlanError(
                 "placement-folder",
@@ -268,7 +299,7 @@ class _Checkpoint:
 
     def _mapped(self, placed: PlacedBlock) -> bool:
         """Whether the files can be used where they lie."""
-        if not isinstance(self._weights, SafeWeights):
+        if not self._can_be_mapped:
             return False
         for name in placed.block.parameters:
             if name not in self._sources or self._weights.entries[self._sources[name]].dtype != self.dtype_of(name):

@@ -312,3 +312,35 @@ def test_a_plan_changes_nothing_and_one_of_another_model_is_refused(tmp_path) ->
     with pytest.raises(PlanError, match=r"blocks\.4\.down\.bias") as caught:
         inference.load(Model, folder, placement=inference.plan(Model(num_blocks=5)))
     assert caught.value.code == "placement-name"
+
+
+class WithHead(nn.Module):
+    """As models of transformers are: it says under which name the model without a head is."""
+
+    base_model_prefix = "body"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = Model()
+        self.top = nn.Linear(20, 2)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.top(self.body(ids))
+
+
+@pytest.mark.parametrize("placement", ["cpu", "disk"])
+def test_files_of_the_model_without_its_head(placement: str, tmp_path) -> None:
+    plain = made()
+    folder = saved(plain, tmp_path / "body")
+    with pytest.raises(CheckpointError, match=r"missing in the checkpoint: top\.weight"):
+        inference.load(WithHead, folder, placement=placement)
+    model = inference.load(WithHead(), folder, placement={"": placement, "top": "cpu"}, strict=False)
+    with torch.no_grad():
+        assert torch.equal(model(IDS), model.top(plain(IDS)))
+
+    whole = saved(WithHead(), tmp_path / "whole")
+    body = Model()
+    body.base_model_prefix = "body"
+    body = inference.load(body, whole, placement=placement, strict=False)
+    with torch.no_grad():
+        assert body(IDS).shape == (1, 3, 20)
