@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -188,3 +189,32 @@ def whole_state() -> list[list[float]]:
     state = {"weight": torch.ones(2, 2)} if accelerator.is_main_process else {}
     fsdp2_load_full_state_dict(accelerator, model, state)
     return accelerator.get_state_dict(model)["weight"].tolist()
+
+
+# -- the real accelerate's folder -----------------------------------------------------------------------------------------
+
+RECORDED = Path(__file__).parent / "reference" / "recorded_fsdp_sharded"
+
+
+def go_on_from_recorded(folder: str) -> dict[str, list[float]]:
+    """A step after what the real accelerate saved with FSDP 2 on two processes."""
+    import sys
+
+    sys.path.insert(0, str(RECORDED.parent))
+    import fsdp_sharded_program as program
+
+    accelerator = Accelerator(cpu=True)
+    model, optimizer = accelerator.prepare(*program.build(1))
+    load_fsdp_model(None, accelerator, model, folder)
+    load_fsdp_optimizer(None, accelerator, optimizer, model, folder)
+    program.step(accelerator, model, optimizer)
+    return program.weights(accelerator, model)
+
+
+@pytest.mark.parametrize(("size", "zero"), [(1, "0"), (2, "2"), (2, "3")])
+def test_a_folder_of_the_real_one_is_gone_on_from(size: int, zero: str) -> None:
+    expected = json.loads((RECORDED / "after.json").read_text(encoding="utf-8"))
+    env = {"PACELINE_SHARD": "2", "PACELINE_ZERO": zero} if size == 2 else {}
+    found = run_ranks(go_on_from_recorded, size, args=(str(RECORDED),), env=env)[0]
+    for name, values in expected.items():
+        assert found[name] == pytest.approx(values, abs=1e-6), name

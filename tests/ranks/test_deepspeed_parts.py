@@ -165,9 +165,10 @@ def test_where_the_package_is_there(monkeypatch, tmp_path: Path) -> None:
     for name, text in {
         "wandb": "calls = []\ndef init(**said): calls.append(said); return Run()\nclass Run:\n"
         "    def log(self, values, step): calls.append((values, step))\n"
-        "    def finish(self, exit_code): calls.append(exit_code)\n",
+        "    def finish(self, exit_code=0): calls.append(exit_code)\n",
         "comet_ml": "calls = []\ndef start(**said): calls.append(said); return Run()\nclass Run:\n"
         "    def set_name(self, name): calls.append(name)\n"
+        "    def set_step(self, step): pass\n"
         "    def log_metric(self, name, value, step): calls.append((name, value, step))\n"
         "    def end(self): calls.append('end')\n",
     }.items():
@@ -186,6 +187,6 @@ def test_where_the_package_is_there(monkeypatch, tmp_path: Path) -> None:
     assert isinstance(wandb, ModuleType) and isinstance(comet, ModuleType)
     value = {"Train/Samples/lr": 0.5}
     assert wandb.calls == [
-        {"project": "p", "group": "g", "entity": "t", "config": {}}, (value, 4), (value, 8), (value, 16), 0,
+        {"project": "p", "group": "g", "entity": "t"}, (value, 4), (value, 8), (value, 16), 0,
     ]  # fmt: skip
     assert comet.calls == [{"project": "p"}, "e", ("Train/Samples/lr", 0.5, 4), ("Train/Samples/lr", 0.5, 16), "end"]

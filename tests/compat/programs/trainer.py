@@ -8,10 +8,11 @@ import sys
 from pathlib import Path
 
 import torch
-from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
 folder, options = Path(sys.argv[1]), json.loads(sys.argv[2])
 torch.manual_seed(0)
+is_llama = options.pop("model", "gpt2") == "llama"
 sizes = {"vocab_size": 17, "n_positions": 8, "n_embd": 16, "n_layer": 1, "n_head": 2}
 rows = [{"input_ids": (ids := torch.arange(start, start + 8) % 17), "labels": ids} for start in range(50)]
 args = TrainingArguments(
@@ -20,7 +21,11 @@ args = TrainingArguments(
 )  # fmt: skip
 found = []
 for checkpoint in (None, str(folder / "out" / "checkpoint-6")):
-    model = GPT2LMHeadModel(GPT2Config(**sizes, bos_token_id=0, eos_token_id=0))
+    if is_llama:  # whose layers a plan with tp knows
+        layers = {"num_hidden_layers": 2, "num_attention_heads": 2, "hidden_size": 16, "intermediate_size": 32}
+        model = LlamaForCausalLM(LlamaConfig(vocab_size=17, **layers))
+    else:
+        model = GPT2LMHeadModel(GPT2Config(**sizes, bos_token_id=0, eos_token_id=0))
     trainer = Trainer(model=model, args=args, train_dataset=rows, eval_dataset=rows[:11])
     trainer.train(resume_from_checkpoint=checkpoint)
     whole = trainer.accelerator.get_state_dict(trainer.model)

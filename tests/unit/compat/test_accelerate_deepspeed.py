@@ -50,6 +50,15 @@ def test_a_file_that_names_a_config(tmp_path):
     assert {row.field: row.where for row in found.decisions}["zero"] == f"{config}:1"
 
 
+def test_a_config_whose_scheduler_is_known_later(tmp_path):
+    config = tmp_path / "ds.json"
+    scheduler = '{"type": "WarmupDecayLR", "params": {"total_num_steps": "auto"}}'
+    config.write_text(f'{{"zero_optimization": {{"stage": 1}}, "train_batch_size": "auto", "scheduler": {scheduler}}}')
+    flags = [Given("deepspeed_config_file", str(config), "command line", "--deepspeed_config_file")]
+    launch = resolve_launch(flags, {}, search=False)
+    assert launch.run.zero == 1 and launch.hand_over()["ACCELERATE_DEEPSPEED_CONFIG_FILE"] == str(config)
+
+
 def test_without_a_stage_it_is_the_second(tmp_path):
     assert told(tmp_path, "distributed_type: DEEPSPEED\n").run.zero == 2
 

@@ -359,10 +359,7 @@ class DeepSpeedPlugin:
         names_config = [given for given in self._given if given.name == "hf_ds_config"]
         fields = [given for given in self._given if given.value != "auto"]
         if names_config:
-            # Of the parts that the engine makes some values are known later: they are read when it is made.
             config = without_auto({**self.deepspeed_config, "steps_per_print": "auto"})
-            for name in ("optimizer", "scheduler"):
-                config.pop(name, None)
             fields = [Given("hf_ds_config", config, "code", names_config[0].where)]
         translation = said_by(fields, "code", "DeepSpeedPlugin(...)")
         if translation.unused:

@@ -184,7 +184,9 @@ def _config(file: Given | None, said: Mapping[str, Given]) -> DeepSpeedConfig:
         # A file may be called 7, which YAML gives as a number.
         config = file.value if isinstance(file.value, Mapping) else str(file.value)
         source, block = entries_of(config, "DeepSpeedPlugin(hf_ds_config={})")
-        return read_block(source, block, hints)
+        # The engine makes these two, once the script says what is "auto" in them: they are read then.
+        settings = Block(entry for entry in block if entry.name not in ("optimizer", "scheduler"))
+        return read_block(source, settings, hints)
     block = Block()
     for name, value in said.items():
         _add(block, FIELDS[name].split("."), value)

@@ -147,7 +147,7 @@ class AcceleratorState(PartialState):
             for plugin in deepspeed.values():
                 plugin.set_mixed_precision(accelerator.mixed_precision)
             told |= {"deepspeed_plugins": deepspeed, "_distributed_type": DistributedType.DEEPSPEED}
-        elif accelerator.plan.layout.shard > 1:
+        elif accelerator.plan.layout.size("shard", "tp") > 1:
             # Who saves a model looks here for how: without a word, the whole model is what `get_state_dict` gives.
             plugin = fsdp or FullyShardedDataParallelPlugin()
             plugin.set_state_dict_type(plugin.state_dict_type or "FULL_STATE_DICT")
