@@ -16,9 +16,12 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader, IterableDataset
 
 from paceline.base.log import warn_once
+from paceline.compat.accelerate.hooks import has_offloaded_params
 from paceline.data.loader import PreparedLoader
 from paceline.optim.optimizer import PreparedOptimizer
 from paceline.optim.schedule import PreparedScheduler, is_scheduler
+from paceline.parallel.materialise import Recipe
+from paceline.plan.facts import ModelFacts
 from paceline.preparation import Kind, Names, Preparation
 
 
@@ -94,6 +97,12 @@ class AcceleratePreparation(Preparation):
         elif self.tail is not None:
             chosen["tail"] = self.tail
         return super().loader(loader, place=place, **chosen)
+
+    def recipe_of(self, module: nn.Module, facts: ModelFacts) -> Recipe | None:
+        """Weights that hooks bring for each forward are on meta between them, and have values."""
+        if any(map(has_offloaded_params, module.modules())):
+            return None
+        return super().recipe_of(module, facts)
 
     @contextmanager
     def tails(self, tail: Any) -> Iterator[None]:
