@@ -33,7 +33,9 @@ from paceline.compat.accelerate.arguments import (
 )
 from paceline.compat.accelerate.checkpoint import Folder
 from paceline.compat.accelerate.device_map import check_alone
+from paceline.compat.accelerate.hooks import has_offloaded_params
 from paceline.compat.accelerate.loaders import skip_first_batches
+from paceline.compat.accelerate.offloaded_state import get_state_dict_offloaded_model
 from paceline.compat.accelerate.plugins import DeepSpeedPlugin, ParallelismConfig
 from paceline.compat.accelerate.preparation import AcceleratePreparation
 from paceline.compat.accelerate.state import AcceleratorState, GradientState
@@ -226,6 +228,22 @@ class Accelerator(NativeAccelerator):
     def verify_device_map(self, model: nn.Module) -> bool:
         """Whether a model, or one inside it, was spread by a map of more than one entry."""
         return any(len(getattr(module, "hf_device_map", None) or ()) > 1 for module in model.modules())
+
+    def save_model(
+        self,
+        model: nn.Module,
+        save_directory: str | Path,
+        max_shard_size: str | int = "10GB",
+        safe_serialization: bool = True,
+    ) -> None:
+        """Writes a model under Hugging Face's file names; offloaded weights come to the CPU for it. Ranks: all."""
+        if not any(map(has_offloaded_params, model.modules())):
+            super().save_model(model, save_directory, max_shard_size, safe_serialization)
+        elif self.is_main_process:
+            from paceline.checkpoint.weights.model import save_model  # takes half a second: not before it is needed
+
+            state = get_state_dict_offloaded_model(model)
+            save_model(model, save_directory, max_shard_size, safe_serialization, state)
 
     # -- the step ----------------------------------------------------------------------------------------------
 
