@@ -163,7 +163,7 @@ class Preparation:
         for module, is_moved in models:
             if run.prepared.find(module) is None:
                 facts = model_facts(module)
-                new.append(_NewModel(module, facts, is_moved, Recipe(module) if facts.meta else None))
+                new.append(_NewModel(module, facts, is_moved, self.recipe_of(module, facts)))
         # Names are taken before anything is touched: strategies may replace every parameter.
         prepared_modules = [entry.module for entry in run.prepared.models]
         names = parameter_names(prepared_modules + [model.module for model in new])
@@ -214,6 +214,10 @@ class Preparation:
             if model.recipe is not None:
                 problems += model.recipe.missing(model.facts.name)
         return problems
+
+    def recipe_of(self, module: nn.Module, facts: ModelFacts) -> Recipe | None:
+        """How a model gets its values; None where it has them."""
+        return Recipe(module) if facts.meta else None
 
     def _misplaced(self, model: _NewModel) -> list[Problem]:
         """What is wrong with where a model is, on several ranks, each of which has one device."""

@@ -207,6 +207,19 @@ def test_a_spread_model_is_prepared_by_one_process_alone(tmp_path: Path) -> None
     AcceleratorState._reset_state(reset_partial_state=True)
 
 
+@pytest.mark.parametrize("safe", [True, False])
+def test_an_offloaded_model_is_saved_whole_and_in_several_files(tmp_path: Path, safe: bool) -> None:
+    model = network()
+    weights = {name: value.clone() for name, value in model.state_dict().items()}
+    dispatch_model(model, {"0": "cpu", "2": "disk"}, offload_dir=tmp_path / "offload")
+    Accelerator(cpu=True).save_model(model, tmp_path / "saved", max_shard_size=30, safe_serialization=safe)
+    AcceleratorState._reset_state(reset_partial_state=True)
+    assert len(os.listdir(tmp_path / "saved")) == 3
+    other = network()
+    load_checkpoint_in_model(other, tmp_path / "saved", {"": "cpu"}, strict=True)
+    assert all(torch.equal(value, weights[name]) for name, value in other.state_dict().items())
+
+
 def test_errors_travel_between_processes() -> None:
     for error in (offload.missing_file("x", "why"), _error_of(lambda: load_checkpoint_in_model(network(), "nowhere"))):
         assert str(pickle.loads(pickle.dumps(error))) == str(error)

@@ -35,6 +35,8 @@ from paceline.compat.accelerate.checkpoint import Folder
 from paceline.compat.accelerate.data_loader import skip_first_batches
 from paceline.compat.accelerate.deepspeed_plugin import DeepSpeedPlugin
 from paceline.compat.accelerate.device_map import check_alone
+from paceline.compat.accelerate.hooks import has_offloaded_params
+from paceline.compat.accelerate.offloaded_state import get_state_dict_offloaded_model
 from paceline.compat.accelerate.plugins import ParallelismConfig
 from paceline.compat.accelerate.preparation import AcceleratePreparation
 from paceline.compat.accelerate.state import AcceleratorState, GradientState, deepspeed_plugins_of
@@ -260,6 +262,22 @@ class Accelerator(NativeAccelerator):
         return super().free_memory(*objects)
 
     clear = free_memory
+
+    def save_model(
+        self,
+        model: nn.Module,
+        save_directory: str | Path,
+        max_shard_size: str | int = "10GB",
+        safe_serialization: bool = True,
+    ) -> None:
+        """Writes a model under Hugging Face's file names; offloaded weights come to the CPU for it. Ranks: all."""
+        if not any(map(has_offloaded_params, model.modules())):
+            super().save_model(model, save_directory, max_shard_size, safe_serialization)
+        elif self.is_main_process:
+            from paceline.checkpoint.weights.model import save_model  # takes half a second: not before it is needed
+
+            state = get_state_dict_offloaded_model(model)
+            save_model(model, save_directory, max_shard_size, safe_serialization, state)
 
     # -- the step ----------------------------------------------------------------------------------------------
 

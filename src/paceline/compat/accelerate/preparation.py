@@ -17,10 +17,13 @@ from torch.utils.data import DataLoader
 from paceline.base.log import warn_once
 from paceline.compat.accelerate.arguments import DataLoaderConfiguration
 from paceline.compat.accelerate.data_loader import DataLoaderAdapter, prepare_data_loader
+from paceline.compat.accelerate.hooks import has_offloaded_params
 from paceline.compat.accelerate.samplers import BatchSamplerShard
 from paceline.data.loader import PreparedLoader
 from paceline.optim.optimizer import PreparedOptimizer
 from paceline.optim.schedule import PreparedScheduler, is_scheduler
+from paceline.parallel.materialise import Recipe
+from paceline.plan.facts import ModelFacts
 from paceline.preparation import Kind, Names, Preparation
 
 
@@ -137,6 +140,12 @@ class AcceleratePreparation(Preparation):
             if getattr(known, "source", None) is loader:
                 return known
         return None
+
+    def recipe_of(self, module: nn.Module, facts: ModelFacts) -> Recipe | None:
+        """Weights that hooks bring for each forward are on meta between them, and have values."""
+        if any(map(has_offloaded_params, module.modules())):
+            return None
+        return super().recipe_of(module, facts)
 
     @contextmanager
     def tails(self, tail: Any) -> Iterator[None]:
