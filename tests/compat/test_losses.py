@@ -1,4 +1,4 @@
-"""Losses of loops and of a Trainer, with shuffling and dropout: step by step those of the real accelerate; and after a resume."""
+"""Losses with shuffling and dropout: step by step those of the real accelerate, and after a resume those of the whole run."""
 
 from __future__ import annotations
 

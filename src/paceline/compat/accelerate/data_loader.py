@@ -20,6 +20,7 @@ from paceline.compat.accelerate.loader_feed import DispatchReader, SamplerFeed
 from paceline.compat.accelerate.samplers import (
     BatchSamplerShard,
     IterableDatasetShard,
+    SamplerShard,
     SeedableRandomSampler,
     SkipBatchSampler,
     get_sampler,
@@ -516,7 +517,7 @@ def _part_of(base: DataLoader[Any], width: int, index: int, split: bool, even: b
     if isinstance(base.sampler, BatchSampler):
         return copy_with(base, {"sampler": BatchSamplerShard(base.sampler, width, index, split, even)})
     # Without automatic batching each process takes one item of each `width`.
-    single = BatchSamplerShard(BatchSampler(base.sampler, 1, drop_last=False), width, index, split, even)
+    single = SamplerShard(BatchSampler(base.sampler, 1, drop_last=False), width, index, split, even)
     return copy_with(base, {"sampler": single})
 
 
