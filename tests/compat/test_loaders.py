@@ -57,9 +57,12 @@ def differences(name: str, size: int, ours, theirs) -> list[str]:
             for field in fields
             if epoch[field] != expected[field]
         ]
-        ends = [step for step, _ in epoch["ends"]]
-        if ends != [step for step, _ in expected["ends"]]:
-            wrong.append(f"epoch {number} ends: {epoch['ends']} instead of {expected['ends']}")
+        ends, recorded = epoch["ends"], expected["ends"]
+        if name.startswith(("uneven", "groups", "batches as sampler")) or "skip=" in name:
+            # The real one knows no remainder after a skip, and forgets that a batch sampler of the script's own drops it.
+            ends, recorded = [step for step, _ in ends], [step for step, _ in recorded]
+        if ends != recorded:
+            wrong.append(f"epoch {number} ends: {ends} instead of {recorded}")
     for field, expected in theirs["attributes"].items():
         is_known = field != "total_batch_size" or ("stream" not in name and isinstance(expected, int))
         if is_known and ours["attributes"][field] != expected:

@@ -199,6 +199,11 @@ class DataLoaderAdapter(PreparedLoader, DataLoader[Any]):
         set_sampler(self.original, sampler)
 
     @property
+    def remainder(self) -> int:
+        """Real samples in a last global batch that is not full; 0 where it is, -1 where nobody knows or it is dropped."""
+        return -1 if self._drop_last else super().remainder
+
+    @property
     def total_dataset_length(self) -> int:
         """Samples of the dataset; TypeError where it has no length."""
         dataset: Any = self.original.dataset
