@@ -57,9 +57,12 @@ def differences(name: str, size: int, ours, theirs) -> list[str]:
             for field in fields
             if epoch[field] != expected[field]
         ]
-        ends = [step for step, _ in epoch["ends"]]
-        if ends != [step for step, _ in expected["ends"]]:
-            wrong.append(f"epoch {number} ends: {epoch['ends']} instead of {expected['ends']}")
+        ends, recorded = epoch["ends"], expected["ends"]
+        if name.startswith(("uneven", "groups", "batches as sampler")) or "skip=" in name:
+            # The real one knows no remainder after a skip, and forgets that a batch sampler of the script's own drops it.
+            ends, recorded = [step for step, _ in ends], [step for step, _ in recorded]
+        if ends != recorded:
+            wrong.append(f"epoch {number} ends: {ends} instead of {recorded}")
     for field, expected in theirs["attributes"].items():
         is_known = field != "total_batch_size" or ("stream" not in name and isinstance(expected, int))
         if is_known and ours["attributes"][field] != expected:
@@ -81,3 +84,35 @@ def test_as_recorded(size: int) -> None:
             wrong = differences(name, size, ranks[rank][name], expected)
             problems += [f"{name}, rank {rank}: {text}" for text in wrong]
     assert not problems, f"{len(problems)} differ:\n" + "\n".join(problems[:60])
+
+
+def served_uneven():
+    """At four processes with `even_batches=False`: seven samples in batches of one; what each process sees and gathers."""
+    import torch
+    from torch.utils.data import DataLoader
+
+    from paceline.compat.accelerate.accelerator import Accelerator, DataLoaderConfiguration
+
+    accelerator = Accelerator(cpu=True, dataloader_config=DataLoaderConfiguration(even_batches=False))
+    model = torch.nn.Linear(1, 1, bias=False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    rows = torch.tensor([[10.0], [10.0], [10.0], [10.0], [20.0], [20.0], [20.0]])
+    model, optimizer, loader, held_out = accelerator.prepare(model, optimizer, DataLoader(rows), DataLoader(rows))
+    evaluated = [batch.item() for batch in held_out]
+    gradients = []
+    for batch in loader:
+        accelerator.backward(model(batch).mean())
+        gradients.append(accelerator.unwrap_model(model).weight.grad.item())
+        optimizer.zero_grad()
+    with accelerator.join_uneven_inputs([model], even_batches=True):
+        evened = len(list(held_out))
+    return evaluated, gradients, len(held_out), evened
+
+
+def test_uneven_ends_count_no_filler() -> None:
+    """An evaluation gives the last process nothing; a step of the training takes it along, and counts what is there."""
+    ranks = run_ranks(served_uneven, world=4)
+    assert [evaluated for evaluated, _, _, _ in ranks] == [[10.0, 20.0]] * 3 + [[10.0]]
+    assert [gradients for _, gradients, _, _ in ranks] == [[10.0, 20.0]] * 4
+    assert [length for _, _, length, _ in ranks] == [2, 2, 2, 1]
+    assert [evened for _, _, _, evened in ranks] == [2] * 4

@@ -1,4 +1,4 @@
-"""Losses of loops and of a Trainer, with shuffling, dropout and a resume, are step by step those of the real accelerate."""
+"""Losses with shuffling and dropout: step by step those of the real accelerate, and after a resume those of the whole run."""
 
 from __future__ import annotations
 

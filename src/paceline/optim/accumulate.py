@@ -278,7 +278,9 @@ class Accumulation:
 
     def _weigh(self, loss: Tensor) -> Tensor:
         batch = self._batch()
-        if batch is None:  # no loader of ours: every micro-batch counts the same
+        if batch is None:  # no loader of ours, or the script's own weights: every micro-batch counts the same
+            share = self._share_of_idle_ranks()
+            loss = loss if share == 1.0 else loss * share
             return loss if self.steps == 1 else loss / self.steps
         rows = sum(batch.weights)
         if self._counted != self._micro:
@@ -294,6 +296,13 @@ class Accumulation:
             return loss * 0.0
         divisor = window / (own * self.width)
         return loss if divisor == 1.0 else loss / divisor
+
+    def _share_of_idle_ranks(self) -> float:
+        """What a loss counts where some ranks have no sample: theirs nothing, and the others' as much more."""
+        batch = self.batch
+        if batch is None or all(batch.weights):
+            return 1.0
+        return len(batch.weights) / sum(map(bool, batch.weights)) if batch.weights[batch.index] else 0.0
 
     def over_ranks(self, loss: T) -> T:
         """What a closure computed on this rank as the mean over all ranks, weighed as its gradient is. Ranks: all."""

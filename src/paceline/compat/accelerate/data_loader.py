@@ -20,6 +20,7 @@ from paceline.compat.accelerate.loader_feed import DispatchReader, SamplerFeed
 from paceline.compat.accelerate.samplers import (
     BatchSamplerShard,
     IterableDatasetShard,
+    SamplerShard,
     SeedableRandomSampler,
     SkipBatchSampler,
     get_sampler,
@@ -196,6 +197,11 @@ class DataLoaderAdapter(PreparedLoader, DataLoader[Any]):
     def set_sampler(self, sampler: Any) -> None:
         """Another sampler of single samples."""
         set_sampler(self.original, sampler)
+
+    @property
+    def remainder(self) -> int:
+        """Real samples in a last global batch that is not full; 0 where it is, -1 where nobody knows or it is dropped."""
+        return -1 if self._drop_last else super().remainder
 
     @property
     def total_dataset_length(self) -> int:
@@ -516,7 +522,7 @@ def _part_of(base: DataLoader[Any], width: int, index: int, split: bool, even: b
     if isinstance(base.sampler, BatchSampler):
         return copy_with(base, {"sampler": BatchSamplerShard(base.sampler, width, index, split, even)})
     # Without automatic batching each process takes one item of each `width`.
-    single = BatchSamplerShard(BatchSampler(base.sampler, 1, drop_last=False), width, index, split, even)
+    single = SamplerShard(BatchSampler(base.sampler, 1, drop_last=False), width, index, split, even)
     return copy_with(base, {"sampler": single})
 
 

@@ -24,7 +24,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from paceline.checkpoint.state import rng
 from paceline.compat.accelerate.operations import concatenate, slice_tensors, synchronize_rng_states
 from paceline.compat.accelerate.sample_order import Share, runs
-from paceline.compat.accelerate.samplers import BatchSamplerShard, IterableDatasetShard
+from paceline.compat.accelerate.samplers import BatchSamplerShard, IterableDatasetShard, SamplerShard
 from paceline.data.feed import NOTHING, GlobalBatch, Mark, Steps, rewired
 from paceline.plan.data import BatchInfo, DataPlan, Position
 from paceline.world.tree import first_rows
@@ -83,7 +83,7 @@ class _Tapped:
 
     Args:
         sampler: gives lists of indices, or single ones.
-        is_scalar: what is passed on is one index and no list.
+        is_scalar: what is passed on is an entry of the sampler, and no list of them.
 
     Attributes:
         start: steps, and samples of all processes, that are left out.
@@ -112,7 +112,7 @@ class _Tapped:
     def _shares(self) -> Iterator[Share]:
         if isinstance(self._sampler, BatchSamplerShard):
             return self._sampler.shares()
-        return (_alone(entry) for entry in self._sampler)
+        return (_alone(entry, self._is_scalar) for entry in self._sampler)
 
     def _draw(self, shares: Iterator[Share], steps: deque[Share], first: list[Share]) -> Iterator[Any]:
         drawing = self.drawing
@@ -135,9 +135,10 @@ class _Tapped:
             yield share.indices[0] if self._is_scalar else list(share.indices)
 
 
-def _alone(entry: Any) -> Share:
-    indices = entry if isinstance(entry, (list, tuple)) else [entry]
-    return Share(indices, (len(indices),), (len(indices),))
+def _alone(entry: Any, is_scalar: bool) -> Share:
+    """What one process loads where it loads everything."""
+    rows = (len(entry) if isinstance(entry, (list, tuple)) else 1,)
+    return Share([entry] if is_scalar else entry, rows, rows)
 
 
 class _Counted:
@@ -198,9 +199,8 @@ class SamplerFeed:
             self._tap = _Tapped(loader.batch_sampler, is_scalar=False)
             self._inner = rewired(loader, batch_sampler=self._tap)
         else:
-            is_scalar = getattr(loader.sampler, "batch_sampler", None) is None and not hasattr(
-                loader.sampler, "drop_last"
-            )
+            # A shard of batches stands here where the script has put a batch sampler in the sampler's place.
+            is_scalar = not isinstance(loader.sampler, BatchSamplerShard) or isinstance(loader.sampler, SamplerShard)
             self._tap = _Tapped(loader.sampler, is_scalar)
             self._inner = rewired(loader, sampler=self._tap)
         self._early = iter(self._inner) if is_early else None
@@ -213,19 +213,30 @@ class SamplerFeed:
         step, samples = first_unread(start, note, plan.width)
         at_start: dict[str, Any] = {}
         parts = self.parts(start, step, samples, at_start)
-        ahead = next(parts, None)
+        ahead = next(parts, None) or self._idle_part()
         consumed = start.samples
         info: BatchInfo | None = None
         while ahead is not None:
             batch, real, loaded = ahead
             before_next = torch.get_rng_state()
-            ahead = next(parts, None)
+            ahead = next(parts, None) or self._idle_part()
             step += 1
             consumed += sum(real)
             if info is None or ahead is None or info.real != real or info.weights != loaded:
                 info = BatchInfo(plan.index, real, loaded, loaded[plan.index] or 1, ahead is None)
             resume = {**at_start, "batches": step, "width": plan.width, "before_next": before_next}
             yield batch, Mark(start.epoch, info, consumed, step, None, resume)
+            if ahead is None:
+                ahead = self._idle_part()  # the loop may have begun to train with this very batch
+
+    def _idle_part(self) -> Part | None:
+        """A row with which a process that has nothing at the last step takes part in it; None where it does not."""
+        tap = self._tap
+        if tap is None or tap.idle is None or not self.takes_part:
+            return None
+        idle, tap.idle = tap.idle, None
+        row = self._loader.collate_fn([self._loader.dataset[idle.spare]])
+        return Part(row, idle.real, idle.loaded)
 
     def parts(self, start: Position, step: int, samples: int, at_start: dict[str, Any]) -> Iterator[Part]:
         """This process's batches after `step` steps, or after so many samples of all processes.
@@ -241,10 +252,11 @@ class SamplerFeed:
             early = None
             for generator, state in zip(self.generators(), resumed["generators"], strict=False):
                 generator.set_state(state)
-            at_start.update({name: resumed[name] for name in ("streams", "generators")})
+            at_start.update({name: resumed[name] for name in ("streams", "generators", "is_early")})
             drawing = _Replayed(resumed["streams"]).drawing
         else:
             at_start["streams"] = _captured()
+            at_start["is_early"] = early is not None
             at_start["generators"] = [generator.get_state() for generator in self.generators()]
         if self.rng_types:
             synchronize_rng_states(self.rng_types, self.generator)
@@ -252,7 +264,9 @@ class SamplerFeed:
         if iterator is None:
             if self._tap is not None:
                 self._tap.start, self._tap.drawing = (step, samples), drawing
-            with drawing():
+            # The seed of an early iterator's workers was drawn before these streams were captured.
+            is_apart = at_start["is_early"]
+            with _Replayed(at_start["streams"]).drawing() if is_apart else drawing():
                 iterator = iter(self._inner)
         if self._tap is None:
             yield from self._rest_of_stream(iterator, step, samples)
@@ -270,9 +284,6 @@ class SamplerFeed:
                 torch.set_rng_state(own_state)
             share = steps.popleft()
             yield Part(batch, share.real, share.loaded)
-        if tap.idle is not None and self.takes_part:
-            row = self._loader.collate_fn([self._loader.dataset[tap.idle.spare]])
-            yield Part(row, tap.idle.real, tap.idle.loaded)
 
     def _rest_of_stream(self, parts: Iterator[Part], step: int, samples: int) -> Iterator[Part]:
         """The parts after so many steps, or so many samples: a stream has to be read to get there."""

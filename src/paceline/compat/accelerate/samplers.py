@@ -112,6 +112,14 @@ class BatchSamplerShard(BatchSampler):
                 yield list(share.indices)
 
 
+class SamplerShard(BatchSamplerShard):
+    """The samples of one process out of those of a sampler, for a loader without automatic batching: batches of one."""
+
+    def __iter__(self) -> Iterator[Any]:
+        for indices in super().__iter__():
+            yield indices[0]
+
+
 class SkipBatchSampler(BatchSampler):
     """A batch sampler without its first batches.
 
