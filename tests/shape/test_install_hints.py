@@ -13,10 +13,12 @@ ON_PYPI = {
     "deepspeed",
     "ninja",
     "numpy",
+    "nvidia-ml-py",
     "s3fs",
     "shtab",
     "tensorboard",
     "torch",
+    "torchao",
     "wandb",
     "{package}",
 }
