@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from paceline import CheckpointError, CompatError, ConfigError
 from paceline.base import env
 from paceline.base.log import forget_warnings
-from paceline.compat.accelerate import operations, surroundings
+from paceline.compat.accelerate import host, memory, nested, operations, random_streams, surroundings
 from paceline.compat.accelerate.accelerator import Accelerator
 from paceline.compat.accelerate.arguments import (
     DataLoaderConfiguration,
@@ -29,9 +29,10 @@ from paceline.compat.accelerate.arguments import (
     ProjectConfiguration,
 )
 from paceline.compat.accelerate.data_loader import prepare_data_loader, skip_first_batches
+from paceline.compat.accelerate.gradient_state import GradientState
 from paceline.compat.accelerate.kinds import DDPCommunicationHookType, DistributedType, DynamoBackend, PrecisionType
 from paceline.compat.accelerate.plugins import TorchDynamoPlugin
-from paceline.compat.accelerate.state import AcceleratorState, GradientState, PartialState
+from paceline.compat.accelerate.state import AcceleratorState, PartialState
 from paceline.compat.accelerate.tracking import GeneralTracker, filter_trackers
 from paceline.compat.adamw import AdamW
 from paceline.config import Given, resolve_launch
@@ -71,6 +72,7 @@ def test_arguments_that_are_not_carried_are_refused_all_at_once() -> None:
 def test_a_code_argument_beats_the_environment() -> None:
     with env.patched({"ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "8", "ACCELERATE_MIXED_PRECISION": "fp16"}):
         said = Accelerator(cpu=True, gradient_accumulation_steps=4, mixed_precision="bf16")
+        AcceleratorState._reset_state(reset_partial_state=True)
         unsaid = Accelerator(cpu=True)
     assert (said.gradient_accumulation_steps, said.mixed_precision) == (4, "bf16")
     assert (unsaid.gradient_accumulation_steps, unsaid.mixed_precision) == (8, "fp16")
@@ -116,14 +118,17 @@ def test_enumerations_compare_with_strings() -> None:
 # -- states --------------------------------------------------------------------------------------------------
 
 
-def test_a_second_accelerator_does_not_touch_the_first() -> None:
+def test_a_second_accelerator_has_its_own_window_and_the_precision_of_the_first() -> None:
     first = Accelerator(cpu=True, gradient_accumulation_steps=4, mixed_precision="bf16")
     second = Accelerator(cpu=True)
     assert (first.gradient_accumulation_steps, first.state.mixed_precision) == (4, "bf16")
-    assert (second.gradient_accumulation_steps, second.state.mixed_precision) == (1, "no")
+    assert (second.gradient_accumulation_steps, second.mixed_precision) == (1, "bf16")
+    with pytest.raises(ValueError, match="computes in 'bf16' already") as caught:
+        Accelerator(cpu=True, mixed_precision="no")
+    assert isinstance(caught.value, CompatError) and caught.value.code == "compat-argument"
     first.gradient_state._set_sync_gradients(False)
     assert not first.sync_gradients and second.sync_gradients and GradientState().sync_gradients
-    assert AcceleratorState().mixed_precision == "no", "the class shows the one that was made last"
+    assert AcceleratorState().mixed_precision == "bf16"
 
 
 def test_states_before_an_accelerator() -> None:
@@ -133,7 +138,10 @@ def test_states_before_an_accelerator() -> None:
     assert state.distributed_type == DistributedType.NO and state.device.type == "cpu" and state.backend is None
     assert PartialState._shared_state and PartialState().world is state.world
     assert isinstance(pickle.loads(pickle.dumps(state)), PartialState)
-    assert AcceleratorState().deepspeed_plugin is None
+    with pytest.raises(ValueError, match="no accelerator whose state"):
+        AcceleratorState()
+    AcceleratorState._reset_state()
+    assert Accelerator(cpu=True).state.deepspeed_plugin is None and AcceleratorState().deepspeed_plugin is None
     AcceleratorState._reset_state(reset_partial_state=True)
     assert PartialState._shared_state == {} == AcceleratorState._shared_state
 
@@ -197,7 +205,7 @@ def test_even_batches_can_be_turned_off_on_the_way() -> None:
     assert second[1] == [[2.0, 3.0], [1.0, 2.0]]
 
 
-def test_a_0_dim_tensor_makes_one_value_a_process_on_the_last_batch_too() -> None:
+def test_values_of_0_dim_tensors_are_cut_with_the_rows_of_the_last_batch_as_there() -> None:
     def gathered():
         accelerator = Accelerator(cpu=True)
         loader = accelerator.prepare(loader_of(5))
@@ -205,7 +213,7 @@ def test_a_0_dim_tensor_makes_one_value_a_process_on_the_last_batch_too() -> Non
             [each.tolist() for each in accelerator.gather_for_metrics((row.flatten(), row.sum()))] for (row,) in loader
         ]
 
-    expected = [[[0.0, 1.0, 2.0, 3.0], [1.0, 5.0]], [[4.0], [4.0, 3.0]]]
+    expected = [[[0.0, 1.0, 2.0, 3.0], [1.0, 5.0]], [[4.0], [4.0]]]
     assert run_ranks(gathered, world=2) == [expected, expected]
 
 
@@ -245,9 +253,7 @@ def test_the_comm_hook_of_a_script_runs() -> None:
 
 def test_refusals_of_methods() -> None:
     accelerator = Accelerator(cpu=True)
-    with pytest.raises(CompatError, match="compat-name"):
-        accelerator.trigger_sync_in_backward(nn.Linear(1, 1))
-    with pytest.raises(CompatError, match="compat-name"):
+    with pytest.raises(ValueError, match="compat-argument"):
         accelerator.lomo_backward(torch.ones(()), 0.1)
     with accelerator.maybe_context_parallel(buffers=[]), accelerator.autocast():
         assert accelerator.deepspeed_ulysses_dl_adapter(1, 2) == 1
@@ -414,16 +420,16 @@ def test_a_tracker_of_the_scripts_own(tmp_path: Path) -> None:
 
 def test_nested_batches() -> None:
     batch = {"a": torch.ones(3, 2), "b": [torch.zeros(3)], "words": ["x"]}
-    assert operations.find_batch_size(batch) == operations.ignorant_find_batch_size(batch) == 3
-    assert operations.find_device(batch).type == "cpu"
+    assert nested.find_batch_size(batch) == nested.ignorant_find_batch_size(batch) == 3
+    assert nested.find_device(batch).type == "cpu"
     with pytest.raises(TypeError):
-        operations.find_batch_size(["x"])
-    with pytest.raises(TypeError, match="here is a str"):
-        operations.recursively_apply(lambda t: t, batch, error_on_other_type=True)
-    assert operations.slice_tensors(batch, slice(0, 1))["b"][0].shape == (1,)
-    kept = operations.send_to_device(batch, "meta", skip_keys="a")
+        nested.find_batch_size(["x"])
+    with pytest.raises(TypeError, match="leaf of the data is a str"):
+        nested.recursively_apply(lambda t: t, batch, error_on_other_type=True)
+    assert nested.slice_tensors(batch, slice(0, 1))["b"][0].shape == (1,)
+    kept = nested.send_to_device(batch, "meta", skip_keys="a")
     assert not kept["a"].is_meta and kept["b"][0].is_meta
-    half = operations.convert_outputs_to_fp32(lambda: {"y": torch.ones(1, dtype=torch.float16)})
+    half = nested.convert_outputs_to_fp32(lambda: {"y": torch.ones(1, dtype=torch.float16)})
     assert half()["y"].dtype == torch.float32
 
 
@@ -432,7 +438,7 @@ def test_the_environment() -> None:
         assert surroundings.parse_flag_from_env("ACCELERATE_TEST")
         with surroundings.clear_environment():
             assert surroundings.parse_choice_from_env("ACCELERATE_TEST", "none") == "none"
-            assert surroundings.get_int_from_env(["RANK"], 4) == 4
+            assert host.get_int_from_env(["RANK"], 4) == 4
     assert not surroundings.parse_flag_from_env("ACCELERATE_TEST")
     assert surroundings.str_to_bool("on") == 1 and surroundings.str_to_bool("no", to_bool=True) is False
 
@@ -448,9 +454,7 @@ def test_versions_and_other_things() -> None:
     assert surroundings.is_torch_version(">=", "2.0") and not surroundings.compare_versions("torch", "<", "2.0")
     assert surroundings.merge_dicts({"a": {"b": 1}}, {"a": {"c": 2}}) == {"a": {"c": 2, "b": 1}}
     assert surroundings.get_pretty_name(nn.Linear) == "Linear"
-    assert surroundings.release_memory(1, 2) == [None, None] and surroundings.should_reduce_batch_size(MemoryError())
-    with pytest.raises(CompatError, match="compat-name"):
-        surroundings.find_executable_batch_size(reduce_batch_size_fn=lambda: 1)
+    assert memory.release_memory(1, 2) == [None, None] and memory.should_reduce_batch_size(MemoryError())
     assert not surroundings.tqdm(range(1), main_process_only=False, disable=True).n
 
 
@@ -498,7 +502,7 @@ def test_objects_between_processes() -> None:
         rank = PartialState(cpu=True).process_index
         filled = operations.broadcast_object_list([rank, "x"], from_process=1)
         torch.manual_seed(rank)
-        operations.synchronize_rng_states(["torch"])
+        random_streams.synchronize_rng_states(["torch"])
         return json.dumps(
             [
                 operations.gather_object([rank]),

@@ -13,7 +13,7 @@ import torch
 
 from paceline.data.active import ActiveLoaders
 from paceline.world.collectives import Collectives
-from paceline.world.tree import Tree, map_tensors, tensors
+from paceline.world.tree import Tree, leaves, map_tensors, tensors
 
 if TYPE_CHECKING:
     from paceline.data.loader import PreparedLoader
@@ -34,6 +34,8 @@ def gather_for_metrics(active: ActiveLoaders, collectives: Collectives, tree: Tr
     loader = active.top
     if loader is not None and loader.current is not None:
         info = loader.current
+        if collectives.size == 1 and not objects and _are_tensors(tree):
+            return map_tensors(lambda leaf: _real_rows(leaf, info.loaded, info.real[0]), tree)
         return collectives.gather_rows(tree, info.real, info.loaded, objects)
     if not objects and tensors(tree):
         return collectives.gather(_without_filler(active.finished, tree))
@@ -41,6 +43,19 @@ def gather_for_metrics(active: ActiveLoaders, collectives: Collectives, tree: Tr
     if isinstance(tree, (list, tuple)):
         return list(chain.from_iterable(objects_by_rank))
     return objects_by_rank
+
+
+def _are_tensors(tree: Tree) -> bool:
+    return isinstance(tree, torch.Tensor) or all(isinstance(leaf, torch.Tensor) for leaf in leaves(tree))
+
+
+def _real_rows(leaf: torch.Tensor, loaded: int, real: int) -> torch.Tensor:
+    """What gathering makes of one process's tensor: nothing has to be announced or sent, which would take 50 us."""
+    if leaf.ndim == 0:
+        return leaf.detach().reshape(1).clone()
+    if loaded != real and len(leaf) == loaded:
+        leaf = leaf[:real]
+    return leaf.detach().clone()
 
 
 def _without_filler(finished: PreparedLoader | None, tree: Tree) -> Tree:

@@ -18,9 +18,11 @@ P = ParamSpec("P")
 R = TypeVar("R")
 Sized = Callable[Concatenate[int, P], R]
 
-_FITS, _OUT_OF_MEMORY, _FAILED = 0, 1, 2
+FITS, _OUT_OF_MEMORY, _FAILED = 0, 1, 2
 # The CPU's allocator, driver calls outside torch's caching allocator, and cuBLAS raise plain RuntimeErrors.
-_MEMORY_WORDS = ("can't allocate memory", "not enough memory", "out of memory", "CUBLAS_STATUS_ALLOC_FAILED")
+# cuDNN says NOT_SUPPORTED where no algorithm fits into what is left.
+_MEMORY_WORDS = ("can't allocate memory", "not enough memory", "out of memory", "CUBLAS_STATUS_ALLOC_FAILED",
+                 "CUDNN_STATUS_NOT_SUPPORTED")  # fmt: skip
 
 
 @overload
@@ -65,11 +67,11 @@ def find_executable_batch_size(function: Callable[..., Any] | None = None, start
     def search(*args: object, **kwargs: object) -> Any:
         size = starting_batch_size
         while size:
-            outcome, result = _attempt(function, size, args, kwargs)
-            if outcome == _FITS:
+            outcome, result = attempt(function, size, args, kwargs)
+            if outcome == FITS:
                 return result
             size //= 2
-            _free()
+            free()
         raise TrainError(
             "batch-size-zero",
             f"{function.__name__} runs out of memory even with one sample.",
@@ -80,13 +82,13 @@ def find_executable_batch_size(function: Callable[..., Any] | None = None, start
     return search
 
 
-def _attempt(
+def attempt(
     function: Callable[..., R], size: int, args: tuple[object, ...], kwargs: Mapping[str, object]
 ) -> tuple[int, R | str]:
     """One call; what became of it on the worst rank, and its result, or the text of the error."""
     try:
         result: R | str = function(size, *args, **kwargs)
-        outcome = _FITS
+        outcome = FITS
     except Exception as error:
         if not is_out_of_memory(error):
             _worst(_FAILED)
@@ -121,7 +123,8 @@ def is_out_of_memory(error: Exception) -> bool:
     return isinstance(error, RuntimeError) and any(words in str(error) for words in _MEMORY_WORDS)
 
 
-def _free() -> None:
+def free() -> None:
+    """Gives memory that nobody holds back to the device."""
     gc.collect()
     if torch.accelerator.is_available():
         torch.accelerator.empty_cache()

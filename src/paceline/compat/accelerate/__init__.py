@@ -36,50 +36,74 @@ _CARRIED = {
         load_fsdp_model load_fsdp_optimizer merge_fsdp_weights model_has_dtensor save_fsdp_model save_fsdp_optimizer""",
     f"{_HERE}.kinds": """BaseEnum ComputeEnvironment CustomDtype DDPCommunicationHookType DistributedType
         DynamoBackend FP8BackendType LoggerType PrecisionType RNGType SageMakerDistributedType""",
-    f"{_HERE}.state": "AcceleratorState GradientState PartialState is_initialized",
-    f"{_HERE}.preparation": "AcceleratedScheduler",
-    f"{_HERE}.data_loader": """DataLoaderAdapter DataLoaderDispatcher DataLoaderShard DataLoaderStateMixin SkipDataLoader
-        prepare_data_loader skip_first_batches""",
-    f"{_HERE}.samplers": """BatchSamplerShard IterableDatasetShard SeedableRandomSampler SkipBatchSampler get_sampler""",
-    f"{_HERE}.tracking": """AimTracker ClearMLTracker CometMLTracker DVCLiveTracker GeneralTracker LOGGER_TYPE_TO_CLASS
-        MLflowTracker SwanLabTracker TensorBoardTracker TrackioTracker WandBTracker filter_trackers get_available_trackers
-        on_main_process register_tracker_class""",
+    f"{_HERE}.state": "AcceleratorState PartialState ThreadLocalSharedDict do_nothing is_initialized",
+    f"{_HERE}.data_loader": """DataLoaderAdapter DataLoaderDispatcher DataLoaderShard DataLoaderStateMixin
+        SkipDataLoader prepare_data_loader skip_first_batches""",
+    f"{_HERE}.samplers": """BatchSamplerShard IterableDatasetShard SeedableRandomSampler SkipBatchSampler
+        get_sampler""",
+    f"{_HERE}.tracking": """AimTracker ClearMLTracker CometMLTracker DVCLiveTracker GeneralTracker
+        LOGGER_TYPE_TO_CLASS MLflowTracker SwanLabTracker TensorBoardTracker TrackioTracker WandBTracker
+        filter_trackers get_available_trackers on_main_process register_tracker_class""",
     "paceline.launch.notebook": "debug_launcher notebook_launcher",
-    f"{_HERE}.operations": """broadcast broadcast_object_list concatenate convert_outputs_to_fp32 convert_to_fp32
-        find_batch_size find_device gather gather_object honor_type ignorant_find_batch_size is_namedtuple
-        is_torch_tensor listify pad_across_processes recursively_apply reduce send_to_device slice_tensors
-        synchronize_rng_state synchronize_rng_states wait_for_everyone""",
-    f"{_HERE}.modeling": """extract_model_from_parallel get_grad_scaler get_mixed_precision_context_manager
-        has_compiled_regions is_compiled_module""",
-    f"{_HERE}.module_tensors": """check_device_same find_tied_parameters get_non_persistent_buffers id_tensor_storage
-        named_module_tensors recursive_getattr retie_parameters set_module_tensor_to_device""",
+    f"{_HERE}.operations": """CannotPadNestedTensorWarning GatheredParameters broadcast broadcast_object_list
+        chained_operation copy_tensor_to_devices gather gather_object gather_tensor_shape pad_across_processes
+        reduce verify_operation wait_for_everyone""",
+    f"{_HERE}.autocast": "get_grad_scaler get_mixed_precision_context_manager",
+    f"{_HERE}.module_tensors": """check_device_same find_tied_parameters get_non_persistent_buffers
+        id_tensor_storage named_module_tensors recursive_getattr retie_parameters set_module_tensor_to_device""",
     f"{_HERE}.module_sizes": """calculate_maximum_sizes compute_module_sizes compute_module_total_buffer_size
-        convert_bytes convert_file_size_to_int dtype_byte_size get_balanced_memory get_max_layer_size get_max_memory
-        get_module_leaves get_module_size_with_ties""",
+        convert_bytes convert_file_size_to_int dtype_byte_size get_balanced_memory get_max_layer_size
+        get_max_memory get_module_leaves get_module_size_with_ties""",
     f"{_HERE}.device_map": """check_device_map check_tied_parameters_in_config check_tied_parameters_on_same_device
         clean_device_map fallback_allocate infer_auto_device_map""",
-    f"{_HERE}.hooks": """AlignDevicesHook CpuOffload LayerwiseCastingHook ModelHook SequentialHook UserCpuOffloadHook
-        add_hook_to_module has_offloaded_params remove_hook_from_module remove_hook_from_submodules""",
+    f"{_HERE}.hooks": """AlignDevicesHook CpuOffload LayerwiseCastingHook ModelHook SequentialHook
+        UserCpuOffloadHook add_hook_to_module has_offloaded_params remove_hook_from_module
+        remove_hook_from_submodules""",
     f"{_HERE}.hook_attachment": """SUPPORTED_PYTORCH_LAYERS_FOR_UPCASTING attach_align_device_hook
         attach_align_device_hook_on_blocks attach_execution_device_hook attach_layerwise_casting_hooks""",
-    f"{_HERE}.offload": """OffloadedWeightsLoader PrefixedDataset extract_submodules_state_dict load_offloaded_weight
-        load_offloaded_weights offload_state_dict offload_weight save_offload_index""",
+    f"{_HERE}.offload": """OffloadedWeightsLoader PrefixedDataset extract_submodules_state_dict
+        load_offloaded_weight load_offloaded_weights offload_state_dict offload_weight save_offload_index""",
     f"{_HERE}.offloaded_state": "align_module_device get_state_dict_from_offload get_state_dict_offloaded_model",
     f"{_HERE}.loading": "load_checkpoint_in_model load_state_dict",
     f"{_HERE}.big_modeling": """cpu_offload cpu_offload_with_hook disk_offload dispatch_model init_empty_weights
         init_on_device load_checkpoint_and_dispatch""",
-    f"{_HERE}.surroundings": """are_libraries_initialized clear_device_cache clear_environment compare_versions
-        default_config_file find_executable_batch_size get_gpu_info get_int_from_env get_pretty_name is_peft_model
-        is_port_in_use is_torch_version is_tqdm_available load merge_dicts parse_choice_from_env parse_flag_from_env
-        patch_environment purge_accelerate_environment release_memory save
-        should_reduce_batch_size str_to_bool tqdm write_basic_config""",
-    f"{_HERE}.constants": """FSDP_AUTO_WRAP_POLICY FSDP_BACKWARD_PREFETCH FSDP_SHARDING_STRATEGY FSDP_STATE_DICT_TYPE
-        MODEL_NAME OPTIMIZER_NAME RNG_STATE_NAME SAFE_MODEL_NAME SAFE_WEIGHTS_INDEX_NAME SAFE_WEIGHTS_NAME SAMPLER_NAME
-        SCALER_NAME SCHEDULER_NAME WEIGHTS_INDEX_NAME WEIGHTS_NAME""",
+    f"{_HERE}.surroundings": """STR_OPERATION_TO_FUNC are_libraries_initialized clear_environment compare_versions
+        default_config_file get_pretty_name is_peft_model is_port_in_use is_torch_version is_tqdm_available load
+        merge_dicts parse_choice_from_env parse_flag_from_env patch_environment purge_accelerate_environment save
+        str_to_bool tqdm write_basic_config""",
+    f"{_HERE}.constants": """BETA_CP_AVAILABLE_PYTORCH_VERSION BETA_SP_AVAILABLE_DEEPSPEED_VERSION
+        BETA_TP_AVAILABLE_PYTORCH_VERSION BETA_TP_AVAILABLE_TRANSFORMERS_VERSION CUDA_DISTRIBUTED_TYPES
+        DEEPSPEED_MULTINODE_LAUNCHERS DTENSOR_PYTORCH_VERSION ELASTIC_LOG_LINE_PREFIX_TEMPLATE_PYTORCH_VERSION
+        FSDP2_PYTORCH_VERSION FSDP2_STATE_DICT_TYPE FSDP_AUTO_WRAP_POLICY FSDP_BACKWARD_PREFETCH FSDP_MODEL_NAME
+        FSDP_PYTORCH_VERSION FSDP_SHARDING_STRATEGY FSDP_STATE_DICT_TYPE MITA_PROFILING_AVAILABLE_PYTORCH_VERSION
+        MODEL_NAME OPTIMIZER_NAME PROFILE_PATTERN_NAME RNG_STATE_NAME SAFE_MODEL_NAME SAFE_WEIGHTS_INDEX_NAME
+        SAFE_WEIGHTS_NAME SAFE_WEIGHTS_PATTERN_NAME SAGEMAKER_PARALLEL_EC2_INSTANCES SAGEMAKER_PYTHON_VERSION
+        SAGEMAKER_PYTORCH_VERSION SAGEMAKER_TRANSFORMERS_VERSION SAMPLER_NAME SCALER_NAME SCHEDULER_NAME
+        SUPPORTED_PYTORCH_LAYERS_FOR_UPCASTING TORCH_DISTRIBUTED_OPERATION_TYPES TORCH_DYNAMO_MODES
+        TORCH_LAUNCH_PARAMS TORCH_SAFE_GLOBALS TYPE_CHECKING WEIGHTS_INDEX_NAME WEIGHTS_NAME WEIGHTS_PATTERN_NAME
+        XPU_PROFILING_AVAILABLE_PYTORCH_VERSION""",
+    f"{_HERE}.gradient_state": "GradientState",
+    f"{_HERE}.scheduler": "AcceleratedScheduler",
+    f"{_HERE}.optimizer": "AcceleratedOptimizer move_to_device patch_optimizer_step",
+    f"{_HERE}.errors": "DistributedOperationException",
+    f"{_HERE}.nested": """ConvertOutputsToFp32 TENSOR_INT_TO_DTYPE TENSOR_TYPE_TO_INT TensorInformation concatenate
+        convert_outputs_to_fp32 convert_to_fp32 find_batch_size find_device get_data_structure get_shape honor_type
+        ignorant_find_batch_size initialize_tensors is_namedtuple is_tensor_information is_torch_tensor
+        is_torch_xpu_tensor listify pad_input_tensors recursively_apply send_to_device slice_tensors""",
     "paceline.data.seed": "set_seed",
-    "paceline.observe.logs": "MultiProcessAdapter=RankLogger get_logger",
+    f"{_HERE}.rank_logger": "MultiProcessAdapter get_logger",
+    f"{_HERE}.memory": "clear_device_cache find_executable_batch_size release_memory should_reduce_batch_size",
+    f"{_HERE}.random_streams": "synchronize_rng_state synchronize_rng_states",
+    f"{_HERE}.wrapping": """clean_state_dict_for_safetensors compile_regions compile_regions_deepspeed
+        compile_regions_fsdp2 extract_model_from_parallel get_model_tp_size get_module_children_bottom_up
+        has_compiled_regions has_repeated_blocks is_compiled_module is_repeated_blocks""",
+    f"{_HERE}.host": """CPUInformation USE_TORCH_XLA check_cuda_fp8_capability check_cuda_p2p_ib_support
+        check_os_kernel convert_dict_to_env_variables deepspeed_required get_cpu_distributed_information
+        get_current_device_type get_driver_version get_free_port get_gpu_info get_int_from_env install_xla
+        is_habana_gaudi1 override_numa_affinity set_numa_affinity torchao_required""",
+    f"{_HERE}.checkpoint_functions": """load_accelerator_state load_custom_state save_accelerator_state
+        save_custom_state""",
     "paceline.optim.local_sgd": "LocalSGD",
-    "paceline.optim.optimizer": "AcceleratedOptimizer=PreparedOptimizer",
 }
 
 # First match counts: pattern of a name, why it is not carried, what to do.
@@ -130,6 +154,8 @@ def carried() -> dict[str, str]:
         for pair in names.split():
             theirs, _, ours = pair.partition("=")
             found[theirs] = f"{module}:{ours or theirs}"
+    for module in ("accelerator", "checkpointing", "data_loader", "tracking", "utils.fsdp_utils", "utils.other"):
+        found[f"accelerate.{module}.logger"] = f"{_HERE}.rank_logger:accelerate.{module}"
     available = {name for names in modules().values() for name in names if re.fullmatch(r"is_\w+_available", name)}
     return found | {name: f"{_HERE}.available:{name}" for name in available - found.keys()}
 

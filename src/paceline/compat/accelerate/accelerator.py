@@ -9,7 +9,9 @@ state        views of this very accelerator; a second one does not touch it     
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import os
+import weakref
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -20,7 +22,6 @@ from torch import nn
 
 from paceline.accelerator import Accelerator as NativeAccelerator
 from paceline.base.errors import CompatError, Problem, TrainError
-from paceline.compat.absent import refuse
 from paceline.compat.accelerate.arguments import (
     AutocastKwargs,
     DataLoaderConfiguration,
@@ -35,15 +36,23 @@ from paceline.compat.accelerate.checkpoint import Folder
 from paceline.compat.accelerate.data_loader import skip_first_batches
 from paceline.compat.accelerate.deepspeed_plugin import DeepSpeedPlugin
 from paceline.compat.accelerate.device_map import check_alone
+from paceline.compat.accelerate.errors import CompatRuntimeError, CompatValueError
+from paceline.compat.accelerate.gradient_state import GradientState
 from paceline.compat.accelerate.hooks import has_offloaded_params
+from paceline.compat.accelerate.kinds import FP8BackendType, PrecisionType
 from paceline.compat.accelerate.offloaded_state import get_state_dict_offloaded_model
-from paceline.compat.accelerate.plugins import ParallelismConfig
+from paceline.compat.accelerate.operations import gather, gather_object, pad_across_processes, reduce
+from paceline.compat.accelerate.plugins import ParallelismConfig, TorchDynamoPlugin
 from paceline.compat.accelerate.preparation import AcceleratePreparation
-from paceline.compat.accelerate.state import AcceleratorState, GradientState, deepspeed_plugins_of
+from paceline.compat.accelerate.split import split_part
+from paceline.compat.accelerate.state import AcceleratorState, PartialState, deepspeed_plugins_of, wanted_device
 from paceline.compat.accelerate.tracking import TrackerList
+from paceline.compat.accelerate.wrapping import extract_model_from_parallel
 from paceline.compat.fsdp import said_by
 from paceline.config.given import Given
-from paceline.world.tree import map_tensors, tensors
+from paceline.run import live_runs
+from paceline.world.tree import leaves, map_tensors
+from paceline.world.world import World
 
 _HANDLERS = {
     "ddp_handler": DistributedDataParallelKwargs,
@@ -97,6 +106,8 @@ class Accelerator(NativeAccelerator):
         deepspeed_plugins: Any = None,
         parallelism_config: ParallelismConfig | None = None,
     ) -> None:
+        arguments = {name: value for name, value in locals().items() if name not in ("self", "__class__")}
+        self._arguments = {name: value for name, value in arguments.items() if value is not _UNSAID}
         plugins = deepspeed_plugins_of(deepspeed_plugin, deepspeed_plugins)
         first_plugin = next(iter(plugins.values()), None)
         wrong = [plugin for plugin in plugins.values() if not isinstance(plugin, DeepSpeedPlugin)]
@@ -113,15 +124,16 @@ class Accelerator(NativeAccelerator):
         if split_batches is not _UNSAID:
             loading = replace(loading, split_batches=bool(split_batches))
         window = gradient_accumulation_plugin or GradientAccumulationPlugin(num_steps=gradient_accumulation_steps)
-        self.dataloader_config, self.parallelism_config, self.rng_types = loading, parallelism_config, rng_types
+        self.dataloader_config, self.parallelism_config = loading, parallelism_config
+        self.rng_types = rng_types if rng_types is not None else ["generator"]
         self.project_configuration = project_config or ProjectConfiguration(project_dir)
         if project_dir is not None and self.project_configuration.project_dir is None:
             self.project_configuration.set_directories(project_dir)
         self.device_placement, self.step_scheduler_with_optimizer = device_placement, step_scheduler_with_optimizer
         super().__init__(
-            None if mixed_precision is None else str(getattr(mixed_precision, "value", mixed_precision)),
+            _agreed_precision(mixed_precision),
             window.num_steps if (window.num_steps or 1) != 1 else None,
-            cpu or None,
+            cpu or _is_forced_to_cpu() or None,
             plan=_said(fsdp_plugin, parallelism_config, torch_tp_plugin, dynamo_plugin, dynamo_backend, first_plugin),
             options={"replicate": self.ddp_handler.options()} if self.ddp_handler else None,
             split_batches=loading.split_batches,
@@ -136,38 +148,44 @@ class Accelerator(NativeAccelerator):
             else None,
         )
         self._adopt_manners(window, log_with)
-        self.state.adopt(self, fsdp_plugin, torch_tp_plugin, dynamo_plugin, plugins)
+        self.state.adopt(self, fsdp_plugin, torch_tp_plugin, dynamo_plugin or TorchDynamoPlugin(), plugins)
         self.deepspeed = None
         if plugins:
             # Its engine takes a second to import: only where a run uses it.
             from paceline.compat.accelerate.deepspeed_preparation import DeepSpeedPreparation
 
             self.deepspeed = DeepSpeedPreparation(self)
+        _accelerators[id(self)] = self
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _unpickled, (os.getpid(), id(self), type(self), self._arguments)
 
     def _adopt_manners(self, window: GradientAccumulationPlugin, log_with: Any) -> None:
         """What differs from the native accelerator, once it stands."""
         self.gradients.follow_script(window.sync_with_dataloader)
         self._sync_each_batch = window.sync_each_batch
-        times = 1 if self.dataloader_config.split_batches else self.num_processes
-        self.preparation.step_schedulers(times, self.step_scheduler_with_optimizer)
+        self.preparation.step_schedulers(self.dataloader_config.split_batches, self.step_scheduler_with_optimizer)
         self.preparation.load_as(self.dataloader_config, self.rng_types)
         self.trackers = TrackerList(log_with, self.logging_dir, is_main=self.is_main_process)
         self.log_with = self.trackers.names
         self.step = 0
         self.native_amp = self.mixed_precision != "no"
         self.state = AcceleratorState.of(self)
-        self.gradient_state = GradientState.of(self, window)
+        self.gradient_state = self.preparation.gradient_state = GradientState.of(self, window)
         self._custom_objects: list[Any] = []
         self._folder = Folder(self)
 
     # -- what this run is --------------------------------------------------------------------------------------
 
-    torch_device_mesh = fp8_backend = None
+    torch_device_mesh = None
+    fp8_backend = FP8BackendType.NO
     deepspeed_plugin = property(lambda self: self.state.deepspeed_plugin)
     deepspeed_engine_wrapped = property(lambda self: None if self.deepspeed is None else self.deepspeed.wrapped)
     is_composable_parallelism_enabled = has_lomo_optimizer = False
+    fp8_enabled = has_fp8_handler = delayed_fp8_autocast = False
+    ao_recipe_handler = te_recipe_handler = msamp_recipe_handler = fp8_recipe_handler = None
     is_fsdp2 = property(lambda self: self.state.is_fsdp2)
-    should_save_model = True
+    should_save_model = property(lambda self: self.is_main_process or self.parallelism_config is not None)
     distributed_type = property(lambda self: self.state.distributed_type)
     multi_device = property(lambda self: self.num_processes > 1 and self.device.type != "cpu")
     split_batches = property(lambda self: self.dataloader_config.split_batches)
@@ -176,9 +194,9 @@ class Accelerator(NativeAccelerator):
     non_blocking = property(lambda self: self.dataloader_config.non_blocking)
     use_stateful_dataloader = property(lambda self: self.dataloader_config.use_stateful_dataloader)
     save_iteration = property(lambda self: self.project_configuration.iteration)
-    tensor_parallel_rank = property(lambda self: self.plan.layout.coordinate(self.process_index)["tp"])
-    data_parallel_rank = property(lambda self: self.plan.layout.coordinate(self.process_index)["replicate"])
-    data_parallel_shard_rank = property(lambda self: self.plan.layout.coordinate(self.process_index)["shard"])
+    tensor_parallel_rank = property(lambda self: self._coordinate("tp"))
+    data_parallel_rank = property(lambda self: self._coordinate("replicate"))
+    data_parallel_shard_rank = property(lambda self: self._coordinate("shard"))
     _engines = property(lambda self: [] if self.deepspeed is None else self.deepspeed.engines)
     _models = property(lambda self: [*self._engines, *(entry.module for entry in self.run.prepared.models)])
     _optimizers = property(
@@ -188,7 +206,32 @@ class Accelerator(NativeAccelerator):
         lambda self: [*(self.deepspeed.schedulers if self.deepspeed else ()), *self.run.prepared.schedulers]
     )
     _dataloaders = property(lambda self: self.run.prepared.loaders)
-    flag_tensor = property(lambda self: torch.tensor(int(self._trigger)) if self._trigger else None)
+    flag_tensor: torch.Tensor | None = None
+
+    def _coordinate(self, axis: str) -> int:
+        """Number of this rank along an axis of the plan.
+
+        Raises:
+            CompatRuntimeError: `compat-argument`, where neither the script nor the launcher has asked for the axis.
+        """
+        layout = self.plan.layout
+        if self.parallelism_config is None and layout.size(axis) == 1:
+            raise CompatRuntimeError(
+                "compat-argument",
+                f"there is no axis {axis!r} in this run.",
+                why="neither `parallelism_config` nor the plan asks for it",
+                fix="pass `Accelerator(parallelism_config=ParallelismConfig(...))`",
+            )
+        return layout.coordinate(self.process_index)[axis]
+
+    @property
+    def pipeline_parallel_rank(self) -> int:
+        """Refused, as there."""
+        raise CompatError(
+            "compat-argument", "a rank's stage is no property.", why="accelerate has none", fix="leave it out"
+        )
+
+    context_parallel_rank = pipeline_parallel_rank
 
     @property
     def logging_dir(self) -> str | None:  # type: ignore[override]
@@ -224,6 +267,13 @@ class Accelerator(NativeAccelerator):
     def prepare(self, *args: Any, device_placement: Sequence[bool] | None = None) -> Any:
         """Prepares what it knows, in the order of the arguments; anything else comes back as it is. Ranks: all."""
         places = list(device_placement) if device_placement is not None else [self.device_placement] * len(args)
+        if len(places) != len(args):
+            raise CompatValueError(
+                "compat-argument",
+                f"device_placement has {len(places)} entries for {len(args)} objects.",
+                why="it says for each object whether it is moved",
+                fix=f"write device_placement={[True] * len(args)}",
+            )
         for position, argument in enumerate(args):
             if isinstance(argument, nn.Module) and self.verify_device_map(argument):
                 check_alone(self.num_processes)
@@ -281,14 +331,6 @@ class Accelerator(NativeAccelerator):
 
     # -- the step ----------------------------------------------------------------------------------------------
 
-    def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:  # type: ignore[override]
-        """Computes gradients; DeepSpeed's engine also steps where a window ends."""
-        engine = self.deepspeed_engine_wrapped
-        if engine is None:
-            super().backward(loss, **kwargs)
-        else:
-            engine.backward(loss, sync_gradients=self.sync_gradients, **kwargs)
-
     def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> Any:  # type: ignore[override]
         """Scales gradients, and returns their norm; DeepSpeed's engine has clipped already, by its own config."""
         engine = self.deepspeed_engine_wrapped
@@ -321,18 +363,40 @@ class Accelerator(NativeAccelerator):
         return super().no_sync(*known) if known or not models else nullcontext()
 
     @staticmethod
-    def trigger_sync_in_backward(model: nn.Module) -> Any:
-        """Not carried."""
-        refuse(
-            "Accelerator.trigger_sync_in_backward",
-            "a backward pass communicates, or does not, as its forward pass was run",
-            "run the last forward pass outside `no_sync`",
-        )
+    @contextmanager
+    def trigger_sync_in_backward(model: nn.Module) -> Iterator[None]:
+        """Backward passes inside average the gradients over the ranks, whatever their forward pass was run in. Ranks: all."""
+        yield
+        for run in live_runs():
+            entry = run.prepared.find(model)
+            if entry is not None:
+                entry.chain.finish_reduction()
+
+    def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:  # type: ignore[override]
+        """Computes gradients of a loss that is a mean, divided by the steps of a window. Ranks: all.
+
+        DeepSpeed's engine also steps where a window ends.
+        """
+        engine = self.deepspeed_engine_wrapped
+        if engine is not None:
+            engine.backward(loss, sync_gradients=self.sync_gradients, **kwargs)
+            return
+        super().backward(loss, **kwargs)
+        if self._sync_each_batch and not self.gradients.sync:
+            for entry in self.run.prepared.models:
+                entry.chain.finish_reduction()
 
     def lomo_backward(self, loss: torch.Tensor, learning_rate: float) -> None:
-        """Not carried."""
-        refuse(
-            "Accelerator.lomo_backward", "LOMO steps inside the backward pass", "use an optimizer that steps after it"
+        """Refused: LOMO steps inside the backward pass.
+
+        Raises:
+            CompatValueError: `compat-argument`.
+        """
+        raise CompatValueError(
+            "compat-argument",
+            "no LOMO optimizer was prepared.",
+            why="LOMO steps inside the backward pass, which nothing here does",
+            fix="use an optimizer that steps after it, and `accelerator.backward(loss)`",
         )
 
     def autocast(self, autocast_handler: AutocastKwargs | None = None) -> AbstractContextManager[Any]:  # type: ignore[override]
@@ -364,45 +428,72 @@ class Accelerator(NativeAccelerator):
 
     def gather(self, tensor: Any) -> Any:
         """Concatenates tensors of all processes along dim 0; with one process they stay as they are. Ranks: all."""
-        return tensor if self.num_processes == 1 else super().gather(tensor)
+        return gather(tensor)
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
-        """Gathers over real samples; a 0-dim tensor makes one value a process. Ranks: all."""
-        if self.num_processes == 1:
-            return self._without_repeats(input_data)
-        found = super().gather_for_metrics(input_data, use_gather_object)
-        loader = self.run.active_loaders.top
-        info = loader.current if loader is not None else None
-        if use_gather_object or info is None or info.full or not any(t.ndim == 0 for t in tensors(input_data)):
-            return found
-        # A process whose rows are all filler gave no value of its own; scripts count on one for each.
-        every = iter(tensors(super().gather([t for t in tensors(input_data) if t.ndim == 0])))
-        was = iter(tensors(input_data))
-        return map_tensors(lambda t: next(every) if next(was).ndim == 0 else t, found)
+        """Gathers over real samples: what an epoch's last batch repeats is cut off, a 0-dim tensor's values included.
 
-    def _without_repeats(self, values: Any) -> Any:
-        """Values of one process without those past the real rows of an epoch's last batch.
+        One process has nothing to ask of others: only values past the rows of a last batch that is not full are cut.
+        Scripts repeat a mean by the batch size (`loss.repeat(8)`), so that each row counts once.
 
-        Scripts repeat a mean by the batch size (`loss.repeat(8)`), so that each row counts once: a last batch of 5 rows
-        comes with 8 values. A 0-dim tensor, or an object that cannot be cut, leaves everything as it is.
+        Ranks: all.
         """
+        gathered = input_data
+        are_objects = use_gather_object
+        if self.num_processes > 1:
+            are_objects = use_gather_object or not _only_tensors(input_data)
+            gathered = gather_object(input_data) if are_objects else gather(input_data)
         loader = self.run.active_loaders.top
-        if loader is None or loader.current is None or not loader.current.last:
-            return values
-        rows = sum(loader.current.real)
-        leaves = tensors(values)
-        if not leaves:
-            return values[:rows] if isinstance(values, (list, tuple)) else values
-        if any(leaf.ndim == 0 for leaf in leaves):
-            return values
-        return map_tensors(lambda leaf: leaf[:rows], values)
+        if loader is None or not loader.end_of_dataloader:
+            return gathered
+        remainder = loader.remainder
+        if remainder <= 0:
+            return gathered
+        if self.num_processes == 1:
+            are_objects = use_gather_object or not _only_tensors(input_data)
+        return _first_rows(gathered, remainder, are_objects)
+
+    def set_trigger(self) -> None:
+        """Raises a flag on this rank, for `check_trigger` on all."""
+        super().set_trigger()
+        self.flag_tensor = torch.tensor(1, device=self.device)
+
+    def check_trigger(self) -> bool:
+        """Whether any rank raised the flag; lowers it if so. Ranks: all."""
+        raised = super().check_trigger()
+        self.flag_tensor = torch.tensor(0, device=self.device)
+        return raised
+
+    def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
+        """Sum, "mean" or "max" over processes; with one process the tensors as they are. Ranks: all."""
+        return reduce(tensor, reduction, scale)
+
+    def pad_across_processes(self, tensor: Any, dim: int = 0, pad_index: int = 0, pad_first: bool = False) -> Any:
+        """Tensors as long as the longest of all processes. Ranks: all."""
+        return pad_across_processes(tensor, dim, pad_index, pad_first)
+
+    @contextmanager
+    def split_between_processes(self, inputs: Any, apply_padding: bool = False) -> Iterator[Any]:
+        """Gives each process its part; see `paceline.compat.accelerate.split.split_part`."""
+        yield split_part(inputs, self.process_index, self.num_processes, apply_padding)
+
+    def on_process(self, function: Callable[..., Any] | None = None, process_index: int | None = None) -> Any:
+        """Decorator: runs on rank `process_index`; with one process always."""
+        return PartialState().on_process(function, process_index)
+
+    def on_local_process(
+        self, function: Callable[..., Any] | None = None, local_process_index: int | None = None
+    ) -> Any:
+        """Decorator: runs on process `local_process_index` of each host; with one process always."""
+        return PartialState().on_local_process(function, local_process_index)
 
     # -- files and logs ----------------------------------------------------------------------------------------
 
     def unwrap_model(self, model: Any, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True) -> Any:
-        """The module that the user wrote."""
+        """The module that the script wrote, out of all that `prepare`, the script or `torch.compile` has put around it."""
         inner = model.module if any(model is engine for engine in self._engines) else model
-        return super().unwrap_model(inner, keep_fp32_wrapper, keep_torch_compile)
+        inner = super().unwrap_model(inner, keep_fp32_wrapper, keep_torch_compile)
+        return extract_model_from_parallel(inner, keep_fp32_wrapper, keep_torch_compile)
 
     def get_state_dict(self, model: Any, unwrap: bool = True) -> dict[str, Any]:
         """The whole state of a model, whatever the plan. Ranks: all; all get it."""
@@ -413,6 +504,18 @@ class Accelerator(NativeAccelerator):
 
     def register_for_checkpointing(self, *objects: Any) -> None:
         """Adds objects with `state_dict` and `load_state_dict` to what `save_state` saves."""
+        wrong = [
+            f"object {number} is a {type(each).__name__}"
+            for number, each in enumerate(objects)
+            if not (hasattr(each, "state_dict") and hasattr(each, "load_state_dict"))
+        ]
+        if wrong:
+            raise CompatValueError(
+                "compat-argument",
+                "an object without `state_dict` and `load_state_dict` cannot be saved.",
+                why=wrong,
+                fix="give its class both, or leave it out",
+            )
         super().register_for_checkpointing(*objects)
         self._custom_objects.extend(objects)
 
@@ -438,6 +541,74 @@ class Accelerator(NativeAccelerator):
     def log(self, values: Any, step: int | None = None, log_kwargs: Any = None) -> None:
         """Logs values to every tracker, on the main process."""
         self.trackers.log(values, step, log_kwargs)
+
+
+# By id: an accelerator that is read back in its own process is itself.
+_accelerators: weakref.WeakValueDictionary[int, Accelerator] = weakref.WeakValueDictionary()
+
+
+def _unpickled(process: int, number: int, kind: type[Accelerator], arguments: dict[str, Any]) -> Accelerator:
+    """The accelerator that was pickled, or one made of the same arguments where that lives elsewhere."""
+    own = _accelerators.get(number) if process == os.getpid() else None
+    return kind(**arguments) if own is None else own
+
+
+def _agreed_precision(wanted: Any) -> str | None:
+    """The precision of this accelerator: that of the process, where an accelerator was made before.
+
+    Raises:
+        CompatValueError: `compat-argument`, for another one, or a word that is no precision.
+    """
+    word = None if wanted is None else str(getattr(wanted, "value", wanted))
+    if AcceleratorState._shared_state:
+        state = AcceleratorState()
+        state._check_initialized(word)
+        return state.mixed_precision
+    if word is not None and word not in PrecisionType:
+        raise CompatValueError(
+            "compat-argument",
+            f"mixed_precision cannot be {word!r}.",
+            why=f"it comes from Accelerator(mixed_precision=...); known: {', '.join(PrecisionType.list())}",
+            fix="use one of these",
+        )
+    return word
+
+
+def _is_forced_to_cpu() -> bool:
+    """Whether ACCELERATE_TORCH_DEVICE names the CPU.
+
+    Raises:
+        CompatValueError: `compat-argument`, where it names a device that this process would not take by itself.
+    """
+    wanted = wanted_device()
+    if wanted is None:
+        return False
+    device = torch.device(wanted)
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    index = 0 if device.index is None else device.index
+    own = World.detect().local_rank
+    if device.type == "cpu" or (accelerator is not None and accelerator.type == device.type and index in (own, 0)):
+        return device.type == "cpu"
+    raise CompatValueError(
+        "compat-argument",
+        f"a model cannot be trained on {wanted!r} here.",
+        why=f"ACCELERATE_TORCH_DEVICE={wanted}; this process would take {accelerator or 'cpu'}:{own}",
+        fix="unset ACCELERATE_TORCH_DEVICE; choose devices by CUDA_VISIBLE_DEVICES",
+    )
+
+
+def _only_tensors(data: Any) -> bool:
+    """Whether every leaf of a structure is a tensor."""
+    return isinstance(data, torch.Tensor) or all(isinstance(leaf, torch.Tensor) for leaf in leaves(data))
+
+
+def _first_rows(data: Any, count: int, are_objects: bool) -> Any:
+    """The first rows of each tensor, or of a list of objects; everything as it is where one of them cannot be cut."""
+    if are_objects:
+        return data[:count] if isinstance(data, (list, tuple, str)) else data
+    if any(leaf.ndim == 0 for leaf in leaves(data)):
+        return data
+    return map_tensors(lambda leaf: leaf[:count], data)
 
 
 def _check(plugins: dict[str, Any], precision: Any, steps: int, window: Any, handlers: Sequence[Any] | None) -> None:

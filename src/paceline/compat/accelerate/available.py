@@ -18,7 +18,8 @@ _DEVICES = ("cuda", "xpu", "npu", "mps", "mlu", "musa", "sdaa", "hpu", "neuron")
 
 
 @cache
-def _has(package: str) -> bool:
+def has_package(package: str) -> bool:
+    """Whether a package is installed."""
     return importlib.util.find_spec(package) is not None
 
 
@@ -35,7 +36,7 @@ def _asker(what: str) -> Callable[..., bool]:
             return True
         if what in ("rocm", "xccl"):
             return (torch.version.hip is not None) if what == "rocm" else torch.distributed.is_xccl_available()
-        return _has(_PACKAGES.get(what, what))
+        return has_package(_PACKAGES.get(what, what))
 
     available.__name__ = f"is_{what}_available"
     available.__doc__ = f"Whether {what} can be used."

@@ -1,11 +1,52 @@
-"""accelerate's constants: names of files, and words that its settings know."""
+"""accelerate's constants: names of files, words that its settings know, and versions that it asks for."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from paceline.checkpoint.files import NUMPY_ARRAYS
+
+TYPE_CHECKING = False
+
+# -- files ---------------------------------------------------------------------------------------------------
 
 MODEL_NAME, SAFE_MODEL_NAME, OPTIMIZER_NAME = "pytorch_model", "model", "optimizer"
 SCHEDULER_NAME, SAMPLER_NAME, RNG_STATE_NAME = "scheduler", "sampler", "random_states"
-SCALER_NAME = "scaler.pt"
+SCALER_NAME, PROFILE_PATTERN_NAME, FSDP_MODEL_NAME = "scaler.pt", "profile_{suffix}.json", "pytorch_model_fsdp"
 WEIGHTS_NAME, SAFE_WEIGHTS_NAME = "pytorch_model.bin", "model.safetensors"
+WEIGHTS_PATTERN_NAME, SAFE_WEIGHTS_PATTERN_NAME = "pytorch_model{suffix}.bin", "model{suffix}.safetensors"
 WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_INDEX_NAME = "pytorch_model.bin.index.json", "model.safetensors.index.json"
+TORCH_SAFE_GLOBALS = NUMPY_ARRAYS
+
+# -- words ---------------------------------------------------------------------------------------------------
+
 FSDP_SHARDING_STRATEGY = ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "HYBRID_SHARD_ZERO2"]
 FSDP_AUTO_WRAP_POLICY = ["TRANSFORMER_BASED_WRAP", "SIZE_BASED_WRAP", "NO_WRAP"]
 FSDP_BACKWARD_PREFETCH = ["BACKWARD_PRE", "BACKWARD_POST", "NO_PREFETCH"]
 FSDP_STATE_DICT_TYPE = ["FULL_STATE_DICT", "LOCAL_STATE_DICT", "SHARDED_STATE_DICT"]
+FSDP2_STATE_DICT_TYPE = ["SHARDED_STATE_DICT", "FULL_STATE_DICT"]
+DEEPSPEED_MULTINODE_LAUNCHERS = ["pdsh", "standard", "openmpi", "mvapich", "mpich", "nossh", "slurm"]
+TORCH_DYNAMO_MODES = ["default", "reduce-overhead", "max-autotune"]
+CUDA_DISTRIBUTED_TYPES = ["DEEPSPEED", "MULTI_GPU", "FSDP", "MEGATRON_LM", "TP"]
+TORCH_DISTRIBUTED_OPERATION_TYPES = [
+    *CUDA_DISTRIBUTED_TYPES, "MULTI_NPU", "MULTI_MLU", "MULTI_SDAA", "MULTI_MUSA", "MULTI_XPU", "MULTI_CPU", "MULTI_HPU",
+    "MULTI_NEURON",
+]  # fmt: skip
+TORCH_LAUNCH_PARAMS = [
+    "nnodes", "nproc_per_node", "rdzv_backend", "rdzv_endpoint", "rdzv_id", "rdzv_conf", "standalone", "max_restarts",
+    "monitor_interval", "start_method", "role", "module", "m", "no_python", "run_path", "log_dir", "r", "redirects", "t",
+    "tee", "node_rank", "master_addr", "master_port",
+]  # fmt: skip
+SUPPORTED_PYTORCH_LAYERS_FOR_UPCASTING = (
+    nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d, nn.Linear,
+)  # fmt: skip
+
+# -- versions ------------------------------------------------------------------------------------------------
+
+FSDP_PYTORCH_VERSION, FSDP2_PYTORCH_VERSION, DTENSOR_PYTORCH_VERSION = "2.1.0.a0+32f93b1", "2.6.0", "2.5.0"
+BETA_TP_AVAILABLE_PYTORCH_VERSION, BETA_CP_AVAILABLE_PYTORCH_VERSION = "2.3.0", "2.6.0"
+BETA_TP_AVAILABLE_TRANSFORMERS_VERSION, BETA_SP_AVAILABLE_DEEPSPEED_VERSION = "4.52.0", "0.18.2"
+XPU_PROFILING_AVAILABLE_PYTORCH_VERSION, MITA_PROFILING_AVAILABLE_PYTORCH_VERSION = "2.4.0", "2.1.0"
+ELASTIC_LOG_LINE_PREFIX_TEMPLATE_PYTORCH_VERSION = "2.2.0"
+SAGEMAKER_PYTHON_VERSION, SAGEMAKER_PYTORCH_VERSION, SAGEMAKER_TRANSFORMERS_VERSION = "py38", "1.10.2", "4.17.0"
+SAGEMAKER_PARALLEL_EC2_INSTANCES = ["ml.p3.16xlarge", "ml.p3dn.24xlarge", "ml.p4dn.24xlarge"]

@@ -16,6 +16,7 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSa
 
 from paceline.base.errors import CompatError
 from paceline.base.log import warn_once
+from paceline.compat.accelerate.gradient_state import GradientState
 from paceline.compat.accelerate.loader_feed import DispatchReader, SamplerFeed
 from paceline.compat.accelerate.samplers import (
     BatchSamplerShard,
@@ -26,7 +27,7 @@ from paceline.compat.accelerate.samplers import (
     get_sampler,
     set_sampler,
 )
-from paceline.compat.accelerate.state import GradientState, PartialState
+from paceline.compat.accelerate.state import PartialState
 from paceline.data.active import ActiveLoaders
 from paceline.data.dispatch import DispatchFeed
 from paceline.data.feed import NOTHING, Feed

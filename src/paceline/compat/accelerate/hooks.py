@@ -26,7 +26,7 @@ from paceline.compat.accelerate.module_tensors import (
     named_module_tensors,
     set_module_tensor_to_device,
 )
-from paceline.compat.accelerate.operations import find_device, send_to_device
+from paceline.compat.accelerate.nested import find_device, send_to_device
 
 SkipKeys = str | list[str] | None
 

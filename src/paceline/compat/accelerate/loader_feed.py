@@ -22,7 +22,8 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from paceline.checkpoint.state import rng
-from paceline.compat.accelerate.operations import concatenate, slice_tensors, synchronize_rng_states
+from paceline.compat.accelerate.nested import concatenate, slice_tensors
+from paceline.compat.accelerate.random_streams import synchronize_rng_states
 from paceline.compat.accelerate.sample_order import Share, runs
 from paceline.compat.accelerate.samplers import BatchSamplerShard, IterableDatasetShard, SamplerShard
 from paceline.data.feed import NOTHING, GlobalBatch, Mark, Steps, rewired

@@ -1,25 +1,188 @@
-"""`accelerate.utils.operations`: functions between processes and on nested batches, for whoever has no accelerator."""
+"""`accelerate.utils.operations` between processes: functions for whoever has no accelerator.
+
+ACCELERATE_DEBUG_MODE (`PartialState().debug`) has each of them compare shapes first: ranks that disagree raise
+`DistributedOperationException` on all of them.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+import warnings
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from functools import wraps
-from typing import Any
+from typing import Any, Literal, cast
 
 import torch
 
+from paceline.compat.accelerate.errors import CompatValueError, DistributedOperationException
+from paceline.compat.accelerate.nested import TENSOR_TYPE_TO_INT, get_shape, other_type
 from paceline.compat.accelerate.state import PartialState
-from paceline.precision.policy import to_float32
 from paceline.world import tree as trees
+from paceline.world.sharded import is_sharded
+
+
+class CannotPadNestedTensorWarning(UserWarning):
+    """A nested tensor stays as it is: its rows have lengths of their own."""
 
 
 def _alone() -> bool:
     return PartialState().num_processes == 1
 
 
+# -- ACCELERATE_DEBUG_MODE -----------------------------------------------------------------------------------
+
+
+def verify_operation(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Decorator: in debug mode all ranks compare the shapes of `tensor` before the operation.
+
+    Raises:
+        DistributedOperationException: `collective-mismatch`, on all ranks.
+    """
+
+    @wraps(function)
+    def verified(*args: Any, **kwargs: Any) -> Any:
+        state = PartialState()
+        if state.debug and state.num_processes > 1:
+            tensor = kwargs["tensor"] if "tensor" in kwargs else args[0]
+            shapes = state.collectives.gather_object(get_shape(tensor))
+            if any(shape != shapes[0] for shape in shapes):
+                lines = [f"  - Process {rank}: {shape}" for rank, shape in enumerate(shapes)]
+                raise DistributedOperationException(
+                    "the ranks bring tensors of other shapes to one operation.\n\n"
+                    f"Operation: `accelerate.utils.operations.{function.__name__}`\nInput shapes:\n" + "\n".join(lines),
+                    why="ACCELERATE_DEBUG_MODE compares them before each operation",
+                    fix="make them equal, for example by `pad_across_processes`",
+                )
+        return function(*args, **kwargs)
+
+    return verified
+
+
+def chained_operation(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Decorator for an operation made of others: an error of theirs names it too."""
+
+    @wraps(function)
+    def chained(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return function(*args, **kwargs)
+        except DistributedOperationException as error:
+            name = f"{function.__module__}.{function.__name__}"
+            if function.__module__ == __name__:
+                name = f"accelerate.utils.operations.{function.__name__}"
+            raise DistributedOperationException(
+                f"an operation inside of `{name}` failed.", why=str(error), fix="see the error above"
+            ) from error
+
+    return chained
+
+
+def _only_tensors(operation: Callable[..., Any], data: Any) -> None:
+    for leaf in trees.leaves(data):
+        if not isinstance(leaf, torch.Tensor):
+            raise other_type(operation, leaf)
+
+
+# -- tensors -------------------------------------------------------------------------------------------------
+
+
+@verify_operation
 def gather(tensor: Any) -> Any:
     """Tensors of all processes, joined along dim 0; with one process as they are. Ranks: all."""
-    return tensor if _alone() else PartialState().collectives.gather(tensor)
+    if _alone():
+        return tensor
+    _only_tensors(gather, tensor)
+    return PartialState().collectives.gather(tensor)
+
+
+@verify_operation
+def broadcast(tensor: Any, from_process: int = 0) -> Any:
+    """The tensors of one process, on all; they are written into the tensors of the others. Ranks: all."""
+    if _alone():
+        return tensor
+    _only_tensors(broadcast, tensor)
+    received = PartialState().collectives.broadcast(tensor, from_process)
+    with torch.no_grad():
+        for own, value in zip(trees.tensors(tensor), trees.tensors(received), strict=True):
+            own.copy_(value)
+    return tensor
+
+
+@verify_operation
+def reduce(tensor: Any, reduction: str = "mean", scale: float = 1.0) -> Any:
+    """Mean, "sum" or "max" over processes; with one process the tensors as they are. Ranks: all.
+
+    Args:
+        scale: taken and ignored, as accelerate does on all devices but XLA's.
+
+    Raises:
+        CompatTypeError, CompatValueError: `compat-argument`.
+    """
+    _only_tensors(reduce, tensor)
+    if _alone():
+        return tensor
+    collectives = PartialState().collectives
+    if reduction == "max":
+        stacked = collectives.gather(trees.map_tensors(lambda leaf: leaf.detach().unsqueeze(0), tensor))
+        return trees.map_tensors(lambda leaf: leaf.amax(0), stacked)
+    # accelerate sums for "none" too.
+    word = "sum" if reduction == "none" else reduction
+    if word not in ("sum", "mean"):
+        raise CompatValueError(
+            "compat-argument",
+            f"there is no reduction called {reduction!r}.",
+            why="accelerate would sum without a word",
+            fix='use "sum", "mean" or "max"',
+        )
+    return collectives.reduce(tensor, cast(Literal["sum", "mean"], word))
+
+
+@chained_operation
+def pad_across_processes(tensor: Any, dim: int = 0, pad_index: int = 0, pad_first: bool = False) -> Any:
+    """Tensors as long as the longest of all processes; nested tensors stay as they are, with a warning. Ranks: all.
+
+    Raises:
+        CompatTypeError: `compat-argument`. DistributedOperationException: for other numbers of dims, in debug mode.
+    """
+    _only_tensors(pad_across_processes, tensor)
+    if any(leaf.is_nested for leaf in trees.tensors(tensor)):
+        message = "Nested tensors cannot be padded: their rows have lengths of their own. They stay as they are."
+        warnings.warn(message, CannotPadNestedTensorWarning, stacklevel=3)
+        return tensor
+    state = PartialState()
+    if state.debug and state.num_processes > 1:
+        _verify_dims(tensor)
+    return state.collectives.pad_across(tensor, dim, pad_index, pad_first)
+
+
+@verify_operation
+def _same_dims(tensor: Any) -> None:
+    """Raises where the ranks' tensors have other numbers of dims."""
+
+
+def _verify_dims(tensor: Any) -> None:
+    _same_dims(trees.map_tensors(lambda leaf: torch.empty(leaf.ndim, device="meta"), tensor))
+
+
+def gather_tensor_shape(tensor: torch.Tensor | None) -> tuple[torch.Tensor, int]:
+    """Shape and kind of a tensor that one process has, on all. Ranks: all; those that have none pass None.
+
+    Returns the shape as a column, and the dtype's number in `TENSOR_TYPE_TO_INT`.
+    """
+    own = None if tensor is None else (list(tensor.shape), TENSOR_TYPE_TO_INT[tensor.dtype])
+    announced = [known for known in PartialState().collectives.gather_object(own) if known is not None]
+    shape, dtype = announced[0]
+    return torch.tensor(shape, dtype=torch.int32).unsqueeze(1), dtype
+
+
+def copy_tensor_to_devices(tensor: torch.Tensor | None = None) -> torch.Tensor:
+    """A tensor that one process has, on the device of each. Ranks: all; those that have none pass None."""
+    state = PartialState()
+    own = None if tensor is None else tensor.detach().cpu()
+    announced = [known for known in state.collectives.gather_object(own) if known is not None]
+    return cast(torch.Tensor, announced[0]).to(state.device)
+
+
+# -- objects -------------------------------------------------------------------------------------------------
 
 
 def gather_object(object: Any) -> Any:
@@ -29,26 +192,13 @@ def gather_object(object: Any) -> Any:
     return [entry for part in PartialState().collectives.gather_object(object) for entry in part]
 
 
-def broadcast(tensor: Any, from_process: int = 0) -> Any:
-    """The tensors of one process, on all. Ranks: all."""
-    return tensor if _alone() else PartialState().collectives.broadcast(tensor, from_process)
-
-
 def broadcast_object_list(object_list: list[Any], from_process: int = 0) -> list[Any]:
     """Puts the objects of one process into everybody's list. Ranks: all."""
     if not _alone():
-        object_list[:] = PartialState().collectives.broadcast_object(list(object_list), from_process)
+        received = PartialState().collectives.broadcast_object(list(object_list), from_process)
+        for place, value in enumerate(received):
+            object_list[place] = value
     return object_list
-
-
-def reduce(tensor: Any, reduction: str = "mean", scale: float = 1.0) -> Any:
-    """Mean (or "sum") over processes; with one process the tensors as they are. Ranks: all."""
-    return tensor if _alone() else PartialState().collectives.reduce(tensor, reduction, scale)
-
-
-def pad_across_processes(tensor: Any, dim: int = 0, pad_index: int = 0, pad_first: bool = False) -> Any:
-    """Tensors as long as the longest of all processes. Ranks: all."""
-    return PartialState().collectives.pad_across(tensor, dim, pad_index, pad_first)
 
 
 def wait_for_everyone() -> None:
@@ -56,111 +206,13 @@ def wait_for_everyone() -> None:
     PartialState().wait_for_everyone()
 
 
-def synchronize_rng_state(rng_type: Any = None, generator: torch.Generator | None = None) -> None:
-    """Gives every process rank 0's torch stream (or that of a generator). Ranks: all."""
-    if _alone():
-        return
-    if generator is not None:
-        generator.set_state(broadcast(generator.get_state()))
-    else:
-        torch.set_rng_state(broadcast(torch.get_rng_state()))
+def GatheredParameters(
+    params: Any, modifier_rank: int | None = None, fwd_module: Any = None, enabled: bool = True
+) -> AbstractContextManager[Any]:
+    """Parameters are whole inside of the block; nothing happens where no plan has divided them. Ranks: all."""
+    several = [params] if isinstance(params, torch.Tensor) else list(params)
+    if not enabled or not any(is_sharded(parameter) for parameter in several):
+        return nullcontext()
+    from paceline.compat.deepspeed.zero import GatheredParameters as gathered
 
-
-def synchronize_rng_states(rng_types: Iterable[Any], generator: torch.Generator | None = None) -> None:
-    """The same for several kinds of streams. Ranks: all."""
-    for rng_type in rng_types:
-        synchronize_rng_state(rng_type, generator if str(rng_type) == "generator" else None)
-
-
-def is_torch_tensor(tensor: Any) -> bool:
-    """Whether it is a tensor."""
-    return isinstance(tensor, torch.Tensor)
-
-
-def is_namedtuple(data: Any) -> bool:
-    """Whether it is a tuple with named fields."""
-    return isinstance(data, tuple) and hasattr(data, "_fields")
-
-
-def honor_type(obj: Any, generator: Iterable[Any]) -> Any:
-    """The values of `generator` in a container of `obj`'s class."""
-    values = list(generator)
-    return type(obj)(*values) if is_namedtuple(obj) else type(obj)(values)
-
-
-def recursively_apply(
-    func: Callable[..., Any],
-    data: Any,
-    *args: Any,
-    test_type: Callable[[Any], bool] = is_torch_tensor,
-    error_on_other_type: bool = False,
-    **kwargs: Any,
-) -> Any:
-    """Applies `func(leaf, *args, **kwargs)` to each leaf for which `test_type` holds; TypeError for others on request."""
-
-    def apply(leaf: Any) -> Any:
-        if test_type(leaf):
-            return func(leaf, *args, **kwargs)
-        if error_on_other_type:
-            raise TypeError(f"{func.__name__} takes nested containers of tensors; here is a {type(leaf).__name__}")
-        return leaf
-
-    return trees.map_leaves(apply, data)
-
-
-def send_to_device(tensor: Any, device: Any, non_blocking: bool = False, skip_keys: Any = None) -> Any:
-    """A nested batch on a device, but for the mapping entries named in `skip_keys`."""
-    skipped = [skip_keys] if isinstance(skip_keys, str) else list(skip_keys or ())
-    moved = trees.to_device(tensor, device, non_blocking)
-    if skipped and isinstance(tensor, Mapping):
-        for key in tensor.keys() & set(skipped):
-            moved[key] = tensor[key]
-    return moved
-
-
-def concatenate(data: list[Any], dim: int = 0) -> Any:
-    """Batches of one structure, joined tensor by tensor."""
-    columns = zip(*(trees.leaves(each) for each in data), strict=True)
-    return trees.unflatten(data[0], [torch.cat(column, dim=dim) for column in columns])
-
-
-def slice_tensors(data: Any, tensor_slice: slice, process_index: Any = None, num_processes: Any = None) -> Any:
-    """The same rows of each tensor."""
-    return trees.map_tensors(lambda tensor: tensor[tensor_slice], data)
-
-
-def listify(data: Any) -> Any:
-    """Tensors as lists of numbers."""
-    return trees.map_tensors(lambda tensor: tensor.detach().cpu().tolist(), data)
-
-
-def find_batch_size(data: Any) -> int | None:
-    """Length along dim 0 of the first tensor; TypeError where there is none."""
-    if not trees.tensors(data):
-        raise TypeError(f"a batch of tensors is needed; this is a {type(data).__name__}")
-    return trees.first_rows(data)
-
-
-def ignorant_find_batch_size(data: Any) -> int | None:
-    """The same; None where there is no tensor."""
-    return trees.first_rows(data)
-
-
-def find_device(data: Any) -> torch.device | None:
-    """Device of the first tensor; None where there is none."""
-    return next((tensor.device for tensor in trees.tensors(data)), None)
-
-
-def convert_to_fp32(tensor: Any) -> Any:
-    """Half-precision tensors as float32."""
-    return to_float32(tensor)
-
-
-def convert_outputs_to_fp32(model_forward: Callable[..., Any]) -> Callable[..., Any]:
-    """A forward function that hands out float32."""
-
-    @wraps(model_forward)
-    def forward(*args: Any, **kwargs: Any) -> Any:
-        return to_float32(model_forward(*args, **kwargs))
-
-    return forward
+    return gathered(params, modifier_rank=modifier_rank, fwd_module=fwd_module, enabled=enabled)

@@ -1,8 +1,4 @@
-"""`prepare` with accelerate's manners: what it does not know passes through, and a schedule runs faster than the run.
-
-accelerate steps a scheduler once for each process (unless batches are split), because its users build schedules for one
-process's number of batches. That is kept, and said once with both numbers.
-"""
+"""`prepare` with accelerate's manners: what it does not know passes through, and what was prepared before stays as it is."""
 
 from __future__ import annotations
 
@@ -14,57 +10,19 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
-from paceline.base.log import warn_once
 from paceline.compat.accelerate.arguments import DataLoaderConfiguration
 from paceline.compat.accelerate.data_loader import DataLoaderAdapter, prepare_data_loader
+from paceline.compat.accelerate.gradient_state import GradientState
 from paceline.compat.accelerate.hooks import has_offloaded_params
+from paceline.compat.accelerate.optimizer import AcceleratedOptimizer
 from paceline.compat.accelerate.samplers import BatchSamplerShard
+from paceline.compat.accelerate.scheduler import AcceleratedScheduler
 from paceline.data.loader import PreparedLoader
 from paceline.optim.optimizer import PreparedOptimizer
 from paceline.optim.schedule import PreparedScheduler, is_scheduler
 from paceline.parallel.materialise import Recipe
 from paceline.plan.facts import ModelFacts
 from paceline.preparation import Kind, Names, Preparation
-
-
-class AcceleratedScheduler(PreparedScheduler):
-    """Steps as often for one optimizer step as there are processes.
-
-    Args:
-        scheduler, optimizers, accumulation: as for `PreparedScheduler`.
-        times: steps of the scheduler for one of the optimizer.
-        with_optimizer: False steps at each call, whatever optimizers do.
-
-    Attributes:
-        speaks: whether this process says that there are several steps.
-    """
-
-    speaks = True
-
-    def __init__(
-        self, scheduler: Any, optimizers: Any, accumulation: Any, times: int = 1, with_optimizer: bool = True
-    ) -> None:
-        super().__init__(scheduler, optimizers, accumulation)
-        self._times, self._with_optimizer = times, with_optimizer
-
-    def step(self, *args: Any, **kwargs: Any) -> None:
-        """One scheduler step for each process, where an optimizer step was taken."""
-        if not self._with_optimizer:
-            self.scheduler.step(*args, **kwargs)
-            return
-        if not self._accumulation.sync or any(optimizer.step_was_skipped for optimizer in self.optimizers):
-            return
-        if self._times > 1 and self.speaks:
-            warn_once(
-                "compat",
-                f"{type(self.scheduler).__name__} takes {self._times} steps for 1 optimizer step, as under accelerate, "
-                f"because there are {self._times} processes. Native: `paceline.Accelerator` takes 1.",
-            )
-        for _ in range(self._times):
-            # A last, smaller batch may ask for a step too many of a schedule with an end.
-            total = getattr(self.scheduler, "total_steps", None)
-            if self._times == 1 or total is None or self.scheduler._step_count <= total:
-                self.scheduler.step(*args, **kwargs)
 
 
 class AcceleratePreparation(Preparation):
@@ -77,7 +35,8 @@ class AcceleratePreparation(Preparation):
 
     refuses_unprepared = False  # accelerate lets a script step what it did not prepare
     tail: str | None = None
-    _scheduler_times = 1
+    gradient_state: GradientState | None = None
+    _splits_batches = False
     _loading = DataLoaderConfiguration()
     _rng_types: Sequence[Any] = ("generator",)
     _steps_with_optimizer = True
@@ -86,14 +45,15 @@ class AcceleratePreparation(Preparation):
         super().__init__(*args, **named)
         self.elsewhere: list[nn.Module] = []
 
-    def step_schedulers(self, times: int, with_optimizer: bool) -> None:
-        """Schedulers prepared from now on step so often for each step of an optimizer, or whenever they are called."""
-        self._scheduler_times = times
+    def step_schedulers(self, splits_batches: bool, with_optimizer: bool) -> None:
+        """How schedulers prepared from now on step; see `AcceleratedScheduler`."""
+        self._splits_batches = splits_batches
         self._steps_with_optimizer = with_optimizer
 
     def kind_of(self, value: object) -> Kind:
-        """What it does not know passes through."""
-        if any(value is model for model in self.elsewhere):
+        """What it does not know passes through, and so does what was prepared before."""
+        is_elsewhere = any(value is model for model in self.elsewhere)
+        if is_elsewhere or getattr(value, "_is_accelerate_prepared", False) is True:
             return "done"
         known = isinstance(value, nn.Module | Optimizer | DataLoader | PreparedLoader) or is_scheduler(value)
         return super().kind_of(value) if known else "done"
@@ -147,6 +107,14 @@ class AcceleratePreparation(Preparation):
             return None
         return super().recipe_of(module, facts)
 
+    def prepare(self, objects: Sequence[Any], *args: Any, **named: Any) -> list[Any]:
+        """Prepares objects; the models among them are marked as prepared."""
+        results = super().prepare(objects, *args, **named)
+        for result in results:
+            if isinstance(result, nn.Module):
+                result._is_accelerate_prepared = True  # type: ignore[assignment]
+        return results
+
     @contextmanager
     def tails(self, tail: Any) -> Iterator[None]:
         """Epochs begun inside fill up their last global batch ("pad"), or let it be short ("divide"; None: as ever).
@@ -187,10 +155,23 @@ class AcceleratePreparation(Preparation):
         prepared = AcceleratedScheduler(
             scheduler,
             self.run.prepared.optimizers_scheduled_by(scheduler),
-            self.run.gradients,
-            self._scheduler_times,
             self._steps_with_optimizer,
+            self._splits_batches,
+            self.gradient_state,
         )
-        prepared.speaks = self.run.world.is_main
         self.run.prepared.schedulers.append(prepared)
         return prepared
+
+    def record_optimizer(self, optimizer: Optimizer) -> PreparedOptimizer:
+        """Takes in an optimizer, whose gradients may come from a plain `loss.backward()`."""
+        run = self.run
+        average = self._average if run.world.size > 1 else None
+        entry = AcceleratedOptimizer.of_run(optimizer, run.gradients, run.scaler, run.optimizer_step, average)
+        run.prepared.optimizers.append(entry)
+        run.prepared.may_step(optimizer)
+        return entry
+
+    def _average(self) -> None:
+        """Averages gradients that are not averaged yet. Ranks: all."""
+        for entry in self.run.prepared.models:
+            entry.chain.finish_reduction()

@@ -1,13 +1,16 @@
 """accelerate's states: what scripts ask of `PartialState()`, `AcceleratorState()` and `GradientState()`.
 
-There they are process-global and own everything. Here they are views: each accelerator has its own, and the class
-called without one shows the accelerator that was made last.
+PartialState        this process among the others            one dictionary, shared by all instances
+AcceleratorState    that, and the choices of an accelerator  one dictionary, shared by all instances
+GradientState       the window and the loader at hand        each accelerator's own; the class called without one
+                                                             shows the accelerator that was made last
 """
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Mapping
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, ClassVar
 
 import torch
@@ -15,8 +18,10 @@ import torch.distributed as dist
 
 from paceline.base import env as environment
 from paceline.compat.accelerate.deepspeed_plugin import DeepSpeedPlugin
+from paceline.compat.accelerate.errors import CompatValueError
 from paceline.compat.accelerate.kinds import DistributedType
 from paceline.compat.accelerate.plugins import FullyShardedDataParallelPlugin
+from paceline.compat.accelerate.split import split_part
 from paceline.config import resolve_run
 from paceline.world import rendezvous, runtime
 from paceline.world.collectives import Collectives
@@ -25,6 +30,25 @@ from paceline.world.world import World
 
 _KINDS = {"cpu": "MULTI_CPU", "cuda": "MULTI_GPU", "npu": "MULTI_NPU", "mlu": "MULTI_MLU", "xpu": "MULTI_XPU",
           "hpu": "MULTI_HPU", "musa": "MULTI_MUSA", "sdaa": "MULTI_SDAA"}  # fmt: skip
+_KNOWN = ["_cpu", "_mixed_precision", "_shared_state", "backend", "debug", "device", "distributed_type", "fork_launched",
+          "local_process_index", "num_processes", "process_index"]  # fmt: skip
+
+
+class ThreadLocalSharedDict(threading.local):
+    """A dictionary that the instances of a class share, and each thread has for itself.
+
+    Args:
+        thread_local: changes nothing: every dictionary of this kind is its thread's own.
+    """
+
+    def __init__(self, thread_local: bool = False) -> None:
+        self._storage: dict[str, Any] = {}
+
+    def __get__(self, owner: object, kind: type | None = None) -> dict[str, Any]:
+        return self._storage
+
+    def __set__(self, owner: object, value: dict[str, Any]) -> None:
+        self._storage = value
 
 
 def is_initialized() -> bool:
@@ -32,9 +56,40 @@ def is_initialized() -> bool:
     return bool(AcceleratorState._shared_state)
 
 
+def do_nothing(*args: Any, **kwargs: Any) -> None:
+    """Does nothing: what `on_main_process` makes of a function on other processes."""
+
+
 def distributed_type(world: World, device: torch.device) -> Any:
     """accelerate's word for a world of one or more processes on a kind of device."""
     return DistributedType.NO if world.size == 1 else DistributedType(_KINDS.get(device.type, "MULTI_GPU"))
+
+
+def wanted_device() -> str | None:
+    """The device that ACCELERATE_TORCH_DEVICE names, or None."""
+    return environment.snapshot().get("ACCELERATE_TORCH_DEVICE") or None
+
+
+class _Shared:
+    """An attribute that lies in the shared dictionary, so that a script may set it.
+
+    Raises:
+        AttributeError: where no state was made since the last `_reset_state`.
+    """
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = name
+
+    def __get__(self, state: Any, kind: type | None = None) -> Any:
+        if state is None:
+            return self
+        try:
+            return state.__dict__[self._name]
+        except KeyError:
+            raise AttributeError(f"{type(state).__name__} has no {self._name}") from None
+
+    def __set__(self, state: Any, value: Any) -> None:
+        state.__dict__[self._name] = value
 
 
 class PartialState(Participant):
@@ -46,23 +101,42 @@ class PartialState(Participant):
     """
 
     _shared_state: ClassVar[dict[str, Any]] = {}
+    _known_attrs: ClassVar[list[str]] = _KNOWN
+    num_processes = _Shared()
+    process_index = _Shared()
+    local_process_index = _Shared()
+    distributed_type = _Shared()
+    debug = _Shared()
+    backend = _Shared()
+    fork_launched = _Shared()
 
     def __init__(self, cpu: bool = False, **options: Any) -> None:
         self.__dict__ = self._shared_state
         if not self._shared_state:
             seconds = options["timeout"].total_seconds() if options.get("timeout") else None
-            told = resolve_run({"cpu": cpu or None, "timeout_s": seconds}).settings
-            world = rendezvous.join(World.detect(), cpu=told.cpu, timeout_s=told.timeout_s)
+            on_cpu = cpu or wanted_device() == "cpu"
+            settings = resolve_run({"cpu": on_cpu or None, "timeout_s": seconds}).settings
+            world = rendezvous.join(World.detect(), cpu=settings.cpu, timeout_s=settings.timeout_s)
             device = torch.device(world.device)
-            talk = runtime.current().collectives(world, device) or Collectives(
-                world, device=device, debug=told.debug, timeout_s=told.timeout_s, hang_report_s=told.hang_report_s
-            )
-            super().__init__(world, device, talk)
+            collectives = runtime.current().collectives(world, device) or Collectives(
+                world, device=device, debug=settings.debug, timeout_s=settings.timeout_s,
+                hang_report_s=settings.hang_report_s)  # fmt: skip
+            self._shared_state.update(_described(world, device, collectives, cpu))
+            self.device = torch.device(wanted_device() or device)
             if _deepspeed_is_asked():
-                self._distributed_type = DistributedType.DEEPSPEED
+                self._shared_state["distributed_type"] = DistributedType.DEEPSPEED
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), ()  # transformers pickles it with its arguments: it is that of the process that reads them
+
+    def __getattr__(self, name: str) -> Any:
+        reason = f"'{type(self).__name__}' object has no attribute '{name}'"
+        if name in self._known_attrs:
+            reason += (
+                f". There is none after `{type(self).__name__}._reset_state()`, until an `Accelerator` or a `PartialState` is "
+                "made"
+            )
+        raise AttributeError(reason)
 
     @classmethod
     def _reset_state(cls) -> None:
@@ -74,68 +148,165 @@ class PartialState(Participant):
         return bool(self._shared_state)
 
     @property
-    def distributed_type(self) -> Any:
-        """accelerate's word for this setup."""
-        return self.__dict__.get("_distributed_type") or distributed_type(self.world, self.device)
-
-    @property
-    def backend(self) -> str | None:
-        """Backend of the process group; None without one."""
-        return dist.get_backend() if dist.is_initialized() else None
-
-    @property
     def default_device(self) -> torch.device:
         """What `device` would be if nobody had said otherwise."""
         return torch.accelerator.current_accelerator() or torch.device("cpu")
 
-    @property
-    def debug(self) -> bool:
-        """Whether collectives are checked."""
-        return self.collectives.debug
+    # -- who does what: by the attributes above, which a script may have set ---------------------------------------
 
     @property
-    def fork_launched(self) -> bool:
-        """Never asked of us: processes are told nothing by how they were started."""
-        return False
+    def use_distributed(self) -> bool:
+        """Whether there is more than one process."""
+        return bool(self.distributed_type != DistributedType.NO and self.num_processes > 1)
+
+    @property
+    def is_main_process(self) -> bool:
+        """Whether this is rank 0."""
+        return bool(self.process_index == 0)
+
+    @property
+    def is_local_main_process(self) -> bool:
+        """Whether this is the first process of its host."""
+        return bool(self.local_process_index == 0)
+
+    @property
+    def is_last_process(self) -> bool:
+        """Whether this is the last rank."""
+        return bool(self.process_index == self.num_processes - 1)
+
+    def print(self, *args: object, **kwargs: Any) -> None:
+        """Prints on the first process of each host."""
+        if self.is_local_main_process:
+            print(*args, **kwargs)
+
+    def on_process(self, function: Callable[..., Any] | None = None, process_index: int | None = None) -> Any:
+        """Decorator: runs on rank `process_index`; with one process always."""
+        if function is None:
+            return lambda inner: self.on_process(inner, process_index)
+        return self._only(function, not self.use_distributed or self.process_index == process_index)
+
+    def on_local_process(
+        self, function: Callable[..., Any] | None = None, local_process_index: int | None = None
+    ) -> Any:
+        """Decorator: runs on process `local_process_index` of each host; with one process always."""
+        if function is None:
+            return lambda inner: self.on_local_process(inner, local_process_index)
+        return self._only(function, not self.use_distributed or self.local_process_index == local_process_index)
+
+    def _only(self, function: Callable[..., Any], here: bool) -> Any:
+        return function if here else do_nothing
+
+    def _goes_first(self, is_main: bool) -> AbstractContextManager[None]:
+        return self._first(is_main)
+
+    @contextmanager
+    def split_between_processes(self, inputs: Any, apply_padding: bool = False) -> Iterator[Any]:
+        """Gives each process its part; see `paceline.compat.accelerate.split.split_part`."""
+        yield split_part(inputs, self.process_index, self.num_processes, apply_padding)
+
+    # -- the group ---------------------------------------------------------------------------------------------------
 
     def set_device(self) -> None:
-        """Done already."""
+        """Makes the device of this process torch's current one, where it has a number."""
+        if self.device.type not in ("cpu", "meta") and self.device.index is not None:
+            torch.accelerator.set_device_index(self.device.index)
 
     def destroy_process_group(self, group: Any = None) -> None:
-        """Leaves the group."""
+        """Leaves the group, or one of its parts."""
         if group is None:
             rendezvous.leave()
+        elif dist.is_initialized():
+            dist.destroy_process_group(group)
 
     def __repr__(self) -> str:
+        backend = f"  Backend: {self.backend}" if self.backend else ""
         return (
-            f"Distributed environment: {self.distributed_type}\nNum processes: {self.num_processes}\n"
+            f"Distributed environment: {self.distributed_type}{backend}\nNum processes: {self.num_processes}\n"
             f"Process index: {self.process_index}\nLocal process index: {self.local_process_index}\n"
             f"Device: {self.device}\n"
         )
 
 
+def _described(world: World, device: torch.device, collectives: Collectives, cpu: bool) -> dict[str, Any]:
+    """What lies in the shared dictionaries: ours, and the same under accelerate's names."""
+    return {
+        "world": world,
+        "device": device,
+        "collectives": collectives,
+        "_trigger": False,
+        "_cpu": cpu,
+        "backend": dist.get_backend() if dist.is_initialized() and world.size > 1 else None,
+        "debug": collectives.debug,
+        "distributed_type": distributed_type(world, device),
+        "num_processes": world.size,
+        "process_index": world.rank,
+        "local_process_index": world.local_rank,
+        "fork_launched": environment.snapshot().get("FORK_LAUNCHED", "0") not in ("", "0", "false", "False"),
+    }
+
+
 class AcceleratorState(PartialState):
-    """`PartialState` and the choices of an accelerator."""
+    """`PartialState` and the choices of an accelerator.
+
+    Args:
+        mixed_precision, cpu: what the accelerator chose; others are refused.
+        others: taken as accelerate's constructor names them; the accelerator has them.
+
+    Raises:
+        CompatValueError: `compat-argument`, where no accelerator was made, or it computes in another precision.
+    """
 
     _shared_state: ClassVar[dict[str, Any]] = {}
-    fsdp_plugin = megatron_lm_plugin = torch_tp_plugin = dynamo_plugin = None
     deepspeed_plugins: Mapping[str, DeepSpeedPlugin] | None = None
-    use_ipex = False
+    _known_attrs: ClassVar[list[str]] = [
+        *_KNOWN,
+        "deepspeed_plugin",
+        "fsdp_plugin",
+        "megatron_lm_plugin",
+        "dynamo_plugin",
+    ]
 
-    def __init__(self, mixed_precision: str | None = None, cpu: bool = False, **options: Any) -> None:
-        if not self._shared_state:
-            self._shared_state.update(vars(PartialState(cpu)), mixed_precision=mixed_precision or "no")
+    def __init__(
+        self,
+        mixed_precision: str | None = None,
+        cpu: bool = False,
+        dynamo_plugin: Any = None,
+        deepspeed_plugin: Any = None,
+        fsdp_plugin: Any = None,
+        torch_tp_plugin: Any = None,
+        megatron_lm_plugin: Any = None,
+        parallelism_config: Any = None,
+        _from_accelerator: bool = False,
+        **options: Any,
+    ) -> None:
         self.__dict__ = self._shared_state
+        if not self._shared_state:
+            if not _from_accelerator:
+                raise CompatValueError(
+                    "compat-argument",
+                    "there is no accelerator whose state could be shown.",
+                    why="AcceleratorState() shows the accelerator that was made last",
+                    fix="write `accelerator = Accelerator()` first",
+                )
+            plugins = {"dynamo_plugin": dynamo_plugin, "torch_tp_plugin": torch_tp_plugin}
+            self._fill(vars(PartialState(cpu, **options)), mixed_precision or "no", plugins, parallelism_config)
+        self._check_initialized(mixed_precision, cpu)
+
+    def _fill(self, process: dict[str, Any], precision: str, plugins: dict[str, Any], axes: Any = None) -> None:
+        self._shared_state.clear()
+        empty = {"deepspeed_plugins": None, "torch_tp_plugin": None, "dynamo_plugin": None, "device_mesh": None}
+        self._shared_state.update({**process, **empty, **plugins, "parallelism_config": axes})
+        self._shared_state["_mixed_precision"] = precision
 
     @classmethod
     def of(cls, accelerator: Any) -> AcceleratorState:
-        """The view of one accelerator; the classes called without one show it from now on."""
-        seen = dict(world=accelerator.world, device=accelerator.device, collectives=accelerator.collectives)
+        """The state that shows an accelerator from now on."""
+        process = _described(accelerator.world, accelerator.device, accelerator.collectives, accelerator.settings.cpu)
+        own = {name: value for name, value in PartialState._shared_state.items() if name not in process}
+        PartialState._shared_state.update(process)
         state = object.__new__(cls)
-        state.__dict__ = {**seen, "mixed_precision": accelerator.mixed_precision}
-        for shared, values in ((PartialState._shared_state, seen), (cls._shared_state, state.__dict__)):
-            shared.clear()
-            shared.update(values)
+        state.__dict__ = cls._shared_state
+        state._fill({**process, **own}, accelerator.mixed_precision, {}, accelerator.parallelism_config)
         return state
 
     def adopt(
@@ -146,17 +317,31 @@ class AcceleratorState(PartialState):
         if deepspeed:
             for plugin in deepspeed.values():
                 plugin.set_mixed_precision(accelerator.mixed_precision)
-            told |= {"deepspeed_plugins": deepspeed, "_distributed_type": DistributedType.DEEPSPEED}
+            told |= {"deepspeed_plugins": deepspeed, "distributed_type": DistributedType.DEEPSPEED}
         elif accelerator.plan.layout.size("shard", "tp") > 1:
             # Who saves a model looks here for how: without a word, the whole model is what `get_state_dict` gives.
             plugin = fsdp or FullyShardedDataParallelPlugin()
             plugin.set_state_dict_type(plugin.state_dict_type or "FULL_STATE_DICT")
-            told |= {"fsdp_plugin": plugin, "_distributed_type": DistributedType.FSDP}
-        told = {name: value for name, value in told.items() if value is not None}
-        self.__dict__.update(told)
-        self._shared_state.update(told)
+            told |= {"fsdp_plugin": plugin, "distributed_type": DistributedType.FSDP}
+        self._shared_state.update({name: value for name, value in told.items() if value is not None})
         if deepspeed and self.deepspeed_plugin is None:
             self.select_deepspeed_plugin(next(iter(deepspeed)))
+
+    def _check_initialized(self, mixed_precision: str | None = None, cpu: bool | None = None) -> None:
+        """Refuses another precision than the accelerator's."""
+        own = self._shared_state.get("_mixed_precision", "no")
+        if mixed_precision is not None and str(getattr(mixed_precision, "value", mixed_precision)) != own:
+            raise CompatValueError(
+                "compat-argument",
+                f"this process computes in {own!r} already, and not in {mixed_precision!r}.",
+                why="the precision is one for all accelerators of a process, as under accelerate",
+                fix="give the same mixed_precision each time, or call `AcceleratorState._reset_state(True)` in between",
+            )
+
+    @property
+    def mixed_precision(self) -> str:
+        """The accelerator's precision."""
+        return str(self._mixed_precision)
 
     @property
     def deepspeed_plugin(self) -> DeepSpeedPlugin | None:
@@ -164,20 +349,33 @@ class AcceleratorState(PartialState):
         return next((plugin for plugin in (self.deepspeed_plugins or {}).values() if plugin.selected), None)
 
     def get_deepspeed_plugin(self, name: str) -> DeepSpeedPlugin:
-        """The plugin that `Accelerator(deepspeed_plugins=...)` has under a name."""
-        return (self.deepspeed_plugins or {})[name]
+        """The DeepSpeed plugin of a name.
+
+        Raises:
+            CompatValueError: `compat-argument`, where there is none.
+        """
+        plugins = self.deepspeed_plugins or {}
+        if name not in plugins:
+            raise CompatValueError(
+                "compat-argument",
+                f"there is no DeepSpeed plugin called {name!r}.",
+                why=f"plugins of this accelerator: {', '.join(plugins) or 'none'}",
+                fix="name it in `Accelerator(deepspeed_plugins={...})`",
+            )
+        return plugins[name]
 
     def select_deepspeed_plugin(self, name: str | None = None) -> None:
         """Models that are prepared from now on follow the plugin of this name."""
-        for other, plugin in (self.deepspeed_plugins or {}).items():
-            if other != name:
+        chosen = self.get_deepspeed_plugin(str(name))
+        for plugin in (self.deepspeed_plugins or {}).values():
+            if plugin is not chosen:
                 plugin._unselect()
-        (self.deepspeed_plugins or {})[str(name)].select(_from_accelerator_state=True)
+        chosen.select(_from_accelerator_state=True)
 
     @property
     def is_fsdp2(self) -> bool:
         """Whether a script asked for version 2 of FSDP, and gets it."""
-        version = getattr(self.fsdp_plugin, "fsdp_version", 1)
+        version = getattr(self.__dict__.get("fsdp_plugin"), "fsdp_version", 1)
         return bool(self.distributed_type == DistributedType.FSDP and version == 2)
 
     @classmethod
@@ -185,6 +383,9 @@ class AcceleratorState(PartialState):
         cls._shared_state.clear()
         if reset_partial_state:
             PartialState._reset_state()
+
+    def __repr__(self) -> str:
+        return f"{super().__repr__()}\nMixed precision type: {self.mixed_precision}\n"
 
 
 def _deepspeed_is_asked() -> bool:
@@ -208,86 +409,3 @@ def deepspeed_plugins_of(plugin: Any, plugins: Any) -> dict[str, DeepSpeedPlugin
     if earlier:
         return dict(earlier)
     return {"default": DeepSpeedPlugin()} if _deepspeed_is_asked() else {}
-
-
-class GradientState:
-    """The accumulation window and the loader that is being iterated, of one accelerator."""
-
-    _shared_state: ClassVar[dict[str, Any]] = {}
-
-    def __init__(self, gradient_accumulation_plugin: Any = None) -> None:
-        self.__dict__ = self._shared_state
-
-    @classmethod
-    def of(cls, accelerator: Any, plugin: Any) -> GradientState:
-        """The view of one accelerator."""
-        state = object.__new__(cls)
-        # Weak: the class must not keep a finished run's models alive.
-        state.__dict__ = {"_accelerator": weakref.ref(accelerator), "plugin_kwargs": plugin.to_kwargs()}
-        cls._shared_state.clear()
-        cls._shared_state.update(state.__dict__)
-        return state
-
-    @classmethod
-    def _reset_state(cls) -> None:
-        cls._shared_state.clear()
-
-    def _of_accelerator(self, name: str) -> Any:
-        accelerator = self.__dict__["_accelerator"]() if "_accelerator" in self.__dict__ else None
-        return None if accelerator is None else getattr(accelerator, name)
-
-    @property
-    def initialized(self) -> bool:
-        """Whether an accelerator was made."""
-        return bool(self.__dict__)
-
-    @property
-    def sync_gradients(self) -> bool:
-        """Whether the window ends with this micro-batch."""
-        gradients = self._of_accelerator("gradients")
-        return True if gradients is None else gradients.sync
-
-    def _set_sync_gradients(self, value: bool) -> None:
-        self._of_accelerator("gradients").sync = value
-
-    @property
-    def num_steps(self) -> int:
-        """Micro-batches in a window."""
-        gradients = self._of_accelerator("gradients")
-        return 1 if gradients is None else gradients.steps
-
-    adjust_scheduler = property(lambda self: self.__dict__.get("plugin_kwargs", {}).get("adjust_scheduler", False))
-    sync_with_dataloader = property(
-        lambda self: self.__dict__.get("plugin_kwargs", {}).get("sync_with_dataloader", True)
-    )
-    sync_each_batch = property(lambda self: self.__dict__.get("plugin_kwargs", {}).get("sync_each_batch", False))
-
-    @property
-    def active_dataloader(self) -> Any:
-        """The prepared loader that is being iterated, or None."""
-        run = self._of_accelerator("run")
-        return None if run is None else run.active_loaders.top
-
-    @property
-    def dataloader_references(self) -> list[Any]:
-        """Loaders that are being iterated, the current one last."""
-        return [self.active_dataloader] if self.in_dataloader else []
-
-    is_xla_gradients_synced = False
-
-    @property
-    def in_dataloader(self) -> bool:
-        """Whether a prepared loader is being iterated."""
-        return self.active_dataloader is not None
-
-    @property
-    def end_of_dataloader(self) -> bool:
-        """Whether the current batch is the last of its epoch."""
-        loader = self.active_dataloader
-        return loader is not None and loader.end_of_dataloader
-
-    @property
-    def remainder(self) -> int:
-        """Real samples of a last batch that is not full; -1 outside of loops."""
-        loader = self.active_dataloader
-        return -1 if loader is None else loader.remainder

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import gc
 import importlib.metadata
 import importlib.util
 import operator
 import socket
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import wraps
 from pathlib import Path
@@ -20,14 +19,13 @@ import yaml
 from paceline.base import env
 from paceline.base.errors import ConfigError
 from paceline.checkpoint.files import load_object, save_object
-from paceline.compat.absent import refuse
 from paceline.compat.accelerate.dialect import DIALECT
+from paceline.compat.accelerate.errors import CompatValueError
 from paceline.compat.accelerate.state import PartialState
 from paceline.config import places
 from paceline.config.settings import settings_of
-from paceline.optim import batch_size
 
-_COMPARE = {
+STR_OPERATION_TO_FUNC = {
     ">": operator.gt,
     ">=": operator.ge,
     "==": operator.eq,
@@ -50,24 +48,29 @@ def patch_environment(**kwargs: Any) -> Iterator[None]:
 
 @contextmanager
 def clear_environment() -> Iterator[None]:
-    """Empties the environment for a block."""
-    with env.patched(dict.fromkeys(env.snapshot())):
+    """Empties the environment for a block; what the block sets is gone afterwards."""
+    before = env.snapshot()
+    env.export(dict.fromkeys(before))
+    try:
         yield
+    finally:
+        env.export({**dict.fromkeys(env.snapshot()), **before})
 
 
 def purge_accelerate_environment(func_or_cls: Any) -> Any:
-    """Decorator: what a function (or each test of a class) sets of accelerate's variables is undone afterwards."""
-    if isinstance(func_or_cls, type):
-        for name, method in list(vars(func_or_cls).items()):
-            if name.startswith("test_") and callable(method):
-                setattr(func_or_cls, name, purge_accelerate_environment(method))
-        return func_or_cls
+    """Decorator: what a function sets of accelerate's variables is undone afterwards.
 
-    @wraps(func_or_cls)
+    Of a class, this counts for its methods `test_*`, `setUp` and the like, and for those of its subclasses.
+    """
+    return _purged_class(func_or_cls) if isinstance(func_or_cls, type) else _purged(func_or_cls)
+
+
+def _purged(function: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(function)
     def purged(*args: Any, **kwargs: Any) -> Any:
         before = env.snapshot()
         try:
-            return func_or_cls(*args, **kwargs)
+            return function(*args, **kwargs)
         finally:
             now = env.snapshot()
             env.export({name: before.get(name) for name in now | before if name.startswith("ACCELERATE_")})
@@ -75,10 +78,33 @@ def purge_accelerate_environment(func_or_cls: Any) -> Any:
     return purged
 
 
+def _purged_class(kind: Any) -> Any:
+    _purge_methods(kind)
+    inherited = kind.__init_subclass__
+
+    def purge_subclass(subclass: type, **keywords: Any) -> None:
+        inherited(**keywords)
+        _purge_methods(subclass)
+
+    kind.__init_subclass__ = classmethod(purge_subclass)
+    return kind
+
+
+def _purge_methods(kind: Any) -> None:
+    """Wraps a class' own test methods, class methods and static methods included."""
+    for name, member in list(vars(kind).items()):
+        if not name.startswith("test"):
+            continue
+        if isinstance(member, classmethod | staticmethod):
+            setattr(kind, name, type(member)(_purged(member.__func__)))
+        elif callable(member):
+            setattr(kind, name, _purged(member))
+
+
 def str_to_bool(value: str, to_bool: bool = False) -> int | bool:
     """1 or 0 (or True or False) for a yes/no word; ValueError for any other."""
-    found = env.parse_bool(value)
-    return found if to_bool else int(found)
+    is_true = env.parse_bool(value)
+    return is_true if to_bool else int(is_true)
 
 
 def parse_flag_from_env(key: str, default: bool = False) -> bool:
@@ -91,21 +117,9 @@ def parse_choice_from_env(key: str, default: str = "no") -> str:
     return env.snapshot().get(key, str(default))
 
 
-def get_int_from_env(env_keys: list[str], default: int) -> int:
-    """The first of several variables that holds a number of 0 or more."""
-    texts = (env.snapshot().get(key) for key in env_keys)
-    return next((int(text) for text in texts if text and int(text) >= 0), default)
-
-
 def are_libraries_initialized(*library_names: str) -> list[str]:
     """Which of these modules are imported."""
     return [name for name in library_names if name in sys.modules]
-
-
-def get_gpu_info() -> tuple[list[str], int]:
-    """Names and number of the CUDA devices."""
-    count = torch.cuda.device_count()
-    return [torch.cuda.get_device_name(index) for index in range(count)], count
 
 
 def is_port_in_use(port: int | None = None) -> bool:
@@ -118,12 +132,24 @@ def is_port_in_use(port: int | None = None) -> bool:
 
 
 def compare_versions(library_or_version: Any, operation: str, requirement_version: str) -> bool:
-    """Compares a version, or that of a library named, such as `("torch", ">=", "2.0")`."""
+    """Compares a version, or that of a library named, such as `("torch", ">=", "2.0")`.
+
+    Raises:
+        CompatValueError: `compat-argument`, for an operation that there is not.
+    """
     from packaging.version import parse
+
+    if operation not in STR_OPERATION_TO_FUNC:
+        raise CompatValueError(
+            "compat-argument",
+            f"versions cannot be compared by {operation!r}.",
+            why=f"known: {' '.join(STR_OPERATION_TO_FUNC)}",
+            fix='use one of these, such as ">="',
+        )
 
     if isinstance(library_or_version, str):
         library_or_version = parse(importlib.metadata.version(library_or_version))
-    return bool(_COMPARE[operation](library_or_version, parse(requirement_version)))
+    return bool(STR_OPERATION_TO_FUNC[operation](library_or_version, parse(requirement_version)))
 
 
 def is_torch_version(operation: str, version: str) -> bool:
@@ -155,7 +181,9 @@ def save(obj: Any, f: Any, save_on_each_node: bool = False, safe_serialization: 
 
 
 def load(f: Any, map_location: Any = None, **kwargs: Any) -> Any:
-    """Reads a file without running code from it."""
+    """Reads a file without running code from it, unless the script says `weights_only=False`."""
+    if kwargs.get("weights_only") is False:
+        return torch.load(f, map_location=map_location, **kwargs)
     return load_object(f, map_location=map_location)
 
 
@@ -201,7 +229,18 @@ def write_basic_config(mixed_precision: str = "no", save_location: str = default
 
 
 def tqdm(*args: Any, main_process_only: bool = True, **kwargs: Any) -> Any:
-    """tqdm's bar, on the first process of each host alone unless told otherwise."""
+    """tqdm's bar, on the first process of each host alone unless told otherwise.
+
+    Raises:
+        CompatValueError: `compat-argument`, where the first argument is True or False, as it was in accelerate's early days.
+    """
+    if args and isinstance(args[0], bool):
+        raise CompatValueError(
+            "compat-argument",
+            f"tqdm was given {args[0]} as what it iterates over.",
+            why="the first argument is the iterable",
+            fix=f"write `tqdm(iterable, main_process_only={args[0]})`",
+        )
     from tqdm.auto import tqdm as bar
 
     hidden = main_process_only and PartialState().local_process_index != 0
@@ -221,34 +260,3 @@ def merge_dicts(source: Mapping[str, Any], destination: dict[str, Any]) -> dict[
         else:
             destination[key] = value
     return destination
-
-
-# -- memory --------------------------------------------------------------------------------------------------
-
-
-def clear_device_cache(garbage_collection: bool = False) -> None:
-    """Gives memory that nobody holds back to the device."""
-    if garbage_collection:
-        gc.collect()
-    if torch.accelerator.is_available():
-        torch.accelerator.empty_cache()
-
-
-def release_memory(*objects: Any) -> list[None]:
-    """As many Nones as objects, for `a, b = release_memory(a, b)`; then the device's cache is emptied."""
-    clear_device_cache(garbage_collection=True)
-    return [None] * len(objects)
-
-
-def should_reduce_batch_size(exception: Exception) -> bool:
-    """Whether an error is about memory."""
-    return batch_size.is_out_of_memory(exception)
-
-
-def find_executable_batch_size(
-    function: Any = None, starting_batch_size: int = 128, reduce_batch_size_fn: Any = None
-) -> Any:
-    """Calls a function with a batch size that fits, halved until it does."""
-    if reduce_batch_size_fn is not None:
-        refuse("find_executable_batch_size(reduce_batch_size_fn=...)", "sizes are halved", "leave it out")
-    return batch_size.find_executable_batch_size(function, starting_batch_size)

@@ -1,0 +1,145 @@
+"""`accelerate.checkpointing`: the functions that `save_state` is made of there, for scripts that call them."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from paceline.checkpoint.files import NUMPY_ARRAYS, load_object, save_object
+from paceline.compat.accelerate.state import PartialState
+from paceline.compat.accelerate.wrapping import clean_state_dict_for_safetensors
+
+
+def _numbered(stem: str, number: int, ending: str) -> str:
+    return f"{stem}.{ending}" if number == 0 else f"{stem}_{number}.{ending}"
+
+
+def _writes(save_on_each_node: bool) -> bool:
+    state = PartialState()
+    return state.is_local_main_process if save_on_each_node else state.is_main_process
+
+
+def save_custom_state(obj: Any, path: str, index: int = 0, save_on_each_node: bool = False) -> None:
+    """Writes the state of a registered object, on the main process."""
+    if _writes(save_on_each_node):
+        save_object(obj.state_dict(), Path(path) / f"custom_checkpoint_{index}.pkl")
+
+
+def load_custom_state(obj: Any, path: str, index: int = 0) -> None:
+    """Reads it into the object."""
+    with torch.serialization.safe_globals(NUMPY_ARRAYS):
+        obj.load_state_dict(load_object(Path(path) / f"custom_checkpoint_{index}.pkl"))
+
+
+def random_streams(step: int) -> dict[str, Any]:
+    """The random streams of this process, and the step, as `random_states_0.pkl` holds them."""
+    streams: dict[str, Any] = {
+        "step": step,
+        "random_state": random.getstate(),
+        "numpy_random_seed": np.random.get_state(),
+        "torch_manual_seed": torch.get_rng_state(),
+    }
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    if accelerator is not None and accelerator.type != "cpu":
+        streams[f"torch_{accelerator.type}_manual_seed"] = torch.get_device_module(accelerator.type).get_rng_state_all()
+    return streams
+
+
+def set_random_streams(streams: dict[str, Any]) -> None:
+    """Puts the random streams of this process back."""
+    random.setstate(streams["random_state"])
+    np.random.set_state(streams["numpy_random_seed"])
+    torch.set_rng_state(streams["torch_manual_seed"])
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    if accelerator is not None and f"torch_{accelerator.type}_manual_seed" in streams:
+        state = streams[f"torch_{accelerator.type}_manual_seed"]
+        torch.get_device_module(accelerator.type).set_rng_state_all(state)
+
+
+def save_accelerator_state(
+    output_dir: str,
+    model_states: Sequence[dict[str, Any]],
+    optimizers: Sequence[Any],
+    schedulers: Sequence[Any],
+    dataloaders: Sequence[Any],
+    process_index: int,
+    step: int,
+    scaler: Any = None,
+    save_on_each_node: bool = False,
+    safe_serialization: bool = True,
+) -> Path:
+    """Writes states under accelerate's file names; each process its random streams, the main one all else. Ranks: all."""
+    folder = Path(output_dir)
+    if _writes(save_on_each_node):
+        for number, state in enumerate(model_states):
+            if safe_serialization:
+                tensors = clean_state_dict_for_safetensors(state)
+                save_object(tensors, folder / _numbered("model", number, "safetensors"), True)
+            else:
+                save_object(state, folder / _numbered("pytorch_model", number, "bin"))
+        for stem, things in (("optimizer", optimizers), ("scheduler", schedulers)):
+            for number, thing in enumerate(things):
+                save_object(thing.state_dict(), folder / _numbered(stem, number, "bin"))
+        for number, loader in enumerate(dataloaders):
+            if getattr(loader, "use_stateful_dataloader", False):
+                save_object(loader.state_dict(), folder / _numbered("dl_state_dict", number, "bin"))
+        if scaler is not None:
+            save_object(scaler.state_dict(), folder / "scaler.pt")
+    save_object(random_streams(step), folder / f"random_states_{process_index}.pkl")
+    return folder
+
+
+def load_accelerator_state(
+    input_dir: str,
+    models: Sequence[torch.nn.Module],
+    optimizers: Sequence[Any],
+    schedulers: Sequence[Any],
+    dataloaders: Sequence[Any],
+    process_index: int,
+    scaler: Any = None,
+    map_location: Any = None,
+    load_kwargs: dict[str, Any] | None = None,
+    **load_model_func_kwargs: Any,
+) -> dict[str, Any]:
+    """Reads what `save_accelerator_state` wrote; returns what belongs to the accelerator: its step."""
+    folder = Path(input_dir)
+    place = "cpu" if map_location in (None, "on_device") else map_location
+    for number, model in enumerate(models):
+        path = folder / _numbered("model", number, "safetensors")
+        if not path.is_file():
+            path = folder / _numbered("pytorch_model", number, "bin")
+        state = load_object(path, map_location=place)
+        names = set(state)
+        model.load_state_dict({**_tied(model, names, state), **state}, **load_model_func_kwargs)
+    for stem, things in (("optimizer", optimizers), ("scheduler", schedulers)):
+        for number, thing in enumerate(things):
+            thing.load_state_dict(load_object(folder / _numbered(stem, number, "bin"), map_location=place))
+    for number, loader in enumerate(dataloaders):
+        path = folder / _numbered("dl_state_dict", number, "bin")
+        if getattr(loader, "use_stateful_dataloader", False) and path.is_file():
+            loader.load_state_dict(load_object(path))
+    if scaler is not None:
+        scaler.load_state_dict(load_object(folder / "scaler.pt"))
+    with torch.serialization.safe_globals(NUMPY_ARRAYS):
+        streams = load_object(folder / f"random_states_{process_index}.pkl")
+    set_random_streams(streams)
+    return {"step": streams.get("step", 0)}
+
+
+def _tied(model: torch.nn.Module, names: set[str], state: dict[str, Any]) -> dict[str, Any]:
+    """Other names of tied weights, which a file holds once."""
+    first: dict[int, str] = {}
+    others = {}
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    for name, parameter in parameters.items():
+        if name in names:
+            first.setdefault(id(parameter), name)
+    for name, parameter in parameters.items():
+        if name not in names and id(parameter) in first:
+            others[name] = state[first[id(parameter)]]
+    return others

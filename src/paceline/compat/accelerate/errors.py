@@ -1,0 +1,41 @@
+"""Errors of this door that scripts catch as the Python class that accelerate raises; they stay coded errors of ours."""
+
+from __future__ import annotations
+
+from paceline.base.errors import CollectiveError, CompatError
+
+
+class CompatValueError(CompatError, ValueError):
+    """A value that accelerate refuses with a `ValueError`."""
+
+
+class CompatTypeError(CompatError, TypeError):
+    """An object that accelerate refuses with a `TypeError`."""
+
+
+class CompatRuntimeError(CompatError, RuntimeError):
+    """A call that accelerate refuses with a `RuntimeError`."""
+
+
+class CompatAssertionError(CompatError, AssertionError):
+    """A call that accelerate refuses with an `AssertionError`."""
+
+
+class CompatImportError(CompatError, ImportError):
+    """A call that needs a package which is not installed."""
+
+
+class DistributedOperationException(CollectiveError):
+    """Ranks that bring other shapes to an operation, found because ACCELERATE_DEBUG_MODE asks to look.
+
+    Args:
+        what: what happened.
+        why, fix: as of every coded error.
+    """
+
+    def __init__(self, what: str, why: str = "", fix: str = "") -> None:
+        super().__init__("collective-mismatch", what, why, fix)
+        self._arguments = (what, why, fix)
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return type(self), self._arguments

@@ -1,0 +1,258 @@
+"""`accelerate.utils.operations` on one process: what is done to the tensors of a nested batch, or asked of them."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from functools import update_wrapper, wraps
+from typing import Any
+
+import torch
+
+from paceline.compat.accelerate.errors import CompatTypeError, CompatValueError
+from paceline.precision.policy import to_float32
+from paceline.world import tree as trees
+
+_DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.uint8, torch.int8, torch.int16, torch.int32,
+           torch.int64, torch.bool)  # fmt: skip
+TENSOR_TYPE_TO_INT = {dtype: number for number, dtype in enumerate(_DTYPES, 1)}
+TENSOR_INT_TO_DTYPE = {number: dtype for dtype, number in TENSOR_TYPE_TO_INT.items()}
+
+
+@dataclass
+class TensorInformation:
+    """What has to be known of a tensor to make an empty one like it."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+
+
+# -- kinds of values -----------------------------------------------------------------------------------------
+
+
+def is_torch_tensor(tensor: Any) -> bool:
+    """Whether it is a tensor."""
+    return isinstance(tensor, torch.Tensor)
+
+
+def is_torch_xpu_tensor(tensor: Any) -> bool:
+    """Whether it is a tensor on an XPU."""
+    return isinstance(tensor, torch.Tensor) and tensor.device.type == "xpu"
+
+
+def is_tensor_information(tensor_info: Any) -> bool:
+    """Whether it describes a tensor."""
+    return isinstance(tensor_info, TensorInformation)
+
+
+def is_namedtuple(data: Any) -> bool:
+    """Whether it is a tuple with named fields."""
+    return isinstance(data, tuple) and hasattr(data, "_fields")
+
+
+def honor_type(obj: Any, generator: Iterable[Any]) -> Any:
+    """The values of `generator` in a container of `obj`'s class."""
+    values = list(generator)
+    return type(obj)(*values) if is_namedtuple(obj) else type(obj)(values)
+
+
+# -- a function on each leaf ---------------------------------------------------------------------------------
+
+
+def recursively_apply(
+    func: Callable[..., Any],
+    data: Any,
+    *args: Any,
+    test_type: Callable[[Any], bool] = is_torch_tensor,
+    error_on_other_type: bool = False,
+    **kwargs: Any,
+) -> Any:
+    """Applies `func(leaf, *args, **kwargs)` to each leaf for which `test_type` holds.
+
+    Raises:
+        CompatTypeError: `compat-argument`, for another leaf, with `error_on_other_type`.
+    """
+
+    values = trees.children(data)
+    # A leaf may be a dataclass, such as a `TensorInformation`.
+    if values is not None and (isinstance(data, list | tuple | Mapping) or not test_type(data)):
+        named = {"test_type": test_type, "error_on_other_type": error_on_other_type, **kwargs}
+        return trees.rebuild(data, [recursively_apply(func, value, *args, **named) for value in values])
+    if test_type(data):
+        return func(data, *args, **kwargs)
+    if error_on_other_type:
+        raise other_type(func, data)
+    return data
+
+
+def other_type(operation: Callable[..., Any], leaf: object) -> CompatTypeError:
+    """The error for a leaf that an operation on tensors cannot take."""
+    return CompatTypeError(
+        "compat-argument",
+        f"{getattr(operation, '__name__', operation)} takes nested containers of tensors.",
+        why=f"a leaf of the data is a {type(leaf).__name__}",
+        fix="leave it out, or use `gather_object` or `broadcast_object_list`, which take any object",
+    )
+
+
+def send_to_device(tensor: Any, device: Any, non_blocking: bool = False, skip_keys: Any = None) -> Any:
+    """A nested batch on a device, but for entries of mappings (at any depth) that `skip_keys` names.
+
+    An object that has a method `to` of its own, such as a tokenizer's batch, is moved by it.
+    """
+    skipped = {skip_keys} if isinstance(skip_keys, str) else set(skip_keys or ())
+    to = getattr(tensor, "to", None)
+    if callable(to):
+        try:
+            return to(device, non_blocking=non_blocking)
+        except TypeError:  # a method that knows no `non_blocking`
+            return to(device)
+    values = trees.children(tensor)
+    if values is None:
+        return tensor
+    names = list(tensor) if isinstance(tensor, Mapping) else [None] * len(values)
+    moved = []
+    for name, value in zip(names, values, strict=True):
+        stays = name is not None and name in skipped
+        moved.append(value if stays else send_to_device(value, device, non_blocking, skip_keys))
+    return trees.rebuild(tensor, moved)
+
+
+def concatenate(data: Any, dim: int = 0) -> Any:
+    """Batches of one structure, joined tensor by tensor.
+
+    Raises:
+        CompatTypeError: `compat-argument`, for a leaf that is no tensor.
+    """
+    first = data[0]
+    values = trees.children(first)
+    if values is not None:
+        columns = zip(*(trees.children(batch) or () for batch in data), strict=True)
+        return trees.rebuild(first, [concatenate(column, dim) for column in columns])
+    if not isinstance(first, torch.Tensor):
+        raise other_type(concatenate, first)
+    return torch.cat(tuple(data), dim=dim)
+
+
+def slice_tensors(data: Any, tensor_slice: slice, process_index: Any = None, num_processes: Any = None) -> Any:
+    """The same rows of each tensor."""
+    return trees.map_tensors(lambda tensor: tensor[tensor_slice], data)
+
+
+def listify(data: Any) -> Any:
+    """Tensors as lists of numbers."""
+    return trees.map_tensors(lambda tensor: tensor.detach().cpu().tolist(), data)
+
+
+def pad_input_tensors(tensor: Any, batch_size: int, num_processes: int, dim: int = 0) -> Any:
+    """Fills tensors up with zeros, so that `num_processes` can share a batch evenly.
+
+    Shape:
+        [..., batch_size, ...] with `batch_size` at `dim`; gives the next multiple of `num_processes` there.
+    """
+    missing = -batch_size % num_processes
+
+    def pad_input(leaf: torch.Tensor) -> torch.Tensor:
+        shape = list(leaf.shape)
+        shape[dim] = missing
+        return torch.cat([leaf, leaf.new_zeros(shape)], dim=dim) if missing else leaf
+
+    return recursively_apply(pad_input, tensor, error_on_other_type=True)
+
+
+# -- what is asked of a batch --------------------------------------------------------------------------------
+
+
+def find_batch_size(data: Any) -> int:
+    """Length along dim 0 of the first tensor.
+
+    Raises:
+        CompatTypeError, CompatValueError: `compat-argument`, where the first leaf is no tensor, or there is none.
+        IndexError: for a tensor of no dims.
+    """
+    values = trees.children(data)
+    if values is not None:
+        if not values:
+            raise CompatValueError(
+                "compat-argument",
+                f"an empty {type(data).__name__} has no batch size.",
+                why="the length of the first tensor is asked for, and there is none",
+                fix="pass a batch with at least one tensor",
+            )
+        return find_batch_size(values[0])
+    if not isinstance(data, torch.Tensor):
+        raise other_type(find_batch_size, data)
+    return data.shape[0]
+
+
+def ignorant_find_batch_size(data: Any) -> int | None:
+    """The same; None where there is no tensor to ask."""
+    try:
+        return find_batch_size(data)
+    except (CompatTypeError, CompatValueError):
+        return None
+
+
+def find_device(data: Any) -> torch.device | None:
+    """Device of the first tensor; None where there is none."""
+    return next((tensor.device for tensor in trees.tensors(data)), None)
+
+
+def get_shape(data: Any) -> Any:
+    """The shape of each tensor, as a list."""
+    return trees.map_tensors(lambda tensor: list(tensor.shape), data)
+
+
+def get_data_structure(data: Any) -> Any:
+    """The structure with a `TensorInformation` for each tensor."""
+    return trees.map_tensors(lambda tensor: TensorInformation(tensor.shape, tensor.dtype), data)
+
+
+def initialize_tensors(data_structure: Any) -> Any:
+    """A structure with an empty tensor for each `TensorInformation`."""
+    values = None if is_tensor_information(data_structure) else trees.children(data_structure)
+    if values is not None:
+        return trees.rebuild(data_structure, [initialize_tensors(value) for value in values])
+    if is_tensor_information(data_structure):
+        return torch.empty(*data_structure.shape, dtype=data_structure.dtype)
+    return data_structure
+
+
+# -- precision -----------------------------------------------------------------------------------------------
+
+
+def convert_to_fp32(tensor: Any) -> Any:
+    """Half-precision tensors as float32."""
+    return to_float32(tensor)
+
+
+class ConvertOutputsToFp32:
+    """A forward function that hands out float32.
+
+    Raises:
+        pickle.PicklingError: when it is pickled; the model that it belongs to is pickled without it.
+    """
+
+    def __init__(self, model_forward: Callable[..., Any]) -> None:
+        self.model_forward = model_forward
+        update_wrapper(self, model_forward)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return to_float32(self.model_forward(*args, **kwargs))
+
+    def __getstate__(self) -> dict[str, Any]:
+        raise pickle.PicklingError(
+            "A model that was prepared with mixed precision cannot be pickled: its forward function is a wrapper. Pickle "
+            "`accelerator.unwrap_model(model, keep_fp32_wrapper=False)`."
+        )
+
+
+def convert_outputs_to_fp32(model_forward: Callable[..., Any]) -> Callable[..., Any]:
+    """A forward function that hands out float32."""
+
+    @wraps(model_forward)
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        return to_float32(model_forward(*args, **kwargs))
+
+    return forward

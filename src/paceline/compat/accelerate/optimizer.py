@@ -1,0 +1,116 @@
+"""`AcceleratedOptimizer`: the prepared optimizer, which also steps on gradients of a plain `loss.backward()`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from paceline.base.log import warn_once
+from paceline.compat.accelerate.gradient_state import GradientState
+from paceline.data.active import ActiveLoaders
+from paceline.optim.accumulate import Accumulation
+from paceline.optim.optimizer import PreparedOptimizer
+from paceline.world import tree as trees
+from paceline.world.collectives import Collectives
+from paceline.world.world import World
+
+
+class AcceleratedOptimizer(PreparedOptimizer):
+    """An optimizer that steps where the window of the current accelerator ends.
+
+    Args:
+        optimizer: the user's.
+        device_placement: whether its state is moved to the device; where a model is prepared, it is there already.
+        scaler: the loss scaler, or None.
+    """
+
+    def __init__(self, optimizer: Optimizer, device_placement: bool = True, scaler: Any = None) -> None:
+        gradients = GradientState()._of_accelerator("gradients")
+        super().__init__(optimizer, gradients or _alone(), scaler)
+        self.device_placement = device_placement
+        self._is_accelerate_prepared = True
+        self._finish_reduction: Callable[[], None] | None = None
+
+    @classmethod
+    def of_run(
+        cls,
+        optimizer: Optimizer,
+        accumulation: Accumulation,
+        scaler: Any,
+        guard: Callable[[], AbstractContextManager[object]] = nullcontext,
+        finish_reduction: Callable[[], None] | None = None,
+    ) -> AcceleratedOptimizer:
+        """The prepared optimizer of a run.
+
+        Args:
+            optimizer, accumulation, scaler, guard: as for `PreparedOptimizer`.
+            finish_reduction: averages gradients that no `accelerator.backward` has; None where this process is alone.
+        """
+        prepared = cls(optimizer)
+        PreparedOptimizer.__init__(prepared, optimizer, accumulation, scaler, guard)
+        prepared._passes_done = accumulation.passes  # those that came before it were for others
+        prepared._finish_reduction = finish_reduction
+        return prepared
+
+    @property
+    def scaler(self) -> Any:
+        """The loss scaler, or None."""
+        return self._scaler
+
+    def correct_gradients(self) -> None:
+        """Averages gradients of a plain `loss.backward()` over the ranks; then as ever.
+
+        The gradients of a loop without `accelerator.backward` are those of its last `loss.backward()`, undivided.
+        """
+        is_plain = self._finish_reduction is not None and not self._corrected and self.stale and self._scaler is None
+        if is_plain and self._has_gradients():
+            warn_once(
+                "compat",
+                "the loop calls `loss.backward()`: gradients are averaged over the processes when the optimizer steps. "
+                "`accelerator.backward(loss)` averages while they are computed, and divides by accumulation steps.",
+            )
+            assert self._finish_reduction is not None
+            self._finish_reduction()
+            self._accumulation.began = True
+        super().correct_gradients()
+
+    def _check_backward(self) -> None:
+        """Refuses gradients that the loss scale knows nothing of; others are a script's own affair here."""
+        if self._scaler is not None:
+            super()._check_backward()
+
+    def _has_gradients(self) -> bool:
+        return any(parameter.grad is not None for group in self.param_groups for parameter in group["params"])
+
+    def __getstate__(self) -> dict[str, Any]:
+        # What belongs to the run stays there; a copy steps as one that a script has made itself.
+        own = {**super().__getstate__(), "_finish_reduction": None, "_scaler": None}
+        return {name: value for name, value in own.items() if name not in ("_accumulation", "_runtime")}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        from paceline.world import runtime
+
+        gradients = GradientState()._of_accelerator("gradients")
+        super().__setstate__({**state, "_accumulation": gradients or _alone(), "_runtime": runtime.current()})
+
+
+def _alone() -> Accumulation:
+    """Windows of one micro-batch, for an optimizer that no accelerator has prepared."""
+    collectives = Collectives(World(), device=torch.device("cpu"))
+    accumulation = Accumulation(1, 1, ActiveLoaders(), collectives)
+    accumulation.follow_script()
+    return accumulation
+
+
+def move_to_device(state: Any, device: Any) -> Any:
+    """An optimizer's state with its tensors on a device."""
+    return trees.to_device(state, device)
+
+
+def patch_optimizer_step(accelerated_optimizer: AcceleratedOptimizer, method: Callable[..., Any]) -> Callable[..., Any]:
+    """A step function as it is: whether a step was taken is known here without a mark of the function."""
+    return method

@@ -1,0 +1,77 @@
+"""`AcceleratedScheduler`: a schedule runs faster than the run.
+
+accelerate steps a scheduler once for each process (unless batches are split), because its users build schedules for one
+process's number of batches. That is kept, and said once with both numbers.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from paceline.base.log import warn_once
+from paceline.compat.accelerate.gradient_state import GradientState
+from paceline.compat.accelerate.state import PartialState
+from paceline.optim.schedule import PreparedScheduler
+
+
+class AcceleratedScheduler(PreparedScheduler):
+    """Steps as often for one optimizer step as there are processes.
+
+    Args:
+        scheduler: the user's.
+        optimizers: prepared optimizers that it schedules, or one.
+        step_with_optimizer: False steps at each call, whatever optimizers do.
+        split_batches: True steps once for one optimizer step.
+        gradient_state: of the accelerator; None takes that of the one that was made last.
+    """
+
+    def __init__(
+        self,
+        scheduler: Any,
+        optimizers: Any,
+        step_with_optimizer: bool = True,
+        split_batches: bool = False,
+        gradient_state: GradientState | None = None,
+    ) -> None:
+        several = optimizers if isinstance(optimizers, list | tuple) else [optimizers]
+        self.gradient_state = gradient_state or GradientState()
+        super().__init__(scheduler, several, self.gradient_state)  # type: ignore[arg-type]
+        self.step_with_optimizer = step_with_optimizer
+        self.split_batches = split_batches
+        self._is_accelerate_prepared = True
+
+    def step(self, *args: Any, **kwargs: Any) -> None:
+        """One scheduler step for each process, where an optimizer step was taken."""
+        if not self.step_with_optimizer:
+            self.scheduler.step(*args, **kwargs)
+            return
+        was_skipped = any(getattr(optimizer, "step_was_skipped", False) for optimizer in self.optimizers)
+        if not self.gradient_state.sync_gradients or was_skipped:
+            return
+        if self.split_batches:
+            self.scheduler.step(*args, **kwargs)
+            return
+        state = PartialState()
+        if state.num_processes > 1 and state.is_main_process:
+            warn_once(
+                "compat",
+                f"{type(self.scheduler).__name__} takes {state.num_processes} steps for 1 optimizer step, as under accelerate, "
+                f"because there are {state.num_processes} processes. Native: `paceline.Accelerator` takes 1.",
+            )
+        for _ in range(state.num_processes):
+            # Past its end a schedule of fixed length would raise: a last, smaller batch may ask for a step too many.
+            total = getattr(self.scheduler, "total_steps", None)
+            if total is None or self.scheduler._step_count <= total:
+                self.scheduler.step(*args, **kwargs)
+
+    def get_lr(self) -> Any:
+        """Learning rates that the scheduler computes."""
+        return self.scheduler.get_lr()
+
+    def get_last_lr(self) -> Any:
+        """Learning rates of the last step."""
+        return self.scheduler.get_last_lr()
+
+    def print_lr(self, *args: Any, **kwargs: Any) -> Any:
+        """Prints learning rates, with schedulers that can."""
+        return self.scheduler.print_lr(*args, **kwargs)

@@ -1,0 +1,63 @@
+"""`split_between_processes` as accelerate splits: lists, tuples, tensors, datasets, and dicts of them; else all get all."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from paceline.compat.accelerate.errors import CompatValueError
+
+
+def split_part(inputs: Any, rank: int, size: int, pad: bool = False) -> Any:
+    """The part of `inputs` that falls to `rank` of `size`, as evenly as it goes, the first ranks taking one more.
+
+    Args:
+        inputs: a list, tuple, tensor, `datasets.Dataset` or a dict of those; of anything else each rank gets all.
+        pad: repeats the last element so that all parts are of one length.
+
+    Raises:
+        CompatValueError: `compat-argument`, where the values of a dict are of several lengths.
+    """
+    if size == 1:
+        return inputs
+    if isinstance(inputs, Mapping):
+        lengths = {key: len(value) for key, value in inputs.items() if hasattr(value, "__len__")}
+        if len(set(lengths.values())) > 1:
+            raise CompatValueError(
+                "compat-argument",
+                "the values of this dict cannot be split alike.",
+                why=", ".join(f"{key!r} has {length} elements" for key, length in lengths.items()),
+                fix="give them one length, or split them one by one",
+            )
+        length = next(iter(lengths.values()), 0)
+        return {key: _rows_in(value, rows_of(length, rank, size, pad)) for key, value in inputs.items()}
+    return _rows_in(inputs, rows_of(len(inputs), rank, size, pad)) if hasattr(inputs, "__len__") else inputs
+
+
+def _rows_in(inputs: Any, rows: list[int]) -> Any:
+    """These elements, as far as there are so many; what accelerate does not split comes back whole."""
+    if isinstance(inputs, Mapping):
+        return {key: _rows_in(value, rows) for key, value in inputs.items()}
+    is_dataset = type(inputs).__module__.startswith("datasets.") and hasattr(inputs, "select")
+    if not (is_dataset or isinstance(inputs, list | tuple) or (isinstance(inputs, torch.Tensor) and inputs.ndim)):
+        return inputs
+    rows = [row for row in rows if row < len(inputs)]
+    if is_dataset:
+        return inputs.select(rows)
+    if isinstance(inputs, torch.Tensor):
+        return inputs[rows]
+    return type(inputs[:0])(inputs[row] for row in rows)
+
+
+def rows_of(length: int, rank: int, size: int, pad: bool) -> list[int]:
+    """Numbers of the elements that fall to a rank."""
+    share, extra = divmod(length, size)
+    start = rank * share + min(rank, extra)
+    longest = share + (extra > 0)
+    rows = list(range(start, start + share + (rank < extra)))
+    if pad and length:
+        last = rows[-1] if rows else length - 1
+        rows += [last] * (longest - len(rows))
+    return rows

@@ -1,0 +1,159 @@
+"""`accelerate.utils.other` on modules: what wraps a model, repeated blocks compiled one by one, states for safetensors."""
+
+from __future__ import annotations
+
+import copy
+import sys
+from typing import Any, cast
+
+import torch
+from torch import nn
+from torch.nn.parallel import DataParallel, DistributedDataParallel
+
+from paceline.precision.policy import unwrap_forward
+
+_WRAPPERS = (DataParallel, DistributedDataParallel)
+
+
+# -- wrappers ------------------------------------------------------------------------------------------------
+
+
+def is_compiled_module(module: Any) -> bool:
+    """Whether `torch.compile` has wrapped it."""
+    return isinstance(module, torch._dynamo.OptimizedModule)
+
+
+def has_compiled_regions(module: Any) -> bool:
+    """Whether it, or a module inside, is one that `torch.compile` has wrapped."""
+    return isinstance(module, nn.Module) and any(is_compiled_module(inner) for inner in module.modules())
+
+
+def extract_model_from_parallel(
+    model: nn.Module, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True, recursive: bool = False
+) -> nn.Module:
+    """The module inside of DataParallel, DistributedDataParallel and `torch.compile`.
+
+    Args:
+        keep_fp32_wrapper: False also takes off the mixed-precision forward.
+        keep_torch_compile: True gives back a compiled module where one was given.
+        recursive: also unwraps modules inside.
+    """
+    compiled = model if is_compiled_module(model) or "_orig_mod" in vars(model) else None
+    inner = model if compiled is None else cast(nn.Module, compiled._orig_mod)
+    while isinstance(inner, _WRAPPERS) or _is_engine(inner):
+        inner = inner.module
+    if recursive:
+        for name, child in inner.named_children():
+            setattr(inner, name, extract_model_from_parallel(child, keep_fp32_wrapper, keep_torch_compile, True))
+    if not keep_fp32_wrapper:
+        unwrap_forward(inner)
+    if compiled is None or not keep_torch_compile:
+        return inner
+    if inner is compiled._orig_mod:
+        return compiled
+    # A copy: the one that was given goes on computing with its wrapper, which averages gradients.
+    shown = copy.copy(compiled)
+    # Not by attribute, which a compiled module would set in the one inside of it.
+    vars(shown)["_modules"] = {**compiled._modules, "_orig_mod": inner}
+    return shown
+
+
+def _is_engine(model: Any) -> bool:
+    """Whether a model is an engine of DeepSpeed's: its module lies inside, as in DDP."""
+    engines = sys.modules.get("paceline.compat.deepspeed.engine")  # loaded, if there is an engine
+    return engines is not None and isinstance(model, engines.DeepSpeedEngine)
+
+
+# -- repeated blocks -----------------------------------------------------------------------------------------
+
+
+def is_repeated_blocks(module: nn.Module) -> bool:
+    """Whether it is a list of modules of one class."""
+    return isinstance(module, nn.ModuleList) and len(module) > 0 and len({type(block) for block in module}) == 1
+
+
+def has_repeated_blocks(module: nn.Module) -> bool:
+    """Whether it, or a module inside, is such a list."""
+    return any(is_repeated_blocks(inner) for inner in module.modules())
+
+
+def compile_regions(module: nn.Module, **compile_kwargs: Any) -> nn.Module:
+    """A copy that shares the parameters, with repeated blocks compiled one by one: compiled once, they are reused.
+
+    The original is its `_orig_mod`. A module without repeated blocks is compiled whole.
+    """
+    if not has_repeated_blocks(module):
+        return cast(nn.Module, torch.compile(module, **compile_kwargs))
+    regions = copy.copy(module)
+    regions._modules = {}
+    for name, child in module.named_children():
+        is_block = is_repeated_blocks(module)
+        made = torch.compile(child, **compile_kwargs) if is_block else compile_regions(child, **compile_kwargs)
+        regions.add_module(name, cast(nn.Module, made))
+    regions.__dict__["_orig_mod"] = module  # no submodule: its parameters would count twice
+    return regions
+
+
+def compile_regions_deepspeed(module: nn.Module, **compile_kwargs: Any) -> None:
+    """The same in place: no module is put around a block."""
+    blocks = is_repeated_blocks(module)
+    if not has_repeated_blocks(module):
+        module.compile(**compile_kwargs)  # type: ignore[no-untyped-call]
+        return
+    for child in module.children():
+        if blocks:
+            child.compile(**compile_kwargs)
+        else:
+            compile_regions_deepspeed(child, **compile_kwargs)
+
+
+def compile_regions_fsdp2(module: nn.Module, **compile_kwargs: Any) -> nn.Module:
+    """The same in place, and the module itself."""
+    compile_regions_deepspeed(module, **compile_kwargs)
+    return module
+
+
+# -- other questions -----------------------------------------------------------------------------------------
+
+
+def get_module_children_bottom_up(model: nn.Module, return_fqns: bool = False) -> list[Any]:
+    """All modules, each after those inside of it and the model last; with `return_fqns` pairs of name and module."""
+    ordered: list[tuple[str, nn.Module]] = []
+
+    def visit(name: str, module: nn.Module) -> None:
+        for child_name, child in module.named_children():
+            visit(f"{name}.{child_name}" if name else child_name, child)
+        ordered.append((name, module))
+
+    visit("", model)
+    return ordered if return_fqns else [module for _, module in ordered]
+
+
+def get_model_tp_size(model: nn.Module) -> int | None:
+    """Ranks over which a model of transformers was divided when it was loaded; None for other models."""
+    size: int | None = getattr(model, "tp_size", None)
+    return size
+
+
+def clean_state_dict_for_safetensors(state_dict: dict[str, Any]) -> dict[str, Any]:
+    """A state that safetensors takes: each memory under its first name alone, all of it contiguous."""
+    from paceline.compat.accelerate.rank_logger import get_logger
+
+    first_names: dict[Any, str] = {}
+    removed = []
+    kept = {}
+    for name, tensor in state_dict.items():
+        if isinstance(tensor, str):
+            continue
+        # Tensors of one memory that see the same part of it; parts of a memory are copied apart.
+        place = (tensor.data_ptr(), tensor.shape, tensor.stride()) if tensor.numel() else name
+        if first_names.setdefault(place, name) == name:
+            kept[name] = tensor.contiguous()
+        else:
+            removed.append(name)
+    if removed:
+        get_logger(__name__).warning_once(
+            f"{', '.join(removed)} share memory with tensors of other names, and are saved once. Loading warns where it "
+            "misses them."
+        )
+    return kept
