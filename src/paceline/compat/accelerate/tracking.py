@@ -331,12 +331,11 @@ class TrackerList(Trackers):
             super().__init__([_ours(choice) for choice in chosen], folder or ".", is_main=is_main)
         except TrackerError as error:
             raise TrackerChoiceError.of(list(error.problems)) from None
-        self._choices = [LoggerType(name) if name in LoggerType else name for name in super().names]
 
     @property
     def names(self) -> list[str]:
         """Names of the trackers asked for; those of accelerate as members of its enumeration, which are texts too."""
-        return list(self._choices) if hasattr(self, "_choices") else super().names
+        return [LoggerType(name) if name in LoggerType else name for name in super().names]
 
     def log(  # type: ignore[override]
         self, values: Mapping[str, Any], step: int | None = None, options: Mapping[str, Mapping[str, Any]] | None = None
