@@ -92,3 +92,24 @@ def test_all_of_the_module_names_do_something() -> None:
         "[]",
         "[]",
     ]
+
+
+def device_maps():
+    """The program of transformers' models, in a process where accelerate's names are served."""
+    from paceline.compat import install
+
+    install(["accelerate"])
+    sys.path.insert(0, str(Path(__file__).parent / "programs"))
+    import device_maps as program
+
+    return program.everything()
+
+
+@pytest.mark.slow
+def test_transformers_loads_generates_and_saves_by_device_maps() -> None:
+    results = run_ranks(device_maps, world=1, group=False, timeout_s=120)[0]
+    for name, (right, device_map, on_meta) in results.items():
+        assert right == [True, True, True], name
+        assert (on_meta > 0) == ("disk" in device_map.values()), name
+    assert results["spread"][2] == 24, "two blocks of twelve tensors each"
+    assert "disk" in results["auto with little memory"][1].values()

@@ -54,7 +54,7 @@ def test_words_for_maps_devices_and_sizes() -> None:
 
 
 def test_modules_for_the_disk_need_a_folder(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"(?s)'2'.*\[offload-folder\].*offload_dir"):
+    with pytest.raises(ValueError, match=r"(?s)'2'.*\[offload-folder\].*16 bytes.*offload_dir"):
         dispatch_model(network(), {"0": "cpu", "2": "disk"})
     with pytest.raises(PlanError, match=r"\[offload-folder\]"):
         load_checkpoint_in_model(network(), tmp_path, {"": "disk"})

@@ -29,7 +29,14 @@ from paceline.compat.accelerate.hooks import (
     add_hook_to_module,
 )
 from paceline.compat.accelerate.loading import load_checkpoint_in_model
-from paceline.compat.accelerate.module_sizes import Dtype, Memory, get_balanced_memory, log
+from paceline.compat.accelerate.module_sizes import (
+    Dtype,
+    Memory,
+    compute_module_sizes,
+    convert_bytes,
+    get_balanced_memory,
+    log,
+)
 from paceline.compat.accelerate.module_tensors import (
     Device,
     TiedParamsMap,
@@ -251,8 +258,9 @@ def _offloaded_weights(
         raise PlanError(
             "offload-folder",
             f"modules go to the disk, and no folder was given: {', '.join(map(repr, on_disk[:8]))}.",
-            why="the device map says 'disk' for them",
-            fix="add offload_dir='offload' (offload_folder= in load_checkpoint_and_dispatch and from_pretrained)",
+            why=[f"the device map says 'disk' for {name!r}, which has {size}" for name, size in _sizes(model, on_disk)],
+            fix="add offload_dir='offload' (offload_folder= in load_checkpoint_and_dispatch and from_pretrained), or a "
+            "larger max_memory",
         )
     if in_memory and state_dict is None:
         state_dict = extract_submodules_state_dict(model.state_dict(), in_memory)
@@ -262,6 +270,12 @@ def _offloaded_weights(
     if state_dict is None and not on_disk:
         return None
     return OffloadedWeightsLoader(state_dict, offload_dir if on_disk else None, offload_index)
+
+
+def _sizes(model: nn.Module, names: Sequence[str]) -> list[tuple[str, str]]:
+    """What some modules need, as text."""
+    sizes = compute_module_sizes(model)
+    return [(name, convert_bytes(sizes[name])) for name in names]
 
 
 def _addresses(model: nn.Module, tied_groups: Sequence[Sequence[str]]) -> TiedParamsMap:

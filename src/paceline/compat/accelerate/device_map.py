@@ -135,7 +135,7 @@ class _Allocation:
             self.needed[device] = self._size_with_ties(name)[0] + self._reserved(device)
             self._position += 1
 
-    def _free(self, device: Any) -> float:
+    def _free(self, device: Any) -> Any:
         """Bytes that parts may still take on a device."""
         if device == "disk":
             return float("inf")

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -156,14 +157,25 @@ def attach_align_device_hook_on_blocks(
             tied_params_map,
         )
         return
-    if not isinstance(execution_device, Mapping):
-        execution_device = dict.fromkeys(offload, execution_device)  # type: ignore[arg-type]
+    devices: Mapping[str, Any]
+    if isinstance(execution_device, Mapping):
+        devices = execution_device
+    else:
+        assert isinstance(offload, Mapping), "a device and a truth value are one block"
+        devices = dict.fromkeys(offload, execution_device)
     if not isinstance(offload, Mapping):
-        offload = dict.fromkeys(execution_device, offload)
+        offload = dict.fromkeys(devices, offload)
     _attach_to_block(
-        module, execution_device, offload, weights_map, offload_buffers, module_name, skip_keys,
-        preload_module_classes, tied_params_map,
-    )  # fmt: skip
+        module,
+        devices,
+        offload,
+        weights_map,
+        offload_buffers,
+        module_name,
+        skip_keys,
+        preload_module_classes,
+        tied_params_map,
+    )
 
 
 def _attach_to_block(

@@ -84,7 +84,7 @@ def compute_module_sizes(
     largest_element = None if dtype is None else dtype_byte_size(dtype)
     special_sizes = {name: dtype_byte_size(special) for name, special in (special_dtypes or {}).items()}
     tensors = model.named_buffers() if buffers_only else named_module_tensors(model, recurse=True)
-    sizes: dict[str, int] = defaultdict(int)
+    sizes: dict[str, Any] = defaultdict(int)
     for name, tensor in tensors:
         element = dtype_byte_size(tensor.dtype)
         if name in special_sizes:

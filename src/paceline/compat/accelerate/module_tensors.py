@@ -124,7 +124,7 @@ def set_module_tensor_to_device(
     owner = recursive_getattr(module, owner_name) if owner_name else module
     if name not in owner._parameters and name not in owner._buffers:
         raise ValueError(f"{owner} has no parameter or buffer named {name}.")
-    tensors = owner._buffers if name in owner._buffers else owner._parameters
+    tensors: dict[str, Any] = owner._buffers if name in owner._buffers else owner._parameters
     old = getattr(owner, name)
     if value is not None and value.shape != old.shape:
         raise ValueError(

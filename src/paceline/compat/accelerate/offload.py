@@ -54,7 +54,7 @@ def offload_weight(weight: Tensor, weight_name: str, offload_folder: Path, index
     path = os.path.join(offload_folder, f"{weight_name}.dat")
     # Written and not mapped: a mapped file on a full disk ends the process without a word.
     with writing(f"offloading {weight_name} to {path}"), open(path, "wb") as file:
-        file.write(stored.tobytes() if stored.size == 0 else memoryview(stored.reshape(-1)).cast("B"))
+        file.write(stored.reshape(-1).view(numpy.uint8).data)
     return index
 
 
