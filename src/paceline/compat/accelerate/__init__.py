@@ -16,15 +16,28 @@ from pathlib import Path
 from paceline.compat.names import listed
 
 VERSION = "1.15.0"
+# Commands of an installed door -> what runs them.
+COMMANDS = {
+    "accelerate": "paceline.compat.accelerate.commands.accelerate_cli:main",
+    "accelerate-config": "paceline.compat.accelerate.commands.config:main",
+    "accelerate-estimate-memory": "paceline.compat.accelerate.commands.estimate:main",
+    "accelerate-launch": "paceline.compat.accelerate.commands.launch:main",
+    "accelerate-merge-weights": "paceline.compat.accelerate.commands.merge:main",
+}
 
 _HERE = "paceline.compat.accelerate"
-# Module -> names; `theirs=ours` where ours is called otherwise.
+_COMMANDS = f"{_HERE}.commands"
+# Module -> names; `theirs=ours` where ours is called otherwise. A name with its module means this in that module alone.
 _CARRIED = {
     f"{_HERE}.accelerator": "Accelerator",
     f"{_HERE}.arguments": """AutocastKwargs DataLoaderConfiguration DistributedDataParallelKwargs GradScalerKwargs
         GradientAccumulationPlugin InitProcessGroupKwargs KwargsHandler ProfileKwargs ProjectConfiguration""",
-    f"{_HERE}.plugins": """DeepSpeedPlugin DeepSpeedSequenceParallelConfig FullyShardedDataParallelPlugin ParallelismConfig
-        TorchContextParallelConfig TorchDynamoPlugin TorchTensorParallelConfig TorchTensorParallelPlugin""",
+    f"{_HERE}.plugins": "DeepSpeedPlugin TorchDynamoPlugin TorchTensorParallelPlugin",
+    f"{_HERE}.fsdp_plugin": "FullyShardedDataParallelPlugin",
+    f"{_HERE}.parallelism_config": """DeepSpeedSequenceParallelConfig ParallelismConfig TorchContextParallelConfig
+        TorchTensorParallelConfig""",
+    f"{_HERE}.recipes": "AORecipeKwargs FP8RecipeKwargs MSAMPRecipeKwargs TERecipeKwargs",
+    f"{_HERE}.module_classes": "add_model_config_to_megatron_parser get_module_class_from_name",
     f"{_HERE}.sharded": """disable_fsdp_ram_efficient_loading enable_fsdp_ram_efficient_loading fsdp2_canonicalize_names
         load_fsdp_model load_fsdp_optimizer merge_fsdp_weights model_has_dtensor save_fsdp_model save_fsdp_optimizer""",
     f"{_HERE}.kinds": """BaseEnum ComputeEnvironment CustomDtype DDPCommunicationHookType DistributedType
@@ -43,13 +56,40 @@ _CARRIED = {
         has_compiled_regions id_tensor_storage init_empty_weights init_on_device is_compiled_module
         load_checkpoint_in_model load_state_dict named_module_tensors retie_parameters set_module_tensor_to_device""",
     f"{_HERE}.surroundings": """are_libraries_initialized clear_device_cache clear_environment compare_versions
-        default_config_file find_executable_batch_size get_gpu_info get_int_from_env get_pretty_name is_peft_model
+        find_executable_batch_size get_gpu_info get_int_from_env get_pretty_name is_peft_model
         is_port_in_use is_torch_version is_tqdm_available load merge_dicts parse_choice_from_env parse_flag_from_env
         patch_environment purge_accelerate_environment recursive_getattr release_memory save
-        should_reduce_batch_size str_to_bool tqdm write_basic_config""",
+        should_reduce_batch_size str_to_bool tqdm""",
     f"{_HERE}.constants": """FSDP_AUTO_WRAP_POLICY FSDP_BACKWARD_PREFETCH FSDP_SHARDING_STRATEGY FSDP_STATE_DICT_TYPE
         MODEL_NAME OPTIMIZER_NAME RNG_STATE_NAME SAFE_MODEL_NAME SAFE_WEIGHTS_INDEX_NAME SAFE_WEIGHTS_NAME SAMPLER_NAME
         SCALER_NAME SCHEDULER_NAME WEIGHTS_INDEX_NAME WEIGHTS_NAME""",
+    f"{_COMMANDS}.accelerate_cli": "accelerate.commands.accelerate_cli.main=main",
+    f"{_COMMANDS}.arguments": "CustomArgumentGroup CustomArgumentParser",
+    f"{_COMMANDS}.config.config": """accelerate.commands.config.config.description=description
+        accelerate.commands.config.config.main=main accelerate.commands.config.main=main config_command
+        config_command_parser get_cluster_input get_config_parser get_user_input""",
+    f"{_COMMANDS}.config.config_args": """BaseConfig ClusterConfig SAGEMAKER_PYTHON_VERSION SAGEMAKER_PYTORCH_VERSION
+        SAGEMAKER_TRANSFORMERS_VERSION SageMakerConfig cache_dir default_config_file default_json_config_file
+        default_yaml_config_file hf_cache_home load_config_from_file""",
+    f"{_COMMANDS}.config.default": """accelerate.commands.config.default.description=description default_command_parser
+        default_config_command write_basic_config""",
+    f"{_COMMANDS}.config.update": """accelerate.commands.config.update.description=description update_command_parser
+        update_config update_config_command""",
+    f"{_COMMANDS}.env": """accelerate.commands.env.main=main accelerate.commands.env.version=version env_command
+        env_command_parser""",
+    f"{_COMMANDS}.estimate": """accelerate.commands.estimate.main=main create_ascii_table create_empty_model
+        estimate_command estimate_command_parser estimate_training_usage gather_data""",
+    f"{_COMMANDS}.launch": """accelerate.commands.launch.main=main deepspeed_launcher launch_command
+        launch_command_parser multi_gpu_launcher simple_launcher""",
+    f"{_COMMANDS}.merge": """accelerate.commands.merge.description=description accelerate.commands.merge.main=main
+        merge_command merge_command_parser""",
+    f"{_COMMANDS}.test": "accelerate.commands.test.main=main test_command test_command_parser",
+    f"{_COMMANDS}.to_fsdp2": """ARGUMENT_KEY_MAPPING ARGUMENT_VALUE_MAPPING ConversionStatus convert_config_to_fsdp2
+        load_config to_fsdp2_command to_fsdp2_command_parser""",
+    f"{_COMMANDS}.tpu": "accelerate.commands.tpu.main=main tpu_command_launcher tpu_command_parser",
+    f"{_HERE}.launch_environment": """PrepareForLaunch convert_dict_to_env_variables env_var_path_add
+        prepare_deepspeed_cmd_env prepare_extend_env_parallelism_config prepare_multi_gpu_env
+        prepare_simple_launcher_cmd_env setup_fp8_env""",
     "paceline.data.seed": "set_seed",
     "paceline.observe.logs": "MultiProcessAdapter=RankLogger get_logger",
     "paceline.optim.local_sgd": "LocalSGD",

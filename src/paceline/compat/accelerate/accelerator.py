@@ -33,7 +33,8 @@ from paceline.compat.accelerate.arguments import (
 )
 from paceline.compat.accelerate.checkpoint import Folder
 from paceline.compat.accelerate.loaders import skip_first_batches
-from paceline.compat.accelerate.plugins import DeepSpeedPlugin, ParallelismConfig
+from paceline.compat.accelerate.parallelism_config import ParallelismConfig
+from paceline.compat.accelerate.plugins import DeepSpeedPlugin
 from paceline.compat.accelerate.preparation import AcceleratePreparation
 from paceline.compat.accelerate.state import AcceleratorState, GradientState
 from paceline.compat.accelerate.tracking import TrackerList

@@ -12,8 +12,8 @@ from typing import Any, ClassVar
 import torch
 import torch.distributed as dist
 
+from paceline.compat.accelerate.fsdp_plugin import FullyShardedDataParallelPlugin
 from paceline.compat.accelerate.kinds import DistributedType
-from paceline.compat.accelerate.plugins import FullyShardedDataParallelPlugin
 from paceline.config import resolve_run
 from paceline.world import rendezvous, runtime
 from paceline.world.collectives import Collectives
@@ -138,7 +138,8 @@ class AcceleratorState(PartialState):
         if accelerator.plan.layout.shard > 1:
             # Who saves a model looks here for how: without a word, the whole model is what `get_state_dict` gives.
             plugin = fsdp or FullyShardedDataParallelPlugin()
-            plugin.set_state_dict_type(plugin.state_dict_type or "FULL_STATE_DICT")
+            if plugin.said("state_dict_type") is None:
+                plugin.set_state_dict_type("FULL_STATE_DICT")
             told |= {"fsdp_plugin": plugin, "_distributed_type": DistributedType.FSDP}
         told = {name: value for name, value in told.items() if value is not None}
         self.__dict__.update(told)
