@@ -16,15 +16,14 @@ from paceline.base import env
 from paceline.base.errors import CompatError, ConfigError
 from paceline.compat.accelerate.accelerator import Accelerator
 from paceline.compat.accelerate.engine_fields import FIELDS, PLUGIN
-from paceline.compat.accelerate.plugins import (
+from paceline.compat.accelerate.fsdp_plugin import FullyShardedDataParallelPlugin
+from paceline.compat.accelerate.parallelism_config import (
     DeepSpeedSequenceParallelConfig,
-    FullyShardedDataParallelPlugin,
     ParallelismConfig,
     TorchContextParallelConfig,
-    TorchDynamoPlugin,
     TorchTensorParallelConfig,
-    TorchTensorParallelPlugin,
 )
+from paceline.compat.accelerate.plugins import TorchDynamoPlugin, TorchTensorParallelPlugin
 from paceline.compat.cases import fits
 from paceline.compat.fsdp import plan_from, said_by
 from paceline.config import resolve_run
@@ -125,8 +124,9 @@ def test_the_plugin_becomes_a_plan(said, zero, options) -> None:
 
 
 def test_the_plugin_asks_for_offload_and_recomputation() -> None:
-    for offload in (True, CPUOffload(offload_params=True), CPUOffloadPolicy()):
-        found = settings(FullyShardedDataParallelPlugin(cpu_offload=offload, activation_checkpointing=True)).settings
+    for version, offload in ((1, True), (1, CPUOffload(offload_params=True)), (2, CPUOffloadPolicy())):
+        plugin = FullyShardedDataParallelPlugin(version, cpu_offload=offload, activation_checkpointing=True)
+        found = settings(plugin).settings
         assert (found.offload, found.recompute) == ("all", "blocks")
     assert settings(FullyShardedDataParallelPlugin(cpu_offload=False)).settings.offload == "no"
 
@@ -156,11 +156,13 @@ def test_what_has_no_effect_is_told_once_with_the_reason() -> None:
 
 def test_what_cannot_be_is_refused_all_at_once() -> None:
     with pytest.raises(ConfigError) as caught:
-        settings(FullyShardedDataParallelPlugin(activation_checkpointing_offload=True,
-                                                state_dict_type="LOCAL_STATE_DICT", sharding_strategy="HALF"))  # fmt: skip
+        settings(FullyShardedDataParallelPlugin(activation_checkpointing_offload=True, activation_checkpointing=True,
+                                                state_dict_type="LOCAL_STATE_DICT"))  # fmt: skip
     codes = [problem.code for problem in caught.value.problems]
-    assert sorted(codes) == ["accelerate-feature", "accelerate-feature", "config-value"]
+    assert codes == ["accelerate-feature", "accelerate-feature"]
     assert all(problem.fix for problem in caught.value.problems)
+    with pytest.raises(KeyError, match="HALF"):  # as there
+        FullyShardedDataParallelPlugin(sharding_strategy="HALF")
 
 
 def test_objects_that_cannot_be_read_are_refused() -> None:
@@ -173,7 +175,7 @@ def test_objects_that_cannot_be_read_are_refused() -> None:
 def test_fields_left_open_are_taken_from_variables() -> None:
     with env.patched({"FSDP_SHARDING_STRATEGY": "SHARD_GRAD_OP", "FSDP_VERSION": "2"}):
         plugin = FullyShardedDataParallelPlugin()
-    assert (plugin.fsdp_version, plugin.sharding_strategy) == (2, "SHARD_GRAD_OP")
+    assert (plugin.fsdp_version, plugin.sharding_strategy, plugin.reshard_after_forward) == (2, None, True)
     rows = {row.field: row for row in settings(plugin).decisions}
     assert (rows["zero"].value, rows["zero"].source, rows["zero"].where) == (2, "environment", "FSDP_SHARDING_STRATEGY")
 
@@ -193,8 +195,8 @@ def test_sizes_of_axes() -> None:
     ulysses = settings(ParallelismConfig(sp_size=2)).settings
     assert (ulysses.cp, ulysses.options) == (2, {"context": {"method": "ulysses"}})
     assert settings(TorchTensorParallelPlugin(tp_size=4)).settings.axes["tp"] == 4
-    with pytest.raises(ConfigError, match="cp_size and sp_size"):
-        settings(ParallelismConfig(sp_size=2, cp_size=2))
+    with pytest.raises(ValueError, match="mutually exclusive"):
+        ParallelismConfig(sp_size=2, cp_size=2)
     with pytest.raises(ConfigError, match="groups follow"):
         settings(TorchTensorParallelPlugin(tp_size=2, torch_device_mesh=object()))
 

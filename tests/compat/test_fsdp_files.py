@@ -70,7 +70,7 @@ def test_a_saved_optimizer_goes_on_at_the_same_place(tmp_path: Path, zero: int, 
 
 def divided_steps(folder: str, resume: bool) -> dict[str, list[float]]:
     """Two steps, with each rank's part saved after the first; or the second one alone, from what the first one left."""
-    from paceline.compat.accelerate.plugins import FullyShardedDataParallelPlugin
+    from paceline.compat.accelerate.fsdp_plugin import FullyShardedDataParallelPlugin
 
     plugin = FullyShardedDataParallelPlugin(state_dict_type="SHARDED_STATE_DICT")
     accelerator = Accelerator(cpu=True)
@@ -111,7 +111,7 @@ def test_each_rank_writes_its_part_and_any_number_reads_them(tmp_path: Path, zer
 
 
 def test_what_cannot_be_saved_or_is_not_there(tmp_path: Path) -> None:
-    from paceline.compat.accelerate.plugins import FullyShardedDataParallelPlugin
+    from paceline.compat.accelerate.fsdp_plugin import FullyShardedDataParallelPlugin
 
     accelerator = Accelerator(cpu=True)
     model = accelerator.prepare(nn.Linear(2, 2))
@@ -129,7 +129,7 @@ def test_functions_about_modules(tmp_path: Path) -> None:
     from types import SimpleNamespace
 
     from paceline.compat.accelerate import fsdp_modules
-    from paceline.compat.accelerate.plugins import ParallelismConfig
+    from paceline.compat.accelerate.parallelism_config import ParallelismConfig
 
     class Tied(nn.Module):
         def __init__(self) -> None:

@@ -28,6 +28,7 @@ from paceline.compat.accelerate.arguments import (
     ProfileKwargs,
     ProjectConfiguration,
 )
+from paceline.compat.accelerate.commands.config.default import write_basic_config
 from paceline.compat.accelerate.data_loader import prepare_data_loader, skip_first_batches
 from paceline.compat.accelerate.gradient_state import GradientState
 from paceline.compat.accelerate.kinds import DDPCommunicationHookType, DistributedType, DynamoBackend, PrecisionType
@@ -460,8 +461,8 @@ def test_versions_and_other_things() -> None:
 
 def test_write_basic_config_is_read_back(tmp_path: Path) -> None:
     path = tmp_path / "sub/default_config.json"
-    assert surroundings.write_basic_config("bf16", str(path)) == path
-    assert surroundings.write_basic_config("fp16", str(path)) is False
+    assert write_basic_config("bf16", str(path)) == path
+    assert write_basic_config("fp16", str(path)) is False
     found = resolve_launch([Given("config", str(path), "command line", "--config")], {})
     assert found.run.mixed_precision == "bf16"
     assert isinstance(found.launch.procs, int)
@@ -469,23 +470,23 @@ def test_write_basic_config_is_read_back(tmp_path: Path) -> None:
 
 def test_write_basic_config_of_an_unknown_precision(tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as caught:
-        surroundings.write_basic_config("fp4", str(tmp_path / "c.json"))
+        write_basic_config("fp4", str(tmp_path / "c.json"))
     assert caught.value.code == "config-value"
 
 
 def test_write_basic_config_where_nothing_may_be_written(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError) as caught:
-        surroundings.write_basic_config("no", str(tmp_path / "file" / "c.json"))
+        write_basic_config("no", str(tmp_path / "file" / "c.json"))
     assert caught.value.code == "config-write"
 
 
 def test_the_config_file_is_one_that_we_read(tmp_path: Path) -> None:
     from paceline.config import files
 
-    path = surroundings.write_basic_config("fp16", str(tmp_path / "default_config.yaml"))
+    path = write_basic_config("fp16", str(tmp_path / "default_config.yaml"))
     assert path == tmp_path / "default_config.yaml"
-    assert surroundings.write_basic_config("no", str(path)) is False, "an existing file is left as it is"
+    assert write_basic_config("no", str(path)) is False, "an existing file is left as it is"
     content = files.read(str(path))
     assert not content.problems and {"mixed_precision", "num_processes"} <= {each.name for each in content.given}
 

@@ -94,6 +94,18 @@ def _need_terminal() -> None:
         )
 
 
+def asked() -> dict[str, Any]:
+    """The answers to all questions, by setting.
+
+    Raises:
+        ConfigError: `config-terminal`, where there is nobody to ask.
+    """
+    _need_terminal()
+    values: dict[str, Any] = {}
+    _ask_all(values)
+    return values
+
+
 def _ask_all(values: dict[str, Any]) -> None:
     """Asks for what is not yet in `values`, and puts the answers there."""
     from paceline.launch import host

@@ -31,10 +31,12 @@ import importlib
 import os
 import sys
 from collections.abc import Iterable
+from importlib.machinery import PathFinder
 from pathlib import Path
 
 from paceline.base import env as environment
 from paceline.base.errors import CompatError, Problem
+from paceline.compat.names import FOR_CHILDREN
 
 LIBRARIES = ("accelerate", "deepspeed")
 
@@ -56,26 +58,37 @@ def install(names: Iterable[str]) -> None:
     problems = [problem for name in wanted if (problem := _problem(name))]
     if problems:
         raise CompatError.of(problems)
+    found_before = [name for name in wanted if PathFinder.find_spec(name) is not None]
     for name in wanted:
         sys.meta_path.insert(0, Server(name, importlib.import_module(f"{__name__}.{name}")))
         _serve_children(name)
     if "accelerate" in wanted:
-        neighbours.install()
-    if (
-        "accelerate" in names
-    ):  # also where a warm process has served it already, before it knew what the launcher was told
-        importlib.import_module("paceline.compat.accelerate.told_by_launcher").export_settings()
+        neighbours.install(found_before="accelerate" in found_before)
+    # Also where a warm process has served it already, before it knew what the launcher was told.
+    if "accelerate" in names:
+        importlib.import_module("paceline.compat.accelerate.launcher_variables").export_settings()
 
 
 def _serve_children(name: str) -> None:
     """Lets processes that this one starts find the library too: spawned workers import the script, and so the library."""
-    folder = str(Path(__file__).parent / "for_children" / name)
+    if _children_find(name):
+        return
+    folder = str(FOR_CHILDREN / name)
     inherited = environment.snapshot().get("PYTHONPATH", "")
     others = [each for each in inherited.split(os.pathsep) if each and each != folder]
     environment.export({"PYTHONPATH": os.pathsep.join([folder, *others])})
     # Workers of `multiprocessing` take over the parent's path instead. Its first entry is the script's folder.
     if folder not in sys.path:
         sys.path.insert(1, folder)
+
+
+def _children_find(name: str) -> bool:
+    """Whether Python finds a door by itself: one is installed here, or the launcher has put it into PYTHONPATH."""
+    spec = PathFinder.find_spec(name)
+    if spec is None or spec.origin is None:
+        return False
+    ours = FOR_CHILDREN / name / name / "__init__.py"
+    return Path(spec.origin).is_file() and Path(spec.origin).read_bytes() == ours.read_bytes()
 
 
 def _is_served(name: str) -> bool:

@@ -20,6 +20,7 @@ from paceline.base import env as environment
 from paceline.base.errors import CompatError, ConfigError, Problem
 from paceline.compat.accelerate import engines
 from paceline.compat.accelerate.engine_fields import FIELDS, MIXED, ROWS, TORCH
+from paceline.compat.accelerate.said_fields import SaidFields
 from paceline.config import options
 from paceline.config.given import Given, nearest
 from paceline.config.sources import nodes_of
@@ -75,11 +76,14 @@ def said_by(plugin: Any, place: str = "") -> list[Given]:
     """
     owner, given, problems = type(plugin).__name__, list[Given](), list[Problem]()
     for row in ROWS:
-        value = getattr(plugin, row.attribute, None) if row.owner == owner and row.attribute else None
+        if row.owner != owner or not row.attribute:
+            continue
+        remembers = isinstance(plugin, SaidFields)
+        value = plugin.said(row.attribute) if remembers else getattr(plugin, row.attribute, None)
         if value is None or value == "":
             continue
         if row.attribute in getattr(plugin, "from_environment", ()):
-            given.append(Given(row.name, value, "environment", row.variable))
+            given.append(Given(row.name, plain(value), "environment", row.variable))
             continue
         where = f"{place or owner}({row.attribute}=...)"
         if row.attribute == "mixed_precision_policy":

@@ -6,6 +6,9 @@ from functools import cache
 from pathlib import Path
 from typing import Protocol
 
+# Packages and metadata, a folder a library, by which processes find a door although nobody has called `install` in them.
+FOR_CHILDREN = Path(__file__).parent / "for_children"
+
 
 class Names(Protocol):
     """One library's names."""

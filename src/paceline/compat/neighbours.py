@@ -6,8 +6,11 @@ transformers    `AdamW`, and `encode_plus` of tokenizers, which its fifth releas
 
 from __future__ import annotations
 
+import importlib.metadata
+import re
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
@@ -23,6 +26,9 @@ _ABSENT = {
         'pass `Accelerator` a plan (native: `Accelerator(plan={"shard": 4})`), or install deepspeed and leave out --compat',
     ),
 }
+
+# The oldest releases with which the tests of this door were run.
+OLDEST_TRIED = {"transformers": "5.23.0", "peft": "0.21.2"}
 
 
 class Mender(MetaPathFinder):
@@ -64,8 +70,13 @@ class AbsentFinder(MetaPathFinder, Loader):
         """Nothing is run."""
 
 
-def install() -> None:
-    """Puts both finders in place, and mends what is imported already."""
+def install(*, found_before: bool = False) -> None:
+    """Puts both finders in place, and mends what is imported already.
+
+    Args:
+        found_before: accelerate was there before it was served, as where its door is installed; then no library that was
+            imported meanwhile can have taken it for missing.
+    """
     if any(isinstance(finder, Mender) for finder in sys.meta_path):
         return
     mend = {"transformers": _give_adamw, "transformers.tokenization_utils_base": _give_encode_plus}
@@ -73,12 +84,29 @@ def install() -> None:
     sys.meta_path.append(AbsentFinder())
     for name in mend.keys() & sys.modules.keys():
         mend[name](sys.modules[name])
-    if "transformers.utils.import_utils" in sys.modules:
+    if "transformers.utils.import_utils" in sys.modules and not found_before:
         warn_once(
             "compat",
             "transformers was imported before accelerate's names were served, and may take it for missing (its Trainer "
             "will): call `paceline.compat.install` first.",
         )
+
+
+def too_old() -> list[str]:
+    """A sentence for each installed library that is older than the oldest release that was tried."""
+    notices = []
+    for name, oldest in OLDEST_TRIED.items():
+        with suppress(importlib.metadata.PackageNotFoundError):
+            version = importlib.metadata.version(name)
+            if _numbers(version) < _numbers(oldest):
+                notices.append(
+                    f"{name} {version} is older than {oldest}, the oldest release that was tried with Paceline."
+                )
+    return notices
+
+
+def _numbers(version: str) -> list[int]:
+    return [int(number) for number in re.findall(r"\d+", version)[:3]]
 
 
 def _give_adamw(transformers: ModuleType) -> None:

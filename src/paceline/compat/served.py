@@ -18,12 +18,11 @@ import sys
 from collections.abc import Iterable, Iterator, Sequence
 from importlib.abc import Loader
 from importlib.machinery import ModuleSpec
-from pathlib import Path
-from types import ModuleType
+from types import CodeType, ModuleType
 from typing import Any
 
 from paceline.compat.absent import absent
-from paceline.compat.names import Names
+from paceline.compat.names import FOR_CHILDREN, Names
 
 _ANY = importlib.metadata.DistributionFinder.Context()
 
@@ -45,7 +44,7 @@ class Server(importlib.metadata.DistributionFinder, Loader):
     def find_spec(self, name: str, path: Sequence[str] | None = None, target: Any = None) -> ModuleSpec | None:
         """The spec of a module of the library; None for other libraries' modules."""
         if name in self.modules:
-            return ModuleSpec(name, self, origin=f"served by {__name__}", is_package=True)
+            return ModuleSpec(name, self, origin=f"served by {__name__}", is_package=self.is_package(name))
         parent, _, child = name.rpartition(".")
         if parent in self.modules and child not in self.modules[parent] and not only_asked():
             # `from accelerate import Child` ends here where there is no such name: the one place that can help.
@@ -58,6 +57,15 @@ class Server(importlib.metadata.DistributionFinder, Loader):
 
     def exec_module(self, module: ModuleType) -> None:
         """Nothing is run."""
+
+    def is_package(self, name: str) -> bool:
+        """Whether other modules lie in a module."""
+        return name == self.library or any(other.startswith(f"{name}.") for other in self.modules)
+
+    def get_code(self, name: str) -> CodeType | None:
+        """What `python -m NAME` runs: the module's `main`, where it has one."""
+        program = f"import sys, {name}\nsys.exit({name}.main())" if "main" in self.modules[name] else ""
+        return compile(program, f"<{name}>", "exec")
 
     def look_up(self, module: str, name: str) -> Any:
         """The object behind a name; AttributeError where the library has none such."""
@@ -84,11 +92,14 @@ class Server(importlib.metadata.DistributionFinder, Loader):
         self, context: importlib.metadata.DistributionFinder.Context = _ANY
     ) -> Iterable[importlib.metadata.Distribution]:
         """The library's metadata, where a script has taken the folder that holds it out of its path."""
-        folder = str(Path(__file__).parent / "for_children" / self.library)
-        if context.path is not sys.path or folder in sys.path or context.name not in (None, self.library):
+        if context.path is not sys.path or context.name not in (None, self.library):
             return []
-        where = importlib.metadata.DistributionFinder.Context(name=self.library, path=[folder])
-        return importlib.metadata.MetadataPathFinder.find_distributions(where)
+        find = importlib.metadata.MetadataPathFinder.find_distributions
+        # A door that is installed, or the folder for children in the path, has it already.
+        if any(find(importlib.metadata.DistributionFinder.Context(name=self.library, path=sys.path))):
+            return []
+        folder = str(FOR_CHILDREN / self.library)
+        return find(importlib.metadata.DistributionFinder.Context(name=self.library, path=[folder]))
 
 
 class ServedModule(ModuleType):

@@ -33,12 +33,14 @@ class Translation:
         unused: those without effect, each with the reason.
         problems: those that ask for what is not there.
         consumed: names of values that were read here, and that nobody else need look at.
+        variables: of the library's own, by which its objects in the script learn what the launcher was told.
     """
 
     given: list[Given] = field(default_factory=list)
     unused: list[Choice] = field(default_factory=list)
     problems: list[Problem] = field(default_factory=list)
     consumed: set[str] = field(default_factory=set)
+    variables: dict[str, str] = field(default_factory=dict)
 
     def add(self, other: Translation) -> None:
         """Takes in what became of other values."""
@@ -46,6 +48,7 @@ class Translation:
         self.unused += other.unused
         self.problems += other.problems
         self.consumed |= other.consumed
+        self.variables |= other.variables
 
 
 class ConfigDialect:
@@ -56,6 +59,7 @@ class ConfigDialect:
         aliases: its names of settings of ours, as flags and as keys of a file -> the setting.
         variables: its environment variables for settings of ours -> the setting; ours win over them.
         flags: its other flags -> whether a value follows.
+        shorts: flags of those that are also one letter -> the letter.
         blocks: blocks in its files whose keys are read one by one -> what those keys begin with.
         together: keys at the top of its files that `from_file` reads.
         explains: what its own config file is, where `explain` can show what one means; "" where there is none.
@@ -65,6 +69,7 @@ class ConfigDialect:
     aliases: Mapping[str, str] = {}
     variables: Mapping[str, str] = {}
     flags: Mapping[str, bool] = {}
+    shorts: Mapping[str, str] = {}
     blocks: Mapping[str, str] = {}
     together: tuple[str, ...] = ()
     explains: str = ""
@@ -145,6 +150,14 @@ def known_flags() -> dict[str, bool]:
     for dialect in dialects():
         flags |= dialect.flags
     return flags
+
+
+def known_shorts() -> dict[str, str]:
+    """The flags of all dialects that are also one letter -> the letter."""
+    found: dict[str, str] = {}
+    for dialect in dialects():
+        found |= dialect.shorts
+    return found
 
 
 def known_by_a_dialect(given: Given) -> bool:

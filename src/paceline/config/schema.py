@@ -8,7 +8,7 @@ from typing import Any
 
 from paceline.base.env import Variable
 from paceline.config import launchers
-from paceline.config.dialects import known_flags
+from paceline.config.dialects import known_flags, known_shorts
 from paceline.config.given import Given
 from paceline.config.kinds import YES_NO
 from paceline.config.settings import Setting, own_name, settings_of
@@ -58,8 +58,9 @@ def add_options(
             groups[setting.group] = parser.add_argument_group(setting.group)
         _add_option(groups[setting.group], setting, listed=setting.name not in unlisted)
     of_dialects = known_flags()
+    shorts = known_shorts()
     for name, takes in of_dialects.items():
-        _add_hidden(parser, name, takes)
+        _add_hidden(parser, name, takes, shorts.get(name, ""))
     for name, takes, short in launchers.flags():
         if name not in of_dialects:
             _add_hidden(parser, name, takes, short)

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import ceil
 from pathlib import Path
 from typing import Any, Generic, TypeVar
@@ -55,6 +55,7 @@ class Launch:
         unused: names of other libraries that were given and have no effect here, each with the reason.
         notices: what the user should know, each with what to do.
         file: the config file that was read; None where there is none.
+        variables: of other libraries, by which their objects in the script learn what was told here.
     """
 
     launch: LaunchSettings
@@ -63,13 +64,14 @@ class Launch:
     unused: tuple[Choice, ...] = ()
     notices: tuple[str, ...] = ()
     file: str | None = None
+    variables: Mapping[str, str] = field(default_factory=dict)
 
     def hand_over(self) -> dict[str, str]:
         """The variables that carry flags and file values to the workers."""
         variables = {HANDED: hand_over(self.decisions)}
         for dialect in dialects():
             variables |= dialect.hand_over(self.unused)
-        return variables
+        return {**variables, **self.variables}
 
 
 def resolve_run(
@@ -106,7 +108,7 @@ def resolve_run(
         _read_file(env["PACELINE_CONFIG"], given, problems)
     if isinstance(plan, str | Path):
         _read_file(str(plan), given, problems)
-    given, unused = _translate(given, nodes_of(env), problems)
+    given, unused, _ = _translate(given, nodes_of(env), problems)
     values, decisions = _merge(RunSettings, given, problems)
     _raise(problems)
     notices = (*_notices(unused), *_unknown_variables(env))
@@ -149,14 +151,22 @@ def _read_file(path: str, given: list[Given], problems: list[Problem]) -> None:
     problems += content.problems
 
 
-def _translate(given: list[Given], nodes: int, problems: list[Problem]) -> tuple[list[Given], list[Choice]]:
-    """Turns what only some libraries say into settings of ours, and blocks of options into single ones."""
+def _translate(
+    given: list[Given], nodes: int, problems: list[Problem]
+) -> tuple[list[Given], list[Choice], dict[str, str]]:
+    """Turns what only some libraries say into settings of ours, and blocks of options into single ones.
+
+    Returns:
+        the values in our words, those without effect, and the variables that tell the libraries' own objects the same.
+    """
     unused: list[Choice] = []
+    variables: dict[str, str] = {}
     for dialect in dialects():
         translation = dialect.translate(given, nodes)
         given = translation.given
         unused += translation.unused
         problems += translation.problems
+        variables |= translation.variables
     single: list[Given] = []
     for value in given:
         if value.name != strategy_options.NAME:
@@ -167,7 +177,7 @@ def _translate(given: list[Given], nodes: int, problems: list[Problem]) -> tuple
                 problems.append(option)
             else:
                 single.append(option)
-    return single, unused
+    return single, unused, variables
 
 
 def nodes_of(env: Mapping[str, str]) -> int:
@@ -223,13 +233,15 @@ def resolve_launch(flags: Sequence[Given] = (), env: Mapping[str, str] | None = 
         unused += content.unused
         problems += content.problems
     values, decisions = _merge(LaunchSettings, given, problems)
-    given, idle = _translate(given, values["nodes"], problems)
+    given, idle, variables = _translate(given, values["nodes"], problems)
     run_values, run_decisions = _merge(RunSettings, given, problems)
     decisions = _per_node(values, decisions, problems)
     _raise(problems)
     notices = (*filter(None, map(notice_of, unused)), *_notices(idle), *_unknown_variables(env))
     rows = decisions + run_decisions
-    return Launch(LaunchSettings(**values), RunSettings.of(run_values), rows, (*unused, *idle), notices, path)
+    return Launch(
+        LaunchSettings(**values), RunSettings.of(run_values), rows, (*unused, *idle), notices, path, variables
+    )
 
 
 def hand_over(decisions: Iterable[Choice]) -> str:

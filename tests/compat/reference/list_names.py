@@ -10,7 +10,7 @@ import pkgutil
 
 import accelerate
 
-SKIPPED = ("accelerate.test_utils.", "accelerate.commands.menu", "accelerate.commands.config.", "accelerate.utils.tqdm")
+SKIPPED = ("accelerate.test_utils.", "accelerate.commands.menu", "accelerate.utils.tqdm")
 PLAIN = (str, int, float, bool, list, tuple, dict, set)
 
 

@@ -16,9 +16,18 @@ from pathlib import Path
 from paceline.compat.names import listed
 
 VERSION = "1.15.0"
+# Commands of an installed door -> what runs them.
+COMMANDS = {
+    "accelerate": "paceline.compat.accelerate.commands.accelerate_cli:main",
+    "accelerate-config": "paceline.compat.accelerate.commands.config:main",
+    "accelerate-estimate-memory": "paceline.compat.accelerate.commands.estimate:main",
+    "accelerate-launch": "paceline.compat.accelerate.commands.launch:main",
+    "accelerate-merge-weights": "paceline.compat.accelerate.commands.merge:main",
+}
 
 _HERE = "paceline.compat.accelerate"
-# Module -> names; `theirs=ours` where ours is called otherwise.
+_COMMANDS = f"{_HERE}.commands"
+# Module -> names; `theirs=ours` where ours is called otherwise. A name with its module means this in that module alone.
 _CARRIED = {
     f"{_HERE}.accelerator": "Accelerator",
     f"{_HERE}.arguments": """AutocastKwargs DataLoaderConfiguration DistributedDataParallelKwargs GradScalerKwargs
@@ -27,11 +36,15 @@ _CARRIED = {
     f"{_HERE}.deepspeed_plugin": "DeepSpeedPlugin get_active_deepspeed_plugin",
     f"{_HERE}.deepspeed_wrappers": """DeepSpeedEngineWrapper DeepSpeedOptimizerWrapper DeepSpeedSchedulerWrapper DummyOptim
         DummyScheduler deepspeed_required map_pytorch_optim_to_deepspeed""",
-    f"{_HERE}.plugins": """DeepSpeedSequenceParallelConfig FullyShardedDataParallelPlugin ParallelismConfig
-        TorchContextParallelConfig TorchDynamoPlugin TorchTensorParallelConfig TorchTensorParallelPlugin""",
+    f"{_HERE}.plugins": "TorchDynamoPlugin TorchTensorParallelPlugin",
+    f"{_HERE}.fsdp_plugin": "FullyShardedDataParallelPlugin",
+    f"{_HERE}.parallelism_config": """DeepSpeedSequenceParallelConfig ParallelismConfig TorchContextParallelConfig
+        TorchTensorParallelConfig""",
+    f"{_HERE}.recipes": "AORecipeKwargs FP8RecipeKwargs MSAMPRecipeKwargs TERecipeKwargs",
+    f"{_HERE}.module_classes": "add_model_config_to_megatron_parser get_module_class_from_name",
     f"{_HERE}.fsdp_modules": """ensure_weights_retied fsdp2_canonicalize_names fsdp2_load_full_state_dict
         fsdp2_prepare_auto_wrap_policy fsdp2_prepare_model fsdp2_switch_optimizer_parameters get_fsdp2_grad_scaler
-        get_module_class_from_name get_parameters_from_modules""",
+        get_parameters_from_modules""",
     f"{_HERE}.sharded": """disable_fsdp_ram_efficient_loading enable_fsdp_ram_efficient_loading
         load_fsdp_model load_fsdp_optimizer merge_fsdp_weights model_has_dtensor save_fsdp_model save_fsdp_optimizer""",
     f"{_HERE}.kinds": """BaseEnum ComputeEnvironment CustomDtype DDPCommunicationHookType DistributedType
@@ -68,9 +81,9 @@ _CARRIED = {
     f"{_HERE}.big_modeling": """cpu_offload cpu_offload_with_hook disk_offload dispatch_model init_empty_weights
         init_on_device load_checkpoint_and_dispatch""",
     f"{_HERE}.surroundings": """STR_OPERATION_TO_FUNC are_libraries_initialized clear_environment compare_versions
-        default_config_file get_pretty_name is_peft_model is_port_in_use is_torch_version is_tqdm_available load
+        get_pretty_name is_peft_model is_port_in_use is_torch_version is_tqdm_available load
         merge_dicts parse_choice_from_env parse_flag_from_env patch_environment purge_accelerate_environment save
-        str_to_bool tqdm write_basic_config""",
+        str_to_bool tqdm""",
     f"{_HERE}.constants": """BETA_CP_AVAILABLE_PYTORCH_VERSION BETA_SP_AVAILABLE_DEEPSPEED_VERSION
         BETA_TP_AVAILABLE_PYTORCH_VERSION BETA_TP_AVAILABLE_TRANSFORMERS_VERSION CUDA_DISTRIBUTED_TYPES
         DEEPSPEED_MULTINODE_LAUNCHERS DTENSOR_PYTORCH_VERSION ELASTIC_LOG_LINE_PREFIX_TEMPLATE_PYTORCH_VERSION
@@ -90,6 +103,33 @@ _CARRIED = {
         convert_outputs_to_fp32 convert_to_fp32 find_batch_size find_device get_data_structure get_shape honor_type
         ignorant_find_batch_size initialize_tensors is_namedtuple is_tensor_information is_torch_tensor
         is_torch_xpu_tensor listify pad_input_tensors recursively_apply send_to_device slice_tensors""",
+    f"{_COMMANDS}.accelerate_cli": "accelerate.commands.accelerate_cli.main=main",
+    f"{_COMMANDS}.arguments": "CustomArgumentGroup CustomArgumentParser",
+    f"{_COMMANDS}.config.config": """accelerate.commands.config.config.description=description
+        accelerate.commands.config.config.main=main accelerate.commands.config.main=main config_command
+        config_command_parser get_cluster_input get_config_parser get_user_input""",
+    f"{_COMMANDS}.config.config_args": """BaseConfig ClusterConfig SAGEMAKER_PYTHON_VERSION SAGEMAKER_PYTORCH_VERSION
+        SAGEMAKER_TRANSFORMERS_VERSION SageMakerConfig cache_dir default_config_file default_json_config_file
+        default_yaml_config_file hf_cache_home load_config_from_file""",
+    f"{_COMMANDS}.config.default": """accelerate.commands.config.default.description=description default_command_parser
+        default_config_command write_basic_config""",
+    f"{_COMMANDS}.config.update": """accelerate.commands.config.update.description=description update_command_parser
+        update_config update_config_command""",
+    f"{_COMMANDS}.env": """accelerate.commands.env.main=main accelerate.commands.env.version=version env_command
+        env_command_parser""",
+    f"{_COMMANDS}.estimate": """accelerate.commands.estimate.main=main create_ascii_table create_empty_model
+        estimate_command estimate_command_parser estimate_training_usage gather_data""",
+    f"{_COMMANDS}.launch": """accelerate.commands.launch.main=main deepspeed_launcher launch_command
+        launch_command_parser multi_gpu_launcher simple_launcher""",
+    f"{_COMMANDS}.merge": """accelerate.commands.merge.description=description accelerate.commands.merge.main=main
+        merge_command merge_command_parser""",
+    f"{_COMMANDS}.test": "accelerate.commands.test.main=main test_command test_command_parser",
+    f"{_COMMANDS}.to_fsdp2": """ARGUMENT_KEY_MAPPING ARGUMENT_VALUE_MAPPING ConversionStatus convert_config_to_fsdp2
+        load_config to_fsdp2_command to_fsdp2_command_parser""",
+    f"{_COMMANDS}.tpu": "accelerate.commands.tpu.main=main tpu_command_launcher tpu_command_parser",
+    f"{_HERE}.launch_environment": """PrepareForLaunch convert_dict_to_env_variables env_var_path_add
+        prepare_deepspeed_cmd_env prepare_extend_env_parallelism_config prepare_multi_gpu_env
+        prepare_simple_launcher_cmd_env setup_fp8_env""",
     "paceline.data.seed": "set_seed",
     f"{_HERE}.rank_logger": "MultiProcessAdapter get_logger",
     f"{_HERE}.memory": "clear_device_cache find_executable_batch_size release_memory should_reduce_batch_size",
@@ -98,7 +138,7 @@ _CARRIED = {
         compile_regions_fsdp2 extract_model_from_parallel get_model_tp_size get_module_children_bottom_up
         has_compiled_regions has_repeated_blocks is_compiled_module is_repeated_blocks""",
     f"{_HERE}.host": """CPUInformation USE_TORCH_XLA check_cuda_fp8_capability check_cuda_p2p_ib_support
-        check_os_kernel convert_dict_to_env_variables deepspeed_required get_cpu_distributed_information
+        check_os_kernel get_cpu_distributed_information
         get_current_device_type get_driver_version get_free_port get_gpu_info get_int_from_env install_xla
         is_habana_gaudi1 override_numa_affinity set_numa_affinity torchao_required""",
     f"{_HERE}.checkpoint_functions": """load_accelerator_state load_custom_state save_accelerator_state

@@ -42,7 +42,8 @@ from paceline.compat.accelerate.hooks import has_offloaded_params
 from paceline.compat.accelerate.kinds import FP8BackendType, PrecisionType
 from paceline.compat.accelerate.offloaded_state import get_state_dict_offloaded_model
 from paceline.compat.accelerate.operations import gather, gather_object, pad_across_processes, reduce
-from paceline.compat.accelerate.plugins import ParallelismConfig, TorchDynamoPlugin
+from paceline.compat.accelerate.parallelism_config import ParallelismConfig
+from paceline.compat.accelerate.plugins import TorchDynamoPlugin
 from paceline.compat.accelerate.preparation import AcceleratePreparation
 from paceline.compat.accelerate.split import split_part
 from paceline.compat.accelerate.state import AcceleratorState, PartialState, deepspeed_plugins_of, wanted_device

@@ -90,6 +90,9 @@ _ROWS = (
         "it counts only where distributed_type or mixed_precision asks for it",
     ),
     Foreign("mpirun_hostfile", "it starts processes through mpirun", _OFF, "run `mpirun -n N python script.py`", True),
+    Foreign("tpu_cluster", "it asks for a pod of TPUs", _OFF, "leave it out", False),
+    Foreign("env vm", "it concerns a pod of TPUs", _OFF, "leave it out", True),
+    Foreign("no_tpu_cluster", "there are no TPUs here", takes=False),
     Foreign("tpu", "it asks for TPUs", _OFF, "use the CPU, or an accelerator that `torch.accelerator` knows", False),
     Foreign("downcast_bf16 tpu_use_cluster tpu_use_sudo", "it concerns TPUs alone", takes=False),
     Foreign("tpu_name tpu_zone", "it concerns TPUs alone", takes=True),
@@ -128,6 +131,7 @@ class AccelerateDialect(ConfigDialect):
         **{name: row.takes for name, row in FIELDS.items() if row.takes is not None},
         **deepspeed_words.FLAGS,
     }
+    shorts: Mapping[str, str] = {"quiet": "-q"}
     blocks: Mapping[str, str] = {
         "parallelism_config": "parallelism_config_",
         "dynamo_config": "dynamo_",

@@ -56,6 +56,7 @@ TENSOR_HANDLER, CONTEXT_HANDLER, SEQUENCE_HANDLER = (
     "DeepSpeedSequenceParallelConfig",
 )
 MIXED = "torch.distributed.fsdp.MixedPrecision"
+ASKS_NOTHING = "it asks for nothing"
 
 
 def _true(**means: Any) -> Case:
@@ -63,7 +64,7 @@ def _true(**means: Any) -> Case:
 
 
 def _asks_nothing(value: str = "false") -> Case:
-    return Case(value, why="it asks for nothing")
+    return Case(value, why=ASKS_NOTHING)
 
 
 def _idle(why: str, value: str = "*") -> Case:

@@ -12,10 +12,24 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from paceline.base.errors import Problem, short_repr
-from paceline.compat.accelerate.engine_fields import FIELDS, ROWS, Field
+from paceline.compat.accelerate.engine_fields import ASKS_NOTHING, FIELDS, ROWS, Field
 from paceline.compat.cases import NODES, VALUE, Case, fits, word
 from paceline.config.dialects import Translation
 from paceline.config.given import SOURCES, Choice, Given
+
+# What accelerate's launcher sets where nobody says otherwise. How parameters are divided is not among them: a default in the
+# environment would win over what a config file says.
+_FSDP_DEFAULTS = {
+    "FSDP_VERSION": "1",
+    "FSDP_OFFLOAD_PARAMS": "false",
+    "FSDP_MIN_NUM_PARAMS": "100000000",
+    "FSDP_FORWARD_PREFETCH": "false",
+    "FSDP_USE_ORIG_PARAMS": "true",
+    "FSDP_SYNC_MODULE_STATES": "true",
+    "FSDP_ACTIVATION_CHECKPOINTING": "false",
+}
+# Where this is set, transformers leaves weights empty on all ranks but the first. Here every rank builds the model.
+_NEVER_SET = "FSDP_CPU_RAM_EFFICIENT_LOADING"
 
 
 def field_of(given: Given) -> Field | None:
@@ -56,6 +70,7 @@ def translate(given: Iterable[Given], nodes: int) -> Translation:
     for row in ROWS:
         if row.name in said:
             _translate(row, said, nodes, translation)
+    translation.variables = variables_of_said(said)
     sizes = [said[name] for name in ("parallelism_config_cp_size", "parallelism_config_sp_size") if name in said]
     divides = [size for size in sizes if word(size.value) not in ("1", "none")]
     if len(divides) > 1:
@@ -89,12 +104,35 @@ def _translate(row: Field, said: Mapping[str, Given], nodes: int, translation: T
             translation.given.append(Given(name, ours, given.source, given.where))
 
 
+def variables_of_said(said: Mapping[str, Given]) -> dict[str, str]:
+    """accelerate's variables for what flags and files say, which plugins and transformers read in the script.
+
+    Args:
+        said: the value of each field that somebody has given.
+    """
+    uses_fsdp = "use_fsdp" in said and word(said["use_fsdp"].value) == "true"
+    variables = dict(_FSDP_DEFAULTS) if uses_fsdp and said["use_fsdp"].source != "environment" else {}
+    for name, given in said.items():
+        row = FIELDS[name]
+        is_of_fsdp = row.variable.startswith(("FSDP_", "ACCELERATE_USE_FSDP"))
+        if not row.variable or given.source not in ("command line", "file") or (is_of_fsdp and not uses_fsdp):
+            variables.pop(row.variable, None)
+            continue
+        is_switch = isinstance(given.value, bool) or name == "use_fsdp"
+        variables[row.variable] = str(given.value).lower() if is_switch else str(given.value)
+        if name.startswith("parallelism_config_"):
+            variables["ACCELERATE_USE_PARALLELISM_CONFIG"] = "true"
+    variables.pop(_NEVER_SET, None)
+    return variables
+
+
 def variables_of(unused: Sequence[Choice]) -> dict[str, str]:
     """The FSDP_* variables of values that have no effect here and do not come from the environment."""
     variables: dict[str, str] = {}
     for choice in unused:
         row = FIELDS.get(choice.field)
-        if row is not None and row.variable.startswith("FSDP_") and choice.source != "environment":
+        is_told = row is not None and row.variable.startswith("FSDP_") and row.variable != _NEVER_SET
+        if row is not None and is_told and choice.source != "environment":
             variables[row.variable] = str(choice.value)
     return variables
 
@@ -103,7 +141,8 @@ def notices(unused: Sequence[Choice]) -> tuple[str, ...]:
     """One sentence on what has no effect although somebody asked for it; nothing on values that change nothing."""
     texts = []
     for row in unused:
-        if row.field in FIELDS and word(row.value) not in FIELDS[row.field].default.lower().split("|"):
+        is_off = row.reason.endswith(ASKS_NOTHING)
+        if row.field in FIELDS and not is_off and word(row.value) not in FIELDS[row.field].default.lower().split("|"):
             texts.append(f"{row.field} ({row.where}): {row.reason.removeprefix('no effect here: ')}")
     return (f"no effect here: {'; '.join(texts)}.",) if texts else ()
 

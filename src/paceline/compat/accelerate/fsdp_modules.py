@@ -10,18 +10,11 @@ import torch
 from torch import nn
 
 from paceline.base.errors import CompatError
+from paceline.compat.accelerate.module_classes import get_module_class_from_name
 from paceline.compat.accelerate.module_tensors import find_tied_parameters
 
 # What torch adds to names of parameters: `torch.compile`, and a wrapper of activation checkpointing.
 _WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
-
-
-def get_module_class_from_name(module: nn.Module, name: str) -> type[nn.Module] | None:
-    """The class of this name among a module and those inside it; None where there is none."""
-    for inner in module.modules():
-        if type(inner).__name__ == name:
-            return type(inner)
-    return None
 
 
 def get_parameters_from_modules(

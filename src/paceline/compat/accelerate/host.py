@@ -6,7 +6,7 @@ import os
 import platform
 import socket
 import subprocess
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, wraps
 from typing import Any
@@ -139,20 +139,6 @@ def get_free_port() -> int:
         probe.bind(("localhost", 0))
         port: int = probe.getsockname()[1]
     return port
-
-
-def convert_dict_to_env_variables(current_env: Mapping[str, str]) -> list[str]:
-    """Variables as lines of a file; those that no shell would take are left out, with a warning."""
-    forbidden = (";", "\n", "<", ">", " ")
-    lines = []
-    for name, value in current_env.items():
-        if value and not any(character in f"{name}{value}" for character in forbidden):
-            lines.append(f"{name}={value}\n")
-        else:
-            warn_once(
-                "compat", f"the variable {name}={value!r} cannot be passed on: it is empty, or holds a blank or ;."
-            )
-    return lines
 
 
 def get_int_from_env(env_keys: list[str], default: int) -> int:

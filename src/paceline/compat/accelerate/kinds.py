@@ -41,6 +41,9 @@ DistributedType = _enum(
     "MEGATRON_LM",
     _Named,
 )
+# The word for several processes of one machine, by the kind of device.
+WORD_OF_DEVICE = {"cpu": "MULTI_CPU", "cuda": "MULTI_GPU", "npu": "MULTI_NPU", "mlu": "MULTI_MLU", "xpu": "MULTI_XPU",
+                  "hpu": "MULTI_HPU", "musa": "MULTI_MUSA", "sdaa": "MULTI_SDAA"}  # fmt: skip
 SageMakerDistributedType = _enum("SageMakerDistributedType", "NO DATA_PARALLEL MODEL_PARALLEL", _Named)
 ComputeEnvironment = _enum("ComputeEnvironment", "LOCAL_MACHINE AMAZON_SAGEMAKER", _Named)
 PrecisionType = _enum("PrecisionType", "NO=no FP8=fp8 FP16=fp16 BF16=bf16")

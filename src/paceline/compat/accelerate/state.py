@@ -19,8 +19,8 @@ import torch.distributed as dist
 from paceline.base import env as environment
 from paceline.compat.accelerate.deepspeed_plugin import DeepSpeedPlugin
 from paceline.compat.accelerate.errors import CompatValueError
+from paceline.compat.accelerate.fsdp_plugin import FullyShardedDataParallelPlugin
 from paceline.compat.accelerate.kinds import DistributedType
-from paceline.compat.accelerate.plugins import FullyShardedDataParallelPlugin
 from paceline.compat.accelerate.split import split_part
 from paceline.config import resolve_run
 from paceline.world import rendezvous, runtime
@@ -321,7 +321,8 @@ class AcceleratorState(PartialState):
         elif accelerator.plan.layout.size("shard", "tp") > 1:
             # Who saves a model looks here for how: without a word, the whole model is what `get_state_dict` gives.
             plugin = fsdp or FullyShardedDataParallelPlugin()
-            plugin.set_state_dict_type(plugin.state_dict_type or "FULL_STATE_DICT")
+            if plugin.said("state_dict_type") is None:
+                plugin.set_state_dict_type("FULL_STATE_DICT")
             told |= {"fsdp_plugin": plugin, "distributed_type": DistributedType.FSDP}
         self._shared_state.update({name: value for name, value in told.items() if value is not None})
         if deepspeed and self.deepspeed_plugin is None:

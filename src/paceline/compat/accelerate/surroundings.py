@@ -1,4 +1,4 @@
-"""The rest of `accelerate.utils`: the environment, versions, files, a progress bar, the config file."""
+"""The rest of `accelerate.utils`: the environment, versions, files, a progress bar."""
 
 from __future__ import annotations
 
@@ -10,20 +10,14 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import wraps
-from pathlib import Path
 from typing import Any
 
 import torch
-import yaml
 
 from paceline.base import env
-from paceline.base.errors import ConfigError
 from paceline.checkpoint.files import load_object, save_object
-from paceline.compat.accelerate.dialect import DIALECT
 from paceline.compat.accelerate.errors import CompatValueError
 from paceline.compat.accelerate.state import PartialState
-from paceline.config import places
-from paceline.config.settings import settings_of
 
 STR_OPERATION_TO_FUNC = {
     ">": operator.gt,
@@ -33,7 +27,6 @@ STR_OPERATION_TO_FUNC = {
     "<=": operator.le,
     "<": operator.lt,
 }
-default_config_file = str(DIALECT.default_file(env.snapshot()))
 
 
 # -- environment ---------------------------------------------------------------------------------------------
@@ -185,47 +178,6 @@ def load(f: Any, map_location: Any = None, **kwargs: Any) -> Any:
     if kwargs.get("weights_only") is False:
         return torch.load(f, map_location=map_location, **kwargs)
     return load_object(f, map_location=map_location)
-
-
-def write_basic_config(mixed_precision: str = "no", save_location: str = default_config_file) -> Path | bool:
-    """Writes accelerate's config file for this machine; False where there is one already.
-
-    Raises:
-        ConfigError: `config-value` for an unknown precision, `config-write` where the file cannot be written.
-    """
-    try:
-        precision = settings_of()["mixed_precision"].kind.read(mixed_precision)
-    except ValueError as error:
-        raise ConfigError(
-            "config-value",
-            f"mixed_precision cannot be {mixed_precision!r}.",
-            f"it comes from write_basic_config(mixed_precision=...); expected: {error}",
-            'say mixed_precision="no"',
-        ) from None
-    path = Path(save_location).expanduser()
-    if path.exists():
-        print(f"There is a configuration at {path} already: it is left as it is.")
-        return False
-    count = torch.accelerator.device_count() if torch.accelerator.is_available() else 0
-    config = {
-        "compute_environment": "LOCAL_MACHINE",
-        "debug": False,
-        "distributed_type": "MULTI_GPU" if count > 1 else "NO",
-        "downcast_bf16": "no",
-        "enable_cpu_affinity": False,
-        "machine_rank": 0,
-        "main_training_function": "main",
-        "mixed_precision": precision,
-        "num_machines": 1,
-        "num_processes": max(1, count),
-        "rdzv_backend": "static",
-        "same_network": False,
-        "tpu_use_cluster": False,
-        "tpu_use_sudo": False,
-        "use_cpu": count == 0,
-    }
-    places.write(path, yaml.safe_dump(config, sort_keys=False))
-    return path
 
 
 def tqdm(*args: Any, main_process_only: bool = True, **kwargs: Any) -> Any:

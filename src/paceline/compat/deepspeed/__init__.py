@@ -17,6 +17,8 @@ from pathlib import Path
 from paceline.compat.names import listed
 
 VERSION = "0.19.8"
+# Commands of an installed door -> what runs them.
+COMMANDS = {"deepspeed": "paceline.compat.deepspeed.command:main"}
 
 _HERE = "paceline.compat.deepspeed"
 # Module of ours -> names; `theirs=ours` where ours is called otherwise. Where a name means this in some modules alone:

@@ -1,11 +1,18 @@
-"""deepspeed in a process that a served one has started (a spawned worker, a command): it is served there as well.
+"""deepspeed, served by Paceline: whatever process imports this package gets Paceline's names for it.
 
-The folder of this package stands first in PYTHONPATH, which children inherit; see `paceline.compat.install`.
+`paceline doors install deepspeed` copies this package into an environment; `paceline doors remove deepspeed` takes it out.
+Processes that `paceline launch --compat deepspeed` starts find it through PYTHONPATH.
 """
 
 import sys
 
-from paceline.compat import install
+try:
+    from paceline.compat import install
+except ModuleNotFoundError as error:
+    raise ModuleNotFoundError(
+        "deepspeed is served by Paceline in this environment, and Paceline itself cannot be imported: "
+        f"install paceline, or take the door out with `pip uninstall deepspeed` ({error})"
+    ) from error
 
 # `install` refuses where the library is imported already, and until it returns this module stands for it.
 del sys.modules["deepspeed"]

@@ -1,0 +1,1 @@
+"""`accelerate config`: accelerate's config files, written and read."""

@@ -1,0 +1,82 @@
+"""`accelerate config default`: accelerate's config file for this machine, without questions."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from paceline.base.errors import ConfigError
+from paceline.compat.accelerate.commands.config.config_args import ClusterConfig, default_json_config_file
+from paceline.compat.accelerate.kinds import WORD_OF_DEVICE
+from paceline.config import places
+from paceline.config.settings import settings_of
+from paceline.launch import host
+
+description = "Writes a config file for this machine without asking."
+_PRECISIONS = ("no", "fp16", "bf16")
+
+
+def write_basic_config(
+    mixed_precision: str = "no", save_location: str | Path = default_json_config_file
+) -> Path | bool:
+    """Writes accelerate's config file for this machine; False where there is one already.
+
+    Raises:
+        ConfigError: `config-value` for an unknown precision, `config-write` where the file cannot be written.
+    """
+    path = Path(save_location).expanduser()
+    if path.exists():
+        print(f"There is a configuration at {path} already: it is left as it is.")
+        return False
+    accelerators = host.accelerators()
+    config = ClusterConfig(
+        compute_environment="LOCAL_MACHINE",
+        distributed_type=_kind(accelerators.kind, accelerators.count),
+        mixed_precision=_precision(mixed_precision),
+        use_cpu=accelerators.count == 0,
+        debug=False,
+        num_processes=max(1, accelerators.count),
+    )
+    # JSON whatever the file is called, as accelerate writes it; YAML reads that too.
+    places.write(path, config.as_json())
+    return path
+
+
+def _kind(device: str, count: int) -> str:
+    """accelerate's word for the devices of one machine."""
+    return WORD_OF_DEVICE.get(device, "MULTI_GPU") if count > 1 else "NO"
+
+
+def _precision(word: str) -> str:
+    try:
+        precision: str = settings_of()["mixed_precision"].kind.read(word.lower())
+    except ValueError as error:
+        raise ConfigError(
+            "config-value",
+            f"mixed_precision cannot be {word!r}.",
+            f"it comes from write_basic_config(mixed_precision=...); expected: {error}",
+            'say mixed_precision="no"',
+        ) from None
+    return precision
+
+
+def default_command_parser(parser: Any, parents: list[argparse.ArgumentParser]) -> argparse.ArgumentParser:
+    """Adds `default` to the sub-commands of `accelerate config`."""
+    default: argparse.ArgumentParser = parser.add_parser("default", parents=parents, help=description)
+    shown = f"the file to write [{default_json_config_file}]"
+    default.add_argument(
+        "--config_file", "--config-file", dest="save_location", default=default_json_config_file, help=shown
+    )
+    default.add_argument(
+        "--mixed_precision", "--mixed-precision", choices=_PRECISIONS, default="no", help="precision [no]"
+    )
+    default.set_defaults(func=default_config_command)
+    return default
+
+
+def default_config_command(args: argparse.Namespace) -> None:
+    """Writes the file."""
+    path = write_basic_config(args.mixed_precision, args.save_location)
+    if path:
+        print(f"accelerate configuration saved at {path}")

@@ -1,0 +1,39 @@
+"""`accelerate config update`: reads a config file of an older version and writes it with all keys of the current one."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from paceline.compat.accelerate.commands.config.config_args import default_config_file, load_config_from_file
+
+description = "Adds what newer versions know to a config file, and keeps what it says."
+
+
+def update_config(args: argparse.Namespace) -> str:
+    """Updates a file in place; returns its name.
+
+    Raises:
+        ValueError: as `load_config_from_file`.
+        FileNotFoundError: likewise.
+    """
+    path: str = args.config_file or default_config_file
+    config = load_config_from_file(path)
+    text = config.as_json() if path.endswith(".json") else config.as_yaml()
+    Path(path).write_text(text, encoding="utf-8")
+    return path
+
+
+def update_command_parser(parser: Any, parents: list[argparse.ArgumentParser]) -> argparse.ArgumentParser:
+    """Adds `update` to the sub-commands of `accelerate config`."""
+    update: argparse.ArgumentParser = parser.add_parser("update", parents=parents, help=description)
+    shown = f"the file to update [{default_config_file}]"
+    update.add_argument("--config_file", "--config-file", default=None, help=shown)
+    update.set_defaults(func=update_config_command)
+    return update
+
+
+def update_config_command(args: argparse.Namespace) -> None:
+    """Updates a file, and says so."""
+    print(f"Successfully updated the configuration file at {update_config(args)}.")

@@ -1,0 +1,45 @@
+"""`accelerate merge-weights`: whole weights from the divided ones that FSDP saved."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from paceline.compat.accelerate.commands.arguments import CustomArgumentParser, parser_for
+
+description = "Makes whole weights from the divided ones that FSDP saved with SHARDED_STATE_DICT."
+
+
+def merge_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
+    """The parser of `accelerate merge-weights`."""
+    parser = parser_for("merge-weights", "", merge_command, subparsers, description=description)
+    add = parser.add_argument
+    names = ("--unsafe_serialization",), ("--remove_checkpoint_dir",)
+    if not isinstance(parser, CustomArgumentParser):
+        names = tuple((*each, each[0].replace("_", "-")) for each in names)
+    unsafe, remove = names
+    add("checkpoint_directory", type=str, help="the folder of divided weights")
+    add("output_path", type=str, help="the folder of the whole weights")
+    add(*unsafe, action="store_true", default=False, help="write .bin in place of .safetensors")
+    add(*remove, action="store_true", default=False, help="remove the divided weights afterwards")
+    return parser
+
+
+def merge_command(args: argparse.Namespace) -> None:
+    """Merges the weights.
+
+    Raises:
+        CheckpointError: as `merge_fsdp_weights`.
+    """
+    from paceline.compat.accelerate.sharded import merge_fsdp_weights
+
+    merge_fsdp_weights(
+        args.checkpoint_directory, args.output_path, not args.unsafe_serialization, args.remove_checkpoint_dir
+    )
+
+
+def main() -> int:
+    """Runs the command `accelerate-merge-weights`."""
+    from paceline.compat.accelerate.commands.accelerate_cli import reporting
+
+    return reporting(lambda: merge_command(merge_command_parser().parse_args()))

@@ -1,0 +1,66 @@
+"""accelerate's recipes for 8-bit arithmetic: classes with its fields. Those whose library would be needed refuse at once."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+from paceline.base import env as environment
+from paceline.compat.absent import refuse
+from paceline.compat.accelerate.arguments import KwargsHandler
+
+_LEVELS = ("O1", "O2")
+
+
+def _refuse(recipe: object) -> NoReturn:
+    refuse(type(recipe).__name__, "8-bit training is not built yet", "use mixed_precision='bf16'")
+
+
+@dataclass
+class AORecipeKwargs(KwargsHandler):
+    """Options of torchao's float8."""
+
+    config: Any = None
+    module_filter_func: Any = None
+    pad_inner_dim: Any = None
+    enable_fsdp_float8_all_gather: Any = None
+
+    def __post_init__(self) -> None:
+        _refuse(self)
+
+
+@dataclass
+class TERecipeKwargs(KwargsHandler):
+    """Options of TransformerEngine's float8."""
+
+    use_autocast_during_eval: Any = None
+    margin: Any = None
+    interval: Any = None
+    fp8_format: Any = None
+    amax_history_len: Any = None
+    amax_compute_algo: Any = None
+    override_linear_precision: Any = None
+    use_mxfp8_block_scaling: Any = None
+
+    def __post_init__(self) -> None:
+        _refuse(self)
+
+
+@dataclass
+class MSAMPRecipeKwargs(KwargsHandler):
+    """Options of MS-AMP."""
+
+    opt_level: Any = None
+
+    def __post_init__(self) -> None:
+        if self.opt_level is None:
+            self.opt_level = environment.snapshot().get("ACCELERATE_FP8_OPT_LEVEL", "O2")
+        if self.opt_level not in _LEVELS:
+            raise ValueError(f"`opt_level` must be one of {' or '.join(_LEVELS)}")
+
+
+@dataclass
+class FP8RecipeKwargs(TERecipeKwargs, MSAMPRecipeKwargs):
+    """The older class for either."""
+
+    backend: Any = None

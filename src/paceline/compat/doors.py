@@ -1,0 +1,311 @@
+"""Puts doors into an environment and takes them out: from then on every process of it is served, however it is started.
+
+    install     journal -> the real library's files set aside -> the door's files, RECORD last
+    remove      the door's files deleted -> the real library's files moved back -> journal deleted
+    stopped     in between: the journal says what to undo, and the next `install` or `remove` begins with that
+
+The journal, and files that are set aside, lie in `paceline-doors/LIBRARY` beside the installed packages: on the same disk, so
+that a file is moved by renaming it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Iterable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from paceline.base.errors import CompatError, Problem
+from paceline.compat import LIBRARIES
+from paceline.compat.door_files import Door
+from paceline.compat.environments import Environment, folder_of, parts_of
+
+_STATE = "paceline-doors"
+
+
+@dataclass
+class Journal:
+    """What an installation does, written before it begins.
+
+    Attributes:
+        created: files of the door; paths from the folder of packages, as the following.
+        set_aside: parts of the real library; part N lies in `set-aside/N`.
+        version: the real library's.
+    """
+
+    created: list[str] = field(default_factory=list)
+    set_aside: list[str] = field(default_factory=list)
+    version: str = ""
+
+
+@dataclass(frozen=True)
+class Status:
+    """What one library is in an environment.
+
+    Attributes:
+        door: version of the installed door; "" where there is none.
+        real: version of the real library that can be imported, and its folder; "" where there is none.
+        set_aside: version of the real library that `remove` brings back; "" for none.
+        interrupted: whether an installation or a removal was stopped half-way.
+    """
+
+    door: str
+    real: str
+    set_aside: str
+    interrupted: bool
+
+
+def status(library: str, environment: Environment) -> Status:
+    """Looks at one library."""
+    door, real = environment.installed_door(library), environment.real(library)
+    journal = _read_journal(_state(library, environment))
+    return Status(
+        door=door.version if door else "",
+        real=f"{real.version} in {folder_of(real)}" if real else "",
+        set_aside=journal.version if journal else "",
+        interrupted=_state(library, environment).exists() and (door is None or journal is None),
+    )
+
+
+def check_names(libraries: Iterable[str]) -> None:
+    """Looks whether there are doors for these libraries.
+
+    Raises:
+        CompatError: `compat-library`.
+    """
+    problems = []
+    for library in libraries:
+        if library not in LIBRARIES:
+            what, why = f"Paceline has no door for {library!r}.", f"it has doors for: {', '.join(LIBRARIES)}"
+            problems.append(Problem("compat-library", what, why, "use one of these"))
+    if problems:
+        raise CompatError.of(problems)
+
+
+def check(libraries: Iterable[str], environment: Environment, *, set_aside: bool) -> None:
+    """Looks whether doors can be installed.
+
+    Raises:
+        CompatError: `door-environment`, `door-real`; all problems at once.
+    """
+    problems = _problems_of(environment)
+    for library in libraries:
+        problems += _problems_with(library, environment, set_aside=set_aside)
+    if problems:
+        raise CompatError.of(problems)
+
+
+def planned(library: str, environment: Environment, *, set_aside: bool) -> list[str]:
+    """What `install` would do, a line for each file or folder."""
+    moved = _parts_of_real(library, environment) if set_aside else []
+    lines = [f"set aside  {_absolute(environment, path)}" for path in moved]
+    return lines + [f"write      {_absolute(environment, path)}" for path in environment.door(library).files]
+
+
+def install(library: str, environment: Environment, *, set_aside: bool = False) -> None:
+    """Installs the door of one library; `check` comes before it. A door that is there already is replaced.
+
+    Raises:
+        CompatError: `door-files`, where a file cannot be written or moved; then everything is as it was.
+    """
+    door = environment.door(library)
+    state = _state(library, environment)
+    previous = _read_journal(state)
+    keeps_aside = previous is not None and bool(previous.set_aside)
+    remove(library, environment)
+    real = environment.real(library)
+    journal = Journal(list(door.files))
+    if real is not None and (set_aside or keeps_aside):
+        journal.set_aside, journal.version = _parts_of_real(library, environment), real.version
+    try:
+        (state / "set-aside").mkdir(parents=True)
+        _write(state / "journal.json", json.dumps(vars(journal), indent=1).encode())
+        for number, path in enumerate(journal.set_aside):
+            (environment.packages / path).rename(state / "set-aside" / str(number))
+        _write_door(door)
+        if not journal.set_aside:
+            _delete_state(state)
+    except BaseException as error:
+        _undo(journal, door, state)
+        if isinstance(error, OSError):
+            raise _files_error(f"the door of {library} cannot be installed.", error) from None
+        raise
+
+
+def remove(library: str, environment: Environment) -> bool:
+    """Takes a door out and brings the real library back; False where there was neither a door nor half of one.
+
+    Raises:
+        CompatError: `door-set-aside`, where the real library was installed again meanwhile; `door-files`.
+    """
+    state = _state(library, environment)
+    installed = environment.installed_door(library)
+    if installed is not None and not environment.contains(installed):
+        installed = None
+    if installed is None and not state.exists():
+        return False
+    journal = _read_journal(state) or Journal()
+    real = environment.real(library)
+    moved = [state / "set-aside" / str(number) for number in range(len(journal.set_aside))]
+    was_moved = bool(moved) and all(path.exists() for path in moved)
+    if was_moved and real is not None and environment.contains(real):
+        raise CompatError(
+            "door-set-aside",
+            f"{library} {journal.version} waits to be brought back, and {library} {real.version} stands in its place.",
+            why=f"it was installed into {environment.packages} after `paceline doors install {library} --set-aside`",
+            fix=f"`pip uninstall {library}`, then `paceline doors remove {library}`",
+        )
+    if installed is not None:
+        journal.created += [str(file) for file in installed.files or []]
+    try:
+        _undo(journal, environment.door(library), state)
+    except OSError as error:
+        raise _files_error(f"the door of {library} cannot be removed.", error) from None
+    return True
+
+
+# -- what stands in the way ----------------------------------------------------------------------------------
+
+
+def _problems_of(environment: Environment) -> list[Problem]:
+    """What keeps an environment from taking any door."""
+    what = "doors cannot be installed into this environment."
+    why = ""
+    fix = "make one of your own: `python -m venv .venv`, and install paceline there"
+    unwritable = [folder for folder in (environment.packages, environment.scripts) if not os.access(folder, os.W_OK)]
+    if environment.owner:
+        why = environment.owner
+    elif unwritable:
+        why = f"you may not write to {' and '.join(map(str, unwritable))}"
+    elif not environment.distributions("paceline"):
+        why = f"paceline itself is not installed in {environment.packages}, so that its processes could not import it"
+        fix = "`pip install` paceline there (`pip install --editable` for a checkout)"
+    return [Problem("door-environment", what, why, fix)] if why else []
+
+
+def _problems_with(library: str, environment: Environment, *, set_aside: bool) -> list[Problem]:
+    """What keeps an environment from taking the door of one library."""
+    real = environment.real(library)
+    if real is None:
+        return _unowned(library, environment)
+    folder = folder_of(real)
+    what = f"{library} {real.version} is installed."
+    if not environment.contains(real):
+        if not environment.comes_first(folder):
+            return []  # a process finds the door first, and the other one is not touched
+        why = f"it lies in {folder}, which is searched before {environment.packages}"
+        return [Problem("door-real", what, why, f"`pip uninstall {library}`, or take {folder} out of PYTHONPATH")]
+    if not parts_of(real):
+        why = f"it lies in {folder}, and its metadata does not say which files belong to it"
+        fix = (
+            "remove it with the program that has installed it, or use `paceline launch --compat`, which leaves it alone"
+        )
+        return [Problem("door-real", what, why, fix)]
+    if set_aside:
+        return []
+    fix = f"`paceline doors install {library} --set-aside` keeps it for `paceline doors remove {library}`"
+    return [Problem("door-real", what, f"it lies in {folder}", fix)]
+
+
+def _unowned(library: str, environment: Environment) -> list[Problem]:
+    """A package of the library's name that no distribution owns, such as a checkout in PYTHONPATH."""
+    door = environment.installed_door(library)
+    for entry in environment.search:
+        folder = Path(entry).absolute()
+        is_here = folder == environment.packages
+        found = [path for path in (folder / library, folder / f"{library}.py") if path.exists()]
+        if not found or (is_here and (door is not None or _state(library, environment).exists())):
+            continue
+        if "for_children" not in folder.parts and (is_here or environment.comes_first(folder)):
+            why = "it belongs to no distribution, and would be imported in place of the door or overwritten by it"
+            fix = f"move {found[0]} away, or take {folder} out of PYTHONPATH"
+            return [Problem("door-real", f"{found[0]} is there already.", why, fix)]
+    return []
+
+
+# -- files ---------------------------------------------------------------------------------------------------
+
+
+def _state(library: str, environment: Environment) -> Path:
+    return environment.packages / _STATE / library
+
+
+def _read_journal(state: Path) -> Journal | None:
+    """The journal of a library; None where there is none."""
+    path = state / "journal.json"
+    return Journal(**json.loads(path.read_text(encoding="utf-8"))) if path.is_file() else None
+
+
+def _parts_of_real(library: str, environment: Environment) -> list[str]:
+    real = environment.real(library)
+    return parts_of(real) if real is not None and environment.contains(real) else []
+
+
+def _absolute(environment: Environment, path: str) -> Path:
+    return Path(os.path.normpath(environment.packages / path))
+
+
+def _write_door(door: Door) -> None:
+    for path, content in door.files.items():
+        _write(door.packages / path, content, executable=door.is_command(path))
+
+
+def _write(path: Path, content: bytes, *, executable: bool = False) -> None:
+    """Writes a file under another name and renames it, so that no process ever reads half of it."""
+    path.parent.mkdir(exist_ok=True)
+    partial = _partial(path)
+    try:
+        partial.write_bytes(content)
+        if executable:
+            partial.chmod(0o755)
+        partial.rename(path)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def _partial(path: Path) -> Path:
+    return path.with_name(f".{path.name}.paceline-partial")
+
+
+def _undo(journal: Journal, door: Door, state: Path) -> None:
+    """Deletes the door's files, moves back what was set aside, and deletes the journal last."""
+    created = [door.packages / path for path in journal.created]
+    for path in created:
+        _partial(path).unlink(missing_ok=True)
+        # While the real library's command has not been set aside yet, the one of the same name is its own.
+        if path.is_file() and _is_of_door(path, door):
+            path.unlink()
+    folders = {path.parent for path in created if path.parent.parent == door.packages}
+    for folder in folders:
+        # Python puts compiled files beside the package.
+        if folder.name == door.library and not (folder / "__init__.py").exists():
+            shutil.rmtree(folder / "__pycache__", ignore_errors=True)
+        with suppress(OSError):  # not there, or files of somebody else in it
+            folder.rmdir()
+    for number, path in enumerate(journal.set_aside):
+        kept = state / "set-aside" / str(number)
+        if kept.exists():
+            kept.rename(door.packages / path)
+    _delete_state(state)
+
+
+def _is_of_door(path: Path, door: Door) -> bool:
+    """Whether a file at a door's path is the door's and not the real library's."""
+    if path.parent.parent == door.packages and path.parent.name.endswith(".dist-info"):
+        return True  # its name has the mark
+    return b"paceline" in path.read_bytes().lower()
+
+
+def _delete_state(state: Path) -> None:
+    shutil.rmtree(state, ignore_errors=True)
+    with suppress(OSError):  # the state of another library
+        state.parent.rmdir()
+
+
+def _files_error(what: str, error: OSError) -> CompatError:
+    reason = f"{error.filename}: {error.strerror}" if error.filename else str(error)
+    fix = "see to it that you may write there and that the disk has room, and give the command again"
+    return CompatError("door-files", what, reason, fix)

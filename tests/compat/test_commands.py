@@ -1,0 +1,150 @@
+"""accelerate's commands, config classes and plugins answer as the real ones did when they were recorded."""
+
+from __future__ import annotations
+
+import argparse
+import io
+import json
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+from paceline import CompatError
+from paceline.cli.main import main as command_line
+from paceline.cli.main import parser_for
+from paceline.compat import install
+from paceline.compat.accelerate.commands import estimate, launch
+from paceline.compat.accelerate.fsdp_plugin import FullyShardedDataParallelPlugin
+from paceline.compat.fsdp import said_by
+from paceline.config.given import Given
+from paceline.config.sources import resolve_launch, resolve_run
+
+REFERENCE = Path(__file__).parent / "reference"
+RECORDED = json.loads((REFERENCE / "recorded_commands.json").read_text(encoding="utf-8"))
+
+
+@pytest.fixture(autouse=True, scope="module")
+def served():
+    """accelerate's names are served, and nobody's own config file is there, for the length of this module."""
+    finders, modules, path, env = list(sys.meta_path), set(sys.modules), list(sys.path), dict(os.environ)
+    for name in [each for each in os.environ if each.startswith(("OMP_", "ACCELERATE_", "FSDP_"))]:
+        del os.environ[name]
+    install(["accelerate"])
+    sys.path.insert(0, str(REFERENCE))
+    yield
+    sys.meta_path[:], sys.path[:] = finders, path
+    os.environ.clear()
+    os.environ.update(env)
+    for name in set(sys.modules) - modules:
+        if name.partition(".")[0] in ("accelerate", "commands_program"):
+            del sys.modules[name]
+
+
+@pytest.mark.parametrize("function", sorted(RECORDED))
+def test_as_recorded(function: str, monkeypatch) -> None:
+    import commands_program
+
+    from paceline.compat.accelerate.commands.config import config_args
+
+    answer = json.dumps(getattr(commands_program, function)())
+    folder = os.path.dirname(config_args.cache_dir)
+    assert json.loads(answer.replace(folder, "HF_HOME")) == RECORDED[function]
+
+
+# -- launch --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("flag", launch.flags(), ids=lambda flag: flag.name)
+def test_paceline_launch_knows_every_flag(flag: launch.Flag) -> None:
+    """It has an effect, or is refused by name; none is taken for the script's own."""
+    known = parser_for("launch").options
+    by_prefix = flag.name.startswith(("megatron_lm_", "fp8_", "aws_", "tpu_"))
+    assert f"--{flag.name}" in known or by_prefix, "add it to `dialect.py` or to `engine_fields.py`"
+    if flag.short:
+        assert flag.short in known
+
+
+def test_a_namespace_becomes_the_same_command_line() -> None:
+    parser = launch.launch_command_parser()
+    words = [
+        "--num_processes",
+        "2",
+        "--cpu",
+        "--fsdp_min_num_params",
+        "5",
+        "--mixed_precision",
+        "bf16",
+        "train.py",
+        "--lr",
+        "1",
+    ]
+    args = parser.parse_args(words)
+    again = parser.parse_args(launch.words_of(args))
+    assert vars(again) == vars(args)
+    args.training_script, args.num_machines = "other.py", 1  # as trl's own command does
+    assert launch.words_of(args)[-3:] == ["other.py", "--lr", "1"] and "--num_machines" in launch.words_of(args)
+
+
+def test_what_the_launcher_hands_on(tmp_path: Path) -> None:
+    file = tmp_path / "config.yaml"
+    file.write_text("distributed_type: FSDP\nfsdp_config:\n  fsdp_version: 2\n  fsdp_reshard_after_forward: false\n"
+                    "  fsdp_cpu_ram_efficient_loading: true\ndynamo_config:\n  dynamo_backend: INDUCTOR\n")  # fmt: skip
+    given = [Given("config", str(file), "command line", "--config_file")]
+    variables = resolve_launch(given, {}).hand_over()
+    assert variables["ACCELERATE_USE_FSDP"] == "true" and variables["FSDP_VERSION"] == "2"
+    assert variables["FSDP_RESHARD_AFTER_FORWARD"] == "false" and variables["ACCELERATE_DYNAMO_BACKEND"] == "INDUCTOR"
+    assert "FSDP_CPU_RAM_EFFICIENT_LOADING" not in variables, (
+        "transformers would load nothing on all ranks but the first"
+    )
+    run = resolve_run({}, variables)
+    assert run.settings.zero == 3 and run.settings.options["shard"]["reshard"] == "no" and not run.notices
+    assert not any(name.startswith(("FSDP_", "ACCELERATE_")) for name in resolve_launch([], {}).hand_over())
+
+
+def test_a_plugin_says_what_was_said_alone() -> None:
+    assert said_by(FullyShardedDataParallelPlugin()) == [], "a default must not win over a flag of the launcher"
+    plugin = FullyShardedDataParallelPlugin(sharding_strategy="SHARD_GRAD_OP")
+    plugin.cpu_offload = True
+    assert {given.name: given.value for given in said_by(plugin)} == {
+        "fsdp_sharding_strategy": "SHARD_GRAD_OP",
+        "fsdp_offload_params": True,
+    }
+
+
+# -- estimate-memory -----------------------------------------------------------------------------------------
+
+
+def test_memory_of_a_local_model(tmp_path: Path, capsys) -> None:
+    from transformers import BertConfig
+
+    config = BertConfig(
+        hidden_size=64, num_hidden_layers=2, num_attention_heads=2, intermediate_size=128, vocab_size=1000
+    )
+    config.save_pretrained(tmp_path)
+    args = estimate.estimate_command_parser().parse_args([str(tmp_path / "config.json"), "--dtypes", "float32", "int4"])
+    # As the real one says of the same config.
+    training = {"model": 680704, "optimizer": 1361408, "gradients": 680704, "step": 2722816}
+    rows = estimate.gather_data(args)
+    assert rows[0] == ["float32", 396288, 680704, training] and rows[1][:3] == ["int4", 49536, 85088]
+    estimate.estimate_command(args)
+    assert "664.75 KB" in capsys.readouterr().out
+
+
+def test_a_model_that_is_not_here() -> None:
+    args = argparse.Namespace(model_name="nobody/nothing", library_name=None, trust_remote_code=False, dtypes=["int8"])
+    with pytest.raises(CompatError, match="is no model on this machine") as error:
+        estimate.gather_data(args)
+    assert error.value.code == "compat-model"
+
+
+def test_questions_without_a_terminal_and_flags_of_tpus(tmp_path: Path, monkeypatch, capsys) -> None:
+    from paceline.compat.accelerate.commands import accelerate_cli
+
+    monkeypatch.setattr(sys, "argv", ["accelerate", "config", "--config_file", str(tmp_path / "a.yaml")])
+    monkeypatch.setattr(sys, "stdin", io.StringIO())
+    assert accelerate_cli.main() == 2
+    assert "config-terminal" in capsys.readouterr().err
+    assert command_line(["launch", "--env", "A=1", "train.py"]) == 2
+    assert "env A=1 is not supported" in capsys.readouterr().err
