@@ -19,8 +19,8 @@ REFUSED = {
     "MegatronLMPlugin": "Megatron-LM has its own training loop",
     "is_tpu_available": "TPUs are not carried",
 }
-# Not names of accelerate: the scanned text means another thing, or a release of accelerate that is long gone.
-NOT_THEIRS: dict[str, str] = {}
+# Not of accelerate: the scanned text means another thing.
+NOT_THEIRS = {"type": "of a `torch.device`, in a variable that is called `accelerator`"}
 
 
 def unserved() -> dict[str, list[str]]:

@@ -27,6 +27,7 @@ ON_PYPI = {
     "mlflow",
     "swanlab",
     "trackio",
+    "peft",
     "transformers",
     "{package}",
 }
