@@ -15,7 +15,7 @@ from collections.abc import Callable, Collection
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO, Literal
+from typing import Any, BinaryIO, Literal, cast
 
 from paceline.base import env as environment
 from paceline.checkpoint.format import manifest
@@ -206,12 +206,12 @@ class _FaultyStore:
             return
         unlink = os.unlink
 
-        def first(target: str | os.PathLike[str], *, dir_fd: int | None = None) -> None:
+        def first(target: str | bytes | os.PathLike[str] | os.PathLike[bytes], *, dir_fd: int | None = None) -> None:
             os.unlink = unlink
             unlink(target, dir_fd=dir_fd)
             self._reach("prune", path)
 
-        os.unlink = first
+        os.unlink = cast(Any, first)
         try:
             behind.remove(path)
         finally:
