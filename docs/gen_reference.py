@@ -26,6 +26,15 @@ API: dict[str, list[str]] = {
     "Starting": ["notebook_launcher", "debug_launcher"],
     "In the loop": ["LocalSGD", "find_executable_batch_size", "set_seed", "skip_first_batches", "get_logger"],
     "What a run knows": ["World", "Plan"],
+    "Models larger than the device": [
+        "inference.load",
+        "inference.plan",
+        "inference.place",
+        "inference.Placement",
+        "inference.Workload",
+        "inference.Rates",
+        "inference.measure_rates",
+    ],
     "Testing a loop of yours": ["testing.run_ranks", "testing.Fault", "testing.arm", "testing.damage"],
 }
 

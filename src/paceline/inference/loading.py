@@ -35,7 +35,7 @@ from paceline.inference.workload import Rates, Workload, readable
 
 _log = logging.getLogger("paceline.inference")
 Factory = Callable[[], nn.Module]
-Path = str | os.PathLike[str]
+FilePath = str | os.PathLike[str]
 Places = Mapping[str, str | int | torch.device]
 Memory = Mapping[str | int, int | str]
 
@@ -60,7 +60,7 @@ def empty_weights() -> Iterator[None]:
 
 def plan(
     model: nn.Module | Factory,
-    weights: Path | None = None,
+    weights: FilePath | None = None,
     *,
     placement: str | Places = "auto",
     memory: Memory | None = None,
@@ -87,14 +87,14 @@ def plan(
 
 def load(
     model: nn.Module | Factory,
-    weights: Path,
+    weights: FilePath,
     *,
     placement: str | Places | Placement = "auto",
     memory: Memory | None = None,
     dtype: torch.dtype | None = None,
     workload: Workload | None = None,
     rates: Rates | None = None,
-    offload_folder: Path | None = None,
+    offload_folder: FilePath | None = None,
     strict: bool = True,
 ) -> nn.Module:
     """Loads a model for inference, also one that is larger than the device or than the memory of the host.
@@ -244,7 +244,7 @@ class _Checkpoint:
         slots: where the model's parameters are.
     """
 
-    def __init__(self, model: nn.Module, path: Path, dtype: torch.dtype | None, *, strict: bool) -> None:
+    def __init__(self, model: nn.Module, path: FilePath, dtype: torch.dtype | None, *, strict: bool) -> None:
         text = os.fspath(path)
         folder = text if "://" in text else os.path.abspath(os.path.expanduser(text))
         self._model = model
@@ -276,7 +276,7 @@ class _Checkpoint:
         """Whether the files have the tensor."""
         return name in self._sources
 
-    def check_folder(self, placement: Placement, offload_folder: Path | None) -> str | None:
+    def check_folder(self, placement: Placement, offload_folder: FilePath | None) -> str | None:
         """The folder for weights that cannot be mapped as they are; made if it is needed."""
         written = [placed for placed in placement.blocks if placed.home == "disk" and not self._mapped(placed)]
         if not written:

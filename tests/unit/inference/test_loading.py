@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import pickle
+import warnings
 from pathlib import Path
 
 import pytest
@@ -344,3 +345,20 @@ def test_files_of_the_model_without_its_head(placement: str, tmp_path) -> None:
     body = inference.load(body, whole, placement=placement, strict=False)
     with torch.no_grad():
         assert body(IDS).shape == (1, 3, 20)
+
+
+def test_weights_of_a_distributed_checkpoint_are_written_once(tmp_path) -> None:
+    import torch.distributed.checkpoint as dcp
+
+    plain = made()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch says that no process group is up
+        dcp.save({"model": plain.state_dict()}, checkpoint_id=str(tmp_path / "model"))
+    with pytest.raises(PlanError, match="not in the safetensors format") as caught:
+        inference.load(Model, tmp_path / "model", placement="disk")
+    assert caught.value.code == "placement-folder"
+    places = {"": "cpu", "blocks": "disk"}
+    model = inference.load(Model, tmp_path / "model", placement=places, offload_folder=tmp_path / "offload")
+    with torch.no_grad():
+        assert torch.equal(model(IDS), plain(IDS))
+    assert len(list((tmp_path / "offload").iterdir())) == 4
