@@ -21,7 +21,7 @@ def get_mixed_precision_context_manager(
     """
     if not native_amp:
         return nullcontext()
-    state = AcceleratorState()
+    state: Any = AcceleratorState()
     dtypes = {"fp16": torch.float16, "bf16": torch.bfloat16}
     options = {} if autocast_kwargs is None else autocast_kwargs.to_kwargs()
     return torch.autocast(device_type=state.device.type, dtype=dtypes.get(str(state.mixed_precision)), **options)

@@ -157,9 +157,9 @@ def attach_align_device_hook_on_blocks(
             tied_params_map,
         )
         return
-    devices: Mapping[str, Any]
+    devices: dict[str, Any]
     if isinstance(execution_device, Mapping):
-        devices = execution_device
+        devices = dict(execution_device)
     else:
         assert isinstance(offload, Mapping), "a device and a truth value are one block"
         devices = dict.fromkeys(offload, execution_device)

@@ -111,6 +111,7 @@ def add_hook_to_module(module: nn.Module, hook: ModelHook, append: bool = False)
         earlier = module._hf_hook
         remove_hook_from_module(module)
         hook = SequentialHook(earlier, hook)  # type: ignore[arg-type]
+    old_forward: Any
     if hasattr(module, "_hf_hook") and hasattr(module, "_old_forward"):
         old_forward = module._old_forward
     else:
@@ -120,7 +121,7 @@ def add_hook_to_module(module: nn.Module, hook: ModelHook, append: bool = False)
     module._hf_hook = hook  # type: ignore[assignment]
     forward = functools.partial(_hooked_forward, module)
     # Libraries ask `inspect.signature` which arguments a model takes: it follows `__wrapped__`.
-    module.forward = functools.update_wrapper(forward, old_forward)  # type: ignore[arg-type,assignment]
+    module.forward = functools.update_wrapper(forward, old_forward)  # type: ignore[assignment]
     return module
 
 
