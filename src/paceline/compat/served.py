@@ -110,6 +110,8 @@ class ServedModule(ModuleType):
         self.__dict__["_server"] = server
 
     def __getattr__(self, name: str) -> Any:
+        if name == "__all__":  # asked by `from accelerate.utils import *`
+            return sorted(self._server.modules[self.__name__])
         if name.startswith("__") and name != "__version__":
             raise AttributeError(name)
         value = self._server.look_up(self.__name__, name)

@@ -41,7 +41,7 @@ _CARRIED = {
     f"{_HERE}.sharded": """disable_fsdp_ram_efficient_loading enable_fsdp_ram_efficient_loading fsdp2_canonicalize_names
         load_fsdp_model load_fsdp_optimizer merge_fsdp_weights model_has_dtensor save_fsdp_model save_fsdp_optimizer""",
     f"{_HERE}.kinds": """BaseEnum ComputeEnvironment CustomDtype DDPCommunicationHookType DistributedType
-        DynamoBackend FP8BackendType LoggerType PrecisionType RNGType SageMakerDistributedType""",
+        DynamoBackend EnumWithContains FP8BackendType LoggerType PrecisionType RNGType SageMakerDistributedType""",
     f"{_HERE}.state": "AcceleratorState GradientState PartialState is_initialized",
     f"{_HERE}.preparation": "AcceleratedScheduler",
     f"{_HERE}.loaders": "DataLoaderDispatcher DataLoaderShard DataLoaderStateMixin prepare_data_loader skip_first_batches",
