@@ -67,6 +67,12 @@ def test_a_name_that_never_existed_is_an_import_error_with_the_nearest_one() -> 
     assert importlib.util.find_spec("accelerate.nothing_like_it") is None
 
 
+def test_all_names_of_a_module_at_once() -> None:
+    names: dict[str, object] = {}
+    exec("from accelerate.utils.dataclasses import *", names)
+    assert table.modules()["accelerate.utils.dataclasses"] <= names.keys()
+
+
 def test_one_name_is_one_object_in_every_module() -> None:
     import accelerate
     import accelerate.accelerator
@@ -183,6 +189,15 @@ def test_a_stand_in_can_be_inherited_from_and_asked_for() -> None:
     for use in (Mine, lambda: list(Stand), lambda: len(Stand), lambda: Stand["a"], lambda: 1 in Stand):
         with pytest.raises(CompatError, match="compat-name"):
             use()
+
+
+def test_a_library_that_is_too_old_is_told_of_with_its_version(monkeypatch) -> None:
+    from paceline.compat import neighbours
+
+    versions = {"transformers": "4.31.0", "peft": "999.1"}
+    monkeypatch.setattr(importlib.metadata, "version", versions.__getitem__)
+    [notice] = neighbours.too_old()
+    assert notice.startswith("transformers 4.31.0 is older than 5.") and neighbours.too_old("peft") == []
 
 
 @pytest.mark.skipif(importlib.util.find_spec("deepspeed") is not None, reason="deepspeed is installed")

@@ -216,7 +216,9 @@ def _unowned(library: str, environment: Environment) -> list[Problem]:
     for entry in environment.search:
         folder = Path(entry).absolute()
         is_here = folder == environment.packages
-        found = [path for path in (folder / library, folder / f"{library}.py") if path.exists()]
+        # `paceline` itself is found in a folder of commands, where a file of the library's name is its command.
+        package, module = folder / library, folder / f"{library}.py"
+        found = [package] if package.is_dir() else [module] if module.is_file() else []
         if not found or (is_here and (door is not None or _state(library, environment).exists())):
             continue
         if "for_children" not in folder.parts and (is_here or environment.comes_first(folder)):

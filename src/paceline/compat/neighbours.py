@@ -79,7 +79,11 @@ def install(*, found_before: bool = False) -> None:
     """
     if any(isinstance(finder, Mender) for finder in sys.meta_path):
         return
-    mend = {"transformers": _give_adamw, "transformers.tokenization_utils_base": _give_encode_plus}
+    mend = {
+        "transformers": _look_at_transformers,
+        "transformers.tokenization_utils_base": _give_encode_plus,
+        "peft": _look_at_age,
+    }
     sys.meta_path.insert(0, Mender(mend))
     sys.meta_path.append(AbsentFinder())
     for name in mend.keys() & sys.modules.keys():
@@ -92,10 +96,12 @@ def install(*, found_before: bool = False) -> None:
         )
 
 
-def too_old() -> list[str]:
-    """A sentence for each installed library that is older than the oldest release that was tried."""
+def too_old(*names: str) -> list[str]:
+    """A sentence for each library that is older than the oldest release that was tried; of all where none is named."""
     notices = []
     for name, oldest in OLDEST_TRIED.items():
+        if names and name not in names:
+            continue
         with suppress(importlib.metadata.PackageNotFoundError):
             version = importlib.metadata.version(name)
             if _numbers(version) < _numbers(oldest):
@@ -103,6 +109,16 @@ def too_old() -> list[str]:
                     f"{name} {version} is older than {oldest}, the oldest release that was tried with Paceline."
                 )
     return notices
+
+
+def _look_at_age(module: ModuleType) -> None:
+    for notice in too_old(module.__name__):
+        warn_once("compat", notice)
+
+
+def _look_at_transformers(module: ModuleType) -> None:
+    _look_at_age(module)
+    _give_adamw(module)
 
 
 def _numbers(version: str) -> list[int]:

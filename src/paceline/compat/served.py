@@ -110,7 +110,7 @@ class ServedModule(ModuleType):
         self.__dict__["_server"] = server
 
     def __getattr__(self, name: str) -> Any:
-        if name == "__all__":  # asked by `import *`, which without it finds what was looked up so far
+        if name == "__all__":  # asked by `from accelerate.utils import *`
             return sorted(self._server.modules[self.__name__])
         if name.startswith("__") and name != "__version__":
             raise AttributeError(name)

@@ -308,6 +308,28 @@ def setters():
     return found
 
 
+def handlers():
+    """What keyword bundles hand on, and the members of the enumerations."""
+    import accelerate.utils.dataclasses as classes
+
+    made = [
+        classes.DistributedDataParallelKwargs(comm_hook=classes.DDPCommunicationHookType.FP16, bucket_cap_mb=1),
+        classes.InitProcessGroupKwargs(),
+        classes.InitProcessGroupKwargs(backend="gloo"),
+        classes.ProfileKwargs(with_flops=True),
+        classes.GradientAccumulationPlugin(num_steps=2),
+        classes.AutocastKwargs(enabled=False),
+        classes.GradScalerKwargs(init_scale=2.0),
+        classes.MSAMPRecipeKwargs(opt_level="O1"),
+    ]
+    kinds = "ComputeEnvironment CustomDtype DDPCommunicationHookType DistributedType DynamoBackend FP8BackendType LoggerType "
+    kinds += "PrecisionType RNGType SageMakerDistributedType"
+    members = {
+        name: [[str(member), member.name, member.value] for member in getattr(classes, name)] for name in kinds.split()
+    }
+    return [[[plain(each.to_dict()), plain(each.to_kwargs())] for each in made], members]
+
+
 def estimates():
     """Memory of a training step, and the table."""
     from accelerate.commands.estimate import create_ascii_table, estimate_training_usage
@@ -319,5 +341,16 @@ def estimates():
 
 def everything():
     """All of the above."""
-    functions = (parsers, command_lines, config_files, basic_config, to_fsdp2, builders, plugins, setters, estimates)
+    functions = (
+        parsers,
+        command_lines,
+        config_files,
+        basic_config,
+        to_fsdp2,
+        builders,
+        plugins,
+        setters,
+        handlers,
+        estimates,
+    )
     return {function.__name__: function() for function in functions}

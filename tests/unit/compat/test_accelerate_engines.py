@@ -122,3 +122,11 @@ parallelism_config:
     assert sorted(problem.code for problem in caught.value.problems) == ["accelerate-feature"] * 4 + ["config-value"]
     assert "FULL_SHARD, 1" in str(caught.value) and "fsdp.yaml:4" in str(caught.value)
     assert all(problem.fix for problem in caught.value.problems)
+
+
+def test_keys_of_older_files(tmp_path):
+    assert told(tmp_path, "distributed_type: MULTI_GPU\nfp16: true\nnum_processes: '2'\n").run.mixed_precision == "fp16"
+    assert told(tmp_path, "fp16: true\nmixed_precision: bf16\n").run.mixed_precision == "bf16"
+    found = told(tmp_path, "fp16: false\nipex_config:\n  ipex: true\ndynamo_backend: 'NO'\ndowncast_bf16: 'no'\n")
+    assert (found.run.mixed_precision, found.run.compile) == ("no", False)
+    assert {row.field for row in found.unused} >= {"fp16", "ipex_config"}

@@ -19,11 +19,11 @@ from paceline.compat.environments import Environment
 @pytest.fixture
 def environment(tmp_path: Path) -> Environment:
     """An empty environment that has paceline."""
-    packages, scripts = tmp_path / "lib" / "site-packages", tmp_path / "bin"
+    packages, scripts = tmp_path / "lib" / "site-packages", tmp_path / "bin"  # whose commands are found first
     packages.mkdir(parents=True)
     scripts.mkdir()
     _install(packages, "paceline", "0.1.0", {"_paceline.pth": "/somewhere\n"})
-    return Environment(packages, scripts, Path(sys.executable), (str(tmp_path), str(packages)))
+    return Environment(packages, scripts, Path(sys.executable), (str(scripts), str(tmp_path), str(packages)))
 
 
 def _install(packages: Path, name: str, version: str, files: dict[str, str]) -> None:
@@ -92,8 +92,9 @@ def test_what_pip_reads(environment: Environment) -> None:
 
 def test_installing_twice_is_once(environment: Environment) -> None:
     before = tree(environment)
-    doors.install("accelerate", environment)
-    doors.install("accelerate", environment)
+    for _ in range(2):
+        doors.check(["accelerate"], environment, set_aside=False)
+        doors.install("accelerate", environment)
     doors.remove("accelerate", environment)
     assert tree(environment) == before
 
@@ -167,7 +168,7 @@ def test_a_library_without_a_list_of_its_files(environment: Environment) -> None
 
 
 def test_a_checkout_in_front_would_be_imported_instead(environment: Environment) -> None:
-    checkout = Path(environment.search[0]) / "accelerate"
+    checkout = Path(environment.search[1]) / "accelerate"
     checkout.mkdir()
     with pytest.raises(CompatError, match="belongs to no distribution") as error:
         doors.check(["accelerate"], environment, set_aside=True)

@@ -48,7 +48,7 @@ _CARRIED = {
     f"{_HERE}.sharded": """disable_fsdp_ram_efficient_loading enable_fsdp_ram_efficient_loading
         load_fsdp_model load_fsdp_optimizer merge_fsdp_weights model_has_dtensor save_fsdp_model save_fsdp_optimizer""",
     f"{_HERE}.kinds": """BaseEnum ComputeEnvironment CustomDtype DDPCommunicationHookType DistributedType
-        DynamoBackend FP8BackendType LoggerType PrecisionType RNGType SageMakerDistributedType""",
+        DynamoBackend EnumWithContains FP8BackendType LoggerType PrecisionType RNGType SageMakerDistributedType""",
     f"{_HERE}.state": "AcceleratorState PartialState ThreadLocalSharedDict do_nothing is_initialized",
     f"{_HERE}.data_loader": """DataLoaderAdapter DataLoaderDispatcher DataLoaderShard DataLoaderStateMixin
         SkipDataLoader prepare_data_loader skip_first_batches""",

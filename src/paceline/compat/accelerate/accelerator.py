@@ -145,7 +145,7 @@ class Accelerator(NativeAccelerator):
             project_dir=self.project_configuration.project_dir,
             scaler=self.scaler_handler.to_kwargs() if self.scaler_handler else None,
             timeout_s=self.init_handler.timeout.total_seconds()
-            if self.init_handler and self.init_handler.timeout
+            if self.init_handler and self.init_handler.said("timeout")
             else None,
         )
         self._adopt_manners(window, log_with)

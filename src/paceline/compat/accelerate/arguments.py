@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import MISSING, dataclass, field, fields
+from dataclasses import dataclass, field, fields
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+from paceline.base import env as environment
 from paceline.compat.accelerate.kinds import DDPCommunicationHookType
+from paceline.compat.accelerate.said_fields import SaidFields
 
 
 class KwargsHandler:
@@ -19,12 +21,10 @@ class KwargsHandler:
         return {each.name: getattr(self, each.name) for each in fields(self)}  # type: ignore[arg-type]
 
     def to_kwargs(self) -> dict[str, Any]:
-        """Fields that differ from their defaults."""
-        return {each.name: value for each in fields(self) if (value := getattr(self, each.name)) != _default(each)}  # type: ignore[arg-type]
-
-
-def _default(each: Any) -> Any:
-    return each.default_factory() if each.default_factory is not MISSING else each.default
+        """Fields that differ from those of an object for which nobody has said anything, in code or by a variable."""
+        with environment.patched(dict.fromkeys(environment.snapshot())):
+            defaults = type(self)().to_dict()
+        return {name: value for name, value in self.to_dict().items() if value != defaults[name]}
 
 
 @dataclass
@@ -71,6 +71,9 @@ class GradientAccumulationPlugin(KwargsHandler):
     sync_each_batch: bool = False
 
 
+_HOOKS = ("comm_hook", "comm_wrapper", "comm_state_option")
+
+
 @dataclass
 class DistributedDataParallelKwargs(KwargsHandler):
     """Options of DistributedDataParallel."""
@@ -86,15 +89,43 @@ class DistributedDataParallelKwargs(KwargsHandler):
     comm_wrapper: Any = DDPCommunicationHookType.NO
     comm_state_option: dict[str, Any] = field(default_factory=dict)
 
+    def to_dict(self, ignore_keys: tuple[str, ...] = _HOOKS) -> dict[str, Any]:
+        """All fields but those that say how gradients travel, which are no arguments of DistributedDataParallel."""
+        return {name: value for name, value in super().to_dict().items() if name not in ignore_keys}
+
+    def register_comm_hook(self, model: Any) -> None:
+        """Registers what the three fields say with a model that DistributedDataParallel wraps."""
+        from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+
+        hooks = {
+            DDPCommunicationHookType.FP16: default_hooks.fp16_compress_hook,
+            DDPCommunicationHookType.BF16: default_hooks.bf16_compress_hook,
+            DDPCommunicationHookType.POWER_SGD: powerSGD_hook.powerSGD_hook,
+            DDPCommunicationHookType.BATCHED_POWER_SGD: powerSGD_hook.batched_powerSGD_hook,
+        }
+        wrappers = {
+            DDPCommunicationHookType.FP16: default_hooks.fp16_compress_wrapper,
+            DDPCommunicationHookType.BF16: default_hooks.bf16_compress_wrapper,
+        }
+        hook: Any = hooks.get(self.comm_hook)
+        if hook is None:
+            return
+        wrapper = wrappers.get(self.comm_wrapper)
+        state = None
+        if self.comm_hook in (DDPCommunicationHookType.POWER_SGD, DDPCommunicationHookType.BATCHED_POWER_SGD):
+            state = powerSGD_hook.PowerSGDState(None, **self.comm_state_option)
+        model.register_comm_hook(state=state, hook=wrapper(hook) if wrapper else hook)
+
     def options(self) -> dict[str, Any]:
         """What our `replicate` strategy is told: fields that were set, under its names."""
-        told = {name: value for name, value in self.to_kwargs().items() if name not in ("dim", "check_reduction")}
+        options = {name: value for name, value in self.to_kwargs().items() if name not in ("dim", "check_reduction")}
         for name in ("comm_hook", "comm_wrapper"):
-            if name in told:
-                told[name] = str(getattr(told[name], "value", told[name]))
-        if "comm_state_option" in told:
-            told["comm_state"] = told.pop("comm_state_option")
-        return told
+            word = str(getattr(getattr(self, name), "value", getattr(self, name)))
+            if word != "no":
+                options[name] = word
+        if self.comm_state_option:
+            options["comm_state"] = self.comm_state_option
+        return options
 
 
 @dataclass
@@ -109,12 +140,19 @@ class GradScalerKwargs(KwargsHandler):
 
 
 @dataclass
-class InitProcessGroupKwargs(KwargsHandler):
+class InitProcessGroupKwargs(KwargsHandler, SaidFields):
     """Options of the process group; the backend follows from the device."""
 
     backend: str | None = "nccl"
     init_method: str | None = None
     timeout: timedelta | None = None
+
+    def __post_init__(self) -> None:
+        said = {name: value for name, value in self.to_dict().items() if value is not None}
+        if self.timeout is None:
+            # torch's own, for NCCL and for all others.
+            self.timeout = timedelta(minutes=10 if self.backend == "nccl" else 30)
+        self.remember(said)
 
 
 @dataclass
@@ -138,3 +176,20 @@ class ProfileKwargs(KwargsHandler):
     with_flops: bool = False
     with_modules: bool = False
     output_trace_dir: str | None = None
+
+    def build(self) -> Any:
+        """torch's profiler with these options."""
+        from torch import profiler
+
+        activities = [getattr(profiler.ProfilerActivity, name.upper()) for name in self.activities or []]
+        schedule = profiler.schedule(**self.schedule_option) if self.schedule_option else None
+        return profiler.profile(
+            activities=activities or None,
+            schedule=schedule,
+            on_trace_ready=self.on_trace_ready,
+            record_shapes=self.record_shapes,
+            profile_memory=self.profile_memory,
+            with_stack=self.with_stack,
+            with_flops=self.with_flops,
+            with_modules=self.with_modules,
+        )

@@ -89,6 +89,8 @@ _ROWS = (
         "deepspeed_config megatron_lm_config fp8_config",
         "it counts only where distributed_type or mixed_precision asks for it",
     ),
+    Foreign("ipex_config", "torch itself has what Intel's extension brought"),
+    Foreign("mpirun_ccl", "processes talk by torch's own backends"),
     Foreign("mpirun_hostfile", "it starts processes through mpirun", _OFF, "run `mpirun -n N python script.py`", True),
     Foreign("tpu_cluster", "it asks for a pod of TPUs", _OFF, "leave it out", False),
     Foreign("env vm", "it concerns a pod of TPUs", _OFF, "leave it out", True),
@@ -138,7 +140,7 @@ class AccelerateDialect(ConfigDialect):
         "fsdp_config": "fsdp_",
         "mpirun_config": "mpirun_",
     }
-    together = ("distributed_type", "deepspeed_config")
+    together = ("distributed_type", "deepspeed_config", "mixed_precision", "fp16")
 
     def names(self) -> list[str]:
         """Keys of its files that are no aliases."""
@@ -188,8 +190,11 @@ class AccelerateDialect(ConfigDialect):
         return deepspeed_words.from_flags(flags)
 
     def from_file(self, keys: Mapping[str, Given]) -> Translation:
-        """The block `deepspeed_config:`, which counts where `distributed_type` asks for it."""
-        return deepspeed_words.from_file(keys)
+        """The block `deepspeed_config:`, which counts where `distributed_type` asks for it, and the key of older files."""
+        translation = deepspeed_words.from_file(keys)
+        if "fp16" in keys:
+            translation.add(_older_precision(keys["fp16"], "mixed_precision" in keys))
+        return translation
 
     def default_file(self, env: Mapping[str, str]) -> Path:
         """Its file under HF_HOME, or `huggingface` under XDG_CACHE_HOME (~/.cache): YAML before JSON."""
@@ -197,6 +202,17 @@ class AccelerateDialect(ConfigDialect):
         folder = Path(env.get("HF_HOME") or cache / "huggingface").expanduser() / "accelerate"
         yaml, as_json = folder / "default_config.yaml", folder / "default_config.json"
         return as_json if as_json.is_file() and not yaml.is_file() else yaml
+
+
+def _older_precision(given: Given, is_said: bool) -> Translation:
+    """Reads `fp16: true`, which files of accelerate before 0.12 have in place of `mixed_precision`."""
+    translation = Translation(consumed={"fp16"})
+    if is_said or str(given.value).strip().lower() in _OFF:
+        reason = "no effect here: mixed_precision says it"
+        translation.unused.append(Choice(given.name, given.value, given.source, given.where, reason))
+    else:
+        translation.given.append(Given("mixed_precision", "fp16", given.source, given.where))
+    return translation
 
 
 def _refusal(name: str, where: str, why: str, fix: str) -> Problem:

@@ -6,14 +6,14 @@ from enum import Enum, EnumMeta
 from typing import Any
 
 
-class _Listing(EnumMeta):
+class EnumWithContains(EnumMeta):
     """Lets `"fp16" in PrecisionType` be asked of values."""
 
     def __contains__(cls, item: object) -> bool:
         return any(item is member or item == member.value for member in cls)  # type: ignore[var-annotated]
 
 
-class BaseEnum(str, Enum, metaclass=_Listing):  # noqa: UP042 - a StrEnum lets no metaclass in between
+class BaseEnum(str, Enum, metaclass=EnumWithContains):  # noqa: UP042 - a StrEnum lets no metaclass in between
     """An enumeration of strings that prints as its values."""
 
     def __str__(self) -> str:
@@ -37,8 +37,8 @@ def _enum(name: str, members: str, kind: Any = BaseEnum) -> Any:
 
 DistributedType = _enum(
     "DistributedType",
-    "NO MULTI_CPU MULTI_GPU MULTI_NPU MULTI_MLU MULTI_SDAA MULTI_MUSA MULTI_XPU MULTI_HPU MULTI_NEURON DEEPSPEED FSDP XLA "
-    "MEGATRON_LM",
+    "NO MULTI_CPU MULTI_GPU MULTI_NPU MULTI_MLU MULTI_SDAA MULTI_MUSA MULTI_XPU DEEPSPEED FSDP "
+    "XLA MEGATRON_LM MULTI_HPU MULTI_NEURON",
     _Named,
 )
 # The word for several processes of one machine, by the kind of device.
@@ -49,8 +49,8 @@ ComputeEnvironment = _enum("ComputeEnvironment", "LOCAL_MACHINE AMAZON_SAGEMAKER
 PrecisionType = _enum("PrecisionType", "NO=no FP8=fp8 FP16=fp16 BF16=bf16")
 RNGType = _enum("RNGType", "TORCH=torch CUDA=cuda MLU=mlu SDAA=sdaa MUSA=musa NPU=npu XLA=xla XPU=xpu HPU=hpu "
                 "NEURON=neuron GENERATOR=generator")  # fmt: skip
-CustomDtype = _enum("CustomDtype", "FP8=fp8 INT4=int4 INT2=int2")
-FP8BackendType = _enum("FP8BackendType", "NO TE MSAMP AO")
+CustomDtype = _enum("CustomDtype", "FP8=fp8 INT4=int4 INT2=int2", _Named)
+FP8BackendType = _enum("FP8BackendType", "NO TE MSAMP AO", _Named)
 LoggerType = _enum("LoggerType", "ALL=all AIM=aim TENSORBOARD=tensorboard WANDB=wandb TRACKIO=trackio COMETML=comet_ml "
                    "MLFLOW=mlflow CLEARML=clearml DVCLIVE=dvclive SWANLAB=swanlab")  # fmt: skip
 DynamoBackend = _enum("DynamoBackend", "NO EAGER AOT_EAGER INDUCTOR AOT_TS_NVFUSER NVPRIMS_NVFUSER CUDAGRAPHS OFI FX2TRT "
