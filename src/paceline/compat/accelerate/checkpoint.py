@@ -231,7 +231,8 @@ class Folder:
                 "checkpoint-missing", f"there is no folder {folder}.", why="load_state names it", fix="check the path"
             )
         names = os.listdir(folder)
-        if names and all(name.startswith("random_states_") for name in names):
+        are_streams = [name.startswith("random_states_") for name in names]
+        if names and all(are_streams) and "random_states_0.pkl" not in names:
             raise MissingCheckpoint(
                 "checkpoint-missing",
                 f"{folder} holds random streams alone.",
