@@ -99,10 +99,20 @@ def test_keyword_bundles_reach_what_they_are_for() -> None:
         dynamo_backend=DynamoBackend.NO,
     )
     assert accelerator.plan.options["replicate"] == ddp.options()
-    assert accelerator.scaler.state_dict()["scale"] == 8.0
+    assert accelerator.scaler_handler.init_scale == 8.0
     assert accelerator.settings.timeout_s == 7.0
     assert not TorchDynamoPlugin(backend="no") and TorchDynamoPlugin(backend="inductor")
     assert ProfileKwargs(with_flops=True).to_kwargs() == {"with_flops": True}
+
+
+def test_fp16_has_no_effect_on_the_cpu_as_there(tmp_path: Path) -> None:
+    accelerator = Accelerator(cpu=True, mixed_precision="fp16")
+    model = accelerator.prepare(nn.Linear(1, 1, bias=False))
+    values = torch.full((1, 1), 1 / 3)
+    assert torch.equal(model(values), values @ model.weight.T), "it computes in float32"
+    assert accelerator.scaler is None and not accelerator.native_amp and accelerator.mixed_precision == "fp16"
+    accelerator.save_state(tmp_path / "run")
+    assert "scaler.pt" not in os.listdir(tmp_path / "run")
 
 
 def test_an_old_script_says_split_batches_itself() -> None:
@@ -384,6 +394,26 @@ def test_a_native_checkpoint_is_read_too(tmp_path: Path) -> None:
     other = accelerator.prepare(nn.Linear(2, 1))
     accelerator.load_state(tmp_path / "run")
     assert torch.equal(model.weight, other.weight)
+
+
+def test_each_rank_saves_into_its_own_folder(tmp_path: Path) -> None:
+    def save():
+        accelerator = Accelerator(cpu=True)
+        accelerator.prepare(nn.Linear(2, 1))
+        own = tmp_path / f"rank_{accelerator.process_index}"
+        saved = accelerator.save_state(own)
+        accelerator.wait_for_everyone()
+        refused = False
+        if accelerator.process_index:
+            try:
+                accelerator.load_state(own)
+            except FileNotFoundError as error:
+                refused = "random streams alone" in str(error)
+        return str(saved) == str(own), sorted(os.listdir(own)), refused
+
+    first, second = run_ranks(save, world=2)
+    assert first[0] and "model.safetensors" in first[1] and "random_states_1.pkl" not in first[1]
+    assert second == (True, ["random_states_1.pkl"], True)
 
 
 # -- trackers ------------------------------------------------------------------------------------------------

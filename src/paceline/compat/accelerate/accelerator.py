@@ -22,6 +22,7 @@ from torch import nn
 
 from paceline.accelerator import Accelerator as NativeAccelerator
 from paceline.base.errors import CompatError, Problem, TrainError
+from paceline.base.log import warn_once
 from paceline.compat.accelerate.arguments import (
     AutocastKwargs,
     DataLoaderConfiguration,
@@ -51,6 +52,7 @@ from paceline.compat.accelerate.tracking import TrackerList
 from paceline.compat.accelerate.wrapping import extract_model_from_parallel
 from paceline.compat.fsdp import said_by
 from paceline.config.given import Given
+from paceline.config.settings import PRECISIONS
 from paceline.run import live_runs
 from paceline.world.tree import leaves, map_tensors
 from paceline.world.world import World
@@ -163,6 +165,10 @@ class Accelerator(NativeAccelerator):
 
     def _adopt_manners(self, window: GradientAccumulationPlugin, log_with: Any) -> None:
         """What differs from the native accelerator, once it stands."""
+        if self.device.type == "cpu" and self.run.precision.scales:
+            warn_once("compat", "fp16 has no effect on the CPU, as under accelerate: use bf16 for fewer bytes.")
+            self.run.precision = PRECISIONS.get("no")
+            self.run.scaler = self.scaler = None
         self.gradients.follow_script(window.sync_with_dataloader)
         self._sync_each_batch = window.sync_each_batch
         self.preparation.step_schedulers(self.dataloader_config.split_batches, self.step_scheduler_with_optimizer)
@@ -170,7 +176,7 @@ class Accelerator(NativeAccelerator):
         self.trackers = TrackerList(log_with, self.logging_dir, is_main=self.is_main_process)
         self.log_with = self.trackers.names
         self.step = 0
-        self.native_amp = self.mixed_precision != "no"
+        self.native_amp = self.run.precision.name != "no"
         self.state = AcceleratorState.of(self)
         self.gradient_state = self.preparation.gradient_state = GradientState.of(self, window)
         self._custom_objects: list[Any] = []
@@ -186,6 +192,7 @@ class Accelerator(NativeAccelerator):
     fp8_enabled = has_fp8_handler = delayed_fp8_autocast = False
     ao_recipe_handler = te_recipe_handler = msamp_recipe_handler = fp8_recipe_handler = None
     is_fsdp2 = property(lambda self: self.state.is_fsdp2)
+    mixed_precision = property(lambda self: self.settings.mixed_precision)
     should_save_model = property(lambda self: self.is_main_process or self.parallelism_config is not None)
     distributed_type = property(lambda self: self.state.distributed_type)
     multi_device = property(lambda self: self.num_processes > 1 and self.device.type != "cpu")

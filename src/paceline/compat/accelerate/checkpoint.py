@@ -32,6 +32,7 @@ from paceline.base.errors import CheckpointError, CompatError
 from paceline.base.log import logger, warn_once
 from paceline.checkpoint.files import NUMPY_ARRAYS, load_object, save_object, writing
 from paceline.checkpoint.weights.model import load_model
+from paceline.compat.accelerate.errors import MissingCheckpoint
 
 _LOADERS = "paceline_loaders"
 
@@ -76,10 +77,24 @@ class Folder:
             hook([*engines, *models], weights, partial)
         for number, engine in enumerate(engines):
             engine.save_checkpoint(partial, _tag(number))
-        streams = self._of.collectives.gather_object(self._streams())
-        self._agree(lambda: self._write(Path(partial), Path(target), weights, streams, safe))
+        own_folder = target if output_dir is None or self._automatic else str(Path(output_dir))
+        folders, streams = zip(*self._of.collectives.gather_object((own_folder, self._streams())), strict=True)
+        shared = {rank: stream for rank, stream in enumerate(streams) if folders[rank] == folders[0]}
+        self._agree(lambda: self._write(Path(partial), Path(target), weights, shared, safe))
+        if own_folder != folders[0]:
+            self._write_apart(Path(own_folder))
         self._next(target)
-        return Path(target)
+        return Path(own_folder)
+
+    def _write_apart(self, folder: Path) -> None:
+        """Random streams alone, where a script names another folder on this rank than on rank 0, as accelerate does."""
+        rank = self._of.process_index
+        logger("compat").warning(
+            "rank %d saves into %s, and rank 0 elsewhere: the model is in rank 0's folder, which all ranks load",
+            rank,
+            folder,
+        )
+        save_object(self._streams(), folder / f"random_states_{rank}.pkl")
 
     def _next(self, folder: str | Path) -> None:
         if self._automatic:
@@ -116,11 +131,13 @@ class Folder:
         with writing(f"making {partial}"):
             Path(partial).mkdir(parents=True, exist_ok=True)
 
-    def _write(self, partial: Path, target: Path, weights: list[Any], streams: list[Any], safe: bool | None) -> None:
+    def _write(
+        self, partial: Path, target: Path, weights: list[Any], streams: dict[int, Any], safe: bool | None
+    ) -> None:
         """The whole folder, on rank 0."""
         try:
             self._write_files(partial, weights, safe)
-            for rank, stream in enumerate(streams):
+            for rank, stream in streams.items():
                 save_object(stream, partial / f"random_states_{rank}.pkl")
             with writing(f"saving the state to {target}"):
                 _move(partial, target)
@@ -219,10 +236,18 @@ class Folder:
     def _check(self, folder: Path, models: list[nn.Module]) -> None:
         """That the folder holds as many things as were prepared and registered."""
         if not folder.is_dir():
-            raise CheckpointError(
+            raise MissingCheckpoint(
                 "checkpoint-missing", f"there is no folder {folder}.", why="load_state names it", fix="check the path"
             )
         names = os.listdir(folder)
+        are_streams = [name.startswith("random_states_") for name in names]
+        if names and all(are_streams) and "random_states_0.pkl" not in names:
+            raise MissingCheckpoint(
+                "checkpoint-missing",
+                f"{folder} holds random streams alone.",
+                why="when it was saved, this rank named another folder than rank 0, where the model is",
+                fix="name rank 0's folder on every rank",
+            )
         prepared = self._of.run.prepared
         weights = {re.sub(r"^pytorch_", "", name).partition(".")[0] for name in names if _MODEL.fullmatch(name)}
         here = {

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from paceline.base.errors import CollectiveError, CompatError
+from paceline.base.errors import CheckpointError, CollectiveError, CompatError
 
 
 class CompatValueError(CompatError, ValueError):
@@ -23,6 +23,10 @@ class CompatAssertionError(CompatError, AssertionError):
 
 class CompatImportError(CompatError, ImportError):
     """A call that needs a package which is not installed."""
+
+
+class MissingCheckpoint(CheckpointError, FileNotFoundError):
+    """A folder that is not there, or without the files of a checkpoint."""
 
 
 class DistributedOperationException(CollectiveError):

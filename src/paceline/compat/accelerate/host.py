@@ -110,7 +110,7 @@ def override_numa_affinity(local_process_index: int, verbose: bool | None = None
     if not torch.cuda.is_available():
         return
     try:
-        import pynvml
+        import pynvml  # type: ignore[import-not-found]
     except ImportError:
         raise CompatImportError(
             "compat-argument",

@@ -26,7 +26,7 @@ class CannotPadNestedTensorWarning(UserWarning):
 
 
 def _alone() -> bool:
-    return PartialState().num_processes == 1
+    return bool(PartialState().num_processes == 1)
 
 
 # -- ACCELERATE_DEBUG_MODE -----------------------------------------------------------------------------------

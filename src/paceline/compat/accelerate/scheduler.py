@@ -25,6 +25,8 @@ class AcceleratedScheduler(PreparedScheduler):
         gradient_state: of the accelerator; None takes that of the one that was made last.
     """
 
+    scheduler: Any
+
     def __init__(
         self,
         scheduler: Any,

@@ -75,7 +75,7 @@ def _purged_class(kind: Any) -> Any:
     _purge_methods(kind)
     inherited = kind.__init_subclass__
 
-    def purge_subclass(subclass: type, **keywords: Any) -> None:
+    def purge_subclass(subclass: type, /, **keywords: Any) -> None:
         inherited(**keywords)
         _purge_methods(subclass)
 

@@ -98,7 +98,7 @@ def compile_regions_deepspeed(module: nn.Module, **compile_kwargs: Any) -> None:
     """The same in place: no module is put around a block."""
     blocks = is_repeated_blocks(module)
     if not has_repeated_blocks(module):
-        module.compile(**compile_kwargs)  # type: ignore[no-untyped-call]
+        module.compile(**compile_kwargs)
         return
     for child in module.children():
         if blocks:
