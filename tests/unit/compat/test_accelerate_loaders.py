@@ -123,6 +123,13 @@ def test_a_stateful_loader_is_torchdatas_and_resumes() -> None:
     assert lists(other) == seen[2:]
 
 
+@pytest.mark.filterwarnings("ignore:'set_vital'")
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_stateful_loader_skips_in_its_first_epoch(workers: int) -> None:
+    loader = DataLoaderShard(NUMBERS, batch_size=2, use_stateful_dataloader=True, num_workers=workers)
+    assert lists(skip_first_batches(loader, 3)) == [[6, 7]]
+
+
 def test_stream_resumes_by_reading() -> None:
     loader = DataLoaderShard(Stream(), batch_size=2)
     batches = iter(loader)

@@ -116,14 +116,9 @@ class _Tapped:
         return (_alone(entry, self._is_scalar) for entry in self._sampler)
 
     def _draw(self, shares: Iterator[Share], steps: deque[Share], first: list[Share]) -> Iterator[Any]:
-        drawing = self.drawing
         steps_before, samples_before = self.start
         step = samples = 0
-        while True:
-            with drawing():
-                share = next(shares, None)
-            if share is None:
-                return
+        for share in shares if self.drawing is nullcontext else _inside(self.drawing, shares):
             step += 1
             samples += sum(share.real)
             if step <= steps_before or samples <= samples_before:
@@ -134,6 +129,16 @@ class _Tapped:
                 continue
             steps.append(share)
             yield share.indices[0] if self._is_scalar else list(share.indices)
+
+
+def _inside(drawing: Callable[[], AbstractContextManager[None]], shares: Iterator[Share]) -> Iterator[Share]:
+    """The same shares, each drawn inside of a context."""
+    while True:
+        with drawing():
+            share = next(shares, None)
+        if share is None:
+            return
+        yield share
 
 
 def _alone(entry: Any, is_scalar: bool) -> Share:
@@ -248,6 +253,8 @@ class SamplerFeed:
         self.tell_epoch(start.epoch)
         resumed = self._resumed_at(start)
         early, self._early = self._early, None
+        if self._loader.num_workers and (step or samples):
+            early = None  # its workers were asked for the first batches already
         drawing: Callable[[], AbstractContextManager[None]] = nullcontext
         if resumed is not None:
             early = None
@@ -259,12 +266,12 @@ class SamplerFeed:
             at_start["streams"] = _captured()
             at_start["is_early"] = early is not None
             at_start["generators"] = [generator.get_state() for generator in self.generators()]
+        if self._tap is not None:
+            self._tap.start, self._tap.drawing = (step, samples), drawing
         if self.rng_types:
             synchronize_rng_states(self.rng_types, self.generator)
         iterator = early
         if iterator is None:
-            if self._tap is not None:
-                self._tap.start, self._tap.drawing = (step, samples), drawing
             # The seed of an early iterator's workers was drawn before these streams were captured.
             is_apart = at_start["is_early"]
             with _Replayed(at_start["streams"]).drawing() if is_apart else drawing():
