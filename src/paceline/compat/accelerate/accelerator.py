@@ -448,18 +448,23 @@ class Accelerator(NativeAccelerator):
         """
         gathered = input_data
         are_objects = use_gather_object
-        if self.num_processes > 1:
+        # Ranks that share a batch (tensor parallel) compute the same values, which count once.
+        readers = self.run.data_ranks
+        if readers.size > 1:
             are_objects = use_gather_object or not _only_tensors(input_data)
-            gathered = gather_object(input_data) if are_objects else gather(input_data)
+            if readers.size == self.num_processes:
+                gathered = gather_object(input_data) if are_objects else gather(input_data)
+            elif are_objects:
+                gathered = [entry for part in readers.gather_object(input_data) for entry in part]
+            else:
+                gathered = readers.gather(input_data)
         loader = self.run.active_loaders.top
-        if loader is None or not loader.end_of_dataloader:
+        batch = None if loader is None else loader.current
+        if batch is None or not batch.last:
             return gathered
-        remainder = loader.remainder
-        if remainder <= 0:
-            return gathered
-        if self.num_processes == 1:
+        if readers.size == 1:
             are_objects = use_gather_object or not _only_tensors(input_data)
-        return _first_rows(gathered, remainder, are_objects)
+        return _first_rows(gathered, sum(batch.real), are_objects)
 
     def set_trigger(self) -> None:
         """Raises a flag on this rank, for `check_trigger` on all."""
