@@ -142,7 +142,7 @@ def test_each_value_names_the_field_that_said_it() -> None:
 def test_hybrid_sharding_has_one_copy_on_each_host() -> None:
     plugin = FullyShardedDataParallelPlugin(sharding_strategy="HYBRID_SHARD")
     found = settings(plugin, WORLD_SIZE="8", LOCAL_WORLD_SIZE="4").settings
-    assert (found.zero, found.replicate, found.shard) == (3, 2, "auto")
+    assert (found.zero, found.axes["replicate"], found.axes["shard"]) == (3, 2, "auto")
     assert settings(plugin, GROUP_WORLD_SIZE="4").settings.axes["replicate"] == 4
     assert settings(plugin).settings.axes["replicate"] == 1
 
@@ -188,7 +188,7 @@ def test_variables_alone_ask_for_fsdp_too() -> None:
 def test_sizes_of_axes() -> None:
     axes = ParallelismConfig(dp_replicate_size=2, dp_shard_size=4, tp_size=2, cp_size=1)
     found = settings(axes).settings
-    assert (found.replicate, found.shard, found.tp, found.cp) == (2, 4, 2, 1)
+    assert (found.axes["replicate"], found.axes["shard"], found.axes["tp"], found.axes["cp"]) == (2, 4, 2, 1)
     assert axes.total_size == 16
     ulysses = settings(ParallelismConfig(sp_size=2)).settings
     assert (ulysses.cp, ulysses.options) == (2, {"context": {"method": "ulysses"}})

@@ -73,7 +73,7 @@ def test_a_file_of_accelerates_with_everything(tmp_path):
 def test_words_for_sharding(tmp_path, word, zero, replicate):
     text = f"distributed_type: FSDP\nnum_machines: 2\nfsdp_config:\n  sharding_strategy: {word}\n"
     found = told(tmp_path, text).run
-    assert (found.zero, found.replicate) == (zero, replicate)
+    assert (found.zero, found.axes["replicate"]) == (zero, replicate)
 
 
 def test_flags_say_the_same_and_win_over_the_file(tmp_path):
@@ -93,7 +93,12 @@ def test_without_fsdp_its_block_counts_for_nothing(tmp_path):
 def test_sizes_of_one_leave_the_axes_open(tmp_path):
     text = "parallelism_config:\n  dp_shard_size: 1\n  tp_size: 1\n  sp_size: 2\n"
     found = told(tmp_path, text).run
-    assert (found.shard, found.tp, found.cp, found.options) == ("auto", 1, 2, {"context": {"method": "ulysses"}})
+    assert (found.axes["shard"], found.axes["tp"], found.axes["cp"], found.options) == (
+        "auto",
+        1,
+        2,
+        {"context": {"method": "ulysses"}},
+    )
 
 
 def test_dynamo(tmp_path):
