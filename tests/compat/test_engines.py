@@ -193,7 +193,7 @@ def test_sizes_of_axes() -> None:
     assert [found.axes[axis] for axis in ("replicate", "shard", "tp", "cp")] == [2, 4, 2, 1]
     assert axes.total_size == 16
     ulysses = settings(ParallelismConfig(sp_size=2)).settings
-    assert (ulysses.cp, ulysses.options) == (2, {"context": {"method": "ulysses"}})
+    assert (ulysses.axes["cp"], ulysses.options) == (2, {"context": {"method": "ulysses"}})
     assert settings(TorchTensorParallelPlugin(tp_size=4)).settings.axes["tp"] == 4
     with pytest.raises(ValueError, match="mutually exclusive"):
         ParallelismConfig(sp_size=2, cp_size=2)
