@@ -350,6 +350,8 @@ def evaluated() -> Any:
     each = engine.eval_batch(again(), reduce_output=None, num_micro_batches=2)
     held = engine.eval_batch(again(), bcast_loss=False)
     outputs = engine.eval_batch(again(), compute_loss=False, num_micro_batches=1)
+    assert engine.micro_batch_size == engine.train_micro_batch_size_per_gpu()
+    assert engine.micro_batches == engine.gradient_accumulation_steps()
     with pytest.raises(ValueError, match="reduce_output"):
         engine.eval_batch(again(), reduce_output="sum")
     return {
