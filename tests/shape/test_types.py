@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 # Packages in which mypy still finds errors, or many parameters are of any kind. An entry may be removed; none is added.
-TO_TYPE = {"parallel"}
+TO_TYPE: set[str] = set()
 # `compat` imitates what other libraries take, and `torch_internals` hands on what torch does not type.
 OF_ANY_KIND = {"compat", "torch_internals"}
 LARGEST_SHARE_OF_ANY = 0.03

@@ -1,4 +1,4 @@
-"""Serves other libraries' names in every process of this environment, or no longer.
+"""Serves other libraries' names in all processes of this environment.
 
 paceline doors install LIBRARY ...      from now on `import LIBRARY` gets Paceline's names, however a process is started
 paceline doors remove [LIBRARY ...]     takes the doors out without a trace, and brings back what was set aside
@@ -11,11 +11,14 @@ import argparse
 import json
 from collections.abc import Sequence
 from dataclasses import asdict
+from typing import TYPE_CHECKING
 
 from paceline.base.errors import ConfigError
-from paceline.compat import LIBRARIES, doors
-from paceline.compat.environments import Environment
-from paceline.compat.neighbours import too_old
+from paceline.compat import LIBRARIES
+
+if TYPE_CHECKING:
+    from paceline.compat.doors import Status
+    from paceline.compat.environments import Environment
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -32,6 +35,10 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Does it for all libraries that are named."""
+    # Here and below: `--help` does not need them, and they load what reads metadata.
+    from paceline.compat import doors
+    from paceline.compat.environments import Environment
+
     environment = Environment.active()
     libraries = list(dict.fromkeys(args.libraries))
     doors.check_names(libraries)
@@ -44,6 +51,9 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _install(libraries: Sequence[str], environment: Environment, *, set_aside: bool, dry_run: bool) -> int:
+    from paceline.compat import doors
+    from paceline.compat.neighbours import too_old
+
     if not libraries:
         fix = f"name one or more of {', '.join(LIBRARIES)}: `paceline doors install {LIBRARIES[0]}`"
         raise ConfigError("command-line", "`paceline doors install` needs the name of a library.", fix=fix)
@@ -63,6 +73,8 @@ def _install(libraries: Sequence[str], environment: Environment, *, set_aside: b
 
 
 def _remove(libraries: Sequence[str], environment: Environment) -> int:
+    from paceline.compat import doors
+
     for library in libraries:
         set_aside = doors.status(library, environment).set_aside
         if not doors.remove(library, environment):
@@ -74,6 +86,8 @@ def _remove(libraries: Sequence[str], environment: Environment) -> int:
 
 
 def _show(libraries: Sequence[str], environment: Environment, *, as_json: bool) -> int:
+    from paceline.compat import doors
+
     rows = {library: doors.status(library, environment) for library in libraries}
     if as_json:
         print(json.dumps({library: asdict(row) for library, row in rows.items()}, indent=2))
@@ -84,7 +98,7 @@ def _show(libraries: Sequence[str], environment: Environment, *, as_json: bool) 
     return 0
 
 
-def _described(row: doors.Status, library: str) -> str:
+def _described(row: Status, library: str) -> str:
     if row.interrupted and row.set_aside and not row.real:
         return f"not installed; {row.set_aside} is set aside: `paceline doors remove {library}` brings it back"
     if row.interrupted:

@@ -21,15 +21,19 @@ import torch
 from torch import nn
 
 from paceline.accelerator import Accelerator as NativeAccelerator
-from paceline.base.errors import CompatError, Problem, TrainError
+from paceline.base.errors import CompatError, TrainError
 from paceline.base.log import warn_once
+from paceline.compat.accelerate.accelerator_arguments import (
+    HANDLERS,
+    agreed_precision,
+    check_arguments,
+    is_forced_to_cpu,
+    said_by_plugins,
+)
 from paceline.compat.accelerate.arguments import (
     AutocastKwargs,
     DataLoaderConfiguration,
-    DistributedDataParallelKwargs,
     GradientAccumulationPlugin,
-    GradScalerKwargs,
-    InitProcessGroupKwargs,
     ProfileKwargs,
     ProjectConfiguration,
 )
@@ -40,30 +44,20 @@ from paceline.compat.accelerate.device_map import check_alone
 from paceline.compat.accelerate.errors import CompatRuntimeError, CompatValueError
 from paceline.compat.accelerate.gradient_state import GradientState
 from paceline.compat.accelerate.hooks import has_offloaded_params
-from paceline.compat.accelerate.kinds import FP8BackendType, PrecisionType
+from paceline.compat.accelerate.kinds import FP8BackendType
+from paceline.compat.accelerate.metrics import gather_for_metrics
 from paceline.compat.accelerate.offloaded_state import get_state_dict_offloaded_model
-from paceline.compat.accelerate.operations import gather, gather_object, pad_across_processes, reduce
+from paceline.compat.accelerate.operations import gather, pad_across_processes, reduce
 from paceline.compat.accelerate.parallelism_config import ParallelismConfig
 from paceline.compat.accelerate.plugins import TorchDynamoPlugin
 from paceline.compat.accelerate.preparation import AcceleratePreparation
 from paceline.compat.accelerate.split import split_part
-from paceline.compat.accelerate.state import AcceleratorState, PartialState, deepspeed_plugins_of, wanted_device
+from paceline.compat.accelerate.state import AcceleratorState, PartialState, deepspeed_plugins_of
 from paceline.compat.accelerate.tracking import TrackerList
 from paceline.compat.accelerate.wrapping import extract_model_from_parallel
-from paceline.compat.fsdp import said_by
-from paceline.config.given import Given
 from paceline.config.settings import PRECISIONS
 from paceline.run import live_runs
-from paceline.world.tree import leaves, map_tensors
-from paceline.world.world import World
 
-_HANDLERS = {
-    "ddp_handler": DistributedDataParallelKwargs,
-    "scaler_handler": GradScalerKwargs,
-    "init_handler": InitProcessGroupKwargs,
-    "autocast_handler": AutocastKwargs,
-    "profile_handler": ProfileKwargs,
-}
 _UNSAID = object()
 
 
@@ -114,14 +108,14 @@ class Accelerator(NativeAccelerator):
         plugins = deepspeed_plugins_of(deepspeed_plugin, deepspeed_plugins)
         first_plugin = next(iter(plugins.values()), None)
         wrong = [plugin for plugin in plugins.values() if not isinstance(plugin, DeepSpeedPlugin)]
-        _check(
+        check_arguments(
             {"deepspeed_plugin": wrong, "megatron_lm_plugin": megatron_lm_plugin},
             mixed_precision,
             gradient_accumulation_steps,
             gradient_accumulation_plugin,
             kwargs_handlers,
         )
-        for name, kind in _HANDLERS.items():
+        for name, kind in HANDLERS.items():
             setattr(self, name, next((each for each in kwargs_handlers or () if isinstance(each, kind)), None))
         loading = dataloader_config or DataLoaderConfiguration()
         if split_batches is not _UNSAID:
@@ -134,10 +128,12 @@ class Accelerator(NativeAccelerator):
             self.project_configuration.set_directories(project_dir)
         self.device_placement, self.step_scheduler_with_optimizer = device_placement, step_scheduler_with_optimizer
         super().__init__(
-            _agreed_precision(mixed_precision),
+            agreed_precision(mixed_precision),
             window.num_steps if (window.num_steps or 1) != 1 else None,
-            cpu or _is_forced_to_cpu() or None,
-            plan=_said(fsdp_plugin, parallelism_config, torch_tp_plugin, dynamo_plugin, dynamo_backend, first_plugin),
+            cpu or is_forced_to_cpu() or None,
+            plan=said_by_plugins(
+                fsdp_plugin, parallelism_config, torch_tp_plugin, dynamo_plugin, dynamo_backend, first_plugin
+            ),
             options={"replicate": self.ddp_handler.options()} if self.ddp_handler else None,
             split_batches=loading.split_batches,
             dispatch_batches=loading.dispatch_batches,
@@ -446,25 +442,7 @@ class Accelerator(NativeAccelerator):
 
         Ranks: all.
         """
-        gathered = input_data
-        are_objects = use_gather_object
-        # Ranks that share a batch (tensor parallel) compute the same values, which count once.
-        readers = self.run.data_ranks
-        if readers.size > 1:
-            are_objects = use_gather_object or not _only_tensors(input_data)
-            if readers.size == self.num_processes:
-                gathered = gather_object(input_data) if are_objects else gather(input_data)
-            elif are_objects:
-                gathered = [entry for part in readers.gather_object(input_data) for entry in part]
-            else:
-                gathered = readers.gather(input_data)
-        loader = self.run.active_loaders.top
-        batch = None if loader is None else loader.current
-        if batch is None or not batch.last:
-            return gathered
-        if readers.size == 1:
-            are_objects = use_gather_object or not _only_tensors(input_data)
-        return _first_rows(gathered, sum(batch.real), are_objects)
+        return gather_for_metrics(self.run, input_data, use_gather_object)
 
     def set_trigger(self) -> None:
         """Raises a flag on this rank, for `check_trigger` on all."""
@@ -564,114 +542,3 @@ def _unpickled(process: int, number: int, kind: type[Accelerator], arguments: di
     """The accelerator that was pickled, or one made of the same arguments where that lives elsewhere."""
     own = _accelerators.get(number) if process == os.getpid() else None
     return kind(**arguments) if own is None else own
-
-
-def _agreed_precision(wanted: Any) -> str | None:
-    """The precision of this accelerator: that of the process, where an accelerator was made before.
-
-    Raises:
-        CompatValueError: `compat-argument`, for another one, or a word that is no precision.
-    """
-    word = None if wanted is None else str(getattr(wanted, "value", wanted))
-    if AcceleratorState._shared_state:
-        state = AcceleratorState()
-        state._check_initialized(word)
-        return state.mixed_precision
-    if word is not None and word not in PrecisionType:
-        raise CompatValueError(
-            "compat-argument",
-            f"mixed_precision cannot be {word!r}.",
-            why=f"it comes from Accelerator(mixed_precision=...); known: {', '.join(PrecisionType.list())}",
-            fix="use one of these",
-        )
-    return word
-
-
-def _is_forced_to_cpu() -> bool:
-    """Whether ACCELERATE_TORCH_DEVICE names the CPU.
-
-    Raises:
-        CompatValueError: `compat-argument`, where it names a device that this process would not take by itself.
-    """
-    wanted = wanted_device()
-    if wanted is None:
-        return False
-    device = torch.device(wanted)
-    accelerator = torch.accelerator.current_accelerator(check_available=True)
-    index = 0 if device.index is None else device.index
-    own = World.detect().local_rank
-    if device.type == "cpu" or (accelerator is not None and accelerator.type == device.type and index in (own, 0)):
-        return device.type == "cpu"
-    raise CompatValueError(
-        "compat-argument",
-        f"a model cannot be trained on {wanted!r} here.",
-        why=f"ACCELERATE_TORCH_DEVICE={wanted}; this process would take {accelerator or 'cpu'}:{own}",
-        fix="unset ACCELERATE_TORCH_DEVICE; choose devices by CUDA_VISIBLE_DEVICES",
-    )
-
-
-def _only_tensors(data: Any) -> bool:
-    """Whether every leaf of a structure is a tensor."""
-    return isinstance(data, torch.Tensor) or all(isinstance(leaf, torch.Tensor) for leaf in leaves(data))
-
-
-def _first_rows(data: Any, count: int, are_objects: bool) -> Any:
-    """The first rows of each tensor, or of a list of objects; everything as it is where one of them cannot be cut."""
-    if are_objects:
-        return data[:count] if isinstance(data, (list, tuple, str)) else data
-    if any(leaf.ndim == 0 for leaf in leaves(data)):
-        return data
-    return map_tensors(lambda leaf: leaf[:count], data)
-
-
-def _check(plugins: dict[str, Any], precision: Any, steps: int, window: Any, handlers: Sequence[Any] | None) -> None:
-    """Raises all problems of the arguments at once."""
-    problems = [
-        _problem(f"{name} is not carried", f"{name}={value!r}", _WAYS[name]) for name, value in plugins.items() if value
-    ]
-    if str(getattr(precision, "value", precision)) == "fp8":
-        problems.append(
-            _problem("8-bit training is not built yet", "mixed_precision='fp8'", "use mixed_precision='bf16'")
-        )
-    if window is not None and steps != 1:
-        why = f"gradient_accumulation_steps={steps} and {window}"
-        problems.append(_problem("the window's length is said twice", why, "say it once"))
-    kinds = [type(each) for each in handlers or ()]
-    for kind in dict.fromkeys(kinds):
-        if kind not in _HANDLERS.values():
-            known = ", ".join(each.__name__ for each in _HANDLERS.values())
-            problems.append(_problem(f"kwargs_handlers holds a {kind.__name__}", f"known: {known}", "leave it out"))
-        elif kinds.count(kind) > 1:
-            problems.append(
-                _problem(f"kwargs_handlers holds several {kind.__name__}", "only one can count", "merge them")
-            )
-    if problems:
-        raise CompatError.of(problems)
-
-
-def _said(
-    fsdp: Any, axes: Any, tensor: Any, dynamo: Any, backend: Any, deepspeed: DeepSpeedPlugin | None
-) -> list[Given]:
-    """What the plugins say, in accelerate's words; `config.engines` says it in ours."""
-    # Weaker than whatever a command line, a variable or a file says: accelerate leaves batch norms as they are.
-    found = [Given("options.batch_norm.statistics", "local", "default", "as under accelerate")]
-    found += deepspeed.said() if deepspeed is not None else []
-    found += [given for plugin in (fsdp, axes, tensor, dynamo) if plugin is not None for given in said_by(plugin)]
-    if fsdp is not None:
-        found.append(Given("use_fsdp", "true", "code", "Accelerator(fsdp_plugin=...)"))
-    for name in ("tp", "cp", "sp"):
-        handler = getattr(axes, f"{name}_handler", None)
-        found += said_by(handler) if handler is not None else []
-    if backend is not None and dynamo is None:
-        found.append(Given("dynamo_backend", str(backend), "code", "Accelerator(dynamo_backend=...)"))
-    return found
-
-
-_WAYS = {
-    "deepspeed_plugin": "give one `DeepSpeedPlugin`, or several by name: `deepspeed_plugins={'student': ..., 'teacher': ...}`",
-    "megatron_lm_plugin": "native: `paceline.Accelerator(plan={'tp': 2, 'pp': 2})`",
-}
-
-
-def _problem(what: str, why: str, fix: str) -> Problem:
-    return Problem("compat-argument", f"Accelerator: {what}.", why=why, fix=fix)

@@ -28,7 +28,7 @@ class AimTracker(LibraryTracker):
         """Stores the settings."""
         self.native["hparams"] = dict(values)
 
-    def log(self, values: Mapping[str, Any], step: int | None = None, **options: Any) -> None:
+    def log(self, values: Mapping[str, Any], step: int | None = None, **options: object) -> None:
         """Writes values."""
         for name, value in values.items():
             self.native.track(value, name=name, step=step, **options)

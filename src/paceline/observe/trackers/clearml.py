@@ -36,7 +36,7 @@ class ClearMLTracker(LibraryTracker):
         """Stores the settings."""
         self.native.connect_configuration(dict(values))
 
-    def log(self, values: Mapping[str, Any], step: int | None = None, **options: Any) -> None:
+    def log(self, values: Mapping[str, Any], step: int | None = None, **options: object) -> None:
         """Writes numbers: curves with a step, single values without."""
         writer = self.native.get_logger()
         for name, value in values.items():
@@ -48,7 +48,7 @@ class ClearMLTracker(LibraryTracker):
                 title, series = _place(name)
                 writer.report_scalar(title=title, series=series, value=value, iteration=step, **options)
 
-    def log_images(self, values: Images, step: int | None = None, **options: Any) -> None:
+    def log_images(self, values: Images, step: int | None = None, **options: object) -> None:
         """Writes images by name."""
         writer = self.native.get_logger()
         for name, image in values.items():
@@ -60,9 +60,9 @@ class ClearMLTracker(LibraryTracker):
         table_name: str,
         columns: Sequence[str] | None = None,
         data: Sequence[Sequence[Any]] | None = None,
-        dataframe: Any = None,
+        dataframe: object = None,
         step: int | None = None,
-        **options: Any,
+        **options: object,
     ) -> None:
         """Writes a table: a pandas `dataframe`, or `data`, whose first row is the heading where `columns` is None.
 

@@ -28,7 +28,7 @@ class CometTracker(LibraryTracker):
         """Stores the settings."""
         self.native.log_parameters(dict(values))
 
-    def log(self, values: Mapping[str, Any], step: int | None = None, **options: Any) -> None:
+    def log(self, values: Mapping[str, Any], step: int | None = None, **options: object) -> None:
         """Writes numbers as metrics, texts as other values, and dicts of numbers as several metrics."""
         if step is not None:
             self.native.set_step(step)

@@ -29,7 +29,7 @@ class DVCLiveTracker(LibraryTracker):
         """Stores the settings."""
         self.native.log_params(dict(values))
 
-    def log(self, values: Mapping[str, Any], step: int | None = None, **options: Any) -> None:
+    def log(self, values: Mapping[str, Any], step: int | None = None, **options: object) -> None:
         """Writes numbers and texts, and ends a step."""
         from dvclive.plots import Metric
 

@@ -30,7 +30,7 @@ class LibraryTracker(ABC):
     requires: ClassVar[tuple[str, ...]]
     package: ClassVar[str]
 
-    def __init__(self, folder: str | Path = ".", **options: Any) -> None:
+    def __init__(self, folder: str | Path = ".", **options: object) -> None:
         self.folder = Path(folder)
         self.options = options
         self._run: Any = None
@@ -66,7 +66,7 @@ class LibraryTracker(ABC):
         """Stores the settings of the run."""
 
     @abstractmethod
-    def log(self, values: Mapping[str, Any], step: int | None = None, **options: Any) -> None:
+    def log(self, values: Mapping[str, Any], step: int | None = None, **options: object) -> None:
         """Writes values by name; `options` are those of the library's own call."""
 
     @abstractmethod

@@ -62,13 +62,13 @@ class MLflowTracker(LibraryTracker):
         for start in range(0, len(fitting), MAX_PARAMS_TAGS_PER_BATCH):
             mlflow.log_params(dict(fitting[start : start + MAX_PARAMS_TAGS_PER_BATCH]))
 
-    def log(self, values: Mapping[str, Any], step: int | None = None, **options: Any) -> None:
+    def log(self, values: Mapping[str, Any], step: int | None = None, **options: object) -> None:
         """Writes numbers."""
         import mlflow
 
         mlflow.log_metrics(self.numbers_of(values), step=step, **options)
 
-    def log_figure(self, figure: Any, artifact_file: str, **options: Any) -> None:
+    def log_figure(self, figure: object, artifact_file: str, **options: object) -> None:
         """Saves a figure among the run's artifacts."""
         import mlflow
 

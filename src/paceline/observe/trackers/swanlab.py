@@ -28,11 +28,11 @@ class SwanLabTracker(LibraryTracker):
 
         swanlab.config.update(dict(values), allow_val_change=True)
 
-    def log(self, values: Mapping[str, Any], step: int | None = None, **options: Any) -> None:
+    def log(self, values: Mapping[str, Any], step: int | None = None, **options: object) -> None:
         """Writes numbers, and what SwanLab has types for."""
         self.native.log(dict(values), step=step, **options)
 
-    def log_images(self, values: Images, step: int | None = None, **options: Any) -> None:
+    def log_images(self, values: Images, step: int | None = None, **options: object) -> None:
         """Writes lists of images by name; `options` are those of `swanlab.Image`."""
         import swanlab
 

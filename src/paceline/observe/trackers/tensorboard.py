@@ -36,7 +36,7 @@ class TensorBoardTracker(LibraryTracker):
         for summary in hparams({name: _hparam(value) for name, value in flatten(values).items()}, {}):
             self.native.file_writer.add_summary(summary)
 
-    def log(self, values: Mapping[str, Any], step: int | None = None, **options: Any) -> None:
+    def log(self, values: Mapping[str, Any], step: int | None = None, **options: object) -> None:
         """Writes numbers as scalars, text as text, and a dict of numbers as one group of scalars.
 
         Raises:

@@ -28,7 +28,7 @@ class TrackioTracker(LibraryTracker):
 
         trackio.config.update(dict(values), allow_val_change=True)
 
-    def log(self, values: Mapping[str, Any], step: int | None = None, **options: Any) -> None:
+    def log(self, values: Mapping[str, Any], step: int | None = None, **options: object) -> None:
         """Writes values."""
         self.native.log(dict(values), step=step, **options)
 

@@ -28,11 +28,11 @@ class WandbTracker(LibraryTracker):
 
         wandb.config.update(dict(values), allow_val_change=True)
 
-    def log(self, values: Mapping[str, Any], step: int | None = None, **options: Any) -> None:
+    def log(self, values: Mapping[str, Any], step: int | None = None, **options: object) -> None:
         """Writes values of any kind that wandb takes."""
         self.native.log(dict(values), step=step, **options)
 
-    def log_images(self, values: Images, step: int | None = None, **options: Any) -> None:
+    def log_images(self, values: Images, step: int | None = None, **options: object) -> None:
         """Writes lists of images by name; `options` are those of `wandb.Image`."""
         import wandb
 
@@ -44,9 +44,9 @@ class WandbTracker(LibraryTracker):
         table_name: str,
         columns: Sequence[str] | None = None,
         data: Sequence[Sequence[Any]] | None = None,
-        dataframe: Any = None,
+        dataframe: object = None,
         step: int | None = None,
-        **options: Any,
+        **options: object,
     ) -> None:
         """Writes a table: `columns` and `data`, or a pandas `dataframe`."""
         import wandb

@@ -1,0 +1,129 @@
+"""What the arguments of accelerate's `Accelerator` mean here; and what is refused, all problems at once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from paceline.base.errors import CompatError, Problem
+from paceline.compat.accelerate.arguments import (
+    AutocastKwargs,
+    DistributedDataParallelKwargs,
+    GradScalerKwargs,
+    InitProcessGroupKwargs,
+    ProfileKwargs,
+)
+from paceline.compat.accelerate.deepspeed_plugin import DeepSpeedPlugin
+from paceline.compat.accelerate.errors import CompatValueError
+from paceline.compat.accelerate.kinds import PrecisionType
+from paceline.compat.accelerate.state import AcceleratorState, wanted_device
+from paceline.compat.fsdp import said_by
+from paceline.config.given import Given
+from paceline.world.world import World
+
+HANDLERS = {
+    "ddp_handler": DistributedDataParallelKwargs,
+    "scaler_handler": GradScalerKwargs,
+    "init_handler": InitProcessGroupKwargs,
+    "autocast_handler": AutocastKwargs,
+    "profile_handler": ProfileKwargs,
+}
+_WAYS = {
+    "deepspeed_plugin": "give one `DeepSpeedPlugin`, or several by name: `deepspeed_plugins={'student': ..., 'teacher': ...}`",
+    "megatron_lm_plugin": "native: `paceline.Accelerator(plan={'tp': 2, 'pp': 2})`",
+}
+
+
+def agreed_precision(wanted: Any) -> str | None:
+    """The precision of this accelerator: that of the process, where an accelerator was made before.
+
+    Raises:
+        CompatValueError: `compat-argument`, for another one, or a word that is no precision.
+    """
+    word = None if wanted is None else str(getattr(wanted, "value", wanted))
+    if AcceleratorState._shared_state:
+        state = AcceleratorState()
+        state._check_initialized(word)
+        return state.mixed_precision
+    if word is not None and word not in PrecisionType:
+        raise CompatValueError(
+            "compat-argument",
+            f"mixed_precision cannot be {word!r}.",
+            why=f"it comes from Accelerator(mixed_precision=...); known: {', '.join(PrecisionType.list())}",
+            fix="use one of these",
+        )
+    return word
+
+
+def is_forced_to_cpu() -> bool:
+    """Whether ACCELERATE_TORCH_DEVICE names the CPU.
+
+    Raises:
+        CompatValueError: `compat-argument`, where it names a device that this process would not take by itself.
+    """
+    wanted = wanted_device()
+    if wanted is None:
+        return False
+    device = torch.device(wanted)
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    index = 0 if device.index is None else device.index
+    own = World.detect().local_rank
+    if device.type == "cpu" or (accelerator is not None and accelerator.type == device.type and index in (own, 0)):
+        return device.type == "cpu"
+    raise CompatValueError(
+        "compat-argument",
+        f"a model cannot be trained on {wanted!r} here.",
+        why=f"ACCELERATE_TORCH_DEVICE={wanted}; this process would take {accelerator or 'cpu'}:{own}",
+        fix="unset ACCELERATE_TORCH_DEVICE; choose devices by CUDA_VISIBLE_DEVICES",
+    )
+
+
+def check_arguments(
+    plugins: dict[str, Any], precision: Any, steps: int, window: Any, handlers: Sequence[Any] | None
+) -> None:
+    """Raises all problems of the arguments at once."""
+    problems = [
+        _problem(f"{name} is not carried", f"{name}={value!r}", _WAYS[name]) for name, value in plugins.items() if value
+    ]
+    if str(getattr(precision, "value", precision)) == "fp8":
+        problems.append(
+            _problem("8-bit training is not built yet", "mixed_precision='fp8'", "use mixed_precision='bf16'")
+        )
+    if window is not None and steps != 1:
+        why = f"gradient_accumulation_steps={steps} and {window}"
+        problems.append(_problem("the window's length is said twice", why, "say it once"))
+    kinds = [type(each) for each in handlers or ()]
+    for kind in dict.fromkeys(kinds):
+        if kind not in HANDLERS.values():
+            known = ", ".join(each.__name__ for each in HANDLERS.values())
+            problems.append(_problem(f"kwargs_handlers holds a {kind.__name__}", f"known: {known}", "leave it out"))
+        elif kinds.count(kind) > 1:
+            problems.append(
+                _problem(f"kwargs_handlers holds several {kind.__name__}", "only one can count", "merge them")
+            )
+    if problems:
+        raise CompatError.of(problems)
+
+
+def said_by_plugins(
+    fsdp: Any, axes: Any, tensor: Any, dynamo: Any, backend: Any, deepspeed: DeepSpeedPlugin | None
+) -> list[Given]:
+    """What the plugins say, in accelerate's words; `config.engines` says it in ours."""
+    # Weaker than whatever a command line, a variable or a file says: accelerate leaves batch norms as they are.
+    found = [Given("options.batch_norm.statistics", "local", "default", "as under accelerate")]
+    found += deepspeed.said() if deepspeed is not None else []
+    found += [given for plugin in (fsdp, axes, tensor, dynamo) if plugin is not None for given in said_by(plugin)]
+    if fsdp is not None:
+        found.append(Given("use_fsdp", "true", "code", "Accelerator(fsdp_plugin=...)"))
+    for name in ("tp", "cp", "sp"):
+        handler = getattr(axes, f"{name}_handler", None)
+        found += said_by(handler) if handler is not None else []
+    if backend is not None and dynamo is None:
+        found.append(Given("dynamo_backend", str(backend), "code", "Accelerator(dynamo_backend=...)"))
+    return found
+
+
+def _problem(what: str, why: str, fix: str) -> Problem:
+    return Problem("compat-argument", f"Accelerator: {what}.", why=why, fix=fix)

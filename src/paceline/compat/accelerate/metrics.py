@@ -1,0 +1,51 @@
+"""Gathering for metrics as accelerate does it: over real samples, with as many values as accelerate gives."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from paceline.compat.accelerate.operations import gather, gather_object
+from paceline.run import Run
+from paceline.world.tree import leaves, map_tensors
+
+
+def gather_for_metrics(run: Run, input_data: Any, use_gather_object: bool = False) -> Any:
+    """The values of all ranks for the batch at hand, without what its filler gave.
+
+    Ranks: all.
+    """
+    gathered = input_data
+    are_objects = use_gather_object
+    # Ranks that share a batch (tensor parallel) compute the same values, which count once.
+    readers = run.data_ranks
+    if readers.size > 1:
+        are_objects = use_gather_object or not _has_only_tensors(input_data)
+        if readers.size == run.world.size:
+            gathered = gather_object(input_data) if are_objects else gather(input_data)
+        elif are_objects:
+            gathered = [entry for part in readers.gather_object(input_data) for entry in part]
+        else:
+            gathered = readers.gather(input_data)
+    loader = run.active_loaders.top
+    batch = None if loader is None else loader.current
+    if batch is None or not batch.last:
+        return gathered
+    if readers.size == 1:
+        are_objects = use_gather_object or not _has_only_tensors(input_data)
+    return _first_rows(gathered, sum(batch.real), are_objects)
+
+
+def _has_only_tensors(data: Any) -> bool:
+    """Whether every leaf of a structure is a tensor."""
+    return isinstance(data, torch.Tensor) or all(isinstance(leaf, torch.Tensor) for leaf in leaves(data))
+
+
+def _first_rows(data: Any, count: int, are_objects: bool) -> Any:
+    """The first rows of each tensor, or of a list of objects; everything as it is where one of them cannot be cut."""
+    if are_objects:
+        return data[:count] if isinstance(data, (list, tuple, str)) else data
+    if any(leaf.ndim == 0 for leaf in leaves(data)):
+        return data
+    return map_tensors(lambda leaf: leaf[:count], data)
