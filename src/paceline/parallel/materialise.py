@@ -34,7 +34,7 @@ class _Written(TorchDispatchMode):
     """Remembers which memory operations write to; on the meta device nothing else happens."""
 
     def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.memory: set[int] = set()
 
     def __torch_dispatch__(

@@ -49,9 +49,9 @@ class AimTracker(LibraryTracker):
             picture = aim.Image(image, caption=caption, **options.get("aim_image", {}))
             self.native.track(picture, name=name, step=step, **options.get("track", {}))
 
-    def close_run(self, run: Any, status: Status) -> None:
+    def close_run(self, status: Status) -> None:
         """Ends the run."""
-        run.close()
+        self.native.close()
 
 
 TRACKER = AimTracker

@@ -76,10 +76,10 @@ class ClearMLTracker(LibraryTracker):
         title, series = _place(table_name)
         self.native.get_logger().report_table(title=title, series=series, table_plot=table, iteration=step, **options)
 
-    def close_run(self, run: Any, status: Status) -> None:
+    def close_run(self, status: Status) -> None:
         """Ends the task, where it was begun here."""
         if self._is_ours:
-            run.close()
+            self.native.close()
 
 
 def _place(name: str) -> tuple[str, str]:

@@ -40,9 +40,9 @@ class CometTracker(LibraryTracker):
             elif isinstance(value, Mapping):
                 self.native.log_metrics(dict(value), step=step, **options)
 
-    def close_run(self, run: Any, status: Status) -> None:
+    def close_run(self, status: Status) -> None:
         """Ends the experiment."""
-        run.end()
+        self.native.end()
 
 
 TRACKER = CometTracker

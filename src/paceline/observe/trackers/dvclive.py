@@ -42,9 +42,9 @@ class DVCLiveTracker(LibraryTracker):
                 warn_once("observe", f"dvclive cannot write {name}, a {type(value).__name__}: it is left out.")
         self.native.next_step()
 
-    def close_run(self, run: Any, status: Status) -> None:
+    def close_run(self, status: Status) -> None:
         """Ends the experiment."""
-        run.end()
+        self.native.end()
 
 
 TRACKER = DVCLiveTracker

@@ -54,8 +54,12 @@ class LibraryTracker(ABC):
 
     def finish(self, status: Status = "finished") -> None:
         """Ends the run; after an error the library is told so, where it can be."""
-        run, self._run = self.native, None
-        self.close_run(run, status)
+        if self._run is None:
+            raise not_open(self.name)
+        try:
+            self.close_run(status)
+        finally:
+            self._run = None
 
     @abstractmethod
     def open_run(self, run: str) -> Any:
@@ -70,7 +74,7 @@ class LibraryTracker(ABC):
         """Writes values by name; `options` are those of the library's own call."""
 
     @abstractmethod
-    def close_run(self, run: Any, status: Status) -> None:
+    def close_run(self, status: Status) -> None:
         """Ends the run."""
 
     def numbers_of(self, values: Mapping[str, Any]) -> dict[str, float]:

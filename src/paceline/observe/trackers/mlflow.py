@@ -86,7 +86,7 @@ class MLflowTracker(LibraryTracker):
 
         mlflow.log_artifacts(local_dir=local_dir, artifact_path=artifact_path)
 
-    def close_run(self, run: Any, status: Status) -> None:
+    def close_run(self, status: Status) -> None:
         """Ends the run; after an error as a failed one."""
         import mlflow
 

@@ -39,9 +39,9 @@ class SwanLabTracker(LibraryTracker):
         for name, images in values.items():
             self.log({name: [swanlab.Image(image, **options) for image in images]}, step)
 
-    def close_run(self, run: Any, status: Status) -> None:
+    def close_run(self, status: Status) -> None:
         """Ends the run."""
-        run.finish()
+        self.native.finish()
 
 
 TRACKER = SwanLabTracker

@@ -51,10 +51,10 @@ class TensorBoardTracker(LibraryTracker):
             else:
                 self.native.add_scalar(name, _number(name, value), global_step=step, **options)
 
-    def close_run(self, run: Any, status: Status) -> None:
+    def close_run(self, status: Status) -> None:
         """Stores how the run ended as text and closes the files."""
-        run.add_text("status", status)
-        run.close()
+        self.native.add_text("status", status)
+        self.native.close()
 
 
 def _hparam(value: object) -> bool | int | float | str:

@@ -32,9 +32,9 @@ class TrackioTracker(LibraryTracker):
         """Writes values."""
         self.native.log(dict(values), step=step, **options)
 
-    def close_run(self, run: Any, status: Status) -> None:
+    def close_run(self, status: Status) -> None:
         """Ends the run."""
-        run.finish()
+        self.native.finish()
 
 
 TRACKER = TrackioTracker

@@ -54,12 +54,12 @@ class WandbTracker(LibraryTracker):
         table = wandb.Table(columns=columns, data=data, dataframe=dataframe)
         self.log({table_name: table}, step, **options)
 
-    def close_run(self, run: Any, status: Status) -> None:
+    def close_run(self, status: Status) -> None:
         """Ends the run; after an error as a crashed one."""
         if status == "finished":
-            run.finish()
+            self.native.finish()
         else:
-            run.finish(exit_code=1)
+            self.native.finish(exit_code=1)
 
 
 TRACKER = WandbTracker
