@@ -36,9 +36,6 @@ TEXTS = {
     },
 }
 
-# Files that still name a library, and are to be freed of it. An entry may be removed; none is added.
-TO_MOVE = {"src/paceline/parallel/pipeline/stages.py"}
-
 
 # Private attributes of the core that `compat` still uses. An entry may be removed; none is added.
 PRIVATE = {"_feed"}
@@ -62,15 +59,14 @@ def lines_with_a_name(modules) -> dict[str, list[tuple[int, str]]]:
 def test_the_core_names_no_other_library(modules) -> None:
     wrong = []
     for path, lines in lines_with_a_name(modules).items():
-        if path not in TO_MOVE:
-            texts = TEXTS.get(path, {})
-            wrong += [f"{path}:{number} {line}" for number, line in lines if not any(text in line for text in texts)]
+        texts = TEXTS.get(path, {})
+        wrong += [f"{path}:{number} {line}" for number, line in lines if not any(text in line for text in texts)]
     assert not wrong, "move it to `compat/LIBRARY/`, or give a text for users its reason here:\n" + "\n".join(wrong)
 
 
 def test_the_lists_only_shrink(modules) -> None:
     named = lines_with_a_name(modules)
-    stale = sorted(TO_MOVE - named.keys())
+    stale = []
     for path, texts in TEXTS.items():
         stale += [f"{path}: {text}" for text in texts if not any(text in line for _, line in named.get(path, []))]
     assert not stale, "remove these entries:\n" + "\n".join(stale)

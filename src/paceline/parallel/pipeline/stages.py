@@ -11,7 +11,7 @@ all names stay. A later stage gets the batch too, and runs `forward` from its st
 
 Parameters that lie on the root, or on a module that holds blocks, are held by all ranks; their gradients are summed.
 
-A model whose `forward` is nothing but its blocks may offer two things (DeepSpeed's `PipelineModule` does):
+A model whose `forward` is nothing but its blocks may offer two things (a list of layers that is split into stages does):
 
     model.pipeline_begin(n)    a context manager; inside, `forward(hidden)` runs from block n on. Then no stub is called
                                but the one that ends the pass, and no later stage needs the batch
