@@ -43,8 +43,19 @@ def leaves_nothing_behind() -> Iterator[None]:
         leaks.append(f"the working directory {Path.cwd()}")
         os.chdir(folder)
     leaks += [f"file {name}" for name in sorted(set(os.listdir(folder)) - files) if not name.startswith((".", "__"))]
+    _forget_served_states()
     if leaks:
         pytest.fail(f"the test leaves behind: {', '.join(leaks)}", pytrace=False)
+
+
+def _forget_served_states() -> None:
+    """Resets the states of the accelerate door, which are those of the process, as accelerate's are."""
+    state = sys.modules.get("paceline.compat.accelerate.state")
+    if state is not None:
+        state.AcceleratorState._reset_state(reset_partial_state=True)
+    window = sys.modules.get("paceline.compat.accelerate.gradient_state")
+    if window is not None:
+        window.GradientState._reset_state()
 
 
 def _environment() -> dict[str, str]:

@@ -86,12 +86,7 @@ def test_all_of_the_module_names_do_something() -> None:
         "    print(name, [each for each in dir(module) if isinstance(getattr(module, each), _Absence)])\n"
     )
     ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=100, check=True)
-    assert [line.partition(" ")[2] for line in ended.stdout.splitlines()] == [
-        "['check_cuda_p2p_ib_support']",
-        "[]",
-        "[]",
-        "[]",
-    ]
+    assert [line.partition(" ")[2] for line in ended.stdout.splitlines()] == ["[]"] * 4
 
 
 def device_maps():
@@ -99,6 +94,9 @@ def device_maps():
     from paceline.compat import install
 
     install(["accelerate"])
+    # Another test of this process may have imported transformers when there was no accelerate; it remembers that.
+    for name in [name for name in sys.modules if name.partition(".")[0] == "transformers"]:
+        del sys.modules[name]
     sys.path.insert(0, str(Path(__file__).parent / "programs"))
     import device_maps as program
 
