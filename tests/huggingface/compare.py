@@ -132,11 +132,12 @@ def differences(ours: Any, real: Any, where: str = "") -> list[tuple[float, str]
 def command(library: str, python: str, procs: int, case: Case) -> list[str]:
     """How a library's users start a script."""
     bin_folder = Path(python).parent
+    if library == "real" and procs > 1:
+        # `accelerate launch --cpu --num_processes 2` starts one process; torchrun starts two, and tells them of the CPU below.
+        return [python, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(procs)]
     if library == "real":
         words = [str(bin_folder / "accelerate"), "launch", "--cpu", "--num_machines", "1", "--dynamo_backend", "no"]
-        words += ["--num_processes", str(procs)]
-        # Without the flag it takes its default config or "no", and says so.
-        return [*words, *(case.launch or ("--mixed_precision", "no"))]
+        return [*words, "--num_processes", "1", *(case.launch or ("--mixed_precision", "no"))]
     return [str(bin_folder / "paceline"), "launch", "--compat", "accelerate", "--cpu", "-n", str(procs), *case.launch]
 
 
@@ -154,7 +155,10 @@ def run(
         json.dumps(options),
     ]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
-    environment |= {"PYTHONHASHSEED": "0", "TRL_EXPERIMENTAL_SILENCE": "1", "HF_HOME": str(folder.parent / "hf")}
+    environment["ACCELERATE_USE_CPU"] = "true"
+    if case.launch:
+        environment["ACCELERATE_MIXED_PRECISION"] = case.launch[1]
+    environment |= {"PYTHONHASHSEED": "0", "HF_HOME": str(folder.parent / "hf")}
     begin = time.perf_counter()
     ended = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=600, check=False, cwd=folder)
     seconds = time.perf_counter() - begin
@@ -213,7 +217,7 @@ def main() -> int:
             shutil.rmtree(folder, ignore_errors=True)
             try:
                 row, wrong = compare(case, procs, pythons, folder)
-            except (RuntimeError, subprocess.TimeoutExpired) as error:
+            except (RuntimeError, OSError, subprocess.TimeoutExpired) as error:
                 row, wrong = "| | ", [str(error)]
             failed += bool(wrong)
             print(f"| {case.name} | {procs} | {row} | {'DIFFERS' if wrong else 'same'} |", flush=True)
