@@ -15,7 +15,7 @@ from paceline.base import env as environment
 from paceline.base.errors import ConfigError
 from paceline.config import schema
 from paceline.config.given import Choice
-from paceline.config.settings import LaunchSettings, settings_of
+from paceline.config.settings import LaunchSettings, launch_classes, settings_of
 from paceline.config.sources import Launch, resolve_launch
 from paceline.launch.launcher import LAUNCHERS, Job, Launcher
 from paceline.world.layout import AXES
@@ -90,11 +90,11 @@ def _alone(resolved: Launch) -> Launch:
     launch = LaunchSettings(procs=1, **{name: getattr(resolved.launch, name) for name in count})
     decisions = []
     for row in resolved.decisions:
-        if row.field in count or row.field == "procs" or row.field not in settings_of(LaunchSettings):
+        if row.field in count or row.field == "procs" or row.field not in settings_of(*launch_classes()):
             decisions.append(row)
-        else:
+        elif row.field in settings_of(LaunchSettings):
             decisions.append(Choice(row.field, getattr(launch, row.field)))
-    return replace(resolved, launch=launch, decisions=tuple(decisions))
+    return replace(resolved, launch=launch, decisions=tuple(decisions), cluster={})
 
 
 def _show(job: Job, resolved: Launch) -> int:
@@ -102,6 +102,10 @@ def _show(job: Job, resolved: Launch) -> int:
     from paceline.launch.host import name
 
     rendered = _launcher(job, resolved).render(job)
+    if rendered.document:
+        print(rendered.document)  # alone, so that it can be written to a file and used
+        print("settings:", table(resolved, changed=True), sep="\n", file=sys.stderr)
+        return 0
     print(rendered.text(name()), "\n\nsettings:", table(resolved, changed=True), sep="\n")
     return 0
 

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from paceline.base.errors import ConfigError
 from paceline.config import schema
 from paceline.config.given import Given
-from paceline.config.settings import LaunchSettings, searched_settings, settings_of
+from paceline.config.settings import launch_classes, searched_settings, settings_of
 from paceline.config.sources import Launch, resolve_launch
 from paceline.launch.host import check_target
 from paceline.launch.job import flag_for_script, range_of_nodes, target_of
@@ -39,7 +39,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     own.add_argument("--auto", action="store_true", help="choose every axis that nobody gave")
     own.add_argument("--draw", action="store_true", help="draw the schedule of the pipeline")
     own.add_argument("--json", action="store_true", help="print JSON")
-    schema.add_options(parser, unlisted=[name for name in settings_of(LaunchSettings) if name not in _USED])
+    schema.add_options(parser, unlisted=[name for name in settings_of(*launch_classes()) if name not in _USED])
     parser.add_argument("script", nargs="?", help="Python file; with -m a module")
     parser.add_argument("script_args", nargs=argparse.REMAINDER, metavar="...", help="the script's own arguments")
 

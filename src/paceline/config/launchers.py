@@ -32,6 +32,12 @@ def _processes(value: str) -> dict[str, str]:
     return {"procs": value}
 
 
+def _accelerators(value: str) -> dict[str, str]:
+    """A number of accelerators is one of processes; a cluster is asked for as many."""
+    settings = _processes(value)
+    return {**settings, "gpus_per_node": value} if value.isdigit() else settings
+
+
 def _endpoint(value: str) -> dict[str, str]:
     """HOST or HOST:PORT; an IPv6 address with a port stands in brackets."""
     host, colon, port = value.rpartition(":")
@@ -61,7 +67,8 @@ class Flag:
 
 _ROWS = (
     Flag(TOTAL),  # not yet a setting: the number of nodes has to be known first
-    Flag("nproc_per_node gpus num_gpus", _processes, short="-np"),
+    Flag("nproc_per_node", _processes, short="-np"),
+    Flag("gpus num_gpus", _accelerators),
     Flag("nnodes num_nodes", _as("nodes")),
     Flag("master_addr", _as("main_address")),
     Flag("master_port", _as("main_port")),

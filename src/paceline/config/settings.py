@@ -13,6 +13,7 @@ from functools import cache
 from typing import Any
 
 from paceline.base.registry import Registry
+from paceline.config.clusters import CLUSTERS
 from paceline.config.dialects import DIALECTS, dialects
 from paceline.config.kinds import (
     OPTIONS,
@@ -40,7 +41,7 @@ class Setting:
     """What is known of one setting.
 
     Attributes:
-        name: its one name; a field of `RunSettings` or `LaunchSettings`.
+        name: its one name; a field of `RunSettings`, of `LaunchSettings` or of a launcher's own settings.
         default: its value where nobody says otherwise.
         kind: how it is read.
         doc: one sentence that says what it does.
@@ -100,9 +101,14 @@ def setting(default: object, kind: Kind, doc: str, group: str, **names: object) 
     return field(default=default, metadata=metadata)
 
 
+def launch_classes() -> tuple[type, ...]:
+    """The classes of all settings that `paceline launch` uses itself: those of all launchers, then those of each."""
+    return (LaunchSettings, *CLUSTERS)
+
+
 def settings_of(*classes: type) -> Mapping[str, Setting]:
-    """All settings of `classes` (of both where none is named), by name, in order of definition."""
-    return _settings_of(classes or (LaunchSettings, RunSettings), tuple(listed_axes()))
+    """All settings of `classes` (of all classes where none is named), by name, in order of definition."""
+    return _settings_of(classes or (*launch_classes(), RunSettings), tuple(listed_axes()))
 
 
 @cache
@@ -230,6 +236,10 @@ class LaunchSettings:
         "all", matching(r"all|\d+(,\d+)*", "all, or numbers such as 0,2", "ID,..."),
         "Accelerators of this node that are used.", _PROCESSES,
     )  # fmt: skip
+    gpus_per_node: int | None = setting(
+        None, whole(0),
+        "Accelerators that a cluster is asked for on each node, and so processes, unless procs says how many.", _PROCESSES,
+    )  # fmt: skip
     threads: int | None = setting(
         None, whole(1), "CPU threads of each process; not set: OMP_NUM_THREADS, else the node's cores shared equally.",
         _PROCESSES,
@@ -270,8 +280,13 @@ class LaunchSettings:
         "Hosts of the hostfile, or slots of them, that are left out.", _NODES, short="-e",
     )  # fmt: skip
     launcher: str = setting(
-        "ssh", matching(r"[A-Za-z]\w*", "ssh, pdsh, openmpi or slurm", "ssh|pdsh|openmpi|slurm"),
-        "What starts the processes on the hosts of a hostfile.", _NODES,
+        "ssh", matching(r"[A-Za-z]\w*", "a launcher such as ssh or slurm", "ssh|slurm|kubernetes|ray|pdsh|openmpi"),
+        "What starts the processes on other hosts: on those of a hostfile, or on those that a cluster chooses.", _NODES,
+        spelling="on",
+    )  # fmt: skip
+    wait: bool | None = setting(
+        None, YES_NO,
+        "Follows a job that a cluster runs to its end; not set: as the launcher does.", _NODES,
     )  # fmt: skip
     launcher_args: str = setting(
         "", matching(r".*", "words, quoted as one", "WORDS"),

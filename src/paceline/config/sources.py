@@ -21,9 +21,10 @@ from paceline.base import env as environment
 from paceline.base.errors import ConfigError, Problem, short_repr
 from paceline.config import launchers
 from paceline.config import options as strategy_options
+from paceline.config.clusters import CLUSTERS
 from paceline.config.dialects import Translation, dialects, judged, known_by_a_dialect, notice_of
 from paceline.config.given import SOURCES, Choice, Given, nearest
-from paceline.config.settings import TOTAL, LaunchSettings, RunSettings, own_name, settings_of
+from paceline.config.settings import TOTAL, LaunchSettings, RunSettings, launch_classes, own_name, settings_of
 
 T = TypeVar("T")
 HANDED = "PACELINE_SETTINGS"
@@ -51,11 +52,12 @@ class Launch:
 
     Attributes:
         launch, run: the merged values.
-        decisions: one row for each setting of both.
+        decisions: one row for each setting, the launchers' own too.
         unused: names of other libraries that were given and have no effect here, each with the reason.
         notices: what the user should know, each with what to do.
         file: the config file that was read; None where there is none.
         variables: of other libraries, by which their objects in the script learn what was told here.
+        cluster: by launcher that has settings of its own, an object of its class with the merged values.
     """
 
     launch: LaunchSettings
@@ -65,6 +67,7 @@ class Launch:
     notices: tuple[str, ...] = ()
     file: str | None = None
     variables: Mapping[str, str] = field(default_factory=dict)
+    cluster: Mapping[str, Any] = field(default_factory=dict)
 
     def hand_over(self) -> dict[str, str]:
         """The variables that carry flags and file values to the workers."""
@@ -223,7 +226,7 @@ def resolve_launch(flags: Sequence[Given] = (), env: Mapping[str, str] | None = 
                 problems.append(verdict)
             else:
                 unused.append(verdict)
-    given += _from_env(env, LaunchSettings, RunSettings)
+    given += _from_env(env, *launch_classes(), RunSettings)
     path = _file_for(given, env, search)
     if path is not None:
         from paceline.config import files
@@ -233,6 +236,12 @@ def resolve_launch(flags: Sequence[Given] = (), env: Mapping[str, str] | None = 
         unused += content.unused
         problems += content.problems
     values, decisions = _merge(LaunchSettings, given, problems)
+    cluster: dict[str, Any] = {}
+    for name in CLUSTERS.names():
+        cls = CLUSTERS.get(name)
+        own_values, own_decisions = _merge(cls, given, problems)
+        cluster[name] = cls(**own_values)
+        decisions += own_decisions
     given, idle, variables = _translate(given, values["nodes"], problems)
     run_values, run_decisions = _merge(RunSettings, given, problems)
     decisions = _per_node(values, decisions, problems)
@@ -240,7 +249,14 @@ def resolve_launch(flags: Sequence[Given] = (), env: Mapping[str, str] | None = 
     notices = (*filter(None, map(notice_of, unused)), *_notices(idle), *_unknown_variables(env))
     rows = decisions + run_decisions
     return Launch(
-        LaunchSettings(**values), RunSettings.of(run_values), rows, (*unused, *idle), notices, path, variables
+        LaunchSettings(**values),
+        RunSettings.of(run_values),
+        rows,
+        (*unused, *idle),
+        notices,
+        path,
+        variables,
+        cluster,
     )
 
 

@@ -73,10 +73,10 @@ class Assignment:
             node: its number.
             place: where node 0 listens; None where there is no other.
         """
-        slots = self.hosts[node].ids
+        slots, nodes = self.hosts[node].ids, self.settings.launch.nodes
         values: dict[str, Any] = {
             "hostfile": None,
-            "nodes": len(self.hosts),
+            "nodes": nodes if isinstance(nodes, str) else len(self.hosts),
             "node_rank": node,
             "rdzv_backend": "static",
             "procs": len(slots),

@@ -125,7 +125,7 @@ def follow(command: Sequence[str], env: Mapping[str, str]) -> int:
                     pass_on(number)
     except OSError as error:
         raise LaunchError(
-            "launch-launcher", f"{command[0]} cannot be run.", str(error), "install it, or choose another --launcher"
+            "launch-launcher", f"{command[0]} cannot be run.", str(error), "install it, or choose another with --on"
         ) from None
     finally:
         signals.leave()

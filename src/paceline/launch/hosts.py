@@ -13,7 +13,7 @@ from paceline.config.sources import Launch
 from paceline.launch import hostfile
 from paceline.launch.assignment import Assignment
 from paceline.launch.hostfile import Slots
-from paceline.launch.job import target_of
+from paceline.launch.job import range_of_nodes, target_of
 from paceline.launch.launcher import LAUNCHERS, Hosts, Job, Reach
 
 _NEEDS_HOSTS = ("include", "exclude", "ssh_port", "launcher", "launcher_args")
@@ -56,15 +56,18 @@ def job_on_hosts(
         raise LaunchError(
             "launch-launcher",
             f"the launcher {launch.launcher} cannot be used: {missing}.",
-            f"--launcher {launch.launcher}",
+            f"--on {launch.launcher}",
             f"install it, or choose another: {others}" if others else "install it",
         )
     assignment = Assignment(settings, script, tuple(args), cwd, forwarded(env, cwd), chosen(settings), local_rank)
+    least = range_of_nodes(launch.nodes)[0]
     target = replace(target_of(launch, script, args), local_rank=local_rank)
     return Job(
         target, max(len(at.ids) for at in assignment.hosts),
         len(assignment.hosts), main_address=launch.main_address or "", main_port=launch.main_port, grace_s=launch.grace_s,
+        least=least if least < len(assignment.hosts) else 0,
         assignment=assignment, reach=Reach(launch.ssh_port, tuple(shlex.split(launch.launcher_args)), activate),
+        cluster=settings.cluster.get(launch.launcher),
     )  # fmt: skip
 
 
@@ -83,8 +86,8 @@ def chosen(settings: Launch) -> tuple[Slots, ...]:
     """
     launch, said = settings.launch, _said(settings)
     named = _hosts_of(settings) == "named"
-    by_whom = f"--hostfile {launch.hostfile}" if named else f"--launcher {launch.launcher}"
-    problems = []
+    by_whom = f"--hostfile {launch.hostfile}" if named else f"--on {launch.launcher}"
+    problems = of_other_launchers(settings, launch.launcher)
     for name in _OF_ONE_NODE:
         if name in said:
             fix = "leave it out: the order of the hostfile numbers the nodes, --include chooses their slots"
@@ -92,7 +95,7 @@ def chosen(settings: Launch) -> tuple[Slots, ...]:
                 fix = "leave it out: the launcher chooses the hosts and numbers them"
             what = f"{name} is of one node, and {'a hostfile names' if named else 'the launcher starts'} all."
             problems.append(Problem("host-flags", what, f"{said[name]}; {by_whom}", fix))
-    if isinstance(launch.nodes, str):
+    if isinstance(launch.nodes, str) and named:
         fix = "give one number, or start the command on each host without --hostfile"
         what = "a range of nodes cannot be started from one host."
         problems.append(Problem("host-flags", what, f"nodes={launch.nodes} ({said['nodes']})", fix))
@@ -101,8 +104,9 @@ def chosen(settings: Launch) -> tuple[Slots, ...]:
     if problems:
         raise ConfigError.of(problems)
     if not named:
-        slots = tuple(range(int(launch.procs)))
-        return tuple(Slots(f"node{number}", slots) for number in range(int(launch.nodes)))
+        procs = launch.gpus_per_node if launch.procs == "auto" else launch.procs
+        slots = tuple(range(int(procs or 1)))
+        return tuple(Slots(f"node{number}", slots) for number in range(range_of_nodes(launch.nodes)[1]))
     assert launch.hostfile is not None, "asked for where there is one"
     counts: dict[str, int] = {}
     for name in ("nodes", "procs"):
@@ -123,7 +127,7 @@ def _of_a_hostfile(settings: Launch) -> list[Problem]:
             what = f"the launcher {launch.launcher} takes no hostfile."
             why = f"{name}={getattr(launch, name)} ({said[name]})"
             problems.append(Problem("host-flags", what, why, f"leave --{name.replace('_', '-')} out"))
-    if launch.procs == "auto":
+    if launch.procs == "auto" and not launch.gpus_per_node:
         what = f"the launcher {launch.launcher} has to be told how many processes each host runs."
         problems.append(Problem("host-flags", what, "--procs is not set", "say --procs N"))
     return problems
@@ -135,6 +139,9 @@ def without_hostfile(settings: Launch) -> None:
     Raises:
         ConfigError: `host-flags`, naming all of it.
     """
+    problems = of_other_launchers(settings, "local")
+    if problems:
+        raise ConfigError.of(problems)
     said = _said(settings)
     names = [name for name in _NEEDS_HOSTS if name in said]
     idle = [f"{name}={getattr(settings.launch, name)} ({said[name]})" for name in names]
@@ -161,7 +168,27 @@ def text_of(path: str) -> str:
 def _hosts_of(settings: Launch) -> Hosts:
     """On which hosts the launcher that was named starts processes; where it does not say so, on those of a hostfile."""
     hosts: Hosts = getattr(LAUNCHERS.get(settings.launch.launcher), "hosts", "named")
+    if hosts == "either":
+        return "chosen" if settings.launch.hostfile is None else "named"
     return hosts
+
+
+def of_other_launchers(settings: Launch, launcher: str) -> list[Problem]:
+    """What was said to launchers other than the one that starts this job.
+
+    Args:
+        settings: the merged settings.
+        launcher: the name of the one that does.
+    """
+    said = _said(settings)
+    problems = []
+    for other, values in settings.cluster.items():
+        for name in vars(values):
+            if other != launcher and name in said:
+                why = f"{name}={getattr(values, name)} ({said[name]}); the launcher is {launcher}"
+                fix = f"leave it out, or say --on {other}"
+                problems.append(Problem("host-flags", f"{name} is a setting of the launcher {other}.", why, fix))
+    return problems
 
 
 def _said(settings: Launch) -> dict[str, str]:

@@ -42,7 +42,7 @@ def job_of(settings: Launch, script: str, args: Sequence[str], env: Mapping[str,
             "leave it out, or start the script with `paceline launch --hostfile`",
         )
     accelerators = _accelerators(settings, env)
-    procs = launch.procs if isinstance(launch.procs, int) else max(accelerators.count, 1)
+    procs = launch.procs if isinstance(launch.procs, int) else launch.gpus_per_node or max(accelerators.count, 1)
     said = {row.field for row in settings.decisions if row.source != "default"}
     misplaced = "" if "procs" in said else flag_for_script(args, _WIDTH_FLAGS)
     if misplaced:
@@ -51,7 +51,7 @@ def job_of(settings: Launch, script: str, args: Sequence[str], env: Mapping[str,
             f"{number}, as `{misplaced}` stands after the script, which gets it; for more processes write it before the "
             f"script: `{shlex.join(['paceline', 'launch', *misplaced.split(), script])}`."
         )
-    elif launch.procs == "auto" and not accelerators.count:
+    elif launch.procs == "auto" and not launch.gpus_per_node and not accelerators.count:
         notices.append("1 process, as there is no accelerator; `--procs 2` starts two on the CPU.")
     target = target_of(launch, script, args)
     cores = _cores(settings, procs)

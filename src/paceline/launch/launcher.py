@@ -97,6 +97,7 @@ class Job:
         cores: cores of this node that are divided among its processes; () leaves each process all of them.
         core_files: whether a process that crashes leaves a core file, which is then read.
         assignment, reach: what other hosts run and how they are reached, where this one starts it there.
+        cluster: the launcher's own settings, an object of its class in `config/clusters`; None where it has none.
         secret: by which the launchers of several nodes know each other; "" for the user's own (`secret.py`).
     """
 
@@ -125,6 +126,7 @@ class Job:
     core_files: bool = False
     assignment: Assignment | None = None
     reach: Reach = Reach()
+    cluster: Any = None
     secret: str = field(default="", repr=False)
 
     @property
@@ -153,12 +155,14 @@ class Rendered:
         command: what each process runs, as one would type it.
         processes: those of this node.
         steps: where other hosts run the job: what this one runs to reach each, or all of them in turn.
+        document: what a cluster is given, such as a batch script or a manifest; "" for none. `--dry-run` prints it.
     """
 
     job: Job
     command: tuple[str, ...]
     processes: tuple[Process, ...] = ()
     steps: tuple[tuple[str, ...], ...] = ()
+    document: str = ""
 
     def text(self, host: str = "this host") -> str:
         """What `--dry-run` prints: the command, the environment, and the world table."""
@@ -275,15 +279,15 @@ class Handle(Protocol):
 
 
 # Whose processes a launcher starts: this host's, those of the hosts that a hostfile names, or those of hosts that it
-# chooses itself, as a cluster's scheduler does.
-Hosts = Literal["this", "named", "chosen"]
+# chooses itself, as a cluster's scheduler does. With "either" it starts those of a hostfile where there is one.
+Hosts = Literal["this", "named", "chosen", "either"]
 
 
 class Launcher(Protocol):
     """A way to start processes.
 
     Attributes:
-        name: what `--launcher` calls it.
+        name: what `--on` calls it.
         hosts: on which hosts it starts them.
     """
 

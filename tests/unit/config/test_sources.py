@@ -56,7 +56,8 @@ def test_the_strongest_source_wins_for_every_subset(name, tmp_path):
                 worker = resolve_run(code, {**env, **told.hand_over()})
                 found, decision = worker.settings.by_name()[name], row(worker.decisions, name)
             else:
-                found, decision = getattr(told.launch, name), row(told.decisions, name)
+                owner = next(one for one in (told.launch, *told.cluster.values()) if name in vars(one))
+                found, decision = getattr(owner, name), row(told.decisions, name)
             winner = said[-1] if said else "default"
             where = {"default": "", "file": f"{path}:2", "environment": setting.variable,
                      "command line": setting.flag, "code": f"Accelerator({IN_CODE.get(name, name)}=...)"}  # fmt: skip
@@ -66,7 +67,7 @@ def test_the_strongest_source_wins_for_every_subset(name, tmp_path):
 
 
 def test_every_setting_has_a_decision_in_order():
-    single = [name for name in settings_of(LaunchSettings, RunSettings) if name != "options"]
+    single = [name for name in settings_of() if name != "options"]
     assert [each.field for each in resolve_run({}, {}).decisions] == [
         n for n in single if n in settings_of(RunSettings)
     ]
@@ -208,3 +209,9 @@ def test_flags_without_effect_are_noticed():
 
 def test_dynamo_turned_off_asks_for_nothing():
     assert resolve_launch([Given("dynamo_backend", "no", "command line", "--dynamo_backend")], {}, search=False).unused
+
+
+def test_a_launcher_has_settings_of_its_own():
+    told = resolve_launch([Given("partition", "long", "command line", "--partition")], {}, search=False)
+    assert told.cluster["slurm"].partition == "long"
+    assert row(told.decisions, "partition").where == "--partition"

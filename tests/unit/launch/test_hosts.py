@@ -175,3 +175,11 @@ def test_cores_of_ones_own(monkeypatch: pytest.MonkeyPatch) -> None:
         with pytest.raises(ConfigError, match=reason) as caught:
             job_of(told(procs=2, bind_cores=text), "train.py", [], ENV)
         assert caught.value.code == "bind-cores"
+
+
+def test_a_setting_of_a_launcher_that_is_not_used_is_refused(hostfile: str) -> None:
+    with pytest.raises(ConfigError, match="partition is a setting of the launcher slurm") as alone:
+        without_hostfile(told(partition="long"))
+    with pytest.raises(ConfigError, match="the launcher is ssh"):
+        job(partition="long", hostfile=hostfile)
+    assert "say --on slurm" in str(alone.value)
