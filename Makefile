@@ -12,6 +12,8 @@ JOBS ?= 2
 ARGS ?=
 PYTEST = $(BIN)/python -m pytest
 export OMP_NUM_THREADS ?= 1
+# Where it is set, each process of a test compiles all of our sources anew (0.15 s).
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: help setup quickstart test test-torch huggingface check ranks hosts gpu docs bench bench-deepspeed chaos clean
 .DEFAULT_GOAL := help

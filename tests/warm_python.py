@@ -30,7 +30,16 @@ from types import TracebackType
 from typing import Any, NoReturn, Self
 
 # What most commands import. `torch._dynamo` comes with any optimizer of torch.
-MODULES = ("torch", "torch._dynamo", "torch.distributed.fsdp", "torch.distributed.tensor", "paceline.accelerator")
+MODULES = (
+    "torch",
+    "torch._dynamo",
+    "torch.distributed.checkpoint",
+    "torch.distributed.fsdp",
+    "torch.distributed.tensor",
+    "paceline.accelerator",
+    "paceline.checkpoint.checkpointer",
+    "warm_strategies",
+)
 _HERE = Path(__file__).resolve()
 _PASSED_ON = (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 _STREAMS = (0, 1, 2)

@@ -1,0 +1,6 @@
+"""For `warm_python`: imports all strategies, as the first `prepare` of a script would."""
+
+from paceline.parallel.strategy import STRATEGIES
+
+for name in STRATEGIES.own_names():
+    STRATEGIES.get(name)
