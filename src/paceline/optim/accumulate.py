@@ -234,7 +234,7 @@ class Accumulation:
             fix = "take its mean: `accelerator.backward(loss.mean())`"
         else:
             return loss
-        raise TrainError("backward-loss", "there is no way back from this loss.", why=why, fix=fix)
+        raise TrainError("backward-loss", "the backward pass cannot start from this loss.", why=why, fix=fix)
 
     def scale(self, loss: Tensor, num_items: int | Tensor | None = None) -> Tensor:
         """The loss as `backward` should see it.

@@ -307,7 +307,7 @@ class Pipe(Runner):
         if torch.is_grad_enabled():
             raise PlanError(
                 "pipeline-forward",
-                "a pipeline's output has no way back: its forward and backward run together.",
+                "a pipeline's output has no backward pass of its own: forward and backward run together.",
                 why=f"pp={self.owners.size}, and gradients are enabled",
                 fix="train with `accelerator.forward_backward(model, batch, loss_fn)`; evaluate inside `torch.no_grad()`",
             )

@@ -6,8 +6,8 @@
     vocabulary  rows of the embedding; tokens of other ranks give 0 -> [sum]
     sequence    blocks pass on a share of the positions: [gather] before an attention or MLP, [sum and split] after it
 
-A parameter is a DTensor on the mesh of `tp`; `to_local` gives a module its share, as a plain tensor with a way back. So
-optimizers, clipping, checkpoints and FSDP see DTensors, and the model's own code plain tensors.
+A parameter is a DTensor on the mesh of `tp`; `to_local` gives a module its share, a plain tensor through which gradients flow.
+So optimizers, clipping, checkpoints and FSDP see DTensors, and the model's own code plain tensors.
 
 Source: Shoeybi et al., "Megatron-LM", 2019; Korthikanti et al., "Reducing Activation Recomputation", 2022.
 """
@@ -38,11 +38,11 @@ _PARTIAL = "_tensor_partial"  # an attribute of modules, see `mark`
 SEQUENCE = 1  # the dimension of positions: activations are [batch, positions, features]
 
 
-# -- communication with a way back ------------------------------------------------------------------------------
+# -- communication with a backward pass ----------------------------------------------------------------------------
 
 
 class _Copy(Differentiable):
-    """The same on every rank; on the way back gradients are summed, since each rank's is that of its share."""
+    """The same on every rank; in the backward pass gradients are summed, since each rank's is that of its share."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -73,7 +73,7 @@ class _Sum(Differentiable):
 
 
 class _Gather(Differentiable):
-    """All shares along `dim`; on the way back this rank's, since what follows is computed alike on every rank."""
+    """All shares along `dim`; in the backward pass this rank's, since what follows is computed alike on every rank."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
@@ -87,7 +87,7 @@ class _Gather(Differentiable):
 
 
 class _Split(Differentiable):
-    """This rank's share along `dim` of what is the same on every rank; on the way back all shares."""
+    """This rank's share along `dim` of what is the same on every rank; in the backward pass all shares."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
@@ -101,7 +101,7 @@ class _Split(Differentiable):
 
 
 class _SumSplit(Differentiable):
-    """This rank's share along `dim` of the sum over the ranks; on the way back all shares."""
+    """This rank's share along `dim` of the sum over the ranks; in the backward pass all shares."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
@@ -186,7 +186,7 @@ def _multiply(x: Tensor, weight: Tensor, turned: bool, bias: Tensor | None = Non
 
 
 def _local(parameter: object) -> Tensor:
-    """This rank's share, as a plain tensor with a way back to the DTensor."""
+    """This rank's share, as a plain tensor through which gradients flow back to the DTensor."""
     assert is_sharded(parameter)
     return parameter.to_local()
 
@@ -300,8 +300,10 @@ def marked(module: nn.Module | None) -> bool:
 
 @contextmanager
 def plain_parameters(module: nn.Module, group: dist.ProcessGroup) -> Iterator[None]:
-    """While it is open, undivided parameters that the module's forward may read are plain tensors with a way back to the
-    DTensors: its own, and its children's (`self.positions.weight[:length]`)."""
+    """While it is open, undivided parameters that the module's forward may read are plain tensors.
+
+    They are its own and its children's (`self.positions.weight[:length]`); gradients flow through them to the DTensors.
+    """
     replaced: list[tuple[dict[str, Tensor | None], str, Tensor, Tensor]] = []
     for child in (module, *module.children()):
         owner = child.held if isinstance(child, Shell) else child
