@@ -32,6 +32,7 @@ from typing import Any
 STEPS, WARM_STEPS = 60, 10
 LENGTH, BATCH, ROWS = 64, 4, 400
 LOADER_BATCHES, CALLS, TRIALS = 1000, 2000, 7
+EMPTY: Any = None
 
 # -- what one process does -----------------------------------------------------------------------------------------
 
@@ -131,12 +132,30 @@ def accelerator_of(side: str) -> Any:
     return Accelerator(cpu=True)
 
 
+class Indices:
+    """Gives back what it is asked for: reading costs nothing, so that the loop itself is what is measured."""
+
+    def __len__(self) -> int:
+        return 8 * LOADER_BATCHES
+
+    def __getitems__(self, indices: list[int]) -> list[int]:
+        return indices
+
+
+def first_tensor(rows: list[int]) -> Any:
+    """A collation that costs nothing."""
+    return EMPTY
+
+
 def empty_loops() -> Iterator[tuple[str, Any]]:
     """Loaders whose loops are measured."""
     import torch
     from torch.utils.data import DataLoader, TensorDataset
     from transformers import default_data_collator
 
+    global EMPTY
+    EMPTY = {"input_ids": torch.zeros(8, 1), "labels": torch.zeros(8, 1)}
+    yield "nothing to read", DataLoader(Indices(), 8, shuffle=True, collate_fn=first_tensor)  # type: ignore[arg-type]
     features, labels = torch.randn(8 * LOADER_BATCHES, 10), torch.randint(0, 5, (8 * LOADER_BATCHES,))
     yield "two tensors, batch 8, torch's collation", DataLoader(TensorDataset(features, labels), 8, shuffle=True)
     rows = token_rows()

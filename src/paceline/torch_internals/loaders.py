@@ -45,7 +45,8 @@ def _unrecorded(batches: _SingleProcessDataLoaderIter) -> Iterator[Any]:
     next_batch = batches._next_data
     try:
         while True:
-            yield next(batches) if _profiler_enabled() else next_batch()
+            is_profiled = _profiler_enabled()  # type: ignore[no-untyped-call]
+            yield next(batches) if is_profiled else next_batch()
     except StopIteration:
         return
 
