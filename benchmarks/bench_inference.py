@@ -3,7 +3,7 @@
     python benchmarks/bench_inference.py --peer /path/to/an/environment/with/accelerate/bin/python
 
 Each side is a process of its own that stays, and they take turns. Both load the same synthetic weights (random ones from a
-config of transformers) and generate greedily; the tokens must be the same. The execution device is the CPU. Ratios are of
+config of transformers) and generate greedily; the tokens must be the same. With --door our side runs accelerate's calls too, under its names. The execution device is the CPU. Ratios are of
 each turn, by the clock and by the CPU time of all threads, which other work on the machine hardly changes. Cases:
 
     memory       all weights in memory
@@ -73,6 +73,14 @@ def load_ours(kind: str, case: str, folder: str) -> tuple[Any, list[Path]]:
     return model, [Path(folder, "model.safetensors")]
 
 
+def load_door(kind: str, case: str, folder: str) -> tuple[Any, list[Path]]:
+    """The same through accelerate's names."""
+    from paceline.compat import install
+
+    install(["accelerate"])
+    return load_peer(kind, case, folder)
+
+
 def load_peer(kind: str, case: str, folder: str) -> tuple[Any, list[Path]]:
     """The same by accelerate."""
     import accelerate
@@ -112,7 +120,7 @@ def serve(side: str, kind: str, folder: str, num_tokens: int) -> None:
 
     logging.disable(logging.WARNING)
     torch.set_num_threads(1)
-    load = load_ours if side == "ours" else load_peer
+    load = {"ours": load_ours, "door": load_door, "peer": load_peer}[side]
     ids = torch.arange(1, PROMPT + 1)[None]
     models: dict[str, tuple[Any, list[Path]]] = {}
 
@@ -236,6 +244,7 @@ def main() -> None:
     parser.add_argument("--peer", help="a Python that has accelerate and transformers")
     parser.add_argument("--kinds", nargs="+", default=["gpt2", "llama"])
     parser.add_argument("--cases", nargs="+", default=CASES)
+    parser.add_argument("--door", action="store_true", help="the script is accelerate's, served by Paceline's names")
     parser.add_argument("--turns", type=int, default=9)
     parser.add_argument("--tokens", type=int, default=24)
     parser.add_argument("--folder", help=argparse.SUPPRESS)
@@ -260,7 +269,7 @@ def main() -> None:
                 "| case | tokens/s | accelerate | times as many | by CPU time | at least |\n|---|---|---|---|---|---|"
             )
             make: Callable[[str, str], Side] = lambda python, side: Side(python, side, kind, folder, given.tokens)  # noqa: B023, E731
-            sides = make(sys.executable, "ours"), make(given.peer, "peer")
+            sides = make(sys.executable, "door" if given.door else "ours"), make(given.peer, "peer")
             for case in given.cases:
                 print(compare(*sides, case, given.turns, given.tokens), flush=True)
             for side in sides:

@@ -20,7 +20,7 @@ from paceline.data.loader_worker import FirstCall
 from paceline.data.order import Order, mix
 from paceline.data.schedule import Even, RankBatches, Schedule, Whole
 from paceline.plan.data import BatchInfo, DataPlan, Position
-from paceline.torch_internals.loaders import copy_with
+from paceline.torch_internals.loaders import copy_with, unrecorded
 
 
 class Mark(NamedTuple):
@@ -199,7 +199,7 @@ class MapFeed:
         self._batches.schedule, self._batches.key = schedule, mix(self.plan.seed, start.epoch)
         # Workers' seeds are drawn from here, not from the global generator: a resumed run then draws the same dropout.
         self._generator.manual_seed(mix(self.plan.seed, start.epoch, self.plan.index, start.samples))
-        return iter(self._inner)
+        return unrecorded(iter(self._inner))
 
     def reseed(self, seed: int) -> None:
         """Orders epochs by another seed from now on."""

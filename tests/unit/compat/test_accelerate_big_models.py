@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import nn
 
 from paceline import CheckpointError, ConfigError, PlanError
@@ -122,6 +123,70 @@ def test_float8_weights_and_empty_ones_are_offloaded_exactly(tmp_path: Path) -> 
     loader = offload.OffloadedWeightsLoader(save_folder=tmp_path)
     for name, tensor in tensors.items():
         assert loader[name].dtype == tensor.dtype and torch.equal(loader[name].float(), tensor.float())
+
+
+def test_weights_of_files_are_mapped_and_changes_last_for_one_forward(tmp_path: Path) -> None:
+    offload.offload_state_dict(tmp_path, {"a": torch.zeros(2), "b": torch.ones(2)})
+    weights = offload.OffloadedWeightsLoader(save_folder=tmp_path)
+    first = weights["a"]
+    assert weights["a"] is first, "read once"
+    with torch.inference_mode():
+        weights["b"].add_(1)
+    first.add_(1)
+    assert torch.equal(weights["a"], torch.zeros(2)) and torch.equal(weights["b"], torch.ones(2))
+    held = weights["b"]
+    offload.offload_weight(torch.full((2,), 5.0), "b", tmp_path)
+    assert torch.equal(weights["b"], torch.full((2,), 5.0)), "the file was written again"
+    assert torch.equal(held, torch.ones(2)), "and the old one can still be looked at"
+    copied = pickle.loads(pickle.dumps(weights))
+    assert torch.equal(copied["b"], weights["b"]) and copied["b"].data_ptr() != weights["b"].data_ptr()
+    (tmp_path / "a.dat").unlink()
+    with pytest.raises(FileNotFoundError, match=r"\[checkpoint-missing\]"):
+        weights["a"]
+
+
+def test_weights_of_safetensors_files_are_mapped(tmp_path: Path) -> None:
+    path = tmp_path / "model.safetensors"
+    save_file({"x": torch.ones(2), "scale": torch.tensor(3.0)}, path)
+    index = {
+        "x": {"safetensors_file": str(path)},
+        "half": {"safetensors_file": str(path), "weight_name": "x", "dtype": "float16"},
+        "scale": {"safetensors_file": str(path)},
+    }
+    weights = offload.OffloadedWeightsLoader(index=index)
+    assert weights["x"] is weights["x"] and weights["scale"].item() == 3
+    assert weights["half"].dtype == torch.float16
+    weights["x"].zero_()
+    assert torch.equal(weights["x"], torch.ones(2))
+    path.unlink()
+    with pytest.raises(FileNotFoundError, match=r"\[checkpoint-missing\]"):
+        weights["x"]
+
+
+def test_what_stands_on_meta_between_forwards_stays_the_same(tmp_path: Path) -> None:
+    model = network()
+    x = torch.ones(1, 2)
+    expected = model(x)
+    disk_offload(model, tmp_path, "cpu")
+    before = dict(model.named_parameters())
+    brought = []
+    model[0].register_forward_pre_hook(lambda module, args: brought.append(module.weight))
+    model[0].register_forward_hook(lambda module, args, output: brought.append(module.weight))
+    output = model(x)
+    assert torch.equal(output, expected)
+    output.sum().backward()
+    assert all(parameter.is_meta and parameter.grad is None for parameter in model.parameters())
+    assert all(parameter is before[name] for name, parameter in model.named_parameters())
+    assert all(weight.is_meta for weight in brought), "hooks of the module run outside of its forward"
+
+
+def test_weights_of_another_dtype_are_cast_for_the_forward() -> None:
+    model = network()
+    state = {name: tensor.double() for name, tensor in model.state_dict().items()}
+    expected = model(torch.ones(1, 2))
+    cpu_offload(model, "cpu", state_dict=state)
+    assert torch.equal(model(torch.ones(1, 2)), expected)
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
 
 
 def test_all_of_a_model_on_the_disk(tmp_path: Path) -> None:

@@ -8,14 +8,9 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSa
 
 from paceline.compat.accelerate.accelerator import Accelerator
 from paceline.compat.accelerate.arguments import DataLoaderConfiguration
-from paceline.compat.accelerate.data_loader import (
-    DataLoaderDispatcher,
-    DataLoaderShard,
-    SkipDataLoader,
-    prepare_data_loader,
-    skip_first_batches,
-)
-from paceline.compat.accelerate.sample_order import shares_of_split_batches, shares_of_whole_batches
+from paceline.compat.accelerate.data_loader import prepare_data_loader, skip_first_batches
+from paceline.compat.accelerate.loader_classes import DataLoaderDispatcher, DataLoaderShard, SkipDataLoader
+from paceline.compat.accelerate.sample_order import steps_of_split_batches, steps_of_whole_batches
 from paceline.compat.accelerate.samplers import (
     BatchSamplerShard,
     IterableDatasetShard,
@@ -38,6 +33,15 @@ class Stream(IterableDataset):
         return iter(range(7))
 
 
+class Seeded(IterableDataset):
+    """Numbers in an order that its generator decides, and does not know `set_epoch`."""
+
+    generator = torch.Generator()
+
+    def __iter__(self):
+        return iter(torch.randperm(8, generator=self.generator).tolist())
+
+
 class Told(BatchSampler):
     """Notes the epochs that it is told."""
 
@@ -53,23 +57,28 @@ class Told(BatchSampler):
 @pytest.mark.parametrize("size", [2, None])
 def test_rows_that_are_no_filler_are_counted(even: bool, size: int | None) -> None:
     batches = [[0, 1], [2, 3], [4, 5], [6]]
-    shares = [list(shares_of_whole_batches(batches, 3, index, size, drop_last=False, even=even)) for index in range(3)]
-    assert [share.real for share in shares[0]] == [(2, 2, 2), (1, 0, 0)]
-    last = [list(rank[1].indices) for rank in shares]
+    full, last = steps_of_whole_batches(batches, 3, size, drop_last=False, even=even)
+    assert full.real == (2, 2, 2) and last.real == (1, 0, 0)
+    loaded = [list(part) for part in last.parts]
     if not even:
-        assert last == [[6], [], []] and shares[2][1].spare == 6
+        assert loaded == [[6], [], []] and last.spare == 6
     elif size is None:
-        assert last == [[6], [0, 1], [2, 3]]
+        assert loaded == [[6], [0, 1], [2, 3]]
     else:
-        assert last == [[6, 0], [1, 2], [3, 4]]
+        assert loaded == [[6, 0], [1, 2], [3, 4]]
 
 
 def test_a_short_batch_in_the_middle_is_not_lost() -> None:
     batches = [[0, 1], [2], [3, 4], [5, 6]]
-    shares = [list(shares_of_whole_batches(batches, 2, index, 2, drop_last=False, even=True)) for index in range(2)]
-    assert [[list(share.indices) for share in rank] for rank in shares] == [[[0, 1], [3, 4]], [[2], [5, 6]]]
-    split = shares_of_split_batches([[0, 1], [2], [3, 4]], 2, 1, 2, drop_last=True, even=True)
-    assert [list(share.indices) for share in split] == [[1], [4]]
+    steps = steps_of_whole_batches(batches, 2, 2, drop_last=False, even=True)
+    assert [step.parts for step in steps] == [[[0, 1], [2]], [[3, 4], [5, 6]]]
+    split = steps_of_split_batches([[0, 1], [2], [3, 4]], 2, 2, drop_last=True, even=True)
+    assert [step.parts[1] for step in split] == [[1], [4]]
+
+
+def test_a_batch_larger_than_the_others_is_split_whole() -> None:
+    (step,) = steps_of_split_batches([[0, 1, 2]], 2, 2, drop_last=False, even=False)
+    assert step.parts == [[0, 1], [2]] and step.real == (2, 1)
 
 
 def test_samplers_by_hand() -> None:
@@ -79,6 +88,7 @@ def test_samplers_by_hand() -> None:
     with pytest.raises(ValueError, match="multiple of the number"):
         BatchSamplerShard(BatchSampler(range(7), 3, False), 2, 0, split_batches=True)
     assert list(IterableDatasetShard(Stream(), 2, False, 2, 1)) == [2, 3, 6, 0]
+    assert list(IterableDatasetShard(Seeded(), 2, False, 2, 1)) == list(IterableDatasetShard(Seeded(), 2, False, 2, 1))
     seeded = SeedableRandomSampler(NUMBERS, data_seed=3)
     first, second = list(seeded), list(seeded)
     seeded.set_epoch(0)

@@ -72,6 +72,19 @@ def test_new_workers_see_what_has_changed() -> None:
     assert [int(batch) for batch in loader] == [1]
 
 
+def test_batches_without_a_span_are_the_same_and_have_one_while_somebody_profiles() -> None:
+    loader: DataLoader[Any] = DataLoader(Numbers(5), batch_size=2)
+    assert [batch.tolist() for batch in loaders.unrecorded(iter(loader))] == [[0, 1], [2, 3], [4]]
+    workers = iter(DataLoader(Numbers(2), num_workers=1))
+    assert loaders.unrecorded(workers) is workers
+    batches = loaders.unrecorded(iter(loader))
+    next(batches)
+    with torch.profiler.profile() as profile:
+        next(batches)
+    spans = [event for event in profile.events() if "DataLoader" in event.name]
+    assert len(spans) == 1
+
+
 def test_datasets_of_loops_under_way_are_found() -> None:
     here, elsewhere = Numbers(2), Numbers(2)
     iterator = iter(DataLoader(here))

@@ -50,8 +50,9 @@ _CARRIED = {
     f"{_HERE}.kinds": """BaseEnum ComputeEnvironment CustomDtype DDPCommunicationHookType DistributedType
         DynamoBackend EnumWithContains FP8BackendType LoggerType PrecisionType RNGType SageMakerDistributedType""",
     f"{_HERE}.state": "AcceleratorState PartialState ThreadLocalSharedDict do_nothing is_initialized",
-    f"{_HERE}.data_loader": """DataLoaderAdapter DataLoaderDispatcher DataLoaderShard DataLoaderStateMixin
-        SkipDataLoader prepare_data_loader skip_first_batches""",
+    f"{_HERE}.data_loader": "prepare_data_loader skip_first_batches",
+    f"{_HERE}.loader_classes": """DataLoaderAdapter DataLoaderDispatcher DataLoaderShard DataLoaderStateMixin
+        SkipDataLoader""",
     f"{_HERE}.samplers": """BatchSamplerShard IterableDatasetShard SeedableRandomSampler SkipBatchSampler
         get_sampler""",
     f"{_HERE}.tracking": """AimTracker ClearMLTracker CometMLTracker DVCLiveTracker GeneralTracker

@@ -1,4 +1,4 @@
-"""`accelerate.data_loader`: its classes and functions, on our loop (`PreparedLoader`) and `loader_feed`.
+"""`accelerate.data_loader`: its functions. The classes are in `loader_classes`, the samplers in `samplers`.
 
 prepare_data_loader   a DataLoader -> BatchSamplerShard or IterableDatasetShard -> DataLoaderShard
                                    -> rank 0 reads for all                      -> DataLoaderDispatcher
@@ -7,17 +7,17 @@ prepare_data_loader   a DataLoader -> BatchSamplerShard or IterableDatasetShard 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping
-from importlib.util import find_spec
 from typing import Any
 
 import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, SequentialSampler
 
-from paceline.base.errors import CompatError
-from paceline.base.log import warn_once
-from paceline.compat.accelerate.gradient_state import GradientState
-from paceline.compat.accelerate.loader_feed import DispatchReader, SamplerFeed
+from paceline.compat.accelerate.loader_classes import (
+    DataLoaderDispatcher,
+    DataLoaderShard,
+    SkipDataLoader,
+    batch_size_of,
+)
 from paceline.compat.accelerate.samplers import (
     BatchSamplerShard,
     IterableDatasetShard,
@@ -29,341 +29,11 @@ from paceline.compat.accelerate.samplers import (
 )
 from paceline.compat.accelerate.state import PartialState
 from paceline.data.active import ActiveLoaders
-from paceline.data.dispatch import DispatchFeed
-from paceline.data.feed import NOTHING, Feed
 from paceline.data.loader import PreparedLoader
 from paceline.data.prepare import prepare_loader
 from paceline.data.skip import SkippedLoader
-from paceline.plan.data import DataPlan, Position
-from paceline.run import live_runs
 from paceline.torch_internals.loaders import copy_with
 from paceline.world.collectives import Collectives
-
-
-class DataLoaderStateMixin:
-    """What a loader says of the loop over it, besides `end_of_dataloader` and `remainder`."""
-
-    @property
-    def gradient_state(self) -> GradientState:
-        """The window of the accelerator that was made last."""
-        return GradientState()
-
-
-class DataLoaderAdapter(PreparedLoader, DataLoader[Any]):
-    """A loop over a DataLoader, with its attributes; of the base classes, the second is there for `isinstance` alone.
-
-    Args:
-        dataset, batch_sampler, kwargs: as for `DataLoader`.
-        use_stateful_dataloader: it is a `StatefulDataLoader` of torchdata, too.
-
-    Raises:
-        CompatError: `compat-argument`, where torchdata is missing.
-    """
-
-    use_stateful_dataloader = False
-    source: DataLoader[Any] | None = None  # what the script prepared
-    _drop_last = False
-    _is_accelerate_prepared = False
-    _feed: Any
-
-    def __init__(
-        self, dataset: Any, use_stateful_dataloader: bool = False, batch_sampler: Any = None, **kwargs: Any
-    ) -> None:
-        if batch_sampler is not None:
-            kwargs["batch_sampler"] = batch_sampler
-        self._adapt(DataLoader(dataset, **kwargs), use_stateful_dataloader)
-
-    def _adapt(
-        self,
-        base: DataLoader[Any],
-        use_stateful_dataloader: bool = False,
-        feed: Feed | None = None,
-        device: torch.device | None = None,
-        active: ActiveLoaders | None = None,
-        **options: Any,
-    ) -> None:
-        """Takes over a DataLoader that gives this process's part.
-
-        Args:
-            feed: reads it; None makes one.
-            device: where batches go; None leaves them where they are.
-            active: where it says that it is being iterated.
-            options: `rng_types` and `synchronized_generator` of the feed, `non_blocking`.
-        """
-        if use_stateful_dataloader and find_spec("torchdata") is None:
-            raise CompatError(
-                "compat-argument",
-                "use_stateful_dataloader=True needs torchdata.",
-                why="a stateful loader is a StatefulDataLoader, which is torchdata's; it is not installed",
-                fix="run `pip install torchdata`, or leave use_stateful_dataloader out: a saved state goes on exactly as well",
-            )
-        self.use_stateful_dataloader = use_stateful_dataloader
-        self.rng_types = options.get("rng_types")
-        self.synchronized_generator = options.get("synchronized_generator")
-        if feed is None:
-            plan = _plan_of(base)
-            feed = SamplerFeed(base, plan, self.rng_types, self.synchronized_generator, use_stateful_dataloader)
-        if active is None:
-            runs = live_runs()
-            active = runs[-1].active_loaders if runs else ActiveLoaders()
-        asked = {"batch_size": feed.plan.micro_batch}
-        self.skip_batches = 0
-        PreparedLoader.__init__(
-            self, base, feed, device or torch.device("cpu"), active, bool(options.get("non_blocking")), {}, asked
-        )
-
-    @property  # type: ignore[misc]
-    def __class__(self) -> type:
-        """For `isinstance`, a stateful loader is torchdata's as well."""
-        if not self.use_stateful_dataloader:
-            return type(self)
-        from torchdata.stateful_dataloader import StatefulDataLoader  # type: ignore[import-untyped]
-
-        return StatefulDataLoader  # type: ignore[no-any-return]
-
-    @property
-    def base_dataloader(self) -> DataLoader[Any]:
-        """The DataLoader itself."""
-        return self.original
-
-    # -- the loop --------------------------------------------------------------------------------------------
-
-    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
-        if self.skip_batches:
-            self.start_after(self.skip_batches)
-        return super().__iter__()
-
-    def _begin(self) -> Any:
-        if self._mark is not None and self._chosen is None:
-            # An epoch that was left by `break` keeps its number, as accelerate counts.
-            return Position(self._mark.epoch), NOTHING
-        return super()._begin()
-
-    def train(self) -> None:
-        """A backward pass has run inside a loop over it: processes without a batch take part from now on."""
-        super().train()
-        self.takes_part = True
-
-    @property
-    def takes_part(self) -> bool:
-        """Whether a process that has nothing at the last step takes part in it, with a row that counts nothing."""
-        return bool(getattr(self._feed, "takes_part", True))
-
-    @takes_part.setter
-    def takes_part(self, value: bool) -> None:
-        self._feed.takes_part = value
-
-    @property
-    def iteration(self) -> int:
-        """Number of the epoch."""
-        return self.position.epoch
-
-    @iteration.setter
-    def iteration(self, epoch: int) -> None:
-        self.set_epoch(epoch)
-
-    # -- the position ----------------------------------------------------------------------------------------
-
-    def state_dict(self) -> dict[str, Any]:
-        """As `PreparedLoader` says; with the random streams that the rest of the epoch is drawn from."""
-        state = super().state_dict()
-        state["under_way"] = state["samples"] > 0
-        if "streams" not in state and isinstance(self._feed, SamplerFeed):
-            state["generators_now"] = [generator.get_state() for generator in self._feed.generators()]
-        return state
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Lets the next `for` go on where `state` was taken, with the batch size that this script has."""
-        super().load_state_dict(state)
-        resume = getattr(self._feed, "resume", None)
-        if resume is not None:
-            resume(int(state["epoch"]), state)
-        self.takes_part |= self.trains
-
-    def _resize(self, saved: Mapping[str, Any]) -> None:
-        was, now = saved["global_batch"], self.plan.global_batch
-        if was not in (None, now):
-            warn_once(
-                "data",
-                f"a global batch is {now} now, and was {was} where the position was saved: a process's batch keeps its size "
-                "under accelerate's names, so the number of processes decides. The order of samples goes on.",
-            )
-
-    # -- what scripts ask ------------------------------------------------------------------------------------
-
-    def get_sampler(self) -> Any:
-        """The sampler of single samples."""
-        return get_sampler(self.original)
-
-    def set_sampler(self, sampler: Any) -> None:
-        """Another sampler of single samples."""
-        set_sampler(self.original, sampler)
-
-    @property
-    def remainder(self) -> int:
-        """Real samples in a last global batch that is not full; 0 where it is, -1 where nobody knows or it is dropped."""
-        return -1 if self._drop_last else super().remainder
-
-    @property
-    def total_dataset_length(self) -> int:
-        """Samples of the dataset; TypeError where it has no length."""
-        dataset: Any = self.original.dataset
-        return len(dataset.dataset if isinstance(dataset, IterableDatasetShard) else dataset)
-
-
-class DataLoaderShard(DataLoaderAdapter, DataLoaderStateMixin):
-    """A loader of one process's part.
-
-    Args:
-        dataset, kwargs: as for `DataLoader`; a `BatchSamplerShard` or an `IterableDatasetShard` among them gives the part.
-        device: where batches go; None leaves them where they are.
-        rng_types: streams that all processes have alike at the start of an epoch: "torch", "cuda", "generator".
-        synchronized_generator: the one that is called "generator".
-        skip_batches: left out at the start of each epoch.
-        use_stateful_dataloader: it is a `StatefulDataLoader`, too.
-        iteration: number of the first epoch.
-
-    Ranks: those of the job iterate together, where `rng_types` are given.
-    """
-
-    def __init__(
-        self,
-        dataset: Any,
-        device: torch.device | None = None,
-        rng_types: list[Any] | None = None,
-        synchronized_generator: torch.Generator | None = None,
-        skip_batches: int = 0,
-        use_stateful_dataloader: bool = False,
-        _drop_last: bool = False,
-        _non_blocking: bool = False,
-        torch_device_mesh: Any = None,
-        iteration: int = 0,
-        **kwargs: Any,
-    ) -> None:
-        self._adapt(
-            DataLoader(dataset, **kwargs),
-            use_stateful_dataloader,
-            device=None if device is None else torch.device(device),
-            rng_types=rng_types,
-            synchronized_generator=synchronized_generator,
-            non_blocking=_non_blocking,
-        )
-        self._drop_last = _drop_last
-        self.skip_batches = skip_batches
-        self.set_epoch(iteration)
-
-
-class DataLoaderDispatcher(DataLoaderAdapter, DataLoaderStateMixin):
-    """A loader that the first process reads, and sends each process its part.
-
-    Args:
-        dataset, kwargs: as for `DataLoader`.
-        split_batches: a batch is that of all processes together, not of one.
-        skip_batches: left out at the start of each epoch.
-        use_stateful_dataloader: it is a `StatefulDataLoader`, too.
-        slice_fn: cuts a joined batch: (batch, slice, process_index=, num_processes=).
-        iteration: number of the first epoch.
-
-    Ranks: all iterate together.
-    """
-
-    split_batches = False
-
-    def __init__(
-        self,
-        dataset: Any,
-        split_batches: bool = False,
-        skip_batches: int = 0,
-        use_stateful_dataloader: bool = False,
-        _drop_last: bool = False,
-        _non_blocking: bool = False,
-        slice_fn: Callable[..., Any] | None = None,
-        torch_device_mesh: Any = None,
-        iteration: int = 0,
-        **kwargs: Any,
-    ) -> None:
-        state = PartialState()
-        self._dispatch(
-            DataLoader(dataset, **kwargs),
-            state.num_processes,
-            state.process_index,
-            state.collectives,
-            split_batches=split_batches,
-            drop_last=_drop_last,
-            slice_fn=slice_fn,
-            use_stateful_dataloader=use_stateful_dataloader,
-            device=state.device,
-            non_blocking=_non_blocking,
-        )
-        self.skip_batches = skip_batches
-        self.set_epoch(iteration)
-
-    def _dispatch(
-        self,
-        base: DataLoader[Any],
-        width: int,
-        index: int,
-        collectives: Collectives,
-        *,
-        split_batches: bool,
-        drop_last: bool,
-        slice_fn: Callable[..., Any] | None,
-        use_stateful_dataloader: bool,
-        seed: int = 0,
-        **options: Any,
-    ) -> None:
-        """Takes over a DataLoader that the process with index 0 reads."""
-        self.split_batches = split_batches
-        batch = _batch_size(base) or 1
-        micro = max(1, batch // width) if split_batches else batch
-        plan = DataPlan(micro * width, micro, width=width, index=index, seed=seed, tail="pad")
-        is_early = use_stateful_dataloader
-        reading = DataPlan(batch, batch, seed=seed)
-        if width == 1:
-            feed: Any = SamplerFeed(base, plan, is_early=is_early)
-        else:
-            num_first = 1 if split_batches else width
-            feed = SamplerFeed(base, reading, is_early=is_early and index == 0, num_first=num_first)
-            reader = DispatchReader(feed, plan, split_batches, drop_last, slice_fn)
-            if is_early and index:
-                reader.draw_early()
-            feed = _Dispatched(reader, plan, collectives)
-        self._adapt(base, use_stateful_dataloader, feed, **options)
-        self._drop_last = drop_last
-
-    @property
-    def remainder(self) -> int:
-        """Real rows of the last global batch; -1 before it."""
-        current = self.current
-        return sum(current.real) if current is not None and current.last else -1
-
-
-class _Dispatched(DispatchFeed):
-    """The batches that the first process reads for all, which a checkpoint can resume."""
-
-    takes_part = True  # every process gets rows at every step
-
-    def __init__(self, reader: DispatchReader, plan: DataPlan, collectives: Collectives) -> None:
-        super().__init__(reader, plan, collectives)
-        self.resume = reader.resume
-
-
-class SkipDataLoader(DataLoaderShard):
-    """A DataLoader whose epochs begin after their first batches.
-
-    Args:
-        dataset, kwargs: as for `DataLoader`.
-        skip_batches: how many are left out.
-        use_stateful_dataloader: it is a `StatefulDataLoader`, too.
-    """
-
-    def __init__(
-        self, dataset: Any, skip_batches: int = 0, use_stateful_dataloader: bool = False, **kwargs: Any
-    ) -> None:
-        super().__init__(dataset, skip_batches=skip_batches, use_stateful_dataloader=use_stateful_dataloader, **kwargs)
-
-    def __len__(self) -> int:
-        return max(0, super().__len__() - self.skip_batches)
 
 
 def skip_first_batches(dataloader: Any, num_batches: int = 0) -> Any:
@@ -528,7 +198,7 @@ def _part_of(base: DataLoader[Any], width: int, index: int, split: bool, even: b
 
 
 def _check_split(dataloader: DataLoader[Any], width: int) -> None:
-    batch = _batch_size(dataloader)
+    batch = batch_size_of(dataloader)
     if batch is None:
         raise ValueError("split_batches=True needs a batch size: neither the loader nor its batch sampler has one.")
     if batch > 1 and batch % width:
@@ -538,26 +208,7 @@ def _check_split(dataloader: DataLoader[Any], width: int) -> None:
         )
 
 
-def _batch_size(dataloader: DataLoader[Any]) -> int | None:
-    size: int | None = dataloader.batch_size
-    return size if size is not None else getattr(dataloader.batch_sampler, "batch_size", None)
-
-
 def _own_shards(dataset: Any) -> int:
     """How many parts a dataset of `datasets` can be cut into; 0 for any other."""
     count = getattr(dataset, "num_shards", getattr(dataset, "n_shards", 0))
     return count if callable(getattr(dataset, "shard", None)) and isinstance(count, int) else 0
-
-
-def _plan_of(base: DataLoader[Any]) -> DataPlan:
-    """Sizes, by the parts that a loader is made of."""
-    part: Any = base.batch_sampler if base.batch_sampler is not None else base.sampler
-    if isinstance(base.dataset, IterableDatasetShard):
-        shard = base.dataset
-        return DataPlan(shard.rows * shard.num_processes, shard.rows, 1, shard.num_processes, shard.process_index)
-    size = getattr(part, "batch_size", None) or 1
-    if not isinstance(part, BatchSamplerShard):
-        return DataPlan(size, size)
-    width = part.num_processes
-    micro = size // width if part.split_batches else size
-    return DataPlan(micro * width, micro, 1, width, part.process_index, tail="drop" if part.drop_last else "divide")

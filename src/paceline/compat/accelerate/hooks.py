@@ -14,7 +14,7 @@ The attributes `_hf_hook` and `_old_forward` have accelerate's names: transforme
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -29,6 +29,7 @@ from paceline.compat.accelerate.module_tensors import (
 from paceline.compat.accelerate.nested import find_device, send_to_device
 
 SkipKeys = str | list[str] | None
+_PLAIN = (bool, int, float, str)
 
 
 class ModelHook:
@@ -158,6 +159,9 @@ class AlignDevicesHook(ModelHook):
         tied_params_map: see `set_module_tensor_to_device`.
     """
 
+    # What stands for each offloaded tensor between forwards, on meta. A slot: `vars` of a hook has accelerate's fields.
+    __slots__ = ("_empty",)
+
     def __init__(
         self,
         execution_device: Device | None = None,
@@ -183,6 +187,7 @@ class AlignDevicesHook(ModelHook):
         self.tied_params_map = tied_params_map
         # Address and device of tied weights that this hook brought to a device, until its forward has ended.
         self.tied_pointers_to_remove: set[tuple[int, Any]] = set()
+        self._empty: dict[str, Tensor] = {}
 
     def __repr__(self) -> str:
         fields = ("execution_device", "offload", "io_same_device", "offload_buffers", "place_submodules", "skip_keys")
@@ -242,19 +247,48 @@ class AlignDevicesHook(ModelHook):
         if self.io_same_device:
             self.input_device = find_device([args, kwargs])
         if self.offload:
-            assert self.weights_map is not None and self.execution_device is not None, "an attached hook has both"
-            self.tied_pointers_to_remove = set()
-            for name in self._offloaded_names(module):
-                value = self.weights_map[name]
-                if self._is_first_to_bring(value):
-                    self.tied_pointers_to_remove.add((value.data_ptr(), self.execution_device))
-                set_module_tensor_to_device(
-                    module, name, self.execution_device, value=value, tied_params_map=self.tied_params_map
-                )
+            self._bring(module)
         if self.execution_device is None:
             return args, kwargs
-        moved_args = send_to_device(args, self.execution_device)
-        return moved_args, send_to_device(kwargs, self.execution_device, skip_keys=self.skip_keys)
+        device = torch.device(self.execution_device)
+        if not _all_on(device, args):
+            args = send_to_device(args, self.execution_device)
+        if not _all_on(device, kwargs.values()):
+            kwargs = send_to_device(kwargs, self.execution_device, skip_keys=self.skip_keys)
+        return args, kwargs
+
+    def _bring(self, module: nn.Module) -> None:
+        """Gives each offloaded tensor its values on the device."""
+        assert self.weights_map is not None and self.execution_device is not None, "an attached hook has both"
+        device = torch.device(self.execution_device)
+        self.tied_pointers_to_remove = set()
+        for name, tensors, own_name in self._slots(module):
+            value = self.weights_map[name]
+            empty = tensors[own_name]
+            if empty.is_meta:
+                self._empty[name] = empty
+            if self._is_first_to_bring(value):
+                self.tied_pointers_to_remove.add((value.data_ptr(), self.execution_device))
+            is_tied = bool(self.tied_params_map) and value.data_ptr() in self.tied_params_map  # type: ignore[operator]
+            is_ready = value.device == device and value.dtype == empty.dtype and value.shape == empty.shape
+            if is_tied or not is_ready or type(empty) is not nn.Parameter:
+                set_module_tensor_to_device(module, name, device, value=value, tied_params_map=self.tied_params_map)
+            else:
+                tensors[own_name] = nn.Parameter(value, empty.requires_grad)
+
+    def _slots(self, module: nn.Module) -> list[tuple[str, dict[str, Any], str]]:
+        """Offloaded tensors: the name, the dictionary that has the tensor, and its name in there."""
+        slots: list[tuple[str, dict[str, Any], str]] = []
+        if not self.place_submodules and not self.offload_buffers:
+            # Without a walk: this runs before and after each forward of each module.
+            parameters: dict[str, Any] = module._parameters
+            return [(name, parameters, name) for name, parameter in parameters.items() if parameter is not None]
+        for name in self._offloaded_names(module):
+            owner_name, _, own_name = name.rpartition(".")
+            owner = module.get_submodule(owner_name)
+            tensors: dict[str, Any] = owner._buffers if own_name in owner._buffers else owner._parameters
+            slots.append((name, tensors, own_name))
+        return slots
 
     def _is_first_to_bring(self, value: Tensor) -> bool:
         """Whether a tied weight is on no module of this device yet: who brings it takes it away."""
@@ -266,8 +300,13 @@ class AlignDevicesHook(ModelHook):
     def post_forward(self, module: nn.Module, output: Any) -> Any:
         """Takes offloaded weights off the device, and brings the output to where the input was."""
         if self.offload:
-            for name in self._offloaded_names(module):
-                set_module_tensor_to_device(module, name, "meta")
+            for name, tensors, own_name in self._slots(module):
+                brought = tensors[own_name]
+                empty = self._empty.get(name)
+                if empty is None or empty.shape != brought.shape or empty.dtype != brought.dtype:
+                    set_module_tensor_to_device(module, name, "meta")
+                else:
+                    tensors[own_name] = empty
             for address, device in self.tied_pointers_to_remove:
                 assert self.tied_params_map is not None, "it has what was brought"
                 self.tied_params_map[address].pop(device, None)
@@ -285,6 +324,17 @@ class AlignDevicesHook(ModelHook):
                     value = self.weights_map.get(name)
                     set_module_tensor_to_device(module, name, device, value=value)
         return module
+
+
+def _all_on(device: torch.device, values: Iterable[Any]) -> bool:
+    """Whether nothing has to be moved, as far as one look tells: containers are looked into by `send_to_device`."""
+    for value in values:
+        if isinstance(value, Tensor):
+            if value.device != device:
+                return False
+        elif value is not None and not isinstance(value, _PLAIN):
+            return False
+    return True
 
 
 class CpuOffload(ModelHook):

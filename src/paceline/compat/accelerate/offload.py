@@ -12,16 +12,16 @@ from __future__ import annotations
 import json
 import mmap
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import numpy
 import torch
-from safetensors import safe_open
 from torch import Tensor, nn
 
 from paceline.base.errors import CheckpointError, PacelineError, Problem
 from paceline.checkpoint.files import reading, writing
+from paceline.checkpoint.weights.sources import SafeWeights, read_whole
 from paceline.compat.accelerate.module_tensors import Device, dtype_of, set_module_tensor_to_device
 
 Path = str | os.PathLike[str]
@@ -52,9 +52,13 @@ def offload_weight(weight: Tensor, weight_name: str, offload_folder: Path, index
     if index is not None:
         index[weight_name] = {"dtype": dtype_name, "shape": list(weight.shape)}
     path = os.path.join(offload_folder, f"{weight_name}.dat")
-    # Written and not mapped: a mapped file on a full disk ends the process without a word.
-    with writing(f"offloading {weight_name} to {path}"), open(path, "wb") as file:
-        file.write(stored.reshape(-1).view(numpy.uint8).data)
+    # Written and not mapped: a mapped file on a full disk ends the process without a word. A new file takes the place of an
+    # earlier one, which a model may have mapped.
+    with writing(f"offloading {weight_name} to {path}"):
+        if os.path.exists(path):
+            os.unlink(path)
+        with open(path, "wb") as file:
+            file.write(stored.reshape(-1).view(numpy.uint8).data)
     return index
 
 
@@ -77,6 +81,12 @@ def load_offloaded_weight(weight_file: Path, weight_info: Mapping[str, Any]) -> 
     Raises:
         CheckpointError: `checkpoint-missing`, `checkpoint-damaged`.
     """
+    # A copy of our own: it shall not lean on the file, which may be in a folder that is about to go.
+    return _mapped(weight_file, weight_info).clone()
+
+
+def _mapped(weight_file: Path, weight_info: Mapping[str, Any]) -> Tensor:
+    """One weight where it lies in the page cache; changes of it do not reach the file."""
     path = os.fspath(weight_file)
     shape = tuple(weight_info["shape"])
     dtype = dtype_of(weight_info["dtype"])
@@ -94,10 +104,69 @@ def load_offloaded_weight(weight_file: Path, weight_info: Mapping[str, Any]) -> 
         )
     if num_bytes == 0:
         return torch.empty(shape, dtype=dtype)
-    # A copy of our own: pages of a private map are read once, straight into the tensor.
-    with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as pages:
-        values = bytearray(pages)
-    return torch.frombuffer(values, dtype=dtype).reshape(shape)
+    with open(path, "rb") as file:
+        pages = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+    # A tensor that is made in inference mode does not count its changes.
+    with torch.inference_mode(False):
+        return torch.frombuffer(pages, dtype=dtype).reshape(shape)
+
+
+class _MappedFile:
+    """A file of weights that stays mapped.
+
+    Args:
+        path: of the file.
+        read: name -> the weight where it lies in the page cache.
+    """
+
+    def __init__(self, path: str, read: Callable[[str], Tensor]) -> None:
+        self.stamp = _stamp(path)
+        self._read = read
+        self._weights: dict[str, Tensor] = {}
+
+    def get(self, name: str) -> Tensor:
+        """One weight, the same tensor each time."""
+        if name not in self._weights:
+            self._weights[name] = self._read(name)
+        return self._weights[name]
+
+
+class MappedFiles:
+    """Files of weights that stay mapped between forwards, so that on a CPU nothing is copied.
+
+    A file that was replaced is mapped again, and so is one with a weight that a forward has changed: a change lasts for one
+    forward, as it would if files were read each time.
+    """
+
+    def __init__(self) -> None:
+        self._files: dict[str, _MappedFile] = {}
+
+    def get(self, path: str, name: str, reader: Callable[[str], Callable[[str], Tensor]]) -> Tensor:
+        """A weight of a file, which `reader` opens where that is needed.
+
+        Raises:
+            CheckpointError: `checkpoint-missing`, `checkpoint-damaged`.
+        """
+        file = self._files.get(path)
+        if file is not None and file.stamp == _stamp(path):
+            weight = file.get(name)
+            if weight._version == 0:
+                return weight
+        read = reader(path)
+        self._files[path] = _MappedFile(path, read)
+        return self._files[path].get(name)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return MappedFiles, ()  # a copy maps the files itself
+
+
+def _stamp(path: str) -> tuple[int, int, int] | None:
+    """Tells one state of a file from another; None where there is none."""
+    try:
+        status = os.stat(path)
+    except FileNotFoundError:
+        return None
+    return status.st_ino, status.st_mtime_ns, status.st_size
 
 
 def missing_file(path: str, why: str) -> PacelineError:
@@ -161,7 +230,7 @@ def extract_submodules_state_dict(
 
 
 class OffloadedWeightsLoader(Mapping[str, Tensor]):
-    """Weights by name, from memory or else from files; a file is read each time.
+    """Weights by name, from memory or else from files, which are mapped.
 
     Args:
         state_dict: those in memory.
@@ -188,6 +257,7 @@ class OffloadedWeightsLoader(Mapping[str, Tensor]):
         self.index: Mapping[str, Mapping[str, Any]] = {} if index is None else index
         self.all_keys = [*self.state_dict, *(name for name in self.index if name not in self.state_dict)]
         self.device = device
+        self._mapped = MappedFiles()
 
     def __getitem__(self, key: str) -> Tensor:
         if key in self.state_dict:
@@ -197,15 +267,14 @@ class OffloadedWeightsLoader(Mapping[str, Tensor]):
             return self._from_safetensors(key, entry)
         if self.save_folder is None:
             raise missing_file(f"{key}.dat", "the index names it, and no folder was given")
-        return load_offloaded_weight(os.path.join(self.save_folder, f"{key}.dat"), entry)
+        path = os.path.join(self.save_folder, f"{key}.dat")
+        return self._mapped.get(path, key, lambda path: lambda name: _mapped(path, entry))
 
     def _from_safetensors(self, key: str, entry: Mapping[str, Any]) -> Tensor:
         path = str(entry["safetensors_file"])
-        if not os.path.exists(path):
-            raise missing_file(path, f"{key} is read from it at each forward")
-        device = "cpu" if self.device is None else self.device
-        with reading(path), safe_open(path, framework="pt", device=device) as file:
-            tensor: Tensor = file.get_tensor(entry.get("weight_name", key))
+        tensor = self._mapped.get(path, entry.get("weight_name", key), _safetensors_reader)
+        if self.device is not None:
+            tensor = tensor.to(self.device)
         return tensor.to(dtype_of(entry["dtype"])) if "dtype" in entry else tensor
 
     def __iter__(self) -> Iterator[str]:
@@ -213,6 +282,19 @@ class OffloadedWeightsLoader(Mapping[str, Tensor]):
 
     def __len__(self) -> int:
         return len(self.all_keys)
+
+
+def _safetensors_reader(path: str) -> Callable[[str], Tensor]:
+    """Gives the tensors of a safetensors file where they lie in the page cache."""
+    if not os.path.exists(path):
+        raise missing_file(path, "weights are read from it at each forward")
+    weights = SafeWeights([path])
+
+    def read(name: str) -> Tensor:
+        with torch.inference_mode(False):
+            return read_whole(weights, name)
+
+    return read
 
 
 class PrefixedDataset(Mapping[str, Tensor]):

@@ -11,9 +11,10 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from paceline.compat.accelerate.arguments import DataLoaderConfiguration
-from paceline.compat.accelerate.data_loader import DataLoaderAdapter, prepare_data_loader
+from paceline.compat.accelerate.data_loader import prepare_data_loader
 from paceline.compat.accelerate.gradient_state import GradientState
 from paceline.compat.accelerate.hooks import has_offloaded_params
+from paceline.compat.accelerate.loader_classes import DataLoaderAdapter
 from paceline.compat.accelerate.optimizer import AcceleratedOptimizer
 from paceline.compat.accelerate.samplers import BatchSamplerShard
 from paceline.compat.accelerate.scheduler import AcceleratedScheduler

@@ -1,10 +1,7 @@
-"""Which samples each process loads at each step: pure functions of a batch sampler's batches, or of a stream's rows.
+"""How the samples of an epoch meet the processes under accelerate's names. Pure: from batches, or rows, to steps.
 
-    whole     [0 1] [2 3] | [4 5] [6 .]     each process loads one batch of a group of as many batches as processes
-    split     [0 1 | 2 3] [4 5 | 6 .]       each process loads a run of every batch
-
-A short end is filled with the epoch's first samples where batches are made even; else it stays short, and some processes may
-have nothing at all. Which rows are no filler is known here, and goes along with the indices.
+A step is what all processes load at once: whole batches, one each, or the pieces of one batch. Only an epoch's last step can
+be short; it is dropped, filled up with the samples of the first step, or left short.
 """
 
 from __future__ import annotations
@@ -14,111 +11,118 @@ from itertools import chain, cycle, islice
 from typing import Any, NamedTuple
 
 
-class Share(NamedTuple):
-    """What one process loads at a step.
+class Rows(NamedTuple):
+    """How many samples each process has at a step.
 
     Attributes:
-        indices: its samples; empty where it has none.
-        real: rows of each process that are no filler; they stand first.
-        loaded: rows of each process, filler included.
-        spare: a sample that some process loads at this step.
+        real: without filler, which stands behind all real samples.
+        loaded: with filler.
     """
 
-    indices: Sequence[Any]
     real: tuple[int, ...]
     loaded: tuple[int, ...]
-    spare: Any = None
 
 
-def shares_of_whole_batches(
-    batches: Iterable[Sequence[Any]], width: int, index: int, size: int | None, *, drop_last: bool, even: bool
-) -> Iterator[Share]:
-    """One batch of each group of `width` batches.
+class Step(NamedTuple):
+    """What all processes load at once.
+
+    Attributes:
+        parts: the samples of each process; empty for one that has nothing.
+        real: as in `Rows`.
+    """
+
+    parts: Sequence[Sequence[Any]]
+    real: tuple[int, ...]
+
+    @property
+    def rows(self) -> Rows:
+        """How many samples these are."""
+        return Rows(self.real, tuple(len(part) for part in self.parts))
+
+    @property
+    def spare(self) -> Any:
+        """A sample that a process with nothing of its own can load, in order to take part."""
+        return next(chain.from_iterable(self.parts))
+
+
+def steps_of_whole_batches(
+    batches: Iterable[Sequence[Any]], width: int, size: int | None, *, drop_last: bool, even: bool
+) -> Iterator[Step]:
+    """Each step takes the next `width` batches, one for each process.
 
     Args:
-        batches: the epoch's, in order.
-        width, index: how many processes there are, and which one this is.
-        size: rows of a full batch; None where batches are as long as they are.
-        drop_last: leaves out a last group that is not full.
-        even: fills a last group that is not full.
+        batches: of an epoch.
+        width: number of processes.
+        size: samples of a full batch; None where batches have no common size, and are then repeated whole.
+        drop_last: leaves out a last step with fewer than `width` batches.
+        even: fills up the last step, so that all processes load as much as in any other.
     """
+    remaining = iter(batches)
     first_group: list[Sequence[Any]] = []
-    group: list[Sequence[Any]] = []
-    for batch in batches:
-        if len(group) == width:  # it holds a short batch, and is not the last
-            yield _share(group, group, width, index)
-            group = []
-        group.append(batch)
+    group = list(islice(remaining, width))
+    while group:
         first_group = first_group or group
-        if len(group) == width and all(size in (None, len(member)) for member in group):
-            yield _share(group, group, width, index)
-            group = []
-    if not group or drop_last:
-        return
-    if even:
-        yield _share(group, _filled(group, first_group, width, size), width, index)
-    else:
-        yield _share(group, group, width, index)
+        missing = width - len(group)
+        if missing and drop_last:
+            return
+        # A full group needs filling only where its last batch is short, and nothing follows. The sampler is asked for more
+        # in that case alone: a random one draws when it is asked, and must not draw earlier than under accelerate.
+        next_group: list[Sequence[Any]] | None = None
+        ends_short = missing > 0
+        if not missing and size is not None and len(group[-1]) < size:
+            next_group = list(islice(remaining, width))
+            ends_short = not next_group
+        real = tuple(len(batch) for batch in group) + (0,) * missing
+        parts = group + [()] * missing
+        if ends_short and even:
+            parts = _filled(group, first_group, width, size)
+        yield Step(parts, real)
+        group = list(islice(remaining, width)) if next_group is None else next_group
 
 
 def _filled(
     group: Sequence[Sequence[Any]], first_group: Sequence[Sequence[Any]], width: int, size: int | None
 ) -> list[Sequence[Any]]:
-    """`width` batches: those of a last group, and what is missing from the epoch's first group, again and again."""
+    """The batches of a last step for all processes, where those of the first step follow, again and again."""
+    missing = width - len(group)
     if size is None:
-        return [*group, *islice(cycle(first_group), width - len(group))]
-    filler = cycle(list(chain.from_iterable(first_group)))
-    members = [*group, *([()] * (width - len(group)))]
-    return [[*member, *islice(filler, size - len(member))] for member in members]
+        return [*group, *islice(cycle(first_group), missing)]
+    filler = cycle(chain.from_iterable(first_group))
+    filled: list[Sequence[Any]] = []
+    for batch in [*group, *([()] * missing)]:
+        filled.append([*batch, *islice(filler, max(0, size - len(batch)))])
+    return filled
 
 
-def _share(real: Sequence[Sequence[Any]], loaded: Sequence[Sequence[Any]], width: int, index: int) -> Share:
-    indices = loaded[index] if index < len(loaded) else ()
-    return Share(indices, _lengths(real, width), _lengths(loaded, width), real[0][0])
-
-
-def _lengths(group: Sequence[Sequence[Any]], width: int) -> tuple[int, ...]:
-    return tuple(map(len, group)) + (0,) * (width - len(group))
-
-
-def shares_of_split_batches(
-    batches: Iterable[Sequence[Any]], width: int, index: int, size: int, *, drop_last: bool, even: bool
-) -> Iterator[Share]:
-    """A run of `size` / `width` rows of each batch; arguments as for whole batches."""
-    rows = size // width
+def steps_of_split_batches(
+    batches: Iterable[Sequence[Any]], width: int, size: int, *, drop_last: bool, even: bool
+) -> Iterator[Step]:
+    """Each step is one batch, cut into a run of `size` / `width` samples for each process; arguments as above."""
     first: Sequence[Any] = ()
     for batch in batches:
         first = first or batch
-        whole = list(batch)
-        if len(batch) < size:
-            if drop_last:
-                continue
-            if even:
-                whole += islice(cycle(first), size - len(batch))
-        indices = whole[rows * index : rows * (index + 1)]
-        yield Share(indices, runs(len(batch), rows, width), runs(len(whole), rows, width), batch[0])
+        # A larger batch, which only a sampler of the script's own can give, is cut into longer runs: nothing is lost.
+        rows = -(-max(size, len(batch)) // width)
+        missing = rows * width - len(batch)
+        if missing and drop_last:
+            continue
+        real = runs(len(batch), rows, width)
+        samples = [*batch, *islice(cycle(first), missing)] if missing and even else batch
+        yield Step([samples[rows * index : rows * (index + 1)] for index in range(width)], real)
 
 
 def runs(count: int, rows: int, width: int) -> tuple[int, ...]:
-    """How many of `count` rows each of `width` processes has, where each takes the next `rows` of them."""
-    return tuple(max(0, min(rows, count - rows * place)) for place in range(width))
+    """How many of `count` samples each of `width` processes has, where each takes the next `rows` of them."""
+    return tuple(min(rows, max(0, count - rows * index)) for index in range(width))
 
 
-def shares_of_stream(
-    rows: Iterable[Any], width: int, index: int, size: int, *, drop_last: bool
-) -> Iterator[tuple[list[Any], int]]:
-    """A run of `size` rows out of each `width` * `size` of a stream, with how many of all these rows are no filler.
-
-    A short end is filled with the stream's first rows, unless it is dropped.
-    """
-    total = width * size
-    rows = iter(rows)
+def groups_of_stream(samples: Iterable[Any], size: int, *, drop_last: bool) -> Iterator[tuple[list[Any], int]]:
+    """Runs of `size` samples, each with how many of them are no filler; a last short one is dropped or filled up."""
+    remaining = iter(samples)
     first: list[Any] = []
-    while group := list(islice(rows, total)):
+    while group := list(islice(remaining, size)):
         first = first or group
         num_real = len(group)
-        if num_real < total:
-            if drop_last:
-                return
-            group = group + list(islice(cycle(first), total - num_real))
-        yield group[size * index : size * (index + 1)], num_real
+        if num_real < size and drop_last:
+            return
+        yield [*group, *islice(cycle(first), size - num_real)], num_real

@@ -1,4 +1,4 @@
-"""accelerate's samplers and its view of a stream: each gives one process its part, as `sample_order` divides it."""
+"""accelerate's samplers and its view of a stream: each gives one process its part, as `sample_order` divides an epoch."""
 
 from __future__ import annotations
 
@@ -7,26 +7,26 @@ from itertools import islice
 from typing import Any
 
 import torch
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler
+from torch.utils.data import BatchSampler, IterableDataset, RandomSampler
 
 from paceline.compat.accelerate.sample_order import (
-    Share,
-    shares_of_split_batches,
-    shares_of_stream,
-    shares_of_whole_batches,
+    Step,
+    groups_of_stream,
+    steps_of_split_batches,
+    steps_of_whole_batches,
 )
 
 
 class SeedableRandomSampler(RandomSampler):
-    """A random sampler whose order is that of its seed plus the number of the epoch.
+    """A random sampler whose order is decided by a seed and the number of the epoch.
 
     Args:
         args, kwargs: as for `RandomSampler`.
-        data_seed: the seed; None takes torch's.
+        data_seed: the seed; None takes the one that torch was seeded with last.
 
     Attributes:
-        initial_seed: the seed.
-        epoch: number of the epoch; an iteration to the end adds one.
+        initial_seed: the seed of epoch 0; each epoch adds one.
+        epoch: number of the next epoch.
     """
 
     def __init__(self, *args: Any, data_seed: int | None = None, **kwargs: Any) -> None:
@@ -47,16 +47,16 @@ class SeedableRandomSampler(RandomSampler):
 
 
 class BatchSamplerShard(BatchSampler):
-    """The batches of one process out of those of a batch sampler.
+    """The batches of one process, out of those of a batch sampler.
 
     Args:
         batch_sampler: gives the batches of all processes.
-        num_processes, process_index: how many there are, and which one this is.
-        split_batches: each process takes a part of every batch, and no whole ones.
-        even_batches: fills the last batches with the epoch's first samples; else some processes may have fewer.
+        num_processes, process_index: how many processes there are, and which of them this is.
+        split_batches: each batch is cut over the processes; else each takes whole batches in turn.
+        even_batches: all processes load equally much, with samples of the epoch's beginning where its end does not suffice.
 
     Raises:
-        ValueError: where batches are to be split and cannot.
+        ValueError: where batches cannot be split evenly.
     """
 
     def __init__(
@@ -72,12 +72,13 @@ class BatchSamplerShard(BatchSampler):
         self.process_index = process_index
         self.split_batches = split_batches
         self.even_batches = even_batches
-        self.batch_size = getattr(batch_sampler, "batch_size", None)  # type: ignore[assignment]
+        # A script's own batch sampler need not have either.
+        self.batch_size = getattr(batch_sampler, "batch_size", None)
         self.drop_last = getattr(batch_sampler, "drop_last", False)
         if split_batches and (self.batch_size is None or self.batch_size % num_processes):
             raise ValueError(
-                f"Batches of {self.batch_size} cannot be split over {num_processes} processes: with split_batches=True "
-                f"the batch size is a multiple of the number of processes."
+                f"split_batches=True: the batch size ({self.batch_size}) has to be a multiple of the number of processes "
+                f"({num_processes})."
             )
 
     @property
@@ -86,45 +87,46 @@ class BatchSamplerShard(BatchSampler):
         return len(self.batch_sampler)
 
     def set_epoch(self, epoch: int) -> None:
-        """Tells the batch sampler, where it wants to know."""
-        _tell_epoch(self.batch_sampler, epoch)
+        """Passes the number of the epoch on."""
+        _pass_on(self.batch_sampler, epoch)
 
     def __len__(self) -> int:
         if self.split_batches:
             return self.total_length
-        groups, rest = divmod(self.total_length, self.num_processes)
-        if self.drop_last:
-            return groups
-        has_last = rest > 0 if self.even_batches else self.process_index < rest
-        return groups + has_last
+        full, rest = divmod(self.total_length, self.num_processes)
+        if self.drop_last or not rest:
+            return full
+        has_batch = self.even_batches or self.process_index < rest
+        return full + has_batch
 
-    def shares(self) -> Iterator[Share]:
-        """What this process loads at each step, and what the others do; also steps at which this one has nothing."""
-        width, index, size = self.num_processes, self.process_index, self.batch_size
-        ways = {"drop_last": self.drop_last, "even": self.even_batches}
-        if self.split_batches:
-            return shares_of_split_batches(self.batch_sampler, width, index, size, **ways)
-        return shares_of_whole_batches(self.batch_sampler, width, index, size, **ways)
+    def steps(self) -> Iterator[Step]:
+        """What all processes load, step by step."""
+        steps_of: Any = steps_of_split_batches if self.split_batches else steps_of_whole_batches
+        steps: Iterator[Step] = steps_of(
+            self.batch_sampler, self.num_processes, self.batch_size, drop_last=self.drop_last, even=self.even_batches
+        )
+        return steps
 
     def __iter__(self) -> Iterator[list[Any]]:
-        for share in self.shares():
-            if share.indices:
-                yield list(share.indices)
+        for step in self.steps():
+            samples = step.parts[self.process_index]
+            if samples:
+                yield list(samples)
 
 
 class SamplerShard(BatchSamplerShard):
-    """The samples of one process out of those of a sampler, for a loader without automatic batching: batches of one."""
+    """The samples of one process, for a loader without automatic batching; made of a sampler of batches of one."""
 
     def __iter__(self) -> Iterator[Any]:
-        for indices in super().__iter__():
-            yield indices[0]
+        for batch in super().__iter__():
+            yield batch[0]
 
 
 class SkipBatchSampler(BatchSampler):
     """A batch sampler without its first batches.
 
     Args:
-        batch_sampler: the whole one.
+        batch_sampler: gives all batches.
         skip_batches: how many are left out.
     """
 
@@ -134,35 +136,34 @@ class SkipBatchSampler(BatchSampler):
 
     @property
     def total_length(self) -> int:
-        """Batches of the whole one."""
+        """Batches with those that are left out."""
         return len(self.batch_sampler)
 
     def set_epoch(self, epoch: int) -> None:
-        """Tells the batch sampler, where it wants to know."""
-        _tell_epoch(self.batch_sampler, epoch)
+        """Passes the number of the epoch on."""
+        _pass_on(self.batch_sampler, epoch)
 
     def __len__(self) -> int:
         return max(0, self.total_length - self.skip_batches)
 
-    def __iter__(self) -> Iterator[list[Any]]:
+    def __iter__(self) -> Iterator[Any]:
         return islice(iter(self.batch_sampler), self.skip_batches, None)
 
 
 class IterableDatasetShard(IterableDataset[Any]):
-    """The rows of one process out of those of an iterable dataset; a short end is filled with the first rows.
+    """The samples of one process, out of those of an iterable dataset; an end that is short is filled up or dropped.
+
+    A dataset that has no `set_epoch`, and an attribute `generator`, gets this generator seeded with the number of the epoch.
 
     Args:
-        dataset: gives the rows of all processes.
-        batch_size: rows of one process at a step (with `split_batches`: of all processes).
-        drop_last: leaves a short end out.
-        num_processes, process_index: how many there are, and which one this is.
-        split_batches: says what `batch_size` counts.
+        dataset: gives the samples of all processes.
+        batch_size: of one process; of all together with `split_batches`.
+        drop_last: drops the end; else the epoch's first samples fill it up.
+        num_processes, process_index: how many processes there are, and which of them this is.
+        split_batches: `batch_size` is that of all processes together.
 
     Attributes:
-        num_real: rows of all processes, at the step read last, that are no filler.
-
-    Raises:
-        ValueError: where batches are to be split and cannot.
+        num_real: how many samples of the step that is being read are no filler, over all processes.
     """
 
     def __init__(
@@ -176,8 +177,8 @@ class IterableDatasetShard(IterableDataset[Any]):
     ) -> None:
         if split_batches and batch_size > 1 and batch_size % num_processes:
             raise ValueError(
-                f"Batches of {batch_size} cannot be split over {num_processes} processes: with split_batches=True "
-                f"the batch size is a multiple of the number of processes."
+                f"split_batches=True: the batch size ({batch_size}) has to be a multiple of the number of processes "
+                f"({num_processes})."
             )
         self.dataset = dataset
         self.batch_size = batch_size
@@ -185,52 +186,58 @@ class IterableDatasetShard(IterableDataset[Any]):
         self.num_processes = num_processes
         self.process_index = process_index
         self.split_batches = split_batches
+        self.epoch = 0
         self.num_real = 0
-
-    def set_epoch(self, epoch: int) -> None:
-        """Tells the dataset, where it wants to know."""
-        self.epoch = epoch
-        _tell_epoch(self.dataset, epoch)
 
     @property
     def rows(self) -> int:
-        """Rows of this process at a step."""
+        """Samples of one process at a step."""
         return max(1, self.batch_size // self.num_processes) if self.split_batches else self.batch_size
 
+    def set_epoch(self, epoch: int) -> None:
+        """Passes the number of the epoch on."""
+        self.epoch = epoch
+        _pass_on(self.dataset, epoch)
+
     def __len__(self) -> int:
-        steps, rest = divmod(len(self.dataset), self.batch_size * self.num_processes)
-        has_last = rest > 0 and not self.drop_last
-        return (steps + has_last) * self.batch_size
+        full, rest = divmod(len(self.dataset), self.rows * self.num_processes)
+        is_filled = rest > 0 and not self.drop_last
+        return (full + is_filled) * self.rows
 
     def __iter__(self) -> Iterator[Any]:
-        shares = shares_of_stream(
-            self.dataset, self.num_processes, self.process_index, self.rows, drop_last=self.drop_last
-        )
-        for rows, self.num_real in shares:
-            yield from rows
+        generator = getattr(self.dataset, "generator", None)
+        if isinstance(generator, torch.Generator) and not hasattr(self.dataset, "set_epoch"):
+            generator.manual_seed(self.epoch)
+        begin = self.rows * self.process_index
+        groups = groups_of_stream(self.dataset, self.rows * self.num_processes, drop_last=self.drop_last)
+        for samples, self.num_real in groups:
+            yield from samples[begin : begin + self.rows]
 
 
-def _tell_epoch(sampler: object, epoch: int) -> None:
-    set_epoch = getattr(sampler, "set_epoch", None)
+def _pass_on(holder: object, epoch: int) -> None:
+    """Tells a sampler or a dataset the number of the epoch, where it wants to know."""
+    set_epoch = getattr(holder, "set_epoch", None)
     if callable(set_epoch):
         set_epoch(epoch)
 
 
 def get_sampler(dataloader: Any) -> Any:
     """The sampler of single samples behind a loader; None where there is none."""
-    holder = _holder_of_sampler(dataloader)
-    return None if holder is None else getattr(holder, "sampler", None)
-
-
-def _holder_of_sampler(dataloader: DataLoader[Any]) -> Any:
-    """The innermost batch sampler."""
-    is_batched = isinstance(dataloader.sampler, BatchSampler)
-    holder: Any = dataloader.sampler if is_batched else dataloader.batch_sampler
-    while hasattr(holder, "batch_sampler"):
-        holder = holder.batch_sampler
-    return holder
+    return getattr(_holder_of_sampler(dataloader), "sampler", None)
 
 
 def set_sampler(dataloader: Any, sampler: Any) -> None:
     """Puts another sampler in the place of the one that `get_sampler` gives."""
-    _holder_of_sampler(dataloader).sampler = sampler
+    # Not by assignment: a DataLoader refuses that after its construction.
+    vars(_holder_of_sampler(dataloader))["sampler"] = sampler
+
+
+def _holder_of_sampler(dataloader: Any) -> Any:
+    """The innermost batch sampler; the loader itself where it has no automatic batching."""
+    holder = dataloader.batch_sampler
+    if holder is None:
+        # A batch sampler may stand in the sampler's place.
+        holder = dataloader.sampler if isinstance(dataloader.sampler, BatchSampler) else dataloader
+    while getattr(holder, "batch_sampler", None) is not None:
+        holder = holder.batch_sampler
+    return holder

@@ -1,0 +1,355 @@
+"""What people of Hugging Face's libraries wait for, under accelerate and under Paceline, in turns.
+
+    make huggingface                        (makes both environments, .venv-hf-real and .venv-hf-ours)
+    python benchmarks/bench_transformers.py [--real PYTHON] [--ours PYTHON] [--turns 5] [--parts start loader metrics]
+
+The environments differ in one thing: the first has accelerate, the second has Paceline in its place. Parts:
+
+    start    a command like that of run_clm (`Trainer`) and of run_clm_no_trainer (a loop), on 1 and 2 processes: seconds from
+             the command to the end of the first step, and the time of one step
+    loader   the time of one step of an empty loop over a prepared loader, through accelerate's names and natively
+    metrics  one call of `gather_for_metrics` on one process
+
+Ratios are those of each turn: the median, and the quartiles. Model and text are small: GPT-2 of 2 layers with random weights,
+and the standard library's source.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import os
+import platform
+import statistics
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+STEPS, WARM_STEPS = 60, 10
+LENGTH, BATCH, ROWS = 64, 4, 400
+LOADER_BATCHES, CALLS, TRIALS = 1000, 2000, 7
+EMPTY: Any = None
+
+# -- what one process does -----------------------------------------------------------------------------------------
+
+
+def token_rows() -> list[dict[str, list[int]]]:
+    """Pieces of a text as rows of bytes, as run_clm groups them."""
+    text = list(Path(os.__file__).read_bytes())
+    rows = []
+    for number in range(ROWS):
+        start = number * LENGTH % (len(text) - LENGTH)
+        tokens = [2 + byte for byte in text[start : start + LENGTH]]
+        rows.append({"input_ids": tokens, "attention_mask": [1] * LENGTH, "labels": tokens})
+    return rows
+
+
+def language_model() -> Any:
+    """GPT-2 of 2 layers."""
+    import torch
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    torch.manual_seed(0)
+    sizes = {"n_embd": 64, "n_layer": 2, "n_head": 2, "n_positions": LENGTH, "vocab_size": 258}
+    return GPT2LMHeadModel(GPT2Config(**sizes, bos_token_id=1, eos_token_id=1, pad_token_id=0))
+
+
+class Clock:
+    """Notes when steps end."""
+
+    def __init__(self) -> None:
+        self.ends: list[float] = []
+
+    def step(self) -> None:
+        """A step has ended."""
+        self.ends.append(time.time())
+
+    def write(self, path: str) -> None:
+        """The time of the first end, and the seconds of a step, by the first process."""
+        if os.environ.get("RANK", "0") != "0":
+            return
+        seconds = [later - earlier for earlier, later in zip(self.ends, self.ends[1:], strict=False)]
+        step = statistics.median(seconds[WARM_STEPS:])
+        Path(path).write_text(json.dumps({"first": self.ends[0], "step": step}))
+
+
+def train_with_trainer(clock: Clock, folder: str) -> None:
+    """What run_clm does."""
+    from transformers import Trainer, TrainerCallback, TrainingArguments, default_data_collator
+
+    class Steps(TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            clock.step()
+
+    arguments = TrainingArguments(
+        output_dir=folder, max_steps=STEPS, per_device_train_batch_size=BATCH, save_strategy="no", report_to=[], use_cpu=True,
+        disable_tqdm=True,
+    )  # fmt: skip
+    Trainer(
+        model=language_model(), args=arguments, train_dataset=token_rows(), data_collator=default_data_collator,
+        callbacks=[Steps()],
+    ).train()  # fmt: skip
+
+
+def train_with_loop(clock: Clock, folder: str) -> None:
+    """What run_clm_no_trainer does."""
+    import torch
+    from accelerate import Accelerator
+    from torch.utils.data import DataLoader
+    from transformers import default_data_collator, get_scheduler
+
+    accelerator = Accelerator(cpu=True)
+    model = language_model()
+    loader = DataLoader(token_rows(), shuffle=True, collate_fn=default_data_collator, batch_size=BATCH)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=5e-5)
+    scheduler = get_scheduler("linear", optimizer, 0, STEPS * accelerator.num_processes)
+    model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
+    model.train()
+    while len(clock.ends) < STEPS:
+        for batch in loader:
+            with accelerator.accumulate(model):
+                loss = model(**batch).loss
+                accelerator.backward(loss)
+                optimizer.step()
+                scheduler.step()
+                optimizer.zero_grad()
+            clock.step()
+            if len(clock.ends) == STEPS:
+                break
+    accelerator.end_training()
+
+
+def accelerator_of(side: str) -> Any:
+    """An `Accelerator` on one process: accelerate's, ours through its names, or ours."""
+    if side == "native":
+        from paceline import Accelerator
+    else:
+        from accelerate import Accelerator  # type: ignore[assignment]
+    return Accelerator(cpu=True)
+
+
+class Indices:
+    """Gives back what it is asked for: reading costs nothing, so that the loop itself is what is measured."""
+
+    def __len__(self) -> int:
+        return 8 * LOADER_BATCHES
+
+    def __getitems__(self, indices: list[int]) -> list[int]:
+        return indices
+
+
+def first_tensor(rows: list[int]) -> Any:
+    """A collation that costs nothing."""
+    return EMPTY
+
+
+def empty_loops() -> Iterator[tuple[str, Any]]:
+    """Loaders whose loops are measured."""
+    import torch
+    from torch.utils.data import DataLoader, TensorDataset
+    from transformers import default_data_collator
+
+    global EMPTY
+    EMPTY = {"input_ids": torch.zeros(8, 1), "labels": torch.zeros(8, 1)}
+    yield "nothing to read", DataLoader(Indices(), 8, shuffle=True, collate_fn=first_tensor)  # type: ignore[arg-type]
+    features, labels = torch.randn(8 * LOADER_BATCHES, 10), torch.randint(0, 5, (8 * LOADER_BATCHES,))
+    yield "two tensors, batch 8, torch's collation", DataLoader(TensorDataset(features, labels), 8, shuffle=True)
+    rows = token_rows()
+    rows = rows * (LOADER_BATCHES * BATCH // len(rows))
+    collate = {"collate_fn": default_data_collator}
+    yield "run_clm's rows, batch 4, transformers' collation", DataLoader(rows, BATCH, shuffle=True, **collate)  # type: ignore[arg-type]
+
+
+def measure_loaders(side: str) -> dict[str, Any]:
+    """Microseconds of a step of each empty loop: plain and prepared."""
+    accelerator = accelerator_of(side)
+    measured = {}
+    for name, loader in empty_loops():
+        prepared = accelerator.prepare(loader)
+        epochs: tuple[Callable[[], object], ...] = (lambda loader=loader: _exhaust(loader), lambda: _exhaust(prepared))  # noqa: B023
+        measured[name] = [best / LOADER_BATCHES * 1e6 for best in _best(epochs)]
+    return measured
+
+
+def _exhaust(loader: Any) -> None:
+    for _ in loader:
+        pass
+
+
+def _best(works: tuple[Callable[[], object], ...]) -> list[float]:
+    """The shortest CPU time of each, over trials in turns: nothing here waits, and other work then counts less."""
+    best = [float("inf")] * len(works)
+    for _ in range(TRIALS):
+        for number, work in enumerate(works):
+            gc.collect()
+            begin = time.process_time()
+            work()
+            best[number] = min(best[number], time.process_time() - begin)
+    return best
+
+
+def measure_metrics(side: str) -> dict[str, Any]:
+    """Microseconds of a call in the middle of an epoch."""
+    import torch
+    from torch.utils.data import DataLoader
+
+    accelerator = accelerator_of(side)
+    loader = accelerator.prepare(DataLoader(torch.arange(64.0).view(16, 4), batch_size=4))  # type: ignore[arg-type]
+    batch = next(iter_of := iter(loader))
+    values: dict[str, Any] = {"one tensor": batch, "two tensors": (batch, batch.argmax(dim=1))}
+    measured = {}
+    for name, value in values.items():
+        best = _best((lambda value=value: [accelerator.gather_for_metrics(value) for _ in range(CALLS)],))
+        measured[name] = best[0] / CALLS * 1e6
+    del iter_of
+    return measured
+
+
+def work(kind: str, side: str, path: str) -> None:
+    """One process of one side; writes what it measured."""
+    import torch
+
+    torch.set_num_threads(1)
+    if kind in ("trainer", "loop"):
+        clock = Clock()
+        train = train_with_trainer if kind == "trainer" else train_with_loop
+        train(clock, str(Path(path).parent))
+        clock.write(path)
+        return
+    if side == "door":
+        from paceline.compat import install
+
+        install(["accelerate"])
+    measure = measure_loaders if kind == "loader" else measure_metrics
+    Path(path).write_text(json.dumps(measure(side)))
+
+
+# -- both sides ----------------------------------------------------------------------------------------------------
+
+
+class Environments:
+    """The Python of each side, and how its users start a script."""
+
+    def __init__(self, real: str, ours: str, folder: str) -> None:
+        self.pythons = {"real": real, "ours": ours}
+        self._path = str(Path(folder, "measured.json"))
+        self._environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "HF_HOME": folder}
+        self._environment |= {"TOKENIZERS_PARALLELISM": "false", "ACCELERATE_USE_CPU": "true"}
+
+    def launched(self, library: str, procs: int) -> list[str]:
+        """The words before the script."""
+        python = self.pythons[library]
+        folder = Path(python).parent
+        if library == "ours":
+            return [str(folder / "paceline"), "launch", "--compat", "accelerate", "--cpu", "-n", str(procs)]
+        if procs > 1:
+            # `accelerate launch --cpu --num_processes 2` starts one process; torchrun starts two.
+            return [python, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(procs)]
+        words = [str(folder / "accelerate"), "launch", "--cpu", "--num_machines", "1", "--num_processes", "1"]
+        return [*words, "--dynamo_backend", "no", "--mixed_precision", "no"]
+
+    def run(self, words: list[str], kind: str, side: str = "") -> dict[str, Any]:
+        """What one command measured; "start" is the time from the command to the end of its first step."""
+        Path(self._path).unlink(missing_ok=True)
+        begin = time.time()
+        ended = subprocess.run(
+            [*words, __file__, "--work", kind, "--side", side, "--path", self._path], env=self._environment, check=False,
+            capture_output=True, text=True, timeout=600,
+        )  # fmt: skip
+        if ended.returncode:
+            raise SystemExit(
+                f"{' '.join(words)}: exit code {ended.returncode}\n{(ended.stdout + ended.stderr)[-2000:]}"
+            )
+        measured: dict[str, Any] = json.loads(Path(self._path).read_text())
+        if "first" in measured:
+            measured["start"] = measured["first"] - begin
+        return measured
+
+
+def spread(ratios: list[float]) -> str:
+    """The median, and the quartiles."""
+    ordered = sorted(ratios)
+    quarter = len(ordered) // 4
+    return f"{statistics.median(ordered):.2f} ({ordered[quarter]:.2f} .. {ordered[-1 - quarter]:.2f})"
+
+
+def compare_commands(environments: Environments, turns: int) -> None:
+    """Two rows for each command: its start and its step."""
+    print("| command | processes | what | accelerate | Paceline | ratio | at most |\n|---|---|---|---|---|---|---|")
+    for kind, name in (("trainer", "run_clm, Trainer"), ("loop", "run_clm_no_trainer")):
+        for procs in (1, 2):
+            measured: dict[str, list[dict[str, Any]]] = {"real": [], "ours": []}
+            for turn in range(turns):
+                order = ("real", "ours") if turn % 2 else ("ours", "real")
+                for library in order:
+                    measured[library].append(environments.run(environments.launched(library, procs), kind))
+            limits = {"start": "0.50" if procs == 1 else "0.70", "step": "0.97"}
+            for field, what in (("start", "to the first step"), ("step", "one step")):
+                values = {library: [run[field] for run in runs] for library, runs in measured.items()}
+                ratios = [ours / real for ours, real in zip(values["ours"], values["real"], strict=True)]
+                scale, unit = (1, "s") if field == "start" else (1e3, "ms")
+                real, ours = (
+                    f"{statistics.median(values[library]) * scale:.2f} {unit}" for library in ("real", "ours")
+                )
+                print(
+                    f"| {name} | {procs} | {what} | {real} | {ours} | {spread(ratios)} | {limits[field]} |", flush=True
+                )
+
+
+def compare_calls(environments: Environments, kind: str, turns: int) -> None:
+    """A row for each thing that is measured within one process."""
+    sides = {"real": "real", "door": "ours", "native": "ours"}
+    measured: dict[str, list[dict[str, Any]]] = {side: [] for side in sides}
+    for turn in range(turns):
+        for side in list(sides) if turn % 2 else list(sides)[::-1]:
+            measured[side].append(environments.run([environments.pythons[sides[side]]], kind, side))
+    must = "0.75" if kind == "loader" else "10 us"
+    print(f"| {kind} | through | plain | prepared | of accelerate's | at most |\n|---|---|---|---|---|---|")
+    for name in measured["real"][0]:
+        by_side = {side: [_as_pair(run[name]) for run in runs] for side, runs in measured.items()}
+        for side, pairs in by_side.items():
+            plain, prepared = (statistics.median(values) for values in zip(*pairs, strict=True))
+            ratios = [ours[1] / real[1] for ours, real in zip(pairs, by_side["real"], strict=True)]
+            shown = f"{plain:.1f} us" if kind == "loader" else ""
+            limit = "" if side == "real" else must
+            label = {"real": "accelerate", "door": "its names here", "native": "natively"}[side]
+            print(f"| {name} | {label} | {shown} | {prepared:.1f} us | {spread(ratios)} | {limit} |", flush=True)
+
+
+def _as_pair(value: Any) -> tuple[float, float]:
+    return (0.0, value) if isinstance(value, float) else (value[0], value[1])
+
+
+def main() -> None:
+    """Prints a table for each part."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--real", default=".venv-hf-real/bin/python", help="the Python that has accelerate")
+    parser.add_argument("--ours", default=".venv-hf-ours/bin/python", help="the Python that has Paceline in its place")
+    parser.add_argument("--turns", type=int, default=5)
+    parser.add_argument("--parts", nargs="+", default=["start", "loader", "metrics"])
+    for hidden in ("--work", "--side", "--path"):
+        parser.add_argument(hidden, help=argparse.SUPPRESS)
+    given = parser.parse_args()
+    if given.work:
+        work(given.work, given.side, given.path)
+        return
+    for python in (given.real, given.ours):
+        if not Path(python).exists():
+            parser.error(f"there is no {python}: run `make huggingface`, or name the two environments")
+    print(f"Python {platform.python_version()}, {os.cpu_count()} cores, one thread a process, {given.turns} turns\n")
+    with tempfile.TemporaryDirectory() as folder:
+        environments = Environments(str(Path(given.real).absolute()), str(Path(given.ours).absolute()), folder)
+        if "start" in given.parts:
+            compare_commands(environments, given.turns)
+        for kind in ("loader", "metrics"):
+            if kind in given.parts:
+                print()
+                compare_calls(environments, kind, given.turns)
+
+
+if __name__ == "__main__":
+    main()

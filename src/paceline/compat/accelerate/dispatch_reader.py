@@ -1,0 +1,141 @@
+"""`DispatchReader`: the first process reads the batches of all, under accelerate's names."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from itertools import islice
+from typing import Any
+
+import torch
+
+from paceline.compat.accelerate.loader_feed import Part, SamplerFeed, first_unread
+from paceline.compat.accelerate.nested import concatenate, slice_tensors
+from paceline.compat.accelerate.sample_order import runs
+from paceline.data.feed import NOTHING, GlobalBatch
+from paceline.plan.data import DataPlan, Position
+from paceline.world.tree import first_rows
+
+
+class DispatchReader:
+    """Reads the batches of all processes on the first one, for `DispatchFeed`.
+
+    A step's batches are joined and cut into equal runs; a short end is filled with the epoch's first rows.
+
+    Args:
+        feed: reads the loader's batches, one process's after the other.
+        plan: sizes, width and index of this process.
+        split_batches: a step is one batch of the loader, not one for each process.
+        drop_last: leaves out a last step that has fewer batches.
+        slice_fn: cuts a joined batch: (batch, slice, process_index=, num_processes=).
+    """
+
+    group = 0
+
+    def __init__(
+        self,
+        feed: SamplerFeed,
+        plan: DataPlan,
+        split_batches: bool,
+        drop_last: bool,
+        slice_fn: Callable[..., Any] | None,
+    ) -> None:
+        self.feed, self.plan = feed, plan
+        self._batches_per_step = 1 if split_batches else plan.width
+        self._drop_last = drop_last
+        self._slice = slice_fn or slice_tensors
+        self._has_drawn = False
+        self._is_resumed = False
+
+    def draw_early(self) -> None:
+        """Draws now what the first epoch draws where nothing is read, as a stateful loader does."""
+        _draw_seed()
+        self._has_drawn = True
+
+    def schedule(self, start: Position) -> None:
+        """Nothing is known of what follows. Where nothing is read, the seed of workers is drawn all the same."""
+        if self.plan.index and not self._is_resumed and not self._has_drawn:
+            _draw_seed()
+        self._has_drawn = self._is_resumed = False
+
+    def global_batches(self, start: Position, note: Mapping[str, Any] = NOTHING) -> Iterator[GlobalBatch]:
+        """What each process gets, step by step; one step is read ahead."""
+        plan = self.plan
+        step, samples = first_unread(start, note, plan.width)
+        at_start: dict[str, Any] = {}
+        parts = self.feed.parts(start, step * self._batches_per_step, samples, at_start)
+        consumed = start.samples
+        first: Any = None
+        ahead = self._joined(parts)
+        while ahead is not None:
+            batch, num_real = ahead
+            before_next = torch.get_rng_state()
+            ahead = self._joined(parts)
+            rows = -(-num_real // plan.width)
+            if first is None:
+                first = batch
+            if rows * plan.width > num_real:
+                left_out = self.feed.first_batches()
+                first = concatenate(left_out) if left_out else first
+                batch = self._filled(batch, first, rows * plan.width - num_real)
+            batches = []
+            for index in range(plan.width):
+                run = slice(rows * index, rows * (index + 1))
+                batches.append(self._slice(batch, run, process_index=index, num_processes=plan.width))
+            loaded = (rows,) * plan.width
+            step += 1
+            consumed += num_real
+            resume = {**at_start, "batches": step, "width": plan.width, "before_next": before_next}
+            yield GlobalBatch(
+                batches, loaded, runs(num_real, rows, plan.width), loaded, ahead is None, consumed, resume
+            )
+
+    def _joined(self, parts: Iterator[Part]) -> tuple[Any, int] | None:
+        """The batches of a step as one, and its rows; None at the end."""
+        group = list(islice(parts, self._batches_per_step))
+        if not group or (self._drop_last and len(group) < self._batches_per_step):
+            return None
+        batches = [part.batch for part in group]
+        joined = concatenate(batches) if len(batches) > 1 else batches[0]
+        return joined, first_rows(joined) or sum(sum(part.rows.real) for part in group)
+
+    def _filled(self, batch: Any, first: Any, missing: int) -> Any:
+        """The batch with the epoch's first rows behind it."""
+        pieces = [batch]
+        while missing > 0:
+            rows = min(missing, first_rows(first) or missing)
+            pieces.append(slice_tensors(first, slice(0, rows)))
+            missing -= rows
+        return concatenate(pieces)
+
+    def resume(self, epoch: int, state: Mapping[str, Any]) -> None:
+        """As the feed does; where nothing is read, nothing is drawn for the rest of an epoch either."""
+        self._is_resumed = bool(state.get("under_way"))
+        if epoch or self._is_resumed:
+            self._has_drawn = False
+        self.feed.resume(epoch, state)
+
+    def reseed(self, seed: int) -> None:
+        """As the feed does."""
+        self.feed.reseed(seed)
+
+    def replan(self, global_batch: int, group: int) -> bool:
+        """A process's batch keeps the size that the script gives it."""
+        return False
+
+    def steps(self, epoch: int) -> int:
+        """By the length of the loader that is read."""
+        full, rest = divmod(self.feed.steps(epoch), self._batches_per_step)
+        return full + (rest > 0 and not self._drop_last)
+
+    def samples(self, epoch: int) -> int | None:
+        """The dataset's length, where it has one."""
+        return self.feed.samples(epoch)
+
+    def after(self, epoch: int, steps: int) -> tuple[Position, Mapping[str, Any]]:
+        """Counts full batches: nothing is read to look."""
+        return Position(epoch, steps * self.plan.global_batch), {"batches": steps, "width": self.plan.width}
+
+
+def _draw_seed() -> None:
+    """The draw with which a DataLoader's iterator begins."""
+    torch.empty((), dtype=torch.int64).random_()
