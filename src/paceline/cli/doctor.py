@@ -58,13 +58,15 @@ class Progress:
 
     def __init__(self) -> None:
         self._in_terminal = sys.stderr.isatty()
+        self._begun = time.monotonic()
 
     def show(self, step: str) -> None:
         """Shows a step."""
+        line = f"paceline doctor: {time.monotonic() - self._begun:4.1f} s  {step}"
         if self._in_terminal:
-            print(f"\r\x1b[Kpaceline doctor: {step} ...", end="", file=sys.stderr, flush=True)
+            print(f"\r\x1b[K{line} ...", end="", file=sys.stderr, flush=True)
         else:
-            print(f"paceline doctor: {step}", file=sys.stderr, flush=True)
+            print(line, file=sys.stderr, flush=True)
 
     def clear(self) -> None:
         """Takes the line away."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import secrets
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -26,7 +26,7 @@ from paceline.doctor.facts import (
     Versions,
 )
 from paceline.doctor.hosts import Reached
-from paceline.doctor.rounds import rounds, sizes
+from paceline.doctor.rounds import Pair, rounds, sizes, slow_rounds
 from paceline.launch import typed
 from paceline.launch.channels import Channels
 
@@ -225,9 +225,21 @@ class Examiner:
         """Measures pairs of hosts, those of a round at the same time: no host takes part in two of them."""
         usable = {(row.source, row.target): row for row in connections if row.outcome == "open"}
         seconds, plan = rounds(list(self._active), _LINKS_BUDGET_S)
-        links = []
-        for number, pairs in enumerate(plan, 1):
-            self._progress(f"latency and bandwidth, {number} of {len(plan)}")
+        links: dict[Pair, Link] = {}
+        self._measure(plan, seconds, usable, links)
+        # A slow link is measured once more, and the better result counts: a host may have been busy for a moment.
+        self._measure(slow_rounds(plan, links), seconds, usable, links)
+        return list(links.values())
+
+    def _measure(
+        self,
+        plan: Sequence[Sequence[Pair]],
+        seconds: float,
+        usable: Mapping[Pair, Connection],
+        links: dict[Pair, Link],
+    ) -> None:
+        """Measures rounds of pairs, and keeps the better of an old and a new result."""
+        for pairs in plan:
             requests = {}
             for source, target in pairs:
                 way = usable.get((source, target))
@@ -236,9 +248,11 @@ class Examiner:
                     requests[source] = {"do": "measure", **place, "seconds": seconds}
             for name, answer in self._ask("links", requests, _LINK_S).items():
                 link = self._read(name, Link, answer["link"])
-                if link is not None:
-                    links.append(link)
-        return links
+                if link is None:
+                    continue
+                pair = (link.source, link.target)
+                if pair not in links or links[pair].bytes_per_s < link.bytes_per_s:
+                    links[pair] = link
 
     def _all_reduces(
         self, facts: Mapping[str, HostFacts], connections: list[Connection], links: list[Link]

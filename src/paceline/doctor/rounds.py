@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+
+from paceline.doctor.facts import Link
 
 SECONDS = 0.4  # of one stream
 _SHORTEST_S = 0.1
@@ -42,6 +44,14 @@ def rounds(hosts: Sequence[str], budget_s: float) -> tuple[float, list[list[Pair
     if each_s < _SHORTEST_S:
         plan = plan[: int(budget_s / (_SHORTEST_S + _OVERHEAD_S))]
     return min(SECONDS, max(each_s, _SHORTEST_S)), plan
+
+
+def slow_rounds(plan: Sequence[Sequence[Pair]], links: Mapping[Pair, Link]) -> list[list[Pair]]:
+    """The rounds of a plan with those pairs alone that were less than half as fast as the fastest one."""
+    fastest = max((link.bytes_per_s for link in links.values()), default=0.0)
+    slow = {pair for pair, link in links.items() if link.bytes_per_s < fastest / 2}
+    left = [[pair for pair in pairs if pair in slow] for pairs in plan]
+    return [pairs for pairs in left if pairs]
 
 
 def sizes(slowest: float | None, has_devices: bool) -> list[int]:

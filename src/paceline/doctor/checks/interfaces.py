@@ -26,8 +26,8 @@ def gloo_choice(network: Network) -> Choice:
     for address in network.hostname_addresses:
         card = _with_address(network, address)
         if card is not None:
-            return Choice((card.name,), f"the host's name {network.hostname} is {address} there")
-    return Choice(("lo",), f"the host's name {network.hostname} has no address of this host")
+            return Choice((card.name,), "it has the address of the host's own name")
+    return Choice(("lo",), "the host's own name has no address of this host")
 
 
 def nccl_choice(network: Network) -> Choice:
@@ -70,7 +70,7 @@ def judge(examination: Examination) -> list[Finding]:
                 findings.append(Finding("problem", "interface-missing", host, what, fix))
             elif several and ways and not set(ways) & set(choice.names):
                 what = f"{library} would use {listed(choice.names)} ({choice.reason}), and the other hosts are behind "
-                what += listed(ways)
+                what += f"{listed(ways)}; {network.hostname} is {listed(network.hostname_addresses) or 'unknown'} there"
                 # Loopback reaches nobody; another network may, if it has no route of its own.
                 level = "problem" if choice.names == ("lo",) else "warning"
                 fix = _fix(examination, host, variable, ways[0])

@@ -57,13 +57,18 @@ def _wrong(examination: Examination, host: str, lookups: tuple[Lookup, ...]) -> 
 
 
 def _fix(examination: Examination, host: str) -> str:
-    """Lines for /etc/hosts, which is read before any name server is asked."""
+    """Lines for /etc/hosts, which is read before any name server is asked.
+
+    The form that IPv6 has for an address of IPv4 has a line of its own, as torch's store asks for that. Its name is another
+    one, so that whoever looks the host's name up does not get that form.
+    """
     lines = []
     for lookup in examination.facts[host].lookups:
         peer = examination.facts.get(lookup.host)
         is_address = lookup.question.count(".") == 3 and ":" not in lookup.question
         if peer is not None and is_address:
             lines.append(f"'{lookup.question} {peer.network.hostname}'")
+            lines.append(f"'::ffff:{lookup.question} {peer.network.hostname}.ipv4'")
     return on(host, examination, f"printf '%s\\n' {' '.join(lines)} | sudo tee -a /etc/hosts")
 
 

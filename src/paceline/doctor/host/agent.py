@@ -7,6 +7,7 @@ import platform
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from functools import partial
 from typing import Any
@@ -17,10 +18,10 @@ from paceline.base.version import VERSION
 from paceline.doctor.facts import HostFacts, Versions
 from paceline.doctor.host import links, system
 from paceline.doctor.host.folder import FolderProbe
-from paceline.doctor.host.network import lookups, network
+from paceline.doctor.host.network import lookups, network, own_addresses, reachable_at
 from paceline.launch import host
 from paceline.launch.channels import Channels
-from paceline.launch.remote import StarterChannel, addresses
+from paceline.launch.remote import StarterChannel
 
 _TORCH = (sys.executable, "-u", "-m", "paceline.doctor.host.torch_process")
 
@@ -62,7 +63,7 @@ class Agent:
         return {
             "paceline": VERSION,
             "hostname": host.name(),
-            "addresses": addresses([]),
+            "addresses": reachable_at([]),
             "port": self._listener.port,
         }
 
@@ -72,7 +73,7 @@ class Agent:
 
     def addresses(self, towards: list[str]) -> dict[str, Any]:
         """Under which addresses the others may reach this host, the likeliest first."""
-        return {"addresses": addresses(towards)}
+        return {"addresses": reachable_at(towards)}
 
     def facts(self, peers: dict[str, dict[str, Any]]) -> dict[str, Any]:
         """All that can be said without torch.
@@ -83,11 +84,14 @@ class Agent:
         questions = {}
         for name, peer in peers.items():
             questions[name] = (peer["hostname"], next(iter(peer["addresses"]), ""))
+        with ThreadPoolExecutor(1) as pool:  # a dead name server is waited for once
+            own = pool.submit(own_addresses)
+            rows = lookups(questions)
         facts = HostFacts(
             Versions(VERSION, platform.python_version(), sys.executable),
-            network({name: peer["addresses"] for name, peer in peers.items()}),
+            network({name: peer["addresses"] for name, peer in peers.items()}, own.result()),
             system.processors(),
-            lookups(questions),
+            rows,
             **system.limits(),
             shared_memory=system.shared_memory(),
             programs=system.programs(),

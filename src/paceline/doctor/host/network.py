@@ -16,14 +16,17 @@ from paceline.launch import host
 
 LOOKUP_S = 6.0  # glibc asks a name server for 5 s before it tries again
 _IS_UP = 1  # of the flags of an interface
+_OF_THIS_HOST_ALONE = ("lo", "docker", "virbr", "veth", "br-", "cni", "flannel")
+_MOST_ADDRESSES = 6  # each is tried by each other host
 _ADDRESS_OF = 0x8915  # SIOCGIFADDR of Linux
 
 
-def network(addresses: Mapping[str, Sequence[str]]) -> Network:
+def network(addresses: Mapping[str, Sequence[str]], hostname_addresses: Sequence[str]) -> Network:
     """How this host is connected.
 
     Args:
         addresses: the addresses of each other host, by its name.
+        hostname_addresses: what `own_addresses` gave.
     """
     cards = interfaces()
     env = environment.snapshot()
@@ -34,7 +37,7 @@ def network(addresses: Mapping[str, Sequence[str]]) -> Network:
             routes.append((name, card))
     return Network(
         host.name(),
-        own_addresses(),
+        tuple(hostname_addresses),
         cards,
         tuple(routes),
         env.get("GLOO_SOCKET_IFNAME", ""),
@@ -87,23 +90,52 @@ def _number(path: Path, base: int) -> int | None:
         return None
 
 
-def own_addresses() -> tuple[str, ...]:
-    """The addresses that this host's own name has here."""
-    try:
-        rows = socket.getaddrinfo(host.name(), None, type=socket.SOCK_STREAM)
-    except (OSError, UnicodeError):  # UnicodeError: a part of the name is longer than DNS allows
-        return ()
-    return tuple(dict.fromkeys(str(row[4][0]) for row in rows))
+def reachable_at(towards: Sequence[str]) -> list[str]:
+    """Under which addresses the others may reach this host, the likeliest first; no name is looked up for it.
+
+    Args:
+        towards: an address of each other host.
+    """
+    # What ssh says is where somebody else has reached this host.
+    candidates = environment.snapshot().get("SSH_CONNECTION", "").split()[2:3]
+    candidates += [own for own in map(_own_address_towards, towards) if own]
+    for card in interfaces():
+        if card.is_up and not card.name.startswith(_OF_THIS_HOST_ALONE):
+            candidates += card.addresses
+    usable = [address for address in candidates if not address.startswith("127.") and address != "::1"]
+    return list(dict.fromkeys(usable))[:_MOST_ADDRESSES]
+
+
+def own_addresses(timeout_s: float = LOOKUP_S) -> tuple[str, ...]:
+    """The addresses that this host's own name has here; none where there is no answer in time."""
+    answers: list[str] = []
+
+    def ask() -> None:
+        with suppress(OSError, UnicodeError):  # UnicodeError: a part of the name is longer than DNS allows
+            for row in socket.getaddrinfo(host.name(), None, type=socket.SOCK_STREAM):
+                answers.append(str(row[4][0]))
+
+    thread = threading.Thread(target=ask, daemon=True)
+    thread.start()
+    thread.join(timeout_s)
+    return tuple(dict.fromkeys(answers))
 
 
 def _route(candidates: Sequence[str], cards: Sequence[Interface]) -> str:
     """The interface by which this host goes to the first of another's addresses that a route leads to; "" for none."""
     for address in candidates:
-        family = socket.AF_INET6 if ":" in address else socket.AF_INET
-        with suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as probe:
-            probe.connect((address, 9))  # sends nothing: the system only chooses the way
-            own = probe.getsockname()[0]
+        own = _own_address_towards(address)
+        if own:
             return next((card.name for card in cards if own in card.addresses), "")
+    return ""
+
+
+def _own_address_towards(address: str) -> str:
+    """The address of this host from which it goes to another one; "" where no route leads there."""
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    with suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as probe:
+        probe.connect((address, 9))  # sends nothing: the system only chooses the way
+        return str(probe.getsockname()[0])
     return ""
 
 
