@@ -121,7 +121,9 @@ def test_nobody_answers() -> None:
 
 
 def test_a_silent_host_and_one_without_the_directory() -> None:
-    examination = replace(with_host(1, no_cwd="no such file or directory"), silent={"node2": "links: it did not answer"})
+    examination = replace(
+        with_host(1, no_cwd="no such file or directory"), silent={"node2": "links: it did not answer"}
+    )
     silent, missing = hosts.judge(examination)
     assert summary(silent) == ("problem", "host-silent", "node2")
     assert "--exclude node2" in silent.fix
@@ -438,13 +440,17 @@ def links_of(rates: dict[tuple[str, str], float], speed: int | None = 10_000, la
     ]
     facts = {}
     for number, (name, row) in enumerate(examination.facts.items()):
-        cards = tuple(replace(card, speed_mbit=speed if card.name == "eth0" else None) for card in row.network.interfaces)
+        cards = tuple(
+            replace(card, speed_mbit=speed if card.name == "eth0" else None) for card in row.network.interfaces
+        )
         facts[name] = host(number, network=replace(row.network, interfaces=cards))
     return replace(examination, links=tuple(rows), facts=facts)
 
 
 def test_the_slowest_link_is_named() -> None:
-    of_node2 = {pair: 5.9e6 for pair in [("node0", "node2"), ("node2", "node0"), ("node1", "node2"), ("node2", "node1")]}
+    of_node2 = {
+        pair: 5.9e6 for pair in [("node0", "node2"), ("node2", "node0"), ("node1", "node2"), ("node2", "node1")]
+    }
     finding = only(links.judge(links_of(of_node2)))
     assert summary(finding) == ("problem", "link-slow", "node2")
     assert "slowest link node0 -> node2: 47.2 Mbit/s" in finding.what

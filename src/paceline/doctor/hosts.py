@@ -53,7 +53,7 @@ def reach(settings: Launch, env: Mapping[str, str]) -> Reached:
         names = tuple(slots.host for slots in job.assigned.hosts)
         return Reached(names, tuple(ssh.connections(job, AGENT)), carried, job.reach.port, "ssh")
     without_hostfile(settings)
-    here = (sys.executable, "-u", "-m", AGENT)
+    here = (sys.executable, "-m", AGENT)
     nodes = env.get("SLURM_JOB_NODELIST", "")
     if nodes and env.get("SLURM_JOB_NUM_NODES", "1") != "1":
         names = _hostnames(nodes)

@@ -23,7 +23,7 @@ from paceline.launch import host
 from paceline.launch.channels import Channels
 from paceline.launch.remote import StarterChannel
 
-_TORCH = (sys.executable, "-u", "-m", "paceline.doctor.host.torch_process")
+_TORCH = (sys.executable, "-m", "paceline.doctor.host.torch_process")
 
 
 class Agent:
