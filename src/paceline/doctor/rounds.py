@@ -38,7 +38,7 @@ def rounds(hosts: Sequence[str], budget_s: float) -> tuple[float, list[list[Pair
             if one is not None and other is not None:
                 there.append((one, other))
         back = [(other, one) for one, other in there]
-        plan += [there, back]
+        plan += [pairs for pairs in (there, back) if pairs]
         places = [places[0], places[-1], *places[1:-1]]
     each_s = budget_s / max(len(plan), 1) - _OVERHEAD_S
     if each_s < _SHORTEST_S:

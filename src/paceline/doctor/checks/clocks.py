@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 
 from paceline.doctor.facts import Examination
-from paceline.doctor.finding import Check, Finding, on, where_all
+from paceline.doctor.finding import Check, Finding, Level, on, where_all
 from paceline.doctor.units import seconds
 
 _NOTICED_S = 0.25  # lines of logs of two hosts are no longer in order
@@ -28,7 +28,7 @@ def judge(examination: Examination) -> list[Finding]:
         if certain > _NOTICED_S:
             direction = "ahead of" if difference > 0 else "behind"
             what = f"its clock is {seconds(abs(difference))} {direction} the others (within {seconds(clock.bound_s)})"
-            level = "problem" if certain > _WRONG_S else "warning"
+            level: Level = "problem" if certain > _WRONG_S else "warning"
             findings.append(Finding(level, "clock", host, what, _fix(examination, host, right)))
     if not findings:
         what = f"all clocks are within {seconds(largest)} of each other"

@@ -12,7 +12,7 @@ def judge(examination: Examination) -> list[Finding]:
     several = len(examination.hosts) > 1
     for host, reason in examination.silent.items():
         fix = leave_out(host) if several else "run `paceline env`, which says what this Python lacks"
-        findings.append(Finding("problem", "host-silent", host, f"no answer: {reason}", fix))
+        findings.append(Finding("problem", "host-silent", host, f"at the step {reason}", fix))
     for host, facts in examination.facts.items():
         if facts.no_cwd:
             what = f"the working directory is not there ({facts.no_cwd})"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from paceline.doctor.facts import Examination, Interface, Network
-from paceline.doctor.finding import Check, Finding, listed, on, where_all
+from paceline.doctor.finding import Check, Finding, Level, listed, on, where_all
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ def judge(examination: Examination) -> list[Finding]:
                 what = f"{library} would use {listed(choice.names)} ({choice.reason}), and the other hosts are behind "
                 what += f"{listed(ways)}; {network.hostname} is {listed(network.hostname_addresses) or 'unknown'} there"
                 # Loopback reaches nobody; another network may, if it has no route of its own.
-                level = "problem" if choice.names == ("lo",) else "warning"
+                level: Level = "problem" if choice.names == ("lo",) else "warning"
                 fix = _fix(examination, host, variable, ways[0])
                 findings.append(Finding(level, "interface-wrong", host, what, fix))
     if not findings and descriptions:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from paceline.doctor.facts import Examination, HostFacts, Limit
-from paceline.doctor.finding import Check, Finding, on, where_all
+from paceline.doctor.finding import Check, Finding, Level, on, where_all
 from paceline.doctor.units import num_bytes
 
 _OPEN_FILES = 4096  # each rank has a connection to each other one, and each worker of a loader a few files
@@ -28,7 +28,7 @@ def judge(examination: Examination) -> list[Finding]:
 def _of_host(examination: Examination, host: str, facts: HostFacts) -> list[Finding]:
     findings = []
     if _below(facts.open_files, _OPEN_FILES):
-        level = "problem" if _below(facts.open_files, _TOO_FEW_OPEN_FILES) else "warning"
+        level: Level = "problem" if _below(facts.open_files, _TOO_FEW_OPEN_FILES) else "warning"
         what = f"a process may open {_shown(facts.open_files)} files (ulimit -n)"
         findings.append(Finding(level, "limit-files", host, what, _fix(examination, host, "nofile", "65536")))
     if _below(facts.processes, _PROCESSES):

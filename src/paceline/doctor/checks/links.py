@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from paceline.doctor.facts import Examination, Link
-from paceline.doctor.finding import Check, Finding, leave_out, where_all
+from paceline.doctor.finding import Check, Finding, Level, leave_out, where_all
 from paceline.doctor.units import rate, seconds
 
 # One TCP connection of one Python process does not fill a faster link, and says nothing about it.
@@ -23,7 +23,7 @@ def judge(examination: Examination) -> list[Finding]:
     findings = []
     expected = _expected(examination, slowest, min(fastest, _MEASURABLE))
     if slowest.bytes_per_s < _WARNING * expected:
-        level = "problem" if slowest.bytes_per_s < _PROBLEM * expected else "warning"
+        level: Level = "problem" if slowest.bytes_per_s < _PROBLEM * expected else "warning"
         findings.append(_slow(examination, slowest, fastest, level, expected))
     farthest = max(links, key=lambda link: link.latency_s)
     if not findings and farthest.latency_s > _FAR_S:
@@ -38,7 +38,7 @@ def judge(examination: Examination) -> list[Finding]:
     return findings
 
 
-def _slow(examination: Examination, slowest: Link, fastest: float, level: str, expected: float) -> Finding:
+def _slow(examination: Examination, slowest: Link, fastest: float, level: Level, expected: float) -> Finding:
     culprit = _common_host(examination, expected)
     pair = f"{slowest.source} -> {slowest.target}"
     reasons = [f"the fastest link has {rate(fastest)}"]
@@ -50,7 +50,7 @@ def _slow(examination: Examination, slowest: Link, fastest: float, level: str, e
         what = f"all links of {culprit} are slow; {what}"
     host = culprit or slowest.target
     fix = f"{leave_out(host)}; `ethtool {_interface(examination, slowest, host)}` there shows what its link agreed on"
-    return Finding("problem" if level == "problem" else "warning", "link-slow", culprit or pair, what, fix)
+    return Finding(level, "link-slow", culprit or pair, what, fix)
 
 
 def _common_host(examination: Examination, expected: float) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from paceline.doctor.facts import Examination, FolderUse
-from paceline.doctor.finding import Check, Finding, listed, on, where_all
+from paceline.doctor.finding import Check, Finding, Level, listed, on, where_all
 from paceline.doctor.units import num_bytes, seconds
 
 _LATE_S = 1.0
@@ -26,13 +26,13 @@ def judge(examination: Examination) -> list[Finding]:
         first = next(iter(uses))
         what = f"{folder} is not shared: what {first} writes there is not seen within 5 s"
         # Nobody has said that a checkpoint is to lie in the working directory; it may go to an object store.
-        level = "problem" if examination.folder_was_named else "warning"
+        level: Level = "problem" if examination.folder_was_named else "warning"
         fix = "write checkpoints to a folder that all hosts mount, and try it: `paceline doctor --folder PATH`"
         findings.append(Finding(level, "folder-not-shared", listed(unseen), what, fix))
     sharing = {host: use for host, use in uses.items() if use.seen_after_s is not None and not use.error}
     findings += _faults(examination, sharing)
     if not findings and sharing:
-        findings.append(Finding("ok", "shared folder", where_all(examination), _described(examination, sharing)))
+        findings.append(Finding("ok", "shared-folder", where_all(examination), _described(examination, sharing)))
     return findings
 
 

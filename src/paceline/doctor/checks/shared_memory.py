@@ -16,8 +16,8 @@ def judge(examination: Examination) -> list[Finding]:
     sizes = []
     for host, facts in examination.facts.items():
         if facts.shared_memory is None:
-            what, level = "there is no /dev/shm: the workers of a DataLoader cannot pass batches on", "problem"
-            findings.append(Finding(level, "shared-memory", host, what, _fix(examination, host, facts)))
+            what = "there is no /dev/shm: the workers of a DataLoader cannot pass batches on"
+            findings.append(Finding("problem", "shared-memory", host, what, _fix(examination, host, facts)))
             continue
         size, free = facts.shared_memory
         sizes.append(size)
@@ -29,7 +29,7 @@ def judge(examination: Examination) -> list[Finding]:
             findings.append(Finding("warning", "shared-memory", host, what, _fix(examination, host, facts)))
     if not findings and sizes:
         what = f"/dev/shm has {num_bytes(min(sizes))}{' or more' if len(set(sizes)) > 1 else ''}"
-        findings.append(Finding("ok", "shared memory", where_all(examination), what))
+        findings.append(Finding("ok", "shared-memory", where_all(examination), what))
     return findings
 
 
