@@ -50,7 +50,7 @@ _SSHD = """
     PrintMotd no
     MaxStartups 100
     MaxSessions 100
-    SetEnv HOME={folder}/home
+    SetEnv HOME={folder}/home{variables}
 """
 _SSH = """
     Host *
@@ -168,11 +168,16 @@ class Host:
         """Command lines of all that runs here, sshd's own left out; asks the machine, so that a cut link is no obstacle."""
         return [words for words in self._running() if not words.startswith(("sshd", "/usr/sbin/sshd"))]
 
-    def power_on(self) -> None:
-        """Starts the host, with nothing but an sshd; its cable is plugged in."""
+    def power_on(self, **variables: str) -> None:
+        """Starts the host, with nothing but an sshd; its cable is plugged in.
+
+        Args:
+            variables: what all its programs find in their environment.
+        """
         assert self._power is None, f"{self.name} is on"
         config = self._network.folder / f"{self.name}.sshd"
-        config.write_text(_SSHD.format(address=self.address, folder=self._network.folder))
+        more = "".join(f" {name}={value}" for name, value in variables.items())
+        config.write_text(_SSHD.format(address=self.address, folder=self._network.folder, variables=more))
         boot = f"echo {self.name} >/proc/sys/kernel/hostname; mount -t tmpfs run /run; mkdir /run/sshd; "
         boot += f"exec {shutil.which('sshd', path=_PATH)} -D -e -f {shlex.quote(str(config))}"
         words = ["ip", "netns", "exec", self.namespace, "unshare", "--pid", "--fork", "--kill-child=SIGKILL"]

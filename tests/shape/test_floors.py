@@ -25,10 +25,10 @@ FLOORS = [
         "states",
         "steps",
     },
-    {"cli", "compat", "testing", "__main__"},
+    {"cli", "compat", "doctor", "testing", "__main__"},
 ]
 FLOOR = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}
-TORCHLESS = ("base", "config", "launch", "cli")
+TORCHLESS = ("base", "config", "launch", "cli", "doctor")
 
 
 def target(name: str, modules) -> str | None:
@@ -62,6 +62,17 @@ def test_imports_go_down(modules) -> None:
             if found and module.name != "paceline" and not may_import(module.room, modules[found].room):
                 wrong.append(f"{module.where}:{line} imports {found}")
     assert not wrong, "imports that go up, or to a sibling:\n" + "\n".join(wrong)
+
+
+def test_the_doctor_serves_its_command_alone(modules) -> None:
+    wrong = [
+        f"{module.where}:{line} imports {name}"
+        for module in modules.values()
+        if module.room != "doctor" and module.name != "paceline.cli.doctor"
+        for line, name in module.imported()
+        if name.startswith("paceline.doctor")
+    ]
+    assert not wrong, "\n".join(wrong)
 
 
 def test_base_needs_the_standard_library_alone(modules) -> None:

@@ -1,5 +1,8 @@
 """The starter's end of the conversations with `remote.py`: one connection to each host, all asked at the same time.
 
+`Channels` are the conversations themselves, which `paceline doctor` has too, with a program of its own; `HostChannels` are
+those of a run:
+
 prepare: assignment to all -> who lacks what -> one error for all of them, or where node 0 is reached by the others
 follow:  go to all -> their lines on this terminal -> their exit codes; signals are passed on
 """
@@ -36,6 +39,7 @@ _REASONS = (  # (what ssh says, what it means); the first that is found counts
     ("Could not resolve hostname", "there is no host of that name"),
     ("Connection refused", "it refuses connections{port}: no sshd listens there"),
     ("Permission denied", "permission denied: it does not accept this user's key (`ssh-copy-id {host}`)"),
+    ("No module named 'paceline.doctor", "its paceline is older than this one, and has no doctor"),
     ("No module named 'paceline", "paceline is not installed for {python} there"),
     ("Connection timed out", "it cannot be reached{port}: no answer"),
     ("No route to host", "it cannot be reached{port}: no route to it"),
@@ -127,7 +131,66 @@ class HostChannel:
             pipe.close()
 
 
-class HostChannels:
+class Channels:
+    """Conversations with several programs, which are all asked at the same time.
+
+    Args:
+        names: what each is called, a host's name for example.
+        commands: what starts each, or carries the connection to it.
+        port: of the hosts' sshds, for messages; None where ssh knows it.
+    """
+
+    def __init__(self, names: Sequence[str], commands: Sequence[Sequence[str]], port: int | None = None) -> None:
+        self.channels = [HostChannel(name, command) for name, command in zip(names, commands, strict=True)]
+        self._port = port
+        self._selector = selectors.DefaultSelector()
+        for channel in self.channels:
+            for stream, pipe in channel.pipes.items():
+                os.set_blocking(pipe.fileno(), False)
+                self._selector.register(pipe, selectors.EVENT_READ, (channel, stream))
+
+    def exchange(
+        self, messages: Mapping[int, dict[str, Any]], timeout_s: float
+    ) -> tuple[dict[int, dict[str, Any]], dict[int, str]]:
+        """Sends messages to some of them, by number; gives what each answers, and why each of the others is silent."""
+        asked = {number: self.channels[number] for number in messages}
+        for number, channel in asked.items():
+            channel.send(messages[number])
+        deadline = time.monotonic() + timeout_s
+        while time.monotonic() < deadline:
+            waiting = [channel for channel in asked.values() if not channel.answers and channel.code is None]
+            if not waiting:
+                break
+            self._read(0.2)
+        answers: dict[int, dict[str, Any]] = {}
+        silent: dict[int, str] = {}
+        for number, channel in asked.items():
+            if channel.answers:
+                answers[number] = channel.answers.pop(0)
+            else:
+                silent[number] = channel.why_silent(self._port, sys.executable, timeout_s)
+        return answers, silent
+
+    def _read(self, seconds: float) -> None:
+        for event, _ in self._selector.select(seconds):
+            channel, stream = event.data
+            data = os.read(event.fd, 1 << 16)
+            channel.receive(stream, data)
+            if not data:
+                self._selector.unregister(event.fileobj)
+        if not self._selector.get_map():
+            time.sleep(min(seconds, 0.05))
+
+    def close(self) -> None:
+        """Ends all connections."""
+        for channel in self.channels:  # all hosts end at the same time
+            channel.close_input()
+        for channel in self.channels:
+            channel.close()
+        self._selector.close()
+
+
+class HostChannels(Channels):
     """The connections to all hosts of a job.
 
     Args:
@@ -139,12 +202,7 @@ class HostChannels:
         self.job = job
         self.assignment = job.assigned
         self.hosts = [host.host for host in self.assignment.hosts]
-        self.channels = [HostChannel(host, command) for host, command in zip(self.hosts, commands, strict=True)]
-        self._selector = selectors.DefaultSelector()
-        for channel in self.channels:
-            for stream, pipe in channel.pipes.items():
-                os.set_blocking(pipe.fileno(), False)
-                self._selector.register(pipe, selectors.EVENT_READ, (channel, stream))
+        super().__init__(self.hosts, commands, job.reach.port)
 
     def prepare(self) -> Place | None:
         """Gives all hosts their assignment; returns where node 0 will listen, or None where there is no other host.
@@ -183,23 +241,8 @@ class HostChannels:
         Raises:
             LaunchError: `launch-hosts`, where some do not.
         """
-        asked = {node: self.channels[node] for node in messages}
-        for node, channel in asked.items():
-            channel.send(messages[node])
-        timeout_s = self.job.reach.timeout_s
-        deadline = time.monotonic() + timeout_s
-        while time.monotonic() < deadline:
-            waiting = [channel for channel in asked.values() if not channel.answers and channel.code is None]
-            if not waiting:
-                break
-            self._read(0.2)
-        answers: dict[int, dict[str, Any]] = {}
-        problems: dict[int, list[str]] = {}
-        for node, channel in asked.items():
-            if channel.answers:
-                answers[node] = channel.answers.pop(0)
-            else:
-                problems[node] = [channel.why_silent(self.job.reach.port, sys.executable, timeout_s)]
+        answers, silent = self.exchange(messages, self.job.reach.timeout_s)
+        problems = {node: [reason] for node, reason in silent.items()}
         if problems:  # those that have answered may lack something too: one error tells of all
             for node, answer in answers.items():
                 problems[node] = answer.get("problems", [])
@@ -212,16 +255,6 @@ class HostChannels:
         lines = [f"{self.hosts[node]}: {problem}" for node in unfit for problem in problems[node]]
         if lines:
             raise unfit_hosts_error(self.assignment, [self.hosts[node] for node in unfit], lines)
-
-    def _read(self, seconds: float) -> None:
-        for event, _ in self._selector.select(seconds):
-            channel, stream = event.data
-            data = os.read(event.fd, 1 << 16)
-            channel.receive(stream, data)
-            if not data:
-                self._selector.unregister(event.fileobj)
-        if not self._selector.get_map():
-            time.sleep(min(seconds, 0.05))
 
     def follow(self, place: Place | None) -> int:
         """Has all hosts begin, shows what they write, and waits for their end; returns the first exit code that is not 0.
@@ -272,14 +305,6 @@ class HostChannels:
         for channel in self.channels:
             if channel.code is None:
                 channel.send({"signal": int(number)})
-
-    def close(self) -> None:
-        """Ends all connections."""
-        for channel in self.channels:  # all hosts end at the same time
-            channel.close_input()
-        for channel in self.channels:
-            channel.close()
-        self._selector.close()
 
 
 def unfit_hosts_error(assignment: Assignment, hosts: Sequence[str], lines: Sequence[str]) -> LaunchError:

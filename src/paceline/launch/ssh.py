@@ -15,6 +15,7 @@ from paceline.launch import host
 from paceline.launch.channels import HostChannels
 from paceline.launch.launcher import Hosts, Job, Outcome, Rendered
 
+REMOTE = "paceline.launch.remote"
 OPTIONS = ("BatchMode=yes", "ConnectTimeout=10", "ServerAliveInterval=5", "ServerAliveCountMax=3")
 
 
@@ -46,9 +47,7 @@ class SshHandle:
 
     def __init__(self, rendered: Rendered) -> None:
         job = rendered.job
-        near = [_is_this_host(at.host, job) for at in job.assigned.hosts]
-        steps = [here(job) if own else step for own, step in zip(near, rendered.steps, strict=True)]
-        self._channels = HostChannels(job, steps)
+        self._channels = HostChannels(job, connections(job))
         try:
             self._place = self._channels.prepare()
         except BaseException:
@@ -67,26 +66,40 @@ class SshHandle:
             self._channels.close()
 
 
-def connect(job: Job, name: str) -> tuple[str, ...]:
+def connections(job: Job, module: str = REMOTE) -> list[tuple[str, ...]]:
+    """What carries the connection to each host of a job; to this one no ssh.
+
+    Args:
+        job: the job, with its assignment.
+        module: what runs there: a module of ours that answers on its standard output.
+    """
+    commands = []
+    for at in job.assigned.hosts:
+        is_near = _is_this_host(at.host, job)
+        commands.append(here(job, module) if is_near else connect(job, at.host, module))
+    return commands
+
+
+def connect(job: Job, name: str, module: str = REMOTE) -> tuple[str, ...]:
     """What carries the connection to a host."""
     options = [word for option in OPTIONS for word in ("-o", option)]
     port = ["-p", str(job.reach.port)] if job.reach.port else []
-    return ("ssh", *job.reach.args, "-T", *options, *port, name, shell_line(job))
+    return ("ssh", *job.reach.args, "-T", *options, *port, name, shell_line(job, module=module))
 
 
-def shell_line(job: Job, *words: str) -> str:
+def shell_line(job: Job, *words: str, module: str = REMOTE) -> str:
     """What a host's shell is given: Python, found as here or in the environment that a script sets up."""
     path = job.assignment.env.get("PYTHONPATH", "") if job.assignment is not None else ""
     variables = ["env", f"PYTHONPATH={path}"] if path else []
     if not job.reach.activate:
-        return shlex.join(["exec", *variables, sys.executable, "-u", "-m", "paceline.launch.remote", *words])
-    inside = shlex.join(["exec", *variables, "python", "-u", "-m", "paceline.launch.remote", *words])
+        return shlex.join(["exec", *variables, sys.executable, "-u", "-m", module, *words])
+    inside = shlex.join(["exec", *variables, "python", "-u", "-m", module, *words])
     return shlex.join(["exec", "bash", "-c", f". {shlex.quote(job.reach.activate)} && {inside}"])
 
 
-def here(job: Job) -> tuple[str, ...]:
+def here(job: Job, module: str = REMOTE) -> tuple[str, ...]:
     """What carries the connection to this host."""
-    return ("sh", "-c", shell_line(job))
+    return ("sh", "-c", shell_line(job, module=module))
 
 
 def _is_this_host(name: str, job: Job) -> bool:

@@ -1,0 +1,1 @@
+"""The checks of `paceline doctor`: a file with `CHECK` each, which judges facts and collects none."""

@@ -1,0 +1,92 @@
+"""Which link is the slowest, and is it as fast as it says, and as the others?"""
+
+from __future__ import annotations
+
+from paceline.doctor.facts import Examination, Link
+from paceline.doctor.finding import Check, Finding, Level, leave_out, where_all
+from paceline.doctor.units import rate, seconds
+
+# One TCP connection of one Python process does not fill a faster link, and says nothing about it.
+_MEASURABLE = 5e9 / 8
+_WARNING = 0.5
+_PROBLEM = 0.1
+_FAR_S = 2e-3  # within one building it is a tenth of this
+
+
+def judge(examination: Examination) -> list[Finding]:
+    """A finding for the host, or the pair, whose links are much slower than the fastest, or than their own rate."""
+    links = examination.links
+    if not links:
+        return []
+    slowest = min(links, key=lambda link: link.bytes_per_s)
+    fastest = max(link.bytes_per_s for link in links)
+    findings = []
+    expected = _expected(examination, slowest, min(fastest, _MEASURABLE))
+    if slowest.bytes_per_s < _WARNING * expected:
+        level: Level = "problem" if slowest.bytes_per_s < _PROBLEM * expected else "warning"
+        findings.append(_slow(examination, slowest, fastest, level, expected))
+    farthest = max(links, key=lambda link: link.latency_s)
+    if not findings and farthest.latency_s > _FAR_S:
+        what = f"a message takes {seconds(farthest.latency_s)}: small collectives wait for it"
+        fix = "take hosts of one place, or communicate less often: `--accumulate N`"
+        findings.append(Finding("warning", "link-far", f"{farthest.source} -> {farthest.target}", what, fix))
+    if not findings:
+        pair = f"{slowest.source} -> {slowest.target}"
+        what = f"slowest link {pair}: {rate(slowest.bytes_per_s)}; fastest {rate(fastest)}; latency up to "
+        what += seconds(farthest.latency_s)
+        findings.append(Finding("ok", "links", where_all(examination), what))
+    return findings
+
+
+def _slow(examination: Examination, slowest: Link, fastest: float, level: Level, expected: float) -> Finding:
+    culprit = _common_host(examination, expected)
+    pair = f"{slowest.source} -> {slowest.target}"
+    reasons = [f"the fastest link has {rate(fastest)}"]
+    speed = _speed(examination, slowest)
+    if speed is not None:
+        reasons.append(f"its interface says {rate(speed)}")
+    what = f"slowest link {pair}: {rate(slowest.bytes_per_s)}; {', '.join(reasons)}"
+    if culprit:
+        what = f"all links of {culprit} are slow; {what}"
+    host = culprit or slowest.target
+    fix = f"{leave_out(host)}; `ethtool {_interface(examination, slowest, host)}` there shows what its link agreed on"
+    return Finding(level, "link-slow", culprit or pair, what, fix)
+
+
+def _common_host(examination: Examination, expected: float) -> str:
+    """The one host that takes part in all slow links, and whose links are all slow; "" where there is none such."""
+    slow = [link for link in examination.links if link.bytes_per_s < _WARNING * expected]
+    for host in examination.facts:
+        own = [link for link in examination.links if host in (link.source, link.target)]
+        if len(examination.facts) > 2 and own and {*own} == {*slow}:
+            return host
+    return ""
+
+
+def _expected(examination: Examination, link: Link, fastest: float) -> float:
+    """What a link should carry: as much as the fastest one, or what its own interfaces have agreed on."""
+    speed = _speed(examination, link)
+    return max(fastest, min(speed, _MEASURABLE) * _WARNING) if speed is not None else fastest
+
+
+def _speed(examination: Examination, link: Link) -> float | None:
+    """Bytes a second that the slower of the two interfaces has agreed on; None where neither says."""
+    speeds = []
+    for host, other in ((link.source, link.target), (link.target, link.source)):
+        facts = examination.facts.get(host)
+        cards = {card.name: card for card in facts.network.interfaces} if facts is not None else {}
+        routes = dict(facts.network.routes) if facts is not None else {}
+        card = cards.get(routes.get(other, ""))
+        if card is not None and card.speed_mbit is not None:
+            speeds.append(card.speed_mbit * 1e6 / 8)
+    return min(speeds, default=None)
+
+
+def _interface(examination: Examination, link: Link, host: str) -> str:
+    other = link.source if host == link.target else link.target
+    facts = examination.facts.get(host)
+    routes = dict(facts.network.routes) if facts is not None else {}
+    return routes.get(other, "INTERFACE")
+
+
+CHECK = Check("links", judge)

@@ -1,0 +1,75 @@
+"""Are names and addresses of the other hosts looked up fast, and right?"""
+
+from __future__ import annotations
+
+from paceline.doctor.facts import Examination, Lookup
+from paceline.doctor.finding import Check, Finding, listed, on, where_all
+from paceline.doctor.units import seconds
+
+# torch's store asks for the name of each client that connects; a run of three hosts came up in 23 s, and in 7 s without.
+_SLOW_S = 1.0
+
+
+def judge(examination: Examination) -> list[Finding]:
+    """A warning for each host that waits for the resolver, that does not know another's name, or knows a wrong one."""
+    findings: list[Finding] = []
+    slowest = 0.0
+    for host, facts in examination.facts.items():
+        slow = [lookup for lookup in facts.lookups if lookup.seconds > _SLOW_S]
+        unknown = [lookup for lookup in facts.lookups if _is_name(examination, lookup) and not lookup.answer]
+        slowest = max([slowest, *(lookup.seconds for lookup in facts.lookups)])
+        if slow:
+            worst = max(slow, key=lambda lookup: lookup.seconds)
+            length = seconds(worst.seconds)
+            took = f"takes {length}" if worst.finished else f"has no answer after {length}"
+            what = f"looking up {worst.question} {took}: starting a run waits for each host's name"
+            findings.append(Finding("warning", "names-slow", host, what, _fix(examination, host)))
+        elif unknown:
+            what = f"the names {listed(lookup.question for lookup in unknown)} have no address here: programs that "
+            what += "meet by name, such as torchrun, fail"
+            findings.append(Finding("warning", "names-unknown", host, what, _fix(examination, host)))
+        else:
+            findings += _wrong(examination, host, facts.lookups)
+    if not findings and any(facts.lookups for facts in examination.facts.values()):
+        what = f"names and addresses of all hosts are looked up within {seconds(slowest)}"
+        findings.append(Finding("ok", "names", where_all(examination), what))
+    return findings
+
+
+def _is_name(examination: Examination, lookup: Lookup) -> bool:
+    facts = examination.facts.get(lookup.host)
+    return facts is not None and lookup.question == facts.network.hostname
+
+
+def _wrong(examination: Examination, host: str, lookups: tuple[Lookup, ...]) -> list[Finding]:
+    """A name that has, here, an address which its host does not have."""
+    findings = []
+    for lookup in lookups:
+        if not _is_name(examination, lookup):
+            continue
+        cards = examination.facts[lookup.host].network.interfaces
+        own = [address for card in cards for address in card.addresses]
+        if own and lookup.answer not in own:
+            what = f"the name {lookup.question} has the address {lookup.answer} here, and {lookup.host} has "
+            what += listed(own)
+            findings.append(Finding("warning", "names-wrong", host, what, _fix(examination, host)))
+    return findings
+
+
+def _fix(examination: Examination, host: str) -> str:
+    """Lines for /etc/hosts, which is read before any name server is asked.
+
+    The form that IPv6 has for an address of IPv4 has a line of its own, as torch's store asks for that. Its name is another
+    one, so that whoever looks the host's name up does not get that form.
+    """
+    lines = []
+    for lookup in examination.facts[host].lookups:
+        peer = examination.facts.get(lookup.host)
+        is_address = lookup.question.count(".") == 3 and ":" not in lookup.question
+        if peer is not None and is_address:
+            lines.append(f"'{lookup.question} {peer.network.hostname}'")
+            lines.append(f"'::ffff:{lookup.question} {peer.network.hostname}.ipv4'")
+    return on(host, examination, f"printf '%s\\n' {' '.join(lines)} | sudo tee -a /etc/hosts")
+
+
+CHECK = Check("names", judge)

@@ -1,0 +1,84 @@
+"""Do all hosts run the same versions, and is torch there with gloo?"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from paceline.base.version import TORCH_NEWEST
+from paceline.doctor.facts import Examination, Versions
+from paceline.doctor.finding import Check, Finding, listed, on, where_all
+from paceline.world import torch_version
+
+# What hosts must have in common: of Python the first two numbers, since the third changes nothing that travels.
+_COMPARED: Mapping[str, Callable[[Versions], str]] = {
+    "paceline": lambda versions: versions.paceline,
+    "Python": lambda versions: ".".join(versions.python.split(".")[:2]),
+    "torch": lambda versions: versions.torch,
+    "NCCL": lambda versions: versions.nccl or "missing",
+}
+
+
+def judge(examination: Examination) -> list[Finding]:
+    """Problems for versions that differ and for a torch that is missing or lacks gloo; a warning for an untested torch."""
+    findings: list[Finding] = []
+    usable: dict[str, Versions] = {}
+    for host, facts in examination.facts.items():
+        versions = facts.versions
+        if versions.torch:
+            usable[host] = versions
+            if "gloo" not in versions.backends:
+                fix = on(host, examination, f"{versions.executable} -m pip install --force-reinstall torch")
+                findings.append(Finding("problem", "gloo-missing", host, "its torch has no gloo", fix))
+        else:
+            what = f"torch cannot be used: {versions.torch_error}"
+            fix = on(host, examination, f"{versions.executable} -m pip install --force-reinstall torch")
+            findings.append(Finding("problem", "torch-missing", host, what, fix))
+    for name, version_of in _COMPARED.items():
+        findings += _difference(examination, usable, name, version_of)
+    findings += _untested(examination, usable)
+    if usable and not findings:
+        versions = next(iter(usable.values()))
+        nccl = f"NCCL {versions.nccl}" if versions.nccl else "no NCCL"
+        what = f"paceline {versions.paceline}, Python {versions.python}, torch {versions.torch}, gloo, {nccl}"
+        findings.append(Finding("ok", "versions", where_all(examination), what))
+    return findings
+
+
+def _difference(
+    examination: Examination, usable: Mapping[str, Versions], name: str, version_of: Callable[[Versions], str]
+) -> list[Finding]:
+    """A problem where hosts have several versions of one thing: those count as wrong that fewer hosts have."""
+    hosts_by_version: dict[str, list[str]] = {}
+    for host, versions in usable.items():
+        hosts_by_version.setdefault(version_of(versions), []).append(host)
+    if len(hosts_by_version) < 2:
+        return []
+    # The first of those that most hosts have, so that of two hosts the first one is right.
+    right = max(hosts_by_version, key=lambda version: len(hosts_by_version[version]))
+    parts = [f"{version} on {listed(hosts)}" for version, hosts in hosts_by_version.items()]
+    wrong = [host for version, hosts in hosts_by_version.items() if version != right for host in hosts]
+    executable = usable[wrong[0]].executable
+    public = right.partition("+")[0]
+    if name == "Python":
+        fix = f"on {listed(wrong)}: install Python {right}, and paceline for it, at {executable}"
+    elif name == "NCCL":
+        torch = usable[hosts_by_version[right][0]].torch.partition("+")[0]
+        fix = f"on {listed(wrong)}: `{executable} -m pip install --force-reinstall torch=={torch}`"
+    else:
+        fix = f"on {listed(wrong)}: `{executable} -m pip install {name}=={public}`"
+    what = f"{name} is {'; '.join(parts)}"
+    return [Finding("problem", "versions-differ", listed(wrong), what, fix)]
+
+
+def _untested(examination: Examination, usable: Mapping[str, Versions]) -> list[Finding]:
+    hosts = [host for host, versions in usable.items() if torch_version.compare(versions.torch) != "tested"]
+    if not hosts:
+        return []
+    versions = usable[hosts[0]]
+    what = f"torch {versions.torch} is not one of those that were tested with: {torch_version.range_text()}"
+    wanted = f"torch=={'.'.join(map(str, TORCH_NEWEST))}.*"
+    fix = f"`{versions.executable} -m pip install '{wanted}'`"
+    return [Finding("warning", "torch-untested", listed(hosts), what, fix)]
+
+
+CHECK = Check("versions", judge)

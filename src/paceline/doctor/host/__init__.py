@@ -1,0 +1,1 @@
+"""What runs on each host that is examined: it collects facts and measures, and judges nothing."""

@@ -1,0 +1,187 @@
+"""A host's side of the examination: answers `examine.py`, one request after the other, until the end of its input."""
+
+from __future__ import annotations
+
+import os
+import platform
+import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
+from functools import partial
+from typing import Any
+
+from paceline.base import env as environment
+from paceline.base.errors import cut
+from paceline.base.version import VERSION
+from paceline.doctor.facts import HostFacts, Versions
+from paceline.doctor.host import links, system
+from paceline.doctor.host.folder import FolderProbe
+from paceline.doctor.host.network import lookups, network, own_addresses, reachable_at
+from paceline.launch import host
+from paceline.launch.channels import Channels
+from paceline.launch.remote import StarterChannel
+
+_TORCH = (sys.executable, "-m", "paceline.doctor.host.torch_process")
+
+
+class Agent:
+    """What this host knows between two requests.
+
+    Each method but `close` is a request of that name; its arguments are the request's, and what it returns is the answer.
+    """
+
+    def __init__(self) -> None:
+        self._name = ""
+        self._token = ""
+        self._no_cwd = ""
+        self._folder: FolderProbe | None = None
+        self._listener: links.Listener | None = None
+        self._torch = Channels((), ())
+
+    def hello(self, name: str, number: int, token: str, env: dict[str, str], cwd: str, folder: str) -> dict[str, Any]:
+        """Takes over the environment that a run would have here, and begins to import torch.
+
+        Args:
+            name: what the starter calls this host.
+            number: its place among the hosts.
+            token: of this examination.
+            env: variables that go along.
+            cwd: the working directory of a run.
+            folder: the shared folder.
+        """
+        self._name, self._token = name, token
+        environment.export(dict(env))
+        try:
+            os.chdir(cwd)
+        except OSError as error:
+            self._no_cwd = (error.strerror or "").lower()
+        self._folder = FolderProbe(folder, token, number)
+        self._torch = Channels(["torch"], [_TORCH])
+        self._listener = links.Listener(token)
+        return {
+            "paceline": VERSION,
+            "hostname": host.name(),
+            "addresses": reachable_at([]),
+            "port": self._listener.port,
+        }
+
+    def clock(self) -> dict[str, Any]:
+        """The time."""
+        return {"time": time.time()}
+
+    def addresses(self, towards: list[str]) -> dict[str, Any]:
+        """Under which addresses the others may reach this host, the likeliest first."""
+        return {"addresses": reachable_at(towards)}
+
+    def facts(self, peers: dict[str, dict[str, Any]]) -> dict[str, Any]:
+        """All that can be said without torch.
+
+        Args:
+            peers: of each other host: its own name `hostname`, and its `addresses`.
+        """
+        questions = {}
+        for name, peer in peers.items():
+            questions[name] = (peer["hostname"], next(iter(peer["addresses"]), ""))
+        with ThreadPoolExecutor(1) as pool:  # a dead name server is waited for once
+            own = pool.submit(own_addresses)
+            rows = lookups(questions)
+        facts = HostFacts(
+            Versions(VERSION, platform.python_version(), sys.executable),
+            network({name: peer["addresses"] for name, peer in peers.items()}, own.result()),
+            system.processors(),
+            rows,
+            **system.limits(),
+            shared_memory=system.shared_memory(),
+            programs=system.programs(),
+            in_container=system.in_container(),
+            has_rdma=system.has_rdma(),
+            no_cwd=self._no_cwd,
+        )
+        return {"facts": asdict(facts)}
+
+    def torch(self, timeout_s: float) -> dict[str, Any]:
+        """What needs torch; `silent` says why it did not answer."""
+        answers, silent = self._torch.exchange({0: {"do": "facts"}}, timeout_s)
+        return answers.get(0) or {"silent": silent[0]}
+
+    def connections(self, peers: dict[str, tuple[list[str], int]]) -> dict[str, Any]:
+        """Which of the other hosts' ports this one reaches; see `links.connections`."""
+        rows = links.connections(self._name, peers, self._token)
+        return {"connections": [asdict(row) for row in rows]}
+
+    def measure(self, target: str, address: str, port: int, seconds: float) -> dict[str, Any]:
+        """Latency and bandwidth of the way to another host."""
+        try:
+            link = links.measure(self._name, target, address, port, self._token, seconds)
+        except (OSError, ValueError) as error:
+            return {"failed": cut(f"{self._name} -> {target}: {error}", 300)}
+        return {"link": asdict(link)}
+
+    def free_port(self) -> dict[str, Any]:
+        """A port at which rank 0 may listen."""
+        held = host.hold_port(0)
+        try:
+            return {"port": int(held.getsockname()[1])}
+        finally:
+            held.close()
+
+    def all_reduce(self, request: dict[str, Any], first_rank: int, processes: int, timeout_s: float) -> dict[str, Any]:
+        """Takes part in all-reduces with several processes, one for each device; see `torch_process.all_reduce`.
+
+        Args:
+            request: what all of them are told.
+            first_rank: of this host's processes.
+            processes: how many this host runs.
+            timeout_s: when to give up.
+        """
+        more = Channels(["torch"] * (processes - 1), [_TORCH] * (processes - 1))
+        others: dict[int, dict[str, Any]] = {}
+        try:
+            requests = []
+            for device in range(processes):
+                requests.append({**request, "do": "all_reduce", "rank": first_rank + device, "device": device})
+            ask = partial(more.exchange, dict(enumerate(requests[1:])), timeout_s)
+            thread = threading.Thread(target=lambda: others.update(ask()[0]))
+            thread.start()
+            answers, silent = self._torch.exchange({0: requests[0]}, timeout_s)
+            thread.join()
+        finally:
+            more.close()
+        if 0 not in answers:
+            return {"error": silent[0]}
+        errors = [answer["error"] for answer in others.values() if answer["error"]]
+        return {**answers[0], "error": next(iter(errors), answers[0]["error"])}
+
+    def folder(self, step: str, **arguments: Any) -> dict[str, Any]:
+        """One step of trying the shared folder; see `folder.py`."""
+        assert self._folder is not None, "hello comes first"
+        result = getattr(self._folder, step)(**arguments)
+        return {"result": asdict(result) if step == "use" else result}
+
+    def close(self) -> None:
+        """Ends what was started."""
+        if self._listener is not None:
+            self._listener.close()
+        self._torch.close()
+
+
+def main() -> int:
+    """Serves the starter until it has no more to ask."""
+    channel = StarterChannel()
+    agent = Agent()
+    try:
+        while True:
+            request = channel.receive()
+            try:
+                answer = getattr(agent, request.pop("do"))(**request)
+            except Exception as error:  # a step that fails here must not keep the others from being heard of
+                answer = {"failed": cut(f"{type(error).__name__}: {error}", 500)}
+            channel.answer(**answer)
+    finally:
+        agent.close()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

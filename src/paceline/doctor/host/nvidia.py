@@ -1,0 +1,112 @@
+"""Reads `nvidia-smi -q -x`: memory errors, clocks and links of NVIDIA's devices. Its text in, `DeviceHealth` out."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from pathlib import Path
+from xml.etree import ElementTree
+
+from paceline.doctor.facts import DeviceHealth
+
+_TIMEOUT_S = 15.0  # without its daemon it initialises each device first
+# Reasons that say nothing of a device's health: it has nothing to do, somebody has set its clock, or it is at a limit of
+# power that it reaches whenever it works hard.
+_HARMLESS = ("gpu_idle", "applications_clocks_setting", "sw_power_cap", "sync_boost", "display_clocks_setting")
+
+
+def device_health() -> tuple[tuple[DeviceHealth, ...], str]:
+    """What `nvidia-smi` says of each device, and why it did not answer."""
+    try:
+        done = subprocess.run(
+            ["nvidia-smi", "-q", "-x"], stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=_TIMEOUT_S
+        )
+    except FileNotFoundError:
+        return (), ""
+    except subprocess.TimeoutExpired:
+        return (), f"nvidia-smi did not answer within {_TIMEOUT_S:g} s"
+    except OSError as error:
+        return (), f"nvidia-smi cannot be run ({error.strerror})"
+    if done.returncode:
+        said = " ".join((done.stdout + done.stderr).split())
+        return (), f"nvidia-smi ended with {done.returncode}: {said[:200]}"
+    try:
+        return parse(done.stdout), ""
+    except ElementTree.ParseError as error:
+        return (), f"what nvidia-smi wrote cannot be read ({error})"
+
+
+def parse(text: str, root: Path = Path("/sys/bus/pci/devices")) -> tuple[DeviceHealth, ...]:
+    """Reads what `nvidia-smi -q -x` wrote; what a device or an older driver does not say is None.
+
+    Args:
+        text: the XML.
+        root: the system's folder of devices, which has their NUMA nodes.
+
+    Raises:
+        xml.etree.ElementTree.ParseError: it is no XML.
+    """
+    devices = []
+    for index, gpu in enumerate(ElementTree.fromstring(text).findall("gpu")):
+        ecc = gpu.find("ecc_errors/volatile")
+        errors = [_number(row.text) for row in (ecc if ecc is not None else ()) if _counts_uncorrected(row.tag)]
+        counted = [number for number in errors if number is not None]
+        pending = [_yes(gpu.findtext("remapped_rows/remapped_row_pending"))]
+        for path in ("retired_pages/pending_retirement", "retired_pages/pending_blacklist"):
+            pending.append(_yes(gpu.findtext(path)))
+        answers = [answer for answer in pending if answer is not None]
+        devices.append(
+            DeviceHealth(
+                index,
+                (gpu.findtext("product_name") or "unnamed").strip(),
+                uncorrected_errors=sum(counted) if counted else None,
+                repair_pending=any(answers) if answers else None,
+                repair_failed=_yes(gpu.findtext("remapped_rows/remapped_row_failure")),
+                slowdowns=_slowdowns(gpu),
+                clock_mhz=_number(gpu.findtext("clocks/sm_clock")),
+                max_clock_mhz=_number(gpu.findtext("max_clocks/sm_clock")),
+                temperature_c=_number(gpu.findtext("temperature/gpu_temp")),
+                link_width=_number(gpu.findtext("pci/pci_gpu_link_info/link_widths/current_link_width")),
+                max_link_width=_number(gpu.findtext("pci/pci_gpu_link_info/link_widths/max_link_width")),
+                numa_node=_numa_node(root, gpu.findtext("pci/pci_bus_id") or gpu.get("id") or ""),
+            )
+        )
+    return tuple(devices)
+
+
+def _counts_uncorrected(tag: str) -> bool:
+    # "dram_uncorrectable", "sram_uncorrectable_parity", ...; drivers of older devices have nested counts, left unread.
+    return "uncorrectable" in tag and "threshold" not in tag
+
+
+def _slowdowns(gpu: ElementTree.Element) -> tuple[str, ...]:
+    """Active reasons of a low clock, by their names without the prefix that drivers before 535 gave them."""
+    reasons = []
+    for group in ("clocks_event_reasons", "clocks_throttle_reasons"):
+        for row in gpu.find(group) or ():
+            name = re.sub("^clocks_(event|throttle)_reasons?_", "", row.tag)
+            if (row.text or "").strip() == "Active" and name not in _HARMLESS:
+                reasons.append(name)
+    return tuple(reasons)
+
+
+def _number(text: str | None) -> int | None:
+    """The number that a text such as "1980 MHz" or "16x" begins with; None for "N/A" and the like."""
+    match = re.match(r"\s*(\d+)", text or "")
+    return int(match.group(1)) if match else None
+
+
+def _yes(text: str | None) -> bool | None:
+    word = (text or "").strip().lower()
+    return {"yes": True, "no": False}.get(word)
+
+
+def _numa_node(root: Path, bus: str) -> int | None:
+    """The NUMA node of a device; nvidia-smi writes the domain of its bus with 8 digits, the system with 4."""
+    name = bus.strip().lower()
+    domain, _, rest = name.partition(":")
+    try:
+        node = int((root / f"{domain[-4:]}:{rest}" / "numa_node").read_text())
+    except (OSError, ValueError):
+        return None
+    return node if node >= 0 else None

@@ -1,0 +1,160 @@
+"""Facts about a host's cores, memory, limits and programs, read from the system without torch."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+from contextlib import suppress
+from pathlib import Path
+
+from paceline.base import env as environment
+from paceline.doctor.facts import Limit, Processors
+from paceline.launch import host
+
+# Programs that a fix may name: it names one that is there.
+_PROGRAMS = ("chronyc", "timedatectl", "firewall-cmd", "ufw", "iptables", "nft", "nvidia-smi", "ethtool")
+_UNLIMITED_BYTES = 1 << 52  # cgroup v1 writes a number near 2**63 for no limit
+
+
+def processors() -> Processors:
+    """Cores, memory and threads of this process."""
+    return Processors(
+        host.cores(),
+        os.cpu_count() or 1,
+        quota(Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")),
+        memory_limit(Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")),
+        _memory(),
+        environment.snapshot().get("OMP_NUM_THREADS", ""),
+        numa_nodes(Path("/sys/devices/system/node"), host.core_numbers()),
+    )
+
+
+def quota(root: Path, own: Path) -> float | None:
+    """Cores that the control group pays for, the fewest of this group and of those above it; None for no limit.
+
+    Args:
+        root: where control groups are mounted.
+        own: the file that names this process's groups.
+    """
+    amounts = []
+    for folder in _groups(root, own, "cpu"):
+        text = _text(folder / "cpu.max")  # version 2: "200000 100000", or "max 100000"
+        if not text:
+            text = f"{_text(folder / 'cpu.cfs_quota_us')} {_text(folder / 'cpu.cfs_period_us')}"
+        words = text.split()
+        if len(words) == 2 and words[0].isdigit() and int(words[1]) > 0:
+            amounts.append(int(words[0]) / int(words[1]))
+    return min(amounts, default=None)
+
+
+def memory_limit(root: Path, own: Path) -> int | None:
+    """Bytes that the control group allows, the fewest of this group and of those above it; None for no limit."""
+    amounts = []
+    for folder in _groups(root, own, "memory"):
+        text = _text(folder / "memory.max") or _text(folder / "memory.limit_in_bytes")
+        if text.isdigit() and int(text) < _UNLIMITED_BYTES:
+            amounts.append(int(text))
+    return min(amounts, default=None)
+
+
+def _groups(root: Path, own: Path, controller: str) -> list[Path]:
+    """Folders of this process's control group and of those above it, in version 2 or 1."""
+    folders = []
+    for line in _text(own).splitlines():
+        _, controllers, path = line.split(":", 2)
+        if controllers and controller not in controllers.split(","):
+            continue
+        mount = root / controller if controllers else root
+        group = mount / path.lstrip("/")
+        folders += [mount, group, *(above for above in group.parents if mount in above.parents)]
+    return folders
+
+
+def numa_nodes(root: Path, cores: tuple[int, ...]) -> tuple[int, ...]:
+    """How many of the cores lie in each NUMA node.
+
+    Args:
+        root: the system's folder of nodes.
+        cores: those that a process may use; () where the system does not say.
+    """
+    counts = []
+    for node in sorted(root.glob("node[0-9]*"), key=lambda path: int(path.name.removeprefix("node"))):
+        there = core_list(_text(node / "cpulist"))
+        counts.append(len(there & set(cores)) if cores else len(there))
+    return tuple(counts)
+
+
+def core_list(text: str) -> set[int]:
+    """The numbers in a list such as "0-3,8"."""
+    numbers: set[int] = set()
+    for part in text.strip().split(","):
+        first, _, last = part.partition("-")
+        if first.isdigit():
+            numbers.update(range(int(first), int(last or first) + 1))
+    return numbers
+
+
+def limits() -> dict[str, Limit]:
+    """The limits of this process, by the name of the field of `HostFacts`; a system may lack some."""
+    import resource
+
+    names = {
+        "open_files": "RLIMIT_NOFILE",
+        "locked_memory": "RLIMIT_MEMLOCK",
+        "processes": "RLIMIT_NPROC",
+        "core_files": "RLIMIT_CORE",
+    }
+    known = {}
+    for field, constant in names.items():
+        number = getattr(resource, constant, None)
+        if number is not None:
+            soft, hard = resource.getrlimit(number)
+            known[field] = Limit(_limit(soft), _limit(hard))
+    return known
+
+
+def _limit(value: int) -> int:
+    return value if 0 <= value < _UNLIMITED_BYTES else -1
+
+
+def shared_memory(path: str = "/dev/shm") -> tuple[int, int] | None:
+    """Bytes of the memory that processes share, and bytes free; None where this host has none there."""
+    try:
+        status = os.statvfs(path)
+    except OSError:
+        return None
+    return status.f_blocks * status.f_frsize, status.f_bavail * status.f_frsize
+
+
+def programs() -> tuple[str, ...]:
+    """Which of the programs that a fix may name are installed; those of administrators too, which PATH may leave out."""
+    path = os.pathsep.join([environment.snapshot().get("PATH", os.defpath), "/usr/sbin", "/sbin"])
+    return tuple(name for name in _PROGRAMS if shutil.which(name, path=path))
+
+
+def in_container() -> bool:
+    """Whether this looks like the inside of a container."""
+    marks = ("/.dockerenv", "/run/.containerenv")
+    return "KUBERNETES_SERVICE_HOST" in environment.snapshot() or any(map(os.path.exists, marks))
+
+
+def has_rdma() -> bool:
+    """Whether there are adapters for RDMA."""
+    with suppress(OSError):
+        return bool(os.listdir("/sys/class/infiniband"))
+    return False
+
+
+def _memory() -> int | None:
+    if sys.platform == "win32":
+        return None
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def _text(path: Path) -> str:
+    """What a file of the system holds; "" where there is none."""
+    try:
+        return path.read_text().strip()
+    except OSError:
+        return ""

@@ -1,0 +1,146 @@
+"""A process of its own for what needs torch: versions, devices, all-reduces.
+
+It imports torch while the agent that started it measures something else; and a driver that crashes it, or never answers,
+costs these facts alone.
+"""
+
+from __future__ import annotations
+
+import platform
+import statistics
+import sys
+import time
+from dataclasses import asdict
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+from paceline.base.errors import cut
+from paceline.base.version import VERSION
+from paceline.doctor.facts import AllReduce, Devices, Versions
+from paceline.doctor.host import nvidia
+from paceline.launch.remote import StarterChannel
+
+if TYPE_CHECKING:
+    import torch
+
+_TIMES = 5
+_BACKENDS = ("gloo", "nccl", "xccl", "mpi")
+
+
+def versions() -> Versions:
+    """What this host runs; imports torch."""
+    python = platform.python_version()
+    try:
+        import torch
+        import torch.distributed
+    except Exception as error:  # a broken installation raises anything: it is a fact, and reported as one
+        reason = cut(f"{type(error).__name__}: {error}", 500)
+        return Versions(VERSION, python, sys.executable, torch_error=reason)
+    nccl = ""
+    if torch.distributed.is_available() and torch.distributed.is_nccl_available() and torch.version.cuda:
+        nccl = ".".join(str(part) for part in torch.cuda.nccl.version())
+    backends = []
+    for name in _BACKENDS:
+        if torch.distributed.is_available() and torch.distributed.is_backend_available(name):
+            backends.append(name)
+    return Versions(VERSION, python, sys.executable, str(torch.__version__), "", nccl, tuple(backends))
+
+
+def devices() -> Devices:
+    """The accelerators of this host, as torch finds them."""
+    health, health_error = nvidia.device_health()
+    try:
+        import torch
+
+        accelerator = torch.accelerator.current_accelerator(check_available=True)
+        if accelerator is None:
+            return Devices(health=health, health_error=health_error)
+        module = torch.get_device_module(accelerator)
+        count = torch.accelerator.device_count()
+        name_of = getattr(module, "get_device_name", lambda index: "unnamed")
+        names = tuple(str(name_of(index)) for index in range(count))
+        missing = _no_peer_access(module, count)
+    except Exception as error:  # what a driver raises is a fact about the host
+        reason = cut(f"{type(error).__name__}: {error}", 500)
+        return Devices(error=reason, health=health, health_error=health_error)
+    return Devices(accelerator.type, names, "", missing, health, health_error)
+
+
+def _no_peer_access(module: Any, count: int) -> tuple[tuple[int, int], ...]:
+    """Pairs of devices that cannot read each other's memory; none where the kind of device does not say."""
+    can_access = getattr(module, "can_device_access_peer", None)
+    if can_access is None:
+        return ()
+    pairs = [(one, other) for one in range(count) for other in range(count) if one != other]
+    return tuple(pair for pair in pairs if not can_access(*pair))
+
+
+def all_reduce(request: dict[str, Any]) -> tuple[str, list[AllReduce]]:
+    """Sums tensors of each size over all processes; returns the backend and the times.
+
+    Args:
+        request: `store` (address and port of rank 0), `rank`, `world_size`, `device` (a number), `sizes` in bytes,
+            `timeout_s`.
+
+    Ranks: all processes, at the same time.
+    """
+    import torch
+    import torch.distributed as dist
+
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    device = torch.device("cpu")
+    if accelerator is not None:
+        device = torch.device(accelerator.type, request["device"])
+        torch.accelerator.set_device_index(request["device"])
+    backend = dist.get_default_backend_for_device(device)
+    address, port = request["store"]
+    written = f"[{address}]" if ":" in address else address
+    dist.init_process_group(
+        backend,
+        init_method=f"tcp://{written}:{port}",
+        rank=request["rank"],
+        world_size=request["world_size"],
+        timeout=timedelta(seconds=request["timeout_s"]),
+    )
+    try:
+        times = [AllReduce(size, _time_all_reduce(size, device)) for size in request["sizes"]]
+    finally:
+        dist.destroy_process_group()
+    return backend, times
+
+
+def _time_all_reduce(num_bytes: int, device: torch.device) -> float:
+    """Median seconds of an all-reduce, after one that is not counted: the first one makes connections."""
+    import torch
+    import torch.distributed as dist
+
+    tensor = torch.zeros(num_bytes // 4, device=device)
+    seconds = []
+    for _ in range(_TIMES + 1):
+        begun = time.perf_counter()
+        dist.all_reduce(tensor)
+        if device.type != "cpu":
+            torch.accelerator.synchronize()
+        seconds.append(time.perf_counter() - begun)
+    return statistics.median(seconds[1:])
+
+
+def main() -> int:
+    """Answers the agent until the end of its input."""
+    channel = StarterChannel()
+    found = versions()
+    while True:
+        request = channel.receive()
+        if request["do"] == "facts":
+            channel.answer(versions=asdict(found), devices=asdict(Devices() if found.torch_error else devices()))
+        else:
+            try:
+                backend, times = all_reduce(request)
+            except Exception as error:  # of the network or of a backend: it is a fact about the hosts
+                channel.answer(error=cut(" ".join(f"{type(error).__name__}: {error}".split()), 500))
+            else:
+                channel.answer(error="", backend=backend, times=[asdict(row) for row in times])
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,101 @@
+"""What an examination comes to: the findings of all checks, as a table for people and as JSON for programs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from paceline.base.version import VERSION
+from paceline.config.schema import lined_up
+from paceline.doctor import units
+from paceline.doctor.facts import Examination, Link
+from paceline.doctor.finding import CHECKS, LEVELS, Finding
+
+FORMAT = 1  # of the JSON; a field may be added without a new number
+_LARGEST_MATRIX = 8  # hosts; wider than a terminal beyond
+
+
+@dataclass(frozen=True)
+class Report:
+    """The findings.
+
+    Attributes:
+        examination: the facts that they are about.
+        findings: name of the check and finding, the worst last.
+        seconds: how long the examination took.
+    """
+
+    examination: Examination
+    findings: tuple[tuple[str, Finding], ...]
+    seconds: float
+
+    @classmethod
+    def of(cls, examination: Examination, seconds: float) -> Report:
+        """Has every check judge the facts."""
+        findings = [(check.name, finding) for check in CHECKS for finding in check.judge(examination)]
+        # The worst comes last: there one looks first in a terminal.
+        findings.sort(key=lambda row: LEVELS.index(row[1].level))
+        return cls(examination, tuple(findings), seconds)
+
+    def count(self, level: str) -> int:
+        """How many findings are of a level."""
+        return sum(finding.level == level for _, finding in self.findings)
+
+    @property
+    def exit_code(self) -> int:
+        """1 where there is a problem."""
+        return 1 if self.count("problem") else 0
+
+    def text(self) -> str:
+        """For people."""
+        rows = [(finding.level, check, finding.where, finding.what) for check, finding in self.findings]
+        lines = []
+        for line, (_, finding) in zip(lined_up(rows), self.findings, strict=True):
+            lines.append(line)
+            if finding.fix:
+                lines.append(f"{'':9}fix: {finding.fix}")
+        problems, warnings = self.count("problem"), self.count("warning")
+        summary = f"{_counted(problems, 'problem')}, {_counted(warnings, 'warning')}"
+        summary += f", {_counted(len(self.examination.hosts), 'host')}, {self.seconds:.1f} s"
+        return "\n".join([*lines, *self._matrices(), "", summary])
+
+    def _matrices(self) -> list[str]:
+        names = list(self.examination.facts)
+        if not self.examination.links or len(names) > _LARGEST_MATRIX:
+            return []
+        bandwidth = matrix(names, self.examination.links, lambda link: units.rate(link.bytes_per_s))
+        latency = matrix(names, self.examination.links, lambda link: units.seconds(link.latency_s))
+        return ["", "bandwidth from the host of a row to that of a column", *bandwidth, "", "latency", *latency]
+
+    def to_json(self) -> dict[str, Any]:
+        """For programs; docs/how-to/doctor.md says what is in it."""
+        return {
+            "format": FORMAT,
+            "paceline": VERSION,
+            "hosts": list(self.examination.hosts),
+            "seconds": round(self.seconds, 2),
+            "problems": self.count("problem"),
+            "warnings": self.count("warning"),
+            "findings": [{"check": check, **asdict(finding)} for check, finding in self.findings],
+            "facts": asdict(self.examination),
+        }
+
+
+def matrix(names: list[str], links: tuple[Link, ...], shown: Callable[[Link], str]) -> list[str]:
+    """Lines of a table with a row and a column for each host; "-" where a link was not measured."""
+    by_pair = {(link.source, link.target): shown(link) for link in links}
+    rows = [["", *names]]
+    for source in names:
+        cells = [by_pair.get((source, target), "" if source == target else "-") for target in names]
+        rows.append([source, *cells])
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    lines = []
+    for first, *others in rows:
+        padded = [cell.rjust(width) for cell, width in zip(others, widths[1:], strict=True)]
+        lines.append("  ".join(["", first.ljust(widths[0]), *padded]).rstrip())
+    return lines
+
+
+def _counted(count: int, noun: str) -> str:
+    return f"{count or 'no'} {noun}{'' if count == 1 else 's'}"
