@@ -34,6 +34,7 @@ def run(args: argparse.Namespace) -> int:
     from paceline.launch.host import check_target
     from paceline.launch.hosts import job_on_hosts, starts_elsewhere, without_hostfile
     from paceline.launch.job import job_of, target_of
+    from paceline.launch.slurm_allocation import completed
 
     resolved = resolve_launch(schema.given(args))
     if args.script is None:
@@ -42,9 +43,8 @@ def run(args: argparse.Namespace) -> int:
             "`paceline launch` needs a script.",
             fix="name it after the options: `paceline launch --procs 2 train.py --lr 0.1`",
         )
-    if _asks_for_help(args.script_args):
-        resolved = _alone(resolved)
     env = environment.snapshot()
+    resolved = _alone(resolved) if _asks_for_help(args.script_args) else completed(resolved, env)
     notices: list[str] = []
     if starts_elsewhere(resolved):
         job = job_on_hosts(resolved, args.script, args.script_args, env)

@@ -35,6 +35,8 @@ class Assignment:
         env: variables that go along; they may hold secrets.
         hosts: who takes part, in the order of their ranks.
         local_rank: whether `--local_rank=N` goes before the script's own arguments.
+        own_devices: each host uses the accelerators that its environment names, as a scheduler has set it there
+            (CUDA_VISIBLE_DEVICES); if not, those that are numbered as its slots.
         secret: made for this run, by which its launchers know each other.
         version, python: of the host that the run was started from.
     """
@@ -46,6 +48,7 @@ class Assignment:
     env: Mapping[str, str]
     hosts: tuple[Slots, ...]
     local_rank: bool = False
+    own_devices: bool = False
     secret: str = field(default_factory=secret.new, repr=False)
     version: str = VERSION
     python: str = python_version()
@@ -80,8 +83,9 @@ class Assignment:
             "node_rank": node,
             "rdzv_backend": "static",
             "procs": len(slots),
-            "gpu_ids": ",".join(map(str, slots)),
         }
+        if not self.own_devices:
+            values["gpu_ids"] = ",".join(map(str, slots))
         if place is not None:
             values["main_address"], values["main_port"] = place
         decisions = list(self.settings.decisions)

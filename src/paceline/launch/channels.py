@@ -16,7 +16,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -213,27 +213,7 @@ class HostChannels(Channels):
         message = self.assignment.to_message()
         ready = self.ask({node: {"orders": message, "node": node} for node in range(len(self.hosts))})
         self._raise_if_any({node: ready[node]["problems"] for node in ready})
-        if len(self.hosts) == 1:
-            return None
-        others = [ready[node]["address"] for node in ready if node > 0]
-        towards = [address for address in others if address]
-        listens = self.ask({0: {"listen": self.job.main_port, "towards": towards}})[0]
-        if listens["problem"]:
-            self._raise_if_any({0: [listens["problem"]]})
-        port = int(listens["port"])
-        if self.job.main_address:
-            candidates = [self.job.main_address]
-        else:
-            candidates = [*listens["addresses"], self.hosts[0]]
-        answers = self.ask({node: {"reach": [candidates, port]} for node in range(1, len(self.hosts))})
-        for address in candidates:
-            if all(address in answer["reached"] for answer in answers.values()):
-                return address, port
-        # No address serves all hosts: the first one is what most would expect to work.
-        problem = f"it does not reach {self.hosts[0]} at {', '.join(candidates)} (port {port})"
-        unreached = [node for node, answer in answers.items() if candidates[0] not in answer["reached"]]
-        self._raise_if_any({node: [problem] for node in unreached})
-        raise AssertionError("an address that nobody misses is one that all reach")
+        return place_of_node_0(self.job, ready, self.ask, self._raise_if_any)
 
     def ask(self, messages: Mapping[int, dict[str, Any]]) -> dict[int, dict[str, Any]]:
         """Sends messages to hosts, and gives what each answers.
@@ -307,16 +287,58 @@ class HostChannels(Channels):
                 channel.send({"signal": int(number)})
 
 
-def unfit_hosts_error(assignment: Assignment, hosts: Sequence[str], lines: Sequence[str]) -> LaunchError:
+Messages = Mapping[int, dict[str, Any]]  # by node
+
+
+def place_of_node_0(
+    job: Job,
+    ready: Messages,
+    ask: Callable[[Messages], Messages],
+    raise_if_any: Callable[[Mapping[int, list[str]]], None],
+) -> Place | None:
+    """Has node 0 listen, and the others try its addresses; returns where it listens, or None where there is no other.
+
+    Args:
+        job: the job, with its assignment.
+        ready: what the nodes have answered to the assignment.
+        ask: sends messages to nodes and gives what each answers.
+        raise_if_any: raises one error for the problems of some nodes, if there are any.
+    """
+    names = [host.host for host in job.assigned.hosts]
+    others = range(1, len(names))
+    if not others:
+        return None
+    towards = [ready[node]["address"] for node in others if ready[node]["address"]]
+    listens = ask({0: {"listen": job.main_port, "towards": towards}})[0]
+    if listens["problem"]:
+        raise_if_any({0: [listens["problem"]]})
+    port = int(listens["port"])
+    candidates = [job.main_address] if job.main_address else [*listens["addresses"], names[0]]
+    answers = ask({node: {"reach": [candidates, port]} for node in others})
+    for address in candidates:
+        if all(address in answer["reached"] for answer in answers.values()):
+            return address, port
+    # No address serves all hosts: the first one is what most would expect to work.
+    problem = f"it does not reach {names[0]} at {', '.join(candidates)} (port {port})"
+    unreached = [node for node, answer in answers.items() if candidates[0] not in answer["reached"]]
+    raise_if_any({node: [problem] for node in unreached})
+    raise AssertionError("an address that nobody misses is one that all reach")
+
+
+def unfit_hosts_error(
+    assignment: Assignment, hosts: Sequence[str], lines: Sequence[str], leave_out: str = ""
+) -> LaunchError:
     """The error where hosts cannot take part.
 
     Args:
         assignment: what they were to run.
         hosts: who cannot.
         lines: why, each with the name of its host.
+        leave_out: the flag that leaves these hosts out; "" for that of a hostfile.
     """
     total = len(assignment.hosts)
-    left = f", or leave {'it' if len(hosts) == 1 else 'them'} out: --exclude {'@'.join(hosts)}"
+    flag = leave_out or f"--exclude {'@'.join(hosts)}"
+    left = f", or leave {'it' if len(hosts) == 1 else 'them'} out: {flag}"
     return LaunchError(
         "launch-hosts",
         f"{len(hosts)} of {total} host{'s' * (total > 1)} cannot take part; nothing was started on any.",

@@ -49,7 +49,8 @@ def job_on_hosts(
         LaunchError: `launch-launcher`, where the launcher cannot be used here; `launch-env-file`.
     """
     launch, cwd = settings.launch, os.getcwd()
-    missing = LAUNCHERS.get(launch.launcher).available()
+    launcher = LAUNCHERS.get(launch.launcher)
+    missing = launcher.available()
     if missing:
         usable = [other.name for other in LAUNCHERS if other.name != "local" and not other.available()]
         others = ", ".join(usable)
@@ -62,13 +63,15 @@ def job_on_hosts(
     assignment = Assignment(settings, script, tuple(args), cwd, forwarded(env, cwd), chosen(settings), local_rank)
     least = range_of_nodes(launch.nodes)[0]
     target = replace(target_of(launch, script, args), local_rank=local_rank)
-    return Job(
+    job = Job(
         target, max(len(at.ids) for at in assignment.hosts),
         len(assignment.hosts), main_address=launch.main_address or "", main_port=launch.main_port, grace_s=launch.grace_s,
         least=least if least < len(assignment.hosts) else 0,
         assignment=assignment, reach=Reach(launch.ssh_port, tuple(shlex.split(launch.launcher_args)), activate),
         cluster=settings.cluster.get(launch.launcher),
     )  # fmt: skip
+    is_placed = _hosts_of(settings) == "chosen" and hasattr(launcher, "placed")
+    return launcher.placed(job, env) if is_placed else job
 
 
 def starts_elsewhere(settings: Launch) -> bool:

@@ -18,6 +18,7 @@ from paceline.base.registry import Registry
 
 if TYPE_CHECKING:
     from paceline.launch.assignment import Assignment
+    from paceline.launch.slurm_allocation import Allocation
 
 LAUNCHERS = Registry("paceline.launch", "LAUNCHER", "paceline.launchers")
 
@@ -99,6 +100,7 @@ class Job:
         assignment, reach: what other hosts run and how they are reached, where this one starts it there.
         cluster: the launcher's own settings, an object of its class in `config/clusters`; None where it has none.
         secret: by which the launchers of several nodes know each other; "" for the user's own (`secret.py`).
+        allocation: the nodes that SLURM has given to the job that this process is in; None where it is in none.
     """
 
     target: Target
@@ -128,6 +130,7 @@ class Job:
     reach: Reach = Reach()
     cluster: Any = None
     secret: str = field(default="", repr=False)
+    allocation: Allocation | None = None
 
     @property
     def assigned(self) -> Assignment:
@@ -285,6 +288,8 @@ Hosts = Literal["this", "named", "chosen", "either"]
 
 class Launcher(Protocol):
     """A way to start processes.
+
+    One whose hosts a scheduler has given to this process may also have `placed(job, env) -> Job`: the job on these hosts.
 
     Attributes:
         name: what `--on` calls it.

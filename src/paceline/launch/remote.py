@@ -8,8 +8,10 @@
                          --signal-->  passed on
     end of input, or silence          the starter is gone: all of this host is asked to end, then made to
 
-With `pdsh`, which passes no input on, the assignment is kept in a file that only this user can read until the host is
-started. mpirun and srun bring them in a variable, and end their processes themselves.
+Within an allocation of SLURM's one srun starts all hosts, and all of them read the same input: messages say "to" whom they
+are, answers from which "node" they come. With `pdsh`, which passes no input on, the assignment is kept in a file that only
+this user can read until the host is started. mpirun, and srun with a hostfile, bring it in a variable, and end their
+processes themselves.
 """
 
 from __future__ import annotations
@@ -44,9 +46,14 @@ Place = tuple[str, int]
 
 
 class StarterChannel:
-    """The connection to the starter: its messages on standard input, our answers on standard output."""
+    """The connection to the starter: its messages on standard input, our answers on standard output.
+
+    Attributes:
+        node: which host this is, where all hosts share one connection; None where it is this host's own.
+    """
 
     def __init__(self) -> None:
+        self.node: int | None = None
         self._partial_line = b""
         self._messages: list[dict[str, Any]] = []
 
@@ -66,13 +73,17 @@ class StarterChannel:
             return None
         *lines, self._partial_line = (self._partial_line + data).split(b"\n")
         received = [json.loads(line) for line in lines if line]  # an empty line is a sign of life
-        messages = [*self._messages, *received]
+        messages = [*self._messages, *(message for message in received if self._is_to_this_host(message))]
         self._messages = []
         return messages
 
-    @staticmethod
-    def answer(**message: Any) -> None:
+    def _is_to_this_host(self, message: dict[str, Any]) -> bool:
+        return self.node is None or "to" not in message or self.node in message["to"]
+
+    def answer(self, **message: Any) -> None:
         """Sends an answer."""
+        if self.node is not None:
+            message["node"] = self.node
         os.write(1, (MARK + json.dumps(message) + "\n").encode())
 
 
@@ -100,7 +111,8 @@ def survey(message: dict[str, Any], node: int) -> list[str]:
         problems.append(f"{unusable.what.rstrip('.')} ({unusable.why})")
     if not assignment.settings.run.cpu:
         devices = host.accelerators()
-        if devices.count and max(slots) >= devices.count:
+        highest = len(slots) - 1 if assignment.own_devices else max(slots)
+        if devices.count and highest >= devices.count:
             listed = ",".join(map(str, slots))
             problems.append(f"slots {listed} are asked for, and there are {devices.count} devices")
     return problems
@@ -135,6 +147,9 @@ def serve_starter() -> int:
     channel = StarterChannel()
     first = channel.receive()
     assignment, node = first["orders"], first["node"]
+    if node is None:
+        node = channel.node = _node(first)
+        environment.export({"SSH_CONNECTION": None})  # of the login node, from which srun has brought it
     try:
         problems = survey(assignment, node)
     except PacelineError as error:
@@ -187,7 +202,7 @@ def survey_by_variable() -> int:
     """Says what is missing here, where a batch system has started this for a first look."""
     carried = json.loads(environment.snapshot()[VARIABLE])
     message, node = carried["orders"], _node(carried)
-    StarterChannel.answer(node=node, problems=survey(message, node), addresses=addresses([]))
+    StarterChannel().answer(node=node, problems=survey(message, node), addresses=addresses([]))
     return 0
 
 
@@ -241,7 +256,11 @@ def run(assignment: Assignment, node: int, place: Place | None, channel: Starter
         return _launch(assignment, node, place)
     os.close(out[1])
     os.close(err[1])
-    return watch.until_end_of(child)
+    code = watch.until_end_of(child)
+    if channel is not None and channel.node is not None:
+        with suppress(BrokenPipeError):
+            channel.answer(end=code)
+    return code
 
 
 def _launch(assignment: Assignment, node: int, place: Place | None) -> int:

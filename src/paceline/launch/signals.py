@@ -7,12 +7,15 @@ import os
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
 _ENDING = ("SIGINT", "SIGTERM", "SIGHUP", "SIGQUIT")
 _PASSED_ON = ("SIGUSR1", "SIGUSR2")  # batch systems send these as a warning; the script decides what they mean
+# A batch system signals each process of a job, and each of them passes the signal on: within this time it is one request.
+_SAME_S = 1.0
 
 _PR_SET_PDEATHSIG = 1  # of Linux's prctl
 
@@ -45,6 +48,7 @@ class Signals:
 
     def __init__(self, pass_on: Callable[[int], None]) -> None:
         self.ending: list[int] = []
+        self._terminated_at = -_SAME_S
         self._passed_on = 0
         self.read, self._write = os.pipe()
         os.set_blocking(self.read, False)
@@ -65,9 +69,14 @@ class Signals:
     def _note(self, number: int, frame: FrameType | None) -> None:
         if signal.Signals(number).name in _PASSED_ON:
             self._pass_on(number)
-        else:
-            self.ending.append(number)
-            os.write(self._write, b".")
+            return
+        if number == signal.SIGTERM:
+            now = time.monotonic()
+            if now - self._terminated_at < _SAME_S:
+                return
+            self._terminated_at = now
+        self.ending.append(number)
+        os.write(self._write, b".")
 
     def take_new(self) -> list[int]:
         """Those that ask to end and have come since the last call."""

@@ -56,10 +56,9 @@ COMMANDS = {
     ]
     * 2,
     "slurm": [
-        "srun --nodes 2 --ntasks 2 --ntasks-per-node 1 -w node0,node1 --cpu-bind=none --export=ALL --input=none "
-        "--kill-on-bad-exit=1"
-    ]
-    * 2,
+        "srun --nodes 2 --ntasks 2 --ntasks-per-node 1 -w node0,node1 --cpu-bind=none --export=ALL --input=all "
+        "--kill-on-bad-exit=0 --wait=0 --mpi=none"
+    ],
 }
 
 

@@ -27,9 +27,9 @@ def detect(env: Mapping[str, str]) -> World | None:
     Raises:
         WorldError: `world-env`, naming each variable that is missing or contradicts another.
     """
-    step = env.get("SLURM_STEP_ID", "")
-    if "SLURM_PROCID" not in env or not step.isdecimal() or int(step) >= _STEP_IS_NO_TASK or "SLURM_PTY_PORT" in env:
+    if not is_task(env):
         return None
+    step = env["SLURM_STEP_ID"]
     read = Reading(env, "srun (SLURM_*)")
     rank, size = read.number("SLURM_PROCID"), read.number("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS", "SLURM_NPROCS")
     local_rank, node = read.number("SLURM_LOCALID"), read.number("SLURM_NODEID")
@@ -57,6 +57,13 @@ def detect(env: Mapping[str, str]) -> World | None:
             port=port,
         )
     )
+
+
+def is_task(env: Mapping[str, str]) -> bool:
+    """Whether srun started this process as one of its tasks; not so a shell (`srun --pty`) nor a batch script."""
+    step = env.get("SLURM_STEP_ID", "")
+    is_step_of_tasks = step.isdecimal() and int(step) < _STEP_IS_NO_TASK
+    return "SLURM_PROCID" in env and is_step_of_tasks and "SLURM_PTY_PORT" not in env
 
 
 def _first_host(read: Reading, env: Mapping[str, str], nodes: int) -> str | None:

@@ -1,0 +1,321 @@
+"""SLURM's queue: a job is put there, followed, put back and taken out, by sbatch, scontrol and scancel."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from paceline.base import env as environment
+from paceline.base.errors import LaunchError
+from paceline.base.exits import INTERRUPTED
+from paceline.launch.launcher import Outcome
+from paceline.launch.output import show
+from paceline.launch.signals import Signals
+
+_LOOK_S = 1.0
+_COMMAND_S = 120.0  # an overloaded slurmctld answers late
+_UNREACHABLE = re.compile(
+    r"unable to contact slurm controller|configuration (source|file)|connection refused", re.IGNORECASE
+)
+_WAITING = {"PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "SPECIAL_EXIT", "RESV_DEL_HOLD"}
+_RUNNING = {"RUNNING", "COMPLETING", "STAGE_OUT", "SUSPENDED", "STOPPED", "SIGNALING", "RESIZING"}
+# Why a job waits that will never begin: it asks for more than its partition, account or quality of service allows.
+_FOR_EVER = re.compile(
+    r"PartitionNodeLimit|PartitionTimeLimit|BadConstraints|Invalid(Account|QOS)|(Account|QOS)NotAllowed"
+    r"|(Assoc|QOS)Max\w+Per(Job|Node)(Limit)?"
+)
+_FIELD = re.compile(r"([\w:/.-]+?)=(.*?)(?=\s[\w:/.-]+=|\s*$)")
+# (what SLURM says, what helps); the first that is found counts
+_FIXES = (
+    ("account", "choose an account of yours with --account (`sacctmgr show associations user=$USER`)"),
+    ("partition", "choose a partition of this cluster with --partition (`sinfo --summarize`)"),
+    ("qos", "choose a quality of service that you may use (`sacctmgr show associations user=$USER format=qos`)"),
+    ("time", "give a shorter --time, or a --partition with a longer limit (`sinfo --summarize`)"),
+    ("cpu", "ask for fewer processes or --cpus-per-proc"),
+    ("processors", "ask for fewer processes or --cpus-per-proc"),
+    ("node", "ask for fewer --nodes, CPUs or GPUs, or choose another --partition"),
+    ("generic resource", "ask for GPUs as `sinfo --Format=nodes,gres` names them"),
+)
+
+
+@dataclass(frozen=True)
+class Record:
+    """A job as `scontrol show job` describes it.
+
+    Attributes:
+        job: its number, as `scontrol` takes it.
+        element: its number in a job array; "" where it is in none.
+        state: such as PENDING, RUNNING or COMPLETED.
+        reason: why it waits, or has ended so.
+        code: exit code, as a shell counts.
+        restarts: how often it went back to the queue.
+        nodes: where it runs; "" where it does not yet.
+        log: the file with its output.
+    """
+
+    job: str
+    element: str
+    state: str
+    reason: str
+    code: int
+    restarts: int
+    nodes: str
+    log: str
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether it neither waits nor runs."""
+        return self.state not in _WAITING | _RUNNING
+
+
+def submit(script: str, wanted: Sequence[str], env: Mapping[str, str]) -> str:
+    """Puts a job into the queue; returns its number.
+
+    Args:
+        script: the batch script.
+        wanted: what was asked for, each with where that was said, for messages.
+        env: variables that the job gets besides those of this process.
+
+    Raises:
+        LaunchError: `slurm-unreachable`; `slurm-refused`, where SLURM does not take the job, or would never start it.
+    """
+    done = _run(["sbatch", "--parsable"], script, env)
+    if done.returncode:
+        _raise_refused(_said_by(done), wanted)
+    job = done.stdout.strip().partition(";")[0]
+    for record in records(job):
+        if record.state == "PENDING" and _FOR_EVER.fullmatch(record.reason):
+            cancel(job)
+            _raise_refused(f"job {job} would never start: {record.reason}", wanted)
+    return job
+
+
+def records(job: str) -> list[Record]:
+    """The job as SLURM describes it now, or all elements of a job array; empty where there is no such job (any more).
+
+    Raises:
+        LaunchError: `slurm-unreachable`.
+    """
+    done = _run(["scontrol", "show", "job", "--oneliner", job])
+    if done.returncode:
+        if _UNREACHABLE.search(done.stderr):
+            raise _unreachable_error(_said_by(done))
+        return []
+    return [_record(line) for line in done.stdout.splitlines() if line.startswith("JobId=")]
+
+
+def _record(line: str) -> Record:
+    """One line of `scontrol show job --oneliner`."""
+    fields = dict(_FIELD.findall(line))
+    code, _, number = fields.get("ExitCode", "0:0").partition(":")
+    element = fields.get("ArrayTaskId", "")
+    job = f"{fields['ArrayJobId']}_{element}" if element else fields["JobId"]
+    nodes = fields.get("NodeList", "").replace("(null)", "")
+    exit_code = int(code) or (128 + int(number) if int(number) else 0)
+    return Record(
+        job, element, fields["JobState"], fields.get("Reason", ""), exit_code,
+        int(fields.get("Restarts", 0)), nodes, fields.get("StdOut", ""),
+    )  # fmt: skip
+
+
+def requeue(job: str) -> str:
+    """Puts a job back into the queue; "" where SLURM did so, else what it said."""
+    done = _run(["scontrol", "requeue", job])
+    return _said_by(done) if done.returncode else ""
+
+
+def cancel(job: str) -> None:
+    """Takes a job out of the queue: its processes are asked to end, and made to after SLURM's KillWait."""
+    _run(["scancel", job])
+
+
+def follow(job: str) -> Outcome:
+    """Shows what a job writes until it has ended; returns its exit code.
+
+    The first Ctrl-C or SIGTERM cancels the job and waits for its end, a second one leaves at once. A terminal that is
+    closed (SIGHUP) leaves the job alone.
+
+    Raises:
+        LaunchError: `slurm-job`, where SLURM has ended it; `slurm-unreachable`.
+    """
+    logs: dict[str, _Log] = {}
+    states: dict[str, str] = {}
+    signals = Signals(lambda number: None)
+    signals.enter()
+    try:
+        while True:
+            known = records(job)
+            for record in known:
+                log = logs.setdefault(record.job, _Log(record))
+                log.copy()
+                line = _news(record, states.get(record.job, ""))
+                if line and not record.has_ended:
+                    _say(line)
+                states[record.job] = line or states.get(record.job, "")
+            if not known or all(record.has_ended for record in known):
+                break
+            for number in signals.take_new():
+                if number == 1:  # SIGHUP
+                    _say(f"job {job} goes on; cancel it with: scancel {job}")
+                    return Outcome(0)
+                if len(signals.ending) > 1:
+                    return Outcome(INTERRUPTED)
+                _say(f"cancelling job {job}; its processes have SLURM's KillWait to save")
+                cancel(job)
+            time.sleep(_LOOK_S)
+    finally:
+        signals.leave()
+    for log in logs.values():
+        log.finish()
+    return _outcome(job, known, logs, signals.ending)
+
+
+def _outcome(job: str, ended: Sequence[Record], logs: Mapping[str, _Log], signals: Sequence[int]) -> Outcome:
+    """What came of a job.
+
+    Raises:
+        LaunchError: `slurm-job`.
+    """
+    if signals:
+        return Outcome(128 + signals[0])
+    if not ended:
+        raise LaunchError(
+            "slurm-job", f"SLURM knows nothing of job {job} any more.", "its records were removed (MinJobAge)",
+            f"see how it ended: sacct --jobs {job}",
+        )  # fmt: skip
+    failed = [record for record in ended if record.state != "COMPLETED"]
+    for record in failed:
+        if record.state == "FAILED" and record.code and logs[record.job].is_there:
+            continue  # a rank has failed; the log has said so
+        where = f" on {record.nodes}" if record.nodes else ""
+        log = record.log if logs[record.job].is_there else f"{record.log}, which is not there"
+        fix = "start again: the script resumes from its last checkpoint"
+        if not logs[record.job].is_there:
+            fix = "submit it from a folder that the nodes share with this host"
+        raise LaunchError(
+            "slurm-job",
+            f"job {record.job} ended as {record.state}{where}.",
+            why=[f"reason: {record.reason}, exit code {record.code}", f"log: {log}"],
+            fix=fix,
+        )
+    return Outcome(failed[0].code if failed else 0)
+
+
+def _news(record: Record, before: str) -> str:
+    """A line about the state of a job; "" where it has not changed."""
+    line = f"job {record.job}: {record.state.lower()}"
+    if record.state in _WAITING and record.reason != "None":
+        line += f" ({record.reason})"
+    if record.state == "RUNNING":
+        line += f" on {record.nodes}"
+    if record.restarts:
+        line += f", restart {record.restarts}"
+    return "" if line == before else line
+
+
+class _Log:
+    """The output of a job, as far as it was shown.
+
+    Attributes:
+        is_there: whether there is such a file.
+    """
+
+    def __init__(self, record: Record) -> None:
+        self._path = Path(record.log)
+        self._mark = f"{record.element}: ".encode() if record.element else b""
+        self._position = 0
+        self._partial_line = b""
+        self.is_there = False
+
+    def copy(self) -> None:
+        """Shows the lines that are new."""
+        try:
+            with self._path.open("rb") as file:
+                file.seek(self._position)
+                data = file.read()
+        except FileNotFoundError:
+            return
+        self.is_there = True
+        self._position += len(data)
+        *lines, self._partial_line = (self._partial_line + data).split(b"\n")
+        for line in lines:
+            show(sys.stdout, self._mark + line + b"\n")
+
+    def finish(self) -> None:
+        """Shows what is left."""
+        self.copy()
+        if self._partial_line:
+            show(sys.stdout, self._mark + self._partial_line + b"\n")
+
+
+def _run(
+    words: Sequence[str], text: str | None = None, env: Mapping[str, str] | None = None
+) -> subprocess.CompletedProcess[str]:
+    """Runs a command of SLURM's.
+
+    Raises:
+        LaunchError: `slurm-unreachable`, where it does not end.
+    """
+    try:
+        return subprocess.run(
+            list(words), input=text or "", env={**environment.snapshot(), **(env or {})}, capture_output=True, text=True,
+            errors="replace", timeout=_COMMAND_S, start_new_session=True, check=False,
+        )  # fmt: skip
+    except subprocess.TimeoutExpired:
+        raise _unreachable_error(f"{words[0]} did not end within {_COMMAND_S:g} s") from None
+
+
+def _said_by(done: subprocess.CompletedProcess[str]) -> str:
+    """What a command said on standard error, in one line and without its name before each."""
+    lines = [re.sub(r"^\w+: (error: |fatal: )?", "", line) for line in done.stderr.splitlines()]
+    return "; ".join(line for line in lines if line) or f"exit code {done.returncode}"
+
+
+def _raise_refused(said: str, wanted: Sequence[str]) -> None:
+    if _UNREACHABLE.search(said):
+        raise _unreachable_error(said)
+    fix = next((fix for words, fix in _FIXES if words in said.lower()), "ask for something else, or see --sbatch-args")
+    raise LaunchError(
+        "slurm-refused",
+        "SLURM does not take the job; nothing is in its queue.",
+        why=[f"SLURM says: {said}", *wanted, *_partitions()],
+        fix=fix,
+    )
+
+
+def _partitions() -> list[str]:
+    """What the partitions have, one a line; empty where SLURM does not say."""
+    form = "partition %R: %D nodes, %c CPUs each, GPUs %G, up to %l"
+    done = _run(["sinfo", "--noheader", f"--format={form}"])
+    return done.stdout.replace("(null)", "none").splitlines() if done.returncode == 0 else []
+
+
+def _unreachable_error(said: str) -> LaunchError:
+    config = environment.snapshot().get("SLURM_CONF", "its default place")
+    done = subprocess.run(["scontrol", "ping"], capture_output=True, text=True, timeout=_COMMAND_S, check=False)
+    answers = [" ".join(line.split()) for line in done.stdout.splitlines() if " at " in line]
+    return LaunchError(
+        "slurm-unreachable",
+        "SLURM's controller cannot be reached; nothing was submitted.",
+        why=[f"SLURM says: {said}", *answers, f"slurm.conf: {config}"],
+        fix="see with `scontrol ping` whether it is up, and whether this host is one that may submit jobs",
+    )
+
+
+def _say(line: str) -> None:
+    print(f"paceline: {line}", file=sys.stderr, flush=True)
+
+
+def tell(job: str) -> None:
+    """Says where the output of a job goes, and how it is followed and cancelled."""
+    logs = [record.log for record in records(job)]
+    lines = [f"job {job} is in the queue of SLURM", f"cancel it: scancel {job}"]
+    if logs:
+        lines.insert(1, f"follow it: tail -F {shlex.quote(logs[0])}")
+    print(*lines, sep="\n", flush=True)
