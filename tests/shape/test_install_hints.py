@@ -11,6 +11,7 @@ ON_PYPI = {
     "cloudpickle",
     "comet_ml",
     "deepspeed",
+    "kubernetes",
     "ninja",
     "numpy",
     "nvidia-ml-py",

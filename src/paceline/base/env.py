@@ -137,7 +137,7 @@ def get(name: str, env: Mapping[str, str] | None = None) -> Any:
 
 def rank_hint() -> int:
     """Number of this process as its launcher left it, 0 where none did; `World.detect` is the authority."""
-    for name in ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID"):
+    for name in ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID", "PET_NODE_RANK", "JOB_COMPLETION_INDEX"):
         text = os.environ.get(name, "")
         if text.isdigit():
             return int(text)

@@ -91,6 +91,11 @@ _ROWS = (
     Flag("signals_to_handle", instead="leave it out: SIGTERM, SIGINT, SIGHUP, SIGUSR1 and SIGUSR2 are passed on"),
     Flag("virtual_local_rank", takes=False, instead="leave it out: `accelerator.device` is the process's own device"),
 )
+# Flags of torchrun that a pod may find in its environment, the endpoint before the address that it may repeat.
+_IN_PODS = (
+    "nnodes", "nproc_per_node", "node_rank", "rdzv_backend", "rdzv_id", "rdzv_conf", "rdzv_endpoint", "master_addr",
+    "master_port", "max_restarts",
+)  # fmt: skip
 _FLAGS: Mapping[str, Flag] = MappingProxyType({name: row for row in _ROWS for name in row.names.split()})
 
 
@@ -129,6 +134,16 @@ def translate(given: Sequence[Given]) -> tuple[Given, ...]:
             conf.append(str(translated[-1].value))
             translated[-1] = Given("rdzv_conf", ",".join(filter(None, conf)), flag.source, flag.where)
     return tuple(translated)
+
+
+def from_env(env: Mapping[str, str]) -> tuple[Given, ...]:
+    """torchrun's own variables for its flags, PET_NNODES and those alike, which Kubeflow gives to each pod."""
+    given = [
+        Given(name, env[f"PET_{name.upper()}"], "environment", f"PET_{name.upper()}")
+        for name in _IN_PODS
+        if env.get(f"PET_{name.upper()}")
+    ]
+    return translate(given)
 
 
 def refusal(given: Given) -> Problem | None:

@@ -226,6 +226,7 @@ def resolve_launch(flags: Sequence[Given] = (), env: Mapping[str, str] | None = 
                 problems.append(verdict)
             else:
                 unused.append(verdict)
+    given += launchers.from_env(env)
     given += _from_env(env, *launch_classes(), RunSettings)
     path = _file_for(given, env, search)
     if path is not None:

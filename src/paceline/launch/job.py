@@ -10,6 +10,7 @@ from paceline.config.settings import LaunchSettings
 from paceline.config.sources import Launch
 from paceline.launch import host
 from paceline.launch.launcher import Job, Target
+from paceline.world.detect.kubernetes import counts_pods
 from paceline.world.world import World
 
 _SEVERAL_NODES_PORT = 29500
@@ -68,7 +69,7 @@ def job_of(settings: Launch, script: str, args: Sequence[str], env: Mapping[str,
         start="exec" if accelerators.count or launch.no_python else "fork",
         env=variables, max_restarts=launch.max_restarts, monitor_interval_s=launch.monitor_interval_s,
         timeout_s=settings.run.timeout_s or 600.0,
-        log_dir=launch.log_dir, tee=_streams(settings, procs), ranks=_shown_ranks(settings, procs), backend=launch.rdzv_backend,
+        log_dir=launch.log_dir, tee=_streams(settings, procs), ranks=shown_ranks(settings, procs), backend=launch.rdzv_backend,
         options=dict(pair.split("=", 1) for pair in launch.rdzv_conf.split(",") if pair), compat=launch.compat or "",
         cores=cores, core_files=launch.cores,
     )  # fmt: skip
@@ -104,7 +105,8 @@ def _nodes(settings: Launch, env: Mapping[str, str], notices: list[str]) -> tupl
     """
     launch, most = settings.launch, range_of_nodes(settings.launch.nodes)[1]
     said = {row.field for row in settings.decisions if row.source != "default"}
-    around = World() if "nodes" in said or "RANK" in env else World.detect(env)
+    by_processes = "RANK" in env and not counts_pods(env)
+    around = World() if "nodes" in said or by_processes else World.detect(env)
     if around.size > 1:
         if around.local_size > 1:
             raise LaunchError(
@@ -118,16 +120,21 @@ def _nodes(settings: Launch, env: Mapping[str, str], notices: list[str]) -> tupl
         return World(node=around.rank, nodes=around.size, address=around.address, port=port), True
     # torchrun's c10d numbers no nodes, nor do config files that name it: their rank of the machine says nothing then.
     numbered = "node_rank" in said and launch.rdzv_backend == "static"
-    if most > 1 and launch.main_address is None and (launch.node_rank > 0 or isinstance(launch.nodes, str)):
+    node_rank = launch.node_rank
+    index = env.get("JOB_COMPLETION_INDEX", "")
+    if most > 1 and "node_rank" not in said and launch.rdzv_backend == "static" and index.isdecimal():
+        # An Indexed Job numbers its pods. One node alone is no part of a run: its number counts something else.
+        numbered, node_rank = True, int(index)
+    if most > 1 and launch.main_address is None and (node_rank > 0 or isinstance(launch.nodes, str)):
         raise LaunchError(
             "launch-address",
-            f"node {launch.node_rank} does not know where node 0 is." if numbered else "no node knows the others.",
+            f"node {node_rank} does not know where node 0 is." if numbered else "no node knows the others.",
             why="--main-address is not set",
             fix="give --main-address, the host name or IP address of node 0, on all nodes",
         )
     port = launch.main_port or (_SEVERAL_NODES_PORT if most > 1 else 0)
     numbered = numbered or launch.main_address is None
-    node = launch.node_rank if numbered else 0
+    node = node_rank if numbered else 0
     return World(node=node, nodes=most, address=launch.main_address, port=port), numbered
 
 
@@ -177,7 +184,7 @@ def _listed(cores: Sequence[int]) -> str:
     return f"{cores[0]}-{cores[-1]}" if whole else ",".join(map(str, cores))
 
 
-def _shown_ranks(settings: Launch, procs: int) -> frozenset[int] | None:
+def shown_ranks(settings: Launch, procs: int) -> frozenset[int] | None:
     """`--ranks`: whose output is shown; None for everybody's.
 
     Raises:
@@ -225,7 +232,7 @@ def _streams(settings: Launch, procs: int) -> dict[int, int] | None:
     said = next(row for row in settings.decisions if row.field == "tee").source != "default"
     if not said:
         # Several ranks that somebody chose to see are to be told apart.
-        several = len(_shown_ranks(settings, procs) or ()) > 1
+        several = len(shown_ranks(settings, procs) or ()) > 1
         return dict.fromkeys(range(procs), 3) if settings.launch.log_dir or several else None
     if ":" not in text:
         return dict.fromkeys(range(procs), int(text))

@@ -18,12 +18,14 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 
+from paceline.base import env as environment
 from paceline.base.errors import ConfigError, LaunchError
 from paceline.launch import host, secret
 from paceline.launch.connection import Connection
 from paceline.launch.launcher import Job
 from paceline.launch.membership import Membership
 from paceline.launch.messages import Announce, Join, StopMode
+from paceline.launch.pod_names import await_main_address
 from paceline.launch.rounds import Member, Place, Report, Round, Rules
 
 _PATIENCE_S = 300.0
@@ -71,6 +73,7 @@ class Nodes:
         if rules.most == 1:
             return cls(job, None, Membership(who, rules, True, (), time.monotonic(), time.time()))
         shared = job.secret or secret.of_user()
+        await_main_address(job, environment.snapshot(), rules.join_timeout_s)
         places = _places(job)
         listener, mine = _listen(job, places)
         node = job.node_rank if job.numbered else -1

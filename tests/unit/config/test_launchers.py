@@ -108,3 +108,31 @@ def test_the_words_of_a_command_line_can_be_said_again() -> None:
     again = " ".join(schema.words(schema.given(parser.parse_args(said.split()))))
     assert told(again).launch == told(said).launch
     assert told(again).run == told(said).run
+
+
+def test_the_variables_that_kubeflow_gives_to_a_pod() -> None:
+    env = {
+        "PET_NNODES": "2",
+        "PET_NPROC_PER_NODE": "8",
+        "PET_NODE_RANK": "1",
+        "PET_MASTER_ADDR": "t-node-0-0.t",
+        "PET_MASTER_PORT": "29400",
+        "PET_MAX_RESTARTS": "3",
+        "PET_SOMETHING": "else",
+    }
+    launch = resolve_launch((), env, search=False)
+    settings = launch.launch
+    assert (settings.nodes, settings.procs, settings.node_rank, settings.max_restarts) == (2, 8, 1, 3)
+    assert (settings.main_address, settings.main_port) == ("t-node-0-0.t", 29400)
+    row = next(row for row in launch.decisions if row.field == "nodes")
+    assert (row.source, row.where) == ("environment", "PET_NNODES")
+    elastic = {"PET_NNODES": "1:3", "PET_RDZV_ENDPOINT": "t-worker-0:29401", "PET_RDZV_BACKEND": "c10d"}
+    settings = resolve_launch((), {**elastic, "PET_NPROC_PER_NODE": "gpu"}, search=False).launch
+    assert (settings.nodes, settings.main_address, settings.main_port) == ("1:3", "t-worker-0", 29401)
+    assert (settings.rdzv_backend, settings.procs) == ("c10d", "auto")
+    assert resolve_launch((), {**env, "PACELINE_NODES": "5"}, search=False).launch.nodes == 5, "ours win"
+
+
+def test_a_wrong_variable_of_a_pod_is_named() -> None:
+    with pytest.raises(ConfigError, match=r"PET_NNODES"):
+        resolve_launch((), {"PET_NNODES": "many"}, search=False)

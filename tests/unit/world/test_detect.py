@@ -159,3 +159,75 @@ def test_expand(hosts: str, names: list[str]) -> None:
 def test_task_counts() -> None:
     assert slurm.task_counts("2(x3),1") == [2, 2, 2, 1]
     assert slurm.task_counts("two") == []
+
+
+TRAINJOB = {
+    "KUBERNETES_SERVICE_HOST": "10.96.0.1", "JOB_COMPLETION_INDEX": "1", "PET_NNODES": "2", "PET_NPROC_PER_NODE": "1",
+    "PET_NODE_RANK": "1", "PET_MASTER_ADDR": "t-node-0-0.t", "PET_MASTER_PORT": "29400",
+}  # fmt: skip
+PYTORCHJOB = {
+    "KUBERNETES_SERVICE_HOST": "10.96.0.1", "HOSTNAME": "t-worker-0", "MASTER_ADDR": "t-master-0", "MASTER_PORT": "23456",
+    "WORLD_SIZE": "2", "RANK": "1", "PYTHONUNBUFFERED": "0",
+}  # fmt: skip
+INDEXED = {"JOB_COMPLETION_INDEX": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "t-0.t", "MASTER_PORT": "5"}
+
+
+@pytest.mark.parametrize(
+    ("env", "address", "port"),
+    [
+        (TRAINJOB, "t-node-0-0.t", 29400),
+        (PYTORCHJOB, "t-master-0", 23456),
+        ({**PYTORCHJOB, "HOSTNAME": "", "PET_NODE_RANK": "1", "PET_NNODES": "2"}, "t-master-0", 23456),
+        (INDEXED, "t-0.t", 5),
+    ],
+)
+def test_pods_that_run_a_script_alone(env: dict[str, str], address: str, port: int) -> None:
+    world = World.detect(env)
+    assert place(world) == (1, 2, 0, 1, 1, 2)
+    assert (world.source, world.address, world.port) == ("kubernetes", address, port)
+
+
+def test_the_first_pod_of_a_pytorchjob() -> None:
+    master = {**PYTORCHJOB, "HOSTNAME": "t-master-0", "RANK": "0", "MASTER_ADDR": "localhost"}
+    assert place(World.detect(master)) == (0, 2, 0, 1, 0, 2)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"HOSTNAME": "somewhere"},  # no pod of such a job: whoever set these counts processes of this host
+        {"RANK": "0"},  # one of several processes that somebody started in the pod
+        {"PET_NODE_RANK": "0"},
+        {"PET_NODE_RANK": "1", "PET_NNODES": "1"},
+        {"LOCAL_RANK": "1"},
+        {"LOCAL_WORLD_SIZE": "2"},
+    ],
+)
+def test_processes_that_a_launcher_started_in_a_pod(change: dict[str, str]) -> None:
+    assert World.detect({**PYTORCHJOB, **change}).source == "torchrun"
+
+
+def test_workers_in_a_pod_have_torchruns_names_and_the_pods() -> None:
+    assert place(World.detect({**TRAINJOB, **TORCHRUN})) == (3, 4, 1, 2, 1, 2)
+
+
+def test_one_pod_is_a_world_of_one() -> None:
+    assert World.detect({**TRAINJOB, "PET_NNODES": "1", "PET_NODE_RANK": "0"}) == World()
+    assert World.detect({"JOB_COMPLETION_INDEX": "7"}) == World(), "a sweep, of runs that know nothing of each other"
+    assert World.detect({**TRAINJOB, "PET_NNODES": "1:3"}) == World(), "that is for a launcher"
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        ({"PET_MASTER_ADDR": None}, "MASTER_ADDR is not set, so 2 pods cannot find each other"),
+        ({"PET_NODE_RANK": None, "JOB_COMPLETION_INDEX": None}, "PET_NODE_RANK is not set"),
+        ({"PET_NODE_RANK": "2"}, "rank 2 does not exist"),
+        ({"PET_NNODES": "two"}, "PET_NNODES is 'two'"),
+    ],
+)
+def test_what_contradicts_in_a_pod(change: dict[str, str | None], told: str) -> None:
+    env = {name: value for name, value in {**TRAINJOB, **change}.items() if value is not None}
+    with pytest.raises(WorldError, match="world-env") as caught:
+        World.detect(env)
+    assert told in str(caught.value)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from paceline.world.detect.kubernetes import counts_pods
 from paceline.world.detect.reading import Reading
 from paceline.world.world import World
 
@@ -28,7 +29,7 @@ def detect(env: Mapping[str, str]) -> World | None:
     Raises:
         WorldError: `world-env`, naming each variable that is missing or contradicts another.
     """
-    if not any(name in env for name in _WHO):
+    if not any(name in env for name in _WHO) or counts_pods(env) or _index_is_rank(env):
         return None
     read = Reading(env, "torchrun (RANK, WORLD_SIZE, ...)")
     rank, size = read.number("RANK"), read.number("WORLD_SIZE")
@@ -64,6 +65,11 @@ def detect(env: Mapping[str, str]) -> World | None:
             port=port,
         )
     )
+
+
+def _index_is_rank(env: Mapping[str, str]) -> bool:
+    """Whether a manifest says WORLD_SIZE for pods that an Indexed Job numbers (`kubernetes.py`)."""
+    return "JOB_COMPLETION_INDEX" in env and not any(name in env for name in _WHO if name != "WORLD_SIZE")
 
 
 def _place(read: Reading, rank: int, size: int) -> tuple[int, int]:

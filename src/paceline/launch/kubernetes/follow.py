@@ -1,0 +1,308 @@
+"""Follows a run that was submitted: its pods' lines as they come, what keeps a pod from starting, and the end.
+
+    watch of the run's object --.
+    watch of its pods ----------+--> one queue --> Follower.next: lines to standard output, notices to standard error
+    log of each container ------'
+
+Each source is read by a thread of its own; all that is decided is decided in the main thread.
+"""
+
+from __future__ import annotations
+
+import queue
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from paceline.base.errors import LaunchError, Problem
+from paceline.base.exits import PREEMPTED
+from paceline.launch.kubernetes.client import Cluster
+from paceline.launch.kubernetes.kinds.kind import PODS, Kind, State
+from paceline.launch.kubernetes.pod import selector
+from paceline.launch.kubernetes.refusals import Refusal
+from paceline.launch.kubernetes.run import NO_PACELINE, PodRun
+
+_RETRY_S = 1.0
+_PATIENCE_S = 120.0  # how long the cluster may not answer
+_LAST_LINES_S = 10.0  # for the logs to arrive, once all has ended
+_CANNOT_START = ("ErrImagePull", "ImagePullBackOff", "InvalidImageName", "ErrImageNeverPull")
+# The Secret is made a moment after the pods: only what stays so is an error.
+_STAYS_S = 60.0
+_MAY_PASS = ("CreateContainerConfigError", "CreateContainerError", "RunContainerError")
+
+
+@dataclass
+class Container:
+    """One start of a container: a restart is another one."""
+
+    pod: str
+    node: int
+    thread: threading.Thread
+    ended: threading.Event = field(default_factory=threading.Event)
+
+
+class Follower:
+    """What is known of a run.
+
+    Args:
+        cluster: where it runs.
+        run: what was submitted.
+        kind: as what.
+        shown: nodes whose lines are shown; None for all.
+
+    Attributes:
+        pods: by uid, as last seen.
+        state: of the run's object.
+        deleted: whether that object is gone.
+    """
+
+    def __init__(self, cluster: Cluster, run: PodRun, kind: Kind, shown: frozenset[int] | None) -> None:
+        self._cluster, self._run, self._kind, self._shown = cluster, run, kind, shown
+        self.pods: dict[str, dict[str, Any]] = {}
+        self.present: set[str] = set()
+        self.state = State()
+        self.deleted = False
+        self._events: queue.Queue[tuple[str, Any]] = queue.Queue()
+        self._containers: dict[tuple[str, int], Container] = {}
+        self._told: set[str] = set()
+        self._last_stamps: dict[str, str] = {}  # by pod: a restarted container goes on where the one before it ended
+        self._odd_since: dict[str, float] = {}
+        self._lost: LaunchError | None = None
+        # One thread each: the API streams, and Python has no other way to wait for several of this client's answers.
+        self._watch("object", lambda: cluster.watch(kind.resource, fieldSelector=f"metadata.name={run.name}"))
+        self._watch("pod", lambda: cluster.watch(PODS, labelSelector=selector(run)))
+
+    def next(self, timeout_s: float) -> None:
+        """Takes in what has come, for at most so many seconds.
+
+        Raises:
+            LaunchError: `kubernetes-image`, `kubernetes-pod` for a pod that cannot start; `kubernetes-lost`.
+        """
+        deadline = time.monotonic() + timeout_s
+        while (remaining := deadline - time.monotonic()) > 0:
+            try:
+                what, value = self._events.get(timeout=remaining)
+            except queue.Empty:
+                break
+            self._take_in(what, value)
+        self._check_waiting()
+
+    def drain(self) -> None:
+        """Shows what is still on its way, after the end."""
+        deadline = time.monotonic() + _LAST_LINES_S
+        while time.monotonic() < deadline:
+            reading = [container for container in self._containers.values() if not container.ended.is_set()]
+            # The status of a pod comes by another way than that of the run, and may come after it.
+            unexplained = self.state.failed and not self._failures()
+            if not reading and not unexplained and self._events.empty():
+                return
+            try:
+                self._take_in(*self._events.get(timeout=0.1))
+            except queue.Empty:
+                continue
+
+    def _take_in(self, what: str, value: Any) -> None:
+        if what == "line":
+            sys.stdout.buffer.write(value)
+            sys.stdout.buffer.flush()
+        elif what == "lost":
+            raise value
+        elif what == "object":
+            event, manifest = value
+            self.deleted = event == "DELETED"
+            if not self.deleted:
+                self.state = self._kind.state(manifest)
+        else:
+            self._pod(*value)
+
+    def _pod(self, event: str, pod: dict[str, Any]) -> None:
+        """Takes in what a pod is now; begins to read the log of a container that has started."""
+        uid, name = pod["metadata"]["uid"], pod["metadata"]["name"]
+        self.pods[uid] = pod
+        if event == "DELETED":
+            self.present.discard(uid)
+            return
+        self.present.add(uid)
+        node = self._kind.node_of(pod)
+        scheduled = next((c for c in _conditions(pod) if c.get("type") == "PodScheduled"), {})
+        if scheduled.get("reason") == "Unschedulable":
+            self._say(f"node{node} waits for a place: {scheduled.get('message', '')}")
+        status = _container(pod, self._kind.container)
+        started = any(status.get("state", {}).get(phase) for phase in ("running", "terminated"))
+        key = (uid, int(status.get("restartCount", 0)))
+        if not started or key in self._containers:
+            return
+        where = pod["spec"].get("nodeName", "")
+        self._say(f"node{node} is pod {name}{f' on {where}' if where else ''}")
+        thread = threading.Thread(target=self._read_log, args=(key, name, node), daemon=True)
+        self._containers[key] = Container(name, node, thread)
+        thread.start()
+
+    def _check_waiting(self) -> None:
+        """Finds pods that will never start.
+
+        Raises:
+            LaunchError: `kubernetes-image`, `kubernetes-pod`.
+        """
+        for uid in self.present:
+            pod = self.pods[uid]
+            status = _container(pod, self._kind.container)
+            problem = self._no_start(pod, status)
+            if problem is not None:
+                raise LaunchError.of([problem])
+
+    def _no_start(self, pod: Mapping[str, Any], status: Mapping[str, Any]) -> Problem | None:
+        name, uid = pod["metadata"]["name"], pod["metadata"]["uid"]
+        waiting = status.get("state", {}).get("waiting") or {}
+        ended = self._ended(pod)
+        reason = waiting.get("reason", "")
+        message = waiting.get("message", "")
+        if reason in _CANNOT_START:
+            fix = "correct --image; for a private registry name a Secret under imagePullSecrets in the --values file"
+            what = f"the image {self._run.image} cannot be had."
+            return Problem("kubernetes-image", what, f"pod {name}: {reason}: {message}", fix)
+        if ended.get("exitCode") == NO_PACELINE and "no paceline" in ended.get("message", ""):
+            what = f"the image {self._run.image} has no paceline."
+            fix = "install Paceline in the image, for the Python that `python3` starts there"
+            return Problem("kubernetes-image", what, f"pod {name}: {ended['message'].strip()}", fix)
+        if ended.get("reason") in ("StartError", "ContainerCannotRun"):
+            what = f"python3 cannot be started in the image {self._run.image}."
+            why = f"pod {name}: {ended['reason']}: {ended.get('message', '')}"
+            return Problem("kubernetes-image", what, why, "use an image with Python and Paceline")
+        if reason not in _MAY_PASS:
+            self._odd_since.pop(uid, None)
+            return None
+        since = self._odd_since.setdefault(uid, time.monotonic())
+        if time.monotonic() - since < _STAYS_S:
+            return None
+        fix = f"`kubectl describe pod {name} -n {self._cluster.namespace}` tells more; mend the --values file"
+        return Problem("kubernetes-pod", f"pod {name} cannot start.", f"{reason}: {message}", fix)
+
+    def exit_code(self) -> int:
+        """That of the container that failed first, of those that run now or ran last; 1 where none tells."""
+        failed = self._failures()
+        if not failed:
+            return 1
+        if all(state["exitCode"] == PREEMPTED for state in failed):
+            return PREEMPTED
+        # A launcher that was stopped because of another node says so.
+        causes = [state for state in failed if "[node-failed]" not in state.get("message", "")] or failed
+        first = min(causes, key=lambda state: state.get("finishedAt") or "")
+        return int(first["exitCode"])
+
+    def _failures(self) -> list[dict[str, Any]]:
+        """How those containers ended that did not end well, of the newest pod of each node."""
+        ended = [self._ended(pod) for pod in self._last_pods()]
+        return [state for state in ended if state.get("exitCode")]
+
+    def _ended(self, pod: Mapping[str, Any]) -> dict[str, Any]:
+        """How a pod's container has ended; {} while it has not."""
+        ended: dict[str, Any] | None = _container(pod, self._kind.container).get("state", {}).get("terminated")
+        return ended or {}
+
+    def all_saved(self) -> bool:
+        """Whether every container has saved and left, or ended well."""
+        codes = {self._ended(pod).get("exitCode") for pod in self._last_pods()}
+        return PREEMPTED in codes and codes <= {0, PREEMPTED}
+
+    def why(self) -> str:
+        """Why the run has failed: what the controller and the pods say."""
+        reasons = [f"{self.state.reason}: {self.state.message}".strip(": ")]
+        for pod in self._last_pods():
+            node = self._kind.node_of(pod)
+            ended = self._ended(pod)
+            if ended.get("exitCode"):
+                detail = f" ({ended['reason']})" if ended.get("reason") not in (None, "Error") else ""
+                reasons.append(f"node{node} (pod {pod['metadata']['name']}) ended with {ended['exitCode']}{detail}")
+        return "; ".join(filter(None, reasons))
+
+    def _last_pods(self) -> list[dict[str, Any]]:
+        """The newest pod of each node."""
+        newest: dict[int, dict[str, Any]] = {}
+        for pod in sorted(self.pods.values(), key=lambda pod: pod["metadata"].get("creationTimestamp") or ""):
+            newest[self._kind.node_of(pod)] = pod
+        return list(newest.values())
+
+    def _say(self, line: str) -> None:
+        if line not in self._told:
+            self._told.add(line)
+            print(f"paceline: {line}", file=sys.stderr, flush=True)
+
+    # -- threads ------------------------------------------------------------------------------------------------
+
+    def _watch(self, what: str, begin: Callable[[], Iterator[tuple[str, dict[str, Any]]]]) -> None:
+        """Puts the events of a watch into the queue; begins again where the cluster does not answer for a while."""
+
+        def read() -> None:
+            failing_since: float | None = None
+            while not self._cluster.closed:
+                try:
+                    for event in begin():
+                        failing_since = None
+                        self._events.put((what, event))
+                except LaunchError as error:
+                    now = time.monotonic()
+                    failing_since = failing_since or now
+                    if now - failing_since > _PATIENCE_S:
+                        self._events.put(("lost", self._lost_error(error.problems[0].why)))
+                        return
+                except Refusal as refusal:
+                    self._events.put(("lost", LaunchError.of([refusal.problem(self._cluster.namespace)])))
+                    return
+                time.sleep(_RETRY_S)
+
+        threading.Thread(target=read, daemon=True).start()
+
+    def _lost_error(self, why: Any) -> LaunchError:
+        return LaunchError(
+            "kubernetes-lost",
+            f"the cluster has not answered for {_PATIENCE_S:g} s; the run {self._run.name} may go on there.",
+            why=why,
+            fix=f"`kubectl logs -f -l {selector(self._run)} -n {self._cluster.namespace}` shows it; "
+            f"`kubectl delete {self._kind.resource.plural} {self._run.name} -n {self._cluster.namespace}` ends it",
+        )
+
+    def _read_log(self, key: tuple[str, int], pod: str, node: int) -> None:
+        """Puts the lines of one container into the queue, each once, over as many connections as it takes."""
+        container = self._containers[key]
+        mark = f"node{node}: ".encode()
+        shown = self._shown is None or node in self._shown
+        uid = key[0]
+        try:
+            while shown and not self._cluster.closed:
+                try:
+                    last = self._last_stamps.get(uid, "")
+                    for stamp, text in self._cluster.log(pod, self._kind.container, last):
+                        if stamp > self._last_stamps.get(uid, ""):
+                            self._last_stamps[uid] = stamp
+                            self._events.put(("line", mark + text + b"\n"))
+                except Refusal as refusal:
+                    if refusal.status in (403, 404):  # 404: the pod is gone
+                        return
+                except LaunchError:
+                    pass  # the watches tell where the cluster stays silent
+                if self._is_over(key):
+                    return
+                time.sleep(_RETRY_S)
+        finally:
+            container.ended.set()
+
+    def _is_over(self, key: tuple[str, int]) -> bool:
+        """Whether a container has ended, so that its log holds no more."""
+        uid, restarts = key
+        status = _container(self.pods[uid], self._kind.container)
+        newer = int(status.get("restartCount", 0)) > restarts
+        return uid not in self.present or newer or not status.get("state", {}).get("running")
+
+
+def _container(pod: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """Status of a pod's container; {} before there is one."""
+    statuses = pod.get("status", {}).get("containerStatuses") or ()
+    return next((status for status in statuses if status["name"] == name), {})
+
+
+def _conditions(pod: Mapping[str, Any]) -> list[dict[str, Any]]:
+    return pod.get("status", {}).get("conditions") or []

@@ -1,0 +1,102 @@
+"""What an API server answers that will not do something, and what to tell the user of it."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass
+
+from paceline.base.errors import LaunchError, Problem
+
+
+@dataclass
+class Refusal(Exception):
+    """An answer of 400 or more.
+
+    Attributes:
+        status: the HTTP status.
+        message: the server's.
+        causes: fields and what is wrong with each, where it names them.
+        doing: the request: method and path.
+    """
+
+    status: int
+    message: str
+    causes: tuple[str, ...] = ()
+    doing: str = ""
+
+    @classmethod
+    def of(cls, status: int, data: bytes, method: str, path: str) -> Refusal:
+        """Reads the answer, which is a `Status` object where the API server itself gave it."""
+        try:
+            body = json.loads(data)
+            message = str(body["message"])
+            causes = (body.get("details") or {}).get("causes") or ()
+            listed = tuple(f"{cause.get('field', '?')}: {cause.get('message', '')}" for cause in causes)
+        except (ValueError, KeyError, TypeError, AttributeError):
+            message, listed = data.decode(errors="replace")[:400], ()
+        return cls(status, message, listed, f"{method} {path}")
+
+    def __str__(self) -> str:
+        return f"{self.doing}: {self.status} {self.message}"
+
+    def problem(self, namespace: str) -> Problem:
+        """What to tell the user."""
+        if self.status == 401:
+            why = f"the API server answers: {self.message}"
+            fix = "log in again, as for kubectl: the token or the certificate of the kubeconfig file may have expired"
+            return Problem("kubernetes-login", "the cluster does not know this user.", why, fix)
+        if self.status == 403:
+            return self._forbidden(namespace)
+        if self.status == 404 and re.search(r"namespaces? .*not found", self.message):
+            return namespace_missing(namespace, "")
+        if self.status == 409:
+            why = f"the API server answers: {self.message}"
+            fix = "start the command again: each run has another name"
+            return Problem("kubernetes-conflict", "an object of that name is there already.", why, fix)
+        if self.status in (400, 422):
+            reasons = [f"the API server answers: {self.message}", *self.causes]
+            fix = "correct the field in the --values file, or use a kind that this version of the cluster has (--kind)"
+            return Problem("kubernetes-manifest", "the cluster does not accept the manifest.", reasons, fix)
+        why = f"{self.doing}: {self.status} {self.message}"
+        fix = "look at the state of the cluster (`kubectl get --raw /readyz`), then start the command again"
+        return Problem("kubernetes-api", "the cluster's API gives an error.", why, fix)
+
+    def _forbidden(self, namespace: str) -> Problem:
+        """A 403: missing permission, or a quota or an admission rule that says no."""
+        why = f"the API server answers: {self.message}"
+        verb = re.search(r'cannot (\w+) resource "([^"]+)" in API group "([^"]*)"', self.message)
+        if verb is None:
+            what = "the cluster does not allow this run."
+            return Problem("kubernetes-forbidden", what, why, "ask for less, or those who set the quota or the rule")
+        return may_not([(verb[1], verb[2], verb[3])], namespace, why)
+
+
+def may_not(verbs: list[tuple[str, str, str]], namespace: str, why: str) -> Problem:
+    """This user lacks permissions.
+
+    Args:
+        verbs: each verb with its resource and API group.
+        namespace: where.
+        why: what says so.
+    """
+    listed = "; ".join(f"{verb} {resource}{f'.{group}' if group else ''}" for verb, resource, group in verbs)
+    what = f"this user may not do in namespace {namespace} what the run needs: {listed}."
+    fix = f"ask for a Role with these verbs (`kubectl auth can-i {verbs[0][0]} {verbs[0][1]} -n {namespace}` tells)"
+    return Problem("kubernetes-forbidden", what, why, fix)
+
+
+def namespace_missing(namespace: str, known: str) -> Problem:
+    """There is no such namespace."""
+    fix = "give --namespace one that is there, or make it: `kubectl create namespace " + namespace + "`"
+    return Problem("kubernetes-namespace", f"there is no namespace {namespace!r} in the cluster.", known, fix)
+
+
+def unreachable(host: str, source: str, error: Exception) -> LaunchError:
+    """Nobody answers, or not with a certificate that is trusted."""
+    return LaunchError(
+        "kubernetes-unreachable",
+        f"no cluster answers at {host}.",
+        why=[source, " ".join(str(getattr(error, "reason", None) or error).split())[:400]],
+        fix="check that `kubectl get pods` works here: the address, the network, a proxy, the certificate",
+    )

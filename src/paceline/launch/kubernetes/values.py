@@ -1,0 +1,157 @@
+"""The values file of `--values`: what the pods of a run need beyond an image, in Kubernetes' own words.
+
+    shm: 16Gi                         size of /dev/shm
+    gpu: nvidia.com/gpu               the resource of which each process gets one
+    resources: {memory: 200Gi, rdma/hca: 1}
+    nodeSelector: {pool: a100}        and other fields of a pod or a container (`FIELDS`), as its specification has them
+
+Each value goes into the manifest as it is; the cluster checks what is inside of it, and names the field.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from paceline.base.errors import ConfigError, Problem, short_repr
+from paceline.config import limits
+from paceline.config.given import nearest
+
+_TEXT, _LIST, _MAPPING, _BOOL = "text", "a list", "a mapping", "true or false"
+_TYPES: Mapping[str, type | tuple[type, ...]] = {_TEXT: (str, int), _LIST: list, _MAPPING: dict, _BOOL: bool}
+
+OURS = {"shm": _TEXT, "gpu": _TEXT, "resources": _MAPPING}
+METADATA = {"labels": _MAPPING, "annotations": _MAPPING}
+CONTAINER = {
+    "env": _LIST,
+    "envFrom": _LIST,
+    "imagePullPolicy": _TEXT,
+    "securityContext": _MAPPING,
+    "volumeMounts": _LIST,
+    "workingDir": _TEXT,
+}
+POD = {
+    "affinity": _MAPPING,
+    "dnsPolicy": _TEXT,
+    "hostIPC": _BOOL,
+    "hostNetwork": _BOOL,
+    "imagePullSecrets": _LIST,
+    "initContainers": _LIST,
+    "nodeSelector": _MAPPING,
+    "podSecurityContext": _MAPPING,
+    "priorityClassName": _TEXT,
+    "runtimeClassName": _TEXT,
+    "schedulerName": _TEXT,
+    "serviceAccountName": _TEXT,
+    "tolerations": _LIST,
+    "topologySpreadConstraints": _LIST,
+    "volumes": _LIST,
+}
+FIELDS: Mapping[str, str] = {**OURS, **METADATA, **CONTAINER, **POD}
+# Of the fields of a pod and a container, one has the same name in both.
+_OTHER_NAME = {"podSecurityContext": "securityContext"}
+
+
+@dataclass(frozen=True)
+class Values:
+    """What a values file says.
+
+    Attributes:
+        shm: size of /dev/shm, a Kubernetes quantity.
+        gpu: name of the resource of which each process gets one.
+        resources: more resources of each pod: quantities, as text, by name.
+        labels, annotations: of each pod.
+        container, pod: fields of the container and of the pod, as their specifications have them.
+    """
+
+    shm: str = "8Gi"
+    gpu: str = "nvidia.com/gpu"
+    resources: Mapping[str, str] = field(default_factory=dict)
+    labels: Mapping[str, str] = field(default_factory=dict)
+    annotations: Mapping[str, str] = field(default_factory=dict)
+    container: Mapping[str, Any] = field(default_factory=dict)
+    pod: Mapping[str, Any] = field(default_factory=dict)
+
+
+def read(path: str) -> Values:
+    """What a values file says.
+
+    Raises:
+        ConfigError: `kubernetes-values`, with the line of each key that is wrong; `config-size`.
+    """
+    try:
+        root = limits.compose(limits.read_text(Path(path), path), path)
+        content = [(key, yaml.SafeLoader("").construct_document(node)) for key, node in _pairs(path, root)]
+    except OSError as error:
+        why = (error.strerror or "").lower()
+        fix = "give the path of a YAML file, or leave --values out"
+        raise ConfigError("kubernetes-values", f"the values file {path} cannot be read.", why, fix) from None
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        why = str(error).replace("\n", " ")
+        raise ConfigError("kubernetes-values", f"{path} is not YAML.", why, "mend that line") from None
+    values: dict[str, Any] = {}
+    lines: dict[str, int] = {}
+    problems: list[Problem] = []
+    for key, value in content:
+        name, line = str(key.value), key.start_mark.line + 1
+        problem = _problem(path, line, name, value)
+        if name in lines:
+            what = f"{path}:{line} sets {name} a second time."
+            problem = Problem("kubernetes-values", what, f"first: line {lines[name]}", "keep one of the two")
+        lines[name] = line
+        if problem is not None:
+            problems.append(problem)
+        else:
+            values[name] = value
+    if problems:
+        raise ConfigError.of(problems)
+    return _values(values)
+
+
+def _pairs(path: str, root: yaml.Node | None) -> list[tuple[yaml.Node, yaml.Node]]:
+    """Keys and values at the top of a file."""
+    if root is None:
+        return []
+    if not isinstance(root, yaml.MappingNode):
+        why = f"it begins with {short_repr(root.value)}"
+        raise ConfigError("kubernetes-values", f"{path} holds no keys.", why, "write lines such as `shm: 16Gi`")
+    pairs: list[tuple[yaml.Node, yaml.Node]] = root.value
+    return pairs
+
+
+def _problem(path: str, line: int, key: str, value: object) -> Problem | None:
+    """What is wrong with one key and its value."""
+    if key not in FIELDS:
+        close = nearest(key, FIELDS)
+        fix = f"write {close}" if close else f"use one of {', '.join(sorted(FIELDS))}"
+        return Problem("kubernetes-values", f"{path}:{line}: there is no key {short_repr(key)}.", fix=fix)
+    expected = FIELDS[key]
+    fits = isinstance(value, _TYPES[expected]) and not (expected == _TEXT and isinstance(value, bool))
+    if not fits:
+        why = f"it is {short_repr(value)}; expected: {expected}"
+        return Problem("kubernetes-values", f"{path}:{line}: {key} has a value of another kind.", why, "mend that line")
+    return None
+
+
+def _values(values: Mapping[str, Any]) -> Values:
+    given: dict[str, Any] = {name: values[name] for name in (*OURS, *METADATA) if name in values}
+    # Quantities and labels are text in Kubernetes, and YAML reads `1` and `true` as something else.
+    for name in ("shm", "gpu"):
+        if name in given:
+            given[name] = str(given[name])
+    for name in ("resources", "labels", "annotations"):
+        if name in given:
+            given[name] = {str(key): _text(value) for key, value in given[name].items()}
+    container = {name: values[name] for name in CONTAINER if name in values}
+    pod = {_OTHER_NAME.get(name, name): values[name] for name in POD if name in values}
+    return Values(**given, container=container, pod=pod)
+
+
+def _text(value: object) -> str:
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    return str(value)
