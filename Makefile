@@ -67,14 +67,22 @@ test-torch:  ## unit, parity, checkpoint and door tests under another torch: mak
 HF_PIP = -m pip install --quiet -c constraints.txt
 HF_LIBRARIES := transformers datasets sentence-transformers==6.2.0 diffusers==0.42.1 tensorboard
 HF_WITHOUT_ACCELERATE := peft trl==1.16.0
+# Without dependencies, which would bring a second torch.
+HF_DEEPSPEED := deepspeed==0.19.8 einops hjson msgpack ninja py-cpuinfo pydantic pydantic-core annotated-types typing-inspection
 
-huggingface: .venv-hf-real/.setup-done .venv-hf-ours/.setup-done-$(SUM)  ## train with transformers, peft, trl under accelerate and under Paceline; compare each step
+huggingface: .venv-hf-real/.setup-done .venv-hf-deepspeed/.setup-done .venv-hf-ours/.setup-done-$(SUM)  ## train with transformers, peft, trl under accelerate and under Paceline; compare each step
 	.venv-hf-ours/bin/python tests/huggingface/compare.py $(ARGS)
 
 .venv-hf-real/.setup-done:
 	test -x .venv-hf-real/bin/python || $(PYTHON) -m venv .venv-hf-real
 	.venv-hf-real/bin/python $(HF_PIP) torch
 	.venv-hf-real/bin/python $(HF_PIP) accelerate==1.15.0 $(HF_LIBRARIES) $(HF_WITHOUT_ACCELERATE)
+	touch $@
+
+# Packages beside those of the first environment: with DeepSpeed in it, accelerate would import it in every case.
+.venv-hf-deepspeed/.setup-done: .venv-hf-real/.setup-done
+	.venv-hf-real/bin/python $(HF_PIP) setuptools wheel ninja
+	DS_ACCELERATOR=cpu .venv-hf-real/bin/python $(HF_PIP) --no-build-isolation --no-deps --upgrade --target .venv-hf-deepspeed $(HF_DEEPSPEED)
 	touch $@
 
 .venv-hf-ours/.setup-done-$(SUM):
@@ -123,4 +131,4 @@ chaos: setup  ## kill processes of one run 25 times at random; it must end with 
 	$(BIN)/python examples/survive/chaos.py $(ARGS)
 
 clean:  ## remove what was built: .venv, site, caches
-	rm -rf .venv .venv-bench .venv-deepspeed .venv-torch-* site build dist .pytest_cache .ruff_cache .mypy_cache
+	rm -rf .venv .venv-bench .venv-deepspeed .venv-hf-* .venv-torch-* site build dist .pytest_cache .ruff_cache .mypy_cache

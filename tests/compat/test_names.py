@@ -113,6 +113,62 @@ def test_nothing_heavy_is_loaded_to_serve_names() -> None:
     subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
 
 
+def test_a_deepspeed_config_without_deepspeed_says_what_is_missing() -> None:
+    from importlib.metadata import PackageNotFoundError
+
+    from paceline.compat import neighbours
+
+    def check(library: str) -> None:
+        raise PackageNotFoundError(library)
+
+    module = ModuleType("transformers.integrations.deepspeed")
+    module.dep_version_check = check
+    neighbours._explain_deepspeed(module)
+    with pytest.raises(CompatError, match="compat-door") as caught:
+        module.dep_version_check("deepspeed")
+    assert "--compat accelerate,deepspeed" in str(caught.value)
+    with pytest.raises(PackageNotFoundError):
+        module.dep_version_check("peft")
+
+
+# -- what is refused -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("module", "name", "reason"),
+    [
+        ("accelerate.utils", "BnbQuantizationConfig", "bitsandbytes"),
+        ("accelerate.utils.bnb", "get_keys_to_not_convert", "bitsandbytes"),
+        ("accelerate.commands.launch", "tpu_launcher", "TPU"),
+        ("accelerate.utils.launch", "prepare_tpu", "TPU"),
+        ("accelerate.commands.launch", "sagemaker_launcher", "SageMaker"),
+        ("accelerate.commands.config.config", "get_sagemaker_input", "SageMaker"),
+        ("accelerate.utils", "MegatronLMPlugin", "Megatron-LM"),
+        ("accelerate.utils.megatron_lm", "initialize", "Megatron-LM"),
+        ("accelerate.utils", "convert_model", "8-bit"),
+        ("accelerate", "prepare_pippy", "pipeline"),
+        ("accelerate.commands.estimate", "verify_on_hub", "network"),
+    ],
+)
+def test_the_reason_is_that_of_the_name(module: str, name: str, reason: str) -> None:
+    with pytest.raises(CompatError, match="compat-name") as caught:
+        getattr(importlib.import_module(module), name)()
+    assert reason in str(caught.value)
+
+
+def test_every_name_that_is_refused_has_a_reason_of_its_own() -> None:
+    default = table.native_way("accelerate.no_such_thing")
+    refused = []
+    for module, names in table.modules().items():
+        for name in names:
+            is_carried = f"{module}.{name}" in table.carried() or name in table.carried()
+            if not is_carried and f"{module}.{name}" not in table.modules():
+                refused.append(f"{module}.{name}")
+    without_reason = [name for name in refused if table.native_way(name) == default]
+    # Left over from loops in the module.
+    assert set(without_reason) == {"accelerate.data_loader.additional_kwargs", "accelerate.data_loader.v"}
+
+
 # -- signatures ----------------------------------------------------------------------------------------------
 
 

@@ -22,7 +22,7 @@ class Names(Protocol):
         """Name -> "module:attribute" of ours that stands for it; a name with its module before one without."""
 
     def native_way(self, name: str) -> tuple[str, str]:
-        """Why a name is not carried, and what to do instead."""
+        """Why a name, given with its module, is not carried, and what to do instead."""
 
 
 @cache

@@ -1,7 +1,8 @@
 """Libraries that scripts for accelerate import beside it, where today's release (or its absence) would stop the script.
 
 deepspeed       imported without need: a module whose every name raises `CompatError`, where it is not installed
-transformers    `AdamW`, and `encode_plus` of tokenizers, which its fifth release dropped: put back, with a warning
+transformers    `AdamW`, and `encode_plus` of tokenizers, which its fifth release dropped: put back, with a warning;
+                a DeepSpeed config without DeepSpeed's names: a coded error
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
+from paceline.base.errors import CompatError
 from paceline.base.log import warn_once
 from paceline.compat.absent import AbsentModule
 from paceline.compat.served import only_asked
@@ -81,6 +83,7 @@ def install(*, found_before: bool = False) -> None:
         return
     mend = {
         "transformers": _look_at_transformers,
+        "transformers.integrations.deepspeed": _explain_deepspeed,
         "transformers.tokenization_utils_base": _give_encode_plus,
         "peft": _look_at_age,
     }
@@ -119,6 +122,26 @@ def _look_at_age(module: ModuleType) -> None:
 def _look_at_transformers(module: ModuleType) -> None:
     _look_at_age(module)
     _give_adamw(module)
+
+
+def _explain_deepspeed(module: ModuleType) -> None:
+    """Lets a DeepSpeed config say what is missing, where transformers looks for the version of DeepSpeed."""
+    check = module.dep_version_check
+
+    def checked(library: str, *args: Any) -> Any:
+        try:
+            return check(library, *args)
+        except importlib.metadata.PackageNotFoundError:
+            if library != "deepspeed":
+                raise
+            raise CompatError(
+                "compat-door",
+                "a DeepSpeed config was given, and DeepSpeed's names are not served.",
+                why="--compat (or the installed door) names accelerate alone, and DeepSpeed itself is not installed",
+                fix="serve both: `paceline launch --compat accelerate,deepspeed ...`, or `paceline doors install deepspeed`",
+            ) from None
+
+    module.dep_version_check = checked  # type: ignore[attr-defined]
 
 
 def _numbers(version: str) -> list[int]:

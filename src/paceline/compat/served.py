@@ -79,7 +79,7 @@ class Server(importlib.metadata.DistributionFinder, Loader):
         if ours is not None:
             where, _, attribute = ours.partition(":")
             return getattr(importlib.import_module(where), attribute)
-        return absent(f"{module}.{name}", *self._names.native_way(name))
+        return absent(f"{module}.{name}", *self._names.native_way(f"{module}.{name}"))
 
     def _no_such_name(self, module: str, name: str) -> str:
         near = difflib.get_close_matches(name, self.modules[module], 1, 0.6)

@@ -17,6 +17,15 @@ from paceline.base.errors import ConfigError, PacelineError
 from paceline.config.sources import resolve_run
 
 _HERE = os.path.dirname(__file__)
+# What torch says without a cause that the script's author can act on -> what stands below its message.
+_EXPLAINED = {
+    "got mixed torch.Tensor and DTensor": (
+        "[model-copy] A plain tensor met a parameter of a prepared model, which is divided over ranks: for example that of a "
+        "copy (an average of weights) which was made before `prepare`.\n"
+        "  fix: prepare the copy too, `model, average, optimizer = accelerator.prepare(model, average, optimizer)`; or read "
+        "whole values inside `with accelerator.full_parameters(model):`"
+    ),
+}
 _INSIDE = frozenset({"paceline", "torch", *sys.stdlib_module_names})  # packages whose frames are nobody's own code
 
 
@@ -26,6 +35,9 @@ def traceback_text(error: BaseException) -> str:
     while trace is not None and os.path.dirname(trace.tb_frame.f_code.co_filename) == _HERE:
         trace = trace.tb_next
     error.__traceback__ = trace
+    for message, explanation in _EXPLAINED.items():
+        if message in str(error):
+            error.add_note(explanation)
     if isinstance(error, PacelineError) and not _debugging():
         _shorten(error)
     sys.last_type, sys.last_value, sys.last_traceback = type(error), error, trace  # as Python does: exit handlers look

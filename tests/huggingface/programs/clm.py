@@ -1,14 +1,15 @@
 """`Trainer` with a causal language model: python clm.py FOLDER ARGUMENTS, as JSON of TrainingArguments.
 
-Three words of ARGUMENTS are ours: "resume" (a checkpoint to go on from), "stream" (an iterable data set), "compare_eval".
+Words of ARGUMENTS that are ours: "resume" (a checkpoint to go on from), "stream" (an iterable data set), "rows" and "eval_rows"
+(how many), "gathers" (see `finish`), and those of `results.model_of`.
 """
 
 import json
 import sys
 
-from results import Losses, finish, language_model, token_rows
+from results import Losses, finish, model_of, token_rows, tokenizer
 from torch.utils.data import IterableDataset
-from transformers import Trainer, TrainingArguments, default_data_collator
+from transformers import DataCollatorForSeq2Seq, Trainer, TrainingArguments, default_data_collator
 
 
 class Stream(IterableDataset):
@@ -26,8 +27,12 @@ def main():
     folder, arguments = sys.argv[1], json.loads(sys.argv[2])
     resume = arguments.pop("resume", None)
     stream = arguments.pop("stream", False)
-    rows = token_rows(61)
-    if arguments.get("train_sampling_strategy") == "group_by_length":
+    build_model = model_of(arguments)
+    gathers = arguments.pop("gathers", True)
+    rows = token_rows(arguments.pop("rows", 61))
+    evaluation = token_rows(arguments.pop("eval_rows", 13))
+    groups_by_length = arguments.get("train_sampling_strategy") == "group_by_length"
+    if groups_by_length:
         for number, row in enumerate(rows):
             del (
                 row["input_ids"][4 + number % 12 :],
@@ -49,16 +54,9 @@ def main():
     }
     args = TrainingArguments(output_dir=f"{folder}/out", **{**defaults, **arguments})
     losses = Losses()
-    evaluation = token_rows(13)
-    if arguments.get("train_sampling_strategy") == "group_by_length":
-        from results import tokenizer
-        from transformers import DataCollatorForSeq2Seq
-
-        collator = DataCollatorForSeq2Seq(tokenizer())
-    else:
-        collator = default_data_collator
+    collator = DataCollatorForSeq2Seq(tokenizer()) if groups_by_length else default_data_collator
     trainer = Trainer(
-        model=language_model(),
+        model=build_model(),
         args=args,
         train_dataset=Stream(rows) if stream else rows,
         eval_dataset=evaluation,
@@ -68,7 +66,7 @@ def main():
     trainer.train(resume_from_checkpoint=resume and resume.replace("FOLDER", folder))
     evaluated = trainer.evaluate()["eval_loss"]
     trainer.save_model(f"{folder}/saved")
-    finish(folder, trainer, losses, eval_loss=evaluated)
+    finish(folder, trainer, losses, gathers, eval_loss=evaluated)
 
 
 if __name__ == "__main__":  # loaders with spawned workers import this file

@@ -40,7 +40,7 @@ def run(resume):
     done, losses, first_epoch, skipped = 0, [], 0, 0
     if resume:
         accelerator.load_state(f"{folder}/half")
-        done, skipped = 6, 3 if accelerator.num_processes > 1 else 6
+        done = 6
         first_epoch, skipped = divmod(6, len(train_loader))
     for epoch in range(first_epoch, 2):
         model.train()
@@ -58,6 +58,8 @@ def run(resume):
                 optimizer.zero_grad()
             done += 1
             losses.append([loss.item(), float(norm) if accelerator.sync_gradients else 0.0, scheduler.get_last_lr()[0]])
+            # In case the run never ends.
+            write(folder, losses=losses, is_partial=True)
             if done == 6 and not resume:
                 accelerator.save_state(f"{folder}/half")
         model.eval()
@@ -72,7 +74,7 @@ def run(resume):
             accelerator.log({"loss": mean}, step=epoch)
     weights = summary(accelerator.get_state_dict(model))
     accelerator.end_training()
-    return {"losses": losses, "weights": weights}
+    write(folder, losses=losses, weights=weights)
 
 
-write(folder, result=run(options.get("resume", False)))
+run(options.get("resume", False))

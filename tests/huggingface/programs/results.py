@@ -2,11 +2,20 @@
 
 import json
 import os
+import tempfile
 from pathlib import Path
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast, TrainerCallback
+from transformers import (
+    AutoModelForCausalLM,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedTokenizerFast,
+    TrainerCallback,
+)
 
 TEXT = Path(os.__file__).read_text(encoding="utf-8")  # the standard library's source stands for a text
 
@@ -26,11 +35,37 @@ def tokenizer():
     return made
 
 
-def language_model(vocabulary=258, positions=64, seed=0):
-    """A small GPT-2 with dropout, so that a difference in the random stream is seen."""
+def language_model(vocabulary=258, positions=64, seed=0, dropout=0.1, kind="gpt2"):
+    """A small GPT-2 with dropout, so that a difference in the random stream is seen; or a Llama, which has none."""
     torch.manual_seed(seed)
+    ends = {"bos_token_id": 1, "eos_token_id": 1, "pad_token_id": 0}
+    if kind == "llama":
+        sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
+        return LlamaForCausalLM(LlamaConfig(vocab_size=vocabulary, max_position_embeddings=positions, **sizes, **ends))
     sizes = {"n_embd": 32, "n_layer": 2, "n_head": 2, "n_positions": positions, "vocab_size": vocabulary}
-    return GPT2LMHeadModel(GPT2Config(**sizes, bos_token_id=1, eos_token_id=1, pad_token_id=0))
+    rates = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), dropout)
+    return GPT2LMHeadModel(GPT2Config(**sizes, **rates, **ends))
+
+
+def model_of(arguments):
+    """Takes what concerns the model out of a program's arguments, and returns what builds it.
+
+    It is called after `TrainingArguments` was made, which may decide how `from_pretrained` builds.
+    """
+    dropout, kind = arguments.pop("dropout", 0.1), arguments.pop("model", "gpt2")
+    pretrained, tp_plan = arguments.pop("pretrained", False), arguments.pop("tp_plan", None)
+
+    def build(folder):
+        if not pretrained:
+            return language_model(dropout=dropout, kind=kind)
+        return AutoModelForCausalLM.from_pretrained(folder, **({"tp_plan": tp_plan} if tp_plan else {}))
+
+    if pretrained:
+        # Before anything divides it; each rank has a folder of its own.
+        folder = tempfile.mkdtemp()
+        language_model(dropout=dropout, kind=kind).save_pretrained(folder)
+        return lambda: build(folder)
+    return lambda: build(None)
 
 
 def token_rows(count, length=16):
@@ -61,14 +96,31 @@ class Losses(TrainerCallback):
         self.logged.append({key: value for key, value in numbers.items() if not any(word in key for word in left_out)})
 
 
+def files(folder, pattern):
+    """What lies in each folder of a pattern."""
+    return {place.name: sorted(entry.name for entry in place.iterdir()) for place in sorted(Path(folder).glob(pattern))}
+
+
 def write(folder, **values):
-    """FOLDER/rank_N.json."""
+    """FOLDER/rank_N.json, whole at any moment."""
     rank = os.environ.get("RANK", "0")
     Path(folder).mkdir(parents=True, exist_ok=True)
-    (Path(folder) / f"rank_{rank}.json").write_text(json.dumps(values), encoding="utf-8")
+    partial = Path(folder) / f"partial_{rank}.json"
+    partial.write_text(json.dumps(values), encoding="utf-8")
+    partial.rename(Path(folder) / f"rank_{rank}.json")
 
 
-def finish(folder, trainer, losses, **more):
-    """Writes what a Trainer's run ended with."""
-    state = trainer.accelerator.get_state_dict(trainer.model)
-    write(folder, logged=losses.logged, weights=summary(state), steps=trainer.state.global_step, **more)
+def finish(folder, trainer, losses, gathers=True, **more):
+    """Writes what a Trainer's run ended with. Ranks: all.
+
+    Args:
+        gathers: whether whole weights can be asked for; DeepSpeed's stage 3 gives them where its config says so.
+    """
+    state = trainer.accelerator.get_state_dict(trainer.model_wrapped) if gathers else {}
+    # Under accelerate's FSDP rank 0 alone gets them.
+    state = state if trainer.is_world_process_zero() else {}
+    trainer.accelerator.wait_for_everyone()
+    steps = trainer.state.global_step
+    saved, checkpoints = files(folder, "saved"), files(folder, "out/checkpoint-*")
+    numbers = {"logged": losses.logged, "weights": summary(state), "steps": steps}
+    write(folder, **numbers, saved=saved, checkpoints=checkpoints, **more)

@@ -8,6 +8,7 @@ from results import TEXT, Losses, finish, language_model, tokenizer
 from trl import DPOConfig, DPOTrainer
 
 folder, arguments = sys.argv[1], json.loads(sys.argv[2])
+dropout = arguments.pop("dropout", 0.1)
 lines = [line.strip() for line in TEXT.splitlines() if len(line) > 16][:20]
 data = Dataset.from_dict(
     {
@@ -32,8 +33,8 @@ defaults = {
 }
 losses = Losses()
 trainer = DPOTrainer(
-    model=language_model(),
-    ref_model=language_model(),
+    model=language_model(dropout=dropout),
+    ref_model=language_model(dropout=dropout),
     args=DPOConfig(output_dir=f"{folder}/out", **{**defaults, **arguments}),
     train_dataset=data,
     processing_class=tokenizer(),

@@ -8,6 +8,7 @@ from results import TEXT, Losses, finish, language_model, tokenizer
 from trl import SFTConfig, SFTTrainer
 
 folder, arguments = sys.argv[1], json.loads(sys.argv[2])
+dropout = arguments.pop("dropout", 0.1)
 lines = [line.strip() for line in TEXT.splitlines() if len(line) > 12][:40]
 if arguments.get("assistant_only_loss"):
     talks = [[{"role": "user", "content": line[:6]}, {"role": "assistant", "content": line[6:14]}] for line in lines]
@@ -30,7 +31,7 @@ defaults = {
 }
 losses = Losses()
 trainer = SFTTrainer(
-    model=language_model(),
+    model=language_model(dropout=dropout),
     args=SFTConfig(output_dir=f"{folder}/out", **{**defaults, **arguments}),
     train_dataset=data,
     processing_class=tokenizer(),

@@ -97,12 +97,26 @@ def test_engines_are_refused(problems, kind):
 
 @pytest.mark.parametrize(
     "text",
-    ["compute_environment: AMAZON_SAGEMAKER", "mpirun_config:\n  mpirun_hostfile: hosts",
-     "fsdp_config:\n  fsdp_no_such: 1", "dynamo_config:\n  dynamo_options: {a: 1}\n  dynamo_backend: inductor"],
-)  # fmt: skip
+    [
+        "compute_environment: AMAZON_SAGEMAKER",
+        "fsdp_config:\n  fsdp_no_such: 1",
+        "dynamo_config:\n  dynamo_options: {a: 1}\n  dynamo_backend: inductor",
+    ],
+)
 def test_other_features_are_refused(problems, text):
     [problem] = problems(text + "\n")
     assert problem.code == "accelerate-feature" and problem.fix
+
+
+def test_the_hostfile_of_mpirun(told):
+    """accelerate starts the processes of a CPU run by mpirun: so does the launcher `openmpi`."""
+    found = told("num_processes: 4\nnum_machines: 2\nmpirun_config:\n  mpirun_hostfile: hosts\n  mpirun_ccl: '1'\n")
+    assert (found.launch.hostfile, found.launch.launcher) == ("hosts", "openmpi")
+    assert (found.launch.procs, found.launch.nodes) == (2, 2)
+    assert [row.field for row in found.unused] == ["mpirun_ccl"]
+    found = told("mpirun_config:\n  mpirun_hostfile:\n")
+    assert (found.launch.hostfile, found.launch.launcher) == (None, "ssh")
+    assert told("mpirun_config: {}\n").launch.hostfile is None
 
 
 def test_all_problems_with_lines_and_closest_keys(problems):

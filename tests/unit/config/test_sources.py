@@ -191,14 +191,19 @@ def test_procs_over_a_total_from_a_weaker_source(tmp_path):
 
 @pytest.mark.parametrize(
     ("name", "text"),
-    [("tpu", "true"), ("use_megatron_lm", "true"), ("mpirun_hostfile", "hosts"),
-     ("gradient_clipping", "1.0")],
+    [("tpu", "true"), ("use_megatron_lm", "true"), ("gradient_clipping", "1.0")],
 )  # fmt: skip
 def test_flags_of_engines_are_refused_with_what_to_do(name, text):
     with pytest.raises(ConfigError) as caught:
         resolve_launch([Given(name, text, "command line", f"--{name}")], {}, search=False)
     assert caught.value.code == "accelerate-feature"
     assert caught.value.problems[0].fix
+
+
+def test_the_hostfile_of_mpirun():
+    flag = Given("mpirun_hostfile", "hosts", "command line", "--mpirun_hostfile")
+    launch = resolve_launch([flag], {}, search=False).launch
+    assert (launch.hostfile, launch.launcher) == ("hosts", "openmpi")
 
 
 def test_flags_without_effect_are_noticed():

@@ -42,7 +42,7 @@ _CARRIED = {
         TorchTensorParallelConfig""",
     f"{_HERE}.recipes": "AORecipeKwargs FP8RecipeKwargs MSAMPRecipeKwargs TERecipeKwargs",
     f"{_HERE}.module_classes": "add_model_config_to_megatron_parser get_module_class_from_name",
-    f"{_HERE}.fsdp_modules": """ensure_weights_retied fsdp2_canonicalize_names fsdp2_load_full_state_dict
+    f"{_HERE}.fsdp_modules": """ensure_weights_retied fsdp2_apply_ac fsdp2_canonicalize_names fsdp2_load_full_state_dict
         fsdp2_prepare_auto_wrap_policy fsdp2_prepare_model fsdp2_switch_optimizer_parameters get_fsdp2_grad_scaler
         get_parameters_from_modules""",
     f"{_HERE}.sharded": """disable_fsdp_ram_efficient_loading enable_fsdp_ram_efficient_loading
@@ -59,6 +59,7 @@ _CARRIED = {
         LOGGER_TYPE_TO_CLASS MLflowTracker SwanLabTracker TensorBoardTracker TrackioTracker WandBTracker
         filter_trackers get_available_trackers on_main_process register_tracker_class""",
     "paceline.launch.notebook": "debug_launcher notebook_launcher",
+    f"{_HERE}.launchers": "test_launch",
     f"{_HERE}.operations": """CannotPadNestedTensorWarning GatheredParameters broadcast broadcast_object_list
         chained_operation copy_tensor_to_devices gather gather_object gather_tensor_shape pad_across_processes
         reduce verify_operation wait_for_everyone""",
@@ -87,7 +88,7 @@ _CARRIED = {
         str_to_bool tqdm""",
     f"{_HERE}.constants": """BETA_CP_AVAILABLE_PYTORCH_VERSION BETA_SP_AVAILABLE_DEEPSPEED_VERSION
         BETA_TP_AVAILABLE_PYTORCH_VERSION BETA_TP_AVAILABLE_TRANSFORMERS_VERSION CUDA_DISTRIBUTED_TYPES
-        DEEPSPEED_MULTINODE_LAUNCHERS DTENSOR_PYTORCH_VERSION ELASTIC_LOG_LINE_PREFIX_TEMPLATE_PYTORCH_VERSION
+        DEEPSPEED_MULTINODE_LAUNCHERS DTENSOR_PYTORCH_VERSION DYNAMO_BACKENDS ELASTIC_LOG_LINE_PREFIX_TEMPLATE_PYTORCH_VERSION
         FSDP2_PYTORCH_VERSION FSDP2_STATE_DICT_TYPE FSDP_AUTO_WRAP_POLICY FSDP_BACKWARD_PREFETCH FSDP_MODEL_NAME
         FSDP_PYTORCH_VERSION FSDP_SHARDING_STRATEGY FSDP_STATE_DICT_TYPE MITA_PROFILING_AVAILABLE_PYTORCH_VERSION
         MODEL_NAME OPTIMIZER_NAME PROFILE_PATTERN_NAME RNG_STATE_NAME SAFE_MODEL_NAME SAFE_WEIGHTS_INDEX_NAME
@@ -105,7 +106,8 @@ _CARRIED = {
         ignorant_find_batch_size initialize_tensors is_namedtuple is_tensor_information is_torch_tensor
         is_torch_xpu_tensor listify pad_input_tensors recursively_apply send_to_device slice_tensors""",
     f"{_COMMANDS}.accelerate_cli": "accelerate.commands.accelerate_cli.main=main",
-    f"{_COMMANDS}.arguments": "CustomArgumentGroup CustomArgumentParser",
+    f"{_COMMANDS}.arguments": """CustomArgumentGroup CustomArgumentParser CustomHelpFormatter
+        SubcommandHelpFormatter clean_option options_to_group""",
     f"{_COMMANDS}.config.config": """accelerate.commands.config.config.description=description
         accelerate.commands.config.config.main=main accelerate.commands.config.main=main config_command
         config_command_parser get_cluster_input get_config_parser get_user_input""",
@@ -118,7 +120,8 @@ _CARRIED = {
         update_config update_config_command""",
     f"{_COMMANDS}.env": """accelerate.commands.env.main=main accelerate.commands.env.version=version env_command
         env_command_parser""",
-    f"{_COMMANDS}.estimate": """accelerate.commands.estimate.main=main create_ascii_table create_empty_model
+    f"{_COMMANDS}.estimate": """accelerate.commands.estimate.main=main add_timm_hub_prefix check_has_model
+        create_ascii_table create_empty_model
         estimate_command estimate_command_parser estimate_training_usage gather_data""",
     f"{_COMMANDS}.launch": """accelerate.commands.launch.main=main deepspeed_launcher launch_command
         launch_command_parser multi_gpu_launcher simple_launcher""",
@@ -147,29 +150,68 @@ _CARRIED = {
     "paceline.optim.local_sgd": "LocalSGD",
 }
 
-# First match counts: pattern of a name, why it is not carried, what to do.
+# First match counts: pattern of a name with its module, why it is not carried, what to do.
 _NATIVE_WAYS = (
+    (
+        r"tpu|TPU|xla",
+        "Paceline runs on the CPU and on accelerators that `torch.accelerator` knows, and a TPU is none of them",
+        "run on such a device: `paceline launch train.py`",
+    ),
+    (
+        r"[Ss]age[Mm]a",
+        "Paceline starts no jobs on SageMaker",
+        "start `paceline launch train.py` on the machine itself",
+    ),
+    (
+        r"\.bnb\.|Bnb|bnb|load_and_quantize",
+        "it needs the kernels of bitsandbytes, and nothing of Paceline's loads or trains quantised weights",
+        "load the model in 16 bits: `load_checkpoint_and_dispatch(..., dtype=torch.bfloat16)`",
+    ),
+    (
+        r"megatron|Megatron|MEGATRON|TrainStep|avg_losses|\.parse_\w+_config$",
+        "Megatron-LM's engine is not carried: tensor and pipeline parallel are axes of a plan",
+        "native: `paceline.Accelerator(plan={'tp': 2, 'pp': 2})`",
+    ),
+    (
+        r"\.ao\.|transformer_engine|fp8|FP8|_ao(\b|_)|AORecipe|linear_layers|convert_model|MSAMP|msamp",
+        "8-bit training is not built yet",
+        "use mixed_precision='bf16'",
+    ),
+    (
+        r"\.inference\.|pippy",
+        "a pipeline of stages is an axis of the plan, and one process reads models larger than its device by itself",
+        "native: `paceline.Accelerator(plan={'pp': 2})`, or `paceline.inference.load(model, folder)`",
+    ),
+    (
+        r"BulletMenu",
+        "`paceline config` asks its questions without menus",
+        "ask with `input`, or with a library for terminals",
+    ),
+    (
+        r"verify_on_hub",
+        "nothing here reaches over the network",
+        "native: `huggingface_hub.model_info(name)`",
+    ),
+    (
+        r"execute_subprocess_async|path_in_accelerate_package",
+        "it belongs to accelerate's own tests, whose files are not here",
+        "native: `subprocess.run`, and `paceline.testing.run_ranks` for several processes",
+    ),
     (
         r"fsdp|FSDP|DeepSpeed|deepspeed|Dummy|DDP2",
         "parameters are divided when a model is prepared, by the plan",
         "native: `paceline.Accelerator(plan={'shard': 4})`",
     ),
     (
-        r"Megatron|megatron|TrainStep|pippy|[Tt]ensorParallel|ContextParallel|SequenceParallel",
+        r"[Tt]ensorParallel|ContextParallel|SequenceParallel",
         "tensor, context and pipeline parallel are axes of a plan here, not plugins",
         "native: `paceline.Accelerator(plan={'tp': 2, 'pp': 2})`",
-    ),
-    (
-        r"fp8|FP8|RecipeKwargs|[Tt]ransformer_?[Ee]ngine|MSAMP|msamp|_ao|AORecipe",
-        "8-bit training is not built yet",
-        "use mixed_precision='bf16'",
     ),
     (
         r"Dynamo|compile",
         "the repeated blocks are compiled when a model is prepared",
         "native: `paceline.Accelerator(plan={'compile': True})`, or call `torch.compile(model)` before `prepare`",
     ),
-    (r"Bnb|bnb|quantize|bit", "quantised models are not carried", "load the model unquantised"),
     (
         r"command|launch|Launch|[Cc]onfig",
         "the command line is `paceline`'s own",
@@ -202,5 +244,5 @@ def carried() -> dict[str, str]:
 
 
 def native_way(name: str) -> tuple[str, str]:
-    """Why a name is not carried, and what to do instead."""
+    """Why a name, given with its module, is not carried, and what to do instead."""
     return next(((why, fix) for pattern, why, fix in _NATIVE_WAYS if re.search(pattern, name)), _DEFAULT_WAY)

@@ -27,6 +27,7 @@ from paceline.compat.accelerate.accelerator_arguments import (
     HANDLERS,
     agreed_precision,
     check_arguments,
+    check_plugins,
     is_forced_to_cpu,
     said_by_plugins,
 )
@@ -46,6 +47,7 @@ from paceline.compat.accelerate.gradient_state import GradientState
 from paceline.compat.accelerate.hooks import has_offloaded_params
 from paceline.compat.accelerate.kinds import FP8BackendType
 from paceline.compat.accelerate.metrics import gather_for_metrics
+from paceline.compat.accelerate.module_sizes import convert_file_size_to_int
 from paceline.compat.accelerate.offloaded_state import get_state_dict_offloaded_model
 from paceline.compat.accelerate.operations import gather, pad_across_processes, reduce
 from paceline.compat.accelerate.parallelism_config import ParallelismConfig
@@ -115,6 +117,7 @@ class Accelerator(NativeAccelerator):
             gradient_accumulation_plugin,
             kwargs_handlers,
         )
+        check_plugins(fsdp_plugin, dynamo_plugin, dynamo_backend)
         for name, kind in HANDLERS.items():
             setattr(self, name, next((each for each in kwargs_handlers or () if isinstance(each, kind)), None))
         loading = dataloader_config or DataLoaderConfiguration()
@@ -325,6 +328,7 @@ class Accelerator(NativeAccelerator):
         safe_serialization: bool = True,
     ) -> None:
         """Writes a model under Hugging Face's file names; offloaded weights come to the CPU for it. Ranks: all."""
+        max_shard_size = convert_file_size_to_int(max_shard_size)
         if not any(map(has_offloaded_params, model.modules())):
             super().save_model(model, save_directory, max_shard_size, safe_serialization)
         elif self.is_main_process:

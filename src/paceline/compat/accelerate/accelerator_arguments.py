@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from paceline.base.errors import CompatError, Problem
+from paceline.base.errors import Problem
 from paceline.compat.accelerate.arguments import (
     AutocastKwargs,
     DistributedDataParallelKwargs,
@@ -16,8 +16,9 @@ from paceline.compat.accelerate.arguments import (
     ProfileKwargs,
 )
 from paceline.compat.accelerate.deepspeed_plugin import DeepSpeedPlugin
-from paceline.compat.accelerate.errors import CompatValueError
-from paceline.compat.accelerate.kinds import PrecisionType
+from paceline.compat.accelerate.errors import CompatTypeError, CompatValueError
+from paceline.compat.accelerate.fsdp_plugin import FullyShardedDataParallelPlugin
+from paceline.compat.accelerate.kinds import DynamoBackend, PrecisionType
 from paceline.compat.accelerate.state import AcceleratorState, wanted_device
 from paceline.compat.fsdp import said_by
 from paceline.config.given import Given
@@ -104,7 +105,34 @@ def check_arguments(
                 _problem(f"kwargs_handlers holds several {kind.__name__}", "only one can count", "merge them")
             )
     if problems:
-        raise CompatError.of(problems)
+        # Accelerate raises a ValueError for most of them, and scripts may catch it.
+        raise CompatValueError.of(problems)
+
+
+def check_plugins(fsdp: Any, dynamo: Any, backend: Any) -> None:
+    """Looks at the plugins of FSDP and dynamo.
+
+    Raises:
+        CompatTypeError: `compat-argument`, for another object than a plugin.
+        CompatValueError: `compat-argument`, for an unknown backend, or one beside a plugin.
+    """
+    if fsdp is not None and not isinstance(fsdp, FullyShardedDataParallelPlugin):
+        raise CompatTypeError.of(
+            [
+                _problem(
+                    f"fsdp_plugin cannot be a {type(fsdp).__name__}",
+                    f"it is {fsdp!r}",
+                    "give a `FullyShardedDataParallelPlugin`",
+                )
+            ]
+        )
+    if backend is not None and dynamo is not None:
+        why = f"dynamo_backend={backend!r} and {dynamo}"
+        raise CompatValueError.of([_problem("the compile backend is said twice", why, "say it once")])
+    word = None if backend is None else str(getattr(backend, "value", backend)).upper()
+    if word is not None and word not in DynamoBackend:
+        why = f"dynamo_backend={backend!r}; known: {', '.join(DynamoBackend.list())}"
+        raise CompatValueError.of([_problem("there is no such compile backend", why, "use one of these")])
 
 
 def said_by_plugins(

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.base import env as environment
+from paceline.base.errors import CompatError
 from paceline.compat.accelerate.kinds import DDPCommunicationHookType
 from paceline.compat.accelerate.said_fields import SaidFields
 
@@ -117,7 +118,19 @@ class DistributedDataParallelKwargs(KwargsHandler):
         model.register_comm_hook(state=state, hook=wrapper(hook) if wrapper else hook)
 
     def options(self) -> dict[str, Any]:
-        """What our `replicate` strategy is told: fields that were set, under its names."""
+        """What our `replicate` strategy is told: fields that were set, under its names.
+
+        Raises:
+            CompatError: `compat-argument`, for the hook of torch that cannot compress.
+        """
+        if str(getattr(self.comm_hook, "value", self.comm_hook)) == "batched_power_sgd":
+            raise CompatError(
+                "compat-argument",
+                "comm_hook=BATCHED_POWER_SGD cannot be used.",
+                why="torch's batched_powerSGD_hook ends with an AssertionError at the first step that it compresses: its "
+                "`_orthogonalize` takes batches of matrices and is given one matrix. Under accelerate that is step 1000",
+                fix="use comm_hook=DDPCommunicationHookType.POWER_SGD",
+            )
         options = {name: value for name, value in self.to_kwargs().items() if name not in ("dim", "check_reduction")}
         for name in ("comm_hook", "comm_wrapper"):
             word = str(getattr(getattr(self, name), "value", getattr(self, name)))

@@ -28,11 +28,11 @@ import numpy as np
 import torch
 from torch import nn
 
-from paceline.base.errors import CheckpointError, CompatError
+from paceline.base.errors import CompatError
 from paceline.base.log import logger, warn_once
 from paceline.checkpoint.files import NUMPY_ARRAYS, load_object, save_object, writing
 from paceline.checkpoint.weights.model import load_model
-from paceline.compat.accelerate.errors import MissingCheckpoint
+from paceline.compat.accelerate.errors import CheckpointValueError, MissingCheckpoint
 
 _LOADERS = "paceline_loaders"
 
@@ -107,7 +107,7 @@ class Folder:
     @property
     def _root(self) -> Path:
         if self._of.project_dir is None or not self._automatic:
-            raise CheckpointError(
+            raise CheckpointValueError(
                 "checkpoint-unnamed",
                 "no folder was named, and there is none for automatic names.",
                 why=f"project_dir={self._of.project_dir!r}, automatic_checkpoint_naming={self._automatic}",
@@ -225,7 +225,7 @@ class Folder:
     def _newest(self) -> Path:
         found = _numbered(self._root)
         if not found:
-            raise CheckpointError(
+            raise MissingCheckpoint(
                 "checkpoint-missing",
                 f"there is no checkpoint in {self._root}.",
                 why="load_state() without a folder takes the one with the highest number",

@@ -7,7 +7,7 @@ Nothing that somebody wrote is dropped without a word. Fields of its engines (FS
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
 
@@ -40,6 +40,7 @@ _VARIABLES = {
     "ACCELERATE_DEBUG_MODE": "debug",
 }
 
+_MPIRUN = "mpirun_hostfile"
 _OFF = ("no", "false", "", "none", "null", "0")
 _SHARDING = "leave it out; `--zero 1`, 2 or 3 divides optimizer states, gradients and parameters"
 _HERE = "start `paceline launch` on the machine itself"
@@ -91,7 +92,6 @@ _ROWS = (
     ),
     Foreign("ipex_config", "torch itself has what Intel's extension brought"),
     Foreign("mpirun_ccl", "processes talk by torch's own backends"),
-    Foreign("mpirun_hostfile", "it starts processes through mpirun", _OFF, "run `mpirun -n N python script.py`", True),
     Foreign("tpu_cluster", "it asks for a pod of TPUs", _OFF, "leave it out", False),
     Foreign("env vm", "it concerns a pod of TPUs", _OFF, "leave it out", True),
     Foreign("no_tpu_cluster", "there are no TPUs here", takes=False),
@@ -132,6 +132,7 @@ class AccelerateDialect(ConfigDialect):
         **{name: row.takes for name, row in FOREIGN.items() if row.takes is not None},
         **{name: row.takes for name, row in FIELDS.items() if row.takes is not None},
         **deepspeed_words.FLAGS,
+        _MPIRUN: True,
     }
     shorts: Mapping[str, str] = {"quiet": "-q"}
     blocks: Mapping[str, str] = {
@@ -140,11 +141,11 @@ class AccelerateDialect(ConfigDialect):
         "fsdp_config": "fsdp_",
         "mpirun_config": "mpirun_",
     }
-    together = ("distributed_type", "deepspeed_config", "mixed_precision", "fp16")
+    together = ("distributed_type", "deepspeed_config", "mixed_precision", "fp16", "mpirun_config")
 
     def names(self) -> list[str]:
         """Keys of its files that are no aliases."""
-        return [*FOREIGN, *(name for name, row in FIELDS.items() if row.takes is not None)]
+        return [*FOREIGN, *(name for name, row in FIELDS.items() if row.takes is not None), _MPIRUN]
 
     def knows(self, given: Given) -> bool:
         """Whether a value belongs to an engine."""
@@ -186,12 +187,20 @@ class AccelerateDialect(ConfigDialect):
         return engines.from_env(env)
 
     def from_flags(self, flags: Sequence[Given]) -> Translation:
-        """Flags of its DeepSpeed plugin."""
-        return deepspeed_words.from_flags(flags)
+        """Flags of its DeepSpeed plugin, and the one that names the hosts which mpirun reaches."""
+        translation = deepspeed_words.from_flags(flags)
+        for flag in flags:
+            if flag.name == _MPIRUN:
+                translation.add(_of_mpirun(flag))
+        return translation
 
     def from_file(self, keys: Mapping[str, Given]) -> Translation:
-        """The block `deepspeed_config:`, which counts where `distributed_type` asks for it, and the key of older files."""
+        """The block `deepspeed_config:` where `distributed_type` asks for it, `mpirun_config:`, and the key of older files."""
         translation = deepspeed_words.from_file(keys)
+        block = keys["mpirun_config"].value if "mpirun_config" in keys else []
+        for value in block if isinstance(block, list) else []:
+            if value.name.removeprefix("mpirun_") == "hostfile":
+                translation.add(_of_mpirun(replace(value, name=_MPIRUN)))
         if "fp16" in keys:
             translation.add(_older_precision(keys["fp16"], "mixed_precision" in keys))
         return translation
@@ -213,6 +222,16 @@ def _older_precision(given: Given, is_said: bool) -> Translation:
     else:
         translation.given.append(Given("mixed_precision", "fp16", given.source, given.where))
     return translation
+
+
+def _of_mpirun(given: Given) -> Translation:
+    """Reads the file that names the hosts which mpirun reaches."""
+    if str(given.value).strip().lower() in _OFF:
+        reason = "no effect here: it names no file"
+        unused = Choice(given.name, given.value, given.source, given.where, reason)
+        return Translation(unused=[unused], consumed={_MPIRUN})
+    launcher = Given("launcher", "openmpi", given.source, given.where)
+    return Translation([replace(given, name="hostfile"), launcher], consumed={_MPIRUN})
 
 
 def _refusal(name: str, where: str, why: str, fix: str) -> Problem:

@@ -25,8 +25,12 @@ class CompatImportError(CompatError, ImportError):
     """A call that needs a package which is not installed."""
 
 
-class MissingCheckpoint(CheckpointError, FileNotFoundError):
-    """A folder that is not there, or without the files of a checkpoint."""
+class MissingCheckpoint(CheckpointError, FileNotFoundError, ValueError):
+    """A folder that is not there, or without the files of a checkpoint; accelerate raises a `ValueError`."""
+
+
+class CheckpointValueError(CheckpointError, ValueError):
+    """A value that cannot be saved or loaded, which accelerate refuses with a `ValueError`."""
 
 
 class DistributedOperationException(CollectiveError):

@@ -8,10 +8,12 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from paceline.base.errors import CompatError
 from paceline.compat.accelerate.module_classes import get_module_class_from_name
 from paceline.compat.accelerate.module_tensors import find_tied_parameters
+from paceline.world.forward import override_forward
 
 # What torch adds to names of parameters: `torch.compile`, and a wrapper of activation checkpointing.
 _WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
@@ -141,6 +143,26 @@ def fsdp2_prepare_auto_wrap_policy(fsdp2_plugin: Any, model: nn.Module) -> Calla
         least = int(fsdp2_plugin.min_num_params or 0)
         return lambda module: sum(parameter.numel() for parameter in module.parameters()) > least
     return None
+
+
+def fsdp2_apply_ac(accelerator: Any, model: nn.Module) -> nn.Module:
+    """The model, whose units drop their activations after the forward pass and compute them again in the backward pass.
+
+    Units are those of the plugin's `auto_wrap_policy`. Names of parameters stay as they are. The fields
+    `activation_checkpointing` of the plugin and `recompute` of a plan do the same when a model is prepared.
+
+    Raises:
+        CompatError: `compat-argument`, as `fsdp2_prepare_auto_wrap_policy`.
+    """
+    is_unit = fsdp2_prepare_auto_wrap_policy(accelerator.state.fsdp_plugin, model)
+    units = [module for module in model.modules() if is_unit is not None and is_unit(module)]
+    for unit in units:
+        override_forward(unit, "recompute", _computed_again)
+    return model
+
+
+def _computed_again(module: nn.Module, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    return checkpoint(original, *args, use_reentrant=False, **kwargs)
 
 
 def get_fsdp2_grad_scaler(**kwargs: Any) -> torch.amp.GradScaler:

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
-from paceline.base.errors import Problem, TrackerError
+from paceline.base.errors import CompatError, Problem, TrackerError
 from paceline.compat.accelerate.kinds import LoggerType
 from paceline.compat.accelerate.state import PartialState
 from paceline.observe.trackers.group import Trackers, missing_modules
@@ -38,12 +38,20 @@ class GeneralTracker:
     """
 
     main_process_only = True
-    name = "custom"
-    requires_logging_directory = False
-    tracker: Any = None
+    name: str
+    requires_logging_directory: bool
+    tracker: Any
 
     def __init__(self, _blank: bool = False) -> None:
-        pass
+        needed = ("name", "requires_logging_directory", "tracker")
+        missing = [] if _blank else [name for name in needed if name not in dir(self)]
+        if missing:
+            raise CompatError(
+                "compat-argument",
+                f"{type(self).__name__} is no tracker yet.",
+                why=f"it lacks {', '.join(missing)}",
+                fix="define them in the class; `tracker` may be a property that gives what the tracker wraps",
+            )
 
     def start(self) -> None:
         """Begins."""
@@ -77,6 +85,8 @@ class _LibraryTracker(GeneralTracker):
         run_name: of the run or the project.
         kwargs: for the library's call that begins a run.
     """
+
+    requires_logging_directory = False
 
     def __init__(self, run_name: str, **kwargs: Any) -> None:
         super().__init__()
@@ -352,8 +362,15 @@ class TrackerList(Trackers):
             tracker.log(dict(values), step, **options.get(name, {}))
 
     def get_tracker(self, name: str, unwrap: bool = False) -> Any:
-        """The tracker as the script knows it, or with `unwrap` what it wraps."""
-        tracker = super().get_tracker(str(getattr(name, "value", name)))
+        """The tracker as the script knows it, or with `unwrap` what it wraps.
+
+        Raises:
+            TrackerChoiceError: `tracker-unknown`.
+        """
+        try:
+            tracker = super().get_tracker(str(getattr(name, "value", name)))
+        except TrackerError as error:
+            raise TrackerChoiceError.of(list(error.problems)) from None
         if not isinstance(tracker, _Adapted) or tracker.shown is None:
             return tracker
         return tracker.shown.tracker if unwrap else tracker.shown

@@ -145,5 +145,9 @@ def _entries() -> Iterator[tuple[str, str]]:
 
 
 def native_way(name: str) -> tuple[str, str]:
-    """Why a name is not carried, and what to do instead."""
-    return next(((why, fix) for pattern, why, fix in _NATIVE_WAYS if re.search(pattern, name)), _DEFAULT_WAY)
+    """Why a name, given with its module, is not carried, and what to do instead."""
+    short = name.rpartition(".")[2]
+    for pattern, why, fix in _NATIVE_WAYS:
+        if re.search(pattern, short):
+            return why, fix
+    return _DEFAULT_WAY

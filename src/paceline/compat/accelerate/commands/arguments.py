@@ -39,6 +39,30 @@ def _spellings(names: Sequence[str]) -> list[str]:
     return spellings
 
 
+def clean_option(option: str) -> str | None:
+    """The name of a long flag, with underscores: "--a-b" is "a_b"; None for anything else."""
+    return option[2:].replace("-", "_") if option.startswith("--") else None
+
+
+# Name of a flag that asks for a platform -> title of the group of its flags.
+options_to_group = {
+    "multi_gpu": "Distributed GPUs",
+    "tpu": "TPU",
+    "use_deepspeed": "DeepSpeed Arguments",
+    "use_fsdp": "FSDP Arguments",
+    "use_megatron_lm": "Megatron-LM Arguments",
+    "fp8_backend": "FP8 Arguments",
+}
+
+
+class CustomHelpFormatter(argparse.HelpFormatter):
+    """A formatter of help, which shows all flags."""
+
+
+class SubcommandHelpFormatter(argparse.RawDescriptionHelpFormatter):
+    """A formatter of help that keeps the lines of a description."""
+
+
 class Store(argparse.Action):
     """Stores a value and notes its name in `nondefault`."""
 

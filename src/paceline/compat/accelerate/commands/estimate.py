@@ -60,6 +60,22 @@ def create_empty_model(
         return AutoModel.from_config(config, trust_remote_code=trust_remote_code)
 
 
+def add_timm_hub_prefix(model_name: str) -> str:
+    """The name as `timm.create_model` takes it: a name of the hub, such as "timm/resnet50", gets "hf-hub:" before it."""
+    names_a_source = ":" in model_name
+    return f"hf-hub:{model_name}" if "/" in model_name and not names_a_source else model_name
+
+
+def check_has_model(error: BaseException) -> str:
+    """Which library says by an error that it has no such model: "timm", "transformers" or "unknown"."""
+    text = str(error.args[0]) if error.args else ""
+    if isinstance(error, RuntimeError) and text.startswith("Unknown model"):
+        return "timm"
+    if isinstance(error, OSError) and "does not appear to have a file named" in text:
+        return "transformers"
+    return "unknown"
+
+
 def _of_timm(name: str) -> Any:
     import timm
 

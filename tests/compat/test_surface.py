@@ -1,0 +1,87 @@
+"""What a stranger tries after reading accelerate's documentation, asked of the real library (recorded) and of our names."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from compat.test_reference import assert_close
+
+from paceline.testing import run_ranks
+
+REFERENCE = Path(__file__).parent / "reference"
+RECORDED = json.loads((REFERENCE / "recorded_surface.json").read_text(encoding="utf-8"))
+
+# Questions that we mean to answer in another way, and why.
+OTHERWISE = {
+    "configs/an empty file": "the error is a ValueError that names the file",
+    "constructors/a handler of no kind": "the error lists all problems of the arguments",
+    "constructors/wrong deepspeed plugin": "DeepSpeed need not be installed",
+    "loading/broken off": "a loop that was left by `break` has ended",
+    "preparing/nothing": "nothing is given back for nothing",
+    "preparing/wrapped forward": "the forward of a module stays in another place",
+    "processes/on local main, called": "a missing function is a TypeError",
+    "processes/on main, called": "a missing function is a TypeError",
+    "processes/trigger": "the flag can be asked for before it was ever set",
+    "saving/a model in a file's place": "there it is logged, and nothing is saved",
+    "saving/an object as tensors": "the error is one of files",
+    "saving/no name": "the error says how folders are named",
+    "stepping/backward of a number": "the error says what a loss is",
+    "stepping/clip one tensor": "there the rows of the tensor are clipped, which have no gradients",
+    "utilities/availability": "False in place of None",
+    "utilities/seed": "the seed is returned",
+    "utilities/seed by device": "the seed is returned",
+    "utilities/seed, deterministic": "the seed is returned",
+    "utilities/wrong seed": "a ValueError that shows the value",
+}
+
+
+def served():
+    """Runs the program where accelerate's names are served; in a process of its own, which may be changed."""
+    import os
+    import sys
+
+    from paceline.compat import install
+
+    os.environ["ACCELERATE_USE_CPU"] = "1"
+    install(["accelerate"])
+    sys.path.insert(0, str(REFERENCE))
+    import surface_program
+
+    return json.loads(json.dumps(surface_program.everything()))
+
+
+def compare(answered, expected, where: str) -> None:
+    """Equal; an error must be catchable as the Python class that accelerate raises."""
+    if isinstance(expected, dict) and "raises" in expected:
+        assert isinstance(answered, dict) and "raises" in answered, f"{where}: {answered} in place of an error"
+        assert expected["raises"][0] in answered["raises"], f"{where}: {answered} cannot be caught as {expected}"
+        return
+    assert_close(answered, expected, where)
+
+
+@pytest.fixture(scope="module")
+def answers():
+    """What is answered here."""
+    return run_ranks(served, world=1, group=False, timeout_s=200)[0]
+
+
+@pytest.mark.parametrize("topic", sorted(RECORDED))
+def test_as_recorded(answers, topic: str) -> None:
+    problems = []
+    assert answers[topic].keys() == RECORDED[topic].keys()
+    for question, expected in RECORDED[topic].items():
+        where = f"{topic}/{question}"
+        if where in OTHERWISE:
+            continue
+        try:
+            compare(answers[topic][question], expected, where)
+        except AssertionError as error:
+            problems.append(str(error).split("\n")[0])
+    assert not problems, "\n".join(problems)
+
+
+def test_what_is_answered_in_another_way_is_asked() -> None:
+    asked = {f"{topic}/{question}" for topic, questions in RECORDED.items() for question in questions}
+    assert not OTHERWISE.keys() - asked
