@@ -45,8 +45,8 @@ def _unrecorded(batches: _SingleProcessDataLoaderIter) -> Iterator[Any]:
     next_batch = batches._next_data
     try:
         while True:
-            is_profiled = _profiler_enabled()  # type: ignore[no-untyped-call]
-            yield next(batches) if is_profiled else next_batch()
+            is_profiled = _profiler_enabled()
+            yield next(batches) if is_profiled else next_batch()  # type: ignore[no-untyped-call]
     except StopIteration:
         return
 

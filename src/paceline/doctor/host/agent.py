@@ -87,12 +87,16 @@ class Agent:
         with ThreadPoolExecutor(1) as pool:  # a dead name server is waited for once
             own = pool.submit(own_addresses)
             rows = lookups(questions)
+        limits = system.limits()
         facts = HostFacts(
             Versions(VERSION, platform.python_version(), sys.executable),
             network({name: peer["addresses"] for name, peer in peers.items()}, own.result()),
             system.processors(),
             rows,
-            **system.limits(),
+            open_files=limits.get("open_files"),
+            locked_memory=limits.get("locked_memory"),
+            processes=limits.get("processes"),
+            core_files=limits.get("core_files"),
             shared_memory=system.shared_memory(),
             programs=system.programs(),
             in_container=system.in_container(),
