@@ -28,6 +28,7 @@ ON_PYPI = {
     "swanlab",
     "trackio",
     "peft",
+    "ray",
     "transformers",
     "{package}",
 }

@@ -35,6 +35,8 @@ class Assignment:
         env: variables that go along; they may hold secrets.
         hosts: who takes part, in the order of their ranks.
         local_rank: whether `--local_rank=N` goes before the script's own arguments.
+        own_devices: each host uses the accelerators that its environment names, as a scheduler has set it there
+            (CUDA_VISIBLE_DEVICES); if not, those that are numbered as its slots.
         secret: made for this run, by which its launchers know each other.
         version, python: of the host that the run was started from.
     """
@@ -46,6 +48,7 @@ class Assignment:
     env: Mapping[str, str]
     hosts: tuple[Slots, ...]
     local_rank: bool = False
+    own_devices: bool = False
     secret: str = field(default_factory=secret.new, repr=False)
     version: str = VERSION
     python: str = python_version()
@@ -73,15 +76,18 @@ class Assignment:
             node: its number.
             place: where node 0 listens; None where there is no other.
         """
-        slots, nodes = self.hosts[node].ids, self.settings.launch.nodes
+        slots = self.hosts[node].ids
+        nodes = self.settings.launch.nodes
         values: dict[str, Any] = {
             "hostfile": None,
+            # Of a range there may be more hosts later than there are now.
             "nodes": nodes if isinstance(nodes, str) else len(self.hosts),
             "node_rank": node,
             "rdzv_backend": "static",
             "procs": len(slots),
-            "gpu_ids": ",".join(map(str, slots)),
         }
+        if not self.own_devices:
+            values["gpu_ids"] = ",".join(map(str, slots))
         if place is not None:
             values["main_address"], values["main_port"] = place
         decisions = list(self.settings.decisions)

@@ -9,7 +9,8 @@
     end of input, or silence          the starter is gone: all of this host is asked to end, then made to
 
 With `pdsh`, which passes no input on, the assignment is kept in a file that only this user can read until the host is
-started. mpirun and srun bring them in a variable, and end their processes themselves.
+started. mpirun and srun bring them in a variable, and end their processes themselves. Where a process of this host carries the
+connection (Ray's), this host's part ends with that process, at once.
 """
 
 from __future__ import annotations
@@ -100,7 +101,8 @@ def survey(message: dict[str, Any], node: int) -> list[str]:
         problems.append(f"{unusable.what.rstrip('.')} ({unusable.why})")
     if not assignment.settings.run.cpu:
         devices = host.accelerators()
-        if devices.count and max(slots) >= devices.count:
+        highest = len(slots) - 1 if assignment.own_devices else max(slots)
+        if devices.count and highest >= devices.count:
             listed = ",".join(map(str, slots))
             problems.append(f"slots {listed} are asked for, and there are {devices.count} devices")
     return problems
@@ -372,7 +374,20 @@ def main(words: list[str]) -> int:
         return survey_by_variable()
     if words == ["run"]:
         return run_by_variable()
+    if words == ["attached"]:
+        kill_with_parent(os.getppid())
+        hear_signals()
     return serve_starter()
+
+
+def hear_signals() -> None:
+    """Undoes what was inherited: Ray blocks Ctrl-C in all that it starts, and whoever started Ray in the background ignores it.
+
+    Signals come here as messages, and this host's processes are to hear them.
+    """
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())
+    if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 if __name__ == "__main__":
