@@ -4,7 +4,7 @@ BIN := .venv/bin
 # The stamp carries a checksum of what was installed and where: unchanged pins mean no install and no network.
 SUM := $(shell cat constraints.txt pyproject.toml | (cat; pwd) | cksum | cut -d' ' -f1)
 STAMP := .venv/.setup-done-$(SUM)
-EXTRAS := dev,docs,examples,notebook,s3,tensorboard
+EXTRAS := dev,docs,examples,notebook,ray,s3,tensorboard
 # A file is read by one worker (loadscope), so that what its fixtures make is made once; groups are not honoured by
 # pytest-xdist 3.8 under pytest 9.2, which keeps names elsewhere. Two workers: test processes spend much of their time waiting
 # for each other. `make test JOBS=8` on a larger machine.

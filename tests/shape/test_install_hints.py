@@ -29,6 +29,7 @@ ON_PYPI = {
     "swanlab",
     "trackio",
     "peft",
+    "ray",
     "transformers",
     "{package}",
 }

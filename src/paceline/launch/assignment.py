@@ -76,9 +76,11 @@ class Assignment:
             node: its number.
             place: where node 0 listens; None where there is no other.
         """
-        slots, nodes = self.hosts[node].ids, self.settings.launch.nodes
+        slots = self.hosts[node].ids
+        nodes = self.settings.launch.nodes
         values: dict[str, Any] = {
             "hostfile": None,
+            # Of a range there may be more hosts later than there are now.
             "nodes": nodes if isinstance(nodes, str) else len(self.hosts),
             "node_rank": node,
             "rdzv_backend": "static",

@@ -47,22 +47,47 @@ _REASONS = (  # (what ssh says, what it means); the first that is found counts
 )  # fmt: skip
 
 
-class HostChannel:
-    """A connection to one host: messages in JSON to it, answers and output from it.
+class Conversation:
+    """What one host says: answers to messages, and lines for the terminal.
 
     Attributes:
         host: its name.
         answers: what it has answered and nobody has read yet.
         output_before: what it, or ssh, has said besides before the run began.
         begun: whether the run has begun: from then on its output is shown.
-        code: exit code of the program that carries the connection; None while it runs.
     """
 
-    def __init__(self, host: str, command: Sequence[str]) -> None:
+    def __init__(self, host: str) -> None:
         self.host = host
         self.answers: list[dict[str, Any]] = []
         self.output_before = ""
         self.begun = False
+        self._partial_lines = {1: b"", 2: b""}
+
+    def receive(self, stream: int, data: bytes) -> None:
+        """Takes in what has come over standard output (1) or standard error (2); no data is the end of a stream."""
+        *lines, self._partial_lines[stream] = (self._partial_lines[stream] + data).split(b"\n")
+        if not data and self._partial_lines[stream]:
+            lines.append(self._partial_lines[stream])
+        for line in lines:
+            text = line.decode(errors="replace")
+            if stream == 1 and text.startswith(MARK):
+                self.answers.append(json.loads(text.removeprefix(MARK)))
+            elif self.begun:
+                show(sys.stdout if stream == 1 else sys.stderr, line + b"\n")
+            else:
+                self.output_before += text + "\n"
+
+
+class HostChannel(Conversation):
+    """A connection to one host: messages in JSON to it, answers and output from it.
+
+    Attributes:
+        code: exit code of the program that carries the connection; None while it runs.
+    """
+
+    def __init__(self, host: str, command: Sequence[str]) -> None:
+        super().__init__(host)
         # In a session of its own: Ctrl-C is for us to pass on. If we die, it reads the end of its input.
         self._process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True
@@ -72,7 +97,6 @@ class HostChannel:
         self._input = stdin
         self.pipes = {1: stdout, 2: stderr}
         self.open_pipes = 2
-        self._partial_lines = {1: b"", 2: b""}
 
     @property
     def code(self) -> int | None:
@@ -87,20 +111,10 @@ class HostChannel:
             self._input.flush()
 
     def receive(self, stream: int, data: bytes) -> None:
-        """Takes in what has come: answers, and lines for the terminal; no data is the end of a stream."""
-        *lines, self._partial_lines[stream] = (self._partial_lines[stream] + data).split(b"\n")
+        """As of `Conversation`; counts the streams that are open."""
+        super().receive(stream, data)
         if not data:
             self.open_pipes -= 1
-            if self._partial_lines[stream]:
-                lines.append(self._partial_lines[stream])
-        for line in lines:
-            text = line.decode(errors="replace")
-            if stream == 1 and text.startswith(MARK):
-                self.answers.append(json.loads(text.removeprefix(MARK)))
-            elif self.begun:
-                show(sys.stdout if stream == 1 else sys.stderr, line + b"\n")
-            else:
-                self.output_before += text + "\n"
 
     def why_silent(self, port: int | None, python: str, timeout_s: float) -> str:
         """Why it has not answered."""

@@ -11,7 +11,7 @@
 Within an allocation of SLURM's one srun starts all hosts, and all of them read the same input: messages say "to" whom they
 are, answers from which "node" they come. With `pdsh`, which passes no input on, the assignment is kept in a file that only
 this user can read until the host is started. mpirun, and srun with a hostfile, bring it in a variable, and end their
-processes themselves.
+processes themselves. Where a process of this host carries the connection (Ray's), this host's part ends with that process.
 """
 
 from __future__ import annotations
@@ -391,7 +391,20 @@ def main(words: list[str]) -> int:
         return survey_by_variable()
     if words == ["run"]:
         return run_by_variable()
+    if words == ["attached"]:
+        kill_with_parent(os.getppid())
+        hear_signals()
     return serve_starter()
+
+
+def hear_signals() -> None:
+    """Undoes what was inherited: Ray blocks Ctrl-C in all that it starts, and whoever started Ray in the background ignores it.
+
+    Signals come here as messages, and this host's processes are to hear them.
+    """
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())
+    if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 if __name__ == "__main__":

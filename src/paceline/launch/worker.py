@@ -198,7 +198,7 @@ def become(target: Target, compat: str = "") -> None:
     exec(code, main.__dict__)
 
 
-def _parcel(path: str, compat: str) -> Any:
+def call_packed(path: str, compat: str) -> Any:
     """Unpacks a function that `pack` packed, and calls it."""
     if compat:
         importlib.import_module("paceline.compat").install(compat.split(","))
@@ -262,5 +262,5 @@ if __name__ == "__main__":
     if "lines" in streams.split(","):
         whole_lines()
     if kind == "function":
-        sys.exit(call(partial(_parcel, name, compat), report))
+        sys.exit(call(partial(call_packed, name, compat), report))
     sys.exit(run(Target(kind, name, tuple(args)), report, compat, shared="shared" in streams.split(",")))
