@@ -206,6 +206,16 @@ def test_what_slurm_refuses(cluster: Cluster, folder: Path) -> None:
     assert "write rank.sh" in done.stderr
 
 
+def test_a_job_that_would_never_start(folder: Path) -> None:
+    """A SLURM that takes jobs over a partition's limits lets them wait for ever: the job is taken out again."""
+    with Network(1) as network, Cluster(network, limits="NO") as lenient:
+        words = ("--procs", 1, "--partition", "short", "--time", 10, "--no-python", "./rank.sh")
+        done = launch(lenient, folder, *ON, *words)
+        assert done.returncode == 1
+        assert "would never start: PartitionTimeLimit" in done.stderr, done.stderr
+        assert lenient.queue() == []
+
+
 def test_no_controller(cluster: Cluster, folder: Path) -> None:
     config = (cluster.folder / "slurm.conf").read_text().replace("SlurmctldPort=6817", "SlurmctldPort=6899")
     (folder / "slurm.conf").write_text(config)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shlex
+import signal
 import subprocess
 import sys
 import time
@@ -19,6 +20,7 @@ from paceline.launch.output import show
 from paceline.launch.signals import Signals
 
 _LOOK_S = 1.0
+_PATIENCE_S = 600.0  # a controller that is restarted, or whose place another one takes
 _COMMAND_S = 120.0  # an overloaded slurmctld answers late
 _UNREACHABLE = re.compile(
     r"unable to contact slurm controller|configuration (source|file)|connection refused", re.IGNORECASE
@@ -150,7 +152,7 @@ def follow(job: str) -> Outcome:
     signals.enter()
     try:
         while True:
-            known = records(job)
+            known = _records_patiently(job)
             for record in known:
                 log = logs.setdefault(record.job, _Log(record))
                 log.copy()
@@ -161,7 +163,7 @@ def follow(job: str) -> Outcome:
             if not known or all(record.has_ended for record in known):
                 break
             for number in signals.take_new():
-                if number == 1:  # SIGHUP
+                if number == signal.SIGHUP:
                     _say(f"job {job} goes on; cancel it with: scancel {job}")
                     return Outcome(0)
                 if len(signals.ending) > 1:
@@ -174,6 +176,22 @@ def follow(job: str) -> Outcome:
     for log in logs.values():
         log.finish()
     return _outcome(job, known, logs, signals.ending)
+
+
+def _records_patiently(job: str) -> list[Record]:
+    """The same as `records`, from a controller that may be away for some minutes.
+
+    Raises:
+        LaunchError: `slurm-unreachable`.
+    """
+    away_since = time.monotonic()
+    while True:
+        try:
+            return records(job)
+        except LaunchError:
+            if time.monotonic() - away_since > _PATIENCE_S:
+                raise
+            time.sleep(_LOOK_S)
 
 
 def _outcome(job: str, ended: Sequence[Record], logs: Mapping[str, _Log], signals: Sequence[int]) -> Outcome:
