@@ -32,6 +32,7 @@ _FOR_EVER = re.compile(
     r"PartitionNodeLimit|PartitionTimeLimit|BadConstraints|Invalid(Account|QOS)|(Account|QOS)NotAllowed"
     r"|(Assoc|QOS)Max\w+Per(Job|Node)(Limit)?"
 )
+_NO_ELEMENT = "4294967294"  # stands in the name of a log for elements of a job array that have not begun
 _FIELD = re.compile(r"([\w:/.-]+?)=(.*?)(?=\s[\w:/.-]+=|\s*$)")
 # (what SLURM says, what helps); the first that is found counts
 _FIXES = (
@@ -335,5 +336,6 @@ def tell(job: str) -> None:
     logs = [record.log for record in records(job)]
     lines = [f"job {job} is in the queue of SLURM", f"cancel it: scancel {job}"]
     if logs:
-        lines.insert(1, f"follow it: tail -F {shlex.quote(logs[0])}")
+        log = shlex.quote(logs[0]).replace(_NO_ELEMENT, "*")
+        lines.insert(1, f"follow it: tail -F {log}")
     print(*lines, sep="\n", flush=True)

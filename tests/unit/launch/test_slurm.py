@@ -97,6 +97,7 @@ def test_a_range_of_nodes_goes_on_with_those_that_are_left() -> None:
     script = batch_script(job(nodes=3, least=1), SlurmSettings())
     assert "#SBATCH --nodes=1-3\n" in script
     assert "#SBATCH --no-kill\n" in script
+    assert "--ntasks-per-node" not in script  # with it SLURM gives the fewest nodes, even where more are free
     assert " --nodes 1:3 " in script
 
 
