@@ -146,9 +146,19 @@ class Cluster:
         words = f"env PATH={_PATH} SLURM_CONF={config} slurmd -D -N {host.name}"
         self._slurmds[host.name] = host.start(words, log)
 
-    def kill_slurmd(self, host: Host) -> None:
-        """Kills the slurmd of a host; the processes of jobs stay."""
-        self._slurmds[host.name].signal("KILL")
+    def power_off(self, host: Host) -> None:
+        """Switches a node off silently, as a power loss does."""
+        host.power_off(silently=True)
+        del self._slurmds[host.name]
+
+    def restore(self) -> None:
+        """Switches nodes on again that were switched off."""
+        gone = [host for host in self.network.hosts if host.name not in self._slurmds]
+        for host in gone:
+            host.power_on()
+            self.start_node(host)
+        if gone:
+            self.wait_for_nodes()
 
     def wait_for_nodes(self, timeout_s: float = 30) -> None:
         """Waits until all nodes can be used."""

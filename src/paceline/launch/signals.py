@@ -15,7 +15,7 @@ from typing import Any
 _ENDING = ("SIGINT", "SIGTERM", "SIGHUP", "SIGQUIT")
 _PASSED_ON = ("SIGUSR1", "SIGUSR2")  # batch systems send these as a warning; the script decides what they mean
 # A batch system signals each process of a job, and each of them passes the signal on: within this time it is one request.
-_SAME_S = 1.0
+_SAME_S = 0.5
 
 _PR_SET_PDEATHSIG = 1  # of Linux's prctl
 

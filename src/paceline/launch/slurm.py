@@ -122,18 +122,27 @@ class StepHandle:
         allocation = self._job.allocation
         requeues = allocation is not None and bool(settings_of_job(self._job).requeue)
         try:
-            code = self._step.follow(self._place)
+            code = self._follow(requeues)
+            if code == PREEMPTED and requeues:
+                assert allocation is not None, "only a job has a place in the queue"
+                put_back(allocation)
+            return Outcome(code)
+        finally:
+            self._step.close()
+
+    def _follow(self, requeues: bool) -> int:
+        """The exit code of the run; of one that has lost a node `PREEMPTED`, where the job goes back into the queue for it.
+
+        Raises:
+            LaunchError: `launch-host-lost`.
+        """
+        try:
+            return self._step.follow(self._place)
         except LaunchError as error:
             if not requeues or error.code != "launch-host-lost":
                 raise
             print(f"paceline.LaunchError: {error}", file=sys.stderr, flush=True)
-            code = PREEMPTED
-        finally:
-            self._step.close()
-        if code == PREEMPTED and requeues:
-            assert allocation is not None, "only a job has a place in the queue"
-            put_back(allocation)
-        return Outcome(code)
+            return PREEMPTED
 
 
 def step_command(job: Job) -> tuple[str, ...]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shlex
+import signal
 import subprocess
 import sys
 import time
@@ -19,6 +20,7 @@ from paceline.launch.output import show
 from paceline.launch.signals import Signals
 
 _LOOK_S = 1.0
+_PATIENCE_S = 600.0  # a controller that is restarted, or whose place another one takes
 _COMMAND_S = 120.0  # an overloaded slurmctld answers late
 _UNREACHABLE = re.compile(
     r"unable to contact slurm controller|configuration (source|file)|connection refused", re.IGNORECASE
@@ -30,6 +32,7 @@ _FOR_EVER = re.compile(
     r"PartitionNodeLimit|PartitionTimeLimit|BadConstraints|Invalid(Account|QOS)|(Account|QOS)NotAllowed"
     r"|(Assoc|QOS)Max\w+Per(Job|Node)(Limit)?"
 )
+_NO_ELEMENT = "4294967294"  # stands in the name of a log for elements of a job array that have not begun
 _FIELD = re.compile(r"([\w:/.-]+?)=(.*?)(?=\s[\w:/.-]+=|\s*$)")
 # (what SLURM says, what helps); the first that is found counts
 _FIXES = (
@@ -150,7 +153,7 @@ def follow(job: str) -> Outcome:
     signals.enter()
     try:
         while True:
-            known = records(job)
+            known = _records_patiently(job)
             for record in known:
                 log = logs.setdefault(record.job, _Log(record))
                 log.copy()
@@ -161,7 +164,7 @@ def follow(job: str) -> Outcome:
             if not known or all(record.has_ended for record in known):
                 break
             for number in signals.take_new():
-                if number == 1:  # SIGHUP
+                if number == signal.SIGHUP:
                     _say(f"job {job} goes on; cancel it with: scancel {job}")
                     return Outcome(0)
                 if len(signals.ending) > 1:
@@ -174,6 +177,22 @@ def follow(job: str) -> Outcome:
     for log in logs.values():
         log.finish()
     return _outcome(job, known, logs, signals.ending)
+
+
+def _records_patiently(job: str) -> list[Record]:
+    """The same as `records`, from a controller that may be away for some minutes.
+
+    Raises:
+        LaunchError: `slurm-unreachable`.
+    """
+    away_since = time.monotonic()
+    while True:
+        try:
+            return records(job)
+        except LaunchError:
+            if time.monotonic() - away_since > _PATIENCE_S:
+                raise
+            time.sleep(_LOOK_S)
 
 
 def _outcome(job: str, ended: Sequence[Record], logs: Mapping[str, _Log], signals: Sequence[int]) -> Outcome:
@@ -317,5 +336,6 @@ def tell(job: str) -> None:
     logs = [record.log for record in records(job)]
     lines = [f"job {job} is in the queue of SLURM", f"cancel it: scancel {job}"]
     if logs:
-        lines.insert(1, f"follow it: tail -F {shlex.quote(logs[0])}")
+        log = shlex.quote(logs[0]).replace(_NO_ELEMENT, "*")
+        lines.insert(1, f"follow it: tail -F {log}")
     print(*lines, sep="\n", flush=True)

@@ -47,10 +47,12 @@ def batch_script(job: Job, settings: SlurmSettings) -> str:
     assignment = job.assigned
     nodes = f"{job.least}-{job.nodes}" if job.least else str(job.nodes)
     requeue = settings.requeue is not False
-    words = [f"--job-name={_name_of(job)}", f"--nodes={nodes}", "--ntasks-per-node=1"]
-    words.append(f"--cpus-per-task={cpus_of(job, settings)}")
+    words = [f"--job-name={_name_of(job)}", f"--nodes={nodes}"]
     if job.least:
         words.append("--no-kill")  # the nodes that are left go on
+    else:
+        words.append("--ntasks-per-node=1")  # with a range SLURM would give no more nodes than the least
+    words.append(f"--cpus-per-task={cpus_of(job, settings)}")
     gpus = assignment.settings.launch.gpus_per_node
     asked = {"partition": settings.partition, "account": settings.account, "time": settings.time}
     words += [f"--{name}={value}" for name, value in asked.items() if value is not None]

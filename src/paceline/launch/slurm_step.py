@@ -26,7 +26,7 @@ from paceline.world.detect.slurm import expand
 
 _HEARTBEAT_S = 5.0
 # All launchers end together, when the last process of the last node has: after this time a node that has not said so is lost.
-_LAST_WORD_S = 10.0
+_LAST_WORD_S = 5.0
 _SRUN_ENDS_S = 5.0
 _UNKNOWN = -1  # the node of an answer that does not say which it is
 _ENDED_TASK = re.compile(r"srun: error: (\S+): tasks? [\d,-]+: (.+)")

@@ -23,7 +23,7 @@ from paceline.launch.assignment import Assignment
 from paceline.launch.hostfile import Slots
 from paceline.launch.launcher import Job, Target
 from paceline.launch.slurm import LAUNCHER, put_back, step_command
-from paceline.launch.slurm_allocation import Allocation, allocation_of
+from paceline.launch.slurm_allocation import Allocation, allocation_of, completed
 from paceline.launch.slurm_script import batch_script, seconds_of, warning_s
 
 BATCH = {
@@ -97,6 +97,7 @@ def test_a_range_of_nodes_goes_on_with_those_that_are_left() -> None:
     script = batch_script(job(nodes=3, least=1), SlurmSettings())
     assert "#SBATCH --nodes=1-3\n" in script
     assert "#SBATCH --no-kill\n" in script
+    assert "--ntasks-per-node" not in script  # with it SLURM gives the fewest nodes, even where more are free
     assert " --nodes 1:3 " in script
 
 
@@ -159,6 +160,37 @@ def test_allocations() -> None:
     assert array is not None
     assert array.job == "10_0"
     assert [allocation_of(env) for env in ({}, TASK, {**BATCH, "RANK": "0"})] == [None] * 3
+
+
+@pytest.mark.parametrize(
+    ("words", "env", "launcher", "nodes", "procs"),
+    [
+        ((), {}, "ssh", 1, "auto"),
+        ((), BATCH, "slurm", 4, 4),
+        (("procs=1", "nodes=2"), BATCH, "slurm", 2, 1),
+        (("gpus_per_node=8",), BATCH, "slurm", 4, "auto"),
+        (("nodes=1",), BATCH, "ssh", 1, "auto"),  # on the node where this runs
+        (("launcher=slurm", "nodes=1"), BATCH, "slurm", 1, 4),
+        ((), {**BATCH, "SLURM_JOB_NODELIST": "node01"}, "ssh", 1, "auto"),
+        ((), {**SALLOC, "SLURM_JOB_NODELIST": "node1"}, "slurm", 1, "auto"),  # typed on a login node
+        (("nodes=2:9",), BATCH, "slurm", "2:4", 4),
+        (("nodes=4:9",), BATCH, "slurm", 4, 4),
+        (("launcher=ssh", "hostfile=hf"), BATCH, "ssh", 1, "auto"),
+        (("node_rank=1", "main_address=node01", "nodes=4"), BATCH, "ssh", 4, "auto"),
+        ((), TASK, "ssh", 1, "auto"),
+    ],
+)
+def test_settings_within_an_allocation(
+    words: tuple[str, ...], env: dict[str, str], launcher: str, nodes: int | str, procs: int | str
+) -> None:
+    given = [Given(*pair, "command line", f"--{pair[0]}") for pair in (word.split("=", 1) for word in words)]
+    settings = completed(resolve_launch(given, {}, search=False), env)
+    launch = settings.launch
+    assert (launch.launcher, launch.nodes, launch.procs) == (launcher, nodes, procs)
+    rows = {row.field: row.value for row in settings.decisions}
+    assert (rows["launcher"], rows["nodes"], rows["procs"]) == (launcher, nodes, procs)
+    says_so = any("one launcher on each node" in notice for notice in settings.notices)
+    assert says_so == (launcher == "slurm")
 
 
 LINE = (
