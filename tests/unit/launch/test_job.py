@@ -228,3 +228,26 @@ def test_several_nodes_need_an_address() -> None:
     with pytest.raises(LaunchError, match=r"(?s)node 1 does not know where node 0 is.*launch-address"):
         told(nodes=2, node_rank=1)
     assert told(nodes=2, node_rank=0)[0].main_port == 29500
+
+
+def test_pods_know_their_place() -> None:
+    trainjob = {"PET_NNODES": "2", "PET_NODE_RANK": "1", "PET_NPROC_PER_NODE": "2", "PET_MASTER_ADDR": "t-0.t"}
+    job, _ = told({**trainjob, "PET_MASTER_PORT": "29400", "JOB_COMPLETION_INDEX": "1"})
+    assert (job.nodes, job.node_rank, job.numbered, job.procs) == (2, 1, True, 2)
+    assert (job.main_address, job.main_port) == ("t-0.t", 29400)
+    # An older PyTorchJob: RANK and WORLD_SIZE count pods, and say so to the launcher too.
+    env = {"KUBERNETES_SERVICE_HOST": "a", "HOSTNAME": "t-worker-0", "RANK": "1", "WORLD_SIZE": "2"}
+    job, notices = told({**env, "MASTER_ADDR": "t-master-0", "MASTER_PORT": "23456"}, procs="2")
+    assert (job.nodes, job.node_rank, job.main_address, job.main_port) == (2, 1, "t-master-0", 23456)
+    assert "node 1 of 2, as kubernetes says." in notices
+    # A manifest by hand: the Indexed Job numbers its pods.
+    job, _ = told({"JOB_COMPLETION_INDEX": "1"}, nodes="2", main_address="t-0.t", procs="1")
+    assert (job.nodes, job.node_rank, job.numbered) == (2, 1, True)
+    # A sweep: its pods are numbered too, and each is a run of its own.
+    job, _ = told({"JOB_COMPLETION_INDEX": "7"}, procs="1")
+    assert (job.nodes, job.node_rank) == (1, 0)
+    # Whoever says --node-rank is right, and who does not know node 0 is told.
+    job, _ = told({"JOB_COMPLETION_INDEX": "1"}, nodes="2", node_rank="0", procs="1")
+    assert job.node_rank == 0
+    with pytest.raises(LaunchError, match="node 1 does not know where node 0 is"):
+        told({"JOB_COMPLETION_INDEX": "1"}, nodes="2", procs="1")

@@ -22,6 +22,8 @@ pytest.importorskip("aiohttp", reason="needs aiohttp: `make setup`")
 from kubernetes_api import ApiServer, until
 from kubernetes_pods import Controllers, Pod
 
+from paceline.launch.kubernetes import follow
+
 ALL_GROUPS = ("jobset.x-k8s.io/v1alpha2", "trainer.kubeflow.org/v1alpha1", "kubeflow.org/v1", "kueue.x-k8s.io/v1beta1")
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 
@@ -354,6 +356,7 @@ def test_no_image(api: ApiServer, capfd) -> None:
     ("state", "code", "said"),
     [
         ({"waiting": {"reason": "ImagePullBackOff", "message": "not found"}}, "kubernetes-image", "ImagePullBackOff"),
+        ({"waiting": {"reason": "InvalidImageName", "message": "no"}}, "kubernetes-image", "InvalidImageName"),
         (
             {"terminated": {"reason": "StartError", "exitCode": 128, "message": "no python3"}},
             "kubernetes-image",
@@ -374,7 +377,7 @@ def test_no_image(api: ApiServer, capfd) -> None:
 def test_pods_that_never_start(
     api: ApiServer, tmp_path: Path, capfd, monkeypatch: pytest.MonkeyPatch, state, code: str, said: str
 ) -> None:
-    monkeypatch.setattr("paceline.launch.kubernetes.follow._STAYS_S", 0.5)
+    monkeypatch.setattr(follow, "_MAY_PASS_S", dict.fromkeys(follow._MAY_PASS_S, 0.5))
     with Controllers(api, tmp_path, greet) as controllers:
         controllers.starting = state
         assert launch("--procs", "1", "train.py") == 1

@@ -68,7 +68,7 @@ def _namespace(cluster: Cluster) -> Problem | None:
         cluster.get(f"/api/v1/namespaces/{cluster.namespace}")
     except Refusal as refusal:
         if refusal.status == 404:
-            return namespace_missing(cluster.namespace, "")
+            return namespace_missing(cluster.namespace, cluster.source)
         if refusal.status != 403:  # who may not look finds out when something is made
             raise
     return None
@@ -140,7 +140,7 @@ def _devices(cluster: Cluster, run: PodRun, notices: list[str]) -> Problem | Non
     listed = ", ".join(f"{name} has {counts[name]}" for name in largest)
     what = f"no node{selected} has {run.gpus} {run.values.gpu}, as each pod asks for."
     fix = f"say --gpus {most} or less, and more --nodes"
-    return Problem("kubernetes-gpus", what, f"{listed}; of {len(usable)} nodes", fix)
+    return Problem("kubernetes-gpus", what, f"{listed}; nodes in all: {len(usable)}", fix)
 
 
 def _has_labels(node: Mapping[str, Any], wanted: Mapping[str, str]) -> bool:

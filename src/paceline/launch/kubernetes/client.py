@@ -34,11 +34,12 @@ class Cluster:
 
     Attributes:
         namespace: where the run's objects are.
+        source: where the address, the user and the namespace come from.
         closed: whether nobody is to ask any more.
     """
 
     def __init__(self, api: Any, namespace: str, source: str) -> None:
-        self._api, self.namespace, self._source = api, namespace, source
+        self._api, self.namespace, self.source = api, namespace, source
         self._streams: set[Any] = set()
         self.closed = False
 
@@ -80,7 +81,7 @@ class Cluster:
             if not any(os.path.exists(path) for path in files.split(os.pathsep)) and "KUBERNETES_SERVICE_HOST" in env:
                 config.load_incluster_config(client_configuration=configuration)
                 own = Path(_NAMESPACE_FILE).read_text().strip()
-                return cls(ApiClient(configuration), namespace or own, "the pod's service account")
+                return cls(ApiClient(configuration), namespace or own, _source("the pod's service account", namespace))
             config.load_kube_config(files, context or None, configuration, persist_config=False)
             contexts, current = config.list_kube_config_contexts(files)
         except (config.ConfigException, OSError, TypeError) as error:
@@ -93,7 +94,8 @@ class Cluster:
             ) from None
         chosen = next((one for one in contexts if one["name"] == context), current)
         own = chosen["context"].get("namespace") or "default"
-        return cls(ApiClient(configuration), namespace or own, f"context {chosen['name']} of {files}")
+        source = _source(f"context {chosen['name']} of {files}", namespace)
+        return cls(ApiClient(configuration), namespace or own, source)
 
     def _call(
         self,
@@ -123,7 +125,7 @@ class Cluster:
                 return response.response
             data = response.response.data
         except (HTTPError, ApiException) as error:
-            raise unreachable(self._api.configuration.host, self._source, error) from None
+            raise unreachable(self._api.configuration.host, self.source, error) from None
         raise Refusal.of(response.status, data, method, path)
 
     def get(self, path: str, query: Mapping[str, object] | None = None) -> Any:
@@ -254,3 +256,8 @@ class Cluster:
             response.close()
         if part:
             yield part
+
+
+def _source(user: str, namespace: str) -> str:
+    """Where a cluster's address and user come from, and the namespace, if that was said."""
+    return f"{user}; --namespace {namespace}" if namespace else user

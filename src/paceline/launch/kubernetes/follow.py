@@ -28,10 +28,17 @@ from paceline.launch.kubernetes.run import NO_PACELINE, PodRun
 _RETRY_S = 1.0
 _PATIENCE_S = 120.0  # how long the cluster may not answer
 _LAST_LINES_S = 10.0  # for the logs to arrive, once all has ended
-_CANNOT_START = ("ErrImagePull", "ImagePullBackOff", "InvalidImageName", "ErrImageNeverPull")
-# The Secret is made a moment after the pods: only what stays so is an error.
-_STAYS_S = 60.0
-_MAY_PASS = ("CreateContainerConfigError", "CreateContainerError", "RunContainerError")
+# Errors of a launcher whose processes were stopped because of another node.
+_CONSEQUENCES = ("node-failed", "launch-cut-off")
+_OF_THE_IMAGE = ("ErrImagePull", "ImagePullBackOff", "InvalidImageName", "ErrImageNeverPull")
+# Only what stays so is an error: a registry may not answer once, and the Secret is made a moment after the pods.
+_MAY_PASS_S = {
+    "ErrImagePull": 20.0,
+    "ImagePullBackOff": 20.0,
+    "CreateContainerConfigError": 60.0,
+    "CreateContainerError": 60.0,
+    "RunContainerError": 60.0,
+}
 
 
 @dataclass
@@ -88,7 +95,7 @@ class Follower:
             except queue.Empty:
                 break
             self._take_in(what, value)
-        self._check_waiting()
+        self.check_started()
 
     def drain(self) -> None:
         """Shows what is still on its way, after the end."""
@@ -141,7 +148,7 @@ class Follower:
         self._containers[key] = Container(name, node, thread)
         thread.start()
 
-    def _check_waiting(self) -> None:
+    def check_started(self) -> None:
         """Finds pods that will never start.
 
         Raises:
@@ -160,10 +167,15 @@ class Follower:
         ended = self._ended(pod)
         reason = waiting.get("reason", "")
         message = waiting.get("message", "")
-        if reason in _CANNOT_START:
+        if not self._stays(uid, reason):
+            return None
+        if reason in _OF_THE_IMAGE:
             fix = "correct --image; for a private registry name a Secret under imagePullSecrets in the --values file"
             what = f"the image {self._run.image} cannot be had."
             return Problem("kubernetes-image", what, f"pod {name}: {reason}: {message}", fix)
+        if reason in _MAY_PASS_S:
+            fix = f"`kubectl describe pod {name} -n {self._cluster.namespace}` tells more; mend the --values file"
+            return Problem("kubernetes-pod", f"pod {name} cannot start.", f"{reason}: {message}", fix)
         if ended.get("exitCode") == NO_PACELINE and "no paceline" in ended.get("message", ""):
             what = f"the image {self._run.image} has no paceline."
             fix = "install Paceline in the image, for the Python that `python3` starts there"
@@ -172,14 +184,15 @@ class Follower:
             what = f"python3 cannot be started in the image {self._run.image}."
             why = f"pod {name}: {ended['reason']}: {ended.get('message', '')}"
             return Problem("kubernetes-image", what, why, "use an image with Python and Paceline")
-        if reason not in _MAY_PASS:
+        return None
+
+    def _stays(self, uid: str, reason: str) -> bool:
+        """Whether a pod has waited for a reason that may pass for longer than such do; true for every other reason."""
+        if reason not in _MAY_PASS_S:
             self._odd_since.pop(uid, None)
-            return None
+            return True
         since = self._odd_since.setdefault(uid, time.monotonic())
-        if time.monotonic() - since < _STAYS_S:
-            return None
-        fix = f"`kubectl describe pod {name} -n {self._cluster.namespace}` tells more; mend the --values file"
-        return Problem("kubernetes-pod", f"pod {name} cannot start.", f"{reason}: {message}", fix)
+        return time.monotonic() - since >= _MAY_PASS_S[reason]
 
     def exit_code(self) -> int:
         """That of the container that failed first, of those that run now or ran last; 1 where none tells."""
@@ -188,8 +201,8 @@ class Follower:
             return 1
         if all(state["exitCode"] == PREEMPTED for state in failed):
             return PREEMPTED
-        # A launcher that was stopped because of another node says so.
-        causes = [state for state in failed if "[node-failed]" not in state.get("message", "")] or failed
+        # A launcher that ended because of another node says so.
+        causes = [state for state in failed if not _is_consequence(state)] or failed
         first = min(causes, key=lambda state: state.get("finishedAt") or "")
         return int(first["exitCode"])
 
@@ -208,7 +221,7 @@ class Follower:
         codes = {self._ended(pod).get("exitCode") for pod in self._last_pods()}
         return PREEMPTED in codes and codes <= {0, PREEMPTED}
 
-    def why(self) -> str:
+    def why(self) -> list[str]:
         """Why the run has failed: what the controller and the pods say."""
         reasons = [f"{self.state.reason}: {self.state.message}".strip(": ")]
         for pod in self._last_pods():
@@ -217,7 +230,12 @@ class Follower:
             if ended.get("exitCode"):
                 detail = f" ({ended['reason']})" if ended.get("reason") not in (None, "Error") else ""
                 reasons.append(f"node{node} (pod {pod['metadata']['name']}) ended with {ended['exitCode']}{detail}")
-        return "; ".join(filter(None, reasons))
+            elif pod.get("status", {}).get("reason"):  # it was evicted, say
+                status = pod["status"]
+                reasons.append(
+                    f"node{node} (pod {pod['metadata']['name']}): {status['reason']}: {status.get('message', '')}"
+                )
+        return reasons
 
     def _last_pods(self) -> list[dict[str, Any]]:
         """The newest pod of each node."""
@@ -296,6 +314,12 @@ class Follower:
         status = _container(self.pods[uid], self._kind.container)
         newer = int(status.get("restartCount", 0)) > restarts
         return uid not in self.present or newer or not status.get("state", {}).get("running")
+
+
+def _is_consequence(ended: Mapping[str, Any]) -> bool:
+    """Whether a container says that it ended because of another one."""
+    message = str(ended.get("message", ""))
+    return any(f"[{code}]" in message for code in _CONSEQUENCES)
 
 
 def _container(pod: Mapping[str, Any], name: str) -> dict[str, Any]:

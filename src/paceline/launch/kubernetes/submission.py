@@ -81,7 +81,8 @@ class Submission:
             LaunchError: `kubernetes-image`, `kubernetes-pod`, `kubernetes-lost`.
         """
         namespace = self._cluster.namespace
-        _say(f"{self._kind.kind} {self._run.name} in namespace {namespace}: {self._run.nodes} pods")
+        pods = f"{self._run.nodes} pod{'s' * (self._run.nodes > 1)}"
+        _say(f"{self._kind.kind} {self._run.name} in namespace {namespace}: {pods}")
         if not self._wait:
             self._signals.leave()
             self._cluster.close()
@@ -115,9 +116,14 @@ class Submission:
         return [(resource, name) for resource, name in self._made if resource.plural not in owned]
 
     def _outcome(self, follower: Follower) -> Outcome:
-        """What came of a run that has ended by itself."""
+        """What came of a run that has ended by itself.
+
+        Raises:
+            LaunchError: `kubernetes-image`, where that is why.
+        """
         if follower.state.ended and not follower.state.failed:
             return Outcome(0)
+        follower.check_started()
         code = follower.exit_code()
         if code == PREEMPTED:
             _say("the pods have saved and left, and the cluster does not start them again")
