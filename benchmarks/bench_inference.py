@@ -3,8 +3,9 @@
     python benchmarks/bench_inference.py --peer /path/to/an/environment/with/accelerate/bin/python
 
 Each side is a process of its own that stays, and they take turns. Both load the same synthetic weights (random ones from a
-config of transformers) and generate greedily; the tokens must be the same. With --door our side runs accelerate's calls too, under its names. The execution device is the CPU. Ratios are of
-each turn, by the clock and by the CPU time of all threads, which other work on the machine hardly changes. Cases:
+config of transformers) and generate greedily; the tokens must be the same. With --door our side runs accelerate's calls too,
+under its names. The execution device is the CPU. Ratios are of each turn, by the clock and by the CPU time of all threads,
+which other work on the machine hardly changes. Cases:
 
     memory       all weights in memory
     cpu          accelerate's `cpu_offload`; here "cpu", where nothing has to be copied

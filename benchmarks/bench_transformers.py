@@ -32,7 +32,6 @@ from typing import Any
 STEPS, WARM_STEPS = 60, 10
 LENGTH, BATCH, ROWS = 64, 4, 400
 LOADER_BATCHES, CALLS, TRIALS = 1000, 2000, 7
-EMPTY: Any = None
 
 # -- what one process does -----------------------------------------------------------------------------------------
 
@@ -142,9 +141,16 @@ class Indices:
         return indices
 
 
-def first_tensor(rows: list[int]) -> Any:
-    """A collation that costs nothing."""
-    return EMPTY
+class OneBatch:
+    """A collation that costs nothing: always the same batch."""
+
+    def __init__(self) -> None:
+        import torch
+
+        self.batch = {"input_ids": torch.zeros(8, 1), "labels": torch.zeros(8, 1)}
+
+    def __call__(self, rows: list[int]) -> Any:
+        return self.batch
 
 
 def empty_loops() -> Iterator[tuple[str, Any]]:
@@ -153,9 +159,7 @@ def empty_loops() -> Iterator[tuple[str, Any]]:
     from torch.utils.data import DataLoader, TensorDataset
     from transformers import default_data_collator
 
-    global EMPTY
-    EMPTY = {"input_ids": torch.zeros(8, 1), "labels": torch.zeros(8, 1)}
-    yield "nothing to read", DataLoader(Indices(), 8, shuffle=True, collate_fn=first_tensor)  # type: ignore[arg-type]
+    yield "nothing to read", DataLoader(Indices(), 8, shuffle=True, collate_fn=OneBatch())  # type: ignore[arg-type]
     features, labels = torch.randn(8 * LOADER_BATCHES, 10), torch.randint(0, 5, (8 * LOADER_BATCHES,))
     yield "two tensors, batch 8, torch's collation", DataLoader(TensorDataset(features, labels), 8, shuffle=True)
     rows = token_rows()
