@@ -118,8 +118,64 @@ def test_what_cannot_be_saved_or_is_not_there(tmp_path: Path) -> None:
     with pytest.raises(CompatError, match="LOCAL_STATE_DICT"):
         plugin = FullyShardedDataParallelPlugin(state_dict_type="LOCAL_STATE_DICT")
         save_fsdp_model(plugin, accelerator, model, tmp_path)
+    divided = FullyShardedDataParallelPlugin(fsdp_version=2, state_dict_type="SHARDED_STATE_DICT")
+    for use in (save_fsdp_model, load_fsdp_model):
+        with pytest.raises(CompatError, match="use_dcp=False"):
+            use(divided, accelerator, model, tmp_path, use_dcp=False)
+    assert not list(tmp_path.iterdir())
     with pytest.raises(CheckpointError, match=r"\[checkpoint-missing\]"):
         load_fsdp_model(None, accelerator, model, tmp_path)
+
+
+def adapter_alone(folder: str, version: int) -> tuple[list[str], list[float]]:
+    """Names that an adapter is saved under, and its values after it was loaded again."""
+    from paceline.compat import install
+
+    install(["accelerate"])  # which peft imports
+    from peft import LoraConfig, get_peft_model
+
+    from paceline.compat.accelerate.fsdp_plugin import FullyShardedDataParallelPlugin
+
+    accelerator = Accelerator(cpu=True)
+    base = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
+    model = accelerator.prepare(get_peft_model(base, LoraConfig(r=2, target_modules=["0"])))
+    plugin = FullyShardedDataParallelPlugin(fsdp_version=version, state_dict_type="FULL_STATE_DICT")
+    weight = model.base_model.model[0].lora_B["default"].weight
+    with torch.no_grad():
+        weight.fill_(3.0)
+    save_fsdp_model(plugin, accelerator, model, folder, adapter_only=True)
+    with torch.no_grad():
+        weight.zero_()
+    load_fsdp_model(plugin, accelerator, model, folder, adapter_only=True)
+    saved = torch.load(Path(folder, "pytorch_model_fsdp.bin"), weights_only=True)
+    return sorted(saved), weight.unique().tolist()
+
+
+@pytest.mark.parametrize(("version", "middle"), [(1, ""), (2, ".default")])
+def test_the_adapter_alone(tmp_path: Path, version: int, middle: str) -> None:
+    """FSDP 2 of accelerate names it as the model does, version 1 as peft does; both are read."""
+    names, values = run_ranks(adapter_alone, 1, args=(str(tmp_path), version))[0]
+    assert names == [f"base_model.model.0.lora_{part}{middle}.weight" for part in "AB"] and values == [3.0]
+
+
+def test_units_compute_again(tmp_path: Path) -> None:
+    from paceline.compat.accelerate.fsdp_modules import fsdp2_apply_ac
+    from paceline.compat.accelerate.fsdp_plugin import FullyShardedDataParallelPlugin
+
+    calls = []
+    plugin = FullyShardedDataParallelPlugin(
+        fsdp_version=2, auto_wrap_policy="transformer_based_wrap", transformer_cls_names_to_wrap=["Linear"]
+    )
+    accelerator = Accelerator(cpu=True, fsdp_plugin=plugin)
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
+    model[0].register_forward_pre_hook(lambda *_: None)
+    original = model[0].forward
+    model[0].forward = lambda value: (calls.append(1), original(value))[1]
+    names = list(model.state_dict())
+    accelerator.state.__dict__["fsdp_plugin"] = plugin
+    assert fsdp2_apply_ac(accelerator, model) is model and list(model.state_dict()) == names
+    model(torch.ones(1, 2, requires_grad=True)).sum().backward()
+    assert len(calls) == 2, "once forward and once again in the backward pass"
 
 
 # -- modules ----------------------------------------------------------------------------------------------------------

@@ -113,6 +113,20 @@ def test_nothing_heavy_is_loaded_to_serve_names() -> None:
     subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
 
 
+def test_adamw_is_there_again_when_transformers_replaces_its_module() -> None:
+    from paceline.compat import neighbours
+
+    class Lazy(ModuleType):
+        def __init__(self, name: str, file: str) -> None:
+            super().__init__(name)
+
+    import_utils = ModuleType("transformers.utils.import_utils")
+    import_utils._LazyModule = Lazy
+    neighbours._give_adamw_again(import_utils)
+    assert Lazy("transformers", "file").AdamW is Lazy("transformers", "file").AdamW
+    assert not hasattr(Lazy("transformers.models", "file"), "AdamW")
+
+
 def test_a_deepspeed_config_without_deepspeed_says_what_is_missing() -> None:
     from importlib.metadata import PackageNotFoundError
 

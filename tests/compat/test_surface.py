@@ -85,3 +85,29 @@ def test_as_recorded(answers, topic: str) -> None:
 def test_what_is_answered_in_another_way_is_asked() -> None:
     asked = {f"{topic}/{question}" for topic, questions in RECORDED.items() for question in questions}
     assert not OTHERWISE.keys() - asked
+
+
+def test_a_model_that_transformers_has_divided_is_refused() -> None:
+    import torch
+
+    from paceline.compat.accelerate.accelerator import Accelerator
+    from paceline.compat.accelerate.state import AcceleratorState
+
+    AcceleratorState._reset_state(reset_partial_state=True)
+    accelerator = Accelerator(cpu=True)
+    model = torch.nn.Linear(2, 2)
+    model.tp_size = 2
+    for prepare in (accelerator.prepare, accelerator.prepare_model):
+        with pytest.raises(ValueError, match="--tp 2"):
+            prepare(model)
+    model.tp_size = 1
+    assert accelerator.prepare(model) is model
+
+
+@pytest.mark.parametrize("hook", ["batched_power_sgd"])
+def test_a_hook_that_fails_in_torch_is_refused(hook: str) -> None:
+    from paceline import CompatError
+    from paceline.compat.accelerate.arguments import DistributedDataParallelKwargs
+
+    with pytest.raises(CompatError, match="POWER_SGD"):
+        DistributedDataParallelKwargs(comm_hook=hook).options()

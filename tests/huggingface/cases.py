@@ -247,7 +247,6 @@ PLANS = [
         ("clm", ("--shard", "auto")),
         ("clm", ("--tp", "2")),
         ("lora", ("--zero", "3")),
-        ("lora", ("--tp", "2")),
     )
 ]
 PLANS += [
@@ -266,16 +265,4 @@ PLANS += [
     )
 ]
 
-# transformers' own tensor parallel: the real accelerate refuses it on the CPU, so that one process stands for two.
-TENSOR_PARALLEL = [
-    Case(
-        "clm TP plan",
-        "clm",
-        {**EVEN, "model": "llama", "pretrained": True, "tp_plan": "auto"},
-        procs=(2,),
-        alone=True,
-        reference={"tp_plan": None},
-    )
-]
-
-CASES = [*PLAIN, *FSDP, *DEEPSPEED, *PLANS, *TENSOR_PARALLEL]
+CASES = [*PLAIN, *FSDP, *DEEPSPEED, *PLANS]

@@ -7,6 +7,7 @@ transformers    `AdamW`, and `encode_plus` of tokenizers, which its fifth releas
 
 from __future__ import annotations
 
+import functools
 import importlib.metadata
 import re
 import sys
@@ -85,6 +86,7 @@ def install(*, found_before: bool = False) -> None:
         "transformers": _look_at_transformers,
         "transformers.integrations.deepspeed": _explain_deepspeed,
         "transformers.tokenization_utils_base": _give_encode_plus,
+        "transformers.utils.import_utils": _give_adamw_again,
         "peft": _look_at_age,
     }
     sys.meta_path.insert(0, Mender(mend))
@@ -153,6 +155,20 @@ def _give_adamw(transformers: ModuleType) -> None:
         from paceline.compat.adamw import AdamW
 
         transformers.AdamW = AdamW  # type: ignore[attr-defined]
+
+
+def _give_adamw_again(module: ModuleType) -> None:
+    """Gives `AdamW` to each lazy module that transformers puts in its own place: it runs its `__init__` again for models."""
+    lazy_module = module._LazyModule
+    initialise = lazy_module.__init__
+
+    @functools.wraps(initialise)
+    def initialise_and_give(self: Any, name: str, *args: Any, **options: Any) -> None:
+        initialise(self, name, *args, **options)
+        if name == "transformers":
+            _give_adamw(self)
+
+    lazy_module.__init__ = initialise_and_give
 
 
 def _give_encode_plus(module: ModuleType) -> None:

@@ -53,19 +53,12 @@ def model_of(arguments):
     It is called after `TrainingArguments` was made, which may decide how `from_pretrained` builds.
     """
     dropout, kind = arguments.pop("dropout", 0.1), arguments.pop("model", "gpt2")
-    pretrained, tp_plan = arguments.pop("pretrained", False), arguments.pop("tp_plan", None)
-
-    def build(folder):
-        if not pretrained:
-            return language_model(dropout=dropout, kind=kind)
-        return AutoModelForCausalLM.from_pretrained(folder, **({"tp_plan": tp_plan} if tp_plan else {}))
-
-    if pretrained:
-        # Before anything divides it; each rank has a folder of its own.
-        folder = tempfile.mkdtemp()
-        language_model(dropout=dropout, kind=kind).save_pretrained(folder)
-        return lambda: build(folder)
-    return lambda: build(None)
+    if not arguments.pop("pretrained", False):
+        return lambda: language_model(dropout=dropout, kind=kind)
+    # Before anything divides it; each rank has a folder of its own.
+    folder = tempfile.mkdtemp()
+    language_model(dropout=dropout, kind=kind).save_pretrained(folder)
+    return lambda: AutoModelForCausalLM.from_pretrained(folder)
 
 
 def token_rows(count, length=16):

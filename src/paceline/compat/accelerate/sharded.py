@@ -64,11 +64,11 @@ def _places(folder: str | Path, stem: str, number: int) -> _Places:
     return _Places(root / (f"{stem}.bin" if number == 0 else f"{stem}_{number}.bin"), divided)
 
 
-def _is_divided(fsdp_plugin: Any) -> bool:
+def _is_divided(fsdp_plugin: Any, use_dcp: bool) -> bool:
     """Whether each rank writes its part.
 
     Raises:
-        CompatError: `compat-argument`, for LOCAL_STATE_DICT.
+        CompatError: `compat-argument`, for LOCAL_STATE_DICT, and for parts in another format than torch's distributed one.
     """
     kind = str(getattr(fsdp_plugin, "state_dict_type", None) or "")
     if "LOCAL" in kind:
@@ -78,7 +78,23 @@ def _is_divided(fsdp_plugin: Any) -> bool:
             why="its files hold flattened parts that only the same number of processes can read",
             fix="use state_dict_type='SHARDED_STATE_DICT', which each rank writes alone as well",
         )
+    _check_format(kind, use_dcp)
     return "SHARDED" in kind
+
+
+def _check_format(kind: str, use_dcp: bool) -> None:
+    """Refuses parts of ranks in another format than torch's distributed one.
+
+    Raises:
+        CompatError: `compat-argument`.
+    """
+    if "SHARDED" in kind and not use_dcp:
+        raise CompatError(
+            "compat-argument",
+            "use_dcp=False is not carried.",
+            why="each rank would save a file that only the same rank of as many processes can load",
+            fix="leave it out: each rank writes its part in torch's distributed format; or state_dict_type='FULL_STATE_DICT'",
+        )
 
 
 def _write(accelerator: Any, state: Mapping[str, Any], places: _Places, is_divided: bool) -> None:
@@ -129,20 +145,18 @@ def save_fsdp_model(
 
     Args:
         adapter_only: of one of peft's models, the adapter alone.
-        use_dcp: taken: each rank's part is written in torch's distributed format, whatever it says.
+        use_dcp: False is refused where each rank writes its part.
 
     Raises:
-        CompatError: `compat-argument`, for LOCAL_STATE_DICT. CheckpointError: on every rank.
+        CompatError: `compat-argument`, for LOCAL_STATE_DICT and `use_dcp=False`. CheckpointError: on every rank.
     """
     places = _places(output_dir, "pytorch_model_fsdp", model_index)
-    is_divided = _is_divided(fsdp_plugin)
+    is_divided = _is_divided(fsdp_plugin, use_dcp)
     module = accelerator.unwrap_model(model)
     # Divided parameters are DTensors, of which torch writes this rank's part; replicas are written once.
     state = module.state_dict() if is_divided else accelerator.get_state_dict(model)
     if adapter_only and is_peft_model(module):
-        from peft import get_peft_model_state_dict
-
-        state = get_peft_model_state_dict(module, state_dict=state)
+        state = _adapter_of(fsdp_plugin, module, state)
     _write(accelerator, {"model": state} if is_divided else state, places, is_divided)
 
 
@@ -159,12 +173,14 @@ def load_fsdp_model(
 
     Args:
         adapter_only: of one of peft's models, the adapter alone.
+        use_dcp: False is refused, as in `save_fsdp_model`.
 
     Returns what `load_state_dict` does where all names agree: Trainer looks at it.
 
     Raises:
         CheckpointError: `checkpoint-missing`, `checkpoint-other-model`, and those of reading.
     """
+    _check_format(str(getattr(fsdp_plugin, "state_dict_type", None)), use_dcp)
     path = _present(_places(input_dir, "pytorch_model_fsdp", model_index), "a model")
     module = accelerator.unwrap_model(model)
     if not (adapter_only and is_peft_model(module)):
@@ -172,10 +188,25 @@ def load_fsdp_model(
         return _IncompatibleKeys([], [])
     from peft import set_peft_model_state_dict
 
-    # peft's names of an adapter are not those of the model, so it puts the values back itself.
+    adapter = _adapter_in(path)
     with accelerator.full_parameters(model, writeback=True):
-        set_peft_model_state_dict(module, _adapter_in(path))
+        if adapter.keys() <= module.state_dict().keys():
+            module.load_state_dict(adapter, strict=False)
+        else:
+            # peft's names of an adapter are not those of the model, so it puts the values back itself.
+            set_peft_model_state_dict(module, adapter)
     return _IncompatibleKeys([], [])
+
+
+def _adapter_of(fsdp_plugin: Any, module: nn.Module, state: Mapping[str, Any]) -> dict[str, Any]:
+    """The part of a model's state that is an adapter: under the model's names as FSDP 2 has it, else under peft's."""
+    if getattr(fsdp_plugin, "fsdp_version", 2) == 2:
+        trained = {name for name, parameter in module.named_parameters() if parameter.requires_grad}
+        return {name: value for name, value in state.items() if name in trained}
+    from peft import get_peft_model_state_dict
+
+    adapter: dict[str, Any] = get_peft_model_state_dict(module, state_dict=state)
+    return adapter
 
 
 def _adapter_in(path: Path) -> dict[str, torch.Tensor]:
@@ -207,9 +238,9 @@ def save_fsdp_optimizer(
     Ranks: all. Of a state that is written whole each holds all for a moment.
 
     Raises:
-        CompatError: `compat-argument`, for LOCAL_STATE_DICT. CheckpointError: on every rank.
+        CompatError: `compat-argument`, for LOCAL_STATE_DICT and `use_dcp=False`. CheckpointError: on every rank.
     """
-    is_divided = _is_divided(fsdp_plugin)
+    is_divided = _is_divided(fsdp_plugin, use_dcp)
     own = _by_name(accelerator, optimizer, model)
     names = list(own.parameters)
     states: dict[str, dict[str, Any]] = {}
@@ -251,6 +282,7 @@ def load_fsdp_optimizer(
     Raises:
         CheckpointError: `checkpoint-missing`, `checkpoint-other-model`, and those of reading.
     """
+    _check_format(str(getattr(fsdp_plugin, "state_dict_type", None)), use_dcp)
     path = _present(_places(input_dir, "optimizer", optimizer_index), "an optimizer")
     saved = _read_divided(path) if path.is_dir() else load_object(path)
     own = _by_name(accelerator, optimizer, model)
