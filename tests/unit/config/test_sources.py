@@ -25,13 +25,19 @@ SAMPLES = {  # four different values of each kind, one for each source that is n
     "recompute": ("blocks", "selective", "2", "3"),
     "offload": ("optimizer", "all", "no", "optimizer"),
     "launcher": ("ssh", "pdsh", "openmpi", "slurm"),
+    "ray_resources": ("a=1", "b=1", "c=1", "d=1"),
 }
 STRENGTH = ("file", "environment", "command line", "code")
 
 
 def samples(name):
-    each = settings_of()[name]
-    return SAMPLES.get(name) or (("no", "yes", "no", "yes") if each.kind.metavar == "" else ("2", "3", "4", "5"))
+    kind = settings_of()[name].kind
+    words = kind.schema.get("enum", ())
+    if name in SAMPLES:
+        return SAMPLES[name]
+    if len(words) > 1:
+        return (*words, *words)[:2] * 2
+    return ("no", "yes", "no", "yes") if kind.metavar == "" else ("2", "3", "4", "5")
 
 
 def row(decisions, name):
