@@ -102,10 +102,10 @@ def first_step_s(words: list[str], commands: Commands) -> float:
     """Seconds from the command to the end of the last rank's first step."""
     with tempfile.TemporaryDirectory() as folder:
         begun = time.time()
-        command = [*words, folder]
-        subprocess.run(
-            command, check=True, env=commands.env or None, cwd=commands.cwd, capture_output=True, timeout=300
+        done = subprocess.run(
+            [*words, folder], env=commands.env or None, cwd=commands.cwd, capture_output=True, text=True, timeout=300
         )
+        assert done.returncode == 0, done.stderr
         times = [float(path.read_text()) for path in Path(folder).glob("step*")]
     assert len(times) == 2, "each of two ranks has done a step"
     return max(times) - begun

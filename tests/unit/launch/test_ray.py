@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -12,9 +13,13 @@ from paceline.base.errors import LaunchError
 from paceline.config.clusters.ray import RaySettings
 from paceline.config.given import Given
 from paceline.config.sources import resolve_launch
+from paceline.launch.assignment import Assignment
+from paceline.launch.hostfile import Slots
 from paceline.launch.hosts import job_on_hosts
 from paceline.launch.launcher import LAUNCHERS, Job
 from paceline.launch.ray import cluster
+from paceline.launch.ray.host import RayHost, reason
+from paceline.launch.ray.hosts import Demand, RayHosts
 from paceline.launch.ray.node import NodeActor
 
 NODES = [
@@ -118,3 +123,46 @@ def test_an_actor_carries_the_conversation_and_gives_again_what_got_lost(tmp_pat
     assert actor.values() == {0: b"a", 1: b"b"}
     actor.close()
     assert not folder.exists() and threading.active_count() < 20
+
+
+def hosts_of(nodes: str | int, codes: list[int | None]) -> RayHosts:
+    """Hosts whose launchers have ended so; None for one that was lost."""
+    settings = resolve_launch([Given("nodes", nodes, "command line", "--nodes")], {})
+    assignment = Assignment(settings, "train.py", (), "/", {}, (Slots("node0", (0,)), Slots("node1", (0,))))
+    hosts = RayHosts(Demand(assignment, {"CPU": 1}, 0, 1.0), SimpleNamespace(bundle_count=0))
+    for node, code in enumerate(codes):
+        host = RayHost(node, None)
+        host.code = code
+        if code is None:
+            host.problems.append("its node died")
+        hosts.hosts[node] = host
+    return hosts
+
+
+@pytest.mark.parametrize(
+    ("nodes", "ended", "code"),
+    [
+        (2, [0, 0], 0),
+        (2, [0, 7], 7),  # node 0 ended as another failed
+        (2, [75, 75], 75),
+        (2, [75, 0], 75),
+        ("1:2", [0, None], 0),  # went on without it
+        ("1:2", [75, 0], 0),  # one saved and left, and the other went on to the end
+        ("1:2", [75, 75], 75),
+        ("1:2", [None, 3], 3),
+    ],
+)
+def test_the_exit_code_of_a_run(nodes: str | int, ended: list[int | None], code: int) -> None:
+    hosts = hosts_of(nodes, ended)
+    assert hosts._exit_code([number for number in ended if number is not None]) == code
+
+
+def test_a_host_that_cannot_be_done_without_is_missed_although_the_others_end_well() -> None:
+    with pytest.raises(LaunchError, match=r"the Ray cluster lost node1\.(.|\n)*its node died"):
+        hosts_of(2, [0, None])._exit_code([0])
+
+
+def test_what_ray_says_of_a_node_without_paceline() -> None:
+    text = "The actor died because of an error\n  ModuleNotFoundError: No module named 'paceline'\n" + "x" * 999
+    assert reason(RuntimeError(text)) == "paceline is not installed for Python there, or is an older one"
+    assert len(reason(RuntimeError("y " * 999))) == 300

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 from paceline.config.clusters.ray import RaySettings
@@ -27,19 +28,19 @@ class RayHandle:
         self._hosts: RayHosts | None = None
         try:
             self._demand = _demand(job, function)
-            self._open(Signals(lambda number: None))
+            self._open(lambda: False)
         except BaseException:
             self._close()
             raise
 
-    def _open(self, signals: Signals) -> bool:
-        """Gets hosts ready; False where a signal came meanwhile."""
+    def _open(self, asked_to_end: Callable[[], object]) -> bool:
+        """Gets hosts ready; False where a signal asks to end meanwhile."""
         least, most = self._demand.width
-        group = cluster.reserve(self._demand.bundle, self._settings, least, most, lambda: signals.ending)
+        group = cluster.reserve(self._demand.bundle, self._settings, least, most, asked_to_end)
         if group is None:
             return False
         self._hosts = RayHosts(self._demand, group)
-        return self._hosts.prepare(lambda: signals.ending)
+        return self._hosts.prepare(asked_to_end)
 
     def wait(self) -> Outcome:
         """Runs the job to its end; where all hosts are lost at once, on others, if a restart is left.
@@ -65,7 +66,7 @@ class RayHandle:
                 self._hosts.close()
                 self._hosts = None
                 self._demand = self._demand.with_restarts(restarts)
-                if not self._open(signals):
+                if not self._open(lambda: signals.ending):
                     return Outcome(128 + signals.ending[0])
         finally:
             signals.leave()
