@@ -29,13 +29,14 @@ _WAITING = {"PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED",
 _RUNNING = {"RUNNING", "COMPLETING", "STAGE_OUT", "SUSPENDED", "STOPPED", "SIGNALING", "RESIZING"}
 # Why a job waits that will never begin: it asks for more than its partition, account or quality of service allows.
 _FOR_EVER = re.compile(
-    r"PartitionNodeLimit|PartitionTimeLimit|BadConstraints|Invalid(Account|QOS)|(Account|QOS)NotAllowed"
+    r"Partition(NodeLimit|TimeLimit|Config)|BadConstraints|Invalid(Account|QOS)|(Account|QOS)NotAllowed"
     r"|(Assoc|QOS)Max\w+Per(Job|Node)(Limit)?"
 )
 _NO_ELEMENT = "4294967294"  # stands in the name of a log for elements of a job array that have not begun
 _FIELD = re.compile(r"([\w:/.-]+?)=(.*?)(?=\s[\w:/.-]+=|\s*$)")
 # (what SLURM says, what helps); the first that is found counts
 _FIXES = (
+    ("would never start", "ask for less than the limits of the partition, or choose another --partition"),
     ("account", "choose an account of yours with --account (`sacctmgr show associations user=$USER`)"),
     ("partition", "choose a partition of this cluster with --partition (`sinfo --summarize`)"),
     ("qos", "choose a quality of service that you may use (`sacctmgr show associations user=$USER format=qos`)"),
