@@ -124,7 +124,7 @@ def _record(line: str) -> Record:
     exit_code = int(code) or (128 + int(number) if int(number) else 0)
     return Record(
         job, element, fields["JobState"], fields.get("Reason", ""), exit_code,
-        int(fields.get("Restarts", 0)), nodes, fields.get("StdOut", ""),
+        int(fields.get("Restarts", 0)), nodes, fields.get("StdOut", "").replace("%%", "%"),
     )  # fmt: skip
 
 
@@ -157,6 +157,7 @@ def follow(job: str) -> Outcome:
             known = _records_patiently(job)
             for record in known:
                 log = logs.setdefault(record.job, _Log(record))
+                log.record = record
                 log.copy()
                 line = _news(record, states.get(record.job, ""))
                 if line and not record.has_ended:
@@ -177,6 +178,8 @@ def follow(job: str) -> Outcome:
         signals.leave()
     for log in logs.values():
         log.finish()
+        if not log.is_there and log.record.has_ended:
+            _say(f"the log {log.record.log} is not there, or cannot be read from this host")
     return _outcome(job, known, logs, signals.ending)
 
 
@@ -243,10 +246,12 @@ class _Log:
     """The output of a job, as far as it was shown.
 
     Attributes:
+        record: the job, as it was last seen.
         is_there: whether there is such a file.
     """
 
     def __init__(self, record: Record) -> None:
+        self.record = record
         self._path = Path(record.log)
         self._mark = f"{record.element}: ".encode() if record.element else b""
         self._position = 0
