@@ -14,6 +14,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from textwrap import dedent
 
@@ -152,6 +153,17 @@ def test_a_shell_with_an_allocation(cluster: Cluster, folder: Path) -> None:
     assert "[slurm-nodes]" in many.stderr
 
 
+@pytest.mark.skipif(shutil.which("script") is None, reason="there is no script(1), which makes a terminal")
+def test_a_shell_that_is_a_step(cluster: Cluster, folder: Path) -> None:
+    """Such a shell has all resources of its job; the launchers share them with it."""
+    inside = f"{' '.join(PACELINE)} --procs 1 --no-python ./rank.sh; echo ended with $?"
+    shell = f"srun --nodes=2 --ntasks-per-node=1 --label --pty bash -c '{inside}'"
+    done = launch(cluster, folder, "script", "-qec", shell, "/dev/null")
+    text = done.stdout.replace("\r", "")
+    assert ranks(text) == world("node0", "node1", procs=1), text
+    assert "ended with 0" in text
+
+
 def test_hosts_of_a_hostfile(cluster: Cluster, folder: Path) -> None:
     (folder / "hf").write_text("node2 slots=1\nnode1 slots=2\n")
     words = ("--hostfile", "hf", "--launcher", "slurm", "--no-python", "./rank.sh")
@@ -213,7 +225,7 @@ def test_a_job_that_would_never_start(folder: Path) -> None:
         words = ("--procs", 1, "--partition", "short", "--time", 10, "--no-python", "./rank.sh")
         done = launch(lenient, folder, *ON, *words)
         assert done.returncode == 1
-        assert "would never start: PartitionTimeLimit" in done.stderr, done.stderr
+        assert re.search("would never start: Partition(TimeLimit|Config)", done.stderr), done.stderr
         assert lenient.queue() == []
 
 
@@ -244,6 +256,15 @@ def test_nodes_that_lack_something(cluster: Cluster, folder: Path) -> None:
     assert "1 of 2 hosts cannot take part; nothing was started on any.  [launch-hosts]" in done.stderr, done.stderr
     assert f"why: node1: paceline is 0.0.7 there, and {paceline.__version__} here" in done.stderr
     assert "rank 0" not in done.stdout
+    (folder / "empty").mkdir()
+    bin_folder = Path(sys.executable).parent
+    assert node1.run(f"mount --bind {folder}/empty {bin_folder}").returncode == 0
+    try:
+        done = launch(cluster, folder, *salloc, *PACELINE, "--procs", 1, "--no-python", "./rank.sh")
+    finally:
+        assert node1.run(f"umount {bin_folder}").returncode == 0
+    assert done.returncode == 1
+    assert f"why: node1: {sys.executable} cannot be run there (no such file or directory)" in done.stderr, done.stderr
     elsewhere = Path("/run") / cluster.network.prefix  # each host has a /run of its own
     elsewhere.mkdir()
     try:
@@ -271,9 +292,22 @@ def started(cluster: Cluster, folder: Path, *words: object) -> tuple[subprocess.
     return follower, job[1], shown
 
 
+def secrets_in_sight() -> list[str]:
+    """Command lines and variables of the run's processes that hold what may be a secret."""
+    found = []
+    for process in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):  # it has ended
+            command = (process / "cmdline").read_bytes().decode(errors="replace")
+            if re.search(r"paceline|rank\.sh|srun", command):
+                text = command + (process / "environ").read_bytes().decode(errors="replace")
+                found += re.findall(r"[0-9a-f]{64}", text)
+    return found
+
+
 def test_preempted(cluster: Cluster, folder: Path) -> None:
     """SLURM puts the job back by itself: it is followed into its second life."""
     follower, job, shown = started(cluster, folder)
+    assert secrets_in_sight() == []
     assert cluster.run("scontrol", "requeue", job).returncode == 0
     assert follower.wait(60) == 0, shown.read_text()
     text = shown.read_text()

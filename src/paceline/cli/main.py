@@ -42,7 +42,11 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Raises ConfigError `command-line` instead of leaving the process."""
-        raise ConfigError("command-line", f"{self.prog}: {message}", fix=f"`{self.prog} --help` lists what it takes")
+        fix = f"`{self.prog} --help` lists what it takes"
+        if message.endswith("expected one argument"):
+            flag = message.split()[1].rstrip(":").rpartition("/")[2]
+            fix = f"give it a value; one that begins with a dash follows `=`: {flag}=--word"
+        raise ConfigError("command-line", f"{self.prog}: {message}", fix=fix)
 
     def parse(self, words: Sequence[str]) -> argparse.Namespace:
         """Parses the words after the command's name.

@@ -14,6 +14,7 @@ import sys
 from collections.abc import Mapping
 from dataclasses import replace
 
+from paceline.base import env as environment
 from paceline.base.errors import LaunchError
 from paceline.base.exits import PREEMPTED
 from paceline.launch import host, slurm_queue
@@ -106,6 +107,7 @@ class StepHandle:
     def __init__(self, rendered: Rendered) -> None:
         self._job = rendered.job
         (command,) = rendered.steps
+        environment.export({"SLURM_LABELIO": None})  # would put a number before each line, also before answers
         self._step = Step(self._job, command)
         try:
             self._place = self._step.prepare()

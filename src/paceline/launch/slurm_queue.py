@@ -29,13 +29,14 @@ _WAITING = {"PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED",
 _RUNNING = {"RUNNING", "COMPLETING", "STAGE_OUT", "SUSPENDED", "STOPPED", "SIGNALING", "RESIZING"}
 # Why a job waits that will never begin: it asks for more than its partition, account or quality of service allows.
 _FOR_EVER = re.compile(
-    r"PartitionNodeLimit|PartitionTimeLimit|BadConstraints|Invalid(Account|QOS)|(Account|QOS)NotAllowed"
+    r"Partition(NodeLimit|TimeLimit|Config)|BadConstraints|Invalid(Account|QOS)|(Account|QOS)NotAllowed"
     r"|(Assoc|QOS)Max\w+Per(Job|Node)(Limit)?"
 )
 _NO_ELEMENT = "4294967294"  # stands in the name of a log for elements of a job array that have not begun
 _FIELD = re.compile(r"([\w:/.-]+?)=(.*?)(?=\s[\w:/.-]+=|\s*$)")
 # (what SLURM says, what helps); the first that is found counts
 _FIXES = (
+    ("would never start", "ask for less than the limits of the partition, or choose another --partition"),
     ("account", "choose an account of yours with --account (`sacctmgr show associations user=$USER`)"),
     ("partition", "choose a partition of this cluster with --partition (`sinfo --summarize`)"),
     ("qos", "choose a quality of service that you may use (`sacctmgr show associations user=$USER format=qos`)"),
@@ -123,7 +124,7 @@ def _record(line: str) -> Record:
     exit_code = int(code) or (128 + int(number) if int(number) else 0)
     return Record(
         job, element, fields["JobState"], fields.get("Reason", ""), exit_code,
-        int(fields.get("Restarts", 0)), nodes, fields.get("StdOut", ""),
+        int(fields.get("Restarts", 0)), nodes, fields.get("StdOut", "").replace("%%", "%"),
     )  # fmt: skip
 
 
@@ -156,6 +157,7 @@ def follow(job: str) -> Outcome:
             known = _records_patiently(job)
             for record in known:
                 log = logs.setdefault(record.job, _Log(record))
+                log.record = record
                 log.copy()
                 line = _news(record, states.get(record.job, ""))
                 if line and not record.has_ended:
@@ -176,6 +178,8 @@ def follow(job: str) -> Outcome:
         signals.leave()
     for log in logs.values():
         log.finish()
+        if not log.is_there and log.record.has_ended:
+            _say(f"the log {log.record.log} is not there, or cannot be read from this host")
     return _outcome(job, known, logs, signals.ending)
 
 
@@ -242,10 +246,12 @@ class _Log:
     """The output of a job, as far as it was shown.
 
     Attributes:
+        record: the job, as it was last seen.
         is_there: whether there is such a file.
     """
 
     def __init__(self, record: Record) -> None:
+        self.record = record
         self._path = Path(record.log)
         self._mark = f"{record.element}: ".encode() if record.element else b""
         self._position = 0

@@ -63,7 +63,8 @@ def batch_script(job: Job, settings: SlurmSettings) -> str:
     words += ["--requeue" if requeue else "--no-requeue", "--open-mode=append"]
     more = shlex.split(settings.sbatch_args)
     is_array = any(word.startswith(("--array", "-a")) for word in more)
-    log = PurePath(assignment.cwd, f"paceline-{'%A_%a' if is_array else '%j'}.log")
+    folder = assignment.cwd.replace("%", "%%")  # SLURM fills in what begins with %
+    log = PurePath(folder, f"paceline-{'%A_%a' if is_array else '%j'}.log")
     words.append(f"--output={log}")
     directives = [f"#SBATCH {shlex.join(option)}" for option in [*([word] for word in words), *_options(more)]]
     command = shlex.join(command_in_allocation(assignment, job, requeue))

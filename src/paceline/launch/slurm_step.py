@@ -28,6 +28,7 @@ _HEARTBEAT_S = 5.0
 # All launchers end together, when the last process of the last node has: after this time a node that has not said so is lost.
 _LAST_WORD_S = 5.0
 _SRUN_ENDS_S = 5.0
+_OTHERS_TOO_S = 1.0  # where one launcher has failed to start, how long the same on other nodes is waited for
 _UNKNOWN = -1  # the node of an answer that does not say which it is
 _ENDED_TASK = re.compile(r"srun: error: (\S+): tasks? [\d,-]+: (.+)")
 _NO_PROGRAM = re.compile(r"execve\(\): (\S+): (.+)")
@@ -89,11 +90,11 @@ class Step:
         """Raises what kept nodes from answering; those that have answered may lack something too."""
         channel = self._channel
         timed_out = channel.code is None and not self._ended_tasks()
-        channel.close_input()
-        deadline = time.monotonic() + _SRUN_ENDS_S
-        while channel.code is None and time.monotonic() < deadline:
-            self._read(0.1)
+        self._read_until_end(0.0 if timed_out else _OTHERS_TOO_S)
+        # The end of the input ends launchers that lack nothing, too: srun's words about those say nothing.
         ended = self._ended_tasks()
+        channel.close_input()
+        self._read_until_end(_SRUN_ENDS_S)
         problems: dict[int, list[str]] = {node: answers[node].get("problems", []) for node in answers if node >= 0}
         for node in nodes:
             name = self._names[node]
@@ -107,6 +108,12 @@ class Step:
         if _UNKNOWN in answers:  # an older version does not say which node it is on
             problems.setdefault(min(set(nodes) - set(answers)), []).extend(answers[_UNKNOWN].get("problems", []))
         self._raise_if_any(problems)
+
+    def _read_until_end(self, seconds: float) -> None:
+        """Takes in what comes until srun has ended, for so long at most."""
+        deadline = time.monotonic() + seconds
+        while self._channel.code is None and time.monotonic() < deadline:
+            self._read(0.1)
 
     def _why_ended(self, how: str) -> str:
         """Why a launcher ended before it could answer."""
@@ -170,7 +177,8 @@ class Step:
         return 128 + signals.ending[0]
 
     def _signal(self, number: int) -> None:
-        self._channel.send({"signal": int(number)})
+        if len(self._ends) < len(self._names):  # nobody listens any more
+            self._channel.send({"signal": int(number)})
 
     def _read(self, seconds: float) -> None:
         for event, _ in self._selector.select(seconds):
