@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 import subprocess
 import threading
 from collections.abc import Iterator
@@ -180,3 +181,22 @@ def test_an_image_without_paceline(api: ApiServer, tmp_path: Path, capfd: pytest
         until(lambda: api.left() == [], "an empty cluster")
     err = capfd.readouterr().err
     assert "[kubernetes-image]" in err and "this image has no paceline for" in err
+
+
+def test_pods_that_are_deleted_save_first(api: ApiServer, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """The launcher is process 1 of its container, where the system keeps signals from whoever has no handler."""
+    (tmp_path / "train.py").write_text(dedent(TRAIN))
+
+    def ask() -> None:
+        until(lambda: any("step 6 " in line for pod in controllers.pods for line in pod.lines), "step 6", 90)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    with Controllers(api, tmp_path) as controllers:
+        thread = threading.Thread(target=ask)
+        thread.start()
+        assert launch("--procs", "1", "--cpu", "train.py", str(tmp_path / "out"), "0.3") == 75
+        thread.join()
+        until(lambda: api.left() == [], "an empty cluster")
+    assert [pod.code for pod in controllers.pods] == [75, 75]
+    assert "all pods have saved and left" in capfd.readouterr().err
+    assert list((tmp_path / "out").rglob("*.json")), "a checkpoint"

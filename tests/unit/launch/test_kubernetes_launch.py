@@ -287,6 +287,22 @@ def test_a_refusal_half_way_leaves_nothing(api: ApiServer, capfd, monkeypatch: p
     assert "create secrets" in err and 'User "jane" cannot create' in err
 
 
+def test_an_answer_that_does_not_arrive_leaves_nothing(api: ApiServer, capfd, monkeypatch: pytest.MonkeyPatch) -> None:
+    from paceline.launch.kubernetes.client import Cluster
+    from paceline.launch.kubernetes.refusals import unreachable
+
+    create = Cluster.create
+
+    def answered_too_late(cluster, resource, manifest):
+        made = create(cluster, resource, manifest)
+        if resource.plural == "secrets":
+            raise unreachable("h", "s", TimeoutError("read timed out"))
+        return made
+
+    monkeypatch.setattr(Cluster, "create", answered_too_late)
+    refused(api, capfd, "kubernetes-unreachable", "--procs", "1")
+
+
 def test_what_cannot_be_deleted_is_told(api: ApiServer, tmp_path: Path, capfd, monkeypatch: pytest.MonkeyPatch) -> None:
     from paceline.launch.kubernetes.client import Cluster
 

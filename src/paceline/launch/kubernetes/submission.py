@@ -70,9 +70,13 @@ class Submission:
             raise
 
     def _create(self, resource: Resource, manifest: Mapping[str, Any]) -> dict[str, Any]:
-        made = self._cluster.create(resource, manifest)
+        # Noted beforehand: where the answer does not arrive, the object may be there all the same.
         self._made.append((resource, manifest["metadata"]["name"]))
-        return made
+        try:
+            return self._cluster.create(resource, manifest)
+        except Refusal:
+            self._made.pop()  # whoever has such an object, it is not ours
+            raise
 
     def wait(self) -> Outcome:
         """Follows the run to its end, and takes it away.
