@@ -162,27 +162,27 @@ def test_this_host() -> None:
 
 def test_a_resolver_that_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     def slow(*words: object) -> tuple[str, str]:
-        time.sleep(0.6)
+        time.sleep(1.0)
         return "late", ""
 
     monkeypatch.setattr(socket, "getnameinfo", slow)
     begun = time.monotonic()
     rows = network.lookups({"node1": ("localhost", "127.0.0.1")}, timeout_s=0.2)
-    assert time.monotonic() - begun < 0.5
+    assert time.monotonic() - begun < 0.9
     assert [(row.question, row.finished) for row in rows] == [
         ("localhost", True),
         ("127.0.0.1", False),
         ("::ffff:127.0.0.1", False),
     ]
-    time.sleep(0.5)  # the threads end
+    time.sleep(0.9)  # the threads end
 
 
 def test_ports_and_a_link_over_loopback() -> None:
-    with closing(links.Listener(TOKEN)) as listener, socket.create_server(("127.0.0.1", 0)) as stranger:
+    with closing(links.Listener(TOKEN)) as listener:
         closed_port = free_port()
         peers = {
             "open": (["127.0.0.1"], listener.port),
-            "second address": (["127.0.0.2.invalid", "127.0.0.1"], listener.port),
+            "second address": (["255.255.255.255", "127.0.0.1"], listener.port),
             "refused": (["127.0.0.1"], closed_port),
             "unknown": ([], listener.port),
         }
@@ -197,7 +197,6 @@ def test_ports_and_a_link_over_loopback() -> None:
         # A listener of another examination takes the connection, and closes it.
         other = links.connections("here", {"other": (["127.0.0.1"], listener.port)}, TOKEN[::-1])
         assert other[0].outcome == "other"
-        assert stranger.getsockname()[1] != listener.port
         link = links.measure("here", "there", "127.0.0.1", listener.port, TOKEN, 0.1)
         assert isinstance(link, Link)
         assert 0 < link.latency_s < 0.1
@@ -231,7 +230,7 @@ def test_a_folder_of_one_host(tmp_path: Path) -> None:
     assert (tmp_path / f".paceline-doctor-{TOKEN[:16]}" / "host0").stat().st_size == NUM_BYTES
     second = FolderProbe(str(tmp_path), TOKEN, 1)
     assert second.use().won_race is False
-    assert probe.clean() == "" and probe.clean() == ""
+    assert second.clean() == "" and probe.clean() == ""
     assert list(tmp_path.iterdir()) == []
 
 

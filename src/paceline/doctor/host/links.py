@@ -50,6 +50,8 @@ class Listener:
 
     def close(self) -> None:
         """Ends it."""
+        with suppress(OSError):  # some systems refuse this of a socket that listens
+            self._socket.shutdown(socket.SHUT_RDWR)  # wakes the thread that waits for a connection
         self._socket.close()
 
     def _accept(self) -> None:

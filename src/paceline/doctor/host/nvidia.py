@@ -48,8 +48,8 @@ def parse(text: str, root: Path = Path("/sys/bus/pci/devices")) -> tuple[DeviceH
     """
     devices = []
     for index, gpu in enumerate(ElementTree.fromstring(text).findall("gpu")):
-        ecc = gpu.find("ecc_errors/volatile")
-        errors = [_number(row.text) for row in (ecc if ecc is not None else ()) if _counts_uncorrected(row.tag)]
+        counts = gpu.findall("ecc_errors/volatile/*")
+        errors = [_number(row.text) for row in counts if _counts_uncorrected(row.tag)]
         counted = [number for number in errors if number is not None]
         pending = [_yes(gpu.findtext("remapped_rows/remapped_row_pending"))]
         for path in ("retired_pages/pending_retirement", "retired_pages/pending_blacklist"):
@@ -83,7 +83,7 @@ def _slowdowns(gpu: ElementTree.Element) -> tuple[str, ...]:
     """Active reasons of a low clock, by their names without the prefix that drivers before 535 gave them."""
     reasons = []
     for group in ("clocks_event_reasons", "clocks_throttle_reasons"):
-        for row in gpu.find(group) or ():
+        for row in gpu.findall(f"{group}/*"):
             name = re.sub("^clocks_(event|throttle)_reasons?_", "", row.tag)
             if (row.text or "").strip() == "Active" and name not in _HARMLESS:
                 reasons.append(name)
