@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections import namedtuple
+import random
+from collections import Counter, namedtuple
 from collections.abc import Callable
 from typing import Any
 
@@ -73,22 +74,71 @@ def test_every_dtype_travels_unharmed() -> None:
     assert run_ranks(work, 2) == [True, True]
 
 
-def test_one_exchange_for_a_whole_structure() -> None:
+def rounds_and_collectives(ours: Collectives) -> Counter[str]:
+    """Counts what this rank sends from now on: messages of all ranks to all, and collectives of the backend."""
+    counts: Counter[str] = Counter()
+
+    def counted(owner: Any, name: str, what: str) -> None:
+        original = getattr(owner, name)
+
+        def call(*arguments: Any, **named: Any) -> Any:
+            counts[what] += 1
+            return original(*arguments, **named)
+
+        setattr(owner, name, call)
+
+    from paceline.world import exchange
+
+    ours.barrier()
+    messages = ours._exchange._messages
+    counted(messages, "gather", "messages")
+    counted(messages, "combine", "messages")
+    counted(exchange, "all_gather_single", "collectives")
+    counted(dist, "all_reduce", "collectives")
+    return counts
+
+
+STEPS: dict[str, Callable[[Collectives], object]] = {
+    "batch": lambda ours: ours.gather_rows(
+        (torch.ones(100, 5), torch.ones(100), torch.tensor(1.0)), real=(100,) * ours.size, local=100
+    ),
+    "long": lambda ours: ours.gather([torch.ones(10_000) for _ in range(20)]),
+    "long, one rank has more": lambda ours: ours.gather(torch.ones(200_000 + ours.rank)),
+    "one is short": lambda ours: ours.gather(torch.ones(200_000 if ours.rank else 1)),
+    "many leaves": lambda ours: ours.gather([torch.ones(1) for _ in range(10_000)]),
+    "many leaves, one longer": lambda ours: ours.gather([torch.ones(1 + ours.rank) for _ in range(10_000)]),
+    "reduce": lambda ours: ours.reduce([torch.ones(2), torch.tensor(1)]),
+    "reduce long": lambda ours: ours.reduce(torch.ones(200_000)),
+    "barrier": lambda ours: ours.barrier(),
+    "many numbers": lambda ours: ours.sum_ints(range(20_000)),
+}
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_how_often_the_ranks_talk(size: int) -> None:
     def work():
-        ours, count = collectives(), []
-        from paceline.world import exchange
+        ours = collectives()
+        found = {}
+        counts = rounds_and_collectives(ours)
+        for name, step in STEPS.items():
+            counts.clear()
+            step(ours)
+            found[name] = counts["messages"], counts["collectives"]
+        return found
 
-        gather = exchange.all_gather_single
-        exchange.all_gather_single = lambda *args, **kwargs: (count.append(1), gather(*args, **kwargs))
-        ours.gather_rows((torch.ones(100, 5), torch.ones(100), torch.tensor(1.0)), real=(100, 60), local=100)
-        small = len(count)
-        ours.gather([torch.ones(10_000) for _ in range(20)])
-        large = len(count) - small
-        ours.gather([torch.ones(1) for _ in range(5_000)])  # the leaves' sizes alone exceed the message
-        ours.reduce([torch.ones(2), torch.tensor(1)])
-        return small, large, len(count) - small - large
-
-    assert run_ranks(work, 2) == [(1, 2, 3)] * 2
+    wanted = {
+        "batch": (1, 0),
+        "long": (1, 1),
+        "long, one rank has more": (2, 1),
+        "one is short": (2, 1),
+        "many leaves": (1, 1),
+        "many leaves, one longer": (2, 1),
+        "reduce": (1, 0),
+        "reduce long": (1, 1),
+        "barrier": (1, 0),
+        "many numbers": (1, 1),
+    }
+    assert run_ranks(work, size) == [wanted] * size
 
 
 def test_rows_of_real_samples_in_sample_order() -> None:
@@ -168,7 +218,8 @@ CASES: dict[str, Callable[[Collectives], object]] = {
 }
 
 
-def test_disagreement_is_the_same_error_on_all_ranks_and_the_group_lives_on() -> None:
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_disagreement_is_the_same_error_on_all_ranks_and_the_group_lives_on(size: int) -> None:
     def work():
         ours, found = collectives(), {}
         for name, call in CASES.items():
@@ -176,16 +227,73 @@ def test_disagreement_is_the_same_error_on_all_ranks_and_the_group_lives_on() ->
             ours.barrier()
         return found
 
-    ranks = run_ranks(work, 2)
+    first, odd, *rest = run_ranks(work, size, timeout_s=60)
     own = {"one has a string": "collective-leaf", "one cannot pickle": "collective-object"}
     for name in CASES:
-        (code, text), (other_code, other_text) = ranks[0][name], ranks[1][name]
+        (code, text), (odd_code, odd_text) = first[name], odd[name]
         assert code == "collective-mismatch", name
-        assert other_code == own.get(name, "collective-mismatch"), name
-        assert "rank 0:" in text and "rank 1:" in text
-        assert name in own or text.splitlines()[1:] == other_text.splitlines()[1:]
-    assert "float32[*, 3]" in ranks[0]["shape"][1] and "float32[*, 4]" in ranks[0]["shape"][1]
-    assert "rank 1: gather: cannot: the value is a str" in ranks[0]["one has a string"][1]
+        assert odd_code == own.get(name, "collective-mismatch"), name
+        assert "rank 0" in text and "rank 1" in text
+        # The first line of each names the operation that this rank itself called.
+        lines = text.splitlines()[1:]
+        assert name in own or lines == odd_text.splitlines()[1:]
+        assert all(ranks[name][1].splitlines()[1:] == lines for ranks in rest)
+    assert "float32[*, 3]" in first["shape"][1] and "float32[*, 4]" in first["shape"][1]
+    assert "rank 1: gather: cannot: the value is a str" in first["one has a string"][1]
+
+
+OPERATIONS: dict[str, Callable[[Collectives], object]] = {
+    "barrier": lambda ours: ours.barrier(),
+    "any": lambda ours: ours.any(ours.rank == 0),
+    "sum": lambda ours: ours.sum_ints([1, ours.rank]),
+    "many numbers": lambda ours: ours.sum_ints([1] * 9_000),
+    "gather": lambda ours: ours.gather(torch.full((3 + ours.rank,), 1.0)).sum(),
+    "gather doubles": lambda ours: ours.gather(torch.ones(3, dtype=torch.float64)).sum(),
+    "gather long": lambda ours: ours.gather(torch.ones(40_000)).sum(),
+    "gather uneven": lambda ours: ours.gather(torch.ones(40_000 if ours.rank else 1)).sum(),
+    "gather two": lambda ours: ours.gather([torch.ones(30_000), torch.ones(2)])[1].sum(),
+    "reduce": lambda ours: ours.reduce(torch.tensor(1.0)),
+    "reduce long": lambda ours: ours.reduce(torch.ones(30_000)).sum(),
+    "reduce other": lambda ours: ours.reduce(torch.ones(30_001)).sum(),
+    "rows": lambda ours: ours.gather_rows((torch.ones(4, 2), ["a"] * 4), (4,) * ours.size, 4),
+    "object": lambda ours: ours.gather_object({"rank": "x" * 100 * ours.rank}),
+    "long object": lambda ours: ours.gather_object("x" * 70_000),
+    "broadcast": lambda ours: ours.broadcast(torch.ones(5), src=1),
+    "broadcast long": lambda ours: ours.broadcast(torch.ones(70_000), src=1),
+    "broadcast object": lambda ours: ours.broadcast_object("x", src=1),
+    "pad": lambda ours: ours.pad_across(torch.ones(2, 1 + ours.rank), dim=1).sum(),
+}
+
+
+# Ranks may mix these, as they differ in dim 0 alone, or are objects of any size.
+MIXABLE = ({"gather", "gather long", "gather uneven"}, {"object", "long object"})
+
+
+@pytest.mark.parametrize("size", [2, 3, 4, 5])
+@pytest.mark.parametrize("seed", [1, 2])
+def test_drawn_calls_of_which_one_rank_makes_another(size: int, seed: int) -> None:
+    """Never a hang, an abort or another rank's data: each call ends well on all ranks, or with an error on all."""
+
+    def work():
+        ours = collectives()
+        alone = {name: str(call(ours)) for name, call in OPERATIONS.items()}
+        draw = random.Random(seed)  # the same draws on all ranks
+        found = []
+        for _ in range(60):
+            name, other = draw.choices(list(OPERATIONS), k=2)
+            odd = draw.randrange(2 * size)  # half of the time no rank deviates
+            own = other if ours.rank == odd else name
+            mixed = odd < size and any({name, other} <= names for names in MIXABLE)
+            try:
+                is_right = str(OPERATIONS[own](ours)) == alone[own]
+                outcome = "right" if is_right or mixed else "wrong"
+            except CollectiveError as error:
+                outcome = error.code
+            found.append((outcome, "right" if odd >= size or name == other or mixed else "collective-mismatch"))
+        return found
+
+    for found in run_ranks(work, size, timeout_s=120):
+        assert [outcome for outcome, _ in found] == [wanted for _, wanted in found]
 
 
 def test_all_ranks_wrong_alike() -> None:

@@ -19,7 +19,7 @@ from paceline.base.errors import CollectiveError
 from paceline.world import hangs
 from paceline.world import tree as trees
 from paceline.world.debug import Watch
-from paceline.world.exchange import Arrived, Exchange, Sent, Topic, as_bytes
+from paceline.world.exchange import Arrived, Exchange, Place, Sent, Topic, as_bytes
 from paceline.world.failures import communicate
 from paceline.world.form import Form, Forms, dtype_name
 from paceline.world.mesh import Group, group_beside
@@ -144,7 +144,7 @@ class Collectives:
         boxes = [leaf.value for leaf in trees.leaves(boxed) if isinstance(leaf, _Box)]
         leaves = [*trees.tensors(boxed), self._pickle(op, boxes)]
         _, form = self._form(f"{op} {trees.structure(boxed)}", leaves)
-        arrived = self._gather(leaves, form, local)
+        arrived = self._gather(leaves, form, local, uneven=True)
         tensors = _concatenate(leaves, form, arrived, real, whole_last=True)
         pickles = torch.split(tensors.pop(), [sent.rows[-1] for sent in arrived.sent])
         boxes_by_rank = [_unpickle(data) for data in pickles]
@@ -199,10 +199,9 @@ class Collectives:
         with torch.no_grad():
             parts = [as_bytes(leaf) for leaf in leaves]
             if not form.on_device and exchange.fits(0, sum(part.numel() for part in parts)):
-                arrived = exchange.announce(form.topic, parts=parts if self.rank == src else ())
-                start = arrived.sent[src].cpu_start
-                return trees.unflatten(tree, _split(arrived.cpu[start:], leaves))
-            exchange.announce(form.topic)
+                arrived = exchange.announce(form.topic, parts if self.rank == src else ())
+                return trees.unflatten(tree, _split(arrived.bytes_of(src), leaves))
+            exchange.agree(form.topic)
             received = list(leaves)
             for places, group in ((form.on_cpu, exchange.cpu_group), (form.on_device, exchange.group)):
                 if not places:
@@ -232,11 +231,11 @@ class Collectives:
         leaves, _ = self._form("pad_across_processes", tree)
         sizes = [leaf.shape[dim] if _has_dim(leaf, dim) else 0 for leaf in leaves]
         kinds = ", ".join(f"{dtype_name(leaf)}, {leaf.ndim} dims" for leaf in leaves)
-        sizes_by_rank = self._ints("pad_across_processes", f"{trees.structure(tree)} of {kinds}", sizes)
+        largest = self._combine("pad_across_processes", f"{trees.structure(tree)} of {kinds}", sizes, "max")
         padded = []
-        for leaf, sizes_of_leaf in zip(leaves, zip(*sizes_by_rank, strict=True), strict=True):
+        for leaf, size in zip(leaves, largest, strict=True):
             if _has_dim(leaf, dim):
-                leaf = _pad(leaf, dim, max(sizes_of_leaf), pad_index, pad_first)
+                leaf = _pad(leaf, dim, size, pad_index, pad_first)
             padded.append(leaf)
         return trees.unflatten(tree, padded)
 
@@ -250,8 +249,9 @@ class Collectives:
         """
         if self._exchange is None:
             return [obj]
-        arrived = self._exchange.gather(Topic("gather_object"), (), [self._pickle("gather_object", obj)])
-        return [_unpickle(arrived.cpu[sent.cpu_start :][: sent.cpu_bytes]) for sent in arrived.sent]
+        pickled = self._pickle("gather_object", obj)
+        arrived = self._exchange.gather(Topic("gather_object"), (), [pickled], uneven=True)
+        return [_unpickle(arrived.bytes_of(rank)) for rank in range(self.size)]
 
     def broadcast_object(self, obj: Any, src: int = 0) -> Any:
         """The object of rank `src` on every rank; what other ranks pass is ignored.
@@ -265,22 +265,23 @@ class Collectives:
         topic = Topic(f"broadcast_object(src={src})")
         is_source = self.rank == src
         parts = [self._pickle(topic.op, obj)] if is_source else []
-        arrived = exchange.announce(topic, parts=parts)
-        sent = arrived.sent[src]
-        if sent.cpu_start >= 0:  # the object fitted into the message
-            return obj if is_source else _unpickle(arrived.cpu[sent.cpu_start :][: sent.cpu_bytes])
-        buffer = parts[0] if is_source else torch.empty(sent.cpu_bytes, dtype=torch.uint8, device="cpu")
+        arrived = exchange.announce(topic, parts)
+        if arrived.cpu is not None:  # the object fitted into the message
+            return obj if is_source else _unpickle(arrived.bytes_of(src))
+        num_bytes = arrived.sent[src].cpu_bytes
+        buffer = parts[0] if is_source else torch.empty(num_bytes, dtype=torch.uint8, device="cpu")
         source = dist.get_global_rank(exchange.cpu_group, src)
         communicate(topic.op, dist.broadcast, buffer, source, group=exchange.cpu_group)
         return obj if is_source else _unpickle(buffer)
 
     def barrier(self) -> None:
         """Waits until all ranks are here. Work that is queued on an accelerator is not waited for."""
-        self._ints("wait_for_everyone", "", ())
+        self._combine("wait_for_everyone", "", (), "sum")
 
     def any(self, flag: bool) -> bool:
         """Whether `flag` is set on any rank."""
-        return any(flag for (flag,) in self._ints("any", "", (int(flag),)))
+        (num_set,) = self._combine("any", "", (int(flag),), "sum")
+        return num_set > 0
 
     def sum_ints(self, numbers: Sequence[int]) -> list[int]:
         """The sum over the ranks of each number; touches no accelerator.
@@ -288,8 +289,7 @@ class Collectives:
         Raises:
             CollectiveError: `collective-mismatch`, where ranks bring different counts of numbers.
         """
-        numbers_by_rank = self._ints("sum", f"{len(numbers)} numbers", numbers)
-        return [sum(column) for column in zip(*numbers_by_rank, strict=True)]
+        return self._combine("sum", f"{len(numbers)} numbers", numbers, "sum")
 
     def check(self, op: str, detail: str = "") -> None:
         """In debug mode: waits until all ranks are here, and checks that they do the same from the same line.
@@ -321,28 +321,29 @@ class Collectives:
             with contextlib.suppress(CollectiveError):
                 self._exchange.announce(Topic(op, f"cannot: {why}"))
 
-    def _gather(self, leaves: list[Tensor], form: Form, aux: int = 0) -> Arrived:
+    def _gather(self, leaves: list[Tensor], form: Form, aux: int = 0, uneven: bool = False) -> Arrived:
         rows = [leaf.shape[0] if leaf.ndim else -1 for leaf in leaves]
         with torch.no_grad():
             parts = [as_bytes(leaf) for leaf in leaves]
             on_cpu = [parts[i] for i in form.on_cpu]
             on_device = [parts[i] for i in form.on_device]
             if self._exchange is not None:
-                return self._exchange.gather(form.topic, rows, on_cpu, on_device, aux)
+                return self._exchange.gather(form.topic, rows, on_cpu, on_device, aux, uneven)
             cpu = torch.cat(on_cpu) if on_cpu else torch.empty(0, dtype=torch.uint8, device="cpu")
             device = torch.cat(on_device) if on_device else None
-            return Arrived([Sent(aux, rows, cpu.numel(), 0, 0, 0)], cpu, device, fresh=True)
+            arrived = Arrived([Sent(aux, rows, cpu.numel())], alike=True, cpu=Place(cpu, [0]))
+            if device is not None:
+                arrived.device = Place(device, [0])
+            return arrived
 
     def _sum(self, exchange: Exchange, leaves: list[Tensor], form: Form) -> list[Tensor]:
         parts = [as_bytes(leaf) for leaf in leaves]
         if not form.on_device and exchange.fits(0, sum(part.numel() for part in parts)):
             # Small tensors travel inside the message, and each rank adds them up in the same order.
-            arrived = exchange.announce(form.topic, parts=parts)
-            for sent in arrived.sent:
-                sent.rows = (1,) * len(leaves)
+            arrived = exchange.gather(form.topic, (1,) * len(leaves), parts)
             stacked = _concatenate([leaf.unsqueeze(0) for leaf in leaves], form, arrived)
             return [leaf.sum(0, dtype=leaf.dtype) for leaf in stacked]
-        exchange.announce(form.topic)
+        exchange.agree(form.topic)
         places_by_kind: dict[tuple[bool, torch.dtype], list[int]] = {}
         for place, leaf in enumerate(leaves):
             places_by_kind.setdefault((place in form.on_device, leaf.dtype), []).append(place)
@@ -356,14 +357,13 @@ class Collectives:
                 total[place] = part.view(leaves[place].shape)
         return total
 
-    def _ints(self, op: str, detail: str, numbers: Sequence[int]) -> list[Sequence[int]]:
-        """The numbers of each rank; they travel where a message has the rows of leaves."""
+    def _combine(self, op: str, detail: str, numbers: Sequence[int], combination: Literal["sum", "max"]) -> list[int]:
         if self._exchange is None:
-            return [numbers]
+            return list(numbers)
         topic = self._topics.get((op, detail))
         if topic is None:
             topic = self._topics[op, detail] = Topic(op, detail)
-        return [sent.rows for sent in self._exchange.gather(topic, numbers, ()).sent]
+        return self._exchange.combine(topic, numbers, combination)
 
     def _pickle(self, op: str, obj: object) -> Tensor:
         try:
@@ -416,15 +416,16 @@ def _concatenate(
         real: how many of these are real; None keeps all.
         whole_last: whether the last leaf is kept whole all the same.
     """
-    # Where the next leaf of each rank begins in either buffer.
-    cpu_start = [sent.cpu_start for sent in arrived.sent]
-    device_start = [sent.device_start for sent in arrived.sent]
+    nothing_to_trim = real is None or min(real) >= arrived.sent[0].aux
+    if arrived.alike and nothing_to_trim:
+        return _concatenate_alike(leaves, form, arrived)
+    # Where the next leaf of each rank begins in either place.
+    cpu_starts = [] if arrived.cpu is None else list(arrived.cpu.starts)
+    device_starts = [] if arrived.device is None else list(arrived.device.starts)
     joined = []
     for number, leaf in enumerate(leaves):
         on_device = number in form.on_device
-        buffer, start = (arrived.device, device_start) if on_device else (arrived.cpu, cpu_start)
-        if buffer is None:  # no rank has a byte on the device
-            buffer = torch.empty(0, dtype=torch.uint8, device=leaf.device)
+        place, starts = (arrived.device, device_starts) if on_device else (arrived.cpu, cpu_starts)
         shape = leaf.shape[1:]
         row_bytes = shape.numel() * leaf.element_size()
         rows = [abs(sent.rows[number]) for sent in arrived.sent]  # -1 says 0-dim: one row
@@ -432,15 +433,41 @@ def _concatenate(
         if real is not None and not (whole_last and number == len(leaves) - 1):
             is_batch = leaf.ndim > 0 and all(sent.rows[number] == sent.aux for sent in arrived.sent)
             kept_rows = _real_rows(rows, real, is_batch)
-        total = sum(kept_rows)
-        if total * row_bytes == buffer.numel() and (arrived.fresh or on_device):
-            data = buffer  # a single leaf of equal sizes: it lies there as it is wanted
+        data = torch.empty(0, dtype=torch.uint8, device=leaf.device)
+        if place is not None:
+            parts = [
+                place.buffer[start : start + count * row_bytes]
+                for start, count in zip(starts, kept_rows, strict=True)
+                if count
+            ]
+            data = torch.cat(parts) if parts else data
+            for rank, count in enumerate(rows):
+                starts[rank] += count * row_bytes
+        joined.append(data.view(leaf.dtype).view(sum(kept_rows), *shape))
+    return joined
+
+
+def _concatenate_alike(leaves: Sequence[Tensor], form: Form, arrived: Arrived) -> list[Tensor]:
+    """`_concatenate` where all ranks sent as many rows: a few tensor operations, however many ranks there are."""
+    num_ranks = len(arrived.sent)
+    starts = {False: 0, True: 0}  # of the next leaf in the bytes of each rank, on the CPU and on the device
+    joined = []
+    for number, leaf in enumerate(leaves):
+        on_device = number in form.on_device
+        place = arrived.device if on_device else arrived.cpu
+        rows = abs(arrived.sent[0].rows[number])  # -1 says 0-dim: one row
+        shape = leaf.shape[1:]
+        num_bytes = rows * shape.numel() * leaf.element_size()
+        if place is None:  # no rank has a byte there
+            data = torch.empty(0, dtype=torch.uint8, device=leaf.device)
+        elif num_ranks * num_bytes == place.buffer.numel():
+            data = place.buffer  # a single leaf: it lies there as it is wanted
         else:
-            parts = [buffer[at : at + count * row_bytes] for at, count in zip(start, kept_rows, strict=True) if count]
-            data = torch.cat(parts) if parts else buffer.new_empty(0)
-        for rank, count in enumerate(rows):
-            start[rank] += count * row_bytes
-        joined.append(data.view(leaf.dtype).view(total, *shape))
+            table = place.buffer.view(num_ranks, -1)
+            start = starts[on_device]
+            data = table[:, start : start + num_bytes].clone(memory_format=torch.contiguous_format).view(-1)
+            starts[on_device] += num_bytes
+        joined.append(data.view(leaf.dtype).view(num_ranks * rows, *shape))
     return joined
 
 

@@ -1,25 +1,33 @@
-"""The message with which every collective operation begins, and the bytes that follow it.
+"""What the ranks of a group say to each other before, and while, they exchange data.
 
-Each rank sends one message of a fixed size over the CPU: a fingerprint of what it is about to do (operation,
-structure, dtypes, shapes), how many bytes it has, and the bytes themselves where they fit. So
+Every operation begins with small messages over the CPU (`messages.py`): a fingerprint of what the rank is about to do
+(operation, structure, dtypes, shapes), how many bytes it has, and the bytes themselves where they fit. So
 
 - ranks that disagree learn of it together and raise the same error. The backend must not find out: gloo ends the
   process where sizes differ, and returns garbage where dtypes do;
-- a small structure needs this one exchange alone, a large one a second;
-- on an accelerator the question costs no synchronisation: the message holds what the host knows, and the data stays
-  on the device.
+- small data needs these messages alone;
+- large data, and data on an accelerator, follows in one collective of the backend. The ranks first compare one number,
+  which stands for all that a rank would say; only where it differs do they say the rest.
 
-    message   | fingerprint | aux | CPU bytes | device bytes | leaves | rows of each leaf | the CPU bytes ... |
-               `----------------- head, 5 x int64 -------------------'  `------- body, where it fits -------'
+    message   | size | fingerprint | aux | CPU bytes | device bytes | leaves | rows of each leaf | the CPU bytes ... |
+              `-------------------- head, 6 x int64 ---------------------'  `------- body, where it fits -------'
+
+    small data             gather(message)                                       everything has arrived
+    other data, alike      combine(fingerprint of the head)                      data
+    other data, not alike  combine(fingerprint of the head)    gather(head)      data
+    numbers                combine(fingerprint, numbers)                         everything has arrived
+
+[ADR 25](../../../docs/adr/0025-agreement-in-rounds.md) says what each costs, and what happens where ranks deviate.
 """
 
 from __future__ import annotations
 
 import hashlib
+import operator
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Literal
 
 import torch
 import torch.distributed as dist
@@ -28,12 +36,23 @@ from torch import Tensor
 from paceline.base.errors import CollectiveError
 from paceline.world.debug import Watch, suggestion
 from paceline.world.failures import communicate
+from paceline.world.links import links_of
 from paceline.world.mesh import Group, cpu_group
+from paceline.world.messages import WORD, Combination, Messages
 from paceline.world.transport import all_gather_single
 
-_HEAD = struct.Struct("<5q")
-# Up to this size gloo's exchange costs what an empty one costs; divided, as each rank receives it from each other.
-_ALL_MESSAGES_BYTES, _LEAST_BYTES, _MOST_BYTES = 1 << 16, 1 << 11, 1 << 14
+_HEAD = struct.Struct("<6q")
+_NUMBER = 8  # bytes
+# Up to this size a message costs what an empty one costs; divided, as each rank receives it from each other.
+_ALL_MESSAGES_BYTES, _LEAST_BYTES, _MOST_BYTES = 1 << 16, 1 << 8, 1 << 14
+# Two ranks have one round, in which each byte travels once. No collective can do better, whatever the size.
+_MOST_BYTES_OF_TWO = 1 << 16
+_TEXT_BYTES = 1 << 11  # of what a rank was about to do, in an error
+
+_COMBINATIONS: dict[str, tuple[Combination, dist.ReduceOp.RedOpType]] = {
+    "sum": (operator.add, dist.ReduceOp.SUM),
+    "max": (max, dist.ReduceOp.MAX),
+}
 
 
 class Topic:
@@ -49,8 +68,7 @@ class Topic:
     def __init__(self, op: str, detail: str = "") -> None:
         self.op = op
         self.detail = detail
-        digest = hashlib.blake2b(f"{op}\0{detail}".encode(), digest_size=8).digest()
-        self.fingerprint = int.from_bytes(digest, "little", signed=True)
+        self.fingerprint = _fingerprint(f"{op}\0{detail}".encode())
 
 
 @dataclass(slots=True)
@@ -61,29 +79,48 @@ class Sent:
         aux: a number of the operation's own.
         rows: dim-0 size of each leaf, -1 for a 0-dim one.
         cpu_bytes, device_bytes: how much data there is.
-        cpu_start, device_start: where it begins in `Arrived.cpu` and `Arrived.device`; -1 where it was only announced.
     """
 
     aux: int
     rows: Sequence[int]
     cpu_bytes: int
     device_bytes: int = 0
-    cpu_start: int = -1
-    device_start: int = -1
+
+
+@dataclass(slots=True)
+class Place:
+    """Where the bytes of all ranks lie.
+
+    Attributes:
+        buffer: of dtype uint8.
+        starts: where those of each rank begin, in rank order.
+    """
+
+    buffer: Tensor
+    starts: Sequence[int]
 
 
 @dataclass(slots=True)
 class Arrived:
-    """What all ranks sent, in rank order, and the bytes (uint8) of all of them.
+    """What all ranks sent, in rank order.
 
     Attributes:
-        fresh: whether `cpu` is a buffer of this exchange's own; otherwise the next exchange overwrites it.
+        sent: one entry a rank.
+        alike: whether all ranks sent data of the same sizes.
+        cpu, device: where the data lies; None where no rank has any there, or where it was only announced. Where not
+            `alike`, the next exchange overwrites what lies on the CPU.
     """
 
-    sent: list[Sent]
-    cpu: Tensor
-    device: Tensor | None = None
-    fresh: bool = False
+    sent: Sequence[Sent]
+    alike: bool
+    cpu: Place | None = None
+    device: Place | None = None
+
+    def bytes_of(self, rank: int) -> Tensor:
+        """The bytes of one rank on the CPU, which must have arrived."""
+        assert self.cpu is not None, "they were only announced"
+        start = self.cpu.starts[rank]
+        return self.cpu.buffer[start : start + self.sent[rank].cpu_bytes]
 
 
 class Exchange:
@@ -92,7 +129,7 @@ class Exchange:
     Args:
         group: the ranks that take part.
         device: where tensors may lie besides the CPU.
-        watch: debug mode's check, called before each message.
+        watch: debug mode's check, called before each operation.
     """
 
     def __init__(self, group: Group, device: torch.device, watch: Watch | None = None) -> None:
@@ -102,60 +139,56 @@ class Exchange:
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
         self.watch = watch
         self.limit = max(_LEAST_BYTES, min(_MOST_BYTES, _ALL_MESSAGES_BYTES // self.size))
-        with torch.inference_mode(False):  # tensors made in inference mode could not be written outside of it
-            self._message = torch.zeros(self.limit, dtype=torch.uint8, device="cpu")
-            self._messages = torch.zeros(self.limit * self.size, dtype=torch.uint8, device="cpu")
-        # Python reads and writes the few numbers of a message far faster than tensor operations do.
-        self._writable = memoryview(cast(Any, self._message.numpy()))
-        self._readable = memoryview(cast(Any, self._messages.numpy()))
+        if self.size == 2:
+            self.limit = _MOST_BYTES_OF_TWO
+        self._messages: Messages | None = None
 
     def fits(self, leaves: int, cpu_bytes: int) -> bool:
         """Whether a body of this size travels inside the message."""
-        return _HEAD.size + 8 * leaves + cpu_bytes <= self.limit
+        return _HEAD.size + _NUMBER * leaves + cpu_bytes <= self.limit
 
-    def announce(
-        self,
-        topic: Topic,
-        rows: Sequence[int] = (),
-        parts: Sequence[Tensor] = (),
-        device_bytes: int = 0,
-        aux: int = 0,
-    ) -> Arrived:
-        """Says what this rank is about to do and hears it of all; `parts` travel along where they fit.
-
-        Args:
-            topic: what must agree between ranks.
-            rows: dim-0 size of each leaf.
-            parts: bytes to send, from tensors on the CPU.
-            device_bytes: bytes that would follow on the device.
-            aux: a number that may differ between ranks.
+    def agree(self, topic: Topic) -> None:
+        """Makes sure that all ranks are about to do the same.
 
         Raises:
             CollectiveError: `collective-mismatch`, on every rank, where the topics differ.
         """
-        if self.watch is not None:
-            self.watch.check(topic.op, topic.detail)
-        count = sum(part.numel() for part in parts)
-        _HEAD.pack_into(self._writable, 0, topic.fingerprint, aux, count, device_bytes, len(rows))
-        body = _HEAD.size + 8 * len(rows)
-        if body <= self.limit:
-            struct.pack_into(f"<{len(rows)}q", self._writable, _HEAD.size, *rows)
-        if parts and body + count <= self.limit:
-            torch.cat(list(parts), out=self._message[body : body + count])
-        communicate(topic.op, all_gather_single, self._messages, self._message, group=self.cpu_group)
-        sent: list[Sent] = []
-        agreed = True
-        for start in range(0, self.limit * self.size, self.limit):
-            fingerprint, aux, count, device_bytes, leaves = _HEAD.unpack_from(self._readable, start)
-            agreed = agreed and fingerprint == topic.fingerprint
-            rows = ()
-            if self.fits(leaves, 0):
-                rows = struct.unpack_from(f"<{leaves}q", self._readable, start + _HEAD.size)
-            inside = start + _HEAD.size + 8 * leaves if self.fits(leaves, count) else -1
-            sent.append(Sent(aux, rows, count, device_bytes, inside))
-        if not agreed:
-            raise self._mismatch(topic)
-        return Arrived(sent, self._messages)
+        self.combine(topic, (), "sum")
+
+    def combine(self, topic: Topic, numbers: Sequence[int], combination: Literal["sum", "max"]) -> list[int]:
+        """The sum, or the largest, of each number over the ranks.
+
+        Raises:
+            CollectiveError: `collective-mismatch`, on every rank, where the topics differ.
+        """
+        self._check(topic)
+        combine, operation = _COMBINATIONS[combination]
+        fits = Messages.fits(len(numbers), self.limit)
+        combined = self._combine(topic, topic.fingerprint, numbers if fits else (), combine)
+        if combined is None:
+            self._gather(topic, Sent(0, (), 0))
+            raise AssertionError("ranks that do not agree have different topics")
+        if fits:
+            return combined
+        tensor = torch.tensor(numbers, dtype=torch.int64, device="cpu")
+        communicate(topic.op, dist.all_reduce, tensor, operation, group=self.cpu_group)
+        return tensor.tolist()
+
+    def announce(self, topic: Topic, parts: Sequence[Tensor] = ()) -> Arrived:
+        """Sends `parts` to all ranks where they fit into a message, and else says how many bytes there are.
+
+        Args:
+            topic: what must agree between ranks.
+            parts: bytes to send, from tensors on the CPU; they need not be as many on each rank.
+
+        Raises:
+            CollectiveError: `collective-mismatch`, on every rank, where the topics differ.
+        """
+        self._check(topic)
+        sent = Sent(0, (), _total(parts))
+        arrived = self._gather(topic, sent, parts) or self._gather(topic, sent, parts)
+        assert arrived is not None, "no rank combines twice"
+        return arrived
 
     def gather(
         self,
@@ -164,68 +197,188 @@ class Exchange:
         parts: Sequence[Tensor],
         device_parts: Sequence[Tensor] = (),
         aux: int = 0,
+        uneven: bool = False,
     ) -> Arrived:
-        """`announce`, and then whatever did not fit: the rest on the CPU, and the bytes on the device.
+        """The bytes of all ranks, on the CPU and on the device.
+
+        Args:
+            topic: what must agree between ranks.
+            rows: dim-0 size of each leaf.
+            parts, device_parts: bytes to send.
+            aux: a number that may differ between ranks.
+            uneven: whether ranks seldom have the same number of bytes. All ranks say the same.
 
         Raises:
             CollectiveError: `collective-mismatch`.
         """
-        arrived = self.announce(topic, rows, parts, sum(part.numel() for part in device_parts), aux)
-        if any(sent.cpu_start < 0 for sent in arrived.sent):
-            self._fetch_cpu(topic, arrived, rows, parts)
-        most = max(sent.device_bytes for sent in arrived.sent)
+        self._check(topic)
+        sent = Sent(aux, rows, _total(parts), _total(device_parts))
+        arrived: Arrived | None = None
+        if uneven or (not device_parts and self.fits(len(rows), sent.cpu_bytes)):
+            arrived = self._gather(topic, sent, parts)
+        elif self._combine(topic, _fingerprint(self._head(topic, sent))) is not None:
+            arrived = Arrived([sent] * self.size, alike=True)
+        if arrived is None:
+            # Some rank has other sizes, or does something else. Now all say what they have.
+            arrived = self._gather(topic, sent)
+            assert arrived is not None, "no rank combines twice"
+        if arrived.cpu is None:
+            arrived.cpu = self._fetch_cpu(topic, arrived, rows, parts)
+        most = max(other.device_bytes for other in arrived.sent)
         if most:
             arrived.device = self._fetch(topic, device_parts, most, self.group, self.device)
-            for rank, sent in enumerate(arrived.sent):
-                sent.device_start = rank * most
         return arrived
 
-    def _fetch_cpu(self, topic: Topic, arrived: Arrived, rows: Sequence[int], parts: Sequence[Tensor]) -> None:
-        """Exchanges the bytes that did not fit; also the rows, where there are thousands of leaves."""
-        most = max(sent.cpu_bytes for sent in arrived.sent)
-        row_bytes = 0
-        if not self.fits(len(rows), 0):
-            row_bytes = 8 * len(rows)
-            most = (row_bytes + most + 7) // 8 * 8  # so that each rank's numbers lie where int64 may lie
-            parts = [torch.tensor(rows, dtype=torch.int64, device="cpu").view(torch.uint8), *parts]
-        arrived.cpu = self._fetch(topic, parts, most, self.cpu_group, torch.device("cpu"))
-        arrived.fresh = True
-        for rank, sent in enumerate(arrived.sent):
-            sent.cpu_start = rank * most + row_bytes
-            if row_bytes:
-                sent.rows = arrived.cpu[rank * most : sent.cpu_start].view(torch.int64).tolist()
+    # -------------------------------------------------------------------- messages
 
-    def _fetch(self, topic: Topic, parts: Sequence[Tensor], most: int, group: Group, device: torch.device) -> Tensor:
-        """The bytes of every rank, each in its own run of `most`."""
-        count = sum(part.numel() for part in parts)
-        if len(parts) == 1 and count == most:
-            data = parts[0].contiguous()
-        else:
-            data = torch.cat([*parts, torch.empty(most - count, dtype=torch.uint8, device=device)])
-        gathered = torch.empty(most * self.size, dtype=torch.uint8, device=device)
-        communicate(topic.op, all_gather_single, gathered, data, group=group)
-        return gathered
+    def _connected(self, topic: Topic) -> Messages:
+        """The messages of the group. Only at the first operation are all ranks there to connect with each other."""
+        if self._messages is None:
+            links = communicate(topic.op, links_of, self.cpu_group)
+            self._messages = Messages(links, self.limit)
+        return self._messages
+
+    def _check(self, topic: Topic) -> None:
+        if self.watch is not None:
+            self.watch.check(topic.op, topic.detail)
+
+    def _combine(
+        self, topic: Topic, fingerprint: int, numbers: Sequence[int] = (), combination: Combination = operator.add
+    ) -> list[int] | None:
+        messages = self._connected(topic)
+        combined: list[int] | None = communicate(topic.op, messages.combine, fingerprint, numbers, combination)
+        return combined
+
+    def _gather(self, topic: Topic, sent: Sent, parts: Sequence[Tensor] = ()) -> Arrived | None:
+        """The messages of all ranks, each with its `parts` where they fit; None, on every rank, where a rank combines.
+
+        Raises:
+            CollectiveError: `collective-mismatch`, on every rank, where the topics differ.
+        """
+        messages = self._connected(topic)
+        head = self._head(topic, sent)
+        if not self.fits(0, len(head) - _HEAD.size):  # there are thousands of leaves, whose rows come with the data
+            head = head[: _HEAD.size]
+        size = len(head)
+        if parts and size + sent.cpu_bytes <= self.limit:
+            torch.cat(list(parts), out=messages.data[size : size + sent.cpu_bytes])
+            size += sent.cpu_bytes
+        size += -size % _NUMBER  # so that numbers lie where int64 may lie
+        messages.view[: len(head)] = head
+        WORD.pack_into(messages.view, 0, size)
+        head = bytes(messages.view[: len(head)])
+        starts: list[int] | None = communicate(topic.op, messages.gather, size)
+        if starts is None:
+            return None
+        received = self._read(messages.view, starts, head, sent)
+        if any(fingerprint != topic.fingerprint for fingerprint, _, _ in received):
+            raise self._mismatch(topic)
+        everyone = [other for _, other, _ in received]
+        bodies = [body for _, _, body in received]
+        has_rows = len(head) == _HEAD.size + _NUMBER * len(sent.rows)
+        alike = has_rows and all(other is sent for other in everyone)
+        arrived = Arrived(everyone, alike)
+        if not has_rows or any(body < 0 for body in bodies):
+            return arrived
+        arrived.cpu = Place(messages.data, bodies)
+        if alike:
+            # The messages begin with this rank's own. Put in the order of ranks, without their heads, they lie as wanted.
+            table = messages.data[: size * self.size].view(self.size, size)[:, len(head) : len(head) + sent.cpu_bytes]
+            first = self.size - self.rank
+            ordered = torch.cat([table[first:], table[:first]])
+            arrived.cpu = _evenly(ordered.view(-1), self.size)
+        return arrived
+
+    def _read(self, view: memoryview, starts: Sequence[int], own_head: bytes, own: Sent) -> list[tuple[int, Sent, int]]:
+        """Fingerprint, content and start of the bytes of each message; -1 where the bytes did not come with it."""
+        own_size, own_fingerprint, *_ = _HEAD.unpack_from(own_head)
+        own_inside = own_size > len(own_head) or not own.cpu_bytes
+        received = []
+        for start in starts:
+            # Messages are alike nearly always, and a comparison is quicker than reading one.
+            if view[start : start + len(own_head)] == own_head:
+                received.append((own_fingerprint, own, start + len(own_head) if own_inside else -1))
+                continue
+            size, fingerprint, aux, cpu_bytes, device_bytes, leaves = _HEAD.unpack_from(view, start)
+            rows: Sequence[int] = ()
+            if self.fits(leaves, 0):
+                rows = struct.unpack_from(f"<{leaves}q", view, start + _HEAD.size)
+            head_size = _HEAD.size + _NUMBER * len(rows)
+            inside = size > head_size or not cpu_bytes
+            received.append(
+                (fingerprint, Sent(aux, rows, cpu_bytes, device_bytes), start + head_size if inside else -1)
+            )
+        return received
+
+    def _head(self, topic: Topic, sent: Sent) -> bytes:
+        """All that a rank says of its data; the size of the message is filled in later."""
+        numbers = (0, topic.fingerprint, sent.aux, sent.cpu_bytes, sent.device_bytes, len(sent.rows), *sent.rows)
+        return struct.pack(f"<{len(numbers)}q", *numbers)
 
     def _mismatch(self, topic: Topic) -> CollectiveError:
         """The error that every rank raises: who was about to do what. All ranks make it together."""
-        text = f"{topic.op}: {topic.detail}".encode()[: self.limit - 8]
-        struct.pack_into("<q", self._writable, 0, len(text))
-        self._writable[8 : 8 + len(text)] = text
-        communicate(topic.op, all_gather_single, self._messages, self._message, group=self.cpu_group)
-        ranks_by_message: dict[str, list[int]] = {}
-        for rank in range(self.size):
-            start = rank * self.limit
-            (length,) = struct.unpack_from("<q", self._readable, start)
-            message = bytes(self._readable[start + 8 : start + 8 + length]).decode(errors="replace")
-            ranks_by_message.setdefault(message, []).append(rank)
+        messages = Messages(links_of(self.cpu_group), _TEXT_BYTES)
+        encoded = f"{topic.op}: {topic.detail}".encode()[: _TEXT_BYTES - WORD.size]
+        size = WORD.size + len(encoded)
+        WORD.pack_into(messages.view, 0, size)
+        messages.view[WORD.size : size] = encoded
+        starts = communicate(topic.op, messages.gather, size)
+        ranks_by_text: dict[str, list[int]] = {}
+        for rank, start in enumerate(starts):
+            (size,) = WORD.unpack_from(messages.view, start)
+            text = bytes(messages.view[start + WORD.size : start + size]).decode(errors="replace")
+            ranks_by_text.setdefault(text, []).append(rank)
         return CollectiveError(
             "collective-mismatch",
             f"{topic.op}: the ranks do not agree about what to do.",
-            why=[f"rank {', '.join(map(str, ranks))}: {message}" for message, ranks in ranks_by_message.items()],
+            why=[f"rank {', '.join(map(str, ranks))}: {text}" for text, ranks in ranks_by_text.items()],
             fix="let all ranks call the same operation with the same structure and dtypes, and with shapes that "
             "differ at most in dim 0 (pad_across_processes makes other dims equal; gather_object takes anything)"
             + suggestion(),
         )
+
+    # -------------------------------------------------------------------- data
+
+    def _fetch_cpu(self, topic: Topic, arrived: Arrived, rows: Sequence[int], parts: Sequence[Tensor]) -> Place:
+        """The bytes on the CPU; also the rows, where there are thousands of leaves."""
+        most = max(sent.cpu_bytes for sent in arrived.sent)
+        if arrived.alike or self.fits(len(rows), 0):
+            return self._fetch(topic, parts, most, self.cpu_group, torch.device("cpu"))
+        row_bytes = _NUMBER * len(rows)
+        most += row_bytes
+        most += -most % _NUMBER  # so that each rank's numbers lie where int64 may lie
+        parts = [torch.tensor(rows, dtype=torch.int64, device="cpu").view(torch.uint8), *parts]
+        place = self._fetch(topic, parts, most, self.cpu_group, torch.device("cpu"))
+        for start, sent in zip(place.starts, arrived.sent, strict=True):
+            sent.rows = place.buffer[start : start + row_bytes].view(torch.int64).tolist()
+        return Place(place.buffer, [start + row_bytes for start in place.starts])
+
+    def _fetch(self, topic: Topic, parts: Sequence[Tensor], most: int, group: Group, device: torch.device) -> Place:
+        """The bytes of every rank, each in its own run of `most`."""
+        count = _total(parts)
+        gathered = torch.empty(most * self.size, dtype=torch.uint8, device=device)
+        if most:
+            if len(parts) == 1 and count == most:
+                data = parts[0].contiguous()
+            else:
+                data = torch.cat([*parts, torch.empty(most - count, dtype=torch.uint8, device=device)])
+            communicate(topic.op, all_gather_single, gathered, data, group=group)
+        return _evenly(gathered, self.size)
+
+
+def _evenly(buffer: Tensor, num_ranks: int) -> Place:
+    """Data of as many bytes from each rank."""
+    most = buffer.numel() // num_ranks
+    return Place(buffer, range(0, most * num_ranks, most) if most else [0] * num_ranks)
+
+
+def _total(parts: Sequence[Tensor]) -> int:
+    return sum(part.numel() for part in parts)
+
+
+def _fingerprint(content: bytes) -> int:
+    digest = hashlib.blake2b(content, digest_size=WORD.size).digest()
+    return int.from_bytes(digest, "little", signed=True)
 
 
 def as_bytes(leaf: Tensor) -> Tensor:

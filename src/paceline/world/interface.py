@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import errno
+import ipaddress
 import socket
+import struct
 import sys
 
 from paceline.base import env as environment
@@ -11,6 +13,9 @@ from paceline.world.detect.torchrun import LOCAL_SIZE
 from paceline.world.world import World
 
 _LOOPBACK = "127.0.0.1"
+_GLOO_CARD = "GLOO_SOCKET_IFNAME"
+_SIOCGIFADDR = 0x8915  # of Linux: the address of a network card
+_ANY_PORT = 9
 
 
 def meeting_address(world: World) -> str:
@@ -59,9 +64,52 @@ def keep_gloo_on_loopback(address: str) -> None:
 
     gloo reads this variable whenever a group is made, and takes it in no other way. A value of the user's stays.
     """
-    name = "GLOO_SOCKET_IFNAME"
-    if address == _LOOPBACK and sys.platform.startswith("linux") and name not in environment.snapshot():
-        environment.export({name: "lo"})
+    if address == _LOOPBACK and sys.platform.startswith("linux") and _GLOO_CARD not in environment.snapshot():
+        environment.export({_GLOO_CARD: "lo"})
+
+
+def own_addresses(peer: str) -> list[str]:
+    """The addresses of this host at which other ranks may reach it, the likeliest first.
+
+    Args:
+        peer: a host that all ranks reach; "" where none is known.
+    """
+    card = environment.snapshot().get(_GLOO_CARD, "").partition(",")[0]
+    if card and sys.platform.startswith("linux"):
+        return [_address_of_card(card)]
+    addresses = [_address_towards(peer), _resolved(socket.gethostname())]
+    usable = [address for address in addresses if address]
+    return list(dict.fromkeys(usable)) or [_LOOPBACK]
+
+
+def is_loopback(address: str) -> bool:
+    """Whether an address is of this host alone."""
+    return ipaddress.ip_address(address.partition("%")[0]).is_loopback
+
+
+def _address_of_card(name: str) -> str:
+    """The first address of a network card, such as "eth0".
+
+    Raises:
+        OSError: there is no such card, or it has no address.
+    """
+    import fcntl  # unknown on Windows
+
+    request = struct.pack("256s", name.encode()[:15])
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        answer = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, request)
+    return socket.inet_ntoa(answer[20:24])
+
+
+def _address_towards(peer: str) -> str:
+    """This host's address on the way to another; "" where there is no way. Nothing is sent."""
+    try:
+        row = socket.getaddrinfo(peer, _ANY_PORT, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(row[0], socket.SOCK_DGRAM) as probe:
+            probe.connect(row[4])
+            return str(probe.getsockname()[0])
+    except (OSError, UnicodeError):
+        return ""
 
 
 def _resolved(address: str) -> str:

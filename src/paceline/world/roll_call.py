@@ -27,7 +27,10 @@ from paceline.world.world import World
 if TYPE_CHECKING:
     from paceline.torch_internals.groups import Store
 
-_LOOK_S = 0.001
+_LOOK_S = 0.01
+_LEAST_PAUSE_S = 0.001  # between two looks into the store
+_MOST_RETRY_S = 1.0
+_RETRY_S = 0.05  # how long rank 0 first waits for the answers, before it looks whether a rank has called anew
 _LINGER_S = 2.0
 
 
@@ -53,30 +56,47 @@ def roll_call(store: Store, world: World, device: torch.device, backend: str, se
 
 
 def _call(store: Store, world: World, mine: dict[str, Any], deadline: float, seconds: float) -> str:
-    """Rank 0's half: answer each rank until it says that it heard, then compare what all bring, and decide."""
+    """Rank 0's half: answer each rank until it says that it heard, then compare what all bring, and decide.
+
+    It asks the store for all ranks at once, and the store answers when all are there: so many ranks take few requests.
+    """
     this_round = str(mine["word"])
     present = {0: mine}  # who has called, and with what; perhaps a dead process of an earlier round
-    here = {0}  # who has answered in this round
-    while len(here) < world.size and time.monotonic() < deadline:
-        for rank in range(1, world.size):
-            if rank in here or not store.check([f"roll/{rank}"]):
-                continue
-            # An entry may be a dead process's, or of an earlier round; the living rank overwrites it.
-            entry = json.loads(store.get(f"roll/{rank}"))
-            if rank not in present or present[rank]["word"] != entry["word"]:
-                present[rank] = entry
-                store.set(f"seen/{entry['word']}", this_round)
-            elif store.check([f"here/{this_round}/{rank}"]):
-                here.add(rank)
-        time.sleep(_LOOK_S)
-    missing = sorted(set(range(world.size)) - here)
-    problems = [_missing(world, missing, seconds)] if missing else compare(present)
+    waiting = set(range(1, world.size))  # those who have not answered in this round
+    all_called = _wait(store, [f"roll/{rank}" for rank in waiting], deadline)
+    pause = _RETRY_S if all_called else _MOST_RETRY_S
+    while waiting:
+        called = [rank for rank in waiting if all_called or store.check([f"roll/{rank}"])]
+        _tell_round(store, called, present, this_round)
+        here = {rank: f"here/{this_round}/{rank}" for rank in called}
+        all_here = _wait(store, list(here.values()), time.monotonic() + pause)
+        waiting -= {rank for rank, key in here.items() if all_here or store.check([key])}
+        if time.monotonic() > deadline:
+            break
+        pause = min(2 * pause, _MOST_RETRY_S)
+    problems = [_missing(world, sorted(waiting), seconds)] if waiting else compare(present)
     verdict = [[problem.code, problem.what, problem.why, problem.fix] for problem in problems]
     store.set(f"verdict/{this_round}", json.dumps(verdict))
     if problems:
-        _linger(store, [f"heard/{this_round}/{rank}" for rank in here - {0}])
+        _linger(store, [f"heard/{this_round}/{rank}" for rank in range(1, world.size) if rank not in waiting])
         raise WorldError.of(problems)
     return this_round
+
+
+def _tell_round(store: Store, called: list[int], present: dict[int, dict[str, Any]], this_round: str) -> None:
+    """Answers the words of the ranks that have called, as far as they are new."""
+    if not called:
+        return
+    words = []
+    for rank, content in zip(called, store.multi_get([f"roll/{rank}" for rank in called]), strict=True):
+        # An entry may be a dead process's, or of an earlier round; the living rank overwrites it.
+        entry = json.loads(content)
+        if rank not in present or present[rank]["word"] != entry["word"]:
+            present[rank] = entry
+            words.append(entry["word"])
+    if words:
+        rounds = [this_round] * len(words)
+        store.multi_set([f"seen/{word}" for word in words], rounds)  # type: ignore[attr-defined]  # missing in torch's stubs
 
 
 def _answer(store: Store, world: World, mine: dict[str, Any], deadline: float, seconds: float) -> str:
@@ -94,23 +114,36 @@ def _answer(store: Store, world: World, mine: dict[str, Any], deadline: float, s
 
 
 def _await(store: Store, key: str, world: World, deadline: float, seconds: float) -> str:
-    while not store.check([key]):
-        if time.monotonic() > deadline:
-            raise WorldError(
-                "rendezvous-missing",
-                f"rank {world.rank} of {world.size} waited {seconds:g} s for all ranks to arrive.",
-                why="rank 0 did not answer, or is itself waiting for other ranks",
-                fix="look at the output of rank 0, which names the ranks that it misses",
-            )
-        time.sleep(_LOOK_S)
+    if not _wait(store, [key], deadline):
+        raise WorldError(
+            "rendezvous-missing",
+            f"rank {world.rank} of {world.size} waited {seconds:g} s for all ranks to arrive.",
+            why="rank 0 did not answer, or is itself waiting for other ranks",
+            fix="look at the output of rank 0, which names the ranks that it misses",
+        )
     return bytes(store.get(key)).decode()
+
+
+def _wait(store: Store, keys: list[str], deadline: float) -> bool:
+    """Whether all keys are there before `deadline`.
+
+    Each pause is a tenth of what was waited already: a thousand ranks that ask every millisecond keep the store too busy
+    to let them in. The store's own `wait` does not ask again; but no signal ends it, and torch prints a page as it times out.
+    """
+    started = time.monotonic()
+    while keys and not store.check(keys):
+        now = time.monotonic()
+        if now > deadline:
+            return False
+        time.sleep(max(_LEAST_PAUSE_S, (now - started) / 10))
+    return True
 
 
 def _linger(store: Store, keys: list[str]) -> None:
     """Lets rank 0, with which the store may vanish, stay until the others have heard why."""
     until = time.monotonic() + _LINGER_S
     while keys and not store.check(keys) and time.monotonic() < until:
-        time.sleep(10 * _LOOK_S)
+        time.sleep(_LOOK_S)
 
 
 def _missing(world: World, ranks: list[int], seconds: float) -> Problem:

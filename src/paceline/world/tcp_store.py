@@ -107,8 +107,7 @@ def answers(store: Store) -> bool:
 
     Torch prints a page of C++ frames where it finds out by itself, also in a run that has done all its work.
     """
-    while hasattr(store, "underlying_store"):
-        store = store.underlying_store
+    store = _underlying(store)
     if not isinstance(store, _dist.TCPStore):
         return True
     try:
@@ -116,3 +115,15 @@ def answers(store: Store) -> bool:
     except OSError:
         return False
     return True
+
+
+def host(store: Store) -> str:
+    """Where a store listens; "" where it is not on the network."""
+    store = _underlying(store)
+    return str(store.host) if isinstance(store, _dist.TCPStore) else ""
+
+
+def _underlying(store: Any) -> Any:
+    while hasattr(store, "underlying_store"):
+        store = store.underlying_store
+    return store
