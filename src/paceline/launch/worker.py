@@ -195,6 +195,12 @@ def become(target: Target, compat: str = "") -> None:
         )  # a room above this one: looked up, not imported
     code, main = _load(target)
     sys.modules["__main__"] = main
+    if target.kind == "script":
+        # Here, since the launcher imports this module too and needs no parser.
+        from paceline.launch.script_imports import import_ahead
+
+        path = str(main.__file__)
+        import_ahead(Path(path).read_bytes(), path, compat.split(","))
     exec(code, main.__dict__)
 
 
