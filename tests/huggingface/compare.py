@@ -169,17 +169,18 @@ def differences_of_runs(case: Case, results: dict[str, list[Any]]) -> list[tuple
     if case.alone:
         # One process stands for every rank.
         real = real * len(results["ours"])
-    found: list[tuple[float, str]] = []
-    for rank, (mine, theirs) in enumerate(zip(results["ours"], real, strict=True)):
-        keys = theirs.keys() if theirs.get("is_partial") else theirs.keys() | mine.keys()
-        # Rank 0 alone writes the weights.
-        left_out = case.differs.keys() | {"is_partial"} | ({"weights"} if rank else set())
+    wrong: list[tuple[float, str]] = []
+    for rank, (own, expected) in enumerate(zip(results["ours"], real, strict=True)):
+        keys = expected.keys() if expected.get("is_partial") else expected.keys() | own.keys()
+        # A Trainer's rank 0 alone writes the weights.
+        has_weights = rank == 0 or not case.alone
+        left_out = case.differs.keys() | {"is_partial"} | (set() if has_weights else {"weights"})
         for key in sorted(keys - left_out):
-            value = mine.get(key)
-            if theirs.get("is_partial"):
-                value = value[: len(theirs[key])]
-            found += differences(value, theirs.get(key), f"[{rank}]/{key}")
-    return found
+            value = own.get(key)
+            if expected.get("is_partial"):
+                value = value[: len(expected[key])]
+            wrong += differences(value, expected.get(key), f"[{rank}]/{key}")
+    return wrong
 
 
 def compare(case: Case, procs: int, libraries: list[Library], folder: Path) -> tuple[str, list[str], list[str]]:

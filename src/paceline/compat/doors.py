@@ -218,13 +218,13 @@ def _unowned(library: str, environment: Environment) -> list[Problem]:
         is_here = folder == environment.packages
         # `paceline` itself is found in a folder of commands, where a file of the library's name is its command.
         package, module = folder / library, folder / f"{library}.py"
-        found = [package] if package.is_dir() else [module] if module.is_file() else []
-        if not found or (is_here and (door is not None or _state(library, environment).exists())):
+        imported = package if package.is_dir() else module
+        if not imported.exists() or (is_here and (door is not None or _state(library, environment).exists())):
             continue
         if "for_children" not in folder.parts and (is_here or environment.comes_first(folder)):
             why = "it belongs to no distribution, and would be imported in place of the door or overwritten by it"
-            fix = f"move {found[0]} away, or take {folder} out of PYTHONPATH"
-            return [Problem("door-real", f"{found[0]} is there already.", why, fix)]
+            fix = f"move {imported} away, or take {folder} out of PYTHONPATH"
+            return [Problem("door-real", f"{imported} is there already.", why, fix)]
     return []
 
 
@@ -288,9 +288,9 @@ def _undo(journal: Journal, door: Door, state: Path) -> None:
         with suppress(OSError):  # not there, or files of somebody else in it
             folder.rmdir()
     for number, path in enumerate(journal.set_aside):
-        kept = state / "set-aside" / str(number)
-        if kept.exists():
-            kept.rename(door.packages / path)
+        moved = state / "set-aside" / str(number)
+        if moved.exists():
+            moved.rename(door.packages / path)
     _delete_state(state)
 
 

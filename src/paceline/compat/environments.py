@@ -50,23 +50,24 @@ class Environment:
     def distributions(self, name: str) -> list[Distribution]:
         """All that is installed under a name on the search path, without what serves children of a launch."""
         # `importlib.metadata` remembers what a folder holds, and a door that was just installed has to be seen.
-        found = []
+        distributions: list[Distribution] = []
         for entry in self.search:
             folder = Path(entry)
             if not folder.is_relative_to(FOR_CHILDREN):
                 folders = sorted(folder.glob(f"{name}[-.]*info"))
                 # An empty folder may be what an interrupted installation has left.
-                found += [Distribution.at(path) for path in folders if _has_metadata(path)]
-        return found
+                distributions += [Distribution.at(path) for path in folders if _has_metadata(path)]
+        return distributions
 
     def installed_door(self, library: str) -> Distribution | None:
         """The door of a library, where it is installed to its last file, which is RECORD."""
-        doors = [each for each in self.distributions(library) if is_door(each) and each.files]
+        candidates = self.distributions(library)
+        doors = [candidate for candidate in candidates if is_door(candidate) and candidate.files]
         return doors[0] if doors else None
 
     def real(self, library: str) -> Distribution | None:
         """The real library, where it is installed: the first one that is found."""
-        others = [each for each in self.distributions(library) if not is_door(each)]
+        others = [distribution for distribution in self.distributions(library) if not is_door(distribution)]
         return others[0] if others else None
 
     def contains(self, distribution: Distribution) -> bool:

@@ -232,17 +232,20 @@ def modules() -> dict[str, frozenset[str]]:
 @cache
 def carried() -> dict[str, str]:
     """Name of theirs -> "module:name" of ours."""
-    found = {}
+    sources = {}
     for module, names in _CARRIED.items():
         for pair in names.split():
             theirs, _, ours = pair.partition("=")
-            found[theirs] = f"{module}:{ours or theirs}"
+            sources[theirs] = f"{module}:{ours or theirs}"
     for module in ("accelerator", "checkpointing", "data_loader", "tracking", "utils.fsdp_utils", "utils.other"):
-        found[f"accelerate.{module}.logger"] = f"{_HERE}.rank_logger:accelerate.{module}"
+        sources[f"accelerate.{module}.logger"] = f"{_HERE}.rank_logger:accelerate.{module}"
     available = {name for names in modules().values() for name in names if re.fullmatch(r"is_\w+_available", name)}
-    return found | {name: f"{_HERE}.available:{name}" for name in available - found.keys()}
+    return sources | {name: f"{_HERE}.available:{name}" for name in available - sources.keys()}
 
 
 def native_way(name: str) -> tuple[str, str]:
     """Why a name, given with its module, is not carried, and what to do instead."""
-    return next(((why, fix) for pattern, why, fix in _NATIVE_WAYS if re.search(pattern, name)), _DEFAULT_WAY)
+    for pattern, why, fix in _NATIVE_WAYS:
+        if re.search(pattern, name):
+            return why, fix
+    return _DEFAULT_WAY

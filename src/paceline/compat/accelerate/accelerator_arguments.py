@@ -95,11 +95,11 @@ def check_arguments(
     if window is not None and steps != 1:
         why = f"gradient_accumulation_steps={steps} and {window}"
         problems.append(_problem("the window's length is said twice", why, "say it once"))
-    kinds = [type(each) for each in handlers or ()]
+    kinds = [type(handler) for handler in handlers or ()]
     for kind in dict.fromkeys(kinds):
         if kind not in HANDLERS.values():
-            known = ", ".join(each.__name__ for each in HANDLERS.values())
-            problems.append(_problem(f"kwargs_handlers holds a {kind.__name__}", f"known: {known}", "leave it out"))
+            names = ", ".join(handler.__name__ for handler in HANDLERS.values())
+            problems.append(_problem(f"kwargs_handlers holds a {kind.__name__}", f"known: {names}", "leave it out"))
         elif kinds.count(kind) > 1:
             problems.append(
                 _problem(f"kwargs_handlers holds several {kind.__name__}", "only one can count", "merge them")
@@ -140,17 +140,18 @@ def said_by_plugins(
 ) -> list[Given]:
     """What the plugins say, in accelerate's words; `config.engines` says it in ours."""
     # Weaker than whatever a command line, a variable or a file says: accelerate leaves batch norms as they are.
-    found = [Given("options.batch_norm.statistics", "local", "default", "as under accelerate")]
-    found += deepspeed.said() if deepspeed is not None else []
-    found += [given for plugin in (fsdp, axes, tensor, dynamo) if plugin is not None for given in said_by(plugin)]
+    given = [Given("options.batch_norm.statistics", "local", "default", "as under accelerate")]
+    given += deepspeed.said() if deepspeed is not None else []
+    for plugin in (fsdp, axes, tensor, dynamo):
+        given += said_by(plugin) if plugin is not None else []
     if fsdp is not None:
-        found.append(Given("use_fsdp", "true", "code", "Accelerator(fsdp_plugin=...)"))
+        given.append(Given("use_fsdp", "true", "code", "Accelerator(fsdp_plugin=...)"))
     for name in ("tp", "cp", "sp"):
         handler = getattr(axes, f"{name}_handler", None)
-        found += said_by(handler) if handler is not None else []
+        given += said_by(handler) if handler is not None else []
     if backend is not None and dynamo is None:
-        found.append(Given("dynamo_backend", str(backend), "code", "Accelerator(dynamo_backend=...)"))
-    return found
+        given.append(Given("dynamo_backend", str(backend), "code", "Accelerator(dynamo_backend=...)"))
+    return given
 
 
 def _problem(what: str, why: str, fix: str) -> Problem:

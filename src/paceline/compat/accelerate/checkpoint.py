@@ -168,7 +168,7 @@ class Folder:
 
     def _streams(self) -> dict[str, Any]:
         """This rank's random streams, and what accelerate keeps beside them."""
-        found = {
+        streams = {
             "step": self._of.step,
             "random_state": random.getstate(),
             "numpy_random_seed": np.random.get_state(),
@@ -177,8 +177,8 @@ class Folder:
         }
         kind = self._of.device.type
         if kind != "cpu":
-            found[f"torch_{kind}_manual_seed"] = torch.get_device_module(kind).get_rng_state_all()
-        return found
+            streams[f"torch_{kind}_manual_seed"] = torch.get_device_module(kind).get_rng_state_all()
+        return streams
 
     # -- load ------------------------------------------------------------------------------------------------
 
@@ -223,15 +223,15 @@ class Folder:
             self._next(folder)
 
     def _newest(self) -> Path:
-        found = _numbered(self._root)
-        if not found:
+        folders = _numbered(self._root)
+        if not folders:
             raise MissingCheckpoint(
                 "checkpoint-missing",
                 f"there is no checkpoint in {self._root}.",
                 why="load_state() without a folder takes the one with the highest number",
                 fix="save one with `save_state()`, or name the folder",
             )
-        return found[-1]
+        return folders[-1]
 
     def _check(self, folder: Path, models: list[nn.Module]) -> None:
         """That the folder holds as many things as were prepared and registered."""
@@ -272,20 +272,20 @@ class Folder:
             warn_once("compat", f"{folder} holds no random streams: those of this run go on.")
             return
         with torch.serialization.safe_globals(NUMPY_ARRAYS):
-            found = load_object(own if own.is_file() else first)
-        self._of.step = found.get("step", 0)
-        self._load_positions(folder, found.get(_LOADERS))
+            streams = load_object(own if own.is_file() else first)
+        self._of.step = streams.get("step", 0)
+        self._load_positions(folder, streams.get(_LOADERS))
         if not own.is_file():
             logger("compat").warning(
                 "%s was saved by fewer processes: rank %d goes on with its own random streams", folder, rank
             )
             return
-        random.setstate(found["random_state"])
-        np.random.set_state(found["numpy_random_seed"])
-        torch.set_rng_state(found["torch_manual_seed"])
+        random.setstate(streams["random_state"])
+        np.random.set_state(streams["numpy_random_seed"])
+        torch.set_rng_state(streams["torch_manual_seed"])
         kind = self._of.device.type
-        if f"torch_{kind}_manual_seed" in found:
-            torch.get_device_module(kind).set_rng_state_all(found[f"torch_{kind}_manual_seed"])
+        if f"torch_{kind}_manual_seed" in streams:
+            torch.get_device_module(kind).set_rng_state_all(streams[f"torch_{kind}_manual_seed"])
 
     def _load_positions(self, folder: Path, states: list[Any] | None) -> None:
         """Epochs of the loaders, so that their order goes on; and the place within, for a stateful loader alone.
@@ -314,11 +314,11 @@ class Folder:
                 value = work()
             except Exception as caught:  # raised again below, on every rank
                 error = caught
-        found = self._of.collectives.gather_object((error, value))
-        for error, _ in found:
+        outcomes = self._of.collectives.gather_object((error, value))
+        for error, _ in outcomes:
             if error is not None:
                 raise error
-        return found[0][1]
+        return outcomes[0][1]
 
 
 _MODEL = re.compile(r"(model(_\d+)?\.safetensors|pytorch_model(_\d+)?\.bin)")
@@ -358,8 +358,8 @@ def _number(path: str | Path) -> int:
 
 def _numbered(root: Path) -> list[Path]:
     """Automatically named checkpoints, by number."""
-    found = root.iterdir() if root.is_dir() else ()
-    return sorted((path for path in found if re.fullmatch(r"checkpoint_\d+", path.name)), key=_number)
+    entries = root.iterdir() if root.is_dir() else ()
+    return sorted((path for path in entries if re.fullmatch(r"checkpoint_\d+", path.name)), key=_number)
 
 
 def _count(names: list[str], pattern: str) -> int:
