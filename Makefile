@@ -103,7 +103,7 @@ check: setup  ## format, lint, types, shape and unit tests: run it before each c
 ranks: setup  ## tests on several real processes, over gloo on this machine
 	$(PYTEST) tests/ranks $(ARGS)
 
-hosts: setup  ## tests on several hosts of this machine (root; tests/hosts/install.sh), mpirun, SLURM; says what is missing
+hosts: setup  ## tests on several hosts of this machine (root; tests/hosts/install.sh), mpirun, SLURM, Ray; says what is missing
 	$(PYTEST) tests/hosts -rs $(ARGS)
 
 gpu: setup  ## tests that need an accelerator; says what is missing

@@ -85,6 +85,7 @@ class RayHosts:
         self._begun = self._ending = False
         self._steps: dict[int, Iterator[None]] = {}  # of hosts that get ready, by number
         self._replace_at: dict[int, float] = {}
+        self._lost: dict[int, RayHost] = {}  # the last one of each number
         self._alive_at = time.monotonic()
         self.hosts = {node: self._place(node) for node in range(group.bundle_count)}
 
@@ -246,12 +247,12 @@ class RayHosts:
         failed = [code for code in codes if code not in (0, PREEMPTED)]
         if failed:
             return failed[0]
-        missing = [host for host in self.hosts.values() if host.code is None]
+        missing = [self._lost.get(host.node, host) for host in self.hosts.values() if host.code is None]
         if missing and not self.demand.elastic:
             raise lost_error(missing)
         # Of a range of hosts one may have saved and left, while the others went on to the end.
-        all_saved = self.demand.elastic and 0 not in codes
-        return PREEMPTED if PREEMPTED in codes and (all_saved or not self.demand.elastic) else 0
+        went_on = self.demand.elastic and 0 in codes
+        return PREEMPTED if PREEMPTED in codes and not went_on else 0
 
     def _turn(self) -> list[RayHost]:
         """Does what is due; returns hosts whose launcher has ended."""
@@ -292,7 +293,8 @@ class RayHosts:
             try:
                 host.take(ray.get(call))
             except ActorUnavailableError:
-                if host.running:  # the network may be back in a moment; Ray says otherwise if not
+                if host.running:  # the network may be back in a moment; Ray says so if not
+                    time.sleep(_TURN_S)
                     host.take(None)
                 else:
                     self._lose(host, "it could not be reached")
@@ -320,6 +322,7 @@ class RayHosts:
         """A host is gone."""
         host.pending = host.code = None
         host.problems.append(why)
+        self._lost[host.node] = host
         if not self._begun:
             return
         was_running, host.running = host.running, False

@@ -285,3 +285,18 @@ def test_a_range_of_nodes_survives_a_killed_actor(launch: Launch) -> None:
     (launch.folder / "enough").touch()
     assert run.wait(60) == 0, log.read_text()
     assert re.search(r"node0 \([\d.]+\) was lost: ", log.read_text())
+
+
+@pytest.mark.long
+def test_a_range_of_nodes_survives_a_removed_node(launch: Launch, cluster: RayCluster) -> None:
+    log = launch.folder / "log"
+    third = cluster.add(num_cpus=1)
+    run = launch.start("--nodes", "2:3", "--procs", 1, "--gpus-per-node", 0, "steps.py", log=log)
+    wait_for(log, r"\[rank0\]: begins at step 0 on 3")
+    wait_for(log, "saved 5")
+    cluster.remove(third)
+    begins = int(wait_for(log, r"\[rank0\]: begins at step (\d+) on 2")[1])
+    assert begins >= 5 and begins % 5 == 0
+    (launch.folder / "enough").touch()
+    assert run.wait(60) == 0, log.read_text()
+    assert re.search(r"node\d \([\d.]+\) was lost: ", log.read_text())
