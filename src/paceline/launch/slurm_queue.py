@@ -148,27 +148,15 @@ def follow(job: str) -> Outcome:
     Raises:
         LaunchError: `slurm-job`, where SLURM has ended it; `slurm-unreachable`.
     """
-    logs: dict[str, _Log] = {}
-    states: dict[str, str] = {}
+    follower = _Follower(job)
     signals = Signals(lambda number: None)
     signals.enter()
     try:
-        while True:
-            known = _records_patiently(job)
-            for record in known:
-                log = logs.setdefault(record.job, _Log(record))
-                log.record = record
-                log.copy()
-                line = _news(record, states.get(record.job, ""))
-                if line and not record.has_ended:
-                    _say(line)
-                states[record.job] = line or states.get(record.job, "")
-            if not known or all(record.has_ended for record in known):
-                break
+        while follower.look():
             for number in signals.take_new():
                 if number == signal.SIGHUP:
                     _say(f"job {job} goes on; cancel it with: scancel {job}")
-                    return Outcome(0)
+                    return Outcome(128 + number)
                 if len(signals.ending) > 1:
                     return Outcome(INTERRUPTED)
                 _say(f"cancelling job {job}; its processes have SLURM's KillWait to save")
@@ -176,11 +164,67 @@ def follow(job: str) -> Outcome:
             time.sleep(_LOOK_S)
     finally:
         signals.leave()
-    for log in logs.values():
-        log.finish()
-        if not log.is_there and log.record.has_ended:
-            _say(f"the log {log.record.log} is not there, or cannot be read from this host")
-    return _outcome(job, known, logs, signals.ending)
+    follower.finish()
+    if signals.ending:
+        return Outcome(128 + signals.ending[0])
+    return follower.outcome()
+
+
+class _Follower:
+    """What is seen of a job, or of all elements of a job array.
+
+    Args:
+        job: its number.
+    """
+
+    def __init__(self, job: str) -> None:
+        self._job = job
+        self._records: list[Record] = []
+        self._logs: dict[str, _Log] = {}
+        self._news: dict[str, str] = {}  # the last line about each job
+
+    def look(self) -> bool:
+        """Shows what is new; whether the job has not ended yet.
+
+        Raises:
+            LaunchError: `slurm-unreachable`.
+        """
+        self._records = _records_patiently(self._job)
+        for record in self._records:
+            log = self._logs.setdefault(record.job, _Log())
+            log.record = record
+            log.copy()
+            line = _state_of(record)
+            if line != self._news.get(record.job) and not record.has_ended:
+                _say(line)
+            self._news[record.job] = line
+        return not all(record.has_ended for record in self._records)
+
+    def finish(self) -> None:
+        """Shows what is left of the logs."""
+        for log in self._logs.values():
+            log.finish()
+            if not log.is_there and log.record.has_ended:
+                _say(f"the log {log.record.log} is not there, or cannot be read from this host")
+
+    def outcome(self) -> Outcome:
+        """What came of the job.
+
+        Raises:
+            LaunchError: `slurm-job`.
+        """
+        if not self._records:
+            raise LaunchError(
+                "slurm-job", f"SLURM knows nothing of job {self._job} any more.", "its records were removed (MinJobAge)",
+                f"see how it ended: sacct --jobs {self._job}",
+            )  # fmt: skip
+        failed = [record for record in self._records if record.state != "COMPLETED"]
+        for record in failed:
+            is_there = self._logs[record.job].is_there
+            if record.state == "FAILED" and record.code and is_there:
+                continue  # a rank has failed; the log has said so
+            raise _job_error(record, is_there)
+        return Outcome(failed[0].code if failed else 0)
 
 
 def _records_patiently(job: str) -> list[Record]:
@@ -199,39 +243,23 @@ def _records_patiently(job: str) -> list[Record]:
             time.sleep(_LOOK_S)
 
 
-def _outcome(job: str, ended: Sequence[Record], logs: Mapping[str, _Log], signals: Sequence[int]) -> Outcome:
-    """What came of a job.
-
-    Raises:
-        LaunchError: `slurm-job`.
-    """
-    if signals:
-        return Outcome(128 + signals[0])
-    if not ended:
-        raise LaunchError(
-            "slurm-job", f"SLURM knows nothing of job {job} any more.", "its records were removed (MinJobAge)",
-            f"see how it ended: sacct --jobs {job}",
-        )  # fmt: skip
-    failed = [record for record in ended if record.state != "COMPLETED"]
-    for record in failed:
-        if record.state == "FAILED" and record.code and logs[record.job].is_there:
-            continue  # a rank has failed; the log has said so
-        where = f" on {record.nodes}" if record.nodes else ""
-        log = record.log if logs[record.job].is_there else f"{record.log}, which is not there"
-        fix = "start again: the script resumes from its last checkpoint"
-        if not logs[record.job].is_there:
-            fix = "submit it from a folder that the nodes share with this host"
-        raise LaunchError(
-            "slurm-job",
-            f"job {record.job} ended as {record.state}{where}.",
-            why=[f"reason: {record.reason}, exit code {record.code}", f"log: {log}"],
-            fix=fix,
-        )
-    return Outcome(failed[0].code if failed else 0)
+def _job_error(record: Record, has_log: bool) -> LaunchError:
+    """The error where SLURM has ended a job, or could not run it."""
+    where = f" on {record.nodes}" if record.nodes else ""
+    log, fix = record.log, "start again: the script resumes from its last checkpoint"
+    if not has_log:
+        log += ", which is not there"
+        fix = "submit it from a folder that the nodes share with this host"
+    return LaunchError(
+        "slurm-job",
+        f"job {record.job} ended as {record.state}{where}.",
+        why=[f"reason: {record.reason}, exit code {record.code}", f"log: {log}"],
+        fix=fix,
+    )
 
 
-def _news(record: Record, before: str) -> str:
-    """A line about the state of a job; "" where it has not changed."""
+def _state_of(record: Record) -> str:
+    """A line about the state of a job."""
     line = f"job {record.job}: {record.state.lower()}"
     if record.state in _WAITING and record.reason != "None":
         line += f" ({record.reason})"
@@ -239,7 +267,7 @@ def _news(record: Record, before: str) -> str:
         line += f" on {record.nodes}"
     if record.restarts:
         line += f", restart {record.restarts}"
-    return "" if line == before else line
+    return line
 
 
 class _Log:
@@ -250,10 +278,9 @@ class _Log:
         is_there: whether there is such a file.
     """
 
-    def __init__(self, record: Record) -> None:
-        self.record = record
-        self._path = Path(record.log)
-        self._mark = f"{record.element}: ".encode() if record.element else b""
+    record: Record
+
+    def __init__(self) -> None:
         self._position = 0
         self._partial_line = b""
         self.is_there = False
@@ -261,22 +288,26 @@ class _Log:
     def copy(self) -> None:
         """Shows the lines that are new."""
         try:
-            with self._path.open("rb") as file:
+            with Path(self.record.log).open("rb") as file:
                 file.seek(self._position)
                 data = file.read()
-        except FileNotFoundError:
+        except OSError:  # not written yet, or not shared with this host: `finish` says so
             return
         self.is_there = True
         self._position += len(data)
         *lines, self._partial_line = (self._partial_line + data).split(b"\n")
         for line in lines:
-            show(sys.stdout, self._mark + line + b"\n")
+            self._show(line)
 
     def finish(self) -> None:
         """Shows what is left."""
         self.copy()
         if self._partial_line:
-            show(sys.stdout, self._mark + self._partial_line + b"\n")
+            self._show(self._partial_line)
+
+    def _show(self, line: bytes) -> None:
+        mark = f"{self.record.element}: ".encode() if self.record.element else b""
+        show(sys.stdout, mark + line + b"\n")
 
 
 def _run(
