@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from paceline.base.errors import CollectiveError
 from paceline.testing import run_ranks
+from paceline.world import exchange
 from paceline.world.collectives import Collectives
 from paceline.world.form import Form, Forms
 from paceline.world.layout import Layout
@@ -24,6 +25,7 @@ DTYPES = (torch.bool, torch.uint8, torch.int64, torch.float16, torch.bfloat16, t
 
 
 def collectives(**options: Any) -> Collectives:
+    exchange._MOST_BYTES_OF_TWO = 1 << 16  # so that what is long for more ranks is long for two
     world = World(dist.get_rank(), dist.get_world_size(), source="test")
     return Collectives(world, device=torch.device("cpu"), **options)
 
@@ -87,8 +89,6 @@ def rounds_and_collectives(ours: Collectives) -> Counter[str]:
 
         setattr(owner, name, call)
 
-    from paceline.world import exchange
-
     ours.barrier()
     messages = ours._exchange._messages
     counted(messages, "gather", "messages")
@@ -139,6 +139,18 @@ def test_how_often_the_ranks_talk(size: int) -> None:
         "many numbers": (1, 1),
     }
     assert run_ranks(work, size) == [wanted] * size
+
+
+def test_two_ranks_send_a_megabyte_inside_a_message() -> None:
+    def work():
+        ours = Collectives(World(dist.get_rank(), 2, source="test"), device=torch.device("cpu"))
+        counts = rounds_and_collectives(ours)
+        gathered = ours.gather(torch.full((300_000 + ours.rank,), float(ours.rank)))
+        total = ours.reduce(torch.arange(400_000) + ours.rank)
+        assert gathered[:300_000].eq(0).all() and gathered[300_000:].eq(1).all()
+        return len(gathered), total.equal(2 * torch.arange(400_000) + 1), dict(counts)
+
+    assert run_ranks(work, 2) == [(600_001, True, {"messages": 2, "collectives": 1})] * 2
 
 
 def test_rows_of_real_samples_in_sample_order() -> None:

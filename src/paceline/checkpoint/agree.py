@@ -10,7 +10,7 @@ import errno
 import hashlib
 import json
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol, TypeVar, cast
 
 from paceline.base.errors import CheckpointError, PacelineError, Problem
@@ -31,6 +31,15 @@ class Peers(Protocol):
     def gather_object(self, obj: object) -> list[Any]:
         """One entry a rank, in rank order, on every rank."""
 
+    def collect_object(self, obj: object) -> list[Any]:
+        """One entry a rank, in rank order, on rank 0; nothing on the others."""
+
+    def scatter_object(self, objs: Sequence[Any]) -> Any:
+        """This rank's entry of what rank 0 passes."""
+
+    def any(self, flag: bool) -> bool:
+        """Whether the flag is set on any rank."""
+
     def apart(self) -> Peers:
         """The same ranks, for a thread beside the loop."""
 
@@ -43,6 +52,18 @@ class Alone:
     def gather_object(self, obj: object) -> list[Any]:
         """A list of `obj` alone."""
         return [obj]
+
+    def collect_object(self, obj: object) -> list[Any]:
+        """A list of `obj` alone."""
+        return [obj]
+
+    def scatter_object(self, objs: Sequence[Any]) -> Any:
+        """The only one."""
+        return objs[0]
+
+    def any(self, flag: bool) -> bool:
+        """The flag."""
+        return flag
 
     def apart(self) -> Alone:
         """Alone here, alone there."""
@@ -69,10 +90,17 @@ def together(peers: Peers, doing: str, work: Callable[[], T]) -> list[T]:
 
 
 def agreed(peers: Peers, doing: str, work: Callable[[], T]) -> T:
-    """As `together`, but returns what this rank's `work` gave, which does not travel."""
+    """As `together`, but returns what this rank's `work` gave, which does not travel. Ranks: all; one `any`."""
     value, failure, problems = _attempt(doing, work, peers.rank)
-    _raise_all(peers.gather_object(problems), failure)
+    # Problems travel where there are some: one from each of thousands of ranks is much to send for nothing.
+    if peers.any(bool(problems)):
+        _raise_all(peers.gather_object(problems), failure)
     return cast(T, value)
+
+
+def collected(peers: Peers, doing: str, work: Callable[[], T]) -> list[T]:
+    """As `together`, but rank 0 alone gets what the ranks gave; the others get nothing. Ranks: all."""
+    return cast("list[T]", peers.collect_object(agreed(peers, doing, work)))
 
 
 def raise_alike(peers: Peers, doing: str, failure: Exception | None) -> None:

@@ -20,11 +20,12 @@ from typing import Any
 
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.storage import WriteResult
 
 from paceline.base import env
 from paceline.base.errors import CheckpointError, Problem
 from paceline.checkpoint import retention
-from paceline.checkpoint.agree import Alone, Peers, agreed, distinct, raise_alike, together
+from paceline.checkpoint.agree import Alone, Peers, agreed, collected, distinct, raise_alike, together
 from paceline.checkpoint.background import Background
 from paceline.checkpoint.format.checkpoint_format import CHECKPOINT_FORMATS, NATIVE, CheckpointFormat, format_of
 from paceline.checkpoint.format.manifest import NAME, STATE, Checksummed, FileFact, Manifest, measure, verify
@@ -63,12 +64,14 @@ class _Division:
 
     Attributes:
         key: what this rank's part of it depends on.
-        index: torch's, without the places.
-        shares: of all ranks.
+        share: of this rank.
+        index: torch's, without the places; on rank 0 alone.
+        shares: of all ranks; on rank 0 alone.
     """
 
     key: list[Any]
-    index: Metadata
+    share: Share
+    index: Metadata | None
     shares: list[Share]
 
 
@@ -243,7 +246,7 @@ class Checkpointer:
         encoded = agreed(peers, "reading the state", lambda: state.encode(peers.rank))
         shared = merge(distinct(peers, encoded.shared))
         division = self._divide(encoded)
-        share = division.shares[peers.rank]
+        share = division.share
 
         def copy() -> Callable[[], Iterable[Any]]:
             tensors = [local(encoded.tensors[place.index.fqn]) for place in share.places]
@@ -253,7 +256,7 @@ class Checkpointer:
             return lambda: share.pieces(tensors)
 
         pieces = agreed(peers, "copying the state", copy)
-        shared["rng"] = merge(peers.gather_object(encoded.own))
+        shared["rng"] = merge(peers.collect_object(encoded.own))
         return _Save(store, home, staged, shared, division, manifest, pieces)
 
     def _divide(self, encoded: Encoded) -> _Division:
@@ -262,26 +265,29 @@ class Checkpointer:
         key: list[Any] = [(path, *_layout(tensor)) for path, tensor in encoded.tensors.items()]
         key.append(tuple(encoded.pinned))
         unchanged = last is not None and last.key == key
-        if all(peers.gather_object(unchanged)):
+        if not peers.any(not unchanged):
             assert last is not None
             return last
         planner = SavePlanner(encoded.tensors, encoded.pinned)
-        plans = together(peers, "planning the shards", planner.create_local_plan)
+        plans = collected(peers, "planning the shards", planner.create_local_plan)
 
-        def divide() -> _Division:
-            # The same on every rank, which all have the same plans: no second exchange.
+        def divide() -> tuple[Metadata | None, list[Share]]:
+            # On rank 0 alone: the plans of all ranks are too much for each of thousands of them.
+            if peers.rank:
+                return None, []
             global_plans, index = planner.create_global_plan(plans)
-            return _Division(key, index, [Share.of(plan.items) for plan in global_plans])
+            return index, [Share.of(plan.items) for plan in global_plans]
 
-        self._division = agreed(peers, "planning the shards", divide)
+        index, shares = agreed(peers, "planning the shards", divide)
+        self._division = _Division(key, peers.scatter_object(shares), index, shares)
         return self._division
 
     def _finish(self, save: _Save, peers: Peers) -> None:
         """Writes what was read, and publishes it. Ranks: all; in the background over a group beside the loop's."""
-        store, staged, shares = save.store, save.staged, save.division.shares
+        store, staged, division = save.store, save.staged, save.division
 
         def write() -> dict[str, FileFact]:
-            if not shares[peers.rank].places:
+            if not division.share.places:
                 return {}
             return write_shard(store, staged, _name(peers.rank), save.pieces())
 
@@ -289,8 +295,11 @@ class Checkpointer:
             facts: dict[str, FileFact] = {}
             for files in written:
                 facts |= files
-            results = [result for rank, share in enumerate(shares) for result in share.results(_name(rank))]
-            facts[INDEX] = write_index(store, staged, save.division.index, results)
+            results: list[WriteResult] = []
+            for rank, share in enumerate(division.shares):
+                results += share.results(_name(rank))
+            assert division.index is not None, "rank 0 publishes, and has made it"
+            facts[INDEX] = write_index(store, staged, division.index, results)
             facts[STATE] = _write_json(store, store.join(staged, STATE), save.shared)
             for name in store.files(staged):
                 if name not in facts:  # a user's hook has added it
@@ -299,7 +308,7 @@ class Checkpointer:
             store.publish(staged, save.home, last=NAME, replaces=_files(store, save.home))
 
         try:
-            written = together(peers, f"writing the shards into {staged}", write)
+            written = collected(peers, f"writing the shards into {staged}", write)
             agreed(peers, f"publishing {save.home}", publish if peers.rank == 0 else _nothing)
         except BaseException:
             self._discard(store, staged)

@@ -72,6 +72,14 @@ class LoopbackCollectives(Collectives):
         """The object, once for each rank."""
         return [obj] * self.size
 
+    def collect_object(self, obj: Any) -> list[Any]:
+        """The same; this rank is rank 0."""
+        return [obj] * self.size
+
+    def scatter_object(self, objs: Sequence[Any]) -> Any:
+        """The first, as this rank is rank 0."""
+        return objs[0]
+
     def broadcast_object(self, obj: Any, src: int = 0) -> Any:
         """The object; where this rank only receives, what it sent last (in a pipeline: its own stage, as every stage)."""
         if obj is None and src != self.rank:

@@ -253,6 +253,38 @@ class Collectives:
         arrived = self._exchange.gather(Topic("gather_object"), (), [pickled], uneven=True)
         return [_unpickle(arrived.bytes_of(rank)) for rank in range(self.size)]
 
+    def collect_object(self, obj: Any) -> list[Any]:
+        """Any picklable object of each rank, in rank order, on rank 0; an empty list on the others.
+
+        Raises:
+            CollectiveError: `collective-object`, where a rank's object cannot be pickled.
+        """
+        if self._exchange is None:
+            return [obj]
+        pickled = self._pickle("collect_object", obj)
+        self._exchange.agree(Topic("collect_object"))
+        group = self._exchange.cpu_group
+        pickles: list[Any] | None = [None] * self.size if self.rank == 0 else None
+        communicate("collect_object", dist.gather_object, pickled, pickles, group=group, group_dst=0)
+        return [_unpickle(data) for data in pickles or ()]
+
+    def scatter_object(self, objs: Sequence[Any]) -> Any:
+        """The entry of this rank in what rank 0 passes; what other ranks pass is ignored.
+
+        Raises:
+            CollectiveError: `collective-object`.
+        """
+        if self._exchange is None:
+            return objs[0]
+        pickles: list[Any] | None = None
+        if self.rank == 0:
+            pickles = [self._pickle("scatter_object", obj) for obj in objs]
+        self._exchange.agree(Topic("scatter_object"))
+        received: list[Any] = [None]
+        group = self._exchange.cpu_group
+        communicate("scatter_object", dist.scatter_object_list, received, pickles, group=group, group_src=0)
+        return _unpickle(received[0])
+
     def broadcast_object(self, obj: Any, src: int = 0) -> Any:
         """The object of rank `src` on every rank; what other ranks pass is ignored.
 

@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 
+from paceline.world import interface
+from paceline.world import links as link_module
 from paceline.world.links import Links
 from paceline.world.messages import WORD, Messages
 
@@ -110,3 +112,37 @@ def test_a_connection_that_was_closed_is_named() -> None:
         first.exchange(1, memoryview(b"x"), memoryview(bytearray(8)))
     with pytest.raises(RuntimeError, match="rank 0, with ranks 1 and 1: "):
         first.exchange(1, memoryview(b"x"), memoryview(bytearray(8)))
+
+
+def test_a_stranger_is_turned_away() -> None:
+    own, other = links(2)
+    own.close()
+    other.close()
+    own._above.clear()
+    listener = link_module._listener("127.0.0.1")
+    place = listener.getsockname()
+    word = "ab" * 16
+    strangers = [
+        link_module._called(*place, bytes(16), 1),  # another word
+        link_module._called(*place, bytes.fromhex(word), 7),  # the word, but no rank that calls this one
+    ]
+    silent = socket.create_connection(place)
+    silent.close()
+    friend = link_module._called(*place, bytes.fromhex(word), 1)
+    own._answer([listener], word)
+    assert own._above[1].getpeername() == friend.getsockname()
+    assert all(stranger.recv(1) == b"" for stranger in strangers)
+    for connection in (listener, friend, *strangers, *own._above.values()):
+        connection.close()
+
+
+def test_addresses_of_this_host(monkeypatch) -> None:
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+    addresses = interface.own_addresses("127.0.0.1")
+    assert addresses[0] == "127.0.0.1" and interface.is_loopback(addresses[0])
+    assert interface.own_addresses("no-such-host.invalid")
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    assert interface.own_addresses("127.0.0.1") == ["127.0.0.1"]
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "nosuch0")
+    with pytest.raises(OSError):
+        interface.own_addresses("127.0.0.1")

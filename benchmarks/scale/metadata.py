@@ -1,0 +1,196 @@
+"""(c) `prepare`, and the metadata of a checkpoint, in worlds of n ranks of which one exists.
+
+The ranks are those of torch's fake process group, as in a rehearsal. What the other ranks would say of their shards is this
+rank's own answer, moved to their rows. The peer is what `torch.distributed.checkpoint` does with the same plans: rank 0
+alone makes the global plan, and every rank makes its local one.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import tempfile
+import time
+from collections import Counter
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.metadata import StorageMeta
+from torch.distributed.checkpoint.planner import SavePlan
+from torch.distributed.tensor import DTensor, Shard
+
+from paceline import Accelerator
+from paceline.checkpoint.checkpointer import Checkpointer
+from paceline.checkpoint.state.train_state import TrainState
+from paceline.checkpoint.store import store_for
+from paceline.planner.rehearsal import SimulatedWorld, in_child
+from paceline.torch_internals import imaginary
+from scale import growth
+
+SIZES = (8, 64, 512, 4096)
+PARAMETERS = 12  # of the model whose checkpoint is planned
+ROWS_OF_A_RANK = 4
+RANKS_PER_HOST = 8
+
+
+def plan_at(rank: int, plan: SavePlan) -> SavePlan:
+    """The plan of another rank, which has the same rows further down."""
+    items = []
+    for item in plan.items:
+        data = item.tensor_data
+        assert data is not None
+        rows = torch.Size([rank * ROWS_OF_A_RANK, *data.chunk.offsets[1:]])
+        chunk = replace(data.chunk, offsets=rows)
+        items.append(replace(item, index=replace(item.index, offset=rows), tensor_data=replace(data, chunk=chunk)))
+    return replace(plan, items=items)
+
+
+class SimulatedPeers:
+    """The ranks of a world that does not exist, seen from one of them; counts the bytes that it is told."""
+
+    def __init__(self, size: int) -> None:
+        self.rank, self.size = 0, size
+        self.bytes: Counter[str] = Counter()
+
+    def _answers(self, obj: object) -> list[Any]:
+        plan = obj[0] if isinstance(obj, tuple) and obj and isinstance(obj[0], SavePlan) else None
+        if plan is None:
+            return [obj] * self.size
+        return [(plan_at(rank, plan), ()) for rank in range(self.size)]
+
+    def any(self, flag: bool) -> bool:
+        """The flag."""
+        self.bytes["every rank"] += 8
+        return flag
+
+    def gather_object(self, obj: object) -> list[Any]:
+        """What all ranks would answer."""
+        self.bytes["every rank"] += len(pickle.dumps(obj)) * self.size
+        return self._answers(obj)
+
+    def collect_object(self, obj: object) -> list[Any]:
+        """The same, on rank 0 alone."""
+        self.bytes["rank 0"] += len(pickle.dumps(obj)) * self.size
+        return self._answers(obj)
+
+    def scatter_object(self, objs: list[Any] | None) -> Any:
+        """This rank's own."""
+        assert objs is not None
+        self.bytes["every rank"] += len(pickle.dumps(objs[0]))
+        return objs[0]
+
+    def apart(self) -> SimulatedPeers:
+        """The same."""
+        return self
+
+
+class CountedStore:
+    """A store that counts what it is asked."""
+
+    def __init__(self, store: Any) -> None:
+        self._store = store
+        self.requests = 0
+
+    def __getattr__(self, name: str) -> Any:
+        attribute = getattr(self._store, name)
+        if name not in ("open", "files", "exists", "folder", "stage", "publish", "remove", "recover", "list"):
+            return attribute
+
+        def counted(*arguments: Any, **named: Any) -> Any:
+            self.requests += 1
+            return attribute(*arguments, **named)
+
+        return counted
+
+
+def saved(size: int) -> dict[str, float]:
+    """A save by rank 0 of `size`, and torch's planning of the same."""
+    imaginary.join_imaginary_group(size)
+    mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (size,))
+    model = nn.ParameterList()
+    for _ in range(PARAMETERS):
+        part = torch.zeros(ROWS_OF_A_RANK, 8)
+        model.append(nn.Parameter(DTensor.from_local(part, mesh, [Shard(0)], run_check=False)))
+    state = TrainState(models={"model": model})
+    peers = SimulatedPeers(size)
+    with tempfile.TemporaryDirectory() as folder:
+        store = CountedStore(store_for(folder))
+        checkpointer = Checkpointer(peers, store=store)  # type: ignore[arg-type]
+        began = time.perf_counter()
+        path = checkpointer.save(f"{folder}/checkpoint", state)
+        first_s = time.perf_counter() - began
+        requests = store.requests
+        began = time.perf_counter()
+        checkpointer.save(f"{folder}/again", state)
+        again_s = time.perf_counter() - began
+        sizes = {name: os.path.getsize(f"{path}/{name}") for name in ("manifest.json", ".metadata", "state.json")}
+    tensors = {f"models/model/{name}": parameter for name, parameter in model.named_parameters()}
+    planner = DefaultSavePlanner(flatten_state_dict=False)
+    planner.set_up_planner(dict(tensors), StorageMeta(), is_coordinator=True)
+    began = time.perf_counter()
+    local = planner.create_local_plan()
+    plans = [plan_at(rank, local) for rank in range(size)]
+    planner.create_global_plan(plans)
+    torch_s = time.perf_counter() - began
+    return {
+        "save, rank 0": first_s,
+        "save again, rank 0": again_s,
+        "torch's planning, rank 0": torch_s,
+        "told to rank 0, bytes": peers.bytes["rank 0"],
+        "told to every rank, bytes": peers.bytes["every rank"],
+        "manifest, bytes": sizes["manifest.json"],
+        "index, bytes": sizes[".metadata"],
+        "state, bytes": sizes["state.json"],
+        "requests of rank 0": requests,
+    }
+
+
+def prepared(size: int) -> float:
+    """Seconds of `Accelerator()` and `prepare` on one rank of a world of `size`, with the parameters sharded."""
+    taken: list[float] = []
+
+    def work() -> None:
+        model = nn.Sequential(*[nn.Linear(256, 256) for _ in range(8)])
+        optimizer = torch.optim.AdamW(model.parameters())
+        began = time.perf_counter()
+        accelerator = Accelerator(plan={"shard": size})
+        accelerator.prepare(model, optimizer)
+        taken.append(time.perf_counter() - began)
+        raise SystemExit
+
+    def timed() -> float:
+        rehearsed = SimulatedWorld(size, min(size, RANKS_PER_HOST))
+        from paceline.planner.rehearsal import _perform  # the child is here already
+        from paceline.world.runtime import Runtime
+
+        _perform(work, rehearsed, Runtime())
+        return taken[0]
+
+    return result(timed)
+
+
+def result(work: Any) -> Any:
+    """What `work` gives in a process of its own."""
+    kind, value = in_child(work)
+    if kind != "result":
+        raise RuntimeError(str(value))
+    return value
+
+
+def table(sizes: tuple[int, ...] = SIZES) -> str:
+    """Times, bytes and requests by ranks, as Markdown."""
+    rows: dict[str, dict[int, float]] = {"`Accelerator()` and `prepare`, one rank": {}}
+    for size in sizes:
+        rows["`Accelerator()` and `prepare`, one rank"][size] = prepared(size)
+        for name, value in result(lambda size=size: saved(size)).items():
+            rows.setdefault(name, {})[size] = value
+    heads = " | ".join(map(str, sizes))
+    lines = [f"| what | {heads} | exponent |", "|---|" + "---|" * (len(sizes) + 1)]
+    for name, by_size in rows.items():
+        is_time = "bytes" not in name and "requests" not in name
+        cells = [growth.shown(value) if is_time else f"{value:,.0f}" for value in by_size.values()]
+        lines.append(f"| {name} | {' | '.join(cells)} | {growth.exponent(by_size):.2f} |")
+    return "\n".join(lines)
