@@ -65,33 +65,39 @@ test-torch:  ## unit, parity, checkpoint and door tests under another torch: mak
 
 # Two environments that differ in one thing: the first has accelerate, the second has Paceline in its place.
 HF_PIP = -m pip install --quiet -c constraints.txt
-HF_LIBRARIES := transformers datasets sentence-transformers==6.2.0 diffusers==0.42.1 tensorboard
+HF_LIBRARIES := transformers datasets sentence-transformers==6.2.0 diffusers==0.42.1 tensorboard torchdata
 HF_WITHOUT_ACCELERATE := peft trl==1.16.0
 # Without dependencies, which would bring a second torch.
 HF_DEEPSPEED := deepspeed==0.19.8 einops hjson msgpack ninja py-cpuinfo pydantic pydantic-core annotated-types typing-inspection
 
-huggingface: .venv-hf-real/.setup-done .venv-hf-deepspeed/.setup-done .venv-hf-ours/.setup-done-$(SUM)  ## train with transformers, peft, trl under accelerate and under Paceline; compare each step
+# Other lists than those of the last time mean another installation.
+HF_SUM := $(SUM)-$(shell echo $(HF_LIBRARIES) $(HF_WITHOUT_ACCELERATE) $(HF_DEEPSPEED) | cksum | cut -d' ' -f1)
+HF_STAMP := .setup-done-$(HF_SUM)
+
+huggingface: .venv-hf-real/$(HF_STAMP) .venv-hf-deepspeed/$(HF_STAMP) .venv-hf-ours/$(HF_STAMP)  ## train with transformers, peft, trl under accelerate and under Paceline; compare each step
 	.venv-hf-ours/bin/python tests/huggingface/compare.py $(ARGS)
 
-.venv-hf-real/.setup-done:
+.venv-hf-real/$(HF_STAMP):
 	test -x .venv-hf-real/bin/python || $(PYTHON) -m venv .venv-hf-real
 	.venv-hf-real/bin/python $(HF_PIP) torch
 	.venv-hf-real/bin/python $(HF_PIP) accelerate==1.15.0 $(HF_LIBRARIES) $(HF_WITHOUT_ACCELERATE)
+	rm -f .venv-hf-real/.setup-done*
 	touch $@
 
 # Packages beside those of the first environment: with DeepSpeed in it, accelerate would import it in every case.
-.venv-hf-deepspeed/.setup-done: .venv-hf-real/.setup-done
+.venv-hf-deepspeed/$(HF_STAMP): .venv-hf-real/$(HF_STAMP)
 	.venv-hf-real/bin/python $(HF_PIP) setuptools wheel ninja
 	DS_ACCELERATOR=cpu .venv-hf-real/bin/python $(HF_PIP) --no-build-isolation --no-deps --upgrade --target .venv-hf-deepspeed $(HF_DEEPSPEED)
+	rm -f .venv-hf-deepspeed/.setup-done*
 	touch $@
 
-.venv-hf-ours/.setup-done-$(SUM):
+.venv-hf-ours/$(HF_STAMP):
 	test -x .venv-hf-ours/bin/python || $(PYTHON) -m venv .venv-hf-ours
 	.venv-hf-ours/bin/python $(HF_PIP) torch
 	.venv-hf-ours/bin/python $(HF_PIP) hatchling editables
 	.venv-hf-ours/bin/python $(HF_PIP) --no-build-isolation -e . $(HF_LIBRARIES) jinja2 psutil
 	.venv-hf-ours/bin/python $(HF_PIP) --no-deps $(HF_WITHOUT_ACCELERATE)
-	rm -f .venv-hf-ours/.setup-done-*
+	rm -f .venv-hf-ours/.setup-done*
 	touch $@
 
 check: setup  ## format, lint, types, shape and unit tests: run it before each commit

@@ -63,7 +63,7 @@ def choices(folder: str) -> dict[str, object]:
     calls: list[list[object]] = []
 
     class Mine(GeneralTracker):
-        name = "mine"
+        name, tracker = "mine", None
         said = calls
 
         def __init__(self, run_name: str, **kwargs) -> None:

@@ -38,13 +38,12 @@ class GeneralTracker:
     """
 
     main_process_only = True
+    requires_logging_directory = False
     name: str
-    requires_logging_directory: bool
     tracker: Any
 
     def __init__(self, _blank: bool = False) -> None:
-        needed = ("name", "requires_logging_directory", "tracker")
-        missing = [] if _blank else [name for name in needed if name not in dir(self)]
+        missing = [] if _blank else [name for name in ("name", "tracker") if name not in dir(self)]
         if missing:
             raise CompatError(
                 "compat-argument",
@@ -85,8 +84,6 @@ class _LibraryTracker(GeneralTracker):
         run_name: of the run or the project.
         kwargs: for the library's call that begins a run.
     """
-
-    requires_logging_directory = False
 
     def __init__(self, run_name: str, **kwargs: Any) -> None:
         super().__init__()
