@@ -10,6 +10,7 @@ command -v pdsh >/dev/null || missing="$missing pdsh"
 command -v mpirun >/dev/null || missing="$missing openmpi-bin"
 command -v srun >/dev/null || missing="$missing slurm-wlm"
 command -v munged >/dev/null || test -x /usr/sbin/munged || missing="$missing munge"
+command -v etcd >/dev/null || missing="$missing etcd-server"
 test -n "$missing" || exit 0
 apt-get update -qq
 # shellcheck disable=SC2086  # a list of names

@@ -97,6 +97,8 @@ class Job:
         cores: cores of this node that are divided among its processes; () leaves each process all of them.
         core_files: whether a process that crashes leaves a core file, which is then read.
         assignment, reach: what other hosts run and how they are reached, where this one starts it there.
+        store: URL of a store off the nodes (`store.py`); "" for none.
+        tls: whether launchers encrypt what they say to each other: "no", "yes", or files joined by commas (`tls.py`).
         secret: by which the launchers of several nodes know each other; "" for the user's own (`secret.py`).
     """
 
@@ -125,6 +127,8 @@ class Job:
     core_files: bool = False
     assignment: Assignment | None = None
     reach: Reach = Reach()
+    store: str = field(default="", repr=False)  # it may hold a password
+    tls: str = "no"
     secret: str = field(default="", repr=False)
 
     @property
