@@ -9,6 +9,9 @@ A `Schedule` is a pure function of its seed: how many hosts there are, what they
   one, or has ended; and once the network is whole and all hosts are started again, they are in one round;
 - success is success of all: a launcher ends with code 0 only if all members of its last round had done their work.
 
+Where a schedule has a store, it is one more host, "S": it answers reads and compare-and-swaps, late or never, is cut off,
+stops for a while, or comes back without its memory.
+
 Connections are as TCP's: ordered, delayed, and silent while their link is cut, so that what was sent arrives later; an end
 that a dead launcher's system has closed is told, one of a host without power is not.
 """
@@ -24,6 +27,7 @@ from typing import Any, Literal
 from paceline.launch.membership import Membership
 from paceline.launch.messages import Message, decode, encode
 from paceline.launch.rounds import Member, Report, Round, Rules
+from paceline.launch.witness import Request, Seal, Witness, answer_of
 
 Kind = Literal[
     "start",
@@ -39,6 +43,9 @@ Kind = Literal[
     "cut one way",
     "slow",
     "mend",
+    "store down",
+    "store up",
+    "store forgets",
 ]
 _WEIGHTS: dict[Kind, int] = {
     "start": 5, "kill": 4, "power off": 3, "power on": 1, "leave": 2, "stop": 2, "continue": 1, "fail": 3, "done": 1, "cut": 4,
@@ -59,6 +66,9 @@ _DELAY_S = (0.001, 0.05)
 _SLOW_S = (0.05, 3.0)
 _RESENT_S = (0.01, 1.5)  # after a link is mended, until TCP sends again what was lost
 _STOPPED_S = (0.1, 1.5)  # what processes take to end when they are told to
+STORE = "S"
+_STORE_WEIGHTS: dict[Kind, int] = {"store down": 2, "store up": 2, "store forgets": 1}
+_STORE_TIMEOUT_S = 3.0  # after which a launcher's client of the store gives up
 _STABLE_S = 6.0  # longer than a launcher may be silent: nothing is left to be noticed
 
 
@@ -98,12 +108,13 @@ class Schedule:
     saves: bool
     mended: bool  # whether the network is whole again at the end
     faults: tuple[Fault, ...]
+    store: bool = False
 
     @classmethod
-    def drawn(cls, seed: int) -> Schedule:
+    def drawn(cls, seed: int, store: bool = False) -> Schedule:
         """The schedule of a seed."""
         draw = random.Random(seed)
-        number = draw.choice((2, 3, 3, 3, 4, 5))
+        number = draw.choice((2, 2, 2, 3, 4, 5) if store else (2, 3, 3, 3, 4, 5))
         hosts = "abcde"[:number]
         most = draw.choice((number, number, max(number - 1, 2)))
         least = draw.choice((1, 1, min(2, most), most // 2 + 1, most))
@@ -114,41 +125,45 @@ class Schedule:
         for _ in range(draw.randrange(1, 9)):
             at += draw.choice(_PAUSES_S) * draw.uniform(0.8, 1.2)
             if draw.random() < 0.3:
-                faults += _loss_out_of_sight(draw, hosts, at)
+                faults += _loss_out_of_sight(draw, hosts, at, store)
             else:
-                faults += _fault(draw, hosts, at)
+                faults += _fault(draw, hosts, at, store)
             at = max(at, faults[-1].at)
         faults.sort(key=lambda fault: fault.at)
         numbered, saves, mended = (draw.random() < share for share in (0.25, 0.7, 0.75))
-        return cls(seed, hosts, rules, contacts, numbered and most == number, saves, mended, tuple(faults))
+        return cls(seed, hosts, rules, contacts, numbered and most == number, saves, mended, tuple(faults), store)
 
     def __str__(self) -> str:
         lines = [
             f"seed {self.seed}: hosts {self.hosts}, {self.rules.least} to {self.rules.most} in a round, "
             f"{self.rules.max_restarts} restarts, contacts {self.contacts}, numbered {self.numbered}, "
-            f"processes save {self.saves}, mended at the end {self.mended}",
+            f"processes save {self.saves}, mended at the end {self.mended}, store {self.store}",
             *map(str, self.faults),
         ]
         return "\n".join(lines)
 
 
-def _fault(draw: random.Random, hosts: str, at: float) -> list[Fault]:
+def _fault(draw: random.Random, hosts: str, at: float, store: bool) -> list[Fault]:
     """Anything, to anybody."""
-    (kind,) = draw.choices(list(_WEIGHTS), list(_WEIGHTS.values()))
+    weights = {**_WEIGHTS, **_STORE_WEIGHTS} if store else _WEIGHTS
+    (kind,) = draw.choices(list(weights), list(weights.values()))
     one, other = draw.sample(hosts, 2)
     if kind == "cut" and draw.random() < 0.4:
-        return _isolated(one, hosts, at)
+        return _isolated(draw, one, hosts, at, store)
     if kind in ("cut", "cut one way", "slow"):
+        if store and draw.random() < 0.3:
+            other = STORE
         return [Fault(at, kind, (one, other))]
-    return [Fault(at, kind)] if kind in ("done", "mend") else [Fault(at, kind, (one,))]
+    return [Fault(at, kind)] if kind in ("done", "mend", *_STORE_WEIGHTS) else [Fault(at, kind, (one,))]
 
 
-def _isolated(host: str, hosts: str, at: float) -> list[Fault]:
-    """A host is cut off from all others."""
-    return [Fault(at, "cut", (host, other)) for other in hosts if other != host]
+def _isolated(draw: random.Random, host: str, hosts: str, at: float, store: bool) -> list[Fault]:
+    """A host is cut off from all others, and mostly from the store too."""
+    others = hosts + STORE if store and draw.random() < 0.7 else hosts
+    return [Fault(at, "cut", (host, other)) for other in others if other != host]
 
 
-def _loss_out_of_sight(draw: random.Random, hosts: str, at: float) -> list[Fault]:
+def _loss_out_of_sight(draw: random.Random, hosts: str, at: float, store: bool) -> list[Fault]:
     """A host sees and hears nothing while another is lost, and then both things at once: here evidence misleads."""
     blind, lost = draw.sample(hosts, 2)
     how: Kind = draw.choice(("kill", "kill", "leave", "power off"))
@@ -156,7 +171,7 @@ def _loss_out_of_sight(draw: random.Random, hosts: str, at: float) -> list[Fault
     loss = Fault(again - draw.choice((0.0, 0.1, 1.0)), how, (lost,))
     if draw.random() < 0.6:
         return [Fault(at, "stop", (blind,)), loss, Fault(again, "continue", (blind,))]
-    return [*_isolated(blind, hosts, at), loss, Fault(again, "mend")]
+    return [*_isolated(draw, blind, hosts, at, store), loss, Fault(again, "mend")]
 
 
 @dataclass(eq=False)
@@ -180,10 +195,16 @@ class Host:
         self.name = name
         self.saves = saves
         # A launcher founds a run where it listens at the first place that all were told.
-        founds = contacts[0] == name if node < 0 else node == 0
         me = Member(f"{name}.{network.launched}", name, 1, name, 1, node)
-        wall = 1000.0 + network.now + network.clock_skew_s[name]
-        self.membership = Membership(me, rules, founds, [(contact, 1) for contact in contacts], network.now, wall)
+        wall = 1000.0 + network.now + network.clock_skew_s.get(name, 0.0)
+        if network.has_store:
+            life = f"{me.id} founds "
+            witness = Witness(network.seal, name, lambda: life + str(network.draw.random()), "store", network.now)
+            rules = replace(rules, store="a store")
+            self.membership = Membership(me, rules, False, (), network.now, wall, witness)
+        else:
+            founds = contacts[0] == name if node < 0 else node == 0
+            self.membership = Membership(me, rules, founds, [(contact, 1) for contact in contacts], network.now, wall)
         self.sockets: dict[int, Socket] = {}
         self.next_key = 2  # of incoming connections: even numbers
         self.gone = False
@@ -207,6 +228,8 @@ class Host:
         while membership.peers.actions:
             kind, key, *rest = membership.peers.actions.pop(0)
             network.act(self, kind, key, *rest)
+        while membership.store is not None and membership.store.witness.requests:
+            network.ask_store(self, membership.store.witness.requests.pop(0))
         if membership.round_to_start is not None:
             if self.running is not None:
                 raise Violation(
@@ -273,13 +296,15 @@ class Simulation:
 
     Args:
         seed: of all delays.
-        tracing: whether what happens is written dmembership.
+        tracing: whether what happens is written down.
         on_the_wire: whether messages are written and read as on a real connection (slower).
+        has_store: whether launchers are told of a store.
     """
 
     seed: int = 0
     tracing: bool = False
     on_the_wire: bool = False
+    has_store: bool = False
     now: float = 0.0
     hosts: dict[str, Host] = field(default_factory=dict)
     ended: list[Host] = field(default_factory=list)
@@ -292,7 +317,11 @@ class Simulation:
     whole: dict[float, Round] = field(default_factory=dict)  # by run: the last round that all its members ran
     worked: dict[tuple[float, int], set[str]] = field(default_factory=dict)  # members of every such round
 
+    seal = Seal("a secret of sixteen", "paceline")
+
     def __post_init__(self) -> None:
+        self.stored: str | None = None  # by the store
+        self.store_is_up = True
         self.draw = random.Random(self.seed)
         self.clock_skew_s = {name: self.draw.uniform(-3, 3) for name in "abcde"}
         self._events: list[tuple[Any, ...]] = []
@@ -300,6 +329,7 @@ class Simulation:
         self._cut: set[tuple[str, str]] = set()  # links that carry nothing from the first to the second
         self._slow: set[tuple[str, str]] = set()
         self._lost: list[tuple[str, str, Socket, Callable[..., None], tuple[Any, ...]]] = []  # what TCP will send again
+        self._late_requests: list[Callable[[], None]] = []  # the same, to the store
 
     # Time
 
@@ -375,6 +405,16 @@ class Simulation:
             kind, key, *rest = host.membership.peers.actions.pop(0)
             self.act(host, kind, key, *rest)
         self.off(host)
+        self._leave_store(host, 4)
+
+    def _leave_store(self, host: Host, attempts: int) -> None:
+        """A launcher that ends takes itself out of the store, as far as that is possible in a moment."""
+        store = host.membership.store
+        if attempts and store is not None and not store.leave(self.now):
+            for request in store.witness.requests:
+                self.ask_store(host, request)
+            store.witness.requests.clear()
+            self.later(0.5, self._leave_store, host, attempts - 1)
 
     def freeze(self, host: Host) -> None:
         """A launcher is stopped by a signal; its processes go on."""
@@ -410,6 +450,10 @@ class Simulation:
             delay = delays.setdefault(id(socket), self.draw.uniform(*_RESENT_S))
             socket.last_arrival = max(socket.last_arrival, self.now + delay)
             self.later(delay, call, socket, *args)
+        late, self._late_requests = self._late_requests, []
+        for arrives in late:
+            if self.draw.random() < 0.5:
+                self.later(self.draw.uniform(*_RESENT_S), arrives)
 
     def act(self, host: Host, kind: str, key: int, *rest: Any) -> None:
         """What a launcher asks of the network."""
@@ -486,6 +530,45 @@ class Simulation:
             self.trace(host, f"<- {sender}: {message}")
         host.membership.on_message(socket.key, message, self.now)
         host.react()
+
+    # The store
+
+    def ask_store(self, host: Host, request: Request) -> None:
+        """A request goes to the store; where it gets no answer, the client says so after a while."""
+        answered = [False]
+
+        def arrives() -> None:
+            if not self.store_is_up:
+                return
+            self.stored, _ = answer_of(self.stored, request)
+            if (STORE, host.name) not in self._cut:
+                self.later(self._store_delay(host), answer, self.stored, "")
+
+        def answer(value: str | None, trouble: str) -> None:
+            if answered[0]:
+                return
+            if host.gone:
+                if host.membership.store is not None:
+                    host.membership.store.witness.on_answer(request.key, value, trouble, self.now)
+                return
+            if host.frozen:
+                host.inbox.append((answer, value, trouble))
+                return
+            answered[0] = True
+            self.trace(host, f"<- store: {value and value[65:]} {trouble}")
+            if host.membership.store is not None:
+                host.membership.store.on_answer(request.key, value, trouble, self.now)
+            host.react()
+
+        self.trace(host, f"-> store: {request.new[65:] if request.new else 'read'}")
+        if (host.name, STORE) in self._cut:
+            self._late_requests.append(arrives)  # it may be on its way yet
+        else:
+            self.later(self._store_delay(host), arrives)
+        self.later(_STORE_TIMEOUT_S, answer, None, "no answer")
+
+    def _store_delay(self, host: Host) -> float:
+        return self.draw.uniform(*(_SLOW_S if (host.name, STORE) in self._slow else _DELAY_S))
 
     # What must hold
 
@@ -574,6 +657,11 @@ class Simulation:
             self._slow |= {fault.hosts, fault.hosts[::-1]}  # type: ignore[arg-type]
         elif fault.kind == "mend":
             self.mend()
+        elif fault.kind in ("store down", "store forgets"):
+            self.store_is_up = fault.kind == "store forgets"
+            self.stored = None if fault.kind == "store forgets" else self.stored
+        elif fault.kind == "store up":
+            self.store_is_up = True
         elif fault.kind == "power on":
             self.dark.discard(name)
         elif fault.kind == "done":
@@ -610,6 +698,7 @@ class Simulation:
         self._slow.clear()
         if schedule.mended:
             self.mend()
+            self.store_is_up = True
             for host in list(self.hosts.values()):
                 self.thaw(host)
         self._decide(schedule)
@@ -649,7 +738,7 @@ class Simulation:
 
 def violation_of(schedule: Schedule, *, tracing: bool = False, on_the_wire: bool = False) -> tuple[str, list[str]]:
     """What a schedule breaks ("" for nothing), and its trace."""
-    simulation = Simulation(schedule.seed, tracing, on_the_wire)
+    simulation = Simulation(schedule.seed, tracing, on_the_wire, schedule.store)
     try:
         simulation.play(schedule)
     except Exception as error:

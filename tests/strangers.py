@@ -56,6 +56,10 @@ def message(draw: random.Random) -> bytes:
         return draw.choice(ONE_LINERS)
     if kind == 1:
         return draw.randbytes(draw.randrange(1, 2000))
+    if draw.random() < 0.1:  # a record of TLS: its type, version and length, and something inside
+        inside = draw.randbytes(draw.randrange(0, 600))
+        length = draw.choice((len(inside), draw.randrange(1 << 16)))
+        return draw.choice((b"\x14", b"\x15", b"\x16", b"\x17")) + b"\x03\x03" + length.to_bytes(2) + inside
     if kind == 2:  # the form of a proof, without the secret
         return f"{draw.randbytes(32).hex()} {draw.randbytes(32).hex()}\n".encode()
     if kind == 3:

@@ -12,6 +12,7 @@ command -v srun >/dev/null || missing="$missing slurm-wlm"
 command -v munged >/dev/null || test -x /usr/sbin/munged || missing="$missing munge"
 command -v iptables >/dev/null || test -x /usr/sbin/iptables || missing="$missing iptables"
 ls /usr/lib/*/faketime/libfaketime.so.1 >/dev/null 2>&1 || missing="$missing libfaketime"
+command -v etcd >/dev/null || missing="$missing etcd-server"
 test -n "$missing" || exit 0
 apt-get update -qq
 # shellcheck disable=SC2086  # a list of names

@@ -88,24 +88,27 @@ def listening(port: int) -> bool:
         return link.connect_ex(("127.0.0.1", port)) == 0
 
 
-@pytest.mark.parametrize("count", [2000, pytest.param(100_000, marks=[pytest.mark.long, pytest.mark.timeout(900)])])
+@pytest.mark.parametrize(
+    ("count", "tls"),
+    [(2000, "yes"), pytest.param(100_000, "no", marks=[pytest.mark.long, pytest.mark.timeout(900)])],
+)
 def test_a_run_among_strangers(
-    node: Callable[..., subprocess.Popen[str]], port: int, tmp_path: Path, count: int
+    node: Callable[..., subprocess.Popen[str]], port: int, tmp_path: Path, count: int, tls: str
 ) -> None:
-    first, stranger = node(0), Stranger(port)
+    first, stranger = node(0, "--tls", tls), Stranger(port)
     wait_for(lambda: listening(port))
     assert list(one_liners(port)) == list(ONE_LINERS)
     stranger.send(count // 3)  # before the other node is admitted
     assert first.poll() is None, first.communicate()
 
     # While it is: of another secret, which is told so, and then of this one.
-    other = node(1, home="elsewhere")
+    other = node(1, "--tls", tls, home="elsewhere")
     begun = time.monotonic()
     while other.poll() is None and time.monotonic() - begun < 60:
         stranger.send(2)
         time.sleep(0.02)
     assert "has another secret than this one.  [launch-secret]" in other.communicate()[1]
-    second = node(1)
+    second = node(1, "--tls", tls)
     up = [tmp_path / "0.up", tmp_path / "1.up"]
     while not all(each.exists() for each in up) and None is first.poll() is second.poll():
         stranger.send(2)

@@ -87,6 +87,13 @@ TABLE: dict[str, Variable] = _table(
         None,
         "File that holds that secret instead, readable by its owner alone; without either, ~/.paceline/secret.",
     ),
+    Variable(
+        "PACELINE_STORE_PASSWORD",
+        str,
+        None,
+        "Password for the store of `--store`, where its URL names a user alone.",
+        secret=True,
+    ),
     Variable("PACELINE_DEBUG", parse_bool, False, "Checks every collective across ranks and explains hangs."),
     Variable("PACELINE_TIMEOUT_S", float, None, "Seconds after which a collective that some rank never enters fails."),
     Variable(

@@ -39,7 +39,9 @@ def _accelerators(value: str) -> dict[str, str]:
 
 
 def _endpoint(value: str) -> dict[str, str]:
-    """HOST or HOST:PORT; an IPv6 address with a port stands in brackets."""
+    """HOST or HOST:PORT, where an IPv6 address with a port stands in brackets; or the URL of a store."""
+    if "://" in value:
+        return {"store": value}
     host, colon, port = value.rpartition(":")
     if not colon or not port.isdigit():
         return {"main_address": value}

@@ -262,6 +262,15 @@ class LaunchSettings:
         "How nodes are numbered: static, as --node-rank says, if it does; c10d, as torchrun has it, in the order they come.",
         _NODES,
     )  # fmt: skip
+    store: str | None = setting(
+        None, matching(r"\w+://\S+", "etcd://HOST:2379, etcds://HOST or c10d://HOST:29400", "URL"),
+        "Store off the nodes: there they find each other, and half of them may go on without the others; not set: none.",
+        _NODES,
+    )  # fmt: skip
+    tls: str = setting(
+        "no", matching(r"no|yes|[^,]+,[^,]+(,[^,]+)?", "no, yes, or the files CERT,KEY or CERT,KEY,CA", "no|yes|FILES"),
+        "Encrypts what the launchers of several nodes say to each other; yes: with certificates that it makes.", _NODES,
+    )  # fmt: skip
     rdzv_conf: str = setting(
         "", matching(r"|[^=,]+=[^,]*(,[^=,]+=[^,]*)*", "key=value pairs joined by commas", "KEY=VALUE,..."),
         "How patient nodes are: join_timeout, last_call_timeout, keep_alive_interval, keep_alive_max_attempt; run_id.",

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import socket
+import ssl
 import time
 from contextlib import suppress
 
 from paceline.launch.messages import Message, decode, encode
 from paceline.launch.proof import Proof, Unproved
+from paceline.launch.tls import Tls, fingerprint_of
 
 
 class Connection:
@@ -19,6 +21,7 @@ class Connection:
         secret: the run's.
         connecting: whether this end opens it.
         peer: the other's address, where that one opened it.
+        tls: what to encrypt with; None for nothing.
 
     Attributes:
         since: when it came to be.
@@ -26,12 +29,19 @@ class Connection:
         problem: why the other end is no launcher of this run: "secret" or "stranger" (`Unproved`); "" while it may be.
     """
 
-    def __init__(self, key: int, sock: socket.socket, secret: str, connecting: bool, peer: str = "") -> None:
+    def __init__(
+        self, key: int, sock: socket.socket, secret: str, connecting: bool, peer: str = "", tls: Tls | None = None
+    ) -> None:
         self.key, self.sock, self.connecting, self.peer = key, sock, connecting, peer
         self.since = time.monotonic()
         self.closing_since: float | None = None
         self.problem = ""
-        self._proof = Proof(secret, caller=connecting)
+        self._tls = tls
+        self._is_caller = connecting
+        self._shakes_hands = False  # while both ends agree on keys
+        self._is_over = False  # the other end has hung up meanwhile
+        self._awaits_room = False  # what TLS has to send does not fit in now
+        self._proof = Proof(secret, caller=connecting, tls=tls is not None)
         self._out = self._proof.greeting
         self._unsealed: list[Message] = []
         sock.setblocking(False)
@@ -49,7 +59,7 @@ class Connection:
     @property
     def has_unsent(self) -> bool:
         """Whether there is something to send once the network takes it."""
-        return bool(self._out)
+        return self._awaits_room or (bool(self._out) and not self._shakes_hands)
 
     @property
     def all_sent(self) -> bool:
@@ -70,24 +80,27 @@ class Connection:
 
     def flush(self) -> None:
         """Sends what waits; a peer that is gone is noticed by reading."""
-        if self.connecting:
+        if self.connecting or self._shakes_hands:
             return
         try:
             while self._out:
                 self._out = self._out[self.sock.send(self._out) :]
-        except BlockingIOError:
+        except (BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError):
             pass
         except OSError:
             self._out, self._unsealed = b"", []
         if self.all_sent and self.closing_since is not None:
             with suppress(OSError):
-                self.sock.shutdown(socket.SHUT_WR)
+                # The socket's own: TLS's would take the end of what is still to be read for plain text.
+                socket.socket.shutdown(self.sock, socket.SHUT_WR)
 
     def receive(self) -> tuple[list[Message], bool]:
         """The messages that have come, and whether the connection goes on."""
+        if self._proof.awaits_tls and not self._encrypt():
+            return [], not (self.problem or self._is_over)
         try:
             data = self.sock.recv(1 << 16)
-        except BlockingIOError:
+        except (BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError):
             return [], True
         except OSError:
             data = b""
@@ -103,6 +116,41 @@ class Connection:
             self.problem = "stranger"
             return [], False
         self._out += answer
+        if self._proof.awaits_tls and not self._encrypt():
+            return [], not (self.problem or self._is_over)
         self._seal()
         self.flush()
         return messages, bool(data)
+
+    def _encrypt(self) -> bool:
+        """Agrees on keys with the other end, as far as that goes now; returns whether it is done."""
+        assert self._tls is not None, "the proof asks for it"
+        if self._out and not self._shakes_hands:
+            self.flush()
+            return False  # the listener's greeting goes first
+        try:
+            if not self._shakes_hands:
+                context = self._tls.caller if self._is_caller else self._tls.listener
+                self.sock = context.wrap_socket(
+                    self.sock, server_side=not self._is_caller, do_handshake_on_connect=False
+                )
+                self._shakes_hands = True
+            assert isinstance(self.sock, ssl.SSLSocket), "it has been wrapped"
+            self._awaits_room = False
+            self.sock.do_handshake()
+        except (BlockingIOError, ssl.SSLWantReadError):
+            return False
+        except ssl.SSLWantWriteError:
+            self._awaits_room = True
+            return False
+        except (ssl.SSLEOFError, ConnectionError):
+            self._is_over = True
+            return False
+        except (OSError, ValueError):
+            self.problem = "stranger"
+            return False
+        self._shakes_hands = False
+        certificate = fingerprint_of(self.sock) if self._is_caller else self._tls.fingerprint
+        self._out += self._proof.encrypted(certificate)
+        self.flush()
+        return True

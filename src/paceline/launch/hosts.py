@@ -102,6 +102,12 @@ def chosen(settings: Launch) -> tuple[Slots, ...]:
         fix = "give one number, or start the command on each host without --hostfile"
         what = "a range of nodes cannot be started from one host."
         problems.append(Problem("host-flags", what, f"nodes={launch.nodes} ({said['nodes']})", fix))
+    if launch.store is not None:
+        what = (
+            "a store is for launchers that are started on each host: here one command starts them, and ends with them."
+        )
+        fix = "leave it out, or start the command on each host without --hostfile"
+        problems.append(Problem("host-flags", what, f"store ({said['store']}); {by_whom}", fix))
     if not named:
         problems += _of_a_hostfile(settings)
     if problems:

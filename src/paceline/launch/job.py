@@ -71,7 +71,7 @@ def job_of(settings: Launch, script: str, args: Sequence[str], env: Mapping[str,
         timeout_s=settings.run.timeout_s or 600.0,
         log_dir=launch.log_dir, tee=_streams(settings, procs), ranks=shown_ranks(settings, procs), backend=launch.rdzv_backend,
         options=dict(pair.split("=", 1) for pair in launch.rdzv_conf.split(",") if pair), compat=launch.compat or "",
-        cores=cores, core_files=launch.cores,
+        cores=cores, core_files=launch.cores, store=launch.store or "", tls=launch.tls,
     )  # fmt: skip
     return job, notices
 
@@ -125,6 +125,16 @@ def _nodes(settings: Launch, env: Mapping[str, str], notices: list[str]) -> tupl
     if most > 1 and "node_rank" not in said and launch.rdzv_backend == "static" and index.isdecimal():
         # An Indexed Job numbers its pods. One node alone is no part of a run: its number counts something else.
         numbered, node_rank = True, int(index)
+    if launch.store and launch.main_address is not None:
+        raise LaunchError(
+            "launch-store",
+            "a store and an address are two ways for nodes to find each other.",
+            why=f"--store (--rdzv-endpoint) names a store, and --main-address says {launch.main_address}",
+            fix="leave --main-address out: the store says where the nodes are",
+        )
+    if launch.store:
+        # Without a number of its own a node takes the place in which it comes.
+        return World(node=node_rank if numbered else 0, nodes=most, port=0), numbered
     if most > 1 and launch.main_address is None and (node_rank > 0 or isinstance(launch.nodes, str)):
         raise LaunchError(
             "launch-address",

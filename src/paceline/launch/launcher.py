@@ -99,6 +99,8 @@ class Job:
         core_files: whether a process that crashes leaves a core file, which is then read.
         assignment, reach: what other hosts run and how they are reached, where this one starts it there.
         cluster: the launcher's own settings, an object of its class in `config/clusters`; None where it has none.
+        store: URL of a store off the nodes (`store.py`); "" for none.
+        tls: whether launchers encrypt what they say to each other: "no", "yes", or files joined by commas (`tls.py`).
         secret: by which the launchers of several nodes know each other; "" for the user's own (`secret.py`).
         allocation: the nodes that SLURM has given to the job that this process is in; None where it is in none.
     """
@@ -129,6 +131,8 @@ class Job:
     assignment: Assignment | None = None
     reach: Reach = Reach()
     cluster: Any = None
+    store: str = field(default="", repr=False)  # it may hold a password
+    tls: str = "no"
     secret: str = field(default="", repr=False)
     allocation: Allocation | None = None
 

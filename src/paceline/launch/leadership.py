@@ -35,7 +35,7 @@ from paceline.launch.messages import (
     StopProcesses,
     SwitchRun,
 )  # fmt: skip
-from paceline.launch.rounds import Cause, End, LossKind, Member, Place, Report, Round, has_quorum
+from paceline.launch.rounds import Cause, End, LossKind, Member, Place, Report, Round
 
 if TYPE_CHECKING:
     from paceline.launch.membership import Membership
@@ -72,6 +72,7 @@ class Leadership:
         self.suspects: set[str] = set()  # members whose connection ended: are they dead?
         self.accepted_by: set[str] = set()
         self.committed = list(membership.configurations)
+        self.stopped_how: StopMode | Literal[""] = ""  # how the members' processes were last told to end
         self.first_report_at: float | None = None
         self.announced_at = float("-inf")
         latest = membership.latest_round
@@ -91,6 +92,8 @@ class Leadership:
             self.noticed_at = since
             self.enough_since = now
         self.gathering_since = now
+        if latest is not None:
+            self.stopped_how = "end" if lost[0] == "lost" else "save"
         for member_id in self.peers.connection_of:
             self.peers.last_heard_at[member_id] = now
             self.peers.send(member_id, Joined(membership.me, self.number, is_member=member_id in members))
@@ -141,7 +144,7 @@ class Leadership:
     def refused(self, problem: Problem, message: Join) -> None:
         """A launcher was told something else: before the first round, this run's nodes were started differently, and none
         can begin. A launcher of another run has only come to a wrong place."""
-        if self.membership.round is None and message.rules[-1] == self.rules.run:
+        if self.membership.round is None and message.rules[3] == self.rules.run:
             self.finish(End(1, problem.what, error=problem))
 
     def on_closed(self, member_id: str, now: float) -> None:
@@ -163,7 +166,7 @@ class Leadership:
         if isinstance(request.question, Probe):
             self.suspects.discard(request.member_id)
             if answer is not None and answer.leads and answer.round > self.number:
-                self.membership.step_down("the others went on without this node; it joins them", now)
+                self.membership.step_down("the others went on without this node; it joins them", "", now)
             return
         if answer is None or not answer.leads or answer.member_id == self.membership.me.id:
             return
@@ -178,11 +181,14 @@ class Leadership:
         self._announce(now)
         if self.stage == "run":
             self._watch_round(now)
-        if self.stage == "halt" and not self.suspects and self.reports.keys() >= set(self.members):
+        # Lengths first: this is looked at after every message of a member.
+        has_all_reports = len(self.reports) >= len(self.members) and self.reports.keys() >= set(self.members)
+        if self.stage == "halt" and not self.suspects and has_all_reports:
             self._decide(now)
         if self.stage == "gather" and self.membership.end is None:
             self._gather(now)
-        if self.stage == "propose" and self.accepted_by >= set(self.members):
+        is_accepted = len(self.accepted_by) >= len(self.members) and self.accepted_by >= set(self.members)
+        if self.stage == "propose" and is_accepted:
             self._commit(now)
 
     def _remove(self, member_id: str, cause: Cause, now: float) -> None:
@@ -209,9 +215,12 @@ class Leadership:
         # Processes that end at different moments disturb each other: those that save may go on doing so.
         if cause.kind == "failed" and self.cause.kind in ("left", "grow"):
             return
-        for member in self.members:
-            if member not in self.reports:
-                self.peers.send(member, StopProcesses(how, cause.why))
+        # A rack that is lost is many losses: the others are told once, and again where they have no more time to save.
+        if self.stopped_how != "end" and how != self.stopped_how:
+            self.stopped_how = how
+            for member in self.members:
+                if member not in self.reports:
+                    self.peers.send(member, StopProcesses(how, cause.why))
         self.membership.request_stop(how, cause.why)
 
     def _watch_round(self, now: float) -> None:
@@ -270,8 +279,12 @@ class Leadership:
 
     def _gather(self, now: float) -> None:
         """Begins a round once there are enough nodes."""
-        if not has_quorum(self.members, self.committed, self.membership.dead):
-            self.membership.step_down("too few nodes are left to go on; this one looks for the others", now)
+        may_go_on = self.membership.has_quorum(self.members, self.committed, now)
+        if may_go_on is None and now - self.gathering_since <= self.rules.silence_limit_s:
+            return  # the store is asked
+        if not may_go_on:
+            note = "too few nodes are left to go on; this one looks for the others"
+            self.membership.step_down(note, self.cause.why, now)
             return
         for member_id in list(self.waiting):
             if member_id in self.reports and len(self.members) < self.rules.most:
@@ -306,6 +319,7 @@ class Leadership:
         self.stage = "propose"
         self.accepted_by = {self.membership.me.id}
         self.membership.proposed = proposed
+        self.membership.proposed_by = self.membership.me.id
         self.membership.configurations = [*self.committed, proposed.ids]
         for member_id in self.members:
             self.peers.send(member_id, Proposal(proposed, tuple(self.committed)))
@@ -324,6 +338,7 @@ class Leadership:
         self.committed = [proposed.ids]
         self.stage = "run"
         self.cause = Cause()
+        self.stopped_how = ""
         self.first_report_at = None
 
     def finish(self, end: End) -> None:

@@ -15,11 +15,12 @@ What it guarantees is written in docs/adr/0021-membership-guarantees.md, and sim
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 
 from paceline.launch import membership_errors
 from paceline.launch.leadership import Leadership
+from paceline.launch.membership_store import StoreOfRun
 from paceline.launch.messages import (
     Accept,
     Announce,
@@ -57,12 +58,12 @@ from paceline.launch.rounds import (
     member_name,
     newest_members_first,
 )
+from paceline.launch.witness import Witness
 
 _ASK_AGAIN_S = 0.5
 _ASKED_AT_ONCE = 16
-_SECRET_S = 2.0  # a launcher whose secret differs asks for this long before it gives up
 # Places where no launcher of this run has answered. Who cannot prove the secret counts no more than silence does.
-_NO_LAUNCHER = ("refused", "silent", "stranger", "secret")
+_NO_LAUNCHER = ("refused", "silent", "stranger", "secret", "tls")
 
 
 class Membership:
@@ -75,6 +76,7 @@ class Membership:
         contacts: where to ask for a run.
         now: seconds of a clock that only goes forward; so everywhere here.
         wall: the time of day (seconds since the epoch).
+        witness: the store that all use; None without one.
 
     Attributes:
         peers: the connections; its `actions` are for the network.
@@ -85,7 +87,14 @@ class Membership:
     """
 
     def __init__(
-        self, me: Member, rules: Rules, is_founder: bool, contacts: Sequence[Place], now: float, wall: float = 0.0
+        self,
+        me: Member,
+        rules: Rules,
+        is_founder: bool,
+        contacts: Sequence[Place],
+        now: float,
+        wall: float = 0.0,
+        witness: Witness | None = None,
     ) -> None:
         self.me = me
         self.rules = rules
@@ -94,6 +103,7 @@ class Membership:
         self.founded_at = wall
         self._wall_at_zero = wall - now
         self.peers = Peers(rules, now)
+        self.store = StoreOfRun(self, witness) if witness is not None else None
         self.notes: list[str] = []
         self.round_to_start: Round | None = None
         self.stop_request: tuple[StopMode, str] | None = None
@@ -102,6 +112,7 @@ class Membership:
         self.report: Report | None = None  # None until the launcher has said that it is ready, and while processes run
         self.round: Round | None = None  # the last one that was begun
         self.proposed: Round | None = None
+        self.proposed_by = ""
         self.configurations: list[tuple[str, ...]] = []  # sets of members; a round needs a quorum of each
         self.dead: set[str] = set()
         self.highest_round = 0  # the number of the last decision that anybody is known to have heard of
@@ -131,6 +142,7 @@ class Membership:
             self.peers.last_heard_at[member_id] = now
             if isinstance(message, Heartbeat | HeartbeatAck):
                 self.peers.on_heartbeat(key, message)
+                return  # it decides nothing, and a leader of thousands gets thousands a second
             elif self.leadership is not None:
                 self.leadership.on_message(member_id, message, now)
             elif member_id == self.leader_id:
@@ -144,7 +156,7 @@ class Membership:
         self._step(now)
 
     def on_closed(self, key: int, how: str, now: float) -> None:
-        """A connection has ended: "refused", "silent" (never came to be), "closed", "secret" or "stranger" (`Unproved`)."""
+        """A connection has ended: "refused", "silent" (never came to be), "closed", or as `Unproved` says."""
         request = self.peers.requests.pop(key, None)
         if request is not None:
             self._on_no_answer(request, how, now)
@@ -294,10 +306,10 @@ class Membership:
         self._last_asked = NEVER
         self.request_stop("save" if how == "left" else "end", why)
 
-    def step_down(self, why: str, now: float) -> None:
+    def step_down(self, note: str, why: str, now: float) -> None:
         """Leads no more: too few are left to go on."""
-        self.notes.append(why)
-        self._lose_leader("lost", why, now)
+        self.notes.append(note)
+        self._lose_leader("lost", why or note, now)
 
     def request_stop(self, how: StopMode, why: str) -> None:
         """Has this launcher's own processes ended."""
@@ -311,6 +323,14 @@ class Membership:
             self.leadership.step(now)
         elif not self.leader_id:
             self._seek(now)
+        if self.store is not None:
+            self.store.step(now)
+
+    def has_quorum(self, here: Collection[str], configurations: Sequence[Sequence[str]], now: float) -> bool | None:
+        """Whether those who are here may go on; None while the store has not said whose its vote is."""
+        if self.store is not None:
+            return self.store.has_quorum(here, configurations, now)
+        return has_quorum(here, configurations, self.dead)
 
     def _seek(self, now: float) -> None:
         if now - self._last_asked >= _ASK_AGAIN_S and not self.leaving:
@@ -330,7 +350,7 @@ class Membership:
         if members:
             self._become_leader(members, now)
         else:
-            self._give_up(now)
+            self.end = membership_errors.end_of_search(self, now)
 
     def _members_to_lead(self, now: float) -> list[str]:
         """With whom this launcher may lead now, in the order of the last rounds; [] where it may not."""
@@ -342,7 +362,7 @@ class Membership:
         here = {self.me.id, *self.peers.connection_of}
         missing = set(self.configurations[-1]) - here - self.dead
         waited = now - self.candidate_since >= SETTLE_S
-        if not has_quorum(here, self.configurations, self.dead) or (missing and not waited):
+        if (missing and not waited) or not self.has_quorum(here, self.configurations, now):
             return []
         return [member_id for member_id in newest_members_first(self.configurations) if member_id in here]
 
@@ -369,25 +389,6 @@ class Membership:
         self.leadership = Leadership(self, members, self.lost, self.leaderless_since, now)
         self.peers.send_heartbeats(now)
         self.leadership.step(now)
-
-    def _give_up(self, now: float) -> None:
-        """Ends where waiting longer helps nobody."""
-        waited_s = now - self.leaderless_since
-        if self.configurations:
-            # Where the loss itself is one failure too many, there is nothing to wait for.
-            over = self.rules.fixed and self.round is not None and self.round.restarts >= self.rules.max_restarts
-            limit_s = self.rules.silence_limit_s if over else self.rules.join_timeout_s
-            if waited_s > limit_s:
-                members = set(self.configurations[-1])
-                here = members & {self.me.id, *self.peers.connection_of}
-                problem = membership_errors.cut_off(self.lost[1], len(here), len(members))
-                self.end = End(1, self.lost[1], error=problem)
-            return
-        other_secret = membership_errors.other_secret(self.answers)
-        if other_secret is not None and waited_s > _SECRET_S:
-            self.end = End(1, error=other_secret)
-        elif waited_s > self.rules.join_timeout_s:
-            self.end = End(1, error=membership_errors.unanswered(self.rules.join_timeout_s, self.answers))
 
     def _on_answer(self, key: int, message: Message, now: float) -> None:
         request = self.peers.requests[key]
@@ -484,6 +485,7 @@ class Membership:
             if self.me.id not in message.round.ids or self.leader_id not in message.round.ids:
                 return
             self.proposed = message.round
+            self.proposed_by = self.leader_id
             self.is_member = True
             for member in self.proposed.members:
                 if member.id != self.leader_id:  # its address is known by what reached it

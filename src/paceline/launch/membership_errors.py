@@ -3,14 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from itertools import zip_longest
+from typing import TYPE_CHECKING, Any
 
 from paceline.base.errors import Problem
-from paceline.launch.rounds import Member, Place, Rules
+from paceline.base.version import VERSION
+from paceline.launch.rounds import End, Member, Place, Rules
 
-_TOLD = ("number of nodes", "number of nodes", "number of restarts", "name of the run (--rdzv-conf run_id)")
+if TYPE_CHECKING:
+    from paceline.launch.membership import Membership
 
-_ANSWERS = {"stranger": "is no launcher of Paceline", "secret": "has another secret"}
+_TOLD = (
+    "number of nodes",
+    "number of nodes",
+    "number of restarts",
+    "name of the run (--rdzv-conf run_id)",
+    "store (--rdzv-endpoint)",
+)
+
+_SECRET_S = 2.0  # a launcher whose secret differs asks for this long before it gives up
+_ANSWERS = {"stranger": "is no launcher of Paceline", "secret": "has another secret", "tls": "differs in --tls"}
 
 
 def disagreement(
@@ -26,7 +38,7 @@ def disagreement(
         theirs: what it was told, as `Rules.common`.
     """
     fix = "start the same command on every node, with another --node-rank on each, or with none on all"
-    for name, here, there in zip(_TOLD, mine.common, theirs, strict=True):
+    for name, here, there in zip_longest(_TOLD, mine.common, theirs, fillvalue="none"):
         if here != there:
             why = f"{_called(me)} says {here}, {_called(other)} says {there}"
             return Problem("launch-nodes", f"nodes disagree about the {name}.", why, fix)
@@ -40,12 +52,19 @@ def disagreement(
     return None
 
 
-def cut_off(lost: str, here: int, before: int) -> Problem:
-    """A part of a run that may not go on: `here` of the `before` nodes of its last round are left."""
+def cut_off(lost: str, here: int, before: int, store: str = "") -> Problem:
+    """A part of a run that may not go on: `here` of the `before` nodes of its last round are left.
+
+    Args:
+        lost: how the others went.
+        here, before: numbers of nodes.
+        store: why the store does not let this part go on; "" where there is none.
+    """
+    why = f"{here} of {before} nodes reach each other; the others may be going on"
     return Problem(
         "launch-cut-off",
         f"this node ended: {lost}, and too few are left to go on.",
-        f"{here} of {before} nodes reach each other; the others may be going on",
+        f"{why}; {store}" if store else why,
         "mend the network or the host, and start the same command here again: it joins the run",
     )
 
@@ -75,6 +94,29 @@ def other_secret(answers: Mapping[Place, str]) -> Problem | None:
     )
 
 
+def other_tls(answers: Mapping[Place, str]) -> Problem | None:
+    """The launchers that answer all encrypt where this one does not, or the other way round; None where they do not."""
+    places = [f"{address}:{port}" for (address, port), answer in answers.items() if answer == "tls"]
+    if not places or {"wait", "later"} & set(answers.values()):
+        return None
+    return Problem(
+        "launch-tls",
+        f"of this launcher and the one at {', '.join(places)}, one encrypts and the other does not.",
+        "they were started with and without --tls",
+        "start the same command on every node",
+    )
+
+
+def other_version(host: str, version: str, why: str = "") -> Problem:
+    """Launchers of two versions: another host's, and this one's."""
+    return Problem(
+        "launch-version",
+        "the nodes of this run have different versions of Paceline.",
+        f"{host} has {version}, this host has {VERSION}{f' ({why})' if why else ''}",
+        f"install one version, such as {VERSION}, on all nodes, and start them again",
+    )
+
+
 def too_few(rules: Rules, members: Sequence[Member], port: int, lost: str) -> Problem:
     """Not enough nodes came, or came back."""
     numbers = {member.node for member in members}
@@ -90,3 +132,31 @@ def too_few(rules: Rules, members: Sequence[Member], port: int, lost: str) -> Pr
 
 def _called(member: Member) -> str:
     return f"node {member.node} ({member.host})" if member.node >= 0 else member.host
+
+
+def end_of_search(membership: Membership, now: float) -> End | None:
+    """How a launcher that seeks a run ends, where waiting longer helps nobody; None while it may help."""
+    rules, last = membership.rules, membership.round
+    waited_s = now - membership.leaderless_since
+    if membership.configurations:
+        # Where the loss itself is one failure too many, there is nothing to wait for.
+        over = rules.fixed and last is not None and last.restarts >= rules.max_restarts
+        limit_s = rules.silence_limit_s if over else rules.join_timeout_s
+        if waited_s <= limit_s:
+            return None
+        members = set(membership.configurations[-1])
+        here = members & {membership.me.id, *membership.peers.connection_of}
+        store = ""
+        if membership.store is not None and 2 * len(here) == len(members):
+            store = membership.store.why_not()
+        why = membership.lost[1]
+        return End(1, why, error=cut_off(why, len(here), len(members), store))
+    secret = other_secret(membership.answers)
+    if secret is not None and waited_s > _SECRET_S:
+        return End(1, error=secret)
+    tls = other_tls(membership.answers)
+    if tls is not None and waited_s > _SECRET_S:
+        return End(1, error=tls)
+    if waited_s > rules.join_timeout_s:
+        return End(1, error=unanswered(rules.join_timeout_s, membership.answers))
+    return None

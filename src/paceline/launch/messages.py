@@ -27,7 +27,7 @@ class Join:
     """A launcher that seeks a run: who it is, what it was told, and the last decision that it knows of."""
 
     member: Member
-    rules: tuple[Count, Count, Number, Name]
+    rules: tuple[Count, Count, Number, Name] | tuple[Count, Count, Number, Name, Name]  # the last: the store, if any
     round: Number
 
 

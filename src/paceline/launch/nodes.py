@@ -27,6 +27,9 @@ from paceline.launch.membership import Membership
 from paceline.launch.messages import Announce, Join, StopMode
 from paceline.launch.pod_names import await_main_address
 from paceline.launch.rounds import Member, Place, Report, Round, Rules
+from paceline.launch.store import Endpoint, StoreLink
+from paceline.launch.tls import Tls
+from paceline.launch.witness import Seal, Witness
 
 _PATIENCE_S = 300.0
 _TICK_S = 0.2
@@ -47,9 +50,17 @@ class Nodes:
         reserved_port: keeps a port for the next round's rank 0 from being given to anybody else.
     """
 
-    def __init__(self, job: Job, listener: socket.socket | None, membership: Membership, secret: str = "") -> None:
-        self.job, self.membership, self.secret = job, membership, secret
+    def __init__(
+        self,
+        job: Job,
+        listener: socket.socket | None,
+        membership: Membership,
+        secret: str = "",
+        store: StoreLink | None = None,
+    ) -> None:
+        self.job, self.membership, self.secret, self.store = job, membership, secret, store
         self.listener = listener
+        self._tls = Tls.of(job.tls) if listener is not None else None
         self.reserved_port: socket.socket | None = None
         self._connections: dict[int, Connection] = {}
         self._incoming = 2  # numbers of incoming connections are even, those of outgoing ones odd
@@ -59,6 +70,8 @@ class Nodes:
         if listener is not None:
             listener.setblocking(False)
             self._selector.register(listener, selectors.EVENT_READ)
+        if store is not None:
+            self._selector.register(store.fileno(), selectors.EVENT_READ, store)
 
     @classmethod
     def open_for(cls, job: Job) -> Nodes:
@@ -66,13 +79,15 @@ class Nodes:
 
         Raises:
             LaunchError: `launch-address`, where no place to ask has a known name; `launch-keep-alive`; `launch-port`;
-                `launch-secret`.
+                `launch-secret`; `launch-store`.
         """
         rules = rules_of(job)
         who = Member(f"{os.getpid()}-{os.urandom(6).hex()}", host.name(), job.procs)
         if rules.most == 1:
             return cls(job, None, Membership(who, rules, True, (), time.monotonic(), time.time()))
         shared = job.secret or secret.of_user()
+        if job.store:
+            return cls._open_with_store(job, who, rules, shared)
         await_main_address(job, environment.snapshot(), rules.join_timeout_s)
         places = _places(job)
         listener, mine = _listen(job, places)
@@ -82,6 +97,26 @@ class Nodes:
         who = replace(who, node=node, address=address, port=listener.getsockname()[1])
         contacts = [place for number, place in enumerate(places) if number != mine]
         return cls(job, listener, Membership(who, rules, founds, contacts, time.monotonic(), time.time()), shared)
+
+    @classmethod
+    def _open_with_store(cls, job: Job, who: Member, rules: Rules, shared: str) -> Nodes:
+        """Where a store says where the others are, and who founds the run."""
+        endpoint = Endpoint.of(job.store, rules.run, dict(job.options))
+        seal = Seal(shared, rules.run)
+        link = StoreLink(endpoint)
+        try:
+            link.first_record(seal)
+            listener = _listen_towards(_addresses(*endpoint.place))
+        except BaseException:
+            link.close()
+            raise
+        address, port = listener.getsockname()[:2]
+        who = replace(who, node=job.node_rank if job.numbered else -1, address=address, port=port)
+        now = time.monotonic()
+        witness = Witness(seal, who.host, lambda: os.urandom(8).hex(), endpoint.name, now)
+        rules = replace(rules, store=endpoint.name)
+        membership = Membership(who, rules, False, (), now, time.time(), witness)
+        return cls(job, listener, membership, shared, link)
 
     def fileno(self) -> int:
         """Becomes readable when there is something to tend to."""
@@ -132,6 +167,8 @@ class Nodes:
         for event, _ in self._selector.select(0):
             if event.data is None:
                 self._accept()
+            elif isinstance(event.data, StoreLink):
+                self._hear_store(event.data)
             elif event.data.key in self._connections:  # what came before may have ended it
                 self._serve(event.data)
         now = time.monotonic()
@@ -145,6 +182,20 @@ class Nodes:
                     self._reject(connection)
         self._carry_out()
 
+    def _hear_store(self, link: StoreLink) -> None:
+        """Answers of the store; a client that has ended is started again for the next request."""
+        answers, is_there = link.receive()
+        for key, value, trouble, _ in answers:
+            if self.membership.store is not None:
+                self.membership.store.on_answer(key, value, trouble, time.monotonic())
+        if not is_there:
+            self._end_client(link)
+
+    def _end_client(self, link: StoreLink) -> None:
+        if link.is_open:
+            self._selector.unregister(link.fileno())
+            link.close()
+
     def _accept(self) -> None:
         assert self.listener is not None, "only a listener has no connection"
         with suppress(OSError):  # it has hung up already
@@ -152,7 +203,7 @@ class Nodes:
             unproved = [connection for connection in self._connections.values() if connection.is_unproved]
             if len(unproved) >= _UNPROVED_AT_MOST:
                 self._reject(unproved[0])
-            connection = Connection(self._incoming, sock, self.secret, False, peer.removeprefix("::ffff:"))
+            connection = Connection(self._incoming, sock, self.secret, False, peer.removeprefix("::ffff:"), self._tls)
             self._incoming += 2
             connection.flush()
             self._add(connection)
@@ -228,6 +279,15 @@ class Nodes:
         for note in self.membership.notes:
             print(f"paceline: {note}", file=sys.stderr, flush=True)
         self.membership.notes.clear()
+        if self.store is not None and self.membership.store is not None:
+            requests = self.membership.store.witness.requests
+            if requests and self.store.is_stuck:
+                self._end_client(self.store)
+            if requests and not self.store.is_open:
+                self.store.restart()
+                self._selector.register(self.store.fileno(), selectors.EVENT_READ, self.store)
+            while requests:
+                self.store.send(requests.pop(0))
         while self.membership.peers.actions:
             kind, key, *rest = self.membership.peers.actions.pop(0)
             if kind == "open":
@@ -247,7 +307,7 @@ class Nodes:
 
     def _open(self, key: int, place: Place) -> None:
         family = socket.AF_INET6 if ":" in place[0] else socket.AF_INET
-        connection = Connection(key, socket.socket(family, socket.SOCK_STREAM), self.secret, True)
+        connection = Connection(key, socket.socket(family, socket.SOCK_STREAM), self.secret, True, tls=self._tls)
         code = connection.sock.connect_ex(place)
         if code in (0, errno.EINPROGRESS):
             self._add(connection)
@@ -262,6 +322,8 @@ class Nodes:
         for sock in (self.listener, self.reserved_port):
             if sock is not None:
                 sock.close()
+        if self.store is not None:
+            self.store.leave_in_child()
         self._selector.close()
 
     def close(self) -> None:
@@ -272,16 +334,26 @@ class Nodes:
             self.membership.peers.actions.append(("close", connection.key))
         self._carry_out()
         deadline = time.monotonic() + _GOODBYE_S
-        while self._connections and time.monotonic() < deadline:
+        while not self._has_left() and time.monotonic() < deadline:
             for event, _ in self._selector.select(0.1):
-                if event.data is not None:
+                if isinstance(event.data, StoreLink):
+                    self._hear_store(event.data)
+                elif event.data is not None:
                     event.data.flush()
                     if not event.data.receive()[1]:
                         self._remove(event.data)
                     else:
                         self._watch(event.data)
+        if self.store is not None:
+            self._end_client(self.store)
         self.leave_in_child()
         self._connections.clear()
+
+    def _has_left(self) -> bool:
+        """Whether the others have read the last word, and the store knows no place of this launcher any more."""
+        has_left_store = self.membership.store is None or self.membership.store.leave(time.monotonic())
+        self._carry_out()
+        return has_left_store and not self._connections
 
 
 def rules_of(job: Job) -> Rules:
@@ -328,10 +400,7 @@ def _places(job: Job) -> list[Place]:
         if text.count(":") == 1:  # more of them are an IPv6 address
             name, port = text.split(":")
         try:
-            rows = socket.getaddrinfo(name, int(port or job.main_port), type=socket.SOCK_STREAM)
-            family_first = min(rows, key=lambda row: row[0] != socket.AF_INET)
-            address = family_first[4]
-            places.append((str(address[0]), int(address[1])))
+            places += _addresses(name, int(port or job.main_port))
         except (OSError, ValueError) as error:
             problems.append(f"{text}: {str(error.args[-1]).lower()}")
     if not places:
@@ -339,6 +408,18 @@ def _places(job: Job) -> list[Place]:
             "launch-address", "node 0 has no such name.", f"--main-address {'; '.join(problems)}", "give its IP address"
         )
     return places
+
+
+def _addresses(name: str, port: int) -> list[Place]:
+    """One address of a host, IPv4 where it has one.
+
+    Raises:
+        OSError: it has none.
+    """
+    rows = socket.getaddrinfo(name, port, type=socket.SOCK_STREAM)
+    family_first = min(rows, key=lambda row: row[0] != socket.AF_INET)
+    address = family_first[4]
+    return [(str(address[0]), int(address[1]))]
 
 
 def _listen(job: Job, places: list[Place]) -> tuple[socket.socket, int | None]:

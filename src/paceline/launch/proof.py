@@ -4,9 +4,12 @@
     caller -> listener    nonce proof             HMAC-SHA256 of both nonces under the secret, and of which end this is
     listener -> caller    proof                   or "refused", and the end
 
+With TLS (`tls.py`) the first line says so, and all that follows is encrypted; both proofs then include the certificate of
+the listener.
+
 After that each line is a message with an HMAC of its own, under a key of this connection and direction and with the
-number of the message: nothing can be put in, left out, said again or turned round by somebody on the way. Messages can
-be read on the way; they hold names of hosts, ports and the first line of an error.
+number of the message: nothing can be put in, left out, said again or turned round by somebody on the way. Without TLS
+messages can be read on the way; they hold names of hosts, ports and the first line of an error.
 """
 
 from __future__ import annotations
@@ -15,6 +18,7 @@ import hmac
 import secrets
 
 MAGIC = b"paceline-launch-1"
+MAGIC_TLS = MAGIC + b"+tls"
 _REFUSED = b"refused"
 _LONGEST_UNPROVED = 256
 _LONGEST = 1 << 22  # a round of 20,000 nodes has 4 MB
@@ -25,7 +29,8 @@ class Unproved(Exception):
     """The other end is no launcher of this run.
 
     Attributes:
-        how: "secret", where it is a launcher with another secret, else "stranger".
+        how: "secret", where it is a launcher with another secret; "tls", where one of the two encrypts and the other does
+            not; else "stranger".
         reply: what to send before the connection is closed.
     """
 
@@ -40,19 +45,24 @@ class Proof:
     Args:
         secret: the run's.
         caller: whether this end opened the connection.
+        tls: whether the connection is to be encrypted.
 
     Attributes:
         greeting: what to send first.
         proved: whether the other end has proved that it has the secret.
+        awaits_tls: whether the connection has to be encrypted before anything more is sent.
     """
 
-    def __init__(self, secret: str, *, caller: bool) -> None:
+    def __init__(self, secret: str, *, caller: bool, tls: bool = False) -> None:
         self._secret, self._caller = secret.encode(), caller
+        self._magic = MAGIC_TLS if tls else MAGIC
+        self._certificate = b""
+        self.awaits_tls = tls and not caller
         self._nonce = secrets.token_hex(_HEX // 2).encode()
         self._both = b""
         self._rest = b""
         self._sent = self._received = 0
-        self.greeting = b"" if caller else MAGIC + b" " + self._nonce + b"\n"
+        self.greeting = b"" if caller else self._magic + b" " + self._nonce + b"\n"
         self.proved = False
 
     def receive(self, data: bytes) -> tuple[list[bytes], bytes]:
@@ -75,6 +85,16 @@ class Proof:
             raise Unproved("stranger")
         return messages, reply
 
+    def encrypted(self, certificate: bytes) -> bytes:
+        """The connection is encrypted from now on; returns what to send then.
+
+        Args:
+            certificate: the fingerprint of the listener's, as this end knows it.
+        """
+        self.awaits_tls = False
+        self._certificate = certificate
+        return self._nonce + b" " + self._hmac(b"caller") + b"\n" if self._caller else b""
+
     def seal(self, message: bytes) -> bytes:
         """A message as it is sent; it must not hold a newline. Only for an end that has had proof."""
         tag = self._tag(self._caller, self._sent, message)
@@ -94,9 +114,14 @@ class Proof:
             return self._hmac(b"listener") + b"\n"
         if not self._both:
             magic, _, nonce = line.partition(b" ")
-            if magic != MAGIC or len(nonce) != _HEX:
+            if magic not in (MAGIC, MAGIC_TLS) or len(nonce) != _HEX:
                 raise Unproved("stranger")
+            if magic != self._magic:
+                raise Unproved("tls")
             self._both = nonce + self._nonce
+            if self._magic == MAGIC_TLS:
+                self.awaits_tls = True
+                return b""
             return self._nonce + b" " + self._hmac(b"caller") + b"\n"
         if not hmac.compare_digest(line, self._hmac(b"listener")):
             raise Unproved("secret")
@@ -118,5 +143,6 @@ class Proof:
         return hmac.digest(key, number.to_bytes(8) + message, "sha256").hex().encode()
 
     def _hmac(self, purpose: bytes) -> bytes:
-        """Of both nonces, for one purpose alone."""
-        return hmac.digest(self._secret, MAGIC + b" " + purpose + b" " + self._both, "sha256").hex().encode()
+        """Of both nonces and of the certificate, if any, for one purpose alone."""
+        text = MAGIC + b" " + purpose + b" " + self._both + self._certificate
+        return hmac.digest(self._secret, text, "sha256").hex().encode()

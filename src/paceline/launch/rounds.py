@@ -4,7 +4,7 @@ processes (`Round`), how a launcher's processes ended (`Report`) and how everyth
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import chain
 from typing import Annotated, Literal
 
@@ -51,6 +51,7 @@ class Rules:
         least, most: how many nodes a round has.
         max_restarts: how often a failure may begin another round.
         run: a name that keeps different runs apart.
+        store: the store that all use; "" for none.
         heartbeat_s: seconds between two heartbeats.
         silence_limit_s: silence after which a launcher counts as lost.
         join_timeout_s: how long to wait for enough nodes.
@@ -62,6 +63,7 @@ class Rules:
     most: int = 1
     max_restarts: int = 0
     run: str = "paceline"
+    store: str = field(default="", kw_only=True)
     heartbeat_s: float = 1.0
     silence_limit_s: float = 5.0
     join_timeout_s: float = 300.0
@@ -74,9 +76,10 @@ class Rules:
         return self.least == self.most
 
     @property
-    def common(self) -> tuple[int, int, int, str]:
-        """What must be the same on all."""
-        return self.least, self.most, self.max_restarts, self.run
+    def common(self) -> tuple[int, int, int, str] | tuple[int, int, int, str, str]:
+        """What must be the same on all; of runs without a store, messages are as they were before there was one."""
+        common = (self.least, self.most, self.max_restarts, self.run)
+        return (*common, self.store) if self.store else common
 
 
 @dataclass(frozen=True)
@@ -184,18 +187,31 @@ def newest_members_first(configurations: Sequence[Sequence[str]]) -> list[str]:
     return list(dict.fromkeys(newest_first))
 
 
-def has_quorum(present: Collection[str], configurations: Sequence[Sequence[str]], dead: Collection[str]) -> bool:
+def has_quorum(
+    present: Collection[str],
+    configurations: Sequence[Sequence[str]],
+    dead: Collection[str],
+    has_vote: bool | None = None,
+) -> bool:
     """Whether those present may go on without the others, who may be there yet out of reach.
 
     Of each configuration, leaving out who is known to be dead, more than half must be present, or half and its first. Two
     sets of members that have nobody in common can then never both be allowed: each would need at least half of a base
-    that holds both, and only one of them has its first.
+    that holds both, and only one of them has its first. Where there is a store, its vote counts in place of the first.
+
+    Args:
+        present: who is there.
+        configurations: sets of members; a quorum of each is needed.
+        dead: who is known to be dead.
+        has_vote: whether the store's vote is theirs; None where there is no store.
     """
     for configuration in configurations:
         base = [member_id for member_id in configuration if member_id not in dead]
         number = sum(member_id in present for member_id in base)
         if 2 * number < len(base):
             return False
-        if base and 2 * number == len(base) and base[0] not in present:
+        is_tied = bool(base) and 2 * number == len(base)
+        breaks_tie = has_vote if has_vote is not None else is_tied and base[0] in present
+        if is_tied and not breaks_tie:
             return False
     return True

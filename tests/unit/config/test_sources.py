@@ -16,6 +16,8 @@ SAMPLES = {  # four different values of each kind, one for each source that is n
     "main_address": ("a", "b", "c", "d"),
     "rdzv_backend": ("a", "b", "c", "d"),
     "rdzv_conf": ("a=1", "b=1", "c=1", "d=1"),
+    "store": ("etcd://a", "etcd://b", "c10d://c", "etcds://d"),
+    "tls": ("no", "yes", "a,b", "a,b,c"),
     "cores": (False, True, False, True),
     "log_dir": ("a", "b", "c", "d"),
     "tee": ("0", "1", "2", "3"),

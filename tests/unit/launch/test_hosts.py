@@ -109,6 +109,7 @@ def test_an_environment_that_a_script_sets_up(hostfile: str) -> None:
     [
         ({"node_rank": 1, "gpu_ids": "0"}, ["node_rank is of one node", "gpu_ids is of one node"]),
         ({"nodes": "1:2"}, ["a range of nodes"]),
+        ({"store": "etcd://a:1"}, ["a store is for launchers"]),
     ],
 )
 def test_settings_of_one_node_beside_a_hostfile(flags: dict[str, object], said: list[str], hostfile: str) -> None:

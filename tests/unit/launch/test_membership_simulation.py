@@ -12,7 +12,7 @@ from dataclasses import replace
 import pytest
 from simulated_network import Fault, Schedule, Simulation, explained, violation_of
 
-from paceline.launch import leadership, membership
+from paceline.launch import membership, membership_errors
 from paceline.launch.leadership import Leadership
 from paceline.launch.membership import Membership
 from paceline.launch.peers import Peers
@@ -28,10 +28,10 @@ def seeds() -> range:
     return range(int(first), int(last))
 
 
-def play(numbers: range) -> None:
+def play(numbers: range, store: bool = False) -> None:
     """Plays schedules, and explains the first that breaks a promise. Some send their messages as they travel in earnest."""
     for seed in numbers:
-        schedule = Schedule.drawn(seed)
+        schedule = Schedule.drawn(seed, store)
         problem, _ = violation_of(schedule, on_the_wire=seed % 20 == 0)
         if problem:
             again = f"SIMULATION_SEEDS={seed}:{seed + 1} pytest {__file__}"
@@ -44,10 +44,17 @@ def test_every_schedule_keeps_the_promises(first: int) -> None:
     play(range(first, min(first + CHUNK, seeds().stop)))
 
 
+@pytest.mark.parametrize("first", range(seeds().start, seeds().stop, CHUNK))
+@pytest.mark.timeout(0)
+def test_every_schedule_with_a_store_keeps_the_promises(first: int) -> None:
+    play(range(first, min(first + CHUNK, seeds().stop)), store=True)
+
+
 @pytest.mark.long
 @pytest.mark.timeout(3600)
-def test_many_more_schedules() -> None:
-    play(range(SEEDS, SEEDS + 50_000))
+@pytest.mark.parametrize("store", [False, True])
+def test_many_more_schedules(store: bool) -> None:
+    play(range(SEEDS, SEEDS + 50_000), store)
 
 
 def test_a_schedule_is_played_again_alike() -> None:
@@ -110,8 +117,7 @@ def test_what_was_found_stays_mended(name: str) -> None:
 
 def no_quorum(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whoever is left goes on, however few they are."""
-    for module in (membership, leadership):
-        monkeypatch.setattr(module, "has_quorum", lambda present, configurations, dead: True)
+    monkeypatch.setattr(membership, "has_quorum", lambda present, configurations, dead: True)
 
 
 def no_earlier_majority(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -154,7 +160,7 @@ def any_follower_is_a_member(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def no_giving_up(monkeypatch: pytest.MonkeyPatch) -> None:
     """A launcher that is cut off waits for ever."""
-    monkeypatch.setattr(Membership, "_give_up", lambda self, now: None)
+    monkeypatch.setattr(membership_errors, "end_of_search", lambda membership, now: None)
 
 
 # Each with the seed at which the search begins: two need some rare coincidences.

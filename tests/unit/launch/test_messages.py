@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import random
 from dataclasses import fields
-from typing import Annotated, Any, Literal, get_args, get_origin
+from types import UnionType
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 import pytest
 import strangers
@@ -82,6 +83,8 @@ def some(kind: Any, draw: random.Random) -> Any:
         return draw.choice([Problem("launch-nodes", "what")] + [None] * (kind is not Problem))
     if hasattr(kind, "__dataclass_fields__"):
         return kind(**{each.name: some(hints(kind)[each.name], draw) for each in fields(kind)})
+    if origin in (Union, UnionType):
+        return some(draw.choice(args), draw)
     return {int: 1, float: draw.random(), bool: draw.random() < 0.5, str: "why"}[kind]
 
 

@@ -1,0 +1,66 @@
+"""Runs a store on this host, which trains nothing, for `paceline launch --rdzv-endpoint c10d://HOST:PORT`.
+
+It is torch's TCPStore: torchrun's agents can use it too. It keeps what it holds in memory, until SIGTERM or Ctrl-C.
+"""
+
+from __future__ import annotations
+
+import argparse
+import signal
+from datetime import timedelta
+from typing import Any
+
+from paceline.base.errors import LaunchError
+
+_PORT = 29400
+_OPERATION_S = 30.0
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Adds `--address` and `--port`."""
+    parser.add_argument(
+        "--address", metavar="HOST", default="", help="address of this host at which to listen; not set: all of them"
+    )
+    parser.add_argument(
+        "--port", metavar="N", type=int, default=_PORT, help=f"port at which to listen (default {_PORT})"
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Listens until a signal asks to end.
+
+    Raises:
+        LaunchError: `launch-port`.
+    """
+    # Blocked before torch starts its threads, which inherit it: the signal then waits for `sigwait`.
+    ends = {signal.SIGTERM, signal.SIGINT}
+    signal.pthread_sigmask(signal.SIG_BLOCK, ends)
+    from paceline.launch import host
+
+    try:
+        listener = host.listen_at(args.address, args.port) if args.address else host.hold_port(args.port)
+        listener.listen(128)
+    except (OSError, OverflowError) as error:
+        place = f"{args.address or 'any address'}, port {args.port}"
+        raise LaunchError(
+            "launch-port",
+            f"the store cannot listen at {place}.",
+            why=str(getattr(error, "strerror", None) or error).lower(),
+            fix="give another --port, an --address of this host, or end the program that listens there",
+        ) from None
+    port = listener.getsockname()[1]
+    import torch.distributed
+
+    dist: Any = torch.distributed  # its stubs lack the stores
+    store = dist.TCPStore(
+        args.address or "localhost",
+        port,
+        is_master=True,
+        wait_for_workers=False,
+        timeout=timedelta(seconds=_OPERATION_S),
+        master_listen_fd=listener.detach(),
+    )
+    print(f"paceline: the store listens at {args.address or host.name()}:{port}", flush=True)
+    signal.sigwait(ends)
+    del store
+    return 0

@@ -1,0 +1,121 @@
+"""TLS between launchers (`--tls`): nobody on the way reads what they say.
+
+With `--tls yes` each launcher makes a certificate that lives as long as it does. Nobody has signed it: that it is the other's
+is shown by the run's secret, since both proofs (`proof.py`) include the certificate that the caller sees. Somebody in the
+middle would have to show one of his own. (This is the channel binding "tls-server-end-point" of RFC 5929, as SCRAM uses it.)
+
+With `--tls CERT,KEY[,CA]` the certificates are the user's; with a CA, both ends must show one that it has signed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import shutil
+import ssl
+import subprocess
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+from paceline.base.errors import LaunchError
+from paceline.base.temporary import temporary_folder
+
+_MAKE_S = 30.0
+_DAYS = 3650  # of the run's own certificate: clocks of hosts may differ, and its age says nothing here
+
+
+@dataclass(frozen=True)
+class Tls:
+    """What a launcher encrypts with.
+
+    Attributes:
+        listener, caller: contexts for the two ends.
+        fingerprint: SHA-256 of this launcher's own certificate.
+    """
+
+    listener: ssl.SSLContext
+    caller: ssl.SSLContext
+    fingerprint: bytes
+
+    @classmethod
+    def of(cls, setting: str) -> Tls | None:
+        """What `--tls` asks for; None for "no".
+
+        Raises:
+            LaunchError: `launch-tls`, where a file cannot be read, or no certificate can be made.
+        """
+        if setting == "no":
+            return None
+        if setting != "yes":
+            certificate, key, *authority = setting.split(",")
+            return cls._from(Path(certificate), Path(key), authority[0] if authority else "", setting)
+        with tempfile.TemporaryDirectory(prefix="paceline-tls-", dir=temporary_folder()) as folder:
+            certificate_path, key_path = Path(folder, "certificate"), Path(folder, "key")
+            _make(certificate_path, key_path)
+            return cls._from(certificate_path, key_path, "", setting)
+
+    @classmethod
+    def _from(cls, certificate: Path, key: Path, authority: str, setting: str) -> Tls:
+        listener = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        caller = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+        # Launchers are called by address, and a certificate of a cluster names hosts: the secret says who it is.
+        caller.check_hostname = False
+        caller.verify_mode = ssl.CERT_NONE
+        try:
+            der = ssl.PEM_cert_to_DER_cert(_first_certificate(certificate.read_text(encoding="ascii")))
+            for context in (listener, caller):
+                context.minimum_version = ssl.TLSVersion.TLSv1_3
+                context.load_cert_chain(certificate, key)
+                if authority:
+                    context.load_verify_locations(authority)
+                    context.verify_mode = ssl.CERT_REQUIRED
+        except (OSError, ValueError) as error:  # ssl.SSLError is an OSError
+            reason = getattr(error, "reason", None) or getattr(error, "strerror", None) or str(error)
+            raise LaunchError(
+                "launch-tls",
+                "the certificate, the key or the CA cannot be used.",
+                why=f"--tls {setting}: {str(reason).lower().replace('_', ' ')}",
+                fix="give PEM files that this user may read, or `--tls yes`, for which no files are needed",
+            ) from None
+        return cls(listener, caller, hashlib.sha256(der).digest())
+
+
+def fingerprint_of(sock: ssl.SSLSocket) -> bytes:
+    """SHA-256 of the certificate that the other end has shown."""
+    return hashlib.sha256(sock.getpeercert(binary_form=True) or b"").digest()
+
+
+def _first_certificate(text: str) -> str:
+    """The first of a chain: the one that is this host's."""
+    end = "-----END CERTIFICATE-----"
+    begin = text.find("-----BEGIN CERTIFICATE-----")
+    if begin < 0 or end not in text:
+        raise ValueError("it holds no PEM certificate")
+    return text[begin : text.index(end, begin) + len(end)]
+
+
+def _make(certificate: Path, key: Path) -> None:
+    """Makes a certificate; the standard library cannot, and the program is on nearly every host.
+
+    Raises:
+        LaunchError: `launch-tls`.
+    """
+    program = shutil.which("openssl")
+    problem = "there is no program `openssl` on PATH"
+    if program is not None:
+        words = ["req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes", "-batch"]
+        names = ["-subj", "/CN=paceline", "-days", str(_DAYS), "-keyout", str(key), "-out", str(certificate)]
+        try:
+            made = subprocess.run([program, *words, *names], capture_output=True, text=True, timeout=_MAKE_S)
+            problem = (
+                "" if made.returncode == 0 else f"openssl: {made.stderr.strip().splitlines()[-1:] or made.returncode}"
+            )
+        except (OSError, subprocess.TimeoutExpired) as error:
+            problem = f"openssl: {error}"
+    if problem:
+        raise LaunchError(
+            "launch-tls",
+            "no certificate can be made for this launcher.",
+            why=f"--tls yes: {problem}",
+            fix="install openssl on all nodes, or give files: --tls CERT,KEY,CA",
+        )
