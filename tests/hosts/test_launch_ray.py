@@ -81,7 +81,11 @@ def launch(cluster: RayCluster, tmp_path: Path, request: pytest.FixtureRequest) 
     for name, text in (("train.py", TRAIN), ("fails.py", FAILS), ("steps.py", STEPS)):
         (tmp_path / name).write_text(dedent(text))
     mark = f"{os.getpid()}-{request.node.name}"
-    yield Launch(cluster, tmp_path, mark)
+    launch = Launch(cluster, tmp_path, mark)
+    yield launch
+    for run in launch.runs:
+        run.kill()
+        run.wait()
     assert cluster.idle() == {"used": {}, "groups": [], "actors": 0}
     assert processes_with(mark) == []
 
@@ -92,11 +96,14 @@ class Launch:
     def __init__(self, cluster: RayCluster, folder: Path, mark: str) -> None:
         self.folder = folder
         self.environment = {**cluster.environment, MARK: mark}
+        self.runs: list[subprocess.Popen[bytes]] = []
 
     def start(self, *words: object, log: Path) -> subprocess.Popen[bytes]:
         command = [sys.executable, "-m", "paceline", "launch", "--on", "ray", *map(str, words)]
         with log.open("w") as file:
-            return subprocess.Popen(command, cwd=self.folder, env=self.environment, stdout=file, stderr=file)
+            run = subprocess.Popen(command, cwd=self.folder, env=self.environment, stdout=file, stderr=file)
+        self.runs.append(run)
+        return run
 
     def __call__(self, *words: object, **variables: str) -> subprocess.CompletedProcess[str]:
         command = [sys.executable, "-m", "paceline", "launch", "--on", "ray", *map(str, words)]
@@ -277,11 +284,9 @@ def test_a_range_of_nodes_survives_a_killed_actor(launch: Launch) -> None:
     rank0 = int(wait_for(log, r"\[rank0\]: begins at step 0 on 2, pid (\d+)")[1])
     wait_for(log, "saved 5")
     os.kill(actor_above(rank0), signal.SIGKILL)
-    # The other goes on alone, until Ray has given the lost host's place to a new actor.
-    alone = int(wait_for(log, r"\[rank0\]: begins at step (\d+) on 1")[1])
-    assert alone >= 5 and alone % 5 == 0
+    # Ray gives the lost host's place to a new actor, which joins the other.
     again = int(wait_for(log, r"\[rank0\]: begins at step (\d+) on 2", count=2)[1])
-    assert again >= alone
+    assert again >= 5
     (launch.folder / "enough").touch()
     assert run.wait(60) == 0, log.read_text()
     assert re.search(r"node0 \([\d.]+\) was lost: ", log.read_text())
