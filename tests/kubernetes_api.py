@@ -252,6 +252,8 @@ class ApiServer:
             if request.headers.get("Authorization") != f"Bearer {self.token}":
                 raise Refused(401, "Unauthorized")
             return await handler(request)
+        except ConnectionResetError:  # the client has left
+            return web.Response()
         except Refused as refused:
             return web.json_response(refused.body, status=int(refused.body["code"]))  # type: ignore[call-overload]
 

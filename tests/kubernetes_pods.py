@@ -42,7 +42,7 @@ mount --bind {folder}/script {root}/paceline/script
 mount --bind {folder}/hosts {root}/etc/hosts
 mount --bind {folder}/nsswitch.conf {root}/etc/nsswitch.conf
 cd {folder}/work
-exec chroot {root} sh -c 'cd {folder}/work && exec "$@"' pod "$@"
+exec {chroot} {root} sh -c 'cd {folder}/work && exec "$@"' pod "$@"
 """
 
 
@@ -126,9 +126,10 @@ class Pod:
             (folder / "script" / name).write_text(text)
         (folder / "hosts").write_text(self._cluster.hosts(self))
         (folder / "nsswitch.conf").write_text("passwd: files\ngroup: files\nhosts: files\n")
-        boot = _BOOT.format(hostname=self.manifest["metadata"]["name"][:63], root=root, folder=folder)
+        # An image need not have it on its PATH.
+        chroot = shutil.which("chroot", path=f"{os.environ['PATH']}:/usr/sbin:/sbin")
+        boot = _BOOT.format(hostname=self.name[:63], root=root, folder=folder, chroot=chroot)
         words = ["unshare", "--mount", "--uts", "--pid", "--fork", "--kill-child=SIGKILL", "--mount-proc"]
-        # The program of the container is found on ITS path, so the shell that boots it has this one's.
         env = {**self.env, **self._cluster.image}
         command = [*words, "sh", "-c", boot, "boot", *self.command]
         self._process = subprocess.Popen(
