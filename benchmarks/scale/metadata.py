@@ -56,10 +56,9 @@ class SimulatedPeers:
         self.bytes: Counter[str] = Counter()
 
     def _answers(self, obj: object) -> list[Any]:
-        plan = obj[0] if isinstance(obj, tuple) and obj and isinstance(obj[0], SavePlan) else None
-        if plan is None:
-            return [obj] * self.size
-        return [(plan_at(rank, plan), ()) for rank in range(self.size)]
+        if isinstance(obj, SavePlan):
+            return [plan_at(rank, obj) for rank in range(self.size)]
+        return [obj] * self.size
 
     def any(self, flag: bool) -> bool:
         """The flag."""
@@ -148,15 +147,15 @@ def saved(size: int) -> dict[str, float]:
     }
 
 
-def prepared(size: int) -> float:
-    """Seconds of `Accelerator()` and `prepare` on one rank of a world of `size`, with the parameters sharded."""
+def prepared(size: int, axis: str) -> float:
+    """Seconds of `Accelerator()` and `prepare` on one rank of a world of `size`, all along one axis."""
     taken: list[float] = []
 
     def work() -> None:
         model = nn.Sequential(*[nn.Linear(256, 256) for _ in range(8)])
         optimizer = torch.optim.AdamW(model.parameters())
         began = time.perf_counter()
-        accelerator = Accelerator(plan={"shard": size})
+        accelerator = Accelerator(plan={axis: size})
         accelerator.prepare(model, optimizer)
         taken.append(time.perf_counter() - began)
         raise SystemExit
@@ -182,9 +181,11 @@ def result(work: Any) -> Any:
 
 def table(sizes: tuple[int, ...] = SIZES) -> str:
     """Times, bytes and requests by ranks, as Markdown."""
-    rows: dict[str, dict[int, float]] = {"`Accelerator()` and `prepare`, one rank": {}}
+    rows: dict[str, dict[int, float]] = {}
     for size in sizes:
-        rows["`Accelerator()` and `prepare`, one rank"][size] = prepared(size)
+        for axis in ("replicate", "shard"):
+            row = rows.setdefault(f"`Accelerator()` and `prepare`, {axis}, one rank", {})
+            row[size] = prepared(size, axis)
         for name, value in result(lambda size=size: saved(size)).items():
             rows.setdefault(name, {})[size] = value
     heads = " | ".join(map(str, sizes))

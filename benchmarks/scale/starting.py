@@ -90,20 +90,28 @@ def in_threads(work: Callable[..., None], ranks: range, size: int, port: int) ->
     """Runs the ranks of this process beside those of the others; seconds until all are through, and most requests of one."""
     requests: Counter[str] = Counter()
     errors: list[BaseException] = []
-    # Not timed: torch asks for the name of each address, which takes as long as the resolver pleases.
-    connections = {rank: connect(port) for rank in ranks}
+    connected = threading.Semaphore(0)
+    begin = threading.Event()
 
     def run(rank: int) -> None:
         try:
-            work(rank, size, connections[rank], requests)
+            # Not timed: torch asks for the name of each address, which takes as long as the resolver pleases.
+            connection = connect(port)
+            connected.release()
+            begin.wait()
+            work(rank, size, connection, requests)
         except BaseException as error:
             errors.append(error)
+            connected.release()
 
     threads = [threading.Thread(target=run, args=(rank,), name=str(rank)) for rank in ranks]
-    dist.barrier()
-    started = time.perf_counter()
     for thread in threads:
         thread.start()
+    for _ in threads:
+        connected.acquire()
+    dist.barrier()
+    started = time.perf_counter()
+    begin.set()
     for thread in threads:
         thread.join()
     if errors:
