@@ -21,11 +21,13 @@ import gc
 import json
 import os
 import platform
+import resource
 import statistics
 import subprocess
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -58,22 +60,26 @@ def language_model() -> Any:
 
 
 class Clock:
-    """Notes when steps end."""
+    """Notes when steps end, by the clock and by this process's CPU time."""
 
     def __init__(self) -> None:
         self.ends: list[float] = []
+        self.cpu_ends: list[float] = []
 
     def step(self) -> None:
         """A step has ended."""
         self.ends.append(time.time())
+        self.cpu_ends.append(time.process_time())
 
     def write(self, path: str) -> None:
-        """The time of the first end, and the seconds of a step, by the first process."""
+        """What the first process took: until the end of its first step, and for a step."""
         if os.environ.get("RANK", "0") != "0":
             return
-        seconds = [later - earlier for earlier, later in zip(self.ends, self.ends[1:], strict=False)]
-        step = statistics.median(seconds[WARM_STEPS:])
-        Path(path).write_text(json.dumps({"first": self.ends[0], "step": step}))
+        measured = {"first": self.ends[0]}
+        for field, ends in (("step", self.ends), ("step, CPU", self.cpu_ends)):
+            seconds = [later - earlier for earlier, later in pairwise(ends)]
+            measured[field] = statistics.median(seconds[WARM_STEPS:])
+        Path(path).write_text(json.dumps(measured))
 
 
 def train_with_trainer(clock: Clock, folder: str) -> None:
@@ -259,6 +265,7 @@ class Environments:
     def run(self, words: list[str], kind: str, side: str = "") -> dict[str, Any]:
         """What one command measured; "start" is the time from the command to the end of its first step."""
         Path(self._path).unlink(missing_ok=True)
+        used_before = resource.getrusage(resource.RUSAGE_CHILDREN)
         begin = time.time()
         ended = subprocess.run(
             [*words, __file__, "--work", kind, "--side", side, "--path", self._path], env=self._environment, check=False,
@@ -270,7 +277,9 @@ class Environments:
             )
         measured: dict[str, Any] = json.loads(Path(self._path).read_text())
         if "first" in measured:
+            used = resource.getrusage(resource.RUSAGE_CHILDREN)
             measured["start"] = measured["first"] - begin
+            measured["command, CPU"] = used.ru_utime + used.ru_stime - used_before.ru_utime - used_before.ru_stime
         return measured
 
 
@@ -282,7 +291,7 @@ def spread(ratios: list[float]) -> str:
 
 
 def compare_commands(environments: Environments, turns: int) -> None:
-    """Two rows for each command: its start and its step."""
+    """Rows for each command: its start and its step, by the clock and by CPU time, which other work changes less."""
     print("| command | processes | what | accelerate | Paceline | ratio | at most |\n|---|---|---|---|---|---|---|")
     for kind, name in (("trainer", "run_clm, Trainer"), ("loop", "run_clm_no_trainer")):
         for procs in (1, 2):
@@ -291,17 +300,19 @@ def compare_commands(environments: Environments, turns: int) -> None:
                 order = ("real", "ours") if turn % 2 else ("ours", "real")
                 for library in order:
                     measured[library].append(environments.run(environments.launched(library, procs), kind))
-            limits = {"start": "0.50" if procs == 1 else "0.70", "step": "0.97"}
-            for field, what in (("start", "to the first step"), ("step", "one step")):
+            rows = {
+                "start": ("to the first step", 1.0, "s", "0.50" if procs == 1 else "0.70"),
+                "command, CPU": ("CPU time of the whole command", 1.0, "s", ""),
+                "step": ("one step", 1e3, "ms", "0.97"),
+                "step, CPU": ("one step, CPU time", 1e3, "ms", ""),
+            }
+            for field, (what, scale, unit, limit) in rows.items():
                 values = {library: [run[field] for run in runs] for library, runs in measured.items()}
                 ratios = [ours / real for ours, real in zip(values["ours"], values["real"], strict=True)]
-                scale, unit = (1, "s") if field == "start" else (1e3, "ms")
                 real, ours = (
                     f"{statistics.median(values[library]) * scale:.2f} {unit}" for library in ("real", "ours")
                 )
-                print(
-                    f"| {name} | {procs} | {what} | {real} | {ours} | {spread(ratios)} | {limits[field]} |", flush=True
-                )
+                print(f"| {name} | {procs} | {what} | {real} | {ours} | {spread(ratios)} | {limit} |", flush=True)
 
 
 def compare_calls(environments: Environments, kind: str, turns: int) -> None:

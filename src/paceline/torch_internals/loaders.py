@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, cast
 
 from torch.autograd import _profiler_enabled
@@ -41,12 +41,11 @@ def unrecorded(batches: Iterator[Any]) -> Iterator[Any]:
 
 
 def _unrecorded(batches: _SingleProcessDataLoaderIter) -> Iterator[Any]:
-    # The span alone takes 3 us a batch, as much as cutting 8 rows out of a tensor.
-    next_batch = batches._next_data
+    # The span alone takes 5 us a batch.
+    next_batch: Callable[[], Any] = batches._next_data
     try:
         while True:
-            is_profiled = _profiler_enabled()
-            yield next(batches) if is_profiled else next_batch()  # type: ignore[no-untyped-call]
+            yield next(batches) if _profiler_enabled() else next_batch()
     except StopIteration:
         return
 
