@@ -24,6 +24,8 @@ class Case:
         reference: options of the real side alone: the batches of all ranks, where it is one process.
         runner: a file in `programs` that starts the program on the real side.
         differs: what of the result is another on purpose, by its key, with the reason.
+        tolerance: the largest relative difference that is taken for none. Our AdamW on the CPU steps in one fused kernel,
+            which differs in the last bits of float32 from the one that a script gets.
         bound_s: seconds after which a resumed run of the real library is ended; 0 for the usual limit.
     """
 
@@ -40,6 +42,7 @@ class Case:
     runner: str = ""
     reference: dict[str, Any] = field(default_factory=dict)
     differs: dict[str, str] = field(default_factory=dict)
+    tolerance: float = 2e-4
     bound_s: float = 0
 
     @property
@@ -217,6 +220,8 @@ DEEPSPEED += [
         (1,),
         doors="accelerate,deepspeed",
         runner="without_kernel",
+        # DeepSpeed's own kernel steps offloaded states; biases whose gradient is noise sum to other last digits.
+        tolerance=1e-3,
         # What `deepspeed.zero.Init` has divided cannot compute on the CPU in the real one.
         reference={"pretrained": False},
     )
