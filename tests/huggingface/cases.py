@@ -24,6 +24,8 @@ class Case:
         reference: options of the real side alone: the batches of all ranks, where it is one process.
         runner: a file in `programs` that starts the program on the real side.
         differs: what of the result is another on purpose, by its key, with the reason.
+        tolerance: the largest relative difference that is taken for none. Our AdamW on the CPU steps in one fused kernel,
+            which differs in the last bits of float32 from the one that a script gets.
         bound_s: seconds after which a resumed run of the real library is ended; 0 for the usual limit.
     """
 
@@ -40,6 +42,7 @@ class Case:
     runner: str = ""
     reference: dict[str, Any] = field(default_factory=dict)
     differs: dict[str, str] = field(default_factory=dict)
+    tolerance: float = 2e-4
     bound_s: float = 0
 
     @property
@@ -186,6 +189,7 @@ def _zero(stage: int, **block: Any) -> dict[str, Any]:
 
 _GATHERED = {"stage3_gather_16bit_weights_on_model_save": True}
 _ON_HOST = {"device": "cpu"}
+OTHER_SCRIPT = {"saved": "DeepSpeed's second script, zero_to_torch.py, is not written"}
 # The real DeepSpeed cannot evaluate on two CPU processes: one process stands for them.
 DEEPSPEED = [
     Case(
@@ -199,7 +203,7 @@ DEEPSPEED = [
         runner="without_kernel",
         alone=True,
         reference=WHOLE_BATCH,
-        differs=OTHER_FILES,
+        differs=OTHER_FILES if options.get("gathers", True) else OTHER_FILES | OTHER_SCRIPT,
     )
     for name, program, saved, options, resume in (
         ("clm zero 2", "clm", SAVED, _zero(2), RESUME),
@@ -216,6 +220,8 @@ DEEPSPEED += [
         (1,),
         doors="accelerate,deepspeed",
         runner="without_kernel",
+        # DeepSpeed's own kernel steps offloaded states; biases whose gradient is noise sum to other last digits.
+        tolerance=1e-3,
         # What `deepspeed.zero.Init` has divided cannot compute on the CPU in the real one.
         reference={"pretrained": False},
     )

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import pytest
 import torch
 import torch.distributed
+from safetensors.torch import load_file
 from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler
 
@@ -208,6 +212,11 @@ def test_whole_weights_of_a_checkpoint_of_ours(tmp_path):
     load_state_dict_from_zero_checkpoint(model, tmp_path / "whole")
     for name, value in wanted.items():
         assert torch.equal(found[name], value) and torch.equal(model.state_dict()[name], value)
+    # As users of DeepSpeed do it, by the script that lies beside the checkpoint.
+    command = [sys.executable, "zero_to_fp32.py", ".", "out", "--safe_serialization"]
+    subprocess.run(command, cwd=tmp_path / "ckpts", check=True, timeout=100)
+    written = load_file(tmp_path / "ckpts" / "out" / "model.safetensors")
+    assert written.keys() == wanted.keys() and all(torch.equal(written[name], value) for name, value in wanted.items())
 
 
 # -- recomputation ---------------------------------------------------------------------------------------------------

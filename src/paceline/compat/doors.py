@@ -287,10 +287,10 @@ def _undo(journal: Journal, door: Door, state: Path) -> None:
             shutil.rmtree(folder / "__pycache__", ignore_errors=True)
         with suppress(OSError):  # not there, or files of somebody else in it
             folder.rmdir()
-    for number, path in enumerate(journal.set_aside):
+    for number, part in enumerate(journal.set_aside):
         moved = state / "set-aside" / str(number)
         if moved.exists():
-            moved.rename(door.packages / path)
+            moved.rename(door.packages / part)
     _delete_state(state)
 
 

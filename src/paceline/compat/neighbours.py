@@ -82,7 +82,7 @@ def install(*, found_before: bool = False) -> None:
     """
     if any(isinstance(finder, Mender) for finder in sys.meta_path):
         return
-    mend = {
+    mend: dict[str, Callable[[ModuleType], None]] = {
         "transformers": _look_at_transformers,
         "transformers.integrations.deepspeed": _explain_deepspeed,
         "transformers.tokenization_utils_base": _give_encode_plus,

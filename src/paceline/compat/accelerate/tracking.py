@@ -92,7 +92,7 @@ class _LibraryTracker(GeneralTracker):
         self._ours = TRACKERS.get(str(self.name))(".", **kwargs)
 
     @property
-    def tracker(self) -> Any:  # type: ignore[override]
+    def tracker(self) -> Any:
         """The library's own object."""
         return self._ours.native
 

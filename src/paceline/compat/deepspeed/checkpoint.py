@@ -1,6 +1,7 @@
 """DeepSpeed's calls for checkpoints, on ours: any stage and width loads what any other has saved.
 
     SAVE_DIR/latest            the newest tag, written last
+    SAVE_DIR/zero_to_fp32.py   makes whole weights of it, where a ZeRO stage is on
     SAVE_DIR/global_step4/     a checkpoint of ours: models, optimizers, schedulers, loss scale, random streams, the
                                accumulation window, counters and the script's own `client_state`
 
@@ -28,6 +29,7 @@ from paceline.checkpoint.weights.opening import open_weights
 from paceline.checkpoint.weights.sources import read_whole
 from paceline.compat.deepspeed.attendance import attendance
 from paceline.compat.deepspeed.checkpoint_format import tag_in
+from paceline.compat.deepspeed.consolidation import SCRIPT
 from paceline.world.exchange import as_bytes
 
 if TYPE_CHECKING:
@@ -78,8 +80,14 @@ def save(
         accelerator.states.save(store.join(folder, tag), frozen=not exclude_frozen)
     finally:
         extra.pop(_KEY, None)
-    if save_latest:
-        accelerator.states.on_main(lambda: _write_latest(store, folder, tag))
+
+    def write_beside() -> None:
+        if engine.zero_optimization():
+            _write(store, folder, "zero_to_fp32.py", SCRIPT)
+        if save_latest:
+            _write(store, folder, "latest", tag)
+
+    accelerator.states.on_main(write_beside)
     return True
 
 
@@ -125,10 +133,10 @@ def _own_state(engine: DeepSpeedEngine, client_state: Mapping[str, Any]) -> dict
     }
 
 
-def _write_latest(store: Store, folder: str, tag: str) -> None:
-    path = store.join(store.resolve(folder), "latest")
+def _write(store: Store, folder: str, name: str, text: str) -> None:
+    path = store.join(store.resolve(folder), name)
     with writing(f"writing {path}"), store.open(path, "wb") if "://" in path else replacing(path, follow=False) as file:
-        file.write(tag.encode())
+        file.write(text.encode())
 
 
 # -- load ------------------------------------------------------------------------------------------------------------

@@ -1,11 +1,14 @@
 """`deepspeed.utils.zero_to_fp32`: whole weights of a checkpoint, ours or DeepSpeed's, in float32.
 
-The command is `paceline checkpoint export FOLDER OUT`.
+The command is `paceline checkpoint export FOLDER OUT`, or `python zero_to_fp32.py FOLDER OUT` by the script that lies beside
+each checkpoint, as DeepSpeed's does.
 """
 
 from __future__ import annotations
 
+import argparse
 import os
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -15,6 +18,36 @@ from paceline.base.log import warn_once
 from paceline.checkpoint.weights.export import export_checkpoint
 from paceline.checkpoint.weights.model import load_model
 from paceline.checkpoint.weights.opening import open_weights
+
+# `zero_to_fp32.py`, beside each checkpoint of a ZeRO stage.
+SCRIPT = '''"""Writes the whole weights of this checkpoint: python zero_to_fp32.py CHECKPOINT_FOLDER OUTPUT_FOLDER"""
+
+from paceline.compat.deepspeed.consolidation import main
+
+if __name__ == "__main__":
+    main()
+'''
+
+
+def main(words: Sequence[str] | None = None) -> None:
+    """Runs `zero_to_fp32.py`, with DeepSpeed's arguments.
+
+    Args:
+        words: the command line; None is that of this process.
+    """
+    parser = argparse.ArgumentParser(prog="zero_to_fp32.py", description="Writes the whole weights of a checkpoint.")
+    parser.add_argument("checkpoint_dir", help="what save_checkpoint was given, such as .")
+    parser.add_argument("output_dir", help="the folder of the weights")
+    parser.add_argument("--max_shard_size", default="5GB", help="bytes after which a new file begins [5GB]")
+    parser.add_argument("--safe_serialization", action="store_true", help="write safetensors")
+    parser.add_argument("-t", "--tag", help="the checkpoint [what `latest` says]")
+    parser.add_argument(
+        "--exclude_frozen_parameters", action="store_true", help="no effect: they are written all the same"
+    )
+    parser.add_argument("-d", "--debug", action="store_true", help="no effect")
+    arguments = vars(parser.parse_args(words))
+    del arguments["debug"]
+    convert_zero_checkpoint_to_fp32_state_dict(**arguments)
 
 
 def get_fp32_state_dict_from_zero_checkpoint(
@@ -31,11 +64,11 @@ def get_fp32_state_dict_from_zero_checkpoint(
         exclude_frozen_parameters, lazy_mode: weights are whole and in memory in any case.
     """
     weights = open_weights(_place(checkpoint_dir, tag))
-    found = {}
+    state: dict[str, Tensor] = {}
     for name, entry in weights.entries.items():
         value = weights.read(name, tuple(slice(0, size) for size in entry.shape))
-        found[name] = value.float() if value.is_floating_point() else value.clone()
-    return found
+        state[name] = value.float() if value.is_floating_point() else value.clone()
+    return state
 
 
 def convert_zero_checkpoint_to_fp32_state_dict(
