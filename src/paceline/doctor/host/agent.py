@@ -8,7 +8,7 @@ import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from typing import Any
 
@@ -92,14 +92,13 @@ class Agent:
             network({name: peer["addresses"] for name, peer in peers.items()}, own.result()),
             system.processors(),
             rows,
-            **system.limits(),
             shared_memory=system.shared_memory(),
             programs=system.programs(),
             in_container=system.in_container(),
             has_rdma=system.has_rdma(),
             no_cwd=self._no_cwd,
         )
-        return {"facts": asdict(facts)}
+        return {"facts": asdict(replace(facts, **system.limits()))}
 
     def torch(self, timeout_s: float) -> dict[str, Any]:
         """What needs torch; `silent` says why it did not answer."""
