@@ -8,7 +8,7 @@ import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from functools import partial
 from typing import Any
 
@@ -87,18 +87,23 @@ class Agent:
         with ThreadPoolExecutor(1) as pool:  # a dead name server is waited for once
             own = pool.submit(own_addresses)
             rows = lookups(questions)
+        limits = system.limits()
         facts = HostFacts(
             Versions(VERSION, platform.python_version(), sys.executable),
             network({name: peer["addresses"] for name, peer in peers.items()}, own.result()),
             system.processors(),
             rows,
+            open_files=limits.get("open_files"),
+            locked_memory=limits.get("locked_memory"),
+            processes=limits.get("processes"),
+            core_files=limits.get("core_files"),
             shared_memory=system.shared_memory(),
             programs=system.programs(),
             in_container=system.in_container(),
             has_rdma=system.has_rdma(),
             no_cwd=self._no_cwd,
         )
-        return {"facts": asdict(replace(facts, **system.limits()))}
+        return {"facts": asdict(facts)}
 
     def torch(self, timeout_s: float) -> dict[str, Any]:
         """What needs torch; `silent` says why it did not answer."""
