@@ -195,7 +195,7 @@ def test_another_paceline(network: Network, folder: Path) -> None:
     other_file(node1, Path(version.__file__), folder / "version.py", own, 'VERSION = "0.0.9"')
     found = findings(network, folder, "--include node0@node1")
     assert (found["versions-differ"]["level"], found["versions-differ"]["where"]) == ("problem", "node1")
-    assert f"pip install paceline=={version.VERSION}" in found["versions-differ"]["fix"]
+    assert f"install paceline {version.VERSION} for" in found["versions-differ"]["fix"]
 
 
 DAEMONS = ("munged", "slurmctld", "slurmd", "salloc", "srun", "scontrol")

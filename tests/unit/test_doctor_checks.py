@@ -135,7 +135,11 @@ def test_a_silent_host_and_one_without_the_directory() -> None:
 @pytest.mark.parametrize(
     ("changes", "what", "fix"),
     [
-        ({"paceline": "0.0.9"}, "paceline is 0.1.0 on node0, node2; 0.0.9 on node1", "pip install paceline==0.1.0"),
+        (
+            {"paceline": "0.0.9"},
+            "paceline is 0.1.0 on node0, node2; 0.0.9 on node1",
+            "install paceline 0.1.0 for /venv/bin/python",
+        ),
         ({"torch": "2.12.1"}, "torch is 2.13.0+cpu on node0, node2; 2.12.1 on node1", "pip install torch==2.13.0"),
         ({"python": "3.12.1"}, "Python is 3.11 on node0, node2; 3.12 on node1", "install Python 3.11"),
         ({"nccl": "2.28.9"}, "NCCL is missing on node0, node2; 2.28.9 on node1", "--force-reinstall torch==2.13.0"),

@@ -1,4 +1,4 @@
-"""Looks for what would stop a run on these hosts, or slow it down, and says how to mend it.
+"""Looks for what would stop a run on these hosts, and says how to mend it.
 
 Without --hostfile it looks at this host, or at all hosts of the SLURM allocation around it.
 Exit code: 1 where there is a problem, else 0.

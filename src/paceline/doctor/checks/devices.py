@@ -28,9 +28,12 @@ def _of_host(examination: Examination, host: str, devices: Devices) -> Iterator[
         fix = on(host, examination, "sudo reboot")
         yield Finding("problem", "device-tool-fails", host, f"{devices.health_error}", fix)
     if devices.health and not devices.names and not devices.error:
-        index = "https://download.pytorch.org/whl/cu128"
         executable = examination.facts[host].versions.executable
-        fix = on(host, examination, f"{executable} -m pip install --force-reinstall torch --index-url {index}")
+        fix = on(
+            host,
+            examination,
+            f"{executable} -m pip install --force-reinstall --index-url=https://download.pytorch.org/whl/cu128 torch",
+        )
         what = f"torch finds no accelerator, and nvidia-smi lists {len(devices.health)}"
         yield Finding("warning", "devices-hidden", host, what, fix)
     for health in devices.health:

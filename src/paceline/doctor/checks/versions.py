@@ -64,8 +64,11 @@ def _difference(
     elif name == "NCCL":
         torch = usable[hosts_by_version[right][0]].torch.partition("+")[0]
         fix = f"on {listed(wrong)}: `{executable} -m pip install --force-reinstall torch=={torch}`"
+    elif name == "torch":
+        fix = f"on {listed(wrong)}: `{executable} -m pip install torch=={public}`"
     else:
-        fix = f"on {listed(wrong)}: `{executable} -m pip install {name}=={public}`"
+        # Paceline is on no package index.
+        fix = f"on {listed(wrong)}: install paceline {public} for {executable}, from the folder that the others have it from"
     what = f"{name} is {'; '.join(parts)}"
     return [Finding("problem", "versions-differ", listed(wrong), what, fix)]
 
