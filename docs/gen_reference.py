@@ -188,7 +188,7 @@ def command_line() -> str:
 def settings() -> str:
     """All settings."""
     from paceline.config.schema import table
-    from paceline.config.settings import LaunchSettings, RunSettings
+    from paceline.config.settings import RunSettings, launch_classes
 
     head = """# Settings
 
@@ -197,7 +197,7 @@ and `main_port` in a YAML file. Where several say something, this is the order: 
 default**. `paceline explain` prints each value with where it came from.
 """
     run = "## Of a run\n\nRead by `Accelerator(...)`, under every launcher and under none.\n\n" + table(RunSettings)
-    launch = "## Of a launch\n\nRead by `paceline launch`.\n\n" + table(LaunchSettings)
+    launch = "## Of a launch\n\nRead by `paceline launch`.\n\n" + table(*launch_classes())
     return "\n".join([head, run, launch])
 
 

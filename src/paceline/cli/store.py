@@ -1,5 +1,6 @@
-"""Runs a store on this host, which trains nothing, for `paceline launch --rdzv-endpoint c10d://HOST:PORT`.
+"""Runs a store for launchers (`--rdzv-endpoint c10d://HOST:PORT`).
 
+This host trains nothing.
 It is torch's TCPStore: torchrun's agents can use it too. It keeps what it holds in memory, until SIGTERM or Ctrl-C.
 """
 

@@ -193,14 +193,16 @@ def become(target: Target, compat: str = "") -> None:
         importlib.import_module("paceline.compat").install(
             compat.split(",")
         )  # a room above this one: looked up, not imported
-    code, main = _load(target)
-    sys.modules["__main__"] = main
-    if target.kind == "script":
+    if target.kind == "script" and os.path.isfile(target.name):
         # Here, since the launcher imports this module too and needs no parser.
         from paceline.launch.script_imports import import_ahead
 
-        path = str(main.__file__)
+        # Before the script's module is made: what is there now is never collected, and a file that the script leaves
+        # open would not be written out at Python's end.
+        path = os.path.abspath(target.name)
         import_ahead(Path(path).read_bytes(), path, compat.split(","))
+    code, main = _load(target)
+    sys.modules["__main__"] = main
     exec(code, main.__dict__)
 
 

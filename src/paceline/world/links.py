@@ -182,16 +182,17 @@ class Links:
         for (distance, rank), place_as_json in zip(ranks.items(), store.multi_get(keys), strict=True):
             place = _Place(**json.loads(place_as_json))
             reasons = []
-            for address, port in place.addresses:
-                if interface.is_loopback(address) and place.host != own_host:
-                    continue
+            elsewhere = place.host != own_host
+            # Containers with names of their own may share one network, and its loopback too.
+            likeliest_first = sorted(place.addresses, key=lambda at: elsewhere and interface.is_loopback(at[0]))
+            for address, port in likeliest_first:
                 try:
                     self._below[distance] = _called(address, port, bytes.fromhex(place.word), self.rank)
                     break
                 except OSError as error:
                     reasons.append(f"{address}:{port}: {error.strerror or error}")
             if distance not in self._below:
-                why = "; ".join(reasons) or "it listens on its own loopback alone"
+                why = "; ".join(reasons)
                 raise ConnectionError(f"rank {self.rank} ({own_host}) cannot reach rank {rank} ({place.host}): {why}")
 
     def _answer(self, listeners: list[socket.socket], word: str) -> None:
