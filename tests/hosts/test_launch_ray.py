@@ -31,13 +31,13 @@ TRAIN = """
     print(f"rank {accelerator.process_index}: {total.item():g}", *(os.environ.get(name) for name in names))
 """
 FAILS = """
-    import os, sys
+    import os, sys, time
     from paceline import Accelerator
     accelerator = Accelerator(cpu=True)
     accelerator.wait_for_everyone()
     if accelerator.process_index == 1:
         raise ValueError("a wrong batch")
-    accelerator.wait_for_everyone()
+    time.sleep(60)  # in a collective it might fail as fast as the other rank ends
 """
 STEPS = """
     import os, sys, time, torch
@@ -160,7 +160,7 @@ def test_the_first_failing_rank(launch: Launch) -> None:
     done = launch("--nodes", 2, "--procs", 1, "--gpus-per-node", 0, "fails.py")
     assert done.returncode == 1
     assert done.stderr.count("ValueError: a wrong batch") == 1, done.stderr
-    assert "node1: paceline.LaunchError: rank 1 failed with exit code 1.  [rank-failed]" in done.stderr
+    assert "node1: paceline.LaunchError: rank 1 failed with exit code 1.  [rank-failed]" in done.stderr, done.stderr
 
 
 @pytest.mark.long

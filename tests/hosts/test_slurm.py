@@ -159,7 +159,7 @@ def test_a_shell_that_is_a_step(cluster: Cluster, folder: Path) -> None:
     inside = f"{' '.join(PACELINE)} --procs 1 --no-python ./rank.sh; echo ended with $?"
     shell = f"srun --nodes=2 --ntasks-per-node=1 --label --pty bash -c '{inside}'"
     done = launch(cluster, folder, "script", "-qec", shell, "/dev/null")
-    text = done.stdout.replace("\r", "")
+    text = re.sub(r"^0: ", "", done.stdout.replace("\r", ""), flags=re.MULTILINE)  # the label
     assert ranks(text) == world("node0", "node1", procs=1), text
     assert "ended with 0" in text
 
