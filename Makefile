@@ -6,9 +6,9 @@ SUM := $(shell cat constraints.txt pyproject.toml | (cat; pwd) | cksum | cut -d'
 STAMP := .venv/.setup-done-$(SUM)
 EXTRAS := dev,docs,examples,notebook,ray,s3,tensorboard
 # A file is read by one worker (loadscope), so that what its fixtures make is made once; groups are not honoured by
-# pytest-xdist 3.8 under pytest 9.2, which keeps names elsewhere. Two workers: test processes spend much of their time waiting
-# for each other. `make test JOBS=8` on a larger machine.
-JOBS ?= 2
+# pytest-xdist 3.8 under pytest 9.2, which keeps names elsewhere. Test processes spend much of their time waiting
+# for each other, so three on 2 cores. `make test JOBS=8` on a larger machine.
+JOBS ?= 3
 ARGS ?=
 PYTEST = $(BIN)/python -m pytest
 export OMP_NUM_THREADS ?= 1
