@@ -159,7 +159,7 @@ def test_healthy_hosts(network: Network, folder: Path) -> None:
     assert "node0, node1, node2" in done.stdout and "bandwidth from the host of a row" in done.stdout
     seconds = re.search(r"no problems, .*, 3 hosts, ([\d.]+) s\n", done.stdout)
     assert seconds and float(seconds[1]) < 60, done.stdout
-    assert "paceline doctor: ports" in done.stderr
+    assert "s  all-reduce" in done.stderr
 
 
 @pytest.mark.long
