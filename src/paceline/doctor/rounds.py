@@ -50,8 +50,12 @@ def slow_rounds(plan: Sequence[Sequence[Pair]], links: Mapping[Pair, Link]) -> l
     """The rounds of a plan with those pairs alone that were less than half as fast as the fastest one."""
     fastest = max((link.bytes_per_s for link in links.values()), default=0.0)
     slow = {pair for pair, link in links.items() if link.bytes_per_s < fastest / 2}
-    left = [[pair for pair in pairs if pair in slow] for pairs in plan]
-    return [pairs for pairs in left if pairs]
+    rounds: list[list[Pair]] = []
+    for pairs in plan:
+        slow_pairs = [pair for pair in pairs if pair in slow]
+        if slow_pairs:
+            rounds.append(slow_pairs)
+    return rounds
 
 
 def sizes(slowest: float | None, has_devices: bool) -> list[int]:
