@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 import threading
@@ -9,6 +10,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import long_cases
 import pytest
 from s3_server import s3, s3_server  # noqa: F401  (fixtures)
 
@@ -23,33 +25,21 @@ _THREAD_GRACE_S = 2.0
 os.environ.pop("PYTHONUNBUFFERED", None)
 
 
-# Cases that are run with `-m long` alone: what they add to their neighbours is little for the minutes of CPU that they take
-# together, and `make test` has to stay below 20 minutes on 2 cores.
-_LONG = (
-    "test_parity_plans.py::test_on_eight[replicate2-shard2-tp2]",
-    "test_parity_plans.py::test_on_eight[pp2-shard4]",
-    "test_parity_plans.py::test_on_eight[shard8]",
-    "test_parity_plans.py::test_on_eight[pp2-replicate2-shard2]",
-    "test_reshard_window.py::test_the_window_goes_on_with_the_same_bits[window-shard-tp]",
-    "test_reshard_window.py::test_the_window_goes_on_with_the_same_bits[window-replicate-tp]",
-    "test_reshard_window.py::test_the_window_goes_on_with_the_same_bits[window-replicate-shard]",
-    "test_reshard_window.py::test_the_window_goes_on_with_the_same_bits[plain-pp-shard]",
-    "test_examples.py::test_images_are_classified_from_a_notebook[1]",
-    "test_chaos.py::test_three_kills_change_nothing",
-    "test_slurm.py::test_the_page",
-    "test_store_off_hosts.py::test_each_of_two_hosts_outlives_the_other[etcd-1-words1]",
-    "test_launch_kubernetes.py::test_the_launcher_in_a_pod_finds_its_world[pytorchjob]",
-    "test_launch_kubernetes.py::test_a_bare_script_in_a_pod_finds_its_world[pytorchjob]",
-    "test_state_under_plans.py::test_a_checkpoint_goes_on_as_if_nothing_had_happened[replicate2-shard2]",
-)
-
-
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Marks `_LONG`, before pytest chooses by marks."""
-    for item in items:
-        if item.nodeid.endswith(_LONG):
-            item.add_marker(pytest.mark.long)
+    """Marks the long cases, before pytest chooses by marks."""
+    if items:
+        long_cases.mark(items)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def short_collections() -> None:
+    """Hides what earlier modules left alive from the garbage collector.
+
+    A worker that has read hundreds of files holds millions of objects, and each `gc.collect()` of a test took a second.
+    """
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)

@@ -97,6 +97,7 @@ class ApiServer:
         self.port = 0
         self._versions = itertools.count(100)
         self._oldest = 0  # resource versions before it are forgotten
+        self.watched = threading.Event()
         self._history: list[tuple[int, str, str, Object]] = []
         self._logs: dict[str, list[tuple[str, str]]] = {}
         self._cut: set[str] = set()
@@ -375,6 +376,7 @@ class ApiServer:
     async def _watch(self, request: web.Request, plural: str, namespace: str) -> web.StreamResponse:
         response = web.StreamResponse(headers={"Content-Type": "application/json"})
         await response.prepare(request)
+        self.watched.set()
         version = int(request.query["resourceVersion"])
         until = time.monotonic() + int(request.query.get("timeoutSeconds", "300"))
         while time.monotonic() < until and not self._stop.is_set():

@@ -243,14 +243,19 @@ CASES = [replace(case, dropout=0.0) if case.then not in (0, case.procs) else cas
 
 # Like others of their kind: `make ranks` runs these too, `make test` leaves them out.
 LONG = {
-    "exits", "killed after the last save", "rank 0 killed in the all-reduce", "one process raises", "killed in a long window",
-    "raises on both ranks", "killed in the second epoch, with loader workers", "rank 0 killed in a shard", "exits in a shard",
-    "killed before publishing", "no room for the manifest", "no permission to publish", "a file where the checkpoints were",
-    "a real loss of permission, in the background", "killed while pruning, in the background", "killed in the last save",
-    "killed before the manifest, in the background", "raises in the loop while a save is written", "raises in a load",
-    "a file of the newest removed", "the reaper killed, then the launcher", "preempted in a window", "preempted twice",
+    "exits", "killed after the last save", "rank 0 killed in the all-reduce", "one process raises",
+    "killed in a long window", "raises on both ranks", "killed in the second epoch, with loader workers",
+    "rank 0 killed in a shard", "exits in a shard", "killed before publishing", "no room for the manifest",
+    "no permission to publish", "a file where the checkpoints were", "a real loss of permission, in the background",
+    "killed while pruning, in the background", "killed in the last save", "killed before the manifest, in the background",
+    "raises in the loop while a save is written", "raises in a load", "a file of the newest removed",
+    "the reaper killed, then the launcher", "preempted in a window", "preempted twice",
     "preempted by a notice to a worker's host", "3 lose their launcher, 2 go on", "2 preempted in a window, 1 goes on",
-    "2 of shard killed, 3 go on",
+    "2 of shard killed, 3 go on", "rank 0 stopped", "rank 0 killed", "one of three killed", "killed twice",
+    "stopped in a shard", "2 preempted, 3 go on with loader workers", "the newest cut", "no room for a shard",
+    "no room, in the background", "killed in a shard, in the background", "raises before a save", "killed while pruning",
+    "one process preempted", "the launcher killed in the background", "1 killed, 2 go on", "both killed",
+    "no permission for a save", "killed before publishing, in the background", "killed under zero",
 }  # fmt: skip
 assert {case.name for case in CASES} >= LONG
 

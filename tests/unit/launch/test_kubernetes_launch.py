@@ -224,10 +224,18 @@ def test_without_waiting_it_leaves_the_run_and_says_how_to_end_it(
     assert len(secret["stringData"]["PACELINE_RUN_SECRET"]) == 64
 
 
-def test_somebody_else_deletes_the_run(api: ApiServer, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("event", [True, False])
+def test_somebody_else_deletes_the_run(
+    api: ApiServer, tmp_path: Path, capfd: pytest.CaptureFixture[str], event: bool
+) -> None:
+    """The launcher hears of it also where no watch has seen it: before the first one, or between two."""
+
     def run(pod: Pod) -> int:
         if pod.number == 0:
-            api.remove("jobsets", "teams", api.find("jobsets")[0]["metadata"]["name"])
+            with api.lock:
+                api.remove("jobsets", "teams", api.find("jobsets")[0]["metadata"]["name"])
+                if not event:
+                    api.forget()
         return 143 * pod.asked_to_end.wait(1)
 
     with Controllers(api, tmp_path, run):
@@ -408,6 +416,8 @@ def test_a_cluster_that_falls_silent(api: ApiServer, tmp_path: Path, capfd, monk
 
     def run(pod: Pod) -> int:
         if pod.number == 0:
+            # Not before the launcher has made all its objects: it would give up at once, which is another case.
+            api.watched.wait(20)
             threading.Thread(target=api.__exit__).start()
         return int(ended.wait(20))
 

@@ -18,7 +18,7 @@ from paceline.launch.membership import Membership
 from paceline.launch.peers import Peers
 from paceline.launch.rounds import Report, Rules
 
-SEEDS = 2000
+SEEDS = 1000
 CHUNK = 250
 
 

@@ -180,24 +180,32 @@ class Cluster:
             raise
         return any(entry["name"] == resource.plural for entry in known["resources"])
 
-    def watch(self, resource: Resource, **selectors: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    def watch(
+        self, resource: Resource, present: dict[str, dict[str, Any]], **selectors: str
+    ) -> Iterator[tuple[str, dict[str, Any]]]:
         """What happens to some objects, without end: first each that is there, as ADDED, then each change.
 
         Args:
             resource: their kind.
+            present: the objects that the caller knows of, by uid; kept up to date here. An object that is deleted while
+                nobody watches has no event: it is one of these that a list does not have.
             **selectors: `labelSelector` or `fieldSelector`.
         """
         path = resource.path(self.namespace)
         while not self.closed:
             listed = self.get(path, selectors)
+            items = {item["metadata"]["uid"]: item for item in listed["items"]}
+            for uid in present.keys() - items.keys():
+                yield "DELETED", present.pop(uid)
+            present.update(items)
             for item in listed["items"]:
                 yield "ADDED", item
             version = listed["metadata"]["resourceVersion"]
             while version and not self.closed:
-                version = yield from self._watch_from(path, selectors, version)
+                version = yield from self._watch_from(path, present, selectors, version)
 
     def _watch_from(
-        self, path: str, selectors: Mapping[str, str], version: str
+        self, path: str, present: dict[str, dict[str, Any]], selectors: Mapping[str, str], version: str
     ) -> Generator[tuple[str, dict[str, Any]], None, str]:
         """One watch; returns the version from which the next one goes on, "" where all is to be listed again."""
         query = {
@@ -220,8 +228,12 @@ class Cluster:
                     return ""
                 raise Refusal.of(event["object"].get("code", 500), json.dumps(event["object"]).encode(), "GET", path)
             version = event["object"]["metadata"]["resourceVersion"]
-            if event["type"] != "BOOKMARK":
-                yield event["type"], event["object"]
+            if event["type"] == "BOOKMARK":
+                continue
+            present[event["object"]["metadata"]["uid"]] = event["object"]
+            if event["type"] == "DELETED":
+                del present[event["object"]["metadata"]["uid"]]
+            yield event["type"], event["object"]
         return version
 
     def log(self, pod: str, container: str, since: str) -> Iterator[tuple[str, bytes]]:
@@ -245,6 +257,8 @@ class Cluster:
 
         part = b""
         self._streams.add(response)
+        if self.closed:  # `close` came before it could see this one
+            response.shutdown()
         try:
             for chunk in response.stream(1 << 16):
                 *lines, part = (part + chunk).split(b"\n")

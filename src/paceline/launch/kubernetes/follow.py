@@ -58,6 +58,7 @@ class Follower:
         cluster: where it runs.
         run: what was submitted.
         kind: as what.
+        main: the run's object, as the cluster made it.
         shown: nodes whose lines are shown; None for all.
 
     Attributes:
@@ -66,7 +67,9 @@ class Follower:
         deleted: whether that object is gone.
     """
 
-    def __init__(self, cluster: Cluster, run: PodRun, kind: Kind, shown: frozenset[int] | None) -> None:
+    def __init__(
+        self, cluster: Cluster, run: PodRun, kind: Kind, main: dict[str, Any], shown: frozenset[int] | None
+    ) -> None:
         self._cluster, self._run, self._kind, self._shown = cluster, run, kind, shown
         self.pods: dict[str, dict[str, Any]] = {}
         self.present: set[str] = set()
@@ -79,8 +82,11 @@ class Follower:
         self._odd_since: dict[str, float] = {}
         self._lost: LaunchError | None = None
         # One thread each: the API streams, and Python has no other way to wait for several of this client's answers.
-        self._watch("object", lambda: cluster.watch(kind.resource, fieldSelector=f"metadata.name={run.name}"))
-        self._watch("pod", lambda: cluster.watch(PODS, labelSelector=selector(run)))
+        # Somebody may have deleted the object before the first list.
+        objects: dict[str, dict[str, Any]] = {main["metadata"]["uid"]: main}
+        pods: dict[str, dict[str, Any]] = {}
+        self._watch("object", lambda: cluster.watch(kind.resource, objects, fieldSelector=f"metadata.name={run.name}"))
+        self._watch("pod", lambda: cluster.watch(PODS, pods, labelSelector=selector(run)))
 
     def next(self, timeout_s: float) -> None:
         """Takes in what has come, for at most so many seconds.

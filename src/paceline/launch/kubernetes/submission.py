@@ -38,6 +38,7 @@ class Submission:
     ) -> None:
         self._cluster, self._run, self._kind, self._wait, self._shown = cluster, run, kind, wait, shown
         self._made: list[tuple[Resource, str]] = []
+        self._main: dict[str, Any] = {}
         self._signals = Signals(lambda number: None)
 
     def make(self) -> None:
@@ -51,6 +52,7 @@ class Submission:
             for resource, manifest in self._kind.before(self._run):
                 self._create(resource, manifest)
             main = self._create(self._kind.resource, self._kind.main(self._run))
+            self._main = main
             # They end with the run's object, whoever deletes that.
             owner = {
                 "apiVersion": main["apiVersion"],
@@ -93,7 +95,7 @@ class Submission:
             objects = " ".join(f"{resource.plural}/{name}" for resource, name in self._lasting())
             _say(f"`kubectl delete {objects} -n {namespace}` ends it and takes it away")
             return Outcome(0)
-        follower = Follower(self._cluster, self._run, self._kind, self._shown)
+        follower = Follower(self._cluster, self._run, self._kind, self._main, self._shown)
         lost = False
         try:
             while not (follower.state.ended or follower.deleted or self._signals.ending):
