@@ -21,15 +21,18 @@ unexport PYTHONDONTWRITEBYTECODE
 help:  ## list these entries
 	@sed -nE 's/^([a-z-]+):.*## (.*)$$/  make \1\t\2/p' Makefile | expand -t 24
 
+# Compiling all modules of all packages takes half of the time; those that are imported are compiled then.
+PIP_INSTALL = -m pip install --quiet --no-compile -c constraints.txt
+
 setup: $(STAMP)  ## make .venv with the pinned dependencies and the `paceline` command
 
 $(STAMP):
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet "$$(grep '^torch==' constraints.txt)" -c constraints.txt
-	$(BIN)/python -m pip install --quiet hatchling editables -c constraints.txt
-	$(BIN)/python -m pip install --quiet --no-build-isolation -e ".[$(EXTRAS)]" -c constraints.txt
+	$(BIN)/python $(PIP_INSTALL) "$$(grep '^torch==' constraints.txt)"
+	$(BIN)/python $(PIP_INSTALL) hatchling editables
+	$(BIN)/python $(PIP_INSTALL) --no-build-isolation -e ".[$(EXTRAS)]"
 	# With its dependencies peft would bring accelerate, whose place Paceline takes.
-	$(BIN)/python -m pip install --quiet --no-deps peft -c constraints.txt
+	$(BIN)/python $(PIP_INSTALL) --no-deps peft
 	rm -f .venv/.setup-done-*
 	touch $@
 
