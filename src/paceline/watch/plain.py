@@ -57,7 +57,8 @@ def number(value: float | str) -> str:
         return value
     for least, unit, suffix in ((1e12, 1e12, "T"), (1e9, 1e9, "G"), (1e6, 1e6, "M"), (1e4, 1e3, "k")):
         if abs(value) >= least:
-            return f"{value / unit:.3g}{suffix}" if abs(value) < 1e3 * unit else f"{value / unit:.0f}{suffix}"
+            digits = f"{value / unit:.3g}"
+            return f"{digits if 'e' not in digits else f'{value / unit:.0f}'}{suffix}"
     return f"{value:.3g}" if abs(value) < 100 else f"{value:.0f}"
 
 

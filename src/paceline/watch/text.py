@@ -39,17 +39,21 @@ def frame(snapshot: Mapping[str, Any], width: int = 100, height: int = 40) -> Re
         snapshot: of `RunView`.
         width, height: of the terminal, in characters; the table of ranks is cut so that the frame fits.
     """
-    parts = [_title(snapshot), *_progress(snapshot, width), *_curves(snapshot, width)]
+    parts: list[Text] = [*_progress(snapshot, width), *_curves(snapshot, width)]
     findings = [_finding(finding) for finding in snapshot["findings"][:6]]
     events = _events(snapshot)
-    # A sentence may take two lines, and has its fix below it.
-    lines = 5 + len(parts) + sum(3 if "\n" in text.plain else 2 for text in findings) + len(events)
-    parts += [Text(), *_ranks(snapshot, max(_FEWEST_ROWS, height - lines), width)]
+    lines = 6 + sum(_lines(text, width) for text in (*parts, *findings, *events))
+    shown: list[RenderableType] = [*parts, Text(), *_ranks(snapshot, max(_FEWEST_ROWS, height - lines))]
     if findings:
-        parts += [Text(), *findings]
+        shown += [Text(), *findings]
     if events:
-        parts += [Text(), *events]
-    return Group(*parts)
+        shown += [Text(), *events]
+    return Group(_title(snapshot), *shown)
+
+
+def _lines(text: Text, width: int) -> int:
+    """How many lines of the terminal a text takes."""
+    return sum(1 + len(line) // max(1, width) for line in text.plain.splitlines())
 
 
 def sparkline(values: Sequence[float | str], width: int) -> str:
@@ -62,16 +66,15 @@ def sparkline(values: Sequence[float | str], width: int) -> str:
             shown.append(broken[0] if broken else max(part))
         values = shown
     finite = [value for value in values if not isinstance(value, str)]
-    low, high = min(finite, default=0.0), max(finite, default=0.0)
-    spread = high - low
-    if not math.isfinite(spread):  # the difference of two huge numbers
-        spread = high / 2 - low / 2
+    largest = max(map(abs, finite), default=1.0) or 1.0  # the difference of two huge numbers would be infinite
+    low = min((value / largest for value in finite), default=0.0)
+    spread = max((value / largest for value in finite), default=0.0) - low
     bars = []
     for value in values:
         if isinstance(value, str):
             bars.append(_NOT_FINITE)
         else:
-            share = (value - low) / spread if spread else 0.0
+            share = (value / largest - low) / spread if spread else 0.0
             bars.append(_BARS[min(len(_BARS) - 1, max(0, int(share * len(_BARS))))])
     return "".join(bars)
 
@@ -91,7 +94,7 @@ def _title(snapshot: Mapping[str, Any]) -> RenderableType:
     return Rule(title, align="left", style="dim")
 
 
-def _progress(snapshot: Mapping[str, Any], width: int) -> list[RenderableType]:
+def _progress(snapshot: Mapping[str, Any], width: int) -> list[Text]:
     progress, speed = snapshot["progress"], snapshot["speed"]
     line = Text(step_text(progress))
     if progress["seconds_left"] is not None:
@@ -101,7 +104,7 @@ def _progress(snapshot: Mapping[str, Any], width: int) -> list[RenderableType]:
     elif snapshot["state"] == "stuck":
         stands = snapshot["standing_s"]
         line.append("  no step yet" if stands is None else f"  no step for {duration(stands)}", "bold red")
-    parts: list[RenderableType] = [line]
+    parts = [line]
     if progress["percent"] is not None:
         parts.append(_bar(progress["percent"] / 100, min(width, 100)))
     for name, rates in (("now", speed["recent"]), ("mean", speed["mean"]), ("plan", speed["forecast"])):
@@ -116,14 +119,14 @@ def _bar(share: float, width: int) -> Text:
     return Text.assemble(("━" * done, "cyan"), ("─" * (width - done), "dim"))
 
 
-def _curves(snapshot: Mapping[str, Any], width: int) -> list[RenderableType]:
+def _curves(snapshot: Mapping[str, Any], width: int) -> list[Text]:
     """The loss, or what was logged first, and the gradient norm, each with its latest value."""
     series = snapshot["series"]
     names = [name for name in series if "loss" in name and name != "loss_scale"][:2]
     names = names or [name for name in series if name not in ("grad_norm", "loss_scale", "skipped_steps")][:1]
     if "grad_norm" in series:
         names.append("grad_norm")
-    curves: list[RenderableType] = []
+    curves = []
     for name in names:
         values = [value for _, value in series[name]["points"]]
         last = series[name]["last"]
@@ -141,7 +144,7 @@ def _curves(snapshot: Mapping[str, Any], width: int) -> list[RenderableType]:
 # -- ranks and phases ----------------------------------------------------------------------------------------------
 
 
-def _ranks(snapshot: Mapping[str, Any], rows: int, width: int) -> list[RenderableType]:
+def _ranks(snapshot: Mapping[str, Any], rows: int) -> list[RenderableType]:
     """The table: a row a rank, a column a phase, the share of the recent time in each cell."""
     heat = snapshot["heat"]
     if not heat["ranks"]:
@@ -217,9 +220,9 @@ def _finding(finding: Mapping[str, Any]) -> Text:
     return Text(finding_text(finding), _COLOURS[finding["level"]])
 
 
-def _events(snapshot: Mapping[str, Any]) -> list[RenderableType]:
+def _events(snapshot: Mapping[str, Any]) -> list[Text]:
     """The last checkpoint, and what happened last."""
-    lines: list[RenderableType] = []
+    lines = []
     checkpoints = snapshot["checkpoints"]
     if checkpoints["last"]:
         last = checkpoints["last"][-1]
