@@ -1,0 +1,334 @@
+"""`RunView`: what is shown of a run, reduced from its journal line by line, in bounded memory.
+
+    reader = JournalReader(folder)
+    view = RunView(reader.header)
+    for line in reader.read():
+        view.add(line)
+    view.snapshot(time.time())
+
+A snapshot is made of plain JSON types; a float that is not finite is "nan", "inf" or "-inf". All moments are unix seconds, all
+sizes bytes. "Recent" is the last 30 seconds, or the last 30 steps where a step takes longer. None: not known.
+
+version         1
+now             the moment of the snapshot; of a run that has ended, the moment of its end
+name, script, command, host, pid, started       of `RunHeader`
+elapsed_s       seconds from `started` to `now`
+state           "starting" (no step yet), "running", "stuck" (one of `findings` has `stops` true), "ended"
+exit_code       of a run that has ended; None also where its launcher has gone without a word
+why             the reason of the end, "" for none
+progress        {step, total, percent, samples, tokens, seconds_left}; seconds_left by the recent rate
+speed           {"recent", "mean", "forecast"} -> {step_ms, steps_per_s, samples_per_s, tokens_per_s, mfu}; mfu is a share,
+                0 to 1; the forecast is the plan's, and has no samples and tokens; "recent" also has usual_step_ms, which does
+                not grow while the run stands still
+flops           {step: of one step of one rank, peak: a second of one device}
+history         name -> [[seconds since `started`, value], ...] for steps_per_s, samples_per_s, tokens_per_s, mfu, step_ms,
+                memory (of the rank that has the most); a name is missing where nothing is known
+names           every logged name, in the order in which they came (up to 20,000); names_left_out: values of further ones
+series          name -> {points: [[x, value], ...], by, last, last_step, count}; only of the names that were asked for
+                  points: about 2,000 at most; smallest, largest and non-finite values are kept
+                  by: what x is: "step", or "number" (of the value) where the script's steps go back
+latest          {loss, grad_norm, loss_scale, skipped_steps}: the latest values of the names; None where never logged
+world           {procs, nodes, hosts: [names], heard: ranks that have said hello}
+heat            {phases: [names], ranks: [numbers], share: [[of each phase] of each rank] (0 to 1, of recent time),
+                ms_per_step: [[of each phase] or None, of each rank]}
+ranks           [{rank, node, host, local_rank, pid, device, restart, step, phase, phase_s, at, silent_s, steps, window_steps,
+                window_s, memory, memory_peak, memory_bytes, memory_growth}], by rank
+                  silent_s: for how long it has written nothing although it should (about 1 is usual)
+                  steps: since its start; window_*: what "recent" covers; memory_bytes: of the device
+                  memory_growth: {since_step, bytes, steps} where its least memory has grown all the time; None where not
+memory          {peak, peak_rank, forecast, device}: the largest peak, and the smallest device
+checkpoints     {count, failed, last: [{t, age_s, step, path, bytes, stall_s, save_s, ok, reason}, ...]}: the last 100, the
+                newest is the last one; so in all lists below
+rounds          [{t, number, procs, nodes, restarts, why, joined, lost}, ...]: the last 100
+restarts        how often the processes were started again after a failure
+anomalies       {count, last: [{t, step, what, value, limit, action, text}, ...]}: the last 200
+stuck           [{t, text, file, ranks}, ...]: the last 20
+errors          [{t, rank, host, code, text}, ...]: the last 100
+plan            {text, reasons: [[field, value, source, reason], ...], step_ms, memory_bytes, flops}; None before `prepare`
+findings        [{kind, level, text, fix, ranks, evidence, stops}, ...], the worst first; see `findings.py`
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict
+from typing import Any
+
+from paceline.watch.findings import findings
+from paceline.watch.journal import Line, RunHeader
+from paceline.watch.progress import Progress
+from paceline.watch.ranks import PHASES, RankState
+from paceline.watch.records import (
+    Anomaly,
+    CheckpointSaved,
+    End,
+    ErrorShown,
+    Hello,
+    PlanMade,
+    Record,
+    Round,
+    Stuck,
+    Tick,
+    Values,
+)
+from paceline.watch.series import AllSeries, json_number
+
+FIRST_SERIES = 24
+# How far clocks of two hosts may differ, and how late a line of another host may come, before a host counts as silent.
+_CLOCKS_S = 10.0
+_KEPT = {CheckpointSaved: 100, Round: 100, Anomaly: 200, Stuck: 20, ErrorShown: 100}
+
+
+class RunView:
+    """What is shown of a run.
+
+    Args:
+        header: what the run is.
+    """
+
+    def __init__(self, header: RunHeader) -> None:
+        self.header = header
+        self._ranks: dict[int, RankState] = {}
+        self._progress = Progress()
+        self._values = AllSeries()
+        self._history = AllSeries()
+        self._plan: PlanMade | None = None
+        self._events: dict[type[Record], deque[dict[str, Any]]] = {
+            kind: deque(maxlen=most) for kind, most in _KEPT.items()
+        }
+        self._counts = {"checkpoints": 0, "failed": 0, "anomalies": 0}
+        self._ends: dict[int, tuple[float, End]] = {}
+        self._latest = header.started
+        self._heard_by_host: dict[str, float] = {}
+        self._restart = 0
+        self._lead: int | None = None  # the lowest rank; its ticks say how far the run is
+        self._gone: float | None = None
+
+    # -- taking lines ------------------------------------------------------------------------------------------------
+
+    def add(self, line: Line) -> None:
+        """Takes the next line of the journal."""
+        record, t = line.record, line.t
+        self._latest = max(self._latest, t)
+        if isinstance(record, Tick):
+            self._add_tick(line.number, record, t)
+        elif isinstance(record, Values):
+            self._values.add(record.step, record.values)
+        elif isinstance(record, Hello):
+            self._add_hello(record, t)
+        elif isinstance(record, PlanMade):
+            self._plan = record
+        elif isinstance(record, End):
+            self._ends[line.number] = (t, record)
+        elif type(record) in self._events:
+            self._events[type(record)].append({"t": t, **_plain(record)})
+            self._count(record)
+
+    def launcher_has_gone(self, t: float) -> None:
+        """The launcher is not there any more, as whoever can look for its process has found.
+
+        Args:
+            t: when that was found.
+        """
+        self._gone = t
+
+    def _add_hello(self, hello: Hello, t: float) -> None:
+        self._set_rank(RankState(hello, t))
+        self._heard_by_host[hello.host] = max(t, self._heard_by_host.get(hello.host, 0.0))
+        if hello.restart > self._restart:
+            self._restart = hello.restart
+            self._progress.restart()
+            self._values.restart()
+            self._ends.clear()
+
+    def _set_rank(self, state: RankState) -> None:
+        rank = state.facts.rank
+        self._ranks[rank] = state
+        self._lead = rank if self._lead is None else min(rank, self._lead)
+
+    def _add_tick(self, rank: int, tick: Tick, t: float) -> None:
+        state = self._ranks.get(rank)
+        if state is None:  # its hello is of a time that a thinned file has lost
+            state = RankState(Hello(rank=rank), t)
+            self._set_rank(state)
+        state.add(tick, t)
+        host = state.facts.host
+        self._heard_by_host[host] = max(t, self._heard_by_host.get(host, 0.0))
+        if rank != self._lead:
+            return
+        before = self._progress.tick
+        if before is not None and tick.step < before.step:
+            self._values.restart()  # a rollback to a checkpoint
+        self._progress.add(tick, t)
+        if tick.steps:
+            self._note_history(t)
+
+    def _note_history(self, t: float) -> None:
+        speed = self._with_step_time(self._progress.recent(t))
+        known = {name: value for name, value in speed.items() if value is not None}
+        memories = [state.tick.memory or 0 for state in self._ranks.values() if state.tick is not None]
+        if max(memories, default=0):
+            known["memory"] = float(max(memories))
+        self._history.add(round(t - self.header.started, 1), known)
+
+    def _count(self, record: Record) -> None:
+        if isinstance(record, CheckpointSaved):
+            self._counts["checkpoints" if record.ok else "failed"] += 1
+        elif isinstance(record, Anomaly):
+            self._counts["anomalies"] += 1
+
+    # -- the snapshot ------------------------------------------------------------------------------------------------
+
+    def snapshot(self, now: float, names: Iterable[str] | None = None) -> dict[str, Any]:
+        """All that is shown, as plain JSON types; the module's docstring says what each key is.
+
+        Args:
+            now: the moment (unix seconds).
+            names: whose series it carries; None for the first 24 names.
+        """
+        end = self._end()
+        now = end[0] if end is not None else max(now, self._latest)
+        names_in_order = list(self._values.by_name)
+        if names is None:
+            names = names_in_order[:FIRST_SERIES]
+        ranks = self._current_ranks()
+        snapshot: dict[str, Any] = {
+            "version": 1,
+            "now": now,
+            **{name: getattr(self.header, name) for name in ("name", "script", "command", "host", "pid", "started")},
+            "elapsed_s": round(now - self.header.started, 1),
+            "state": "starting",
+            "exit_code": None if end is None or end[1] is None else end[1].exit_code,
+            "why": "" if end is None else "its launcher has gone" if end[1] is None else end[1].why,
+            "progress": self._progress_at(now),
+            "speed": self._speed_at(now),
+            "flops": {"step": None if self._plan is None else self._plan.flops, "peak": self._peak_flops()},
+            "history": {name: series.points() for name, series in self._history.by_name.items()},
+            "names": names_in_order,
+            "names_left_out": self._values.left_out,
+            "series": self._series(names),
+            "latest": {name: self._values.last(name) for name in ("loss", "grad_norm", "loss_scale", "skipped_steps")},
+            "world": self._world(ranks),
+            "heat": _heat(ranks),
+            "ranks": [state.row(self._silent_s(state, now, end is not None)) for state in ranks],
+            "memory": self._memory(ranks),
+            "checkpoints": self._checkpoints(now),
+            "rounds": list(self._events[Round]),
+            "restarts": max([self._restart, *(event["restarts"] for event in self._events[Round])]),
+            "anomalies": {"count": self._counts["anomalies"], "last": list(self._events[Anomaly])},
+            "stuck": list(self._events[Stuck]),
+            "errors": list(self._events[ErrorShown]),
+            "plan": None if self._plan is None else _plain(self._plan),
+        }
+        if end is not None:
+            snapshot["state"] = "ended"
+        elif self._progress.stepped_at is not None:
+            snapshot["state"] = "running"
+        snapshot["findings"] = findings(snapshot)
+        if snapshot["state"] != "ended" and any(finding["stops"] for finding in snapshot["findings"]):
+            snapshot["state"] = "stuck"
+        return snapshot
+
+    def _end(self) -> tuple[float, End | None] | None:
+        """When and how the run has ended, by the first host's launcher; None while it goes on."""
+        if self._ends:
+            return self._ends[min(self._ends)]
+        return None if self._gone is None else (max(self._latest, self.header.started), None)
+
+    def _current_ranks(self) -> list[RankState]:
+        """Ranks of the latest round, by rank; those of an earlier one that had more processes are left out."""
+        rounds = self._events[Round]
+        procs = rounds[-1]["procs"] if rounds else 0
+        ranks = [self._ranks[rank] for rank in sorted(self._ranks)]
+        return [state for state in ranks if not procs or state.facts.rank < procs]
+
+    def _silent_s(self, state: RankState, now: float, has_ended: bool) -> float:
+        """For how long a rank has written nothing, compared with the others of its host: hosts' clocks differ."""
+        if has_ended:
+            return 0.0
+        newest = self._heard_by_host.get(state.facts.host, 0.0)
+        return max(0.0, newest - state.heard, now - state.heard - _CLOCKS_S)
+
+    def _progress_at(self, now: float) -> dict[str, Any]:
+        done = self._progress.done()
+        rate = self._progress.recent(now)["steps_per_s"]
+        is_known = rate and done["total"] and self._end() is None
+        done["seconds_left"] = round(max(0, done["total"] - done["step"]) / rate, 1) if is_known and rate else None
+        return done
+
+    def _speed_at(self, now: float) -> dict[str, dict[str, float | None]]:
+        until = self._progress.t if self._end() is not None else now
+        forecast: dict[str, float | None] = dict.fromkeys(("steps_per_s", "samples_per_s", "tokens_per_s"))
+        if self._plan is not None and self._plan.step_ms:
+            forecast["steps_per_s"] = 1e3 / self._plan.step_ms
+        speed = {
+            "recent": self._with_step_time(self._progress.recent(until)),
+            "mean": self._with_step_time(self._progress.mean()),
+            "forecast": self._with_step_time(forecast),
+        }
+        usual_step_s = self._progress.usual_step_s()
+        speed["recent"]["usual_step_ms"] = None if usual_step_s is None else usual_step_s * 1e3
+        return speed
+
+    def _with_step_time(self, rates: Mapping[str, float | None]) -> dict[str, float | None]:
+        rate = rates["steps_per_s"]
+        peak = self._peak_flops()
+        flops = None if self._plan is None else self._plan.flops
+        mfu = flops * rate / peak if flops and rate and peak else None
+        return {"step_ms": 1e3 / rate if rate else None, **rates, "mfu": mfu}
+
+    def _peak_flops(self) -> float | None:
+        return None if self._lead is None else self._ranks[self._lead].facts.peak_flops
+
+    def _series(self, names: Iterable[str]) -> dict[str, Any]:
+        by_name = self._values.by_name
+        return {
+            name: {
+                "points": by_name[name].points(),
+                "by": "step" if by_name[name].is_by_step else "number",
+                "last": json_number(by_name[name].last),
+                "last_step": by_name[name].last_step,
+                "count": by_name[name].count,
+            }
+            for name in names
+            if name in by_name
+        }
+
+    def _world(self, ranks: list[RankState]) -> dict[str, Any]:
+        rounds = self._events[Round]
+        return {
+            "procs": rounds[-1]["procs"] if rounds else self.header.procs,
+            "nodes": rounds[-1]["nodes"] if rounds else self.header.nodes,
+            "hosts": list(dict.fromkeys(state.facts.host for state in ranks)),
+            "heard": len(ranks),
+        }
+
+    def _memory(self, ranks: list[RankState]) -> dict[str, Any]:
+        peaks = {state.facts.rank: state.tick.memory_peak or 0 for state in ranks if state.tick is not None}
+        peak_rank = max(peaks, key=lambda rank: peaks[rank], default=None)
+        devices = [state.facts.memory_bytes for state in ranks if state.facts.memory_bytes]
+        return {
+            "peak": None if peak_rank is None else peaks[peak_rank] or None,
+            "peak_rank": peak_rank,
+            "forecast": None if self._plan is None else self._plan.memory_bytes,
+            "device": min(devices, default=None),
+        }
+
+    def _checkpoints(self, now: float) -> dict[str, Any]:
+        last = [{**event, "age_s": round(now - event["t"], 1)} for event in self._events[CheckpointSaved]]
+        return {"count": self._counts["checkpoints"], "failed": self._counts["failed"], "last": last}
+
+
+def _heat(ranks: list[RankState]) -> dict[str, Any]:
+    return {
+        "phases": list(PHASES),
+        "ranks": [state.facts.rank for state in ranks],
+        "share": [state.window.shares for state in ranks],
+        "ms_per_step": [state.window.ms_per_step for state in ranks],
+    }
+
+
+def _plain(record: Record) -> dict[str, Any]:
+    """A record's fields as JSON has them."""
+    return {name: json_number(value) if isinstance(value, float) else value for name, value in asdict(record).items()}
