@@ -10,6 +10,9 @@ from paceline.watch.records import Hello, Tick
 
 PHASES = ("data", "forward", "backward", "reduce", "pipeline", "clip", "step", "checkpoint", "rest")
 _COLUMN = {name: index for index, name in enumerate(PHASES)}
+# What takes longer than this, and than several of the usual steps, is an interruption: an evaluation, a rank that was stopped.
+_INTERRUPTION_S = 8.0
+_INTERRUPTION_STEPS = 5
 _WARM_UP = 3  # steps after a start that say nothing of those to come: compiling, first allocations, loaders that start
 
 
@@ -36,12 +39,19 @@ class Window:
         self._is_open = False
 
     def add(self, seconds: float, steps: int, ms: list[float]) -> None:
-        """Adds what went on between two ticks. Ticks without a step go into one entry with the next that has one."""
+        """Adds what went on between two ticks. Ticks without a step go into one entry with the next that has one.
+
+        After an interruption the window begins anew: what it was lost to says nothing of the steps.
+        """
         if self._is_open:
             last_seconds, last_steps, last_ms = self._entries.pop()
             entry = (last_seconds + seconds, last_steps + steps, [a + b for a, b in zip(last_ms, ms, strict=True)])
         else:
             entry = (seconds, steps, ms)
+        usual_s = (self.seconds + seconds - entry[0]) / max(1, len(self._entries))
+        if self._entries and entry[1] and entry[0] > max(_INTERRUPTION_S, _INTERRUPTION_STEPS * usual_s):
+            self.clear()
+            return
         self._entries.append(entry)
         self._is_open = entry[1] == 0
         self.seconds += seconds
@@ -74,6 +84,7 @@ class RankState:
         heard: when it wrote last, by its host's clock (unix seconds).
         steps: steps since its start.
         window: where its recent time went.
+        process: what was found of its process from outside; see `view.py`.
         lows: (step, bytes) of its least memory in each of up to 32 parts of the time since its start: whether it grows.
     """
 
@@ -85,6 +96,7 @@ class RankState:
         self.heard = t
         self.steps = 0
         self.window = Window()
+        self.process = ""
         self.lows: list[tuple[int, int]] = []
         self._lows_every = 1  # ticks that share an entry of `lows`
         self._ticks = 0
@@ -105,15 +117,14 @@ class RankState:
 
     def _note_memory(self, step: int, memory: int) -> None:
         if self._ticks % self._lows_every == 0:
+            if len(self.lows) == self._LOWS:
+                pairs = [self.lows[index : index + 2] for index in range(0, self._LOWS, 2)]
+                self.lows = [min(pair, key=lambda low: low[1]) for pair in pairs]
+                self._lows_every *= 2
             self.lows.append((step, memory))
         elif memory < self.lows[-1][1]:
             self.lows[-1] = (step, memory)
         self._ticks += 1
-        if len(self.lows) > self._LOWS:
-            pairs = [self.lows[index : index + 2] for index in range(0, len(self.lows), 2)]
-            self.lows = [min(pair, key=lambda low: low[1]) for pair in pairs]
-            self._lows_every *= 2
-            self._ticks = len(self.lows) * self._lows_every
 
     def row(self, silent_s: float) -> dict[str, Any]:
         """The rank as the snapshot has it."""
@@ -138,11 +149,13 @@ class RankState:
             "memory_peak": tick.memory_peak,
             "memory_bytes": facts.memory_bytes,
             "memory_growth": self._growth(),
+            "process": self.process,
         }
 
     def _growth(self) -> dict[str, int] | None:
         """Since when and by how much the least memory has grown; None where it has not always grown."""
-        recent = self.lows[len(self.lows) // 3 :]  # what comes first fills caches and pools
+        # What comes first fills caches and pools; the last entry is not complete.
+        recent = self.lows[len(self.lows) // 3 : -1]
         if len(recent) < 8 or any(later <= earlier for (_, earlier), (_, later) in pairwise(recent)):
             return None
         first_step, first = recent[0]

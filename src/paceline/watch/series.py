@@ -23,6 +23,7 @@ class Series:
         count: values so far.
         last: the latest value; NaN before there is one.
         last_step: its step.
+        not_finite_since: step from which on the values have not been finite; None where the latest is.
         most: buckets at most; it may be lowered at any time.
     """
 
@@ -30,6 +31,7 @@ class Series:
         self.count = 0
         self.last = math.nan
         self.last_step = 0.0
+        self.not_finite_since: float | None = None
         self.most = most
         self._width = 1
         self._buckets: list[list[_Point]] = []
@@ -56,6 +58,10 @@ class Series:
             self._in_last = 1
         while len(self._buckets) > max(self.most, _FEWEST_BUCKETS):
             self._halve()
+        if math.isfinite(value):
+            self.not_finite_since = None
+        elif self.not_finite_since is None:
+            self.not_finite_since = step
         self.count += 1
         self.last = value
         self.last_step = step
@@ -117,6 +123,7 @@ class AllSeries:
     def __init__(self) -> None:
         self.by_name: dict[str, Series] = {}
         self.left_out = 0
+        self._not_finite: dict[str, Series] = {}
 
     def add(self, step: float, values: Mapping[str, float]) -> None:
         """Adds the values of one step."""
@@ -130,11 +137,25 @@ class AllSeries:
                 series = self.by_name[name] = Series(most)
             series.most = most
             series.add(step, value)
+            if series.not_finite_since is None:
+                self._not_finite.pop(name, None)
+            else:
+                self._not_finite[name] = series
 
     def restart(self) -> None:
         """See `Series.restart`."""
         for series in self.by_name.values():
             series.restart()
+
+    def not_finite(self) -> dict[str, list[float | str]]:
+        """Names whose latest value is not finite, up to 20: that value, and the step since when."""
+        names = list(self._not_finite)[:20]
+        return {name: [json_number(self._not_finite[name].last), self._since(name)] for name in names}
+
+    def _since(self, name: str) -> float:
+        since = self._not_finite[name].not_finite_since
+        assert since is not None, "a series that is kept here is not finite"
+        return since
 
     def last(self, name: str) -> float | str | None:
         """The latest value of a name, as JSON has it; None before there is one."""

@@ -12,6 +12,7 @@ sizes bytes. "Recent" is the last 30 seconds, or the last 30 steps where a step 
 version         1
 now             the moment of the snapshot; of a run that has ended, the moment of its end
 name, script, command, host, pid, started       of `RunHeader`
+standing_s      seconds since a step has ended; None before the first one, and of a run that has ended
 elapsed_s       seconds from `started` to `now`
 state           "starting" (no step yet), "running", "stuck" (one of `findings` has `stops` true), "ended"
 exit_code       of a run that has ended; None also where its launcher has gone without a word
@@ -27,19 +28,22 @@ names           every logged name, in the order in which they came (up to 20,000
 series          name -> {points: [[x, value], ...], by, last, last_step, count}; only of the names that were asked for
                   points: about 2,000 at most; smallest, largest and non-finite values are kept
                   by: what x is: "step", or "number" (of the value) where the script's steps go back
+not_finite      name -> [value, step since when], of names whose latest value is not finite; up to 20
 latest          {loss, grad_norm, loss_scale, skipped_steps}: the latest values of the names; None where never logged
 world           {procs, nodes, hosts: [names], heard: ranks that have said hello}
 heat            {phases: [names], ranks: [numbers], share: [[of each phase] of each rank] (0 to 1, of recent time),
                 ms_per_step: [[of each phase] or None, of each rank]}
 ranks           [{rank, node, host, local_rank, pid, device, restart, step, phase, phase_s, at, silent_s, steps, window_steps,
-                window_s, memory, memory_peak, memory_bytes, memory_growth}], by rank
+                window_s, memory, memory_peak, memory_bytes, memory_growth, process}], by rank
                   silent_s: for how long it has written nothing although it should (about 1 is usual)
                   steps: since its start; window_*: what "recent" covers; memory_bytes: of the device
                   memory_growth: {since_step, bytes, steps} where its least memory has grown all the time; None where not
+                  process: "stopped" (by a signal), "gone", or "" where nobody has looked for the process
 memory          {peak, peak_rank, forecast, device}: the largest peak, and the smallest device
 checkpoints     {count, failed, last: [{t, age_s, step, path, bytes, stall_s, save_s, ok, reason}, ...]}: the last 100, the
                 newest is the last one; so in all lists below
 rounds          [{t, number, procs, nodes, restarts, why, joined, lost}, ...]: the last 100
+restart_steps   step at which the run was when it was started again, of the last 100 times
 restarts        how often the processes were started again after a failure
 anomalies       {count, last: [{t, step, what, value, limit, action, text}, ...]}: the last 200
 stuck           [{t, text, file, ranks}, ...]: the last 20
@@ -102,6 +106,7 @@ class RunView:
         self._latest = header.started
         self._heard_by_host: dict[str, float] = {}
         self._restart = 0
+        self._restart_steps: deque[int] = deque(maxlen=100)
         self._lead: int | None = None  # the lowest rank; its ticks say how far the run is
         self._gone: float | None = None
 
@@ -133,10 +138,16 @@ class RunView:
         """
         self._gone = t
 
+    def note_process(self, rank: int, process: str) -> None:
+        """What was found of a rank's process by whoever can look for it: "stopped", "gone", or "" for nothing special."""
+        if rank in self._ranks:
+            self._ranks[rank].process = process
+
     def _add_hello(self, hello: Hello, t: float) -> None:
         self._set_rank(RankState(hello, t))
         self._heard_by_host[hello.host] = max(t, self._heard_by_host.get(hello.host, 0.0))
         if hello.restart > self._restart:
+            self._restart_steps.append(self._progress.done()["step"])
             self._restart = hello.restart
             self._progress.restart()
             self._values.restart()
@@ -197,6 +208,7 @@ class RunView:
             "version": 1,
             "now": now,
             **{name: getattr(self.header, name) for name in ("name", "script", "command", "host", "pid", "started")},
+            "standing_s": self._standing_s(now),
             "elapsed_s": round(now - self.header.started, 1),
             "state": "starting",
             "exit_code": None if end is None or end[1] is None else end[1].exit_code,
@@ -208,6 +220,7 @@ class RunView:
             "names": names_in_order,
             "names_left_out": self._values.left_out,
             "series": self._series(names),
+            "not_finite": self._values.not_finite(),
             "latest": {name: self._values.last(name) for name in ("loss", "grad_norm", "loss_scale", "skipped_steps")},
             "world": self._world(ranks),
             "heat": _heat(ranks),
@@ -215,6 +228,7 @@ class RunView:
             "memory": self._memory(ranks),
             "checkpoints": self._checkpoints(now),
             "rounds": list(self._events[Round]),
+            "restart_steps": list(self._restart_steps),
             "restarts": max([self._restart, *(event["restarts"] for event in self._events[Round])]),
             "anomalies": {"count": self._counts["anomalies"], "last": list(self._events[Anomaly])},
             "stuck": list(self._events[Stuck]),
@@ -249,6 +263,10 @@ class RunView:
             return 0.0
         newest = self._heard_by_host.get(state.facts.host, 0.0)
         return max(0.0, newest - state.heard, now - state.heard - _CLOCKS_S)
+
+    def _standing_s(self, now: float) -> float | None:
+        stepped_at = self._progress.stepped_at
+        return None if stepped_at is None or self._end() is not None else round(max(0.0, now - stepped_at), 1)
 
     def _progress_at(self, now: float) -> dict[str, Any]:
         done = self._progress.done()

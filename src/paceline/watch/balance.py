@@ -1,0 +1,188 @@
+"""Findings about where the time of the steps goes: a slow rank, a slow loader, communication.
+
+Ranks that train together end their steps together. So what one rank takes longer in a phase, the others spend waiting for
+it, mostly in "reduce", and under some plans in "forward", "backward" or "step": these are the victims. The cause is the rank
+that is above the others in one phase, and below them in the phases in which one waits.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from paceline.watch.finding import Finding, median, milliseconds, named
+
+_FEWEST_STEPS = 5
+_SLOW_LOADER = 0.10  # of a step, above the others
+_SLOW_RANK = 0.15
+_COMPENSATED = 0.5  # of what a rank takes longer, the others must wait at least this part
+_DATA_SHARE = 0.25
+_COMMUNICATION_SHARE = 0.35
+_WAITING = ("reduce", "pipeline", "forward", "backward", "step")
+# How sure it is that a rank above the others in this phase is the cause, and does not wait itself.
+_CAUSES = (("data",), ("rest", "clip"), ("forward",), ("step", "backward"))
+
+
+@dataclass(frozen=True)
+class _Excess:
+    """A rank above the others.
+
+    Attributes:
+        row: the rank, as the snapshot has it.
+        phase: in which it is above them.
+        ms, others_ms: what it takes in a step there, and the median of the others.
+        share, others_share: the same as shares of their time.
+        waits: share of their time that the others wait more than this rank does.
+        certainty: place in `_CAUSES`.
+    """
+
+    row: Mapping[str, Any]
+    phase: str
+    ms: float
+    others_ms: float
+    share: float
+    others_share: float
+    waits: float
+    certainty: int
+
+
+def balance(snapshot: Mapping[str, Any]) -> list[Finding]:
+    """What the recent time was lost to."""
+    heat = snapshot["heat"]
+    table = {
+        row["rank"]: dict(zip(heat["phases"], ms, strict=True))
+        for row, ms in zip(snapshot["ranks"], heat["ms_per_step"], strict=True)
+        if ms is not None and row["window_steps"] >= _FEWEST_STEPS
+    }
+    if not table or len(table) < len(snapshot["ranks"]):
+        return []
+    causes = _causes(snapshot["ranks"], table)
+    found = [_slow(group, snapshot) for group in _groups(causes)]
+    shares = {rank: {phase: ms[phase] / _whole(ms) for phase in ms} for rank, ms in table.items()}
+    data = [share["data"] for share in shares.values()]
+    if min(data) > 0.8 * _DATA_SHARE and median(data) > _DATA_SHARE:
+        found.append(_all_wait_for_data(data))
+    communication = [share["reduce"] + share["pipeline"] for share in shares.values()]
+    if len(table) > 1 and min(communication) > _COMMUNICATION_SHARE:
+        found.append(_communication(communication))
+    return found
+
+
+def _causes(rows: Sequence[Mapping[str, Any]], table: Mapping[int, Mapping[str, float]]) -> list[_Excess]:
+    """Ranks that the others wait for; of several explanations the surest."""
+    if len(table) < 2:
+        return []
+    step_ms = median(_whole(ms) for ms in table.values())
+    phases = next(iter(table.values()))
+    ordered = {phase: sorted(ms[phase] for ms in table.values()) for phase in phases}
+    excesses = [excess for row in rows if (excess := _excess(row, table[row["rank"]], ordered, step_ms)) is not None]
+    surest = min((excess.certainty for excess in excesses), default=0)
+    # Where one rank waits for another under a plan that waits in "forward", that too is above the others' time; and a
+    # rank which does something else is above them in more than one phase.
+    return [excess for excess in excesses if excess.certainty == surest]
+
+
+def _excess(
+    row: Mapping[str, Any], own: Mapping[str, float], ordered: Mapping[str, Sequence[float]], step_ms: float
+) -> _Excess | None:
+    """In which phase a rank is above the others, if they wait for it.
+
+    Args:
+        own: its milliseconds in each phase of a step.
+        ordered: phase -> milliseconds of all ranks, in order.
+    """
+    others = {phase: _median_without(ordered[phase], ms) for phase, ms in own.items()}
+    for certainty, phases in enumerate(_CAUSES):
+        phase = max(phases, key=lambda name: own[name] - others[name])
+        above = own[phase] - others[phase]
+        least = _SLOW_LOADER if phase == "data" else _SLOW_RANK
+        waits = sum(max(0.0, others[name] - own[name]) for name in _WAITING if name != phase)
+        if above > least * step_ms and waits > _COMPENSATED * above:
+            whole, others_whole = _whole(own), sum(others.values()) or 1.0
+            return _Excess(
+                row, phase, own[phase], others[phase], own[phase] / whole, others[phase] / others_whole,
+                waits / others_whole, certainty,
+            )  # fmt: skip
+    return None
+
+
+def _median_without(ordered: Sequence[float], value: float) -> float:
+    """The median of the other values; `ordered` holds `value`, and at least one more."""
+    place = bisect_left(ordered, value)
+    count = len(ordered) - 1
+    middle = [index + (index >= place) for index in {(count - 1) // 2, count // 2}]
+    return sum(ordered[index] for index in middle) / len(middle)
+
+
+def _groups(causes: Sequence[_Excess]) -> list[list[_Excess]]:
+    """Causes in the same phase become one finding."""
+    groups: dict[str, list[_Excess]] = {}
+    for excess in causes:
+        groups.setdefault(excess.phase, []).append(excess)
+    return list(groups.values())
+
+
+def _slow(group: Sequence[_Excess], snapshot: Mapping[str, Any]) -> Finding:
+    rows = [excess.row for excess in group]
+    who = named(rows, snapshot)
+    who = who[:1].upper() + who[1:]
+    worst = max(group, key=lambda excess: excess.share)
+    plural = len(group) > 1
+    numbers = [row["rank"] for row in rows]
+    evidence: dict[str, float | str] = {
+        "phase": worst.phase,
+        "share": round(worst.share, 3),
+        "others_share": round(worst.others_share, 3),
+        "ms": round(worst.ms, 2),
+        "others_ms": round(worst.others_ms, 2),
+        "waits": round(worst.waits, 3),
+    }
+    it = "them" if plural else "it"
+    wait = f"The others wait for {it}: {worst.waits:.0%} of their time."
+    if worst.phase == "data":
+        text = (
+            f"{who} wait{'' if plural else 's'} {worst.share:.0%} of {'their' if plural else 'its'} time for "
+            f"{'their' if plural else 'its'} data, the others {worst.others_share:.0%}. {wait}"
+        )
+        return Finding("slow-loader", "warning", text, _LOADER_FIX, numbers, evidence)
+    if worst.phase == "rest":
+        text = (
+            f"{who} spend{'' if plural else 's'} {worst.share:.0%} of the time outside of the training step (logging, "
+            f"evaluation, the script's own code), the others {worst.others_share:.0%}. {wait}"
+        )
+        return Finding("slow-rank", "warning", text, "do it less often, or on all ranks", numbers, evidence)
+    phase = {"forward": "forward pass", "backward": "backward pass", "step": "optimizer's step"}.get(
+        worst.phase, worst.phase
+    )
+    factor = f" ({worst.ms / worst.others_ms:.1f} times as long)" if worst.others_ms else ""
+    text = (
+        f"{who} {'are' if plural else 'is'} slow: the {phase} takes {milliseconds(worst.ms)}, that of the others "
+        f"{milliseconds(worst.others_ms)}{factor}. {wait}"
+    )
+    fix = "look for another program on its device or cores, a throttled device, or larger batches: `paceline doctor`"
+    return Finding("slow-rank", "warning", text, fix, numbers, evidence)
+
+
+_LOADER_FIX = "give its DataLoader more workers (`num_workers`), and look at the disk or network that it reads from"
+
+
+def _all_wait_for_data(shares: Sequence[float]) -> Finding:
+    share = median(shares)
+    who = "The rank waits" if len(shares) == 1 else f"All {len(shares)} ranks wait"
+    text = f"{who} for data: {share:.0%} of the time."
+    fix = "give the DataLoader more workers (`num_workers`), or do less work for each sample"
+    return Finding("data-bound", "warning", text, fix, [], {"share": round(share, 3), "least": round(min(shares), 3)})
+
+
+def _communication(shares: Sequence[float]) -> Finding:
+    share, least = median(shares), min(shares)
+    text = f"Communication that no computing hides takes {share:.0%} of the time of a step, on every rank at least {least:.0%}."
+    fix = "accumulate gradients over more micro-batches, use larger batches, or try another plan (`paceline plan`)"
+    evidence = {"share": round(share, 3), "least": round(least, 3)}
+    return Finding("communication", "warning", text, fix, [], evidence)
+
+
+def _whole(ms: Mapping[str, float]) -> float:
+    return sum(ms.values()) or 1.0

@@ -1,0 +1,105 @@
+"""`FollowedRun`: a run folder that is read as it grows, and the processes of the run that this machine can look at."""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+import time
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from paceline.watch.journal import JournalReader
+from paceline.watch.records import Hello
+from paceline.watch.registry import registered_runs
+from paceline.watch.view import RunView
+
+_SILENT_S = 3.0  # ranks write every second; after this their processes are looked for
+
+
+class FollowedRun:
+    """Follows a run. Any thread may ask for snapshots.
+
+    Args:
+        path: a run's folder, or the folder of its journal.
+
+    Attributes:
+        folder: of its journal.
+
+    Raises:
+        ConfigError: `watch-folder`, `watch-version`.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self._reader = JournalReader(path)
+        self._view = RunView(self._reader.header)
+        self._lock = threading.Lock()
+        self._pids: dict[int, int] = {}  # of the ranks on this host
+        self._heard: dict[int, float] = {}  # when a rank's line was read, by this host's clock
+        self._looked = time.monotonic()
+        self.folder = self._reader.folder
+
+    def snapshot(self, names: Iterable[str] | None = None) -> dict[str, Any]:
+        """What is shown of the run at this moment; see `view.py`.
+
+        Args:
+            names: whose series it carries; None for the first ones.
+        """
+        with self._lock:
+            self._read()
+            if self._heard or time.monotonic() - self._looked > _SILENT_S:
+                self._look_for_processes()
+            return self._view.snapshot(time.time(), names)
+
+    def _read(self) -> None:
+        now = time.monotonic()
+        for line in self._reader.read():
+            if isinstance(line.record, Hello) and line.record.host == socket.gethostname():
+                self._pids[line.number] = line.record.pid
+            if line.role == "rank":
+                self._heard[line.number] = now
+            self._view.add(line)
+
+    def _look_for_processes(self) -> None:
+        """Looks for the processes of ranks that are silent, and for the launcher's where all are."""
+        now = time.monotonic()
+        silent = [rank for rank in self._pids if now - self._heard.get(rank, now) > _SILENT_S]
+        for rank in self._pids:
+            self._view.note_process(rank, _state_of(self._pids[rank]) if rank in silent else "")
+        last = max(self._heard.values(), default=self._looked)
+        if now - last > _SILENT_S and self._launcher_has_gone():
+            self._view.launcher_has_gone(time.time())
+
+    def _launcher_has_gone(self) -> bool:
+        header = self._reader.header
+        if header.host != socket.gethostname():
+            return False
+        for run in registered_runs():
+            if run.watch and Path(run.watch) == self.folder.absolute() and run.started >= header.started - 60:
+                return run.state == "lost"
+        return not _exists(header.pid)
+
+
+def _state_of(pid: int) -> str:
+    """ "stopped", "gone" or ""; Linux alone tells."""
+    try:
+        with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as file:
+            state = file.read().rpartition(")")[2].split()[0]
+    except FileNotFoundError:
+        return "gone" if os.path.exists("/proc/self/stat") else ""
+    except OSError:
+        return ""
+    if state in "tT":
+        return "stopped"
+    return "gone" if state in "ZX" else ""
+
+
+def _exists(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True

@@ -1,0 +1,170 @@
+"""A run in plain lines: for logs of CI, for terminals without rich, and as the launcher's one line of status."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from paceline.watch.finding import duration, milliseconds, numbered, size
+
+_SIGNS = {"error": "!!", "warning": "!", "note": "-"}
+
+
+def status(snapshot: Mapping[str, Any]) -> str:
+    """One line: how far the run is, how fast, and how long it will take."""
+    progress, recent = snapshot["progress"], snapshot["speed"]["recent"]
+    state = snapshot["state"]
+    if state == "starting":
+        world = snapshot["world"]
+        return f"starting: {world['heard']} of {world['procs']} ranks have begun, {duration(snapshot['elapsed_s'])}"
+    parts = [step_text(progress)]
+    if snapshot["latest"]["loss"] is not None:
+        parts.append(f"loss {number(snapshot['latest']['loss'])}")
+    if state != "ended":
+        parts += speed_parts(recent)
+    if progress["seconds_left"] is not None:
+        parts.append(f"{duration(progress['seconds_left'])} left")
+    if state == "stuck":
+        parts.insert(0, f"STUCK for {duration(snapshot['standing_s'] or snapshot['elapsed_s'])}")
+    return ", ".join(parts)
+
+
+def step_text(progress: Mapping[str, Any]) -> str:
+    """ "step 240 of 1,000 (24%)"."""
+    if progress["total"] is None:
+        return f"step {progress['step']:,}"
+    return f"step {progress['step']:,} of {progress['total']:,} ({progress['percent']:.0f}%)"
+
+
+def speed_parts(rates: Mapping[str, float | None]) -> list[str]:
+    """ "250 ms a step", "256 samples/s", "262k tokens/s", "MFU 48%": those that are known."""
+    parts = []
+    if rates["step_ms"] is not None:
+        parts.append(f"{milliseconds(rates['step_ms'])} a step")
+    for name in ("samples", "tokens"):
+        rate = rates[f"{name}_per_s"]
+        if rate is not None:
+            parts.append(f"{number(rate)} {name}/s")
+    if rates["mfu"] is not None:
+        parts.append(f"MFU {rates['mfu']:.1%}")
+    return parts
+
+
+def number(value: float | str) -> str:
+    """A number in few characters: "0.0123", "1.23", "256", "262k", "3.1M"; "nan" and "inf" as they are."""
+    if isinstance(value, str):
+        return value
+    for limit, suffix in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e4, "k")):
+        if abs(value) >= limit:
+            return f"{value / limit * (10 if suffix == 'k' else 1):.3g}{suffix}".replace("e+03", "000")
+    return f"{value:.3g}" if abs(value) < 100 else f"{value:.0f}"
+
+
+class PlainLog:
+    """Says in lines what is new in a run: its status every few seconds, and at once what happens.
+
+    Args:
+        interval_s: seconds between two lines of status.
+    """
+
+    def __init__(self, interval_s: float = 10.0) -> None:
+        self._interval_s = interval_s
+        self._next = 0.0
+        self._seen: dict[str, float] = {}
+        self._findings: dict[tuple[str, tuple[int, ...]], str] = {}
+
+    def lines(self, snapshot: Mapping[str, Any]) -> list[str]:
+        """The lines that this snapshot adds."""
+        lines = [*self._events(snapshot), *self._changed_findings(snapshot)]
+        now = float(snapshot["now"])
+        if snapshot["state"] == "ended":
+            lines += [status(snapshot), end_text(snapshot)]
+        elif now >= self._next or lines:
+            self._next = now + self._interval_s
+            lines.insert(0, status(snapshot))
+        clock = time.strftime("%H:%M:%S", time.localtime(now))
+        return [f"{clock} {line}" for text in lines for line in text.splitlines()]
+
+    def _events(self, snapshot: Mapping[str, Any]) -> Iterator[str]:
+        for name, events in (
+            ("rounds", snapshot["rounds"]),
+            ("checkpoints", snapshot["checkpoints"]["last"]),
+            ("anomalies", snapshot["anomalies"]["last"]),
+            ("stuck", snapshot["stuck"]),
+            ("errors", snapshot["errors"]),
+        ):
+            seen = self._seen.get(name, 0.0)
+            for event in events:
+                if event["t"] > seen:
+                    self._seen[name] = event["t"]
+                    yield event_text(name, event)
+
+    def _changed_findings(self, snapshot: Mapping[str, Any]) -> Iterator[str]:
+        """A finding is said when it comes and when it goes; not again when only its numbers change."""
+        findings = {(finding["kind"], tuple(finding["ranks"])): finding for finding in snapshot["findings"]}
+        for key, finding in findings.items():
+            if key not in self._findings:
+                yield finding_text(finding)
+        if snapshot["state"] != "ended":
+            for key, text in self._findings.items():
+                if key not in findings:
+                    yield f"over: {text}"
+        self._findings = {key: finding["text"] for key, finding in findings.items()}
+
+
+def finding_text(finding: Mapping[str, Any]) -> str:
+    """A finding, with what to do."""
+    fix = f"\n   fix: {finding['fix']}" if finding["fix"] else ""
+    return f"{_SIGNS[finding['level']]} {finding['text']}{fix}"
+
+
+def event_text(name: str, event: Mapping[str, Any]) -> str:
+    """What has happened, in a line or two.
+
+    Args:
+        name: the snapshot's key for such events.
+    """
+    if name == "rounds":
+        return _round_text(event)
+    if name == "checkpoints":
+        return checkpoint_text(event)
+    if name == "anomalies":
+        return f"! step {event['step']}: {event['text'] or event['what']} ({event['action']})"
+    if name == "stuck":
+        report = f"\n   all stacks: {event['file']}" if event["file"] else ""
+        return f"!! {event['text']}{report}"
+    who = f"{numbered([event['rank']])}: " if event["rank"] is not None else ""
+    return f"!! {who}{event['text']}"
+
+
+def _round_text(event: Mapping[str, Any]) -> str:
+    what = "started" if event["number"] == 0 else f"started again (round {event['number']})"
+    hosts = f" on {event['nodes']} hosts" if event["nodes"] > 1 else ""
+    parts = [f"{event['procs']} processes {what}{hosts}"]
+    if event["why"]:
+        parts.append(event["why"])
+    for name in ("lost", "joined"):
+        if event[name]:
+            parts.append(f"{name}: {', '.join(event[name])}")
+    return "; ".join(parts)
+
+
+def checkpoint_text(event: Mapping[str, Any]) -> str:
+    """ "checkpoint at step 240: 1.5 GB, the loop waited 0.2 s"."""
+    if not event["ok"]:
+        return f"!! the checkpoint at step {event['step']} was not written: {event['reason']}"
+    parts = []
+    if event["bytes"] is not None:
+        parts.append(size(event["bytes"]))
+    if event["stall_s"] is not None:
+        parts.append(f"the loop waited {event['stall_s']:.1f} s")
+    return f"checkpoint at step {event['step']}: {', '.join(parts) or event['path']}"
+
+
+def end_text(snapshot: Mapping[str, Any]) -> str:
+    """How the run has ended."""
+    code, why = snapshot["exit_code"], snapshot["why"]
+    after = f"after {duration(snapshot['elapsed_s'])}"
+    reason = f": {why}" if why else ""
+    return f"ended {after} with exit code {code}{reason}" if code is not None else f"ended {after}{reason}"
