@@ -6,6 +6,11 @@ import { element } from "./dom.js";
 const HEIGHT = 180;
 const MOST_MARKS = 200; // of values that are not finite; each is a line as high as the chart
 
+// Distances between the marks of an axis: whole steps, times that are read easily (in seconds), and powers of two for sizes.
+const WHOLE_STEPS = Array.from({ length: 36 }, (_, index) => [1, 2, 5][index % 3] * 10 ** Math.floor(index / 3));
+const TIME_STEPS = [1, 2, 5, 10, 20, 30, 60, 120, 300, 600, 1200, 1800, 3600, 7200, 10800, 21600, 43200, 86400, 172800, 432000, 864000];
+export const SIZE_STEPS = Array.from({ length: 50 }, (_, index) => 2 ** index);
+
 let colours = {};
 
 /** Reads the colours of the page again: after a change from light to dark. */
@@ -19,13 +24,15 @@ export class LineChart {
   /**
    * @param name     what the line shows
    * @param format   makes a value's text
+   * @param steps    distances that the marks of the value's axis may have; null for round numbers
    * @param isTime   whether x is seconds since the start, and not a step
    * @param cursors  charts with the same word share their cursor
    * @param remove   called by the button that removes the chart; null for no such button
    */
-  constructor(name, { format = number, isTime = false, cursors = "", remove = null } = {}) {
+  constructor(name, { format = number, steps = null, isTime = false, cursors = "", remove = null } = {}) {
     this.name = name;
     this.format = format;
+    this.steps = steps;
     this.isTime = isTime;
     this.xName = "step";
     this.forecast = null;
@@ -132,8 +139,8 @@ export class LineChart {
       cursor: { y: false, drag: { x: false, y: false }, points: { size: 7 }, sync: cursors === "" ? undefined : { key: cursors } },
       scales: { x: { time: false }, y: { range: (_, low, high) => this.range(low, high) } },
       axes: [
-        { ...axis, values: xValues, space: 70, size: 30, grid: { show: false } },
-        { ...axis, values: yValues, space: 36, size: (_, texts) => 14 + 7 * Math.max(3, ...(texts ?? []).map((text) => text.length)) },
+        { ...axis, values: xValues, incrs: this.isTime ? TIME_STEPS : WHOLE_STEPS, space: 70, size: 30, grid: { show: false } },
+        { ...axis, values: yValues, ...(this.steps === null ? {} : { incrs: this.steps }), space: 36, size: (_, texts) => 14 + 7 * Math.max(3, ...(texts ?? []).map((text) => text.length)) },
       ],
       series: [{}, { stroke: () => colours.line, width: 1.75, points: { show: () => this.points.length < 3 } }],
       hooks: {

@@ -15,6 +15,11 @@ export function element(tag, attributes = {}, ...children) {
   return made;
 }
 
+/** A sentence in which `words` between backticks are code. */
+export function sentence(text) {
+  return text.split("`").map((part, index) => (index % 2 ? element("code", {}, part) : part));
+}
+
 /** Gives `target` new children, and changes only what differs: focus, selected text and open details stay. */
 export function show(target, ...children) {
   const wanted = document.createElement("div");

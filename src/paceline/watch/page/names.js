@@ -83,7 +83,8 @@ export class NamePicker {
   }
 
   key(event) {
-    if (event.key === "Escape") {
+    if (event.key === "Escape" && !this.list.hidden) {
+      event.preventDefault(); // a browser would empty the input
       this.close();
       return;
     }

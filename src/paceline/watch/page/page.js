@@ -1,21 +1,21 @@
 // The page: takes what the server sends, or what is embedded in a frozen page, and shows it section by section.
 
-import { LineChart, readColours } from "./charts.js";
+import { LineChart, readColours, SIZE_STEPS } from "./charts.js";
 import { Connection } from "./connection.js";
 import { show } from "./dom.js";
 import { bytes, clock, count, duration, milliseconds, number, percent } from "./format.js";
 import { NamePicker } from "./names.js";
 import { checkpoints, findings, hosts, keyNumbers, memory, phases, plan, progress, reports, stateOf } from "./sections.js";
 
-const FIRST_CHARTS = 6; // values that are shown before anybody has chosen
+const FIRST_CHARTS = window.innerWidth < 560 ? 3 : 6; // values that are shown before anybody has chosen
 const MOST_CHARTS = 64;
 
 const HISTORY = [
-  ["tokens_per_s", "Tokens a second", count],
-  ["samples_per_s", "Samples a second", count],
-  ["step_ms", "Time of a step", milliseconds],
-  ["mfu", "Model FLOPs utilisation", (share) => percent(share, 1)],
-  ["memory", "Memory of the fullest rank", bytes],
+  ["tokens_per_s", "Tokens a second", { format: count }],
+  ["samples_per_s", "Samples a second", { format: count }],
+  ["step_ms", "Time of a step", { format: milliseconds }],
+  ["mfu", "Model FLOPs utilisation", { format: (share) => percent(share, 1) }],
+  ["memory", "Memory of the fullest rank", { format: bytes, steps: SIZE_STEPS }],
 ];
 
 const run = Object.create(null); // the snapshot, as it is now
@@ -138,8 +138,8 @@ function showHistory() {
   const forecasts = { step_ms: run.speed.forecast.step_ms, mfu: run.speed.forecast.mfu, memory: run.memory.forecast };
   at("speed").hidden = known.length === 0;
   keepCharts(historyCharts, known.map(([name]) => name), at("speed-charts"), (name) => {
-    const [, title, format] = HISTORY.find((row) => row[0] === name);
-    return new LineChart(title, { format, isTime: true, cursors: "time" });
+    const [, title, options] = HISTORY.find((row) => row[0] === name);
+    return new LineChart(title, { ...options, isTime: true, cursors: "time" });
   });
   for (const [name] of known) historyCharts.get(name).update(run.history[name], { forecast: forecasts[name] ?? null });
 }

@@ -1,19 +1,19 @@
 // The sections of the page: each function takes a snapshot (see `watch/view.py`) and gives the elements that show it.
 
 import { bytes, clock, count, duration, milliseconds, number, percent, plural } from "./format.js";
-import { element } from "./dom.js";
+import { element, sentence } from "./dom.js";
 
-// What a reader calls the phases, and a shorter word for a narrow screen.
+// What a reader calls the phases: over a column, on a narrow screen, and in a sentence.
 const PHASES = {
-  data: ["data", "data"],
-  forward: ["forward", "fwd"],
-  backward: ["backward", "bwd"],
-  reduce: ["communication", "comm"],
-  pipeline: ["pipeline", "pipe"],
-  clip: ["clip", "clip"],
-  step: ["optimizer", "opt"],
-  checkpoint: ["checkpoint", "ckpt"],
-  rest: ["other", "other"],
+  data: ["data", "data", "data"],
+  forward: ["forward", "fwd", "forward"],
+  backward: ["backward", "bwd", "backward"],
+  reduce: ["comm.", "comm", "communication"],
+  pipeline: ["pipeline", "pipe", "pipeline"],
+  clip: ["clip", "clip", "clipping"],
+  step: ["optimizer", "opt", "optimizer"],
+  checkpoint: ["ckpt.", "ckpt", "checkpoint"],
+  rest: ["other", "other", "other work"],
 };
 const HIDDEN_SHARE = 0.005; // a phase of which every rank has less is not shown
 const OVER_OTHERS = 0.1; // a rank that has so much more of a phase than the median of all stands out
@@ -22,7 +22,7 @@ const DENSE_RANKS = 48; // from so many on, a rank is a thin line
 const FIRST_ROWS = 8;
 
 function phaseWords(phase) {
-  return PHASES[phase] ?? [phase, phase];
+  return PHASES[phase] ?? [phase, phase, phase];
 }
 
 /** What the state is called, and how it is coloured. */
@@ -36,8 +36,8 @@ export function stateOf(run) {
 export function findings(run) {
   const rows = run.findings.map((finding) =>
     element("div", { class: `finding ${finding.level}` },
-      element("p", {}, element("span", { class: "unseen" }, `${finding.level}: `), finding.text),
-      finding.fix ? element("p", { class: "fix" }, `What to do: ${finding.fix}`) : null,
+      element("p", {}, element("span", { class: "unseen" }, `${finding.level}: `), sentence(finding.text)),
+      finding.fix ? element("p", { class: "fix" }, "What to do: ", sentence(finding.fix)) : null,
     ),
   );
   if (run.state === "ended" && run.why) rows.unshift(element("div", { class: `finding ${run.exit_code === 0 ? "" : "error"}` }, element("p", {}, `The run has ended: ${run.why}`)));
@@ -101,8 +101,8 @@ export function phases(run) {
     return element("tr", { class: rowClass || null }, element("th", { scope: "row", title: `rank ${rank.rank}, ${rank.host}, ${rank.device}` }, ...rankName(rank, run)), cells);
   });
   const head = element("tr", {}, element("th", { scope: "col" }, "rank"), shown.map((column) => {
-    const [long, short] = phaseWords(names[column]);
-    return element("th", { scope: "col" }, element("span", { class: "long-word" }, long), element("span", { class: "short", "aria-hidden": true }, short));
+    const [long, short, name] = phaseWords(names[column]);
+    return element("th", { scope: "col", title: name }, element("span", { class: "long-word" }, long), element("span", { class: "short", "aria-hidden": true }, short));
   }));
   const caption = element("caption", { class: "unseen" }, "Share of each rank's recent time in each phase of a step, in percent");
   const table = element("table", { class: isDense ? "heat dense" : "heat" }, caption, element("thead", {}, head), element("tbody", {}, rows));
@@ -115,7 +115,7 @@ function phaseCell(rank, phase, share, median, ms, ranks) {
   const isWait = (phase === "data" || phase === "checkpoint") && share > LONG_WAIT;
   const kind = isOdd || isWait ? "warm" : share < HIDDEN_SHARE ? "idle" : null;
   const time = ms === undefined || ms === null ? "" : `, ${milliseconds(ms)} a step`;
-  return element("td", { class: kind, style: { "--share": share }, title: `rank ${rank.rank}, ${phaseWords(phase)[0]}: ${percent(share)}${time}` }, share < HIDDEN_SHARE ? "" : String(Math.round(100 * share)));
+  return element("td", { class: kind, style: { "--share": share }, title: `rank ${rank.rank}, ${phaseWords(phase)[2]}: ${percent(share)}${time}` }, share < HIDDEN_SHARE ? "" : String(Math.round(100 * share)));
 }
 
 function rankName(rank, run) {
@@ -128,7 +128,7 @@ function standing(run) {
   if (run.state === "ended") return [];
   const waiting = run.ranks.filter((rank) => rank.at).slice(0, FIRST_ROWS);
   if (waiting.length === 0) return [];
-  const rows = waiting.map((rank) => element("li", {}, element("time", {}, duration(rank.phase_s)), `rank ${rank.rank} in ${phaseWords(rank.phase)[0]} at ${rank.at}`));
+  const rows = waiting.map((rank) => element("li", {}, element("time", {}, duration(rank.phase_s)), `rank ${rank.rank} in ${phaseWords(rank.phase)[2]} at ${rank.at}`));
   return [element("h3", {}, "Waiting now"), element("ul", { class: "events" }, rows)];
 }
 
@@ -182,7 +182,7 @@ export function checkpoints(run) {
 
 export function hosts(run) {
   const rows = run.rounds.toReversed().map((round) => {
-    const size = `${plural(round.procs, "process").replace("processs", "processes")} on ${plural(round.nodes, "host")}`;
+    const size = `${number(round.procs)} ${round.procs === 1 ? "process" : "processes"} on ${plural(round.nodes, "host")}`;
     const words = [round.number === 0 ? `Started: ${size}` : `Started again: ${size}`];
     if (round.lost.length) words.push(`lost ${round.lost.join(", ")}`);
     if (round.joined.length) words.push(`joined by ${round.joined.join(", ")}`);
@@ -190,7 +190,7 @@ export function hosts(run) {
     return element("li", {}, element("time", { title: clock(round.t) }, clock(round.t)), element("span", {}, text));
   });
   if (rows.length === 0) return [];
-  const restarts = run.restarts ? `${plural(run.restarts, "restart")} after failures` : "no restart after a failure";
+  const restarts = run.restarts ? `${plural(run.restarts, "restart")} after a failure` : "no restart so far";
   const names = run.world.hosts.length ? `Now on ${run.world.hosts.slice(0, 20).join(", ")}${run.world.hosts.length > 20 ? " …" : ""}; ` : "";
   return [element("p", { class: "quiet" }, `${names}${restarts}.`), ...folded(rows, (part) => element("ul", { class: "events" }, part))];
 }
@@ -225,6 +225,6 @@ export function plan(run) {
   const parts = [];
   if (compare.length) parts.push(tableOf([[""], ["forecast"], ["measured"]], compare.map(([name, before, now]) => element("tr", {}, element("th", { scope: "row" }, name), element("td", {}, before), element("td", {}, now)))), element("h3", {}, "Decisions"));
   if (rows.length) parts.push(tableOf([["field"], ["value", "words"], ["source", "words"], ["reason", "words"]], rows));
-  if (run.plan.text) parts.push(element("details", {}, element("summary", {}, "The plan as `paceline explain` prints it"), element("pre", { tabindex: 0 }, run.plan.text)));
+  if (run.plan.text) parts.push(element("details", {}, element("summary", {}, sentence("The plan as `paceline explain` prints it")), element("pre", { tabindex: 0 }, run.plan.text)));
   return parts;
 }
