@@ -30,6 +30,7 @@ ON_PYPI = {
     "trackio",
     "peft",
     "ray",
+    "rich",
     "transformers",
     "{package}",
 }

@@ -55,9 +55,10 @@ def number(value: float | str) -> str:
     """A number in few characters: "0.0123", "1.23", "256", "262k", "3.1M"; "nan" and "inf" as they are."""
     if isinstance(value, str):
         return value
-    for limit, suffix in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e4, "k")):
-        if abs(value) >= limit:
-            return f"{value / limit * (10 if suffix == 'k' else 1):.3g}{suffix}".replace("e+03", "000")
+    for least, unit, suffix in ((1e12, 1e12, "T"), (1e9, 1e9, "G"), (1e6, 1e6, "M"), (1e4, 1e3, "k")):
+        if abs(value) >= least:
+            digits = f"{value / unit:.3g}"
+            return f"{digits if 'e' not in digits else f'{value / unit:.0f}'}{suffix}"
     return f"{value:.3g}" if abs(value) < 100 else f"{value:.0f}"
 
 
@@ -72,7 +73,7 @@ class PlainLog:
         self._interval_s = interval_s
         self._next = 0.0
         self._seen: dict[str, float] = {}
-        self._findings: dict[tuple[str, tuple[int, ...]], str] = {}
+        self._findings: dict[tuple[object, ...], str] = {}
 
     def lines(self, snapshot: Mapping[str, Any]) -> list[str]:
         """The lines that this snapshot adds."""
@@ -102,7 +103,10 @@ class PlainLog:
 
     def _changed_findings(self, snapshot: Mapping[str, Any]) -> Iterator[str]:
         """A finding is said when it comes and when it goes; not again when only its numbers change."""
-        findings = {(finding["kind"], tuple(finding["ranks"])): finding for finding in snapshot["findings"]}
+        findings = {
+            (finding["kind"], finding["evidence"].get("name"), *finding["ranks"]): finding
+            for finding in snapshot["findings"]
+        }
         for key, finding in findings.items():
             if key not in self._findings:
                 yield finding_text(finding)

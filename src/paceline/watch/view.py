@@ -242,6 +242,7 @@ class RunView:
         snapshot["findings"] = findings(snapshot)
         if snapshot["state"] != "ended" and any(finding["stops"] for finding in snapshot["findings"]):
             snapshot["state"] = "stuck"
+            snapshot["progress"]["seconds_left"] = None
         return snapshot
 
     def _end(self) -> tuple[float, End | None] | None:

@@ -1,0 +1,85 @@
+"""Lists the runs of this machine."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+_RECENT_S = 24 * 3600.0
+_MOST_ENDED = 10
+_COLUMNS = ("PID", "NAME", "STATE", "PROCS", "STEP", "RATE", "STARTED", "FOLDER")
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Takes how much is listed, and in which form."""
+    parser.add_argument(
+        "--all", action="store_true", help="list all runs that are known, not only those of the last day"
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Prints a line for each run, the newest first."""
+    rows = [_row(entry) for entry in _chosen(args.all)]
+    if args.json:
+        print(json.dumps(rows, indent=2, allow_nan=False))
+        return 0
+    if not rows:
+        print("no run" + ("" if args.all else " in the last day") + "; `paceline launch script.py` starts one")
+        return 0
+    table = [_COLUMNS, *(_cells(row) for row in rows)]
+    widths = [max(len(line[column]) for line in table) for column in range(len(_COLUMNS) - 1)]
+    for line in table:
+        cells = [cell.ljust(width) for cell, width in zip(line, widths, strict=False)]
+        print("  ".join([*cells, line[-1]]).rstrip())
+    return 0
+
+
+def _chosen(everything: bool) -> list[Any]:
+    """All runs that go on, and the last ones that have ended."""
+    from paceline.watch.registry import registered_runs
+
+    runs = registered_runs()
+    if everything:
+        return runs
+    going = [entry for entry in runs if entry.state == "running"]
+    others = [entry for entry in runs if entry.state != "running" and entry.started > time.time() - _RECENT_S]
+    return [*going, *others[:_MOST_ENDED]]
+
+
+def _row(entry: Any) -> dict[str, Any]:
+    """What is known of a run, as `--json` prints it."""
+    from paceline.watch.tail import latest
+
+    row = {**asdict(entry), "state": entry.state}
+    row |= {"step": None, "total": None, "steps_per_s": None}
+    snapshot = latest(Path(entry.watch)) if entry.watch else None
+    if snapshot is not None:
+        row["step"], row["total"] = snapshot["progress"]["step"], snapshot["progress"]["total"]
+        row["steps_per_s"] = snapshot["speed"]["recent"]["steps_per_s"] if entry.state == "running" else None
+        if entry.state == "running" and snapshot["state"] == "stuck":
+            row["state"] = "stuck"
+    return row
+
+
+def _cells(row: dict[str, Any]) -> tuple[str, ...]:
+    state = row["state"]
+    if state == "ended":
+        state = f"ended ({row['exit_code']})"
+    step = "" if row["step"] is None else f"{row['step']:,}"
+    if row["total"]:
+        step += f"/{row['total']:,}"
+    rate = "" if row["steps_per_s"] is None else f"{row['steps_per_s']:.3g} steps/s"
+    procs = str(row["procs"]) + (f" x {row['nodes']}" if row["nodes"] > 1 else "")
+    folder = row["watch"] or f"{row['directory']} (not watched)"
+    return (str(row["pid"]), row["name"], state, procs, step, rate, _moment(row["started"]), folder)
+
+
+def _moment(started: float) -> str:
+    """A time of today, or a date."""
+    then, now = time.localtime(started), time.localtime()
+    return time.strftime("%H:%M" if then[:3] == now[:3] else "%Y-%m-%d", then)

@@ -1,0 +1,70 @@
+"""A run on another host: its terminal view, or its page through a tunnel, both over one connection of ssh."""
+
+from __future__ import annotations
+
+import shlex
+import socket
+import subprocess
+import sys
+from collections.abc import Sequence
+
+from paceline.base.errors import ConfigError
+
+
+def watch_on(host: str, run: str, command: str, *, text: bool, once: bool = False, port: int | None = None) -> int:
+    """Shows a run of another host until it ends there, or until Ctrl-C; returns the exit code of ssh.
+
+    Args:
+        host: as ssh knows it.
+        run: as one would type it there; "" for the newest run.
+        command: what starts paceline there.
+        text: in this terminal; else its page is served there, and this host's port of the same number leads to it.
+        port: of the page; None for a free one.
+
+    Raises:
+        ConfigError: `watch-ssh`, where ssh is missing, or cannot reach the host or paceline on it.
+    """
+    words = arguments(host, run, command, text=text, once=once, port=port, is_terminal=sys.stdout.isatty())
+    try:
+        code = subprocess.call(words)
+    except FileNotFoundError:
+        raise ConfigError(
+            "watch-ssh", "there is no ssh on this machine.", fix="apt-get install openssh-client"
+        ) from None
+    if code == 255:
+        raise ConfigError(
+            "watch-ssh",
+            f"ssh could not show the run on {host}; it says why above.",
+            why=shlex.join(words),
+            fix=f"try `ssh {shlex.quote(host)}`, then this command again",
+        )
+    if code == 127:
+        raise ConfigError(
+            "watch-ssh",
+            f"{command!r} was not found on {host}.",
+            why=shlex.join(words),
+            fix=f"name it: `paceline watch {shlex.quote(f'{host}:{run}')} --remote-command /path/to/bin/paceline`",
+        )
+    return code
+
+
+def arguments(
+    host: str, run: str, command: str, *, text: bool, once: bool, port: int | None, is_terminal: bool
+) -> Sequence[str]:
+    """What is run here. The page's token makes its URL the same on both hosts, so the port must be the same too."""
+    there = [*shlex.split(command), "watch", *([run] if run else [])]
+    if text or once:
+        there += ["--text"] if text else []
+        there += ["--once"] if once else []
+        return ["ssh", *(["-t"] if is_terminal else []), "--", host, shlex.join(there)]
+    port = port or _free_port()
+    there += ["--port", str(port)]
+    # With a terminal the page's server ends together with the connection.
+    tunnel = ["-o", "ExitOnForwardFailure=yes", "-L", f"127.0.0.1:{port}:127.0.0.1:{port}"]
+    return ["ssh", "-tt", *tunnel, "--", host, shlex.join(there)]
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])

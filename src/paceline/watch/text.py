@@ -1,0 +1,245 @@
+"""A run on a terminal, drawn by rich: progress, curves, the table of ranks and phases with colours, findings, events.
+
+`frame` is pure: a snapshot and the size of the terminal go in, what rich draws comes out.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rich.console import Group, RenderableType
+from rich.rule import Rule
+from rich.style import Style
+from rich.table import Table
+from rich.text import Text
+
+from paceline.watch.finding import duration, median, size
+from paceline.watch.plain import checkpoint_text, end_text, event_text, finding_text, number, speed_parts, step_text
+
+_BARS = "▁▂▃▄▅▆▇█"
+_NOT_FINITE = "✕"
+_SHORT = {"forward": "fwd", "backward": "bwd", "pipeline": "pipe", "checkpoint": "save"}
+_COLOURS = {"error": "bold red", "warning": "yellow", "note": "dim"}
+_STATES = {"starting": "cyan", "running": "green", "stuck": "bold red", "ended": "bold"}
+# From little to much of the time; of the 256 colours, which nearly every terminal has.
+_HEAT = (None, "grey11", "grey15", "grey19", "grey23", "grey30")
+_LOST = (None, "#2b1a10", "#4a2a10", "#6b3a0c", "#8c4a08", "#b35c00")
+_COMPUTES = ("forward", "backward", "step")
+_FEWEST_ROWS = 4
+_MOST_EVENTS = 4
+_MOST_EVENT_LINES = 8
+
+
+def frame(snapshot: Mapping[str, Any], width: int = 100, height: int = 40) -> RenderableType:
+    """A run as a terminal shows it.
+
+    Args:
+        snapshot: of `RunView`.
+        width, height: of the terminal, in characters; the table of ranks is cut so that the frame fits.
+    """
+    parts: list[Text] = [*_progress(snapshot, width), *_curves(snapshot, width)]
+    findings = [_finding(finding) for finding in snapshot["findings"][:6]]
+    events = _events(snapshot)
+    lines = 6 + sum(_lines(text, width) for text in (*parts, *findings, *events))
+    shown: list[RenderableType] = [*parts, Text(), *_ranks(snapshot, max(_FEWEST_ROWS, height - lines))]
+    if findings:
+        shown += [Text(), *findings]
+    if events:
+        shown += [Text(), *events]
+    return Group(_title(snapshot), *shown)
+
+
+def _lines(text: Text, width: int) -> int:
+    """How many lines of the terminal a text takes."""
+    return sum(1 + len(line) // max(1, width) for line in text.plain.splitlines())
+
+
+def sparkline(values: Sequence[float | str], width: int) -> str:
+    """Values as bars of eight heights, the latest at the right; what is not finite is a cross."""
+    if len(values) > width:
+        shown = []
+        for column in range(width):
+            part = values[column * len(values) // width : (column + 1) * len(values) // width]
+            broken = [value for value in part if isinstance(value, str)]
+            shown.append(broken[0] if broken else max(part))
+        values = shown
+    finite = [value for value in values if not isinstance(value, str)]
+    largest = max(map(abs, finite), default=1.0) or 1.0  # the difference of two huge numbers would be infinite
+    low = min((value / largest for value in finite), default=0.0)
+    spread = max((value / largest for value in finite), default=0.0) - low
+    bars = []
+    for value in values:
+        if isinstance(value, str):
+            bars.append(_NOT_FINITE)
+        else:
+            share = (value / largest - low) / spread if spread else 0.0
+            bars.append(_BARS[min(len(_BARS) - 1, max(0, int(share * len(_BARS))))])
+    return "".join(bars)
+
+
+def _title(snapshot: Mapping[str, Any]) -> RenderableType:
+    world = snapshot["world"]
+    state = snapshot["state"]
+    hosts = f" on {world['nodes']} hosts" if world["nodes"] > 1 else ""
+    title = Text.assemble(
+        (snapshot["name"] or snapshot["script"] or "run", "bold"),
+        "  ",
+        (state, _STATES[state]),
+        f"  {world['procs']} process{'' if world['procs'] == 1 else 'es'}{hosts}  {duration(snapshot['elapsed_s'])}",
+    )
+    if snapshot["restarts"]:
+        title.append(f"  restarts: {snapshot['restarts']}", "yellow")
+    return Rule(title, align="left", style="dim")
+
+
+def _progress(snapshot: Mapping[str, Any], width: int) -> list[Text]:
+    progress, speed = snapshot["progress"], snapshot["speed"]
+    line = Text(step_text(progress))
+    if progress["seconds_left"] is not None:
+        line.append(f"  {duration(progress['seconds_left'])} left", "bold")
+    if snapshot["state"] == "ended":
+        line.append(f"  {end_text(snapshot)}", "bold" if snapshot["exit_code"] == 0 else "bold red")
+    elif snapshot["state"] == "stuck":
+        stands = snapshot["standing_s"]
+        line.append("  no step yet" if stands is None else f"  no step for {duration(stands)}", "bold red")
+    parts = [line]
+    if progress["percent"] is not None:
+        parts.append(_bar(progress["percent"] / 100, min(width, 100)))
+    for name, rates in (("now", speed["recent"]), ("mean", speed["mean"]), ("plan", speed["forecast"])):
+        words = speed_parts(rates)
+        if words:
+            parts.append(Text.assemble((f"{name:<5}", "dim"), "  ".join(words)))
+    return parts
+
+
+def _bar(share: float, width: int) -> Text:
+    done = int(share * width)
+    return Text.assemble(("━" * done, "cyan"), ("─" * (width - done), "dim"))
+
+
+def _curves(snapshot: Mapping[str, Any], width: int) -> list[Text]:
+    """The loss, or what was logged first, and the gradient norm, each with its latest value."""
+    series = snapshot["series"]
+    names = [name for name in series if "loss" in name and name != "loss_scale"][:2]
+    names = names or [name for name in series if name not in ("grad_norm", "loss_scale", "skipped_steps")][:1]
+    if "grad_norm" in series:
+        names.append("grad_norm")
+    curves = []
+    for name in names:
+        values = [value for _, value in series[name]["points"]]
+        last = series[name]["last"]
+        label = name if len(name) <= 20 else f"{name[:19]}…"
+        curve = Text.assemble((f"{label:<21}", "dim"), f"{number(last):<9}")
+        curve.append(sparkline(values, max(10, min(80, width - 32))), "red" if isinstance(last, str) else "cyan")
+        curves.append(curve)
+    extra = [(name, snapshot["latest"][name]) for name in ("loss_scale", "skipped_steps")]
+    shown = [f"{name.replace('_', ' ')} {number(value)}" for name, value in extra if value]
+    if shown:
+        curves.append(Text("  ".join(shown), "dim"))
+    return curves
+
+
+# -- ranks and phases ----------------------------------------------------------------------------------------------
+
+
+def _ranks(snapshot: Mapping[str, Any], rows: int) -> list[RenderableType]:
+    """The table: a row a rank, a column a phase, the share of the recent time in each cell."""
+    heat = snapshot["heat"]
+    if not heat["ranks"]:
+        return []
+    used = [index for index, _ in enumerate(heat["phases"]) if any(share[index] > 0.001 for share in heat["share"])]
+    medians = [median(share[index] for share in heat["share"]) for index, _ in enumerate(heat["phases"])]
+    table = Table(box=None, padding=(0, 1, 0, 0), header_style="dim")
+    several_hosts = len(snapshot["world"]["hosts"]) > 1
+    table.add_column("rank", justify="right", no_wrap=True, min_width=4)
+    if several_hosts:
+        table.add_column("host", max_width=16, no_wrap=True)
+    for index in used:
+        phase = heat["phases"][index]
+        label = _SHORT.get(phase, phase)
+        table.add_column(label, justify="right", no_wrap=True, min_width=max(4, len(label)))
+    table.add_column("ms", justify="right", no_wrap=True, min_width=4)
+    table.add_column("memory", justify="right", no_wrap=True)
+    table.add_column("", no_wrap=True, overflow="ellipsis")
+    shown = _shown_ranks(snapshot, rows)
+    for place in shown:
+        row = snapshot["ranks"][place]
+        cells = [str(row["rank"]), *([row["host"]] if several_hosts else [])]
+        shares = [_cell(heat["phases"][index], heat["share"][place][index], medians[index]) for index in used]
+        ms = heat["ms_per_step"][place]
+        table.add_row(*cells, *shares, "" if ms is None else f"{sum(ms):.0f}", _memory(row), _where(row))
+    parts: list[RenderableType] = [table]
+    left_out = len(snapshot["ranks"]) - len(shown)
+    if left_out:
+        parts.append(Text(f"     and {left_out:,} more ranks; those of the findings come first", "dim"))
+    return parts
+
+
+def _shown_ranks(snapshot: Mapping[str, Any], rows: int) -> list[int]:
+    """Places of the ranks that are shown: where not all fit, those that findings name, then the first ones."""
+    rows_by_rank = {row["rank"]: place for place, row in enumerate(snapshot["ranks"])}
+    named = [rank for finding in snapshot["findings"] for rank in finding["ranks"] if rank in rows_by_rank]
+    wanted = list(dict.fromkeys([*named, *rows_by_rank]))[:rows]
+    return sorted(rows_by_rank[rank] for rank in wanted)
+
+
+def _cell(phase: str, share: float, usual: float) -> Text:
+    """A share of the time. The more, the stronger its colour; far above the others' it is marked without colour too."""
+    colours = _HEAT if phase in _COMPUTES else _LOST
+    level = min(len(colours) - 1, math.ceil(share * 10 - 0.2) if share > 0.02 else 0)
+    is_above = share > usual + 0.1
+    style = Style(bgcolor=colours[level], bold=is_above)
+    return Text(f"{'>' if is_above else ''}{share:.0%}", style)
+
+
+def _memory(row: Mapping[str, Any]) -> str:
+    if not row["memory_peak"]:
+        return ""
+    if not row["memory_bytes"]:
+        return size(row["memory_peak"])
+    return f"{row['memory_peak'] / 1e9:.1f}/{row['memory_bytes'] / 1e9:.0f} GB"
+
+
+def _where(row: Mapping[str, Any]) -> Text:
+    if row["process"]:
+        return Text(f"process {row['process']}", "bold red")
+    if row["silent_s"] > 3:
+        return Text(f"silent {duration(row['silent_s'])}", "red")
+    if row["phase_s"] > 5:
+        place = f" {row['at']}" if row["at"] else ""
+        return Text(f"{row['phase']} {duration(row['phase_s'])}{place}", "yellow")
+    return Text("")
+
+
+# -- sentences -----------------------------------------------------------------------------------------------------
+
+
+def _finding(finding: Mapping[str, Any]) -> Text:
+    return Text(finding_text(finding), _COLOURS[finding["level"]])
+
+
+def _events(snapshot: Mapping[str, Any]) -> list[Text]:
+    """The last checkpoint, and what happened last."""
+    lines = []
+    checkpoints = snapshot["checkpoints"]
+    if checkpoints["last"]:
+        last = checkpoints["last"][-1]
+        failed = f"; {checkpoints['failed']} failed" if checkpoints["failed"] else ""
+        lines.append(
+            Text(f"{checkpoint_text(last)}, {duration(last['age_s'])} ago ({checkpoints['count']} so far{failed})")
+        )
+    events = [("rounds", event) for event in snapshot["rounds"][1:]]
+    events += [("anomalies", event) for event in snapshot["anomalies"]["last"]]
+    events += [("stuck", event) for event in snapshot["stuck"]]
+    events += [("errors", event) for event in snapshot["errors"]]
+    events.sort(key=lambda pair: pair[1]["t"])
+    for name, event in events[-_MOST_EVENTS:]:
+        age = duration(max(0.0, snapshot["now"] - event["t"]))
+        style = "red" if name in ("errors", "stuck") else ""
+        text = event_text(name, event).splitlines()
+        if len(text) > _MOST_EVENT_LINES:
+            text[_MOST_EVENT_LINES - 1 :] = ["..."]
+        lines.append(Text(f"{age} ago: " + "\n   ".join(text), style))
+    return lines
