@@ -4,7 +4,8 @@
 
 Every launcher has a file among the runs of this machine (`watch/registry.py`), with `--watch` or without. Only a watched run
 has a folder with a journal (`watch/journal.py`). All hosts give that folder the same name, made of the moment at which the
-run was founded (in UTC) and the script, so that hosts which share the working directory share it.
+run was founded (in UTC) and the script, so that hosts which share the working directory share it. The first host's launcher
+also starts a process that serves the live page (`watch/page_process.py`).
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from paceline.watch.journal import (
     read_header,
     write_header,
 )
+from paceline.watch.page_process import PageProcess
 from paceline.watch.registry import RegisteredRun, mark_ended, mark_watched, register
 
 NEW_FOLDER = "new"  # `Job.watch` of a run whose folder is made for it
@@ -54,6 +56,7 @@ class Recording:
         self._pid = os.getpid()
         self._writer: JournalWriter | None = None
         self._entry: Path | None = None
+        self._page: PageProcess | None = None
         self._members: dict[str, str] | None = None  # id -> host, of the round before
         self._failing = False
         self.folder: Path | None = None
@@ -121,6 +124,9 @@ class Recording:
             with suppress(OSError):
                 mark_ended(self._entry, time.time(), exit_code)
             self._entry = None
+        if self._page is not None:
+            self._page.end()
+            self._page = None
 
     def _open(self, decided: Round, index: int) -> None:
         """Makes the folder and this launcher's file in it, and says where they are."""
@@ -147,7 +153,7 @@ class Recording:
         if index == 0:
             shown = _shown(folder.parent if folder.name == "watch" else folder)
             print(f"paceline: recorded in {shown}; `paceline watch {shown}` shows it", file=sys.stderr, flush=True)
-            open_page(folder)
+            self._page = PageProcess(folder)
 
     def _write(self, record: records.Record) -> None:
         """Adds a line. A disk that is full must not end the run: it is said once."""
@@ -160,13 +166,6 @@ class Recording:
             if not self._failing:
                 print(f"paceline: could not write {self._writer.path}: {error.strerror}", file=sys.stderr, flush=True)
             self._failing = True
-
-
-def open_page(folder: Path) -> None:
-    """The place at which the launcher starts what serves the live page of a watched run, in a process of its own.
-
-    The launcher itself may have no thread: its processes are forks of it.
-    """
 
 
 def _new_folder(header: RunHeader) -> Path:

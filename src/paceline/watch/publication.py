@@ -92,6 +92,12 @@ class Publication:
                 self._choices[choice] -= 1
                 self._choices += Counter()  # choices of no page go
 
+    @property
+    def pages(self) -> int:
+        """How many pages are open."""
+        with self._lock:
+            return self._choices.total()
+
     def _since(self, seen: str, choice: tuple[str, ...]) -> Update | None:
         with self._lock:
             self._refresh()

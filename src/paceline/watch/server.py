@@ -20,16 +20,15 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from functools import cache
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from importlib.resources import files
 from socketserver import TCPServer
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
 from paceline.base.errors import LaunchError
 from paceline.base.log import logger
+from paceline.watch.page_files import FILES, page_file
 from paceline.watch.publication import Publication, Update
 
 FIRST_PORT = 8470  # tried first where the user names none
@@ -54,24 +53,6 @@ _HEADERS = {
     "Cross-Origin-Resource-Policy": "same-origin",
     "Connection": "close",
 }
-
-
-@cache
-def page_file(name: str) -> str:
-    """Text of one of the files that the page is made of."""
-    return files("paceline.watch").joinpath("page", name).read_text(encoding="utf-8")
-
-
-PAGE_FILES = (
-    "index.html",
-    "page.css",
-    "uPlot.min.css",
-    "uPlot.iife.min.js",
-    "format.js",
-    "charts.js",
-    "sections.js",
-    "page.js",
-)
 
 
 class PageServer:
@@ -194,7 +175,7 @@ class _Request(BaseHTTPRequestHandler):
             return
         if name == "events":
             self._stream()
-        elif name in PAGE_FILES or name == "":
+        elif name in FILES or name == "":
             self._send_file(name or "index.html")
         else:
             self._answer(HTTPStatus.NOT_FOUND)

@@ -18,6 +18,28 @@ from paceline.watch.registry import registered_runs
 JOB = Job(Target("script", "folder/train.py"), procs=2, watch=NEW_FOLDER)
 
 
+class Page:
+    """Stands for the process that serves the page."""
+
+    served: list[Path] = []  # noqa: RUF012
+    ended: list[Path] = []  # noqa: RUF012
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.served.append(folder)
+
+    def end(self) -> None:
+        self.ended.append(self.folder)
+
+
+@pytest.fixture(autouse=True)
+def page(monkeypatch: pytest.MonkeyPatch) -> type[Page]:
+    monkeypatch.setattr("paceline.launch.recording.PageProcess", Page)
+    monkeypatch.setattr(Page, "served", [])
+    monkeypatch.setattr(Page, "ended", [])
+    return Page
+
+
 @pytest.fixture(autouse=True)
 def in_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
@@ -109,6 +131,18 @@ def test_a_folder_that_cannot_be_written_to(tmp_path: Path) -> None:
     with pytest.raises(LaunchError) as error:
         Recording(JOB)
     assert error.value.code == "watch-write"
+
+
+def test_the_first_host_serves_the_page_until_the_run_ends(page: type[Page]) -> None:
+    first, second = Recording(JOB), Recording(JOB)
+    first.round(decided("a", "b"), 0)
+    second.round(decided("a", "b"), 1)
+    assert page.served == [first.folder] and page.ended == []
+    first.round(decided("a", "b", number=2), 0)
+    assert len(page.served) == 1
+    for recording in (first, first, second):
+        recording.end(0)
+    assert page.ended == [first.folder]
 
 
 def test_a_launcher_that_cannot_go_on() -> None:

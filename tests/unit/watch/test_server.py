@@ -11,7 +11,8 @@ import time
 import pytest
 
 from paceline.base.errors import LaunchError
-from paceline.watch.server import PAGE_FILES, PageServer
+from paceline.watch.page_files import FILES
+from paceline.watch.server import PageServer
 
 
 class Run:
@@ -103,7 +104,7 @@ def test_another_host_name_is_refused(server) -> None:
 
 
 def test_every_file_of_the_page_is_served_with_a_strict_policy(server) -> None:
-    for name in ("", *PAGE_FILES):
+    for name in ("", *FILES):
         status, headers, body = ask(server, f"/{server.token}/{name}")
         assert status == 200 and body
         policy = headers["Content-Security-Policy"]

@@ -1,0 +1,99 @@
+"""`PageProcess`: serves the page of a run from a process of its own, and writes `report.html` when the run ends.
+
+A launcher has no threads, since its workers may be forks of it; and a page that is looked at must not slow it down. The
+process listens to its standard input:
+
+    launcher                          this process
+    starts it                         prints the URL of the page, serves it
+    writes "end", or dies             writes report.html, shows the last state to pages that are open, ends
+
+Run by `python -m paceline.watch.page_process FOLDER`, with `--stacks` where the launcher writes stacks at SIGUSR1.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from paceline.base.errors import PacelineError
+
+_LAST_STATE_S = 1.5  # pages that are open learn within it how the run has ended
+_END_S = 60.0  # writing the report of a very large run takes some seconds
+
+
+class PageProcess:
+    """The process, as its launcher has it. The environment is the launcher's own.
+
+    Args:
+        folder: of the run's journal.
+        writes_stacks: whether the launcher writes the stacks of all ranks at SIGUSR1; the page then has a button for it.
+    """
+
+    def __init__(self, folder: Path, writes_stacks: bool = False) -> None:
+        self._folder = folder
+        command = [sys.executable, "-m", "paceline.watch.page_process", str(folder)]
+        if writes_stacks:
+            command.append("--stacks")
+        # Ctrl-C in a terminal goes to all processes there; this one ends after its launcher.
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
+
+    def end(self) -> None:
+        """The run has ended: the report is written when this returns, or it is said that it is not."""
+        try:
+            self._process.communicate(b"end\n", _END_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        if self._process.returncode != 0:
+            shown = os.path.relpath(self._folder)
+            print(
+                f"paceline: the page has ended with exit code {self._process.returncode}; "
+                f"`paceline watch {shown} --freeze report.html` writes the report",
+                file=sys.stderr,
+                flush=True,
+            )
+
+
+def main(arguments: list[str]) -> int:
+    """Serves the page until the launcher ends; returns the exit code."""
+    from paceline.watch.following import FollowedRun
+    from paceline.watch.frozen import freeze_run
+    from paceline.watch.server import PageServer
+
+    folder = Path(arguments[0])
+    launcher = os.getppid()
+
+    def write_stacks() -> None:
+        if os.getppid() == launcher:
+            os.kill(launcher, signal.SIGUSR1)
+
+    try:
+        run = FollowedRun(folder)
+        with PageServer(run.snapshot, write_stacks=write_stacks if "--stacks" in arguments else None) as server:
+            _say(f"the page of the run: {server.url}")
+            sys.stdin.readline()
+            report = freeze_run(folder)
+            _say(f"the page as it was at the end: {os.path.relpath(report)}")
+            if server.publication.pages:
+                time.sleep(_LAST_STATE_S)
+    except PacelineError as error:
+        _say(str(error))
+        return 1
+    except OSError as error:
+        _say(f"could not write {error.filename or folder}: {error.strerror}")
+        return 1
+    return 0
+
+
+def _say(text: str) -> None:
+    print(f"paceline: {text}", file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)  # its end is the end of its input
+    sys.exit(main(sys.argv[1:]))
