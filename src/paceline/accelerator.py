@@ -43,7 +43,7 @@ from paceline.profiling import profiles_of
 from paceline.run import Run
 from paceline.states import Hook, Start, States, UnkeptStates
 from paceline.steps import Steps
-from paceline.world import rendezvous, runtime, torch_version
+from paceline.world import progress_thread, rendezvous, runtime, torch_version
 from paceline.world.collectives import Collectives
 from paceline.world.mesh import Mesh
 from paceline.world.participant import Participant
@@ -147,6 +147,9 @@ class Accelerator(Participant):
         self.settings = settings
         self.project_dir = None if project_dir is None else str(project_dir)
         self.run = Run(world, device, collectives, settings, decisions, draft_plan, scaler, self.project_dir)
+        progress = progress_thread.watch(world, settings.stuck_after, computes_on_cpu=device.type == "cpu")
+        if progress is not None:
+            self.run.events.before_step.subscribe(lambda _: progress.stepped())
         self.gradients = self.run.gradients
         self.scaler = self.run.scaler
         self.trackers = Trackers(log_with, self.logging_dir, is_main=world.is_main)

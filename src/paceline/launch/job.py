@@ -71,7 +71,7 @@ def job_of(settings: Launch, script: str, args: Sequence[str], env: Mapping[str,
         timeout_s=settings.run.timeout_s or 600.0,
         log_dir=launch.log_dir, tee=_streams(settings, procs), ranks=shown_ranks(settings, procs), backend=launch.rdzv_backend,
         options=dict(pair.split("=", 1) for pair in launch.rdzv_conf.split(",") if pair), compat=launch.compat or "",
-        cores=cores, core_files=launch.cores, store=launch.store or "", tls=launch.tls,
+        cores=cores, core_files=launch.cores, on_hang=launch.on_hang, store=launch.store or "", tls=launch.tls,
     )  # fmt: skip
     return job, notices
 

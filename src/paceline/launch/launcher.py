@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
+from paceline.base.exits import STUCK
 from paceline.base.registry import Registry
 
 if TYPE_CHECKING:
@@ -102,6 +103,7 @@ class Job:
         store: URL of a store off the nodes (`store.py`); "" for none.
         tls: whether launchers encrypt what they say to each other: "no", "yes", or files joined by commas (`tls.py`).
         secret: by which the launchers of several nodes know each other; "" for the user's own (`secret.py`).
+        on_hang: what happens to a run that is stuck, beside the report: "report" (nothing), "restart" or "leave".
         allocation: the nodes that SLURM has given to the job that this process is in; None where it is in none.
     """
 
@@ -134,6 +136,7 @@ class Job:
     store: str = field(default="", repr=False)  # it may hold a password
     tls: str = "no"
     secret: str = field(default="", repr=False)
+    on_hang: str = "report"
     allocation: Allocation | None = None
 
     @property
@@ -223,6 +226,7 @@ class Failure:
         report: its traceback, or "" where it left none.
         later: what to say of the processes that failed by themselves afterwards, a line each.
         waiting: the ranks that failed because this one left, without an error of its own, while they waited for it.
+        stuck: where all ranks were, of a run that was ended as none made progress; "" of any other.
     """
 
     rank: int
@@ -234,10 +238,13 @@ class Failure:
     report: str = ""
     later: tuple[str, ...] = ()
     waiting: tuple[int, ...] = ()
+    stuck: str = ""
 
     @property
     def what(self) -> str:
         """What happened, in one sentence."""
+        if self.stuck:
+            return f"no rank made progress: {self.stuck}."
         if self.waiting:
             others = f"rank{'s' * (len(self.waiting) > 1)} {', '.join(map(str, self.waiting))}"
             return f"rank {self.rank} left with exit code {self.code} while {others} still waited for it."
@@ -251,6 +258,8 @@ class Failure:
     @property
     def exit_code(self) -> int:
         """As a shell counts: 128 + the signal's number, where one ended the process."""
+        if self.stuck:
+            return STUCK
         if self.waiting:
             return 1  # its own says that nothing went wrong
         return self.code if self.code >= 0 else 128 - self.code
