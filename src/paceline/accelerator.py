@@ -43,11 +43,13 @@ from paceline.profiling import profiles_of
 from paceline.run import Run
 from paceline.states import Hook, Start, States, UnkeptStates
 from paceline.steps import Steps
-from paceline.world import progress_thread, rendezvous, runtime, torch_version
+from paceline.watching import telemetry_of
+from paceline.world import rendezvous, runtime, torch_version
 from paceline.world.collectives import Collectives
 from paceline.world.mesh import Mesh
 from paceline.world.participant import Participant
 from paceline.world.places import user_frame
+from paceline.world.progress_thread import watch as watch_progress
 from paceline.world.world import World
 
 Prepared = TypeVar("Prepared")
@@ -147,7 +149,7 @@ class Accelerator(Participant):
         self.settings = settings
         self.project_dir = None if project_dir is None else str(project_dir)
         self.run = Run(world, device, collectives, settings, decisions, draft_plan, scaler, self.project_dir)
-        progress = progress_thread.watch(world, settings.stuck_after, computes_on_cpu=device.type == "cpu")
+        progress = watch_progress(world, settings.stuck_after, computes_on_cpu=device.type == "cpu")
         if progress is not None:
             self.run.events.before_step.subscribe(lambda _: progress.stepped())
         self.gradients = self.run.gradients
@@ -159,6 +161,7 @@ class Accelerator(Participant):
         kind = States if surroundings.keeps_files else UnkeptStates
         self.states = kind(self.run, Keep.of(total_limit, keep))
         self._norm = torch.zeros((), device=device)
+        telemetry_of(self.run)
 
     # -- what this run is --------------------------------------------------------------------------------------
 
@@ -355,6 +358,7 @@ class Accelerator(Participant):
             with self.run.events.phase("clip", None):
                 self.unscale_gradients()
                 self._norm = clip_grad_norm(parameters, max_norm, norm_type, self.run.prepared.across())
+                self.run.events.clipped(self._norm)
         return self._norm
 
     def clip_grad_value_(self, parameters: torch.Tensor | Iterable[torch.Tensor], clip_value: float) -> None:
@@ -550,7 +554,8 @@ class Accelerator(Participant):
         return self.trackers.get_tracker(name, unwrap)
 
     def log(self, values: Mapping[str, Any], step: int | None = None) -> None:
-        """Logs values to every tracker, on the main process."""
+        """Logs values to every tracker, on the main process, and to the journal of a watched run."""
+        self.run.events.logged(values, step)
         self.trackers.log(values, step)
 
     def end_training(self) -> None:

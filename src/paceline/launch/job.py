@@ -10,6 +10,7 @@ from paceline.config.settings import LaunchSettings
 from paceline.config.sources import Launch
 from paceline.launch import host
 from paceline.launch.launcher import Job, Target
+from paceline.launch.recording import NEW_FOLDER
 from paceline.world.detect.kubernetes import counts_pods
 from paceline.world.world import World
 
@@ -65,13 +66,14 @@ def job_of(settings: Launch, script: str, args: Sequence[str], env: Mapping[str,
     least = range_of_nodes(launch.nodes)[0]
     job = Job(
         target, procs, nodes.nodes, least if least < nodes.nodes else 0, nodes.node, numbered,
-        nodes.address or "127.0.0.1", nodes.port or 0, grace_s=launch.grace_s,
+        nodes.address or "127.0.0.1", nodes.port or 0, grace_s=launch.grace_s, on_hang=launch.on_hang,
         start="exec" if accelerators.count or launch.no_python else "fork",
         env=variables, max_restarts=launch.max_restarts, monitor_interval_s=launch.monitor_interval_s,
         timeout_s=settings.run.timeout_s or 600.0,
         log_dir=launch.log_dir, tee=_streams(settings, procs), ranks=shown_ranks(settings, procs), backend=launch.rdzv_backend,
         options=dict(pair.split("=", 1) for pair in launch.rdzv_conf.split(",") if pair), compat=launch.compat or "",
-        cores=cores, core_files=launch.cores, on_hang=launch.on_hang, store=launch.store or "", tls=launch.tls,
+        cores=cores, core_files=launch.cores, store=launch.store or "", tls=launch.tls,
+        watch=settings.run.watch_dir or (NEW_FOLDER if launch.watch else ""),
     )  # fmt: skip
     return job, notices
 

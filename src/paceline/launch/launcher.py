@@ -98,12 +98,13 @@ class Job:
         compat: libraries whose names are served to the script, joined by commas; "" for none.
         cores: cores of this node that are divided among its processes; () leaves each process all of them.
         core_files: whether a process that crashes leaves a core file, which is then read.
+        on_hang: what happens to a run that is stuck, beside the report: "report" (nothing), "restart" or "leave".
         assignment, reach: what other hosts run and how they are reached, where this one starts it there.
         cluster: the launcher's own settings, an object of its class in `config/clusters`; None where it has none.
         store: URL of a store off the nodes (`store.py`); "" for none.
         tls: whether launchers encrypt what they say to each other: "no", "yes", or files joined by commas (`tls.py`).
         secret: by which the launchers of several nodes know each other; "" for the user's own (`secret.py`).
-        on_hang: what happens to a run that is stuck, beside the report: "report" (nothing), "restart" or "leave".
+        watch: folder of the journal of a watched run; `recording.NEW_FOLDER` for one that is made, "" where none is kept.
         allocation: the nodes that SLURM has given to the job that this process is in; None where it is in none.
     """
 
@@ -130,13 +131,14 @@ class Job:
     compat: str = ""
     cores: tuple[int, ...] = ()
     core_files: bool = False
+    on_hang: str = "report"
     assignment: Assignment | None = None
     reach: Reach = Reach()
     cluster: Any = None
     store: str = field(default="", repr=False)  # it may hold a password
     tls: str = "no"
     secret: str = field(default="", repr=False)
-    on_hang: str = "report"
+    watch: str = ""
     allocation: Allocation | None = None
 
     @property
