@@ -49,6 +49,7 @@ from paceline.world.collectives import Collectives
 from paceline.world.mesh import Mesh
 from paceline.world.participant import Participant
 from paceline.world.places import user_frame
+from paceline.world.progress_thread import watch as watch_progress
 from paceline.world.world import World
 
 Prepared = TypeVar("Prepared")
@@ -148,6 +149,9 @@ class Accelerator(Participant):
         self.settings = settings
         self.project_dir = None if project_dir is None else str(project_dir)
         self.run = Run(world, device, collectives, settings, decisions, draft_plan, scaler, self.project_dir)
+        progress = watch_progress(world, settings.stuck_after, computes_on_cpu=device.type == "cpu")
+        if progress is not None:
+            self.run.events.before_step.subscribe(lambda _: progress.stepped())
         self.gradients = self.run.gradients
         self.scaler = self.run.scaler
         self.trackers = Trackers(log_with, self.logging_dir, is_main=world.is_main)

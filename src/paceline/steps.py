@@ -6,8 +6,8 @@ forward_backward   the same after the model and the loss; where a pipeline runs,
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 
 import torch
 from torch import nn
@@ -68,7 +68,8 @@ class Steps:
         if entry is None or runner is None:
             return self._one_by_one(model, parts or (), loss_fn, factor, mean)
         without_communication = entry.chain.hold_gradients()
-        with self._run.explaining_memory("forward"), self._run.events.phase("pipeline", None), without_communication:
+        phase = self._run.events.phase("pipeline", None)
+        with self._run.explaining_memory("forward"), phase, self._failures_announced(), without_communication:
             if parts is None:
                 loss = runner.forward_backward(Part.of(batch), loss_fn, factor, mean)
             else:
@@ -99,15 +100,21 @@ class Steps:
         return total / len(parts) if mean else total
 
     def _back(self, loss: torch.Tensor, **named: object) -> None:
-        with self._run.explaining_memory("backward"), self._run.events.phase("backward", loss):
-            try:
-                loss.backward(**named)
-            except BaseException as error:
-                hangs.backward_failed(error)
-                for entry in self._prepared.models:
-                    entry.chain.backward_failed()
-                raise
-            hangs.backward_passed()
+        phase = self._run.events.phase("backward", loss)
+        with self._run.explaining_memory("backward"), phase, self._failures_announced():
+            loss.backward(**named)
+
+    @contextmanager
+    def _failures_announced(self) -> Iterator[None]:
+        """While it is open, a backward pass runs: the other ranks hear of an error in it, as they wait for its gradients."""
+        try:
+            yield
+        except BaseException as error:
+            hangs.backward_failed(error)
+            for entry in self._prepared.models:
+                entry.chain.backward_failed()
+            raise
+        hangs.backward_passed()
 
     def scaled(self, loss: torch.Tensor, num_items: int | torch.Tensor | None = None) -> torch.Tensor:
         """The loss as autograd should see it; who calls `backward` on it calls `finish_reduction` after."""

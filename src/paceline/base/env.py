@@ -75,6 +75,12 @@ TABLE: dict[str, Variable] = _table(
     ),
     Variable("PACELINE_RUN", str, "", "Name of this run and no other, in all its rounds; set by `paceline launch`."),
     Variable(
+        "PACELINE_STACKS_DIR",
+        str,
+        "",
+        "Folder of the launcher's into which its processes write their stacks and their progress; set by `paceline launch`.",
+    ),
+    Variable(
         "PACELINE_RUN_SECRET",
         str,
         None,

@@ -5,3 +5,6 @@ PREEMPTED = 75
 
 # Ctrl-C, as a shell counts it: 128 + the number of SIGINT.
 INTERRUPTED = 130
+
+# No rank made progress, and `--on-hang leave` (or `restart`, with no restart left) ended the run. (EX_PROTOCOL of sysexits.h)
+STUCK = 76

@@ -163,6 +163,11 @@ class RunSettings:
         30.0, seconds(zero=True),
         "Seconds that a rank waits for others before it is reported who waits where, and for whom; 0: never.", _DEVICE,
     )  # fmt: skip
+    stuck_after: str = setting(
+        "20x", matching(r"\d+(\.\d+)?x?", "a number of usual steps such as 20x, or seconds; 0 for never", "Nx|SECONDS"),
+        "When a run counts as stuck: so many usual steps (at least 60 s), or seconds, in which no rank does anything; then "
+        "the stacks of all ranks are written; 0: never.", _DEVICE,
+    )  # fmt: skip
     # One setting for each entry of `AXES`, called as the axis is.
     axes: Mapping[str, int | str] = field(default_factory=lambda: {axis.name: axis.default for axis in listed_axes()})
     zero: int | str = setting(
@@ -316,6 +321,11 @@ class LaunchSettings:
     max_restarts: int = setting(
         0, whole(0), "How often all processes are started again after one has failed.", _SUPERVISION
     )
+    on_hang: str = setting(
+        "report", one_of("report", "restart", "leave"),
+        "What happens to a run that is stuck, after the report: nothing, a restart (--max-restarts), or its end with exit "
+        "code 76.", _SUPERVISION,
+    )  # fmt: skip
     grace_s: float = setting(
         30.0, seconds(), "Seconds that processes have to save and end after SIGTERM.", _SUPERVISION
     )

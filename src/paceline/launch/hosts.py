@@ -21,7 +21,13 @@ _OF_ONE_NODE = ("node_rank", "gpu_ids")
 # Variables whose names begin so go along to the other hosts, as do the lines of `.deepspeed_env` in the home and in the
 # working directory. They travel inside the connection: no value stands on a command line, and none is logged.
 PREFIXES = ("PACELINE_", "PYTHON", "OMP_", "NCCL", "GLOO", "TORCH", "UCX", "MV2", "MLFLOW")
-_OURS = ("TORCHELASTIC_", "PACELINE_RUN", "PACELINE_SETTINGS", "PACELINE_ORDERS")  # of one process, not of the user
+_OURS = (
+    "TORCHELASTIC_",
+    "PACELINE_RUN",
+    "PACELINE_STACKS_DIR",
+    "PACELINE_SETTINGS",
+    "PACELINE_ORDERS",
+)  # of one process, not of the user
 _FILE = ".deepspeed_env"
 
 

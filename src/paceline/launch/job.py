@@ -66,7 +66,7 @@ def job_of(settings: Launch, script: str, args: Sequence[str], env: Mapping[str,
     least = range_of_nodes(launch.nodes)[0]
     job = Job(
         target, procs, nodes.nodes, least if least < nodes.nodes else 0, nodes.node, numbered,
-        nodes.address or "127.0.0.1", nodes.port or 0, grace_s=launch.grace_s,
+        nodes.address or "127.0.0.1", nodes.port or 0, grace_s=launch.grace_s, on_hang=launch.on_hang,
         start="exec" if accelerators.count or launch.no_python else "fork",
         env=variables, max_restarts=launch.max_restarts, monitor_interval_s=launch.monitor_interval_s,
         timeout_s=settings.run.timeout_s or 600.0,

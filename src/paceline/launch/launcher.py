@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
+from paceline.base.exits import STUCK
 from paceline.base.registry import Registry
 
 if TYPE_CHECKING:
@@ -97,6 +98,7 @@ class Job:
         compat: libraries whose names are served to the script, joined by commas; "" for none.
         cores: cores of this node that are divided among its processes; () leaves each process all of them.
         core_files: whether a process that crashes leaves a core file, which is then read.
+        on_hang: what happens to a run that is stuck, beside the report: "report" (nothing), "restart" or "leave".
         assignment, reach: what other hosts run and how they are reached, where this one starts it there.
         cluster: the launcher's own settings, an object of its class in `config/clusters`; None where it has none.
         store: URL of a store off the nodes (`store.py`); "" for none.
@@ -129,6 +131,7 @@ class Job:
     compat: str = ""
     cores: tuple[int, ...] = ()
     core_files: bool = False
+    on_hang: str = "report"
     assignment: Assignment | None = None
     reach: Reach = Reach()
     cluster: Any = None
@@ -225,6 +228,7 @@ class Failure:
         report: its traceback, or "" where it left none.
         later: what to say of the processes that failed by themselves afterwards, a line each.
         waiting: the ranks that failed because this one left, without an error of its own, while they waited for it.
+        stuck: where all ranks were, of a run that was ended as none made progress; "" of any other.
     """
 
     rank: int
@@ -236,10 +240,13 @@ class Failure:
     report: str = ""
     later: tuple[str, ...] = ()
     waiting: tuple[int, ...] = ()
+    stuck: str = ""
 
     @property
     def what(self) -> str:
         """What happened, in one sentence."""
+        if self.stuck:
+            return f"no rank made progress: {self.stuck}."
         if self.waiting:
             others = f"rank{'s' * (len(self.waiting) > 1)} {', '.join(map(str, self.waiting))}"
             return f"rank {self.rank} left with exit code {self.code} while {others} still waited for it."
@@ -253,6 +260,8 @@ class Failure:
     @property
     def exit_code(self) -> int:
         """As a shell counts: 128 + the signal's number, where one ended the process."""
+        if self.stuck:
+            return STUCK
         if self.waiting:
             return 1  # its own says that nothing went wrong
         return self.code if self.code >= 0 else 128 - self.code

@@ -24,7 +24,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from paceline.base.errors import LaunchError
-from paceline.base.exits import PREEMPTED
+from paceline.base.exits import PREEMPTED, STUCK
 from paceline.base.lazy import uncollected
 from paceline.base.temporary import temporary_folder
 from paceline.launch import cores, host, worker
@@ -38,6 +38,7 @@ from paceline.launch.report import begun, describe
 from paceline.launch.rounds import End, Report, Round
 from paceline.launch.script_libraries import script_libraries
 from paceline.launch.signals import Signals
+from paceline.launch.stuck import StuckWatch
 
 _SIGN_OF_LIFE_S = 0.2
 _INTERRUPT_S = 3.0  # an ordinary script ends by Ctrl-C at once; one that is here still saves, or hangs
@@ -151,14 +152,16 @@ class LocalHandle:
                 gc.freeze()  # no collection touches, and so copies, what the processes share
         elif self.job.target.function is not None:
             worker.pack(self.job.target.function, str(folder / PARCEL))
+        self.stuck = StuckWatch(self.job, folder, self.nodes.pause)
         self.signals.enter()
         self.recording.begin()
         try:
             self.nodes.rest(Report("new"))
-            while (decided := self.nodes.next(lambda: self.signals.ending)) is not None:
+            while (decided := self.nodes.next(lambda: self.signals.ending or self.stuck.leaves)) is not None:
                 self._announce(decided)
                 self._record(decided)
                 self.round, self.failure = decided, None
+                self.stuck.begin()
                 report = self._start(folder)
                 if report is not None:
                     return Outcome(self._work(str(report)), in_worker=True)
@@ -217,6 +220,8 @@ class LocalHandle:
         """
         if end is not None and end.error is not None:
             raise LaunchError.of([end.error])
+        if end is None and not self.signals.ending:
+            return Outcome(STUCK, self.failure, restarts=self._restarts)
         if end is None:  # a signal
             asked = self.signals.ending[0]
             saved = self.report.kind == "preempted"
@@ -302,6 +307,8 @@ class LocalHandle:
             self._watch()
             if self.signals.ending:
                 return self._asked_to_end()
+            if self.stuck.failure is not None:
+                return self._end_stuck(self.stuck.failure)
             if membership.stop_request is not None:
                 how, _ = membership.stop_request
                 grace_s = self.job.grace_s if how == "save" else AFTER_FAILURE_S
@@ -321,6 +328,14 @@ class LocalHandle:
             for child in self.workers:
                 if child.leads:
                     self.reaper.remove(child.pid)
+
+    def _end_stuck(self, failure: Failure) -> Report:
+        """Ends a run in which no rank makes progress: a failure like any other, or the end of this launcher's part."""
+        self.failure = failure
+        if self.stuck.leaves:
+            self.nodes.leave("end", f"ended a run that was stuck (--on-hang leave): {failure.stuck}")
+        stop(self.workers, signal.SIGTERM, AFTER_FAILURE_S, self.nodes.pause)
+        return self._report() if self.stuck.leaves else Report("failed", failure.what, failure.at)
 
     def _asked_to_end(self) -> Report:
         """A signal asks to end: passes it on, and waits for the processes to save; a second one waits no longer."""
@@ -378,6 +393,8 @@ class LocalHandle:
                         poll.unregister(number)
                 self.nodes.poll()
                 end_frozen(self.workers, self.job.timeout_s)
+                if self.stuck.look(self.workers, self.signals):
+                    return
                 codes = [child.poll() for child in self.workers]
                 failed = any(code not in (None, 0, PREEMPTED) for code in codes) or any(map(stuck, self.workers))
                 if failed or None not in codes or self.nodes.membership.stop_request is not None or self._left_behind():

@@ -51,6 +51,12 @@ def problem_of(outcome: Outcome, job: Job) -> Problem:
         return Problem("node-failed", "another node failed, and this one was stopped.", why, "look at its messages")
     failure = outcome.failure
     assert failure is not None, "this run did not fail"
+    if failure.stuck:
+        why = [
+            f"--on-hang {job.on_hang} (or PACELINE_ON_HANG) ends such a run; --stuck-after says when it counts as stuck"
+        ]
+        fix = "look into the file of stacks that is named above: which rank is elsewhere than the others, and why"
+        return Problem("run-stuck", failure.what, why, fix)
     fix = "correct the error that is shown above" if failure.report else "its own output above tells more"
     fix = _misplaced_flag(failure.report, job.target) or fix
     if failure.waiting:

@@ -43,11 +43,13 @@ class Signals:
 
     Attributes:
         ending: those that ask the launcher to end, in order of arrival.
-        read: becomes readable when one arrives.
+        read: becomes readable when one of these arrives.
+        stacks_wanted: whether SIGUSR1 has come, by which a person asks for the stacks of all ranks.
     """
 
     def __init__(self, pass_on: Callable[[int], None]) -> None:
         self.ending: list[int] = []
+        self.stacks_wanted = False
         self._terminated_at = -_SAME_S
         self._passed_on = 0
         self.read, self._write = os.pipe()
@@ -68,6 +70,7 @@ class Signals:
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         if signal.Signals(number).name in _PASSED_ON:
+            self.stacks_wanted |= signal.Signals(number).name == "SIGUSR1"
             self._pass_on(number)
             return
         if number == signal.SIGTERM:

@@ -36,6 +36,7 @@ from paceline.launch import once
 from paceline.launch.launcher import Target
 from paceline.launch.signals import kill_with_parent
 from paceline.launch.trace import traceback_text
+from paceline.world.stacks import dump
 
 VALUE = ".value"
 
@@ -152,6 +153,9 @@ def watched(work: Callable[[], object], report: str) -> int:
     # A crash (SIGSEGV, SIGABRT, SIGBUS, SIGFPE) leaves Python's stacks there. This end stays open: exit handlers and the
     # ends of threads run after this function, and a crash in one of them is to be seen too.
     faulthandler.enable(os.open(report, os.O_WRONLY | os.O_CREAT | os.O_APPEND))
+    folder = os.path.dirname(report)
+    environment.export({dump.FOLDER: folder})
+    dump.enter(Path(folder))
     with open(report, "ab", buffering=0) as file:
         try:
             try:

@@ -33,11 +33,12 @@ from paceline.world.places import call_site, operation, path_of, waiting_frame
 if TYPE_CHECKING:
     from paceline.torch_internals.groups import Store
 
-_MOST_LOOK_S, _LOOKS = 5.0, 6  # seconds between two looks at most; looks before a report
+_MOST_LOOK_S, _LOOKS = 1.0, 6  # seconds between two looks at most; looks before a report
+_MOST_CHECK_S = 5.0  # seconds at most between two looks into the store, whether another rank has opened a round
 _ANSWER_S = 2.0  # how long an answer may take, beside the time until the next look
 _POLL_S = 0.05
 _BUSY = 0.1  # a thread that computes for more than this part of the time does not wait
-_HOPELESS_S = 10.0  # how long a rank waits, at most, for gradients of a rank whose backward pass has failed
+_HOPELESS_S = 5.0  # how long a rank waits, at most, for gradients of a rank whose backward pass has failed
 
 
 @dataclass(frozen=True)
@@ -106,6 +107,7 @@ class HangReports:
         self._timeout_s = timeout_s
         self._computes_on_cpu = computes_on_cpu
         self._look_s = min(_MOST_LOOK_S, report_s / _LOOKS)
+        self._check_s = min(_MOST_CHECK_S, report_s / _LOOKS)
         self._next_report_s = report_s
         self._store = rendezvous.store()
         # A connection of the thread's own, made where the main thread may hold the other.
@@ -143,12 +145,17 @@ class HangReports:
 
     def _run(self) -> None:
         try:
+            checked_at = 0.0
             while not self._stop.wait(self._look_s):
                 state = self._look()
+                is_long = state.waits and state.since_s >= min(_HOPELESS_S, self._report_s)
+                if not is_long and time.monotonic() - checked_at < self._check_s:
+                    continue
+                checked_at = time.monotonic()
                 if not rendezvous.store_answers(self._store):
                     return  # rank 0 or the launcher has ended: nobody is left to ask
                 store = self._reachable_store(state)
-                if state.waits and state.since_s >= min(_HOPELESS_S, self._report_s):
+                if is_long:
                     self._end_if_hopeless(store, state)
                 if state.waits and state.since_s >= self._next_report_s and self._open_round(store):
                     self._report(store, state)
@@ -207,7 +214,7 @@ class HangReports:
     def _collect(self, store: Store) -> tuple[dict[int, State], list[Departure]]:
         states: dict[int, State] = {}
         left: list[Departure] = []
-        until = time.monotonic() + 2 * self._look_s + _ANSWER_S
+        until = time.monotonic() + 2 * self._check_s + _ANSWER_S
         while time.monotonic() < until and len(states) + len(left) < self.size - 1:
             if self._stop.wait(_POLL_S):
                 break

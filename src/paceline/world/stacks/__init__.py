@@ -1,0 +1,1 @@
+"""Stacks of running processes: written by the processes themselves, read and grouped by whoever watches them."""

@@ -1,0 +1,227 @@
+"""The stacks of all ranks as one report: ranks that are at the same place stand in one line. Pure functions."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from paceline.world.stacks.parse import Frame, Position, Thread, position
+
+_STATES = {"T": "stopped", "t": "held by a debugger", "D": "waiting for a disk or a network drive", "Z": "ended"}
+_SHOWN_COLLECTIVES = 5
+
+
+@dataclass(frozen=True)
+class ProcessStacks:
+    """What is known of one process.
+
+    Attributes:
+        pid: which one.
+        threads: the Python stacks of its threads, the main thread last; () where it did not write any.
+        state: the letter of its state (`procfs.state`).
+        still_s: seconds since it was last seen to make progress; 0 where it does not say so.
+        native: the stacks with compiled code, as py-spy writes them; "" without it.
+        note: why something is missing; "" for nothing.
+        collectives: the last collectives of torch's flight recorder, the newest last.
+        rank: its rank; None of a process that a rank has started.
+        command: the command line of such a process.
+        children: the processes that it has started.
+    """
+
+    pid: int
+    threads: tuple[Thread, ...] = ()
+    state: str = ""
+    still_s: float = 0.0
+    native: str = ""
+    note: str = ""
+    collectives: tuple[str, ...] = ()
+    rank: int | None = None
+    command: str = ""
+    children: tuple[ProcessStacks, ...] = ()
+
+    @property
+    def main(self) -> tuple[Frame, ...]:
+        """The stack of the main thread."""
+        return self.threads[-1].frames if self.threads else ()
+
+    @property
+    def position(self) -> Position | None:
+        """Where the main thread is."""
+        return position(self.main)
+
+    @property
+    def is_stopped(self) -> bool:
+        """Whether a signal keeps it from running."""
+        return self.state == "T"
+
+
+@dataclass(frozen=True)
+class Group:
+    """Ranks that are at the same place.
+
+    Attributes:
+        members: their processes.
+        text: where they are.
+        brief: the same in a few words, without the source.
+    """
+
+    members: tuple[ProcessStacks, ...]
+    text: str
+    brief: str
+
+    @property
+    def ranks(self) -> list[int]:
+        """Their ranks."""
+        return [member.rank for member in self.members if member.rank is not None]
+
+    @property
+    def still_s(self) -> float:
+        """How long the one of them that has been there longest has been there."""
+        return max(member.still_s for member in self.members)
+
+
+def grouped(processes: Iterable[ProcessStacks]) -> list[Group]:
+    """The groups: the largest first, and of equal ones that with the lowest rank."""
+    members_of: dict[tuple[object, ...], list[ProcessStacks]] = {}
+    for process in sorted(processes, key=lambda process: process.rank or 0):
+        members_of.setdefault(_key(process), []).append(process)
+    groups = [Group(tuple(members), _text(members), _brief(members[0])) for members in members_of.values()]
+    return sorted(groups, key=lambda group: -len(group.members))
+
+
+def in_one_sentence(groups: Sequence[Group]) -> str:
+    """For a journal, and for the error of a run that is ended: "ranks 0-2 in all_reduce at train.py:88, rank 3 ..."."""
+    parts = [f"{ranks_text(group.ranks)} {group.brief}" for group in groups]
+    still_s = max((group.still_s for group in groups), default=0.0)
+    return ", ".join(parts) + (f" for {still_s:.0f} s" if still_s >= 1 else "")
+
+
+def short_report(headline: str, groups: Sequence[Group], footer: Sequence[str]) -> str:
+    """What the terminal shows: a line a group, and what the data loaders' workers do.
+
+    Args:
+        headline: its first line.
+        groups: of the ranks.
+        footer: lines at its end.
+    """
+    lines = [headline]
+    for group in groups:
+        duration = f", for {group.still_s:.0f} s" if group.still_s >= 1 else ""
+        lines.append(f"  {ranks_text(group.ranks)}: {group.text}{duration}")
+        lines += [f"      {line}" for line in _workers(group)]
+    lines += [f"  {line}" for line in footer]
+    return "\n".join(lines)
+
+
+def full_report(headline: str, groups: Sequence[Group], footer: Sequence[str]) -> str:
+    """What the file has: the short report, then the stacks of each process. Arguments as of `short_report`."""
+    parts = [short_report(headline, groups, footer)]
+    for group in groups:
+        for member in group.members:
+            parts.append(_process_text(member, f"rank {member.rank}, pid {member.pid}"))
+    return "\n\n".join(parts) + "\n"
+
+
+def ranks_text(ranks: Sequence[int]) -> str:
+    """ "rank 3", or "4 ranks (0-2, 5)"."""
+    if len(ranks) == 1:
+        return f"rank {ranks[0]}"
+    spans: list[list[int]] = []
+    for rank in sorted(ranks):
+        if spans and rank == spans[-1][1] + 1:
+            spans[-1][1] = rank
+        else:
+            spans.append([rank, rank])
+    texts = [f"{first}-{last}" if first != last else f"{first}" for first, last in spans]
+    return f"{len(ranks)} ranks ({', '.join(texts)})"
+
+
+def _key(process: ProcessStacks) -> tuple[object, ...]:
+    """Equal of processes that belong together: scripts may lie in different folders on different hosts."""
+    place = process.position
+    if place is None:
+        return (process.state, process.note)
+    state = process.state if process.state in _STATES else ""
+    return (state, place.operation, place.file.rpartition("/")[2], place.line, place.function)
+
+
+def _text(members: Sequence[ProcessStacks]) -> str:
+    """Where the members of a group are."""
+    first = members[0]
+    place = first.position
+    parts = []
+    if first.is_stopped:
+        pids = " ".join(str(member.pid) for member in members)
+        parts.append(f"stopped by a signal (SIGSTOP or SIGTSTP; state T); `kill -CONT {pids}` lets it go on")
+    elif first.state in _STATES:
+        parts.append(f"{_STATES[first.state]} (state {first.state})")
+    if place is not None:
+        parts.append(place.text)
+    elif not parts:
+        parts.append(first.note or "it did not write its stack")
+    return "; ".join(parts)
+
+
+def _brief(process: ProcessStacks) -> str:
+    place = process.position
+    words = f"{_STATES[process.state]} " if process.state in _STATES else ""
+    if place is None:
+        return words.strip() or "without a stack"
+    line = f"at {place.file.rpartition('/')[2]}:{place.line}"
+    return words + (f"in {place.operation} {line}" if place.operation else line)
+
+
+def _workers(group: Group) -> list[str]:
+    """What the processes that these ranks have started do, those that do the same in one line.
+
+    A worker of a loader that has nothing to do waits in torch's own lines: it has no line of the user's, and is left out.
+    """
+    pids_by_text: dict[str, list[int]] = {}
+    for member in group.members:
+        for child in member.children:
+            place = child.position
+            is_at_work = place is not None and any(frame.is_users for frame in _begun_by_torch(child.main))
+            if child.state in _STATES or is_at_work:
+                pids_by_text.setdefault(_text([child]), []).append(child.pid)
+    lines = []
+    for text, pids in pids_by_text.items():
+        processes = "process" if len(pids) == 1 else "processes"
+        lines.append(f"its worker {processes} {', '.join(map(str, pids))}: {text}")
+    return lines
+
+
+def _begun_by_torch(frames: Sequence[Frame]) -> Sequence[Frame]:
+    """The frames inside of a loader's worker loop: those around it are of the process from which it was forked."""
+    for index, frame in enumerate(frames):
+        if frame.function == "_worker_loop":
+            return frames[:index]
+    return frames
+
+
+def _of_script(frames: Sequence[Frame]) -> Sequence[Frame]:
+    """The frames without those of the launcher, which has called the script."""
+    for index, frame in enumerate(frames):
+        if frame.is_launcher:
+            return frames[:index] or frames
+    return frames
+
+
+def _process_text(process: ProcessStacks, title: str) -> str:
+    """All stacks of a process and of those that it has started."""
+    state = f", {_STATES[process.state]}" if process.state in _STATES else ""
+    lines = [f"==== {title}{state} ===="]
+    if process.note:
+        lines.append(process.note)
+    for number, thread in enumerate(reversed(process.threads)):
+        lines.append("main thread, the innermost call first:" if number == 0 else f"thread {number}:")
+        lines += [
+            f'  File "{frame.file}", line {frame.line}, in {frame.function}' for frame in _of_script(thread.frames)
+        ]
+    if process.collectives:
+        lines.append("last collectives (torch's flight recorder):")
+        lines += [f"  {collective}" for collective in process.collectives[-_SHOWN_COLLECTIVES:]]
+    if process.native:
+        lines += ["with compiled code (py-spy dump --native):", process.native]
+    for child in process.children:
+        lines += ["", _process_text(child, f"pid {child.pid}, started by pid {process.pid}: {child.command[:160]}")]
+    return "\n".join(lines)

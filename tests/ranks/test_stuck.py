@@ -1,0 +1,130 @@
+"""Ranks that make no progress, under `paceline launch`: they are reported once, with their stacks, and --on-hang acts."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from textwrap import dedent
+
+import pytest
+from warm_python import executable
+
+from paceline.base.exits import STUCK
+
+SCRIPT = """
+    import os, signal, sys, time
+    from pathlib import Path
+    import torch
+    from paceline import Accelerator
+
+    class Samples(torch.utils.data.Dataset):
+        def __len__(self):
+            return 4000
+        def __getitem__(self, index):
+            if sys.argv[1] == "worker" and accelerator.process_index == 1 and index > 60:
+                time.sleep(600)
+            return torch.ones(4)
+
+    accelerator = Accelerator(cpu=True)
+    model = torch.nn.Linear(4, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    loader = torch.utils.data.DataLoader(Samples(), batch_size=4, num_workers=sys.argv[1] == "worker")
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    for step, batch in enumerate(loader):
+        accelerator.backward(model(batch).mean())
+        optimizer.step()
+        optimizer.zero_grad()
+        time.sleep(0.01)
+        if step == 5:
+            Path(f"{accelerator.process_index}.pid").write_text(str(os.getpid()))
+        if step == 10 and accelerator.process_index == 1:
+            if sys.argv[1] == "stop":
+                os.kill(os.getpid(), signal.SIGSTOP)
+            if sys.argv[1] == "slow":
+                until = time.monotonic() + 5
+                while time.monotonic() < until:  # it computes for longer than the limit
+                    sum(range(1000))
+                sys.exit()
+"""
+
+
+@pytest.fixture
+def launch(tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
+    """Starts a run of the script, whose words go to the launcher and, after "--", to the script."""
+    (tmp_path / "train.py").write_text(dedent(SCRIPT))
+    started: list[subprocess.Popen[str]] = []
+    env = {name: value for name, value in os.environ.items() if not name.startswith("PACELINE")}
+
+    def start(what: str, *words: str) -> subprocess.Popen[str]:
+        command = [executable(), "-m", "paceline.cli.main", "launch", "--procs", "2", *words, "train.py", what]
+        pipe = subprocess.PIPE
+        started.append(
+            subprocess.Popen(
+                command, cwd=tmp_path, env={**env, "OMP_NUM_THREADS": "1"}, stdout=pipe, stderr=pipe, text=True
+            )
+        )
+        return started[-1]
+
+    yield start
+    for process in started:
+        process.kill()
+        process.communicate()
+
+
+def await_text(folder: Path, pattern: str) -> str:
+    """The text of the first file of this name that has some."""
+    until = time.monotonic() + 40
+    while time.monotonic() < until:
+        texts = [path.read_text() for path in sorted(folder.glob(pattern))]
+        if any(texts):
+            return next(text for text in texts if text)
+        time.sleep(0.05)
+    raise AssertionError(f"no {pattern} has come")
+
+
+def test_a_worker_that_hangs_is_named_and_the_run_leaves(tmp_path: Path, launch) -> None:
+    run = launch("worker", "--stuck-after", "3", "--on-hang", "leave", "--max-restarts", "3")
+    _, said = run.communicate(timeout=60)
+    assert run.returncode == STUCK, said
+    assert said.count("no rank has made progress for") == 1 and said.count("[run-stuck]") == 1, said
+    assert "starting all again" not in said
+    assert "rank 0: in backward at train.py:" in said and "accelerator.backward(model(batch).mean())" in said
+    assert "rank 1: in DataLoader.__next__ at train.py:" in said and "for step, batch in enumerate(loader):" in said
+    assert "its worker process" in said and "in __getitem__: time.sleep(600)" in said
+    whole = (tmp_path / "stacks-1.txt").read_text()
+    assert "==== rank 0, pid" in whole and "_worker_loop" in whole and "all_reduce number" in whole
+
+
+def test_a_stopped_rank_is_restarted_as_often_as_a_failure(tmp_path: Path, launch) -> None:
+    run = launch("stop", "--stuck-after", "2", "--on-hang", "restart", "--max-restarts", "1")
+    _, said = run.communicate(timeout=60)
+    assert run.returncode == STUCK, said
+    assert said.count("starting all again (restart 1 of 1)") == 1
+    assert said.count("rank 1: stopped by a signal (SIGSTOP or SIGTSTP; state T); `kill -CONT") == 2
+    assert (tmp_path / "stacks-2.txt").exists() and not (tmp_path / "stacks-3.txt").exists()
+
+
+def test_one_rank_that_computes_is_no_standstill(tmp_path: Path, launch) -> None:
+    run = launch("slow", "--stuck-after", "2", "--on-hang", "leave", "--timeout-s", "20")
+    _, said = run.communicate(timeout=60)
+    assert "no rank has made progress" not in said and not list(tmp_path.glob("stacks-*")), said
+
+
+@pytest.mark.parametrize("whom", ["launcher", "rank"])
+def test_sigusr1_reports_once_and_the_run_goes_on(whom: str, tmp_path: Path, launch) -> None:
+    run = launch("go on", "--log-dir", "logs")
+    pids = [int(await_text(tmp_path, f"{rank}.pid")) for rank in (0, 1)]
+    status = Path(f"/proc/{pids[0]}/status").read_text()
+    launcher = int(next(line.split()[1] for line in status.splitlines() if line.startswith("PPid")))
+    os.kill(launcher if whom == "launcher" else pids[1], signal.SIGUSR1)
+    whole = await_text(tmp_path / "logs", "stacks-1.txt")
+    assert "==== rank 0, pid" in whole and "==== rank 1, pid" in whole
+    time.sleep(1.5)
+    os.kill(launcher, signal.SIGINT)
+    _, said = run.communicate(timeout=60)
+    assert said.count("stacks of 2 ranks, as SIGUSR1 asked for:") == 1, said
+    assert "all stacks: logs/stacks-1.txt" in said and not (tmp_path / "logs" / "stacks-2.txt").exists()
