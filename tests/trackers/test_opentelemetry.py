@@ -16,7 +16,7 @@ from paceline.observe.trackers.group import Trackers
 pytest.importorskip("opentelemetry.sdk", reason="`make trackers` installs it")
 pytest.importorskip("opentelemetry.exporter.otlp.proto.http", reason="`make trackers` installs it")
 
-from trackers.otlp_receiver import Receiver  # noqa: E402
+from trackers.otlp_receiver import Receiver
 
 pytestmark = [pytest.mark.long, pytest.mark.filterwarnings("ignore")]
 

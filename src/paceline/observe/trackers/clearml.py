@@ -32,7 +32,11 @@ class ClearMLTracker(LibraryTracker):
             return current
         env = environment.snapshot()
         names = {"project_name": env.get("CLEARML_PROJECT", run), "task_name": env.get("CLEARML_TASK", run)}
-        return Task.init(**{**names, **self.options})
+        task = Task.init(**{**names, **self.options})
+        if self._earlier_run is not None:
+            # ClearML would number the steps anew from the last one on; ours go on by themselves.
+            task.set_initial_iteration(0)
+        return task
 
     def store_config(self, values: Mapping[str, Any]) -> None:
         """Stores the settings."""
