@@ -546,8 +546,15 @@ class Accelerator(Participant):
         config: Mapping[str, Any] | None = None,
         init_kwargs: Mapping[str, Mapping[str, Any]] | None = None,
     ) -> None:
-        """Starts the trackers of `log_with`, on the main process."""
-        self.trackers.start(project_name, config, init_kwargs)
+        """Starts the trackers of `log_with`, on the main process.
+
+        In a run that was resumed before this call, or that its launcher started again, trackers go on in the runs that they
+        wrote before.
+
+        Raises:
+            TrackerError: `tracker-start`, where there is no login or no server.
+        """
+        self.trackers.start(project_name, config, init_kwargs, goes_on=self.states.goes_on)
 
     def get_tracker(self, name: str, unwrap: bool = False) -> Any:
         """A tracker by name (one that does nothing on other processes)."""
@@ -566,8 +573,9 @@ class Accelerator(Participant):
         try:
             self.run.events.leaving()
         finally:
-            self.trackers.finish()
+            # The others need not wait until a tracker's server has answered.
             rendezvous.leave()
+            self.trackers.finish()
 
     def profile(self, **options: Any) -> AbstractContextManager[Any]:
         """torch's profiler over a block; options and errors as of `paceline.observe.profile.profile`."""

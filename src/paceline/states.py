@@ -89,6 +89,7 @@ class States:
         self._custom: list[Stateful] = []
         self._hooks: dict[str, dict[int, Callable[..., None]]] = {"save": {}, "load": {}}
         self._must_load: Callable[[], None] | None = None
+        self._resumed = False
         if self._wanted.source != "default" and self._wanted.value != "no":
             self._must_load = run.events.before_first_step.subscribe(self._refuse_unused)
         run.events.leaving.subscribe(self.end)
@@ -181,12 +182,19 @@ class States:
         if "_checkpointer" in self.__dict__:
             self._checkpointer.wait()
 
+    @property
+    def goes_on(self) -> bool:
+        """Whether training goes on from a checkpoint: it was loaded by `resume`, or the run was told to load one."""
+        wanted = self._wanted
+        return self._resumed or (wanted.source != "default" and wanted.value != "no")
+
     def resume(self) -> Start:
         """Loads what the setting `resume` says; from here on SIGTERM and Ctrl-C save and leave. Ranks: all."""
         self._need_not_load()
         source = self._source()
         if source is not None:
             self.load(source)
+            self._resumed = True
         self._listen()
         loaders = self._prepared.loaders
         # Of the loader that trains; in a run that begins none is known to train yet, and the first one counts.

@@ -28,6 +28,7 @@ ON_PYPI = {
     "mlflow",
     "swanlab",
     "trackio",
+    "opentelemetry-exporter-otlp-proto-http",
     "peft",
     "ray",
     "rich",

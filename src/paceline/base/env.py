@@ -103,6 +103,12 @@ TABLE: dict[str, Variable] = _table(
     Variable("PACELINE_DEBUG", parse_bool, False, "Checks every collective across ranks and explains hangs."),
     Variable("PACELINE_TIMEOUT_S", float, None, "Seconds after which a collective that some rank never enters fails."),
     Variable(
+        "PACELINE_TRACKER_FLUSH_S",
+        float,
+        30.0,
+        "Seconds for which the end of a run waits for a tracker's server to answer.",
+    ),
+    Variable(
         "PACELINE_LOG_LEVEL", str, None, "Level of the loggers that `get_logger` gives, where the call names none."
     ),
     Variable(

@@ -285,6 +285,21 @@ class _Adapted:
         if shown is not None:
             self.name = str(shown.name)
 
+    @property
+    def deliverable(self) -> Any:
+        """Our tracker behind one of accelerate's classes; its values can be sent while training goes on."""
+        return self.shown._ours if type(self.shown) in _CLASSES else None
+
+    def run_id(self) -> str | None:
+        """What a later process needs to go on with the run of one of accelerate's classes."""
+        if type(self.shown) not in _CLASSES:
+            return None
+        return self.shown._ours.run_id()
+
+    def resume(self, run_id: str) -> None:
+        """Has `start` go on with a run that an earlier process began."""
+        self._options = {**TRACKERS.get(self.name).resume_options(run_id), **self._options}
+
     def start(self, run: str, config: Mapping[str, Any]) -> None:
         """Makes the tracker, where it is not there yet, and begins."""
         if self.kind is not None:
@@ -334,6 +349,7 @@ class TrackerList(Trackers):
 
     def __init__(self, wanted: Any, folder: str | Path | None, *, is_main: bool = True) -> None:
         chosen = _chosen(wanted, folder)
+        self._has_folder = folder is not None
         try:
             super().__init__([_ours(choice) for choice in chosen], folder or ".", is_main=is_main)
         except TrackerError as error:
@@ -343,6 +359,10 @@ class TrackerList(Trackers):
     def names(self) -> list[str]:
         """Names of the trackers asked for; those of accelerate as members of its enumeration, which are texts too."""
         return [LoggerType(name) if name in LoggerType else name for name in super().names]
+
+    def folder_of(self, run: str) -> Path:
+        """Of a run that has no folder, what a later process needs lies where ours would."""
+        return super().folder_of(run) if self._has_folder else Path("runs") / run
 
     def log(  # type: ignore[override]
         self, values: Mapping[str, Any], step: int | None = None, options: Mapping[str, Mapping[str, Any]] | None = None

@@ -49,6 +49,15 @@ class AimTracker(LibraryTracker):
             picture = aim.Image(image, caption=caption, **options.get("aim_image", {}))
             self.native.track(picture, name=name, step=step, **options.get("track", {}))
 
+    def run_id(self) -> str | None:
+        """The run's id."""
+        return str(self.native.hash)
+
+    @staticmethod
+    def resume_options(run_id: str) -> Mapping[str, Any]:
+        """Goes on with a run."""
+        return {"run_hash": run_id}
+
     def close_run(self, status: Status) -> None:
         """Ends the run."""
         self.native.close()

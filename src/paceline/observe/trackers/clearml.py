@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -19,6 +20,7 @@ class ClearMLTracker(LibraryTracker):
     name = "clearml"
     requires = ("clearml",)
     package = "clearml"
+    without_server = "configure it by `clearml-init`, or keep files: CLEARML_OFFLINE_MODE=1"
 
     def open_run(self, run: str) -> Any:
         """Takes the current task, or begins one."""
@@ -30,7 +32,11 @@ class ClearMLTracker(LibraryTracker):
             return current
         env = environment.snapshot()
         names = {"project_name": env.get("CLEARML_PROJECT", run), "task_name": env.get("CLEARML_TASK", run)}
-        return Task.init(**{**names, **self.options})
+        task = Task.init(**{**names, **self.options})
+        if self._earlier_run is not None:
+            # ClearML would number the steps anew from the last one on; ours go on by themselves.
+            task.set_initial_iteration(0)
+        return task
 
     def store_config(self, values: Mapping[str, Any]) -> None:
         """Stores the settings."""
@@ -42,6 +48,8 @@ class ClearMLTracker(LibraryTracker):
         for name, value in values.items():
             if not isinstance(value, int | float):
                 warn_once("observe", f"clearml takes numbers only: {name}, a {type(value).__name__}, is left out.")
+            elif not math.isfinite(value):
+                warn_once("observe", f"{name} is {value}, which ClearML would show as 0: it is left out.")
             elif step is None:
                 writer.report_single_value(name=name, value=value, **options)
             else:
@@ -76,10 +84,22 @@ class ClearMLTracker(LibraryTracker):
         title, series = _place(table_name)
         self.native.get_logger().report_table(title=title, series=series, table_plot=table, iteration=step, **options)
 
+    def run_id(self) -> str | None:
+        """The run's id."""
+        return str(self.native.id)
+
+    @staticmethod
+    def resume_options(run_id: str) -> Mapping[str, Any]:
+        """Goes on with a run."""
+        return {"continue_last_task": run_id}
+
     def close_run(self, status: Status) -> None:
-        """Ends the task, where it was begun here."""
-        if self._is_ours:
-            self.native.close()
+        """Ends the task, where it was begun here; after an error as a failed one."""
+        if not self._is_ours:
+            return
+        if status == "failed":
+            self.native.mark_failed(status_message="the run ended by an error")
+        self.native.close()
 
 
 def _place(name: str) -> tuple[str, str]:

@@ -15,6 +15,7 @@ class CometTracker(LibraryTracker):
     name = "comet_ml"
     requires = ("comet_ml",)
     package = "comet_ml"
+    without_server = "set COMET_API_KEY, or keep files: init_kwargs={'comet_ml': {'online': False}}"
 
     def open_run(self, run: str) -> Any:
         """Begins an experiment."""
@@ -39,6 +40,15 @@ class CometTracker(LibraryTracker):
                 self.native.log_other(name, value, **options)
             elif isinstance(value, Mapping):
                 self.native.log_metrics(dict(value), step=step, **options)
+
+    def run_id(self) -> str | None:
+        """The run's id."""
+        return str(self.native.get_key())
+
+    @staticmethod
+    def resume_options(run_id: str) -> Mapping[str, Any]:
+        """Goes on with a run."""
+        return {"experiment_key": run_id, "mode": "get"}
 
     def close_run(self, status: Status) -> None:
         """Ends the experiment."""

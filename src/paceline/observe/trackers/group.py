@@ -2,7 +2,7 @@
 
 Trackers(["tensorboard"], folder)   every rank: names and packages are looked up, all problems are raised at once
   .start("digits", config)          main: constructs and starts each
-  .log({"loss": 0.7}, step=10)      main: tensors become numbers once, then each tracker gets them
+  .log({"loss": 0.7}, step=10)      main: tensors become numbers once, then each tracker gets them, some by `Delivery`
   .finish()                         main; a run that ends without it is finished at exit, "failed" after an error
 """
 
@@ -16,8 +16,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from paceline.base import env
 from paceline.base.errors import Problem, TrackerError
-from paceline.base.log import warn_once
+from paceline.base.log import logger, warn_once
+from paceline.observe.trackers.delivery import Deliverable, Delivery, unsent_files
+from paceline.observe.trackers.run_ids import RunIds
 from paceline.observe.trackers.tracker import TRACKERS, BlankTracker, Status, Tracker
 from paceline.world import runtime
 
@@ -43,9 +46,10 @@ class Trackers:
         # Where no files are kept the main process is as the others are: it constructs no tracker.
         self.is_main = is_main and runtime.current().keeps_files
         self.started: dict[str, Tracker] = {}
+        self._deliveries: dict[str, Delivery] = {}
         self._wanted = _resolve(_as_list(wanted))
-        # Runs at exit too, and must not hold `self`: it gets the dict alone.
-        self._at_exit = weakref.finalize(self, _finish_left_over, self.started, os.getpid())
+        # Runs at exit too, and must not hold `self`: it gets the dicts alone.
+        self._at_exit = weakref.finalize(self, _finish_left_over, self.started, self._deliveries, os.getpid())
 
     @property
     def names(self) -> list[str]:
@@ -57,21 +61,50 @@ class Trackers:
         run: str,
         config: Mapping[str, Any] | None = None,
         options: Mapping[str, Mapping[str, Any]] | None = None,
+        *,
+        goes_on: bool = False,
     ) -> None:
         """Starts each tracker for the run called `run`.
 
         Args:
             config: settings to store with the run.
             options: constructor arguments by tracker name, such as `{"tensorboard": {"flush_secs": 60}}`.
+            goes_on: whether training goes on from a checkpoint; trackers then go on in the runs that they wrote before.
         """
         self._check_options(options or {})
         if not self.is_main:
             return
         self.finish()
+        folder = self.folder_of(run)
+        run_ids = RunIds(folder)
+        earlier = run_ids.earlier(goes_on=goes_on)
+        ids: dict[str, str] = {}
         for name, chosen in self._wanted.items():
             tracker = chosen(self.folder, **(options or {}).get(name, {})) if isinstance(chosen, type) else chosen
+            if name in earlier:
+                getattr(tracker, "resume", _ignore)(earlier[name])
             tracker.start(run, dict(config or {}))
             self.started[name] = tracker
+            run_id = getattr(tracker, "run_id", _nothing)()
+            if run_id is not None:
+                ids[name] = run_id
+        if ids:
+            run_ids.write(ids)
+        self._begin_deliveries(folder)
+
+    def folder_of(self, run: str) -> Path:
+        """Where this class keeps what a later process needs of a run."""
+        return Path(self.folder) / run
+
+    def _begin_deliveries(self, folder: Path) -> None:
+        for name, tracker in self.started.items():
+            deliverable = getattr(tracker, "deliverable", tracker)
+            if isinstance(deliverable, Deliverable):
+                self._deliveries[name] = Delivery(deliverable, folder)
+        in_use = {delivery.path for delivery in self._deliveries.values()}
+        for path in unsent_files(folder):
+            if path not in in_use:
+                logger("observe").warning("values of an earlier run were never sent: `paceline trackers %s`.", path)
 
     def log(self, values: Mapping[str, Any], step: int | None = None) -> None:
         """Hands `values` to each tracker; tensors of one element become numbers first (one read of the device each)."""
@@ -81,8 +114,12 @@ class Trackers:
                           "`init_trackers` before the first `log`, and `end_training` after the last.")  # fmt: skip
             return
         plain = {str(name): _number_of(value) for name, value in values.items()}
-        for tracker in self.started.values():
-            tracker.log(plain, step)
+        for name, tracker in self.started.items():
+            delivery = self._deliveries.get(name)
+            if delivery is None:
+                tracker.log(plain, step)
+            else:
+                delivery.put(plain, step)
 
     def get_tracker(self, name: str, unwrap: bool = False) -> Any:
         """The tracker called `name`; a blank one, which takes every call, on the other ranks and before `start`.
@@ -106,8 +143,12 @@ class Trackers:
         return getattr(tracker, "native", tracker) if unwrap else tracker
 
     def finish(self, status: Status = "finished") -> None:
-        """Finishes each tracker, the later ones also where an earlier one raises."""
-        _finish(self.started, status)
+        """Finishes each tracker, the later ones also where an earlier one raises.
+
+        Raises:
+            TrackerError: `tracker-unsent`, `tracker-refused`; and what trackers raise.
+        """
+        _finish(self.started, self._deliveries, status)
 
     def _check_options(self, options: Mapping[str, Any]) -> None:
         strange = sorted(set(options) - set(self._wanted))
@@ -189,7 +230,15 @@ def _problem(tracker: object) -> Problem | None:
 
 
 def missing_modules(tracker: object) -> list[str]:
-    return [name for name in getattr(tracker, "requires", ()) if importlib.util.find_spec(name) is None]
+    """Those of the modules that a tracker needs that are not installed."""
+    return [name for name in getattr(tracker, "requires", ()) if not _is_installed(name)]
+
+
+def _is_installed(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:  # not even the package around it
+        return False
 
 
 def _number_of(value: object) -> object:
@@ -198,19 +247,40 @@ def _number_of(value: object) -> object:
     return value.item() if isinstance(value, torch.Tensor) and value.numel() == 1 else value
 
 
-def _finish(started: dict[str, Tracker], status: Status) -> None:
+def _ignore(run_id: str) -> None:
+    """For trackers that have nothing to go on with."""
+
+
+def _nothing() -> None:
+    return None
+
+
+def _finish(started: dict[str, Tracker], deliveries: dict[str, Delivery], status: Status) -> None:
     errors: list[Exception] = []
     while started:
-        _, tracker = started.popitem()
+        name, tracker = started.popitem()
         try:
-            tracker.finish(status)
+            _finish_one(tracker, deliveries.pop(name, None), status)
         except Exception as error:  # the others still get to close their files; raised below
             errors.append(error)
     if errors:
         raise errors[0]
 
 
-def _finish_left_over(started: dict[str, Tracker], owner: int) -> None:
+def _finish_one(tracker: Tracker, delivery: Delivery | None, status: Status) -> None:
+    if delivery is None:
+        tracker.finish(status)
+        return
+    problem = delivery.finish(status, env.get("PACELINE_TRACKER_FLUSH_S"))
+    if problem is not None and problem.code == "tracker-unsent":
+        delivery.tracker.abandon()
+    else:
+        tracker.finish(status)
+    if problem is not None:
+        raise TrackerError.of([problem])
+
+
+def _finish_left_over(started: dict[str, Tracker], deliveries: dict[str, Delivery], owner: int) -> None:
     """Finishes what a script left open. A forked child inherits the files but does not own them."""
     if os.getpid() == owner:
-        _finish(started, "failed" if getattr(sys, "last_value", None) is not None else "finished")
+        _finish(started, deliveries, "failed" if getattr(sys, "last_value", None) is not None else "finished")

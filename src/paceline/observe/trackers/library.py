@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import sys
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, ClassVar
 
+from paceline.base import env
+from paceline.base.errors import PacelineError, TrackerError
 from paceline.base.log import warn_once
 from paceline.observe.trackers.tracker import Status, not_open
 
@@ -24,16 +28,19 @@ class LibraryTracker(ABC):
         name: of the tracker.
         requires: modules that must be there.
         package: what pip installs for them.
+        without_server: how to go without a login or a server; part of the error where no run can begin.
     """
 
     name: ClassVar[str]
     requires: ClassVar[tuple[str, ...]]
     package: ClassVar[str]
+    without_server: ClassVar[str] = "leave it out of log_with"
 
     def __init__(self, folder: str | Path = ".", **options: object) -> None:
         self.folder = Path(folder)
-        self.options = options
+        self.options: Mapping[str, Any] = options
         self._run: Any = None
+        self._earlier_run: str | None = None
 
     @property
     def native(self) -> Any:
@@ -47,10 +54,39 @@ class LibraryTracker(ABC):
         return self._run
 
     def start(self, run: str, config: Mapping[str, Any]) -> None:
-        """Begins a run of this name (a project, where the library has projects of runs) and stores its settings."""
-        self._run = self.open_run(run)
-        if config:
-            self.store_config(config)
+        """Begins a run of this name (a project, where the library has projects of runs) and stores its settings.
+
+        Raises:
+            TrackerError: `tracker-start`, where the library cannot begin: no login, no server.
+        """
+        try:
+            with _no_questions():
+                self._run = self.open_run(run)
+            if config:
+                self.store_config(config)
+        except (PacelineError, TypeError):  # a TypeError is of an option in init_kwargs that there is not
+            raise
+        except Exception as error:  # each library has its own; what it says is the reason
+            said = " ".join(str(error).split()) or type(error).__name__
+            what = f"the tracker {self.name!r} cannot begin its run {run!r}."
+            why = [f"{self.package} says: {said}"]
+            if self._earlier_run is not None:
+                why.append(f"it was to go on with its run {self._earlier_run}, which it wrote before")
+            raise TrackerError("tracker-start", what, why=why, fix=self.without_server) from error
+
+    def run_id(self) -> str | None:
+        """What a later process needs to go on with this run; None where the library cannot go on with one."""
+        return None
+
+    @staticmethod
+    def resume_options(run_id: str) -> Mapping[str, Any]:
+        """Options with which `open_run` goes on with a run; those of the script win over them."""
+        return {}
+
+    def resume(self, run_id: str) -> None:
+        """Has `start` go on with a run that an earlier process began."""
+        self._earlier_run = run_id
+        self.options = {**self.resume_options(run_id), **self.options}
 
     def finish(self, status: Status = "finished") -> None:
         """Ends the run; after an error the library is told so, where it can be."""
@@ -84,6 +120,21 @@ class LibraryTracker(ABC):
         if others:
             warn_once("observe", f"{self.name} takes numbers only: {', '.join(others)} are left out.")
         return numbers
+
+
+@contextmanager
+def _no_questions() -> Iterator[None]:
+    """Where there are several processes a library cannot ask for a key: the others would wait for the answer for ever."""
+    if env.get("WORLD_SIZE") in (None, 1):
+        yield
+        return
+    terminal = sys.stdin
+    with open("/dev/null", encoding="utf-8") as nothing:
+        sys.stdin = nothing
+        try:
+            yield
+        finally:
+            sys.stdin = terminal
 
 
 Image = Any  # a numpy array of [height, width, channels] or a PIL image

@@ -1,13 +1,19 @@
-"""Numbers, figures and files for MLflow, on a server or in files (`MLFLOW_TRACKING_URI`)."""
+"""Numbers, figures and files for MLflow, on a server or in a local database (`MLFLOW_TRACKING_URI`).
+
+MLflow's client sends each value at once, and waits up to four minutes for a server that is down. So values go by `Delivery`,
+which uses `address` and `send`; everything else is the client's own.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from paceline.base import env as environment
 from paceline.base.log import warn_once
+from paceline.observe.trackers.delivery import Entry, RefusedError
 from paceline.observe.trackers.library import LibraryTracker
 from paceline.observe.trackers.tracker import Status
 
@@ -23,12 +29,14 @@ class MLflowTracker(LibraryTracker):
     name = "mlflow"
     requires = ("mlflow",)
     package = "mlflow"
+    without_server = "start the server, or keep the numbers in a file: MLFLOW_TRACKING_URI=sqlite:///mlflow.db"
 
     def open_run(self, run: str) -> Any:
         """Begins a run of an experiment, which is made where it is not there yet."""
         import mlflow
 
         env = environment.snapshot()
+        _knock(env.get("MLFLOW_TRACKING_URI", ""))
         options = self.options
         tags = json.loads(env["MLFLOW_TAGS"]) if env.get("MLFLOW_TAGS") else options.get("tags")
         name = env.get("MLFLOW_EXPERIMENT_NAME") or run
@@ -53,7 +61,7 @@ class MLflowTracker(LibraryTracker):
         from mlflow.utils.validation import MAX_PARAM_VAL_LENGTH, MAX_PARAMS_TAGS_PER_BATCH
 
         fitting = []
-        for name, value in values.items():
+        for name, value in self._new_settings(values).items():
             if len(str(value)) <= MAX_PARAM_VAL_LENGTH:
                 fitting.append((name, value))
             else:
@@ -61,6 +69,20 @@ class MLflowTracker(LibraryTracker):
                 warn_once("observe", f"the setting {name} has {len(str(value))} characters, and is left out: {why}.")
         for start in range(0, len(fitting), MAX_PARAMS_TAGS_PER_BATCH):
             mlflow.log_params(dict(fitting[start : start + MAX_PARAMS_TAGS_PER_BATCH]))
+
+    def _new_settings(self, values: Mapping[str, Any]) -> Mapping[str, Any]:
+        """The settings that a run that is gone on with has not stored yet; MLflow refuses to change one."""
+        if self._earlier_run is None:
+            return values
+        from mlflow.tracking import MlflowClient
+
+        stored = MlflowClient().get_run(self.run_id()).data.params
+        changed = sorted(name for name, value in values.items() if stored.get(name, str(value)) != str(value))
+        if changed:
+            warn_once(
+                "observe", f"MLflow keeps the settings of the run's first start: {', '.join(changed)} differ now."
+            )
+        return {name: value for name, value in values.items() if name not in stored}
 
     def log(self, values: Mapping[str, Any], step: int | None = None, **options: object) -> None:
         """Writes numbers."""
@@ -86,6 +108,55 @@ class MLflowTracker(LibraryTracker):
 
         mlflow.log_artifacts(local_dir=local_dir, artifact_path=artifact_path)
 
+    def run_id(self) -> str | None:
+        """The run's id."""
+        return str(self.native.info.run_id)
+
+    @staticmethod
+    def resume_options(run_id: str) -> Mapping[str, Any]:
+        """Goes on with a run."""
+        return {"run_id": run_id}
+
+    def address(self) -> dict[str, Any]:
+        """The run and its server."""
+        import mlflow
+
+        return {"id": self.run_id(), "uri": mlflow.get_tracking_uri()}
+
+    @staticmethod
+    def send(address: Mapping[str, Any], entries: Sequence[Entry]) -> None:
+        """Sends values with the times at which they were logged; MLflow keeps one of two that are alike."""
+        from mlflow.entities import Metric
+        from mlflow.exceptions import MlflowException
+        from mlflow.tracking import MlflowClient
+
+        _knock(address["uri"])
+        client = MlflowClient(tracking_uri=address["uri"])
+        metrics = [
+            Metric(name, value, round(entry.t * 1000), entry.step or 0)
+            for entry in entries
+            for name, value in entry.values.items()
+        ]
+        endings = [entry.status for entry in entries if entry.status]
+        try:
+            if metrics:
+                client.log_batch(address["id"], metrics=metrics)
+            for ending in endings:
+                client.set_terminated(address["id"], "FINISHED" if ending == "finished" else "FAILED")
+        except MlflowException as error:
+            if error.error_code in _REFUSALS:
+                raise RefusedError(str(error)) from error
+            raise
+
+    def abandon(self) -> None:
+        """Closes the run on this side; at the interpreter's end the client would wait for the server again."""
+        import mlflow
+
+        impatient = {"MLFLOW_HTTP_REQUEST_MAX_RETRIES": "0", "MLFLOW_HTTP_REQUEST_TIMEOUT": "2"}
+        with environment.patched(impatient), contextlib.suppress(mlflow.MlflowException):
+            mlflow.end_run()
+        self._run = None
+
     def close_run(self, status: Status) -> None:
         """Ends the run; after an error as a failed one."""
         import mlflow
@@ -94,6 +165,18 @@ class MLflowTracker(LibraryTracker):
             mlflow.end_run()
         else:
             mlflow.end_run(status="FAILED")
+
+
+# Names and values that MLflow does not take, and a run that was deleted.
+_REFUSALS = ("INVALID_PARAMETER_VALUE", "BAD_REQUEST", "RESOURCE_DOES_NOT_EXIST")
+
+
+def _knock(uri: str) -> None:
+    """Raises within 5 s where no server answers; any answer will do. The client itself would try for four minutes."""
+    if uri.startswith(("http://", "https://")):
+        import requests
+
+        requests.head(uri, timeout=5)
 
 
 TRACKER = MLflowTracker

@@ -15,6 +15,7 @@ class SwanLabTracker(LibraryTracker):
     name = "swanlab"
     requires = ("swanlab",)
     package = "swanlab"
+    without_server = "log in by `swanlab login`, or keep files: init_kwargs={'swanlab': {'mode': 'offline'}}"
 
     def open_run(self, run: str) -> Any:
         """Begins a run."""
@@ -39,9 +40,21 @@ class SwanLabTracker(LibraryTracker):
         for name, images in values.items():
             self.log({name: [swanlab.Image(image, **options) for image in images]}, step)
 
+    def run_id(self) -> str | None:
+        """The run's id."""
+        return str(self.native.id)
+
+    @staticmethod
+    def resume_options(run_id: str) -> Mapping[str, Any]:
+        """Goes on with a run."""
+        return {"id": run_id, "resume": "allow"}
+
     def close_run(self, status: Status) -> None:
-        """Ends the run."""
-        self.native.finish()
+        """Ends the run; after an error as a crashed one."""
+        if status == "finished":
+            self.native.finish()
+        else:
+            self.native.finish(state="crashed", error="the run ended by an error")
 
 
 TRACKER = SwanLabTracker

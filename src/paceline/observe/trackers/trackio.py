@@ -32,6 +32,15 @@ class TrackioTracker(LibraryTracker):
         """Writes values."""
         self.native.log(dict(values), step=step, **options)
 
+    def run_id(self) -> str | None:
+        """The run's id."""
+        return str(self.native.name)
+
+    @staticmethod
+    def resume_options(run_id: str) -> Mapping[str, Any]:
+        """Goes on with a run."""
+        return {"name": run_id, "resume": "allow"}
+
     def close_run(self, status: Status) -> None:
         """Ends the run."""
         self.native.finish()

@@ -15,6 +15,7 @@ class WandbTracker(LibraryTracker):
     name = "wandb"
     requires = ("wandb",)
     package = "wandb"
+    without_server = "log in by `wandb login`, or set WANDB_MODE=offline and send the files later by `wandb sync`"
 
     def open_run(self, run: str) -> Any:
         """Begins a run."""
@@ -53,6 +54,15 @@ class WandbTracker(LibraryTracker):
 
         table = wandb.Table(columns=columns, data=data, dataframe=dataframe)
         self.log({table_name: table}, step, **options)
+
+    def run_id(self) -> str | None:
+        """The run's id."""
+        return str(self.native.id)
+
+    @staticmethod
+    def resume_options(run_id: str) -> Mapping[str, Any]:
+        """Goes on with a run."""
+        return {"id": run_id, "resume": "allow"}
 
     def close_run(self, status: Status) -> None:
         """Ends the run; after an error as a crashed one."""

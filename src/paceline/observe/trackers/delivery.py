@@ -1,0 +1,362 @@
+"""`Delivery`: hands values to a tracker on a server from a file, by a thread, so that training never waits for a network.
+
+    log()   -> a line in unsent-mlflow-<id>.jsonl (microseconds)      the training thread
+            -> send(address, entries), many lines in one request      a thread, at most twice a second
+    finish() -> waits until all is sent, for a limited time; then the file is deleted
+
+Values stay in the file while the server does not answer, also when this process dies: a run that goes on sends them, and
+`paceline trackers FILE` does so by hand. Each value keeps the time at which it was logged.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol, runtime_checkable
+
+from paceline.base.errors import Problem, TrackerError
+from paceline.base.log import logger, warn_once
+
+VERSION = 1
+# What one request carries at most; MLflow takes 1000 values.
+_MAX_VALUES = 1000
+_MAX_READ_BYTES = 1 << 20
+
+
+class RefusedError(Exception):
+    """The server has answered, and will never take these values: to send them again is of no use."""
+
+
+@dataclass(frozen=True)
+class Entry:
+    """What one call of `log` said.
+
+    Attributes:
+        t: when, in unix seconds.
+        step: of the optimizer, where the caller counts.
+        values: numbers by name.
+        status: how the run ended; of the last entry alone.
+    """
+
+    t: float
+    step: int | None = None
+    values: Mapping[str, float] = field(default_factory=dict)
+    status: str | None = None
+
+    def to_line(self) -> bytes:
+        """The entry as a line of JSON; Python reads back the NaN and Infinity that it writes."""
+        return json.dumps([self.t, self.step, self.values, self.status]).encode() + b"\n"
+
+    @classmethod
+    def of_line(cls, line: bytes) -> Entry:
+        """The entry that a line holds."""
+        return cls(*json.loads(line))
+
+
+@runtime_checkable
+class Deliverable(Protocol):
+    """A tracker whose values are delivered in this way, since its client would wait for the server."""
+
+    name: str
+
+    def address(self) -> dict[str, Any]:
+        """What another process needs to send values to the same run: plain JSON, and no secrets."""
+
+    def numbers_of(self, values: Mapping[str, Any]) -> dict[str, float]:
+        """The values that it takes."""
+
+    @staticmethod
+    def send(address: Mapping[str, Any], entries: Sequence[Entry]) -> None:
+        """Sends entries, at most 1000 values. It may be called again with entries that have arrived already.
+
+        Raises:
+            RefusedError: the server will never take them. Any other error means: try again later.
+        """
+
+    def abandon(self) -> None:
+        """Closes the run on this side alone, since the server does not answer."""
+
+
+class Delivery:
+    """Delivers the values of one tracker.
+
+    Args:
+        tracker: has been started.
+        folder: of the run.
+        interval_s: pause between two requests.
+        longest_pause_s: between attempts while the server does not answer; the first pause is `interval_s`.
+        max_bytes: of the file; what is logged while it is full is lost, and said.
+    """
+
+    def __init__(
+        self,
+        tracker: Deliverable,
+        folder: Path,
+        *,
+        interval_s: float = 0.5,
+        longest_pause_s: float = 10.0,
+        max_bytes: int = 256 << 20,
+    ) -> None:
+        self.tracker = tracker
+        self.address = tracker.address()
+        self.path = folder / f"unsent-{tracker.name}-{self.address['id']}.jsonl"
+        self.error: Exception | None = None
+        self.lost = 0
+        self._interval_s = interval_s
+        self._longest_pause_s = longest_pause_s
+        self._max_bytes = max_bytes
+        self._owner = os.getpid()
+        self._lock = threading.Lock()
+        self._work = threading.Event()
+        self._closing = threading.Event()
+        self._abandoned = threading.Event()
+        self._file, self._start = _open(self.path, tracker.name, self.address)
+        self._end = os.fstat(self._file).st_size
+        self._sender = Sender(tracker.name, type(tracker).send, self.address)
+        self._thread = threading.Thread(target=self._run, name=f"tracker {tracker.name}", daemon=True)
+        if self._end > self._start:  # of a process that died
+            self._work.set()
+        self._thread.start()
+
+    def put(self, values: Mapping[str, Any], step: int | None) -> None:
+        """Keeps values, to be sent soon.
+
+        Raises:
+            TrackerError: `tracker-forked`, in a process that was forked from the one that trains.
+        """
+        numbers = self.tracker.numbers_of(values)
+        if numbers:
+            self._append(Entry(round(time.time(), 3), step, numbers))
+
+    def finish(self, status: str, timeout_s: float) -> Problem | None:
+        """Sends what is left and how the run ended, for at most `timeout_s`; says what could not be sent."""
+        if os.getpid() != self._owner:
+            return None
+        self._append(Entry(round(time.time(), 3), status=status))
+        self._closing.set()
+        self._work.set()  # the thread may have waited again since the line above
+        self._thread.join(timeout_s)
+        arrived = not self._thread.is_alive()
+        self._abandoned.set()
+        if arrived:
+            os.close(self._file)
+            self.path.unlink()
+            return self._refusals()
+        # The file stays open, since the thread may be reading it; others may send it now.
+        fcntl.flock(self._file, fcntl.LOCK_UN)
+        return self._unsent(timeout_s)
+
+    def _append(self, entry: Entry) -> None:
+        # The thread is not there in a fork, and a lock that it held would stay closed.
+        if os.getpid() != self._owner:
+            raise TrackerError(
+                "tracker-forked",
+                f"values for {self.tracker.name} were logged in a process that was forked from the one that trains.",
+                why=f"process {os.getpid()} is a fork of {self._owner}, as workers of a loader are",
+                fix="return the values to the training process, and log them there",
+            )
+        line = entry.to_line()
+        with self._lock:
+            # How a run ended is one short line: it is kept in any case.
+            if self._end + len(line) > self._max_bytes and entry.status is None:
+                self.lost += len(entry.values)
+                why = f"{self.path} has reached {self._max_bytes:,} bytes while the server does not answer"
+                warn_once("observe", f"values for {self.tracker.name} are lost from step {entry.step} on: {why}.")
+                return
+            os.pwrite(self._file, line, self._end)
+            self._end += len(line)
+        self._work.set()
+
+    def _run(self) -> None:
+        offset = self._start
+        pause = self._interval_s
+        while not self._abandoned.is_set():
+            self._work.wait()
+            lines = self._read(offset)
+            if not lines:
+                if self._is_empty_at(offset):
+                    offset = self._start
+                    if self._closing.is_set():
+                        return
+                continue
+            try:
+                self._sender.send([Entry.of_line(line) for line in lines])
+            except Exception as error:  # an outage: said once, and tried again
+                self._note_outage(error)
+                self._rest(pause)
+                pause = min(2 * pause, self._longest_pause_s)
+                continue
+            if self.error is not None:
+                logger("observe").warning(
+                    "%s answers again: the values that were kept are being sent.", self.tracker.name
+                )
+            self.error = None
+            pause = self._interval_s
+            offset += sum(map(len, lines))
+            self._closing.wait(self._interval_s)
+
+    def _rest(self, pause_s: float) -> None:
+        """Waits before another attempt: not for long where someone waits for the end."""
+        if not self._closing.wait(pause_s):
+            return
+        self._abandoned.wait(min(pause_s, 1.0))
+
+    def _read(self, offset: int) -> list[bytes]:
+        """Whole lines from `offset` on."""
+        data = os.pread(self._file, _MAX_READ_BYTES, offset)
+        while data and b"\n" not in data:  # one line is longer
+            more = os.pread(self._file, _MAX_READ_BYTES, offset + len(data))
+            data += more
+            if not more:
+                return []
+        return data[: data.rfind(b"\n") + 1].splitlines(keepends=True)
+
+    def _is_empty_at(self, offset: int) -> bool:
+        """Whether all has been sent; the file then begins anew, so that it stays small while the server answers."""
+        with self._lock:
+            if self._end != offset:
+                return False
+            os.ftruncate(self._file, self._start)
+            self._end = self._start
+            self._work.clear()
+            return True
+
+    def _note_outage(self, error: Exception) -> None:
+        if self.error is None:
+            said = str(error).strip().splitlines() or [type(error).__name__]
+            text = f"{self.tracker.name} does not answer: {said[0]}. Training goes on; values are kept in {self.path}."
+            logger("observe").warning(text)
+        self.error = error
+
+    def _unsent(self, timeout_s: float) -> Problem:
+        said = str(self.error).strip().splitlines()[:1] if self.error else ["it is slower than the values come"]
+        lost = f" {self.lost:,} values were lost before, since the file was full." if self.lost else ""
+        return Problem(
+            "tracker-unsent",
+            f"the last values for {self.tracker.name} could not be sent; they are kept in {self.path}.{lost}",
+            why=[
+                f"the last attempt: {' '.join(said)}",
+                f"tried for {timeout_s:g} s after the end (PACELINE_TRACKER_FLUSH_S)",
+            ],
+            fix=f"once the server answers: `paceline trackers {self.path}`",
+        )
+
+    def _refusals(self) -> Problem | None:
+        refused = self._sender.refused
+        if not refused and not self.lost:
+            return None
+        why = [f"{name}: {reason}" for name, reason in list(refused.items())[:5]]
+        if self.lost:
+            why.append(f"{self.lost:,} values were logged while {self.path.name} was full")
+        return Problem(
+            "tracker-refused",
+            f"{self.tracker.name} did not take all values; all others were sent.",
+            why=why,
+            fix="give these values other names, or leave them out of `log`",
+        )
+
+
+class Sender:
+    """Sends entries in portions that one request can carry; values that are refused are left out, by name.
+
+    Attributes:
+        refused: the first reason by the name of the value.
+    """
+
+    def __init__(self, name: str, send: Any, address: Mapping[str, Any]) -> None:
+        self._name = name
+        self._send = send
+        self._address = address
+        self.refused: dict[str, str] = {}
+
+    def send(self, entries: Sequence[Entry]) -> None:
+        """Sends all entries in order. Raises what the tracker raises where the server does not answer."""
+        for portion in _portions(entries):
+            self._send_or_divide(portion)
+
+    def _send_or_divide(self, entries: Sequence[Entry]) -> None:
+        try:
+            self._send(self._address, entries)
+        except RefusedError as error:
+            halves = _halves(entries)
+            if halves is None:
+                self._note(entries[0], error)
+                return
+            for half in halves:
+                self._send_or_divide(half)
+
+    def _note(self, entry: Entry, error: RefusedError) -> None:
+        subject = next(iter(entry.values), f"status {entry.status}")
+        if subject not in self.refused:
+            self.refused[subject] = str(error).strip().splitlines()[0]
+            if len(self.refused) == 1:
+                logger("observe").warning(
+                    "%s refuses %s, which is left out: %s", self._name, subject, self.refused[subject]
+                )
+
+
+def _portions(entries: Sequence[Entry]) -> list[list[Entry]]:
+    """Entries as groups of at most 1000 values; an entry with more names is divided."""
+    portions: list[list[Entry]] = [[]]
+    room = _MAX_VALUES
+    for entry in entries:
+        for part in _parts(entry):
+            if len(part.values) > room:
+                portions.append([])
+                room = _MAX_VALUES
+            portions[-1].append(part)
+            room -= len(part.values)
+    return [portion for portion in portions if portion]
+
+
+def _parts(entry: Entry) -> list[Entry]:
+    if len(entry.values) <= _MAX_VALUES:
+        return [entry]
+    names = list(entry.values)
+    groups = [names[start : start + _MAX_VALUES] for start in range(0, len(names), _MAX_VALUES)]
+    return [Entry(entry.t, entry.step, {name: entry.values[name] for name in group}) for group in groups]
+
+
+def _halves(entries: Sequence[Entry]) -> tuple[list[Entry], list[Entry]] | None:
+    """Two halves of what was refused; None of a single value."""
+    if len(entries) > 1:
+        middle = len(entries) // 2
+        return list(entries[:middle]), list(entries[middle:])
+    entry = entries[0]
+    if len(entry.values) <= 1:
+        return None
+    items = list(entry.values.items())
+    middle = len(items) // 2
+    first = Entry(entry.t, entry.step, dict(items[:middle]))
+    second = Entry(entry.t, entry.step, dict(items[middle:]))
+    return [first], [second]
+
+
+def _open(path: Path, tracker: str, address: Mapping[str, Any]) -> tuple[int, int]:
+    """The file and where its entries begin. Entries of a process that died stay; a half line of it goes."""
+    header = json.dumps({"version": VERSION, "tracker": tracker, "address": dict(address)}).encode() + b"\n"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    # An address may name a login.
+    file = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+    # Tells `paceline trackers` that somebody sends it already. The system lets go of it when this process dies.
+    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    present = path.read_bytes()
+    whole = present[: present.rfind(b"\n") + 1]
+    # The server of the same run may have another address now.
+    _, _, entries = whole.partition(b"\n")
+    content = header + entries
+    if content != present:
+        os.pwrite(file, content, 0)
+        os.ftruncate(file, len(content))
+    return file, len(header)
+
+
+def unsent_files(folder: Path) -> list[Path]:
+    """Files with values that no server has got."""
+    return sorted(folder.glob("unsent-*.jsonl"))

@@ -1,0 +1,157 @@
+"""Numbers as OpenTelemetry metrics, over OTLP/HTTP to a collector (`OTEL_EXPORTER_OTLP_ENDPOINT`), by the official SDK.
+
+The SDK's own reader exports the last value of each minute, and drops what a collector does not take. Here each value is a data
+point with the time at which it was logged, and `Delivery` keeps the points while the collector does not answer:
+
+    log({"train/loss": 0.7}, step=10)  ->  gauges `train/loss` = 0.7 and `paceline.step` = 10
+                                           of the resource service.name="digits", service.instance.id=<the run's id>
+"""
+
+from __future__ import annotations
+
+import re
+import time
+import uuid
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from paceline.base import env as environment
+from paceline.observe.trackers.delivery import Entry
+from paceline.observe.trackers.library import LibraryTracker
+from paceline.observe.trackers.tracker import Status, flatten
+
+_SCOPE = "paceline"
+_ENDPOINT = "http://localhost:4318"
+# What OpenTelemetry allows in the name of an instrument: 255 characters, of which the first is a letter.
+_FOREIGN = re.compile(r"[^A-Za-z0-9_.\-/]")
+
+
+class OpenTelemetryTracker(LibraryTracker):
+    """Sends data points to a collector.
+
+    Options: `endpoint` (the URL that takes metrics, such as `http://collector:4318/v1/metrics`), else the SDK's variables,
+    such as OTEL_EXPORTER_OTLP_ENDPOINT, OTEL_EXPORTER_OTLP_HEADERS (a login) and OTEL_RESOURCE_ATTRIBUTES.
+    """
+
+    name = "opentelemetry"
+    requires = ("opentelemetry.sdk", "opentelemetry.exporter.otlp.proto.http")
+    package = "opentelemetry-exporter-otlp-proto-http"
+    without_server = "start a collector, and name it: OTEL_EXPORTER_OTLP_ENDPOINT=http://localhost:4318"
+
+    def open_run(self, run: str) -> Any:
+        """Prepares the resource that the values belong to; a collector knows no runs, and is asked for nothing."""
+        from opentelemetry.sdk.resources import Resource
+
+        run_id = str(self.options.get("run_id") or uuid.uuid4())
+        # The SDK adds what OTEL_RESOURCE_ATTRIBUTES says.
+        return Resource.create({"service.name": run, "service.instance.id": run_id})
+
+    def store_config(self, values: Mapping[str, Any]) -> None:
+        """Makes settings attributes of the resource, where they are numbers or text."""
+        from opentelemetry.sdk.resources import Resource
+
+        attributes = {f"paceline.config.{name}": _attribute(value) for name, value in flatten(values, ".").items()}
+        self._run = self.native.merge(Resource(attributes))
+
+    def log(self, values: Mapping[str, Any], step: int | None = None, **options: object) -> None:
+        """Sends values at once, for scripts that hold the tracker; `Accelerator.log` sends by `Delivery`."""
+        self.send(self.address(), [Entry(time.time(), step, self.numbers_of(values))])
+
+    def run_id(self) -> str | None:
+        """The id of the resource."""
+        return str(self.native.attributes["service.instance.id"])
+
+    @staticmethod
+    def resume_options(run_id: str) -> Mapping[str, Any]:
+        """Goes on with a run."""
+        return {"run_id": run_id}
+
+    def address(self) -> dict[str, Any]:
+        """The resource and where it is sent; a login stays in the environment."""
+        attributes = {name: _attribute(value) for name, value in self.native.attributes.items()}
+        return {"id": self.run_id(), "endpoint": self._endpoint(), "resource": attributes}
+
+    def _endpoint(self) -> str:
+        env = environment.snapshot()
+        metrics = self.options.get("endpoint") or env.get("OTEL_EXPORTER_OTLP_METRICS_ENDPOINT")
+        base = env.get("OTEL_EXPORTER_OTLP_ENDPOINT", _ENDPOINT)
+        return str(metrics or f"{base.rstrip('/')}/v1/metrics")
+
+    @staticmethod
+    def send(address: Mapping[str, Any], entries: Sequence[Entry]) -> None:
+        """Exports the entries as one message.
+
+        Raises:
+            ConnectionError: the collector does not answer, or does not take them; the SDK's own log says which.
+        """
+        from opentelemetry.exporter.otlp.proto.http.metric_exporter import OTLPMetricExporter
+        from opentelemetry.sdk.metrics.export import MetricExportResult
+
+        endpoint = address["endpoint"]
+        _knock(endpoint)
+        exporter = OTLPMetricExporter(endpoint=endpoint)
+        try:
+            result = exporter.export(_message(address["resource"], entries))
+        finally:
+            exporter.shutdown()
+        if result is not MetricExportResult.SUCCESS:
+            raise ConnectionError(f"the collector at {endpoint} did not take the values")
+
+    def abandon(self) -> None:
+        """Nothing is open."""
+        self._run = None
+
+    def close_run(self, status: Status) -> None:
+        """Nothing is open: how the run ended was sent as `paceline.finished`."""
+
+
+def _knock(endpoint: str) -> None:
+    """Raises within 5 s where nobody answers; the SDK would try for a minute."""
+    import requests
+
+    requests.head(endpoint, timeout=5)
+
+
+def _attribute(value: object) -> bool | int | float | str:
+    return value if isinstance(value, bool | int | float | str) else str(value)
+
+
+def _message(resource: Mapping[str, Any], entries: Sequence[Entry]) -> Any:
+    """Entries as the SDK's data classes: one gauge for each name, one point for each value."""
+    from opentelemetry.sdk.metrics.export import (
+        Gauge,
+        Metric,
+        MetricsData,
+        NumberDataPoint,
+        ResourceMetrics,
+        ScopeMetrics,
+    )
+    from opentelemetry.sdk.resources import Resource
+    from opentelemetry.sdk.util.instrumentation import InstrumentationScope
+
+    points: dict[str, list[Any]] = {}
+    for entry in entries:
+        for name, value in _gauges(entry).items():
+            when = round(entry.t * 1e9)
+            point = NumberDataPoint({}, start_time_unix_nano=when, time_unix_nano=when, value=value)
+            points.setdefault(_instrument(name), []).append(point)
+    metrics = [Metric(name, None, None, Gauge(of_name)) for name, of_name in points.items()]
+    scope = ScopeMetrics(InstrumentationScope(_SCOPE), metrics, "")
+    return MetricsData([ResourceMetrics(Resource(resource), [scope], "")])
+
+
+def _gauges(entry: Entry) -> Mapping[str, float]:
+    """The values of an entry, and what else it says as numbers."""
+    if entry.status is not None:
+        return {"paceline.finished": int(entry.status == "finished")}
+    if entry.step is None:
+        return entry.values
+    return {**entry.values, "paceline.step": entry.step}
+
+
+def _instrument(name: str) -> str:
+    plain = _FOREIGN.sub("_", name)[:255]
+    return plain if plain[:1].isalpha() else f"n{plain}"[:255]
+
+
+TRACKER = OpenTelemetryTracker
