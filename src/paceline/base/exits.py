@@ -5,3 +5,6 @@ PREEMPTED = 75
 
 # Ctrl-C, as a shell counts it: 128 + the number of SIGINT.
 INTERRUPTED = 130
+
+# An anomaly with the action "stop": what has saved is whole, and beginning again would come to the same step. (EX_DATAERR)
+STOPPED = 65

@@ -9,7 +9,7 @@ An `Event` is a moment. A `Span` is a stretch of time: its subscribers give cont
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Generic, ParamSpec, TypeVar
 
@@ -77,6 +77,8 @@ class Events:
         between_evaluation_batches: the next batch of a loader that does not train was asked for, once any trains.
         epoch_over: all batches of a loader that trains were given; its position is still that of the last one.
         phase: a part of the step by name: "data", "forward", "backward" (with the loss), "reduce", "clip", "step", "pipeline".
+        loss: a backward pass begins; what its loss adds on this rank to the mean over the window and the ranks.
+        anomaly: a step had an anomaly, and it is settled what becomes of it: a line of the run's journal.
         leaving: the run ends, and its process group is still there. Ranks: all.
     """
 
@@ -87,6 +89,8 @@ class Events:
         self.between_evaluation_batches: Event[[]] = Event()
         self.epoch_over: Event[[]] = Event()
         self.phase: Span[[str, Tensor | None]] = Span()
+        self.loss: Event[[Tensor]] = Event()
+        self.anomaly: Event[[Mapping[str, object]]] = Event()
         self.leaving: Event[[]] = Event()
 
     def __reduce__(self) -> tuple[type[Events], tuple[()]]:
