@@ -10,7 +10,7 @@ import pytest
 FLOORS = [
     {"base", "torch_internals"},
     {"config", "world"},
-    {"plan", "launch"},
+    {"plan", "launch", "watch"},
     {"parallel", "precision", "optim", "data", "checkpoint", "observe"},
     {"planner", "inference"},
     {
@@ -29,7 +29,7 @@ FLOORS = [
     {"cli", "compat", "doctor", "testing", "__main__"},
 ]
 FLOOR = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}
-TORCHLESS = ("base", "config", "launch", "cli", "doctor")
+TORCHLESS = ("base", "config", "launch", "cli", "doctor", "watch")
 
 
 def target(name: str, modules) -> str | None:

@@ -1,0 +1,331 @@
+"""The journal: the folder of a watched run, and who writes and reads the files in it.
+
+    runs/2026-11-23-014502-train/watch/
+        run.json            `RunHeader`, written once at the start
+        launcher-0.jsonl    one for each host
+        rank-00000.jsonl    one for each rank
+
+Each process appends lines (`records.py`) to a file of its own; nobody writes another's. A reader remembers how far it has read
+each file, so that it can follow a run that goes on. The moments in a file always increase. A file that grows too large is
+thinned (`thinning.py`) and replaced; its reader leaves out what it has seen, by the moments.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import threading
+import time
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+
+from paceline.base.errors import ConfigError
+from paceline.watch.records import VERSION, Record, Thinned, line_of, record_of
+from paceline.watch.thinning import thinned
+
+HEADER = "run.json"
+_NAME = re.compile(r"(rank|launcher)-(\d+)\.jsonl")
+_LIMIT_BYTES = 8 << 20  # of one file: about 8 hours of ticks in full, then fewer for what is older
+_MOMENT = 1e-6  # the least difference of two moments in a file, in seconds
+_TAIL_BYTES = 1 << 16
+_HEAD_BYTES = 100  # of a file tell whether it is still the same one: its first line has a moment
+
+
+@dataclass(frozen=True)
+class RunHeader:
+    """What a run is, from its first moment on.
+
+    Attributes:
+        version: of the format.
+        name: of the run.
+        command: the words that were typed.
+        script: the file, module or program that each process runs.
+        host, pid: of the launcher.
+        started: seconds since the epoch.
+        procs: processes in all, as far as the launcher knows them at the start.
+        nodes: hosts in all.
+    """
+
+    version: int = VERSION
+    name: str = ""
+    command: list[str] = field(default_factory=list)
+    script: str = ""
+    host: str = ""
+    pid: int = 0
+    started: float = 0.0
+    procs: int = 1
+    nodes: int = 1
+
+
+def rank_file(rank: int) -> str:
+    """Name of a rank's file."""
+    return f"rank-{rank:05d}.jsonl"
+
+
+def launcher_file(node: int) -> str:
+    """Name of a host's launcher's file."""
+    return f"launcher-{node}.jsonl"
+
+
+def write_header(folder: Path, header: RunHeader) -> None:
+    """Makes the folder of a watched run and says in it what the run is."""
+    folder.mkdir(parents=True, exist_ok=True)
+    temporary = folder / f".{HEADER}.{os.getpid()}"
+    temporary.write_text(json.dumps(asdict(header), indent=1) + "\n", encoding="utf-8")
+    temporary.replace(folder / HEADER)
+
+
+def read_header(folder: Path) -> RunHeader:
+    """What the run of a folder is.
+
+    Raises:
+        ConfigError: `watch-folder`, where no run is recorded there; `watch-version`, where a newer Paceline wrote it.
+    """
+    path = folder / HEADER
+    try:
+        named = json.loads(path.read_text(encoding="utf-8"))
+        if not isinstance(named, dict) or not isinstance(named.get("version"), int):
+            raise ValueError("it has no version")
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            "watch-folder",
+            f"no watched run is recorded in {folder}.",
+            why=f"{path}: {error.strerror if isinstance(error, OSError) else error}",
+            fix="name the folder that `paceline launch --watch` printed; `paceline ps` lists the runs of this machine",
+        ) from None
+    if named["version"] > VERSION:
+        raise ConfigError(
+            "watch-version",
+            f"the run in {folder} was recorded by a newer Paceline.",
+            why=f"{path} says version {named['version']}, and this Paceline reads up to version {VERSION}",
+            fix="show it with the Paceline that recorded it, or update this one: `pip install --upgrade paceline`",
+        )
+    known = {entry.name for entry in fields(RunHeader)}
+    return RunHeader(**{name: value for name, value in named.items() if name in known})
+
+
+def watch_folder(path: str | Path) -> Path:
+    """The folder with the journal, where a run's folder or that folder itself is named."""
+    folder = Path(path).expanduser()
+    inside = folder / "watch"
+    return inside if not (folder / HEADER).exists() and inside.is_dir() else folder
+
+
+# -- writing -------------------------------------------------------------------------------------------------------
+
+
+class JournalWriter:
+    """Appends lines to one file; any thread of the process may call it.
+
+    A process that was forked from this one writes nothing through it: the file is not its own.
+
+    Args:
+        path: of the file; its folder is made.
+        limit_bytes: above it the file is thinned.
+
+    Raises:
+        OSError: the file cannot be opened. `append` and `write` raise it where the lines cannot be written.
+    """
+
+    def __init__(self, path: Path, limit_bytes: int = _LIMIT_BYTES) -> None:
+        self.path = path
+        self._limit = limit_bytes
+        self._pid = os.getpid()
+        self._lock = threading.Lock()
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._file = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
+        self._size = os.fstat(self._file).st_size
+        self._last, self._broken = self._end_of_file()
+        self._thinned = Thinned()
+
+    def append(self, record: Record, t: float | None = None) -> None:
+        """Adds a line, of this moment unless `t` says another; it is made later where the one before it is not earlier."""
+        self.write([(record, t)])
+
+    def write(self, records: Iterable[tuple[Record, float | None]]) -> None:
+        """Adds several lines at once."""
+        if os.getpid() != self._pid:
+            return
+        with self._lock:
+            if self._file < 0:
+                return
+            lines = []
+            for record, t in records:
+                moment = max(time.time() if t is None else t, self._last + _MOMENT)
+                self._last = round(moment, 6)
+                lines.append(line_of(record, self._last))
+            self._add(b"".join(lines))
+            if self._size > self._limit:
+                self._thin()
+
+    def close(self) -> None:
+        """Ends the writing; later calls of `append` do nothing."""
+        if os.getpid() != self._pid:
+            return
+        with self._lock:
+            if self._file >= 0:
+                os.close(self._file)
+                self._file = -1
+
+    def _add(self, data: bytes) -> None:
+        """Writes whole lines. What a full disk or a crash left of a line is ended first, so that it spoils no other."""
+        if self._broken:
+            data = b"\n" + data
+        written = 0
+        self._broken = True
+        while written < len(data):
+            written += os.write(self._file, data[written:])
+        self._broken = False
+        self._size += written
+
+    def _end_of_file(self) -> tuple[float, bool]:
+        """Moment of the last line of the file, and whether the file ends within a line."""
+        tail = os.pread(self._file, _TAIL_BYTES, max(0, self._size - _TAIL_BYTES))
+        for line in reversed(tail.split(b"\n")):
+            try:
+                return record_of(line)[0], not tail.endswith(b"\n")
+            except ValueError:
+                continue
+        return 0.0, bool(tail) and not tail.endswith(b"\n")
+
+    def _thin(self) -> None:
+        """Replaces the file by one with fewer lines; a reader sees either, as a whole."""
+        temporary = self.path.with_name(f".{self.path.name}.{self._pid}")
+        lines = os.pread(self._file, self._size, 0).splitlines(keepends=True)
+        head, kept = thinned(lines, self._limit // 2)
+        data = b"".join([head, *kept])
+        new = os.open(temporary, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_TRUNC, 0o644)
+        try:
+            written = 0
+            while written < len(data):
+                written += os.write(new, data[written:])
+            temporary.replace(self.path)
+        except OSError:
+            os.close(new)
+            temporary.unlink(missing_ok=True)
+            raise
+        os.close(self._file)
+        self._file = new
+        self._size = len(data)
+
+
+# -- reading -------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Line:
+    """One line as it is read.
+
+    Attributes:
+        role: "rank" or "launcher": whose file it stands in.
+        number: of that rank, or of that launcher's host.
+        t: seconds since the epoch, by the clock of the host that wrote it.
+        record: what it says.
+    """
+
+    role: str
+    number: int
+    t: float
+    record: Record
+
+
+@dataclass
+class _Followed:
+    """How far a file has been read.
+
+    Attributes:
+        head: how it begins; a file that begins otherwise has replaced it.
+        state: size and time of change when it was last read.
+        last: moment of the last line that was read.
+        seen: lines up to this moment were read from the file that this one has replaced.
+    """
+
+    head: bytes = b""
+    state: tuple[int, int] = (0, 0)
+    offset: int = 0
+    last: float = 0.0
+    seen: float = 0.0
+
+
+class JournalReader:
+    """Follows the journal of a run: each call of `read` gives the lines that came since the last.
+
+    Args:
+        path: a run's folder, or the folder of its journal.
+
+    Attributes:
+        folder: where the journal lies.
+        header: what the run is.
+        damaged: lines so far that could not be read.
+        unknown: lines so far of kinds that this version does not know.
+
+    Raises:
+        ConfigError: `watch-folder`, `watch-version`.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self.folder = watch_folder(path)
+        self.header = read_header(self.folder)
+        self.damaged = 0
+        self.unknown = 0
+        self._files: dict[str, _Followed] = {}
+
+    def read(self) -> list[Line]:
+        """New lines of all files, in the order of their moments. A last line without an end is left for later."""
+        lines: list[Line] = []
+        try:
+            names = sorted(os.listdir(self.folder))
+        except FileNotFoundError:
+            read_header(self.folder)  # it says that the folder has gone
+            raise
+        for name in names:
+            match = _NAME.fullmatch(name)
+            if match:
+                lines += self._read_file(name, match[1], int(match[2]))
+        lines.sort(key=lambda line: line.t)
+        return lines
+
+    def _read_file(self, name: str, role: str, number: int) -> list[Line]:
+        followed = self._files.setdefault(name, _Followed())
+        path = self.folder / name
+        try:
+            status = os.stat(path)
+            state = status.st_size, status.st_mtime_ns
+            if state == followed.state:
+                return []
+            with open(path, "rb") as file:
+                head = file.read(_HEAD_BYTES)
+                if not head.startswith(followed.head) or status.st_size < followed.offset:
+                    followed = _Followed(seen=followed.last, last=followed.last)
+                    self._files[name] = followed
+                followed.head = head
+                file.seek(followed.offset)
+                data = file.read()
+        except FileNotFoundError:
+            return []  # it is being replaced; on some network file systems it is missing for a moment
+        followed.state = state
+        whole = data[: data.rfind(b"\n") + 1]
+        followed.offset += len(whole)
+        lines = []
+        for text in whole.splitlines():
+            line = self._line(text, role, number)
+            if line is None or line.t <= followed.seen:
+                continue
+            followed.last = max(followed.last, line.t)
+            lines.append(line)
+        return lines
+
+    def _line(self, text: bytes, role: str, number: int) -> Line | None:
+        if not text.strip():
+            return None  # the end of a line that a crash had cut
+        try:
+            t, record = record_of(text)
+        except ValueError:
+            self.damaged += 1
+            return None
+        if record is None:
+            self.unknown += 1
+            return None
+        return Line(role, number, t, record)

@@ -1,0 +1,349 @@
+"""The format of the journal: what a line of each kind says.
+
+A line is one JSON object, `{"t": unix seconds, "kind": "tick", ...}`; its other keys are the fields of one class below. JSON
+has no word for floats that are not finite: they are the strings "nan", "inf" and "-inf". A reader leaves out kinds and
+keys that it does not know, and gives missing keys their defaults; so a line may gain keys without a new version.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any, ClassVar
+
+# Raised when a reader of the older version would show something wrong; kinds and keys may be added without that.
+VERSION = 1
+
+
+@dataclass(frozen=True)
+class Record:
+    """What a line says, apart from its moment."""
+
+    kind: ClassVar[str] = ""
+
+
+@dataclass(frozen=True)
+class Hello(Record):
+    """A rank has started. It is written by each rank, at its start and after each restart.
+
+    Attributes:
+        device: name of the device and of its model, such as "cuda:0 NVIDIA H200".
+        restart: how often the processes had been started again before.
+        peak_flops: floating-point operations a second that the device can do at best; None where it is not known.
+        memory_bytes: memory of the device; None where it is not known.
+    """
+
+    kind: ClassVar[str] = "hello"
+    rank: int = 0
+    node: int = 0
+    host: str = ""
+    local_rank: int = 0
+    pid: int = 0
+    device: str = ""
+    restart: int = 0
+    peak_flops: float | None = None
+    memory_bytes: int | None = None
+
+
+@dataclass(frozen=True)
+class PlanMade(Record):
+    """`prepare` has decided the plan. It is written by rank 0.
+
+    Attributes:
+        text: what `Plan.explain` prints.
+        reasons: rows of field, value, source, reason.
+        step_ms: forecast of a step; None without one.
+        memory_bytes: forecast of a rank's peak; None without one.
+        flops: floating-point operations of one step of one rank; None where they are not known.
+    """
+
+    kind: ClassVar[str] = "plan"
+    text: str = ""
+    reasons: list[list[str]] = field(default_factory=list)
+    step_ms: float | None = None
+    memory_bytes: int | None = None
+    flops: float | None = None
+
+
+@dataclass(frozen=True)
+class Tick(Record):
+    """What a rank did since its last tick. Each rank writes one a second, also while no step ends.
+
+    Attributes:
+        step: optimizer steps that have ended, those before a resume included.
+        total: steps of the whole run; None where it is not known.
+        samples, tokens: consumed so far, counted over all ranks; None where they are not known.
+        phase: which part of a step runs now.
+        phase_s: for how long it has run.
+        ms: phase -> milliseconds since the last tick.
+        steps: steps that have ended since the last tick.
+        memory, memory_peak: bytes of the device, or of the process where the device is the CPU.
+        at: file and line where the rank waits, where it has waited for more than 5 seconds; else "".
+    """
+
+    kind: ClassVar[str] = "tick"
+    step: int = 0
+    total: int | None = None
+    samples: int | None = None
+    tokens: int | None = None
+    phase: str = "rest"
+    phase_s: float = 0.0
+    ms: dict[str, float] = field(default_factory=dict)
+    steps: int = 0
+    memory: int | None = None
+    memory_peak: int | None = None
+    at: str = ""
+
+
+@dataclass(frozen=True)
+class Values(Record):
+    """Numbers that were logged at a step: name -> value. It is written by rank 0."""
+
+    kind: ClassVar[str] = "values"
+    step: int = 0
+    values: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class CheckpointSaved(Record):
+    """A checkpoint was written, or could not be. It is written by rank 0.
+
+    Attributes:
+        bytes: its size.
+        stall_s: how long the training loop waited for it.
+        save_s: from the beginning to the moment when it was complete.
+        ok: whether it is complete.
+        reason: why not.
+    """
+
+    kind: ClassVar[str] = "checkpoint"
+    step: int = 0
+    path: str = ""
+    bytes: int | None = None
+    stall_s: float | None = None
+    save_s: float | None = None
+    ok: bool = True
+    reason: str = ""
+
+
+@dataclass(frozen=True)
+class Anomaly(Record):
+    """A value went wrong. It is written by rank 0.
+
+    Attributes:
+        what: "nan", "loss-spike" or "gradient-norm".
+        action: "log", "skip", "stop" or "rollback".
+    """
+
+    kind: ClassVar[str] = "anomaly"
+    step: int = 0
+    what: str = ""
+    value: float | None = None
+    limit: float | None = None
+    action: str = "log"
+    text: str = ""
+
+
+@dataclass(frozen=True)
+class Round(Record):
+    """The processes were started, or started again. It is written by a launcher.
+
+    Attributes:
+        number: of the round, from 0.
+        procs, nodes: of this round.
+        restarts: how often processes had been started again after a failure.
+        why: the reason of a round after the first.
+        joined, lost: hosts, compared with the round before.
+    """
+
+    kind: ClassVar[str] = "round"
+    number: int = 0
+    procs: int = 0
+    nodes: int = 1
+    restarts: int = 0
+    why: str = ""
+    joined: list[str] = field(default_factory=list)
+    lost: list[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Stuck(Record):
+    """No step has ended for too long. It is written by a launcher or a rank.
+
+    Attributes:
+        text: where all ranks stand, in groups.
+        file: where all of the report lies.
+        ranks: those that hold the others up; [] where that is not known.
+    """
+
+    kind: ClassVar[str] = "stuck"
+    text: str = ""
+    file: str = ""
+    ranks: list[int] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class ErrorShown(Record):
+    """The error of a run, as its launcher printed it. `rank` is None where it is of no rank."""
+
+    kind: ClassVar[str] = "error"
+    rank: int | None = None
+    host: str = ""
+    code: str = ""
+    text: str = ""
+
+
+@dataclass(frozen=True)
+class End(Record):
+    """A launcher has ended."""
+
+    kind: ClassVar[str] = "end"
+    exit_code: int = 0
+    why: str = ""
+
+
+@dataclass(frozen=True)
+class Thinned(Record):
+    """First line of a file that had grown too large: its older lines stand for several that there were.
+
+    Attributes:
+        times: how often the file has been thinned.
+        dropped: how many lines it has lost so far.
+    """
+
+    kind: ClassVar[str] = "thinned"
+    times: int = 0
+    dropped: int = 0
+
+
+KINDS: dict[str, type[Record]] = {
+    record.kind: record
+    for record in (
+        Hello, PlanMade, Tick, Values, CheckpointSaved, Anomaly, Round, Stuck, ErrorShown, End, Thinned,
+    )
+}  # fmt: skip
+
+
+# -- writing -------------------------------------------------------------------------------------------------------
+
+
+def line_of(record: Record, t: float) -> bytes:
+    """A line of the journal, with its end."""
+    named: dict[str, Any] = {"t": round(t, 6), "kind": record.kind}
+    for name in _FIELDS[record.kind]:
+        named[name] = _plain(getattr(record, name))
+    return json.dumps(named, separators=(",", ":"), allow_nan=False).encode() + b"\n"
+
+
+def _plain(value: Any) -> Any:
+    """A value in words of JSON. Nine digits are what a 32-bit float has at most."""
+    if isinstance(value, float):
+        return float(f"{value:.9g}") if math.isfinite(value) else str(value)
+    if isinstance(value, Mapping):
+        return {str(name): _plain(inner) for name, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(inner) for inner in value]
+    return value
+
+
+# -- reading -------------------------------------------------------------------------------------------------------
+
+
+def record_of(line: bytes) -> tuple[float, Record | None]:
+    """Moment and record of a line; None for a kind that this version does not know.
+
+    Raises:
+        ValueError: the line is damaged.
+    """
+    try:
+        named = json.loads(line)
+    except RecursionError as error:
+        raise ValueError("it is nested too deeply") from error
+    if not isinstance(named, dict):
+        raise ValueError("it is no object")
+    t = _finite(named.get("t"))
+    kind = KINDS.get(_text(named.get("kind")))
+    if kind is None:
+        return t, None
+    given = {name: read(named[name]) for name, read in _FIELDS[kind.kind].items() if name in named}
+    record: Record = kind(**given)
+    return t, record
+
+
+def _finite(value: Any) -> float:
+    number = _number(value)
+    if not math.isfinite(number):
+        raise ValueError(f"{value!r} is no moment")
+    return number
+
+
+def _number(value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float | str):
+        raise ValueError(f"{value!r} is no number")
+    if isinstance(value, str) and value not in ("nan", "inf", "-inf"):
+        raise ValueError(f"{value!r} is no number")
+    try:
+        return float(value)
+    except OverflowError:
+        return math.inf
+
+
+def _integer(value: Any) -> int:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise ValueError(f"{value!r} is no integer")
+    return value
+
+
+def _text(value: Any) -> str:
+    if not isinstance(value, str):
+        raise ValueError(f"{value!r} is no text")
+    return value
+
+
+def _truth(value: Any) -> bool:
+    if not isinstance(value, bool):
+        raise ValueError(f"{value!r} is neither true nor false")
+    return value
+
+
+def _list(read: Callable[[Any], Any]) -> Callable[[Any], list[Any]]:
+    def read_list(value: Any) -> list[Any]:
+        if not isinstance(value, list):
+            raise ValueError(f"{value!r} is no list")
+        return [read(inner) for inner in value]
+
+    return read_list
+
+
+def _numbers(value: Any) -> dict[str, float]:
+    if not isinstance(value, dict):
+        raise ValueError(f"{value!r} is no object")
+    return {name: _number(inner) for name, inner in value.items()}
+
+
+def _maybe(read: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    return lambda value: None if value is None else read(value)
+
+
+_READERS: dict[str, Callable[[Any], Any]] = {
+    "str": _text,
+    "int": _integer,
+    "float": _number,
+    "bool": _truth,
+    "int | None": _maybe(_integer),
+    "float | None": _maybe(_number),
+    "dict[str, float]": _numbers,
+    "list[str]": _list(_text),
+    "list[int]": _list(_integer),
+    "list[list[str]]": _list(_list(_text)),
+}
+
+
+def _readers_of(kind: type[Record]) -> dict[str, Callable[[Any], Any]]:
+    return {entry.name: _READERS[str(entry.type)] for entry in fields(kind)}
+
+
+# Kind -> field -> what reads its value, by the type that the class says.
+_FIELDS = {name: _readers_of(record) for name, record in KINDS.items()}

@@ -1,0 +1,98 @@
+"""Makes the file of a long run smaller: what is older gets coarser, what happens rarely stays.
+
+Of the first three quarters of the lines, two ticks in a row become one, with the sum of their times, and every second line of
+values or anomalies goes. What was thinned before gets thinned again: a run of a week has its last hours by the second, its
+first days by the minute.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from paceline.watch.records import Anomaly, Hello, PlanMade, Record, Thinned, Tick, Values, line_of, record_of
+
+_FREQUENT = (Anomaly, Values)
+_STARTS = (Hello, PlanMade)  # without them the lines that follow mean nothing
+_MOST_TURNS = 20
+
+
+def thinned(lines: Sequence[bytes], limit_bytes: int) -> tuple[bytes, list[bytes]]:
+    """The line that says what was left out, and the lines that stay: at most about `limit_bytes`.
+
+    Where even that is not enough, the oldest lines are left out, apart from those that begin a round.
+    """
+    mark, t = _mark_of(lines)
+    kept = list(lines[1:]) if mark.times else list(lines)
+    before = len(kept)
+    for _ in range(_MOST_TURNS):
+        if sum(map(len, kept)) <= limit_bytes:
+            break
+        kept = _coarser(kept)
+    kept = _newest(kept, limit_bytes)
+    new = Thinned(mark.times + 1, mark.dropped + before - len(kept))
+    return line_of(new, t), kept
+
+
+def _newest(lines: list[bytes], limit_bytes: int) -> list[bytes]:
+    """Leaves out the oldest lines until the others fit."""
+    excess = sum(map(len, lines)) - limit_bytes
+    kept = []
+    for line in lines:
+        if excess > 0 and not isinstance(_record(line)[1], _STARTS):
+            excess -= len(line)
+        else:
+            kept.append(line)
+    return kept
+
+
+def _mark_of(lines: Sequence[bytes]) -> tuple[Thinned, float]:
+    """What an earlier thinning has left out, and the moment of the first line."""
+    t, record = _record(lines[0]) if lines else (0.0, None)
+    return (record if isinstance(record, Thinned) else Thinned()), t
+
+
+def _record(line: bytes) -> tuple[float, Record | None]:
+    try:
+        return record_of(line)
+    except ValueError:
+        return 0.0, None
+
+
+def _coarser(lines: Sequence[bytes]) -> list[bytes]:
+    """Joins ticks in pairs and leaves out every second line of other frequent kinds, up to the last quarter."""
+    recent = len(lines) * 3 // 4
+    kept: list[bytes] = []
+    waiting: tuple[Tick, int] | None = None  # a tick that the next joins, and its place in `kept`
+    left_out: type[Record] | None = None
+    for line in lines[:recent]:
+        t, record = _record(line)
+        if record is None:
+            continue  # it is damaged, or was damaged by a crash
+        if isinstance(record, Tick):
+            if waiting is None:
+                waiting = record, len(kept)
+                kept.append(line)
+            else:
+                first, place = waiting
+                kept[place] = b""
+                kept.append(line_of(_joined(first, record), t))
+                waiting = None
+        elif isinstance(record, _FREQUENT):
+            keep = left_out is type(record)
+            left_out = None if keep else type(record)
+            if keep:
+                kept.append(line)
+        else:
+            kept.append(line)
+            if isinstance(record, _STARTS):
+                waiting = None  # ticks of two rounds are not joined
+    return [line for line in (*kept, *lines[recent:]) if line]
+
+
+def _joined(first: Tick, second: Tick) -> Tick:
+    """One tick over the time of two."""
+    ms = dict(first.ms)
+    for phase, duration in second.ms.items():
+        ms[phase] = ms.get(phase, 0.0) + duration
+    return replace(second, ms=ms, steps=first.steps + second.steps)
