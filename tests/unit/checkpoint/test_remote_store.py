@@ -406,11 +406,11 @@ from paceline.checkpoint.store import lease
 from paceline.checkpoint.store.lock import this_run
 from paceline.checkpoint.store.remote import STORE
 lease.RENEW_S = 0.1
-lease._process = lambda pid: "" if sys.argv[2] == "elsewhere" else PROCESS(pid)
+lease.process_name = lambda pid: "" if sys.argv[2] == "elsewhere" else PROCESS(pid)
 STORE.hold(sys.argv[1], this_run())
 print("held", flush=True)
 sys.stdin.read()
-""".replace("lease._process =", "PROCESS = lease._process; lease._process =")
+""".replace("lease.process_name =", "PROCESS = lease.process_name; lease.process_name =")
 
 
 @pytest.mark.parametrize("host", ["this one", "elsewhere"])

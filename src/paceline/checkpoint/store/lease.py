@@ -25,6 +25,7 @@ import time
 from collections.abc import Mapping
 
 from paceline.base.errors import CheckpointError
+from paceline.base.process_name import process_name
 from paceline.checkpoint.store import objects
 from paceline.checkpoint.store.lock import LOST_S, locked, owner_in
 
@@ -55,7 +56,7 @@ class Lease:
         self.users: set[object] = set()
         self._url = url
         self._pid = os.getpid()
-        self._who = {**who, "id": secrets.token_hex(8), "process": _process(self._pid)}
+        self._who = {**who, "id": secrets.token_hex(8), "process": process_name(self._pid)}
         self._beat = 0
         self._acquire()
         self._end = threading.Event()
@@ -163,31 +164,19 @@ def _in_event_loop() -> bool:
     return True
 
 
-def _process(pid: int) -> str:
-    """A name of a process that no other ever has: the system's start, its space of numbers, its own start; empty elsewhere."""
-    try:
-        with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
-            system = file.read().strip()
-        with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as file:
-            started = file.read().rpartition(")")[2].split()[19]
-        return f"{system} {os.readlink(f'/proc/{os.getpid()}/ns/pid')} {started}"
-    except OSError:
-        return ""
-
-
 def _is_local(owner: dict[str, str]) -> bool:
     """Whether the number of a process means here what it meant to whoever wrote it."""
     system_of_owner = owner.get("process", "").split()[:2]
     return (
         bool(system_of_owner)
-        and system_of_owner == _process(os.getpid()).split()[:2]
+        and system_of_owner == process_name(os.getpid()).split()[:2]
         and owner.get("pid", "").isdigit()
     )
 
 
 def _lives(owner: dict[str, str]) -> bool:
-    return _is_local(owner) and _process(int(owner["pid"])) == owner["process"]
+    return _is_local(owner) and process_name(int(owner["pid"])) == owner["process"]
 
 
 def _ended(owner: dict[str, str]) -> bool:
-    return _is_local(owner) and _process(int(owner["pid"])) != owner["process"]
+    return _is_local(owner) and process_name(int(owner["pid"])) != owner["process"]

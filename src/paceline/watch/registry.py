@@ -1,0 +1,158 @@
+"""The runs of this machine: a small file for each, written by its launcher, for `paceline ps`.
+
+    ~/.local/state/paceline/runs/4242-1a2b3c4d.json      (below XDG_STATE_HOME where that is set)
+
+A launcher that ends says so in its file. One that was killed could not: its process is looked for, by its number and the
+moment of its start, as numbers are used again. Files of runs that have ended go when there are more than a hundred.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any
+
+from paceline.base import env as environment
+from paceline.base.process_name import process_name
+
+_MOST_ENDED = 100
+
+
+@dataclass(frozen=True)
+class RegisteredRun:
+    """One launcher of this machine, and what it runs.
+
+    Attributes:
+        name: of the run.
+        command: the words that were typed.
+        script: the file, module or program that each process runs.
+        directory: where it was started.
+        host, pid: of the launcher.
+        process: a name of the launcher's process that no other has; "" where the system tells none.
+        started: seconds since the epoch.
+        procs: processes of this host.
+        nodes, node: hosts of the run, and the number of this one.
+        watch: folder of its journal; "" where it is not watched.
+        ended: when the launcher ended; None while it has not said so.
+        exit_code: of the launcher; None while there is none.
+    """
+
+    name: str = ""
+    command: list[str] = field(default_factory=list)
+    script: str = ""
+    directory: str = ""
+    host: str = ""
+    pid: int = 0
+    process: str = ""
+    started: float = 0.0
+    procs: int = 1
+    nodes: int = 1
+    node: int = 0
+    watch: str = ""
+    ended: float | None = None
+    exit_code: int | None = None
+
+    @property
+    def state(self) -> str:
+        """ "running", "ended", "lost" (its launcher is gone without a word) or "elsewhere" (another host shares the folder)."""
+        if self.ended is not None:
+            return "ended"
+        if self.host != socket.gethostname():
+            return "elsewhere"
+        if self.process:
+            return "running" if process_name(self.pid) == self.process else "lost"
+        return "running" if _exists(self.pid) else "lost"
+
+
+def registry_folder(env: Mapping[str, str] | None = None) -> Path:
+    """The user's folder for the files of runs."""
+    env = environment.snapshot() if env is None else env
+    if env.get("XDG_STATE_HOME"):
+        return Path(env["XDG_STATE_HOME"]) / "paceline" / "runs"
+    home = Path(env["HOME"]) if env.get("HOME") else Path.home()
+    return home / ".local" / "state" / "paceline" / "runs"
+
+
+def register(run: RegisteredRun, folder: Path | None = None) -> Path:
+    """Writes the file of a run that begins, and removes those of the runs that ended first, where there are many.
+
+    Raises:
+        OSError: the folder cannot be written to.
+    """
+    folder = registry_folder() if folder is None else folder
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"{run.pid}-{os.urandom(4).hex()}.json"
+    _write(path, run)
+    _remove_oldest(folder)
+    return path
+
+
+def mark_ended(path: Path, ended: float, exit_code: int) -> None:
+    """Says in a run's file that its launcher ends.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
+    run = _read(path)
+    if run is not None:
+        _write(path, replace(run, ended=ended, exit_code=exit_code))
+
+
+def mark_watched(path: Path, watch: str) -> None:
+    """Says in a run's file where its journal is.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
+    run = _read(path)
+    if run is not None:
+        _write(path, replace(run, watch=watch))
+
+
+def registered_runs(folder: Path | None = None) -> list[RegisteredRun]:
+    """All runs that have a file, those that began last first. Files that cannot be read are left out."""
+    folder = registry_folder() if folder is None else folder
+    runs = [run for path in folder.glob("*.json") if (run := _read(path)) is not None]
+    return sorted(runs, key=lambda run: run.started, reverse=True)
+
+
+def _exists(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True  # it is another user's
+    return True
+
+
+def _write(path: Path, run: RegisteredRun) -> None:
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    temporary.write_text(json.dumps(asdict(run)) + "\n", encoding="utf-8")
+    temporary.replace(path)
+
+
+def _read(path: Path) -> RegisteredRun | None:
+    try:
+        named: Any = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None  # another command has removed it, or a crash of the system has damaged it
+    if not isinstance(named, dict) or not isinstance(named.get("pid"), int):
+        return None
+    known = {entry.name for entry in fields(RegisteredRun)}
+    return RegisteredRun(**{name: value for name, value in named.items() if name in known})
+
+
+def _remove_oldest(folder: Path) -> None:
+    """Keeps the files of the last runs that have ended, or were lost."""
+    over: list[tuple[float, Path]] = []
+    for path in folder.glob("*.json"):
+        run = _read(path)
+        if run is not None and run.state in ("ended", "lost"):
+            over.append((run.started, path))
+    for _, path in sorted(over, reverse=True)[_MOST_ENDED:]:
+        path.unlink(missing_ok=True)
