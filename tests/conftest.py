@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Iterator
@@ -21,6 +22,9 @@ _NAMES_OF_OTHERS = ("fsspecIO", "asyncio_")
 _THREAD_GRACE_S = 2.0
 # With it a printed line is several writes, and those of processes that share a pipe mix.
 os.environ.pop("PYTHONUNBUFFERED", None)
+# Launchers write down their runs below it.
+_state_folder = tempfile.TemporaryDirectory(prefix="paceline-state-")
+os.environ["XDG_STATE_HOME"] = _state_folder.name
 
 
 # Cases that are run with `-m long` alone: what they add to their neighbours is little for the minutes of CPU that they take

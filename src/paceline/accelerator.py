@@ -46,6 +46,7 @@ from paceline.profiling import profiles_of
 from paceline.run import Run
 from paceline.states import Hook, Start, States, UnkeptStates
 from paceline.steps import Steps
+from paceline.watching import telemetry_of
 from paceline.world import rendezvous, runtime, torch_version
 from paceline.world.collectives import Collectives
 from paceline.world.mesh import Mesh
@@ -165,6 +166,7 @@ class Accelerator(Participant):
         self.states = kind(self.run, Keep.of(total_limit, keep))
         self._anomalies = anomalies_of(self.run, self.states)
         self._norm = torch.zeros((), device=device)
+        telemetry_of(self.run)
 
     # -- what this run is --------------------------------------------------------------------------------------
 
@@ -367,8 +369,7 @@ class Accelerator(Participant):
             with self.run.events.phase("clip", None):
                 self.unscale_gradients()
                 self._norm = clip_grad_norm(parameters, max_norm, norm_type, self.run.prepared.across())
-                if self._anomalies is not None:
-                    self._anomalies.clipped(self._norm)
+                self.run.events.clipped(self._norm)
         return self._norm
 
     def clip_grad_value_(self, parameters: torch.Tensor | Iterable[torch.Tensor], clip_value: float) -> None:
@@ -564,7 +565,8 @@ class Accelerator(Participant):
         return self.trackers.get_tracker(name, unwrap)
 
     def log(self, values: Mapping[str, Any], step: int | None = None) -> None:
-        """Logs values to every tracker, on the main process."""
+        """Logs values to every tracker, on the main process, and to the journal of a watched run."""
+        self.run.events.logged(values, step)
         self.trackers.log(values, step)
 
     def end_training(self) -> None:

@@ -125,6 +125,7 @@ class Anomalies:
         self._is_partial = False  # the window goes on from a checkpoint, or one was saved in it
         states.save_beside(NAME, self)
         run.events.loss.subscribe(self._follow_loss)
+        run.events.clipped.subscribe(self._follow_norm)
         run.admit_by(self.admits)
 
     # -- what is known of a step ---------------------------------------------------------------------------------
@@ -134,7 +135,7 @@ class Anomalies:
         if len(self._losses) > _MOST_LOSSES:
             del self._losses[: _MOST_LOSSES // 2]
 
-    def clipped(self, norm: Tensor) -> None:
+    def _follow_norm(self, norm: Tensor) -> None:
         """Takes the norm of gradients that were clipped; of several calls in one window, that of all together."""
         self._norms.append(norm.detach())
 

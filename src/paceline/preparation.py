@@ -197,6 +197,7 @@ class Preparation:
             if line:
                 warn_once("plan", line)
         surroundings.prepared(run)
+        run.events.prepared()
         return names
 
     def _problems(
@@ -267,8 +268,12 @@ class Preparation:
         # A compiled block is compiled anew when hooks come and go. Along tp, cp and pp, generators are seeded inside.
         if plan.layout.size() == plan.layout.width > 1 and not plan.compile:
             watch_first_pass(entry.module, run.device, partial(self._note_draws, facts))
+        if run.phases is not None:
+            run.phases.follow_model(entry.wrapped)
+            if chain.runner is not None:
+                chain.runner.follow(run.phases.during)
         if self._profiles is not None:
-            self._profiles.follow(entry.wrapped, entry.module, facts.parameters, chain.runner)
+            self._profiles.follow(entry.module, facts.parameters)
 
     def _applied_strategies(self) -> Iterator[AppliedStrategy]:
         """What strategies did to all models."""

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
-
-from torch import Tensor
-
 from paceline.observe.profiles import NAME, Profiles
 from paceline.planner.estimate import Need, estimate
 from paceline.run import Run
@@ -40,13 +36,7 @@ def profiles_of(run: Run) -> Profiles | None:
         predicted,
         run.project_dir if has_folder else None,
         {decision.field: decision.where or decision.source for decision in run.decisions},
+        run.follow_phases(),
     )
-
-    def during(phase: str, loss: Tensor | None) -> AbstractContextManager[object]:
-        if loss is not None:
-            profiles.phases.follow_loss(loss)
-        return profiles.phases.during(phase)
-
-    run.events.phase.subscribe(during)
     run.events.leaving.subscribe(profiles.finish)
     return profiles

@@ -17,6 +17,7 @@ from functools import cache
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
@@ -24,6 +25,7 @@ from paceline.config import RunSettings
 from paceline.config.settings import PRECISIONS
 from paceline.data.active import ActiveLoaders
 from paceline.data.seed import follow
+from paceline.observe.phases import Phases
 from paceline.optim.accumulate import Accumulation
 from paceline.optim.optimizer import PreparedOptimizer
 from paceline.parallel.strategy import strategies_of
@@ -53,6 +55,7 @@ class Run:
         data_ranks: collectives of the ranks that read different samples.
         scaler: the loss scaler; None where the precision needs none.
         admits: says whether an optimizer may take its step; None: each may.
+        phases: which part of a step runs; None where nobody has asked to follow them.
 
     Ranks: all make one, which makes the groups of the plan.
     """
@@ -87,6 +90,7 @@ class Run:
             )
         self.scaler = loss_scaler if self.precision.scales else None
         self.admits: Callable[[PreparedOptimizer], bool] | None = None
+        self.phases: Phases | None = None
         self._has_stepped = False
         self.lay_out(plan)
         _live_runs.add(self)
@@ -119,6 +123,20 @@ class Run:
     def _is_divided(self) -> bool:
         """Whether ranks hold gradients of different parameters, or of different parts of them."""
         return any(strategy.divides_steps for strategy in strategies_of(self.plan))
+
+    def follow_phases(self) -> Phases:
+        """The phases of a step, which are followed from the first call on."""
+        if self.phases is None:
+            phases = Phases()
+
+            def during(phase: str, loss: Tensor | None) -> AbstractContextManager[object]:
+                if loss is not None:
+                    phases.follow_loss(loss)
+                return phases.during(phase)
+
+            self.phases = phases
+            self.events.phase.subscribe(during)
+        return self.phases
 
     # -- what runs inside of what --------------------------------------------------------------------------------
 

@@ -117,7 +117,7 @@ class States:
     def _checkpointer(self) -> Checkpointer:
         from paceline.checkpoint.checkpointer import Checkpointer  # takes over a second: not before it is needed
 
-        return Checkpointer(self._collectives, keep=self._keep)
+        return Checkpointer(self._collectives, keep=self._keep, tell=self._run.events.saved)
 
     def register(self, *objects: Stateful) -> None:
         """Adds objects to what is saved.
@@ -177,7 +177,8 @@ class States:
             )
         if busy == "skip" and self._checkpointer.busy():
             return None
-        self._checkpointer.wait()
+        with self._run.events.phase("checkpoint", None):
+            self._checkpointer.wait()
         target = path or self._checkpointer.next_path(self._automatic(), self.iteration)
         state = self._state(frozen)
         hooks = self.hooks("save")
@@ -189,14 +190,15 @@ class States:
                 hook(models, weights, folder)
             _leave_out_popped(state, len(weights))
 
-        saved = self._checkpointer.save(
-            target,
-            state,
-            plan_json=self._run.plan.to_json(),
-            extra_files_hook=call_hooks if hooks else None,
-            metrics=metrics,
-            background=background,
-        )
+        with self._run.events.phase("checkpoint", None):
+            saved = self._checkpointer.save(
+                target,
+                state,
+                plan_json=self._run.plan.to_json(),
+                extra_files_hook=call_hooks if hooks else None,
+                metrics=metrics,
+                background=background,
+            )
         if path is None:
             self.iteration = int(saved.rsplit("_", 1)[1]) + 1
         self.latest = Latest(saved, self.counters.step, self._positions())

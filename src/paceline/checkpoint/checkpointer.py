@@ -32,12 +32,14 @@ from paceline.checkpoint.format.manifest import NAME, STATE, Checksummed, FileFa
 from paceline.checkpoint.format.shards import INDEX, SavePlanner, write_index, write_shard
 from paceline.checkpoint.format.share import Share
 from paceline.checkpoint.format.translation import OpenCheckpoint
+from paceline.checkpoint.save_report import SaveReport
 from paceline.checkpoint.staging import Staging
 from paceline.checkpoint.state.match import Mismatch
 from paceline.checkpoint.state.train_state import Encoded, Restore, TrainState, merge
 from paceline.checkpoint.store import Store, store_for
 from paceline.checkpoint.store.lock import this_run
 from paceline.world import rendezvous
+from paceline.world.events import SavedCheckpoint
 from paceline.world.sharded import is_sharded, local
 
 _log = logging.getLogger("paceline.checkpoint")
@@ -103,14 +105,21 @@ class Checkpointer:
         collectives: the ranks that save and load together; None for this process alone.
         store: where checkpoints lie; by default the one that serves the path.
         keep: which automatically named checkpoints (`checkpoint_3`) a folder keeps.
+        tell: on rank 0, is given what became of each save.
 
     Ranks: all must call each method, with equal arguments.
     """
 
     def __init__(
-        self, collectives: Peers | None = None, *, store: Store | None = None, keep: retention.Keep | None = None
+        self,
+        collectives: Peers | None = None,
+        *,
+        store: Store | None = None,
+        keep: retention.Keep | None = None,
+        tell: Callable[[SavedCheckpoint], object] | None = None,
     ) -> None:
         self._peers = collectives or Alone()
+        self._tell = tell
         self._store = store
         self._keep = keep or retention.Keep()
         self._division: _Division | None = None
@@ -158,26 +167,33 @@ class Checkpointer:
                 `checkpoint-not-shared`, `checkpoint-failed`, `checkpoint-metric`, `checkpoint-locked`; nothing that was
                 saved before is lost.
         """
+        report = SaveReport(self._tell if self._peers.rank == 0 else None, os.fspath(path), state.run.step)
         self.wait()
         if background and self._background_peers is None:
             self._background_peers = self._peers.apart()
         store = self._store or store_for(path)
         home = store.resolve(os.fspath(path))
-        staged, numbers = together(self._peers, f"opening {home}", lambda: self._open(store, home, metrics))[0]
+        try:
+            staged, numbers = together(self._peers, f"opening {home}", lambda: self._open(store, home, metrics))[0]
+        except BaseException as error:
+            report.failed(error)
+            raise
         manifest = Manifest(
             {}, state.run.step, self._peers.size, json.loads(plan_json), numbers, run=env.get("PACELINE_RUN")
         )
         try:
             save = self._read(store, home, staged, state, manifest, extra_files_hook, background)
-        except BaseException:
+        except BaseException as error:
             self._discard(store, staged)
             self._release()
+            report.failed(error)
             raise
         if background:
             background_peers = self._background_peers or self._peers
-            self._background.start(lambda: self._finish(save, background_peers))
+            report.loop_goes_on()
+            self._background.start(lambda: self._finish(save, background_peers, report))
         else:
-            self._finish(save, self._peers)
+            self._finish(save, self._peers, report)
         return home
 
     def wait(self) -> None:
@@ -282,7 +298,7 @@ class Checkpointer:
         self._division = _Division(key, peers.scatter_object(shares), index, shares)
         return self._division
 
-    def _finish(self, save: _Save, peers: Peers) -> None:
+    def _finish(self, save: _Save, peers: Peers, report: SaveReport) -> None:
         """Writes what was read, and publishes it. Ranks: all; in the background over a group beside the loop's."""
         store, staged, division = save.store, save.staged, save.division
 
@@ -291,10 +307,11 @@ class Checkpointer:
                 return {}
             return write_shard(store, staged, _name(peers.rank), save.pieces())
 
+        facts: dict[str, FileFact] = {}
+
         def publish() -> None:
-            facts: dict[str, FileFact] = {}
             for files in written:
-                facts |= files
+                facts.update(files)
             results: list[WriteResult] = []
             for rank, share in enumerate(division.shares):
                 results += share.results(_name(rank))
@@ -310,12 +327,14 @@ class Checkpointer:
         try:
             written = collected(peers, f"writing the shards into {staged}", write)
             agreed(peers, f"publishing {save.home}", publish if peers.rank == 0 else _nothing)
-        except BaseException:
+        except BaseException as error:
             self._discard(store, staged)
+            report.failed(error)
             raise
         finally:
             self._release()
             self._release = _nothing
+        report.complete(sum(fact.bytes for fact in facts.values()))
         agreed(peers, "removing old checkpoints", lambda: self._prune(store, save.home))
 
     def _prune(self, store: Store, home: str) -> None:

@@ -210,6 +210,11 @@ class RunSettings:
         "What is measured while the run goes on, joined by commas, and told on the main process.", _SUPERVISION,
     )  # fmt: skip
 
+    watch_dir: str | None = setting(
+        None, matching(r".+", "a folder", "FOLDER"),
+        "Folder in which the run records what it does, for `paceline watch`; not set: it records nothing.", _SUPERVISION,
+    )  # fmt: skip
+
     @classmethod
     def of(cls, values: Mapping[str, Any]) -> RunSettings:
         """Settings from their values by name."""
@@ -313,6 +318,9 @@ class LaunchSettings:
     )
     grace_s: float = setting(
         30.0, seconds(), "Seconds that processes have to save and end after SIGTERM.", _SUPERVISION
+    )
+    watch: bool = setting(
+        False, YES_NO, "Records the run in a folder of its own below runs/, which `paceline watch` shows.", _SUPERVISION
     )
     monitor_interval_s: float = setting(0.1, seconds(), "Seconds between two looks at the processes.", _SUPERVISION)
     log_dir: str | None = setting(

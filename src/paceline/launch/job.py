@@ -10,6 +10,7 @@ from paceline.config.settings import LaunchSettings
 from paceline.config.sources import Launch
 from paceline.launch import host
 from paceline.launch.launcher import Job, Target
+from paceline.launch.recording import NEW_FOLDER
 from paceline.world.detect.kubernetes import counts_pods
 from paceline.world.world import World
 
@@ -72,6 +73,7 @@ def job_of(settings: Launch, script: str, args: Sequence[str], env: Mapping[str,
         log_dir=launch.log_dir, tee=_streams(settings, procs), ranks=shown_ranks(settings, procs), backend=launch.rdzv_backend,
         options=dict(pair.split("=", 1) for pair in launch.rdzv_conf.split(",") if pair), compat=launch.compat or "",
         cores=cores, core_files=launch.cores, store=launch.store or "", tls=launch.tls,
+        watch=settings.run.watch_dir or (NEW_FOLDER if launch.watch else ""),
     )  # fmt: skip
     return job, notices
 

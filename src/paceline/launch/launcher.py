@@ -102,6 +102,7 @@ class Job:
         store: URL of a store off the nodes (`store.py`); "" for none.
         tls: whether launchers encrypt what they say to each other: "no", "yes", or files joined by commas (`tls.py`).
         secret: by which the launchers of several nodes know each other; "" for the user's own (`secret.py`).
+        watch: folder of the journal of a watched run; `recording.NEW_FOLDER` for one that is made, "" where none is kept.
         allocation: the nodes that SLURM has given to the job that this process is in; None where it is in none.
     """
 
@@ -134,6 +135,7 @@ class Job:
     store: str = field(default="", repr=False)  # it may hold a password
     tls: str = "no"
     secret: str = field(default="", repr=False)
+    watch: str = ""
     allocation: Allocation | None = None
 
     @property

@@ -33,6 +33,7 @@ from paceline.launch.launcher import Failure, Hosts, Job, Outcome, Process, Rend
 from paceline.launch.nodes import Nodes
 from paceline.launch.output import Output
 from paceline.launch.processes import PARCEL, Reaper, Worker, ask, settle, spawn, stop, sweep
+from paceline.launch.recording import Recording
 from paceline.launch.report import begun, describe
 from paceline.launch.rounds import End, Report, Round
 from paceline.launch.script_libraries import script_libraries
@@ -138,6 +139,7 @@ class LocalHandle:
                 where they were told different things; `launch-cut-off`, where too few are left to go on.
         """
         place = temporary_folder()
+        self.recording = Recording(self.job)
         self.nodes = Nodes.open_for(self.job)
         if self.job.core_files and (obstacle := cores.allow()):
             _say(obstacle)
@@ -150,19 +152,30 @@ class LocalHandle:
         elif self.job.target.function is not None:
             worker.pack(self.job.target.function, str(folder / PARCEL))
         self.signals.enter()
+        self.recording.begin()
         try:
             self.nodes.rest(Report("new"))
             while (decided := self.nodes.next(lambda: self.signals.ending)) is not None:
                 self._announce(decided)
+                self._record(decided)
                 self.round, self.failure = decided, None
                 report = self._start(folder)
                 if report is not None:
                     return Outcome(self._work(str(report)), in_worker=True)
                 self.report = self._attempt()
                 self.nodes.rest(self.report)
-            return self._outcome(self.nodes.membership.end)
+            outcome = self._outcome(self.nodes.membership.end)
+            if outcome.failure or outcome.elsewhere:
+                self.recording.failed(outcome)
+            what = outcome.elsewhere or (outcome.failure.what if outcome.failure is not None else "")
+            self.recording.end(outcome.exit_code, what)
+            return outcome
+        except LaunchError as error:
+            self.recording.refused(error)
+            raise
         finally:
             if os.getpid() == self._mine:  # not in a forked process
+                self.recording.end(1, "the launcher failed")
                 self.signals.leave()
                 self.nodes.close()
                 self.reaper.close()
@@ -171,12 +184,19 @@ class LocalHandle:
         """Says what has failed, if anything has, and that all start again."""
         lines = []
         if decided.restarts > self._restarts:
-            lines.append(describe(self._failed(decided.reason), self.job))
+            failed = self._failed(decided.reason)
+            self.recording.failed(failed)
+            lines.append(describe(failed, self.job))
             lines.append(f"paceline: starting all again (restart {decided.restarts} of {self.job.max_restarts})")
         if self.nodes.several:
             lines.append(begun(decided))
         if lines:
             print(*lines, sep="\n", file=sys.stderr, flush=True)
+
+    def _record(self, decided: Round) -> None:
+        """Writes down that a round begins, and tells the processes where they record what they do."""
+        self.recording.round(decided, decided.index_of(self.nodes.membership.me.id))
+        self.job = replace(self.job, env={**self.job.env, **self.recording.env})
 
     @property
     def _restarts(self) -> int:

@@ -7,6 +7,7 @@ At each moment there is one phase, the innermost; so the phases of a step sum to
 optimizer has stepped, the next batch is asked for, or the next forward or backward pass begins.
 
 reduce      from the last operation of the backward pass to gradients that are final: communication that nothing hid
+checkpoint  while the loop waits for a save
 pipeline    between the computations of a pipeline's stages: waiting for and talking to other stages
 rest        everything else: the loss, schedulers, logging, evaluation
 """
@@ -22,7 +23,7 @@ from torch import nn
 
 from paceline.torch_internals.dispatch import after_backward_pass
 
-NAMES = ("data", "forward", "backward", "reduce", "pipeline", "clip", "step", "rest")
+NAMES = ("data", "forward", "backward", "reduce", "pipeline", "clip", "step", "checkpoint", "rest")
 _BEGIN = ("data", "forward", "backward", "pipeline")  # with one of these a step begins, after an optimizer has stepped
 
 

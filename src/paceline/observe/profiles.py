@@ -12,10 +12,9 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
@@ -75,13 +74,6 @@ def chosen(
     return names, {**options, NAME: {**options.get(NAME, {}), **options_of_profiles}}
 
 
-class Runner(Protocol):
-    """What runs the stages of a pipeline, and says so."""
-
-    def follow(self, phase: Callable[[str], AbstractContextManager[Any]], /) -> None:
-        """Opens `phase("forward")`, `phase("backward")` and so on around what it runs."""
-
-
 class Profiles:
     """The profiles of one run.
 
@@ -95,6 +87,7 @@ class Profiles:
         predicted: bytes that the plan predicts for this rank.
         folder: where `profile.jsonl` is written at the end; None tells the tables instead.
         places: where each option was said.
+        phases: of the run; None makes some.
 
     Attributes:
         phases: what runs now.
@@ -117,6 +110,7 @@ class Profiles:
         predicted: Callable[[], Mapping[str, int]] = dict,
         folder: str | None = None,
         places: Mapping[str, str] | None = None,
+        phases: Phases | None = None,
     ) -> None:
         chosen, problems = read(ProfileOptions, _plain(options), NAME, places)
         if problems:
@@ -126,7 +120,7 @@ class Profiles:
                 why=[f"{problem.what} {problem.why}" for problem in problems],
                 fix=problems[0].fix,
             )
-        self.phases = Phases()
+        self.phases = Phases() if phases is None else phases
         self.tell: Callable[[str], None] = _to_stderr
         self.is_main = main
         self.collectives = collectives
@@ -164,17 +158,13 @@ class Profiles:
         (total,) = self.collectives.sum_ints([own])
         return total // self._width(), total
 
-    def follow(self, wrapped: nn.Module, module: nn.Module, parameters: int, runner: Runner | None = None) -> None:
+    def follow(self, module: nn.Module, parameters: int) -> None:
         """Takes a prepared model in.
 
         Args:
-            wrapped, module: as the loop calls it, and as the user wrote it.
+            module: as the user wrote it.
             parameters: elements of the whole model.
-            runner: of a pipeline, which says what its stages do.
         """
-        self.phases.follow_model(wrapped)
-        if runner is not None:
-            runner.follow(self.phases.during)
         if self.flops is not None:
             self.flops.follow_model(module, parameters)
 

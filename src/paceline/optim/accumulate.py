@@ -58,6 +58,7 @@ class Accumulation:
         began: whether some backward pass went this way.
         passes: how many did.
         declared: whether the loop says, by `accumulate`, where its micro-batches are.
+        items: of all windows that have ended since the process began, over all ranks, where losses are sums over items.
         replicas_equal: False once ranks have taken steps of their own, until their parameters are averaged.
     """
 
@@ -71,6 +72,7 @@ class Accumulation:
         self.passes = 0
         self.declared = False
         self.replicas_equal = True
+        self.items = 0
         self._active = active
         self._collectives = collectives
         self._micro = 0  # micro-batches of this window so far, this one included
@@ -342,6 +344,7 @@ class Accumulation:
             if self._items is not None:
                 (total,) = self._collectives.sum_ints([self._items])
                 assert self._divisor is not None
+                self.items += total
                 self._factor = self.width * self._divisor / max(1, total)
                 self._divisor = 2.0 ** max(1, total).bit_length()
             elif self._planned is not None and self._rows:

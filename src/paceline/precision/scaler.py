@@ -57,6 +57,7 @@ class LossScaler:
 
     Attributes:
         growth: where the scale goes.
+        skipped_steps: steps that overflows have skipped so far.
 
     Raises:
         ConfigError: `scaler-option`.
@@ -88,6 +89,7 @@ class LossScaler:
         self._stepped = False
         self._overflow = False
         self._steps = 0
+        self.skipped_steps = 0
         self._last_good_step = 0  # before the overflows that go on
 
     @property
@@ -159,6 +161,7 @@ class LossScaler:
         self._stepped = True
         skipped = any(bool(flag) for flag in overflow_by_device.values())
         self._overflow |= skipped
+        self.skipped_steps += skipped
         if skipped and (self._raises or self.growth.exhausted):
             self._explain()
         return skipped

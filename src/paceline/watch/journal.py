@@ -77,6 +77,12 @@ def write_header(folder: Path, header: RunHeader) -> None:
     temporary.replace(folder / HEADER)
 
 
+def add_header(folder: Path, header: RunHeader) -> None:
+    """Says what the run is, where nobody has said it yet."""
+    if not (folder / HEADER).exists():
+        write_header(folder, header)
+
+
 def read_header(folder: Path) -> RunHeader:
     """What the run of a folder is.
 
@@ -100,7 +106,7 @@ def read_header(folder: Path) -> RunHeader:
             "watch-version",
             f"the run in {folder} was recorded by a newer Paceline.",
             why=f"{path} says version {named['version']}, and this Paceline reads up to version {VERSION}",
-            fix="show it with the Paceline that recorded it, or update this one: `pip install --upgrade paceline`",
+            fix="show it with the Paceline that recorded it, or update this one",
         )
     known = {entry.name for entry in fields(RunHeader)}
     return RunHeader(**{name: value for name, value in named.items() if name in known})

@@ -237,7 +237,7 @@ def line_of(record: Record, t: float) -> bytes:
     return json.dumps(named, separators=(",", ":"), allow_nan=False).encode() + b"\n"
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: object) -> object:
     """A value in words of JSON. Nine digits are what a 32-bit float has at most."""
     if isinstance(value, float):
         return float(f"{value:.9g}") if math.isfinite(value) else str(value)
@@ -272,14 +272,17 @@ def record_of(line: bytes) -> tuple[float, Record | None]:
     return t, record
 
 
-def _finite(value: Any) -> float:
+_Reader = Callable[[object], Any]  # of one type, which the field of a class says
+
+
+def _finite(value: object) -> float:
     number = _number(value)
     if not math.isfinite(number):
         raise ValueError(f"{value!r} is no moment")
     return number
 
 
-def _number(value: Any) -> float:
+def _number(value: object) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float | str):
         raise ValueError(f"{value!r} is no number")
     if isinstance(value, str) and value not in ("nan", "inf", "-inf"):
@@ -290,26 +293,26 @@ def _number(value: Any) -> float:
         return math.inf
 
 
-def _integer(value: Any) -> int:
+def _integer(value: object) -> int:
     if isinstance(value, bool) or not isinstance(value, int):
         raise ValueError(f"{value!r} is no integer")
     return value
 
 
-def _text(value: Any) -> str:
+def _text(value: object) -> str:
     if not isinstance(value, str):
         raise ValueError(f"{value!r} is no text")
     return value
 
 
-def _truth(value: Any) -> bool:
+def _truth(value: object) -> bool:
     if not isinstance(value, bool):
         raise ValueError(f"{value!r} is neither true nor false")
     return value
 
 
-def _list(read: Callable[[Any], Any]) -> Callable[[Any], list[Any]]:
-    def read_list(value: Any) -> list[Any]:
+def _list(read: _Reader) -> _Reader:
+    def read_list(value: object) -> list[Any]:
         if not isinstance(value, list):
             raise ValueError(f"{value!r} is no list")
         return [read(inner) for inner in value]
@@ -317,17 +320,17 @@ def _list(read: Callable[[Any], Any]) -> Callable[[Any], list[Any]]:
     return read_list
 
 
-def _numbers(value: Any) -> dict[str, float]:
+def _numbers(value: object) -> dict[str, float]:
     if not isinstance(value, dict):
         raise ValueError(f"{value!r} is no object")
     return {name: _number(inner) for name, inner in value.items()}
 
 
-def _maybe(read: Callable[[Any], Any]) -> Callable[[Any], Any]:
+def _maybe(read: _Reader) -> _Reader:
     return lambda value: None if value is None else read(value)
 
 
-_READERS: dict[str, Callable[[Any], Any]] = {
+_READERS: dict[str, _Reader] = {
     "str": _text,
     "int": _integer,
     "float": _number,
@@ -341,7 +344,7 @@ _READERS: dict[str, Callable[[Any], Any]] = {
 }
 
 
-def _readers_of(kind: type[Record]) -> dict[str, Callable[[Any], Any]]:
+def _readers_of(kind: type[Record]) -> dict[str, _Reader]:
     return {entry.name: _READERS[str(entry.type)] for entry in fields(kind)}
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, ExitStack, nullcontext
+from dataclasses import dataclass
 from typing import Generic, ParamSpec, TypeVar
 
 from torch import Tensor
@@ -67,6 +68,29 @@ class Span(_Subscribers[P, AbstractContextManager[object]]):
 _NOTHING = nullcontext()
 
 
+@dataclass(frozen=True)
+class SavedCheckpoint:
+    """What became of a save.
+
+    Attributes:
+        step: optimizer steps done when it began.
+        path: the checkpoint.
+        bytes: of its files; None where it failed.
+        stall_s: how long the training loop waited for it, in seconds.
+        save_s: from its beginning to its end, in seconds.
+        ok: whether it is complete.
+        reason: why not.
+    """
+
+    step: int
+    path: str
+    bytes: int | None
+    stall_s: float
+    save_s: float
+    ok: bool = True
+    reason: str = ""
+
+
 class Events:
     """The events of one run.
 
@@ -76,7 +100,12 @@ class Events:
         between_batches: every batch of a loader that trains has been used up, and the next was asked for.
         between_evaluation_batches: the next batch of a loader that does not train was asked for, once any trains.
         epoch_over: all batches of a loader that trains were given; its position is still that of the last one.
-        phase: a part of the step by name: "data", "forward", "backward" (with the loss), "reduce", "clip", "step", "pipeline".
+        phase: a part of the step by name: "data", "forward", "backward" (with the loss), "reduce", "clip", "step", "pipeline",
+            "checkpoint".
+        prepared: models were prepared, and the plan is decided.
+        logged: values were logged, with a step or None.
+        clipped: the norm of the gradients before they were clipped is there.
+        saved: a checkpoint is complete, or could not be written; on the main process, maybe on another thread.
         loss: a backward pass begins; what its loss adds on this rank to the mean over the window and the ranks.
         anomaly: a step had an anomaly, and it is settled what becomes of it: a line of the run's journal.
         leaving: the run ends, and its process group is still there. Ranks: all.
@@ -91,6 +120,10 @@ class Events:
         self.phase: Span[[str, Tensor | None]] = Span()
         self.loss: Event[[Tensor]] = Event()
         self.anomaly: Event[[Mapping[str, object]]] = Event()
+        self.prepared: Event[[]] = Event()
+        self.logged: Event[[Mapping[str, object], int | None]] = Event()
+        self.clipped: Event[[Tensor]] = Event()
+        self.saved: Event[[SavedCheckpoint]] = Event()
         self.leaving: Event[[]] = Event()
 
     def __reduce__(self) -> tuple[type[Events], tuple[()]]:

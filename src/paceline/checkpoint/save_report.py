@@ -1,0 +1,42 @@
+"""`SaveReport`: how long a save took and kept the loop waiting, for whoever follows the run."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from paceline.world.events import SavedCheckpoint
+
+
+class SaveReport:
+    """Follows one save, from here on, to its end.
+
+    Args:
+        tell: is given what became of it; None on ranks that say nothing.
+        path: of the checkpoint.
+        step: optimizer steps done.
+    """
+
+    def __init__(self, tell: Callable[[SavedCheckpoint], object] | None, path: str, step: int) -> None:
+        self._tell, self._path, self._step = tell, path, step
+        self._began = time.monotonic()
+        self._stall_s: float | None = None
+
+    def loop_goes_on(self) -> None:
+        """The rest of the save happens in the background."""
+        self._stall_s = time.monotonic() - self._began
+
+    def complete(self, size: int) -> None:
+        """The checkpoint is there, of `size` bytes."""
+        self._end(size, "")
+
+    def failed(self, error: BaseException) -> None:
+        """There is no checkpoint."""
+        self._end(None, str(error) or type(error).__name__)
+
+    def _end(self, size: int | None, reason: str) -> None:
+        if self._tell is None:
+            return
+        save_s = time.monotonic() - self._began
+        stall_s = save_s if self._stall_s is None else self._stall_s
+        self._tell(SavedCheckpoint(self._step, self._path, size, stall_s, save_s, size is not None, reason))

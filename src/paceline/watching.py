@@ -1,0 +1,220 @@
+"""Joins `Telemetry` (`observe/telemetry.py`) to the run that it records, where the setting `watch_dir` names a folder.
+
+A process has one file in that folder, so it records one run: the first that prepares an optimizer. A script may construct
+another accelerator before that, or beside it.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+import time
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from paceline.base import env
+from paceline.base.log import warn_once
+from paceline.observe.telemetry import Progress, Telemetry
+from paceline.planner.device import TABLE
+from paceline.planner.estimate import Need, estimate
+from paceline.run import Run
+from paceline.watch.journal import JournalWriter, RunHeader, add_header, rank_file
+from paceline.watch.records import CheckpointSaved, Hello, PlanMade
+from paceline.world import runtime
+from paceline.world.events import SavedCheckpoint
+
+_MAIN_BYTES = 32 << 20
+_OTHER_BYTES = 4 << 20  # there may be hundreds of these files
+
+
+def telemetry_of(run: Run) -> Telemetry | None:
+    """Begins to record a run; None where the setting `watch_dir` names no folder, and then nothing is joined.
+
+    Ranks: each for itself; a folder that one of them cannot write to ends no run.
+    """
+    folder = run.settings.watch_dir
+    if folder is None or not runtime.current().keeps_files:
+        return None
+    if not _take_over(run):
+        return None
+    world = run.world
+    try:
+        path = Path(folder).expanduser()
+        writer = JournalWriter(path / rank_file(world.rank), _MAIN_BYTES if world.is_main else _OTHER_BYTES)
+        if world.is_main:
+            add_header(path, _header(run))
+    except OSError as error:
+        warn_once("watch", f"this run is not recorded: {error.filename or folder}: {error.strerror}.")
+        return None
+    telemetry = Telemetry(writer, _progress_of(weakref.ref(run)), _memory_of(run.device), main=world.is_main)
+    telemetry.record(_hello(run))
+    _join(run, telemetry)
+    telemetry.start()
+    return telemetry
+
+
+def _join(run: Run, telemetry: Telemetry) -> None:
+    """Subscribes to what happens in a run."""
+    run.follow_phases().listeners.append(telemetry)
+    run.events.logged.subscribe(telemetry.log)
+    run.events.clipped.subscribe(telemetry.clipped)
+    if run.world.is_main:
+        this_run = weakref.ref(run)
+
+        def plan_made() -> None:
+            prepared_run = this_run()
+            if prepared_run is not None:
+                telemetry.record(_plan(prepared_run))
+
+        def saved(checkpoint: SavedCheckpoint) -> None:
+            telemetry.record(CheckpointSaved(**vars(checkpoint)))
+
+        run.events.prepared.subscribe(plan_made)
+        run.events.saved.subscribe(saved)
+    # At the end of Python at the latest; a run that nobody holds any more ends before.
+    finish = weakref.finalize(run, telemetry.finish)
+    run.events.leaving.subscribe(finish)
+    _recorded.append((weakref.ref(run), finish))
+
+
+# The file belongs to the process and not to a run.
+_recorded: list[tuple[weakref.ref[Run], Callable[[], object]]] = []
+
+
+def _take_over(run: Run) -> bool:
+    """Ends the recording of a run that has prepared nothing; False where one goes on that has."""
+    while _recorded:
+        reference, finish = _recorded[-1]
+        other = reference()
+        if other is not None and other.prepared.optimizers and getattr(finish, "alive", False):
+            return False
+        finish()
+        _recorded.pop()
+    return True
+
+
+# -- what is known of a run ----------------------------------------------------------------------------------------
+
+
+def _header(run: Run) -> RunHeader:
+    """What the run is, where no launcher of ours has said it."""
+    script = sys.argv[0] if sys.argv else ""
+    name = Path(script).stem or "run"
+    local_size = max(run.world.local_size, 1)
+    nodes = -(-run.world.size // local_size)
+    return RunHeader(
+        name=name, command=[sys.executable, *sys.argv], script=script, host=socket.gethostname(), pid=os.getpid(),
+        started=time.time(), procs=run.world.size, nodes=nodes,
+    )  # fmt: skip
+
+
+def _hello(run: Run) -> Hello:
+    world, device = run.world, run.device
+    model = _model_of(device)
+    return Hello(
+        rank=world.rank, node=world.node, host=socket.gethostname(), local_rank=world.local_rank, pid=os.getpid(),
+        device=f"{device} {model}".strip(), restart=env.get("TORCHELASTIC_RESTART_COUNT"),
+        peak_flops=_peak_flops(model, run.plan.precision), memory_bytes=_memory_in_all(device),
+    )  # fmt: skip
+
+
+def _model_of(device: torch.device) -> str:
+    """Name of the model of an accelerator; "" where it is not known."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else ""
+
+
+def _peak_flops(model: str, precision: str) -> float | None:
+    """What a device computes a second at best, by its maker's datasheet; None where it is not in our table."""
+    words = model.lower().replace("-", " ").split()
+    for row in TABLE.values():
+        if row.name.partition("-")[0] in words:
+            return row.single if precision == "no" else row.half
+    return None
+
+
+def _memory_in_all(device: torch.device) -> int | None:
+    if device.type == "cuda":
+        return int(torch.cuda.get_device_properties(device).total_memory)
+    if device.type == "cpu" and hasattr(os, "sysconf"):
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return None
+
+
+def _plan(run: Run) -> PlanMade:
+    """The plan, and the memory that it needs but for activations."""
+    plan = run.plan
+    reasons = []
+    for decision in plan.decisions:
+        origin = f"{decision.source} ({decision.where})" if decision.where else decision.source
+        reasons.append([decision.field, str(decision.value), origin, decision.reason])
+    bytes_of = vars(estimate(plan, Need(tuple(model.facts for model in run.prepared.models))))
+    memory = sum(count for name, count in bytes_of.items() if name != "sent")
+    return PlanMade(plan.explain(), reasons, memory_bytes=memory)
+
+
+def _progress_of(reference: weakref.ref[Run]) -> Callable[[], Progress]:
+    """What tells how far a run has come, from any thread."""
+
+    def progress() -> Progress:
+        run = reference()
+        if run is None:
+            return Progress()
+        step = max((optimizer.steps for optimizer in run.prepared.optimizers), default=0)
+        lengths = [getattr(entry.scheduler, "total_steps", None) for entry in run.prepared.schedulers]
+        totals = [length for length in lengths if isinstance(length, int)]
+        scaler = run.scaler
+        return Progress(
+            step, max(totals, default=None), _samples(run), run.gradients.items or None,
+            None if scaler is None else scaler.growth.scale, None if scaler is None else scaler.skipped_steps,
+        )  # fmt: skip
+
+    return progress
+
+
+def _samples(run: Run) -> int | None:
+    """Samples that the loaders that train have given to all ranks, those of earlier epochs included."""
+    samples: int | None = None
+    for loader in run.prepared.loaders:
+        if not loader.trains:
+            continue
+        position = loader.position
+        before = 0
+        if position.epoch:
+            try:
+                before = position.epoch * loader.total_dataset_length
+            except TypeError:
+                return None  # nobody knows how long an epoch of a stream is
+        samples = (samples or 0) + before + position.samples
+    return samples
+
+
+def _memory_of(device: torch.device) -> Callable[[], tuple[int, int]]:
+    """What reads the bytes that are in use now, and the most so far; on the CPU those of the process."""
+    if device.type == "cpu":
+        return resident
+
+    def allocated() -> tuple[int, int]:
+        return torch.accelerator.memory_allocated(device), torch.accelerator.max_memory_allocated(device)
+
+    return allocated
+
+
+def resident() -> tuple[int, int]:
+    """The resident set of this process, and its peak."""
+    status = Path("/proc/self/status")
+    if not status.exists():
+        import resource
+
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        count = int(peak if sys.platform == "darwin" else peak * 1024)
+        return count, count
+    kilobytes = {"VmRSS": 0, "VmHWM": 0}
+    for line in status.read_text().splitlines():
+        name, _, rest = line.partition(":")
+        if name in kilobytes:
+            kilobytes[name] = int(rest.split()[0])
+    return kilobytes["VmRSS"] * 1024, kilobytes["VmHWM"] * 1024

@@ -1,0 +1,122 @@
+"""What a launcher writes down of its run."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from paceline import LaunchError
+from paceline.launch.launcher import Failure, Job, Outcome, Target
+from paceline.launch.recording import NEW_FOLDER, Recording
+from paceline.launch.rounds import Member, Round
+from paceline.watch import records
+from paceline.watch.journal import JournalReader
+from paceline.watch.registry import registered_runs
+
+JOB = Job(Target("script", "folder/train.py"), procs=2, watch=NEW_FOLDER)
+
+
+@pytest.fixture(autouse=True)
+def in_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    return tmp_path
+
+
+def decided(*hosts: str, number: int = 1, restarts: int = 0, reason: str = "") -> Round:
+    members = tuple(Member(name, name, 2) for name in hosts)
+    return Round(number, restarts, members, reason=reason, founded_at=1_800_000_000.5)
+
+
+def test_a_run_from_its_start_to_its_end(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    recording = Recording(JOB)
+    recording.begin()
+    recording.round(decided("a", "b"), 0)
+    assert recording.folder == tmp_path / "runs" / "2027-01-15-080000-train" / "watch"
+    assert recording.env == {"PACELINE_WATCH_DIR": str(recording.folder)}
+    assert "`paceline watch runs/2027-01-15-080000-train` shows it" in capsys.readouterr().err
+    failure = Failure(rank=1, local_rank=1, node=0, pid=7, code=1, report="ValueError: empty")
+    recording.failed(Outcome(1, failure))
+    recording.round(decided("a", "c", number=2, restarts=1, reason="rank 1 failed"), 0)
+    recording.end(0)
+    recording.end(1, "a second call does nothing")
+    reader = JournalReader(recording.folder)
+    assert (reader.header.name, reader.header.procs, reader.header.nodes) == ("train", 4, 2)
+    first, error, second, end = [line.record for line in reader.read()]
+    assert first == records.Round(0, 4, 2)
+    assert isinstance(error, records.ErrorShown)
+    assert (error.rank, error.code) == (1, "rank-failed")
+    assert error.text.startswith("ValueError: empty")
+    assert second == records.Round(1, 4, 2, 1, "rank 1 failed", ["c"], ["b"])
+    assert end == records.End(0, "")
+    (run,) = registered_runs()
+    assert (run.state, run.exit_code, run.watch) == ("ended", 0, str(recording.folder))
+
+
+def test_hosts_that_share_a_folder_write_files_of_their_own(tmp_path: Path) -> None:
+    recordings = [Recording(JOB) for _ in range(2)]
+    for index in (1, 0):
+        recordings[index].round(decided("a", "b"), index)
+    late = Recording(JOB)
+    late.round(decided("b", "c", number=2), 1)  # b has become the first, and c has the number that b had
+    folder = recordings[0].folder
+    assert recordings[1].folder == late.folder == folder
+    assert folder is not None
+    assert sorted(path.name for path in folder.glob("launcher-*")) == [
+        f"launcher-{number}.jsonl" for number in range(3)
+    ]
+
+
+def test_two_runs_of_one_second_have_a_folder_each() -> None:
+    first, second = Recording(JOB), Recording(JOB)
+    first.round(decided("a"), 0)
+    later = decided("a")
+    second.round(Round(1, 0, later.members, founded_at=later.founded_at + 0.1), 0)
+    assert first.folder is not None
+    assert second.folder is not None
+    assert second.folder.parent.name == first.folder.parent.name + "-2"
+
+
+def test_a_run_that_is_not_watched_writes_no_journal(tmp_path: Path) -> None:
+    recording = Recording(Job(Target("module", "package.train")))
+    recording.begin()
+    recording.round(decided("a"), 0)
+    (run,) = registered_runs()
+    assert (run.state, run.name, run.watch) == ("running", "train", "")
+    recording.end(3)
+    assert recording.env == {}
+    assert not (tmp_path / "runs").exists()
+
+
+def test_a_forked_process_ends_nothing() -> None:
+    recording = Recording(JOB)
+    recording.begin()
+    recording.round(decided("a"), 0)
+    child = os.fork()
+    if child == 0:
+        recording.end(1)
+        os._exit(0)
+    os.waitpid(child, 0)
+    (run,) = registered_runs()
+    assert run.state == "running"
+    recording.end(0)
+
+
+def test_a_folder_that_cannot_be_written_to(tmp_path: Path) -> None:
+    (tmp_path / "runs").touch()
+    with pytest.raises(LaunchError) as error:
+        Recording(JOB)
+    assert error.value.code == "watch-write"
+
+
+def test_a_launcher_that_cannot_go_on() -> None:
+    recording = Recording(JOB)
+    recording.round(decided("a"), 0)
+    recording.refused(LaunchError("launch-cut-off", "too few nodes are left."))
+    assert recording.folder is not None
+    *_, error, end = [line.record for line in JournalReader(recording.folder).read()]
+    assert isinstance(error, records.ErrorShown)
+    assert error.code == "launch-cut-off"
+    assert end == records.End(1, "too few nodes are left.")
