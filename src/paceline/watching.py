@@ -158,21 +158,27 @@ def _plan(run: Run) -> PlanMade:
 
 def _progress_of(reference: weakref.ref[Run]) -> Callable[[], Progress]:
     """What tells how far a run has come, from any thread."""
+    last = Progress()
 
     def progress() -> Progress:
+        nonlocal last
         run = reference()
-        if run is None:
-            return Progress()
-        step = max((optimizer.steps for optimizer in run.prepared.optimizers), default=0)
-        lengths = [getattr(entry.scheduler, "total_steps", None) for entry in run.prepared.schedulers]
-        totals = [length for length in lengths if isinstance(length, int)]
-        scaler = run.scaler
-        return Progress(
-            step, max(totals, default=None), _samples(run), run.gradients.items or None,
-            None if scaler is None else scaler.growth.scale, None if scaler is None else scaler.skipped_steps,
-        )  # fmt: skip
+        if run is not None:
+            last = _progress(run)
+        return last
 
     return progress
+
+
+def _progress(run: Run) -> Progress:
+    step = max((optimizer.steps for optimizer in run.prepared.optimizers), default=0)
+    lengths = [getattr(entry.scheduler, "total_steps", None) for entry in run.prepared.schedulers]
+    totals = [length for length in lengths if isinstance(length, int)]
+    scaler = run.scaler
+    return Progress(
+        step, max(totals, default=None), _samples(run), run.gradients.items or None,
+        None if scaler is None else scaler.growth.scale, None if scaler is None else scaler.skipped_steps,
+    )  # fmt: skip
 
 
 def _samples(run: Run) -> int | None:
