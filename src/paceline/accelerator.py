@@ -21,6 +21,8 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
+from paceline.anomalies import anomalies_of
+from paceline.anomalies import chosen as chosen_anomalies
 from paceline.base.log import warn_once
 from paceline.checkpoint.files import save_object
 from paceline.checkpoint.retention import Keep
@@ -29,6 +31,7 @@ from paceline.config import resolve_run
 from paceline.config.keywords import checked_keywords, refuse_unknown
 from paceline.data.metrics import gather_for_metrics
 from paceline.data.skip import skip_first_batches
+from paceline.observe.anomalies import NAME as ANOMALIES
 from paceline.observe.profile import profile as observe_profile
 from paceline.observe.profiles import NAME as PROFILES
 from paceline.observe.profiles import chosen
@@ -91,6 +94,8 @@ class Accelerator(Participant):
         scaler: options of the loss scaler (`init_scale`, `growth_interval`, `hysteresis`, ...); see `precision.scale.Growth`.
         profile: what is measured: some of "wall-clock", "flops", "comms", "memory", or "all"; as text, as a list, or with
             options of each: `{"flops": {"step": 3}}`; see `accelerator.profiles`.
+        anomalies: what is done about a step that is out of the ordinary, by kind, before it is taken: `{"nan": "skip",
+            "loss_spike": {"deviations": 6, "action": "rollback"}, "gradient_norm": {"factor": 10, "action": "log"}}`.
         debug: checks every collective across ranks and explains hangs.
         timeout_s: seconds after which a collective that some rank never enters fails.
 
@@ -120,6 +125,7 @@ class Accelerator(Participant):
         keep: Keep | None = None,
         scaler: Mapping[str, Any] | None = None,
         profile: str | Sequence[str] | Mapping[str, Any] | None = None,
+        anomalies: Mapping[str, Any] | None = None,
         debug: bool | None = None,
         timeout_s: float | None = None,
     ) -> None:
@@ -127,6 +133,7 @@ class Accelerator(Participant):
         frame = user_frame()
         self._constructed_at = ("", 0) if frame is None else (frame.f_code.co_filename, frame.f_lineno)
         profile_names, options = chosen(profile, options)
+        options = chosen_anomalies(anomalies, options)
         resolved = resolve_run(dict(
             mixed_precision=mixed_precision, accumulate=gradient_accumulation_steps, cpu=cpu, debug=debug,
             timeout_s=timeout_s, split_batches=split_batches, dispatch_batches=dispatch_batches,
@@ -135,7 +142,8 @@ class Accelerator(Participant):
         settings = resolved.settings
         decisions = [Decision(**vars(choice)) for choice in resolved.decisions]
         detected = World.detect()
-        strategy_options = {name: values for name, values in settings.options.items() if name != PROFILES}
+        others = (PROFILES, ANOMALIES)
+        strategy_options = {name: values for name, values in settings.options.items() if name not in others}
         draft_plan = draft(settings.by_name(), decisions, detected.size, strategy_options)
         for notice in resolved.notices:
             warn_once("config", notice)
@@ -160,6 +168,7 @@ class Accelerator(Participant):
         self.steps = Steps(self.run)
         kind = States if surroundings.keeps_files else UnkeptStates
         self.states = kind(self.run, Keep.of(total_limit, keep))
+        self._anomalies = anomalies_of(self.run, self.states)
         self._norm = torch.zeros((), device=device)
         telemetry_of(self.run)
 
@@ -196,8 +205,14 @@ class Accelerator(Participant):
 
     @property
     def optimizer_step_was_skipped(self) -> bool:
-        """Whether the last step of some optimizer was skipped because a gradient overflowed."""
+        """Whether the last step of some optimizer was skipped, because of an overflow or an anomaly."""
         return any(optimizer.step_was_skipped for optimizer in self.run.prepared.optimizers)
+
+    @property
+    def anomaly_counts(self) -> dict[str, int]:
+        """How many steps had an anomaly of each kind ("nan", "loss_spike", "gradient_norm"), how many of them were "skipped",
+        and how often the run went back ("rollbacks"); empty where no anomalies are looked for."""
+        return {} if self._anomalies is None else dict(self._anomalies.counts)
 
     @property
     def logging_dir(self) -> str:

@@ -357,7 +357,7 @@ class Preparation:
     def record_optimizer(self, optimizer: Optimizer) -> PreparedOptimizer:
         """Takes in an optimizer that holds the prepared parameters."""
         run = self.run
-        entry = PreparedOptimizer(optimizer, run.gradients, run.scaler, run.optimizer_step)
+        entry = PreparedOptimizer(optimizer, run.gradients, run.scaler, run.optimizer_step, run.admits)
         run.prepared.optimizers.append(entry)
         run.prepared.may_step(optimizer)
         return entry

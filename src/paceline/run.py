@@ -10,7 +10,7 @@ prepared                                the models, optimizers, loaders and sche
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from functools import cache
@@ -27,6 +27,7 @@ from paceline.data.active import ActiveLoaders
 from paceline.data.seed import follow
 from paceline.observe.phases import Phases
 from paceline.optim.accumulate import Accumulation
+from paceline.optim.optimizer import PreparedOptimizer
 from paceline.parallel.strategy import strategies_of
 from paceline.plan.facts import ModelFacts
 from paceline.plan.plan import Decision, Plan
@@ -53,6 +54,7 @@ class Run:
     Attributes:
         data_ranks: collectives of the ranks that read different samples.
         scaler: the loss scaler; None where the precision needs none.
+        admits: says whether an optimizer may take its step; None: each may.
         phases: which part of a step runs; None where nobody has asked to follow them.
 
     Ranks: all make one, which makes the groups of the plan.
@@ -87,6 +89,7 @@ class Run:
                 device, collectives, self._is_divided, self.prepared.named_parameters, **(scaler or {})
             )
         self.scaler = loss_scaler if self.precision.scales else None
+        self.admits: Callable[[PreparedOptimizer], bool] | None = None
         self.phases: Phases | None = None
         self._has_stepped = False
         self.lay_out(plan)
@@ -112,6 +115,10 @@ class Run:
         """Adds to the plan what was found out after it was made."""
         if decision not in self.plan.decisions:
             self.plan = replace(self.plan, decisions=(*self.plan.decisions, decision))
+
+    def admit_by(self, judge: Callable[[PreparedOptimizer], bool]) -> None:
+        """Has `judge` say, at the end of each window, whether an optimizer may step; those prepared from now on ask it."""
+        self.admits = judge
 
     def _is_divided(self) -> bool:
         """Whether ranks hold gradients of different parameters, or of different parts of them."""

@@ -17,7 +17,9 @@ from paceline.checkpoint.state.module_state import own_names
 from paceline.checkpoint.state.train_state import RunState, Stateful, TrainState
 from paceline.checkpoint.state.window import Gradients, Window
 from paceline.checkpoint.store import store_for
+from paceline.data.loader import PreparedLoader
 from paceline.optim.optimizer import PreparedOptimizer
+from paceline.plan.data import Position
 from paceline.preemption import Preemption
 from paceline.prepared import PreparedModel
 from paceline.run import Run
@@ -46,6 +48,21 @@ class Start:
     path: str | None = None
 
 
+@dataclass(frozen=True)
+class Latest:
+    """A checkpoint that this run has saved or loaded.
+
+    Attributes:
+        path: its folder.
+        step: optimizer steps done then.
+        positions: of the loaders that train, by name.
+    """
+
+    path: str
+    step: int
+    positions: Mapping[str, Position]
+
+
 class Hook:
     """A registered hook; `remove()` takes it out again."""
 
@@ -69,6 +86,7 @@ class States:
     Attributes:
         writes: whether anything is written at all.
         counters: of the run.
+        latest: the checkpoint that this run has saved or loaded last; None before the first.
         iteration: number of the next automatically named checkpoint.
     """
 
@@ -77,6 +95,8 @@ class States:
     def __init__(self, run: Run, keep: retention.Keep) -> None:
         self.counters = RunState()
         self.iteration = 0
+        self.latest: Latest | None = None
+        self._beside: dict[str, Stateful] = {}
         self._run = run
         self._prepared = run.prepared
         self._collectives = run.collectives
@@ -108,6 +128,13 @@ class States:
         """
         TrainState(custom={type(item).__name__: item for item in objects})
         self._custom.extend(objects)
+
+    def save_beside(self, name: str, part: Stateful) -> None:
+        """Adds the state of a part of the run, plain values that are the same on all ranks; it lies beside the counters.
+
+        Unlike an object that is registered, it may be missing in a checkpoint that is loaded, and in a run that loads one.
+        """
+        self._beside[name] = part
 
     def clear(self) -> None:
         """Forgets registered objects."""
@@ -175,6 +202,7 @@ class States:
             )
         if path is None:
             self.iteration = int(saved.rsplit("_", 1)[1]) + 1
+        self.latest = Latest(saved, self.counters.step, self._positions())
         return saved
 
     def wait(self) -> None:
@@ -289,10 +317,22 @@ class States:
         self._checkpointer.load(source, state, strict=strict)
         for optimizer in self._prepared.optimizers:
             optimizer.restart(self.counters.step)
+        for name, part in self._beside.items():
+            if name in self.counters.extra:
+                part.load_state_dict(self.counters.extra[name])
+        if only is None:
+            self.latest = Latest(source, self.counters.step, self._positions())
         if path is None:
             # None: a checkpoint that the script has named may lie there too.
             number = retention.number(store_for(source), source)
             self.iteration = 0 if number is None else number + 1
+
+    def training_loaders(self) -> dict[str, PreparedLoader]:
+        """The loaders that train, by the names that they have in a checkpoint."""
+        return {name: loader for name, loader in _numbered("loader", self._prepared.loaders).items() if loader.trains}
+
+    def _positions(self) -> dict[str, Position]:
+        return {name: loader.position for name, loader in self.training_loaders().items()}
 
     def _automatic(self) -> str:
         if self._root is None:
@@ -307,7 +347,9 @@ class States:
     def _state(self, frozen: bool = True) -> TrainState:
         prepared, gradients = self._prepared, self._run.gradients
         steps = max((optimizer.steps for optimizer in prepared.optimizers), default=self.counters.step)
-        self.counters = replace(self.counters, step=steps, micro_step=gradients.done)
+        beside = {name: part.state_dict() for name, part in self._beside.items()}
+        extra = {**self.counters.extra, **beside}
+        self.counters = replace(self.counters, step=steps, micro_step=gradients.done, extra=extra)
         return TrainState(
             models=_numbered("model", [entry.wrapped for entry in prepared.models]),
             optimizers=_numbered("optimizer", [entry.optimizer for entry in prepared.optimizers]),

@@ -63,10 +63,13 @@ class Steps:
             self.backward(loss, num_items)
             return loss.detach()
         # The scale is linear in the loss: what 1 becomes is the factor of each micro-batch's loss.
-        factor = self.scaled(torch.ones((), device=self._run.device), num_items)
+        share = self._weighed(torch.ones((), device=self._run.device), num_items)
+        factor = self._times_loss_scale(share)
         mean = num_items is None
         if entry is None or runner is None:
-            return self._one_by_one(model, parts or (), loss_fn, factor, mean)
+            loss = self._one_by_one(model, parts or (), loss_fn, factor, mean)
+            self._tell_loss(loss * share)
+            return loss
         without_communication = entry.chain.hold_gradients()
         phase = self._run.events.phase("pipeline", None)
         with self._run.explaining_memory("forward"), phase, self._failures_announced(), without_communication:
@@ -76,6 +79,7 @@ class Steps:
                 loss = runner.forward_backward_each(parts, loss_fn, factor, mean)
         if self._run.scaler is not None:
             self._run.scaler.watch(loss)
+        self._tell_loss(loss * share)
         self.finish_reduction()
         return loss
 
@@ -118,18 +122,33 @@ class Steps:
 
     def scaled(self, loss: torch.Tensor, num_items: int | torch.Tensor | None = None) -> torch.Tensor:
         """The loss as autograd should see it; who calls `backward` on it calls `finish_reduction` after."""
+        loss = self._weighed(loss, num_items)
+        self._tell_loss(loss)
+        return self._times_loss_scale(loss)
+
+    def _tell_loss(self, share: torch.Tensor) -> None:
+        """Tells those who follow the loss what this backward pass adds to it."""
+        if self._run.events.loss and share.numel() == 1:
+            self._run.events.loss(share.detach())
+
+    def _weighed(self, loss: torch.Tensor, num_items: int | torch.Tensor | None) -> torch.Tensor:
+        """The loss as a part of the window's mean over all ranks."""
         loss = self._gradients.scale(loss, num_items)
-        loaders, scaler = self._run.active_loaders, self._run.scaler
+        loaders = self._run.active_loaders
         loaders.train()
         if self._unprepared is not None and loaders.top is None and self._run.plan.layout.width > 1:
             self._unprepared.look(self._prepared.loaders)
         if self._run.settings.debug and self._gradients.sync:
             self._run.collectives.check("backward")
-        if scaler is not None:
-            if self._gradients.first:
-                scaler.refresh()
-            loss = scaler.scale(loss)
         return loss
+
+    def _times_loss_scale(self, loss: torch.Tensor) -> torch.Tensor:
+        scaler = self._run.scaler
+        if scaler is None:
+            return loss
+        if self._gradients.first:
+            scaler.refresh()
+        return scaler.scale(loss)
 
     def finish_reduction(self) -> None:
         """Finishes the window's gradients, where it ends here. Ranks: all."""

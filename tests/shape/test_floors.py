@@ -16,6 +16,7 @@ FLOORS = [
     {
         "__init__",
         "accelerator",
+        "anomalies",
         "evaluation_stop",
         "preemption",
         "preparation",

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 FACADE = {
     "paceline.accelerator",
+    "paceline.anomalies",
     "paceline.data.active",
     "paceline.evaluation_stop",
     "paceline.preemption",

@@ -52,6 +52,7 @@ def _check_options(resolved: Launch) -> None:
         PlanError: `plan-option`, `strategy-option`, `strategy-value`; all at once.
     """
     # They are read by the strategies, which need torch: without options this command does not wait for it.
+    from paceline.observe import anomalies
     from paceline.observe.profiles import NAME, ProfileOptions
     from paceline.parallel.strategy import STRATEGIES
     from paceline.plan.options import read
@@ -60,10 +61,12 @@ def _check_options(resolved: Launch) -> None:
 
     options = dict(resolved.run.options)
     of_profiles = options.pop(NAME, {})
+    of_anomalies = anomalies.flattened(options.pop(anomalies.NAME, {}))
     decisions = [Decision(**vars(row)) for row in resolved.decisions]
     places = {row.field: row.where or row.source for row in resolved.decisions}
     problems = option_problems(options, decisions, STRATEGIES)
     problems += read(ProfileOptions, of_profiles, NAME, places)[1]
+    problems += read(anomalies.AnomalyOptions, of_anomalies, anomalies.NAME, places)[1]
     if problems:
         raise PlanError.of(problems)
 

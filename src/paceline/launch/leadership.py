@@ -125,7 +125,7 @@ class Leadership:
             self.first_report_at = now
         if report.kind == "failed" and member_id in self.members:
             why = f"{self.membership.name_of(member_id)}: {report.what}"
-            self._end_round(Cause("failed", why, member_id, report.at), "end", now)
+            self._end_round(Cause("failed", why, member_id, report.at, report.again), "end", now)
 
     def member_drains(self, member_id: str, how: StopMode, why: str, now: float) -> None:
         """A member was asked to end: all save, and the others go on without it."""
@@ -261,7 +261,7 @@ class Leadership:
         # A range of nodes allows for a loss; with a fixed number it is a failure like any other.
         if cause.kind == "failed" or (cause.kind == "lost" and self.rules.fixed):
             self.restarts += 1
-            if self.restarts > self.rules.max_restarts:
+            if self.restarts > self.rules.max_restarts or not cause.again:
                 self.finish(End(1, cause.why, cause.member_id))
                 return
         elif cause.kind == "grow" and kinds == {"done"}:

@@ -24,7 +24,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from paceline.base.errors import LaunchError
-from paceline.base.exits import PREEMPTED, STUCK
+from paceline.base.exits import PREEMPTED, STOPPED, STUCK
 from paceline.base.lazy import uncollected
 from paceline.base.temporary import temporary_folder
 from paceline.launch import cores, host, worker
@@ -319,7 +319,8 @@ class LocalHandle:
             if self.failure is not None and self.job.core_files:
                 self.failure = cores.with_backtrace(self.failure, self.job.target, pause)
             if self.failure is not None:
-                return Report("failed", self.failure.what, self.failure.at)
+                again = self.failure.code != STOPPED
+                return Report("failed", self.failure.what, self.failure.at, again=again)
             stop(self.workers, signal.SIGTERM, AFTER_FAILURE_S, pause)
             return self._report()
         finally:

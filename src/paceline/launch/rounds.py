@@ -126,12 +126,14 @@ class Report:
         what: the first failure, in one sentence.
         at: when that was (seconds since the epoch).
         store_port: a port that is free here, for the next round's rank 0.
+        again: whether another round could end better; not after an anomaly that stops the run.
     """
 
     kind: Literal["new", "done", "preempted", "failed", "stopped"]
     what: str = ""
     at: float = 0.0
     store_port: Port = 0
+    again: bool = True
 
 
 LossKind = Literal["lost", "left"]  # how a launcher went: without a word, or as it was asked to
@@ -146,12 +148,14 @@ class Cause:
         why: one sentence.
         member_id: the member that it began with.
         at: when a process failed (seconds since the epoch).
+        again: as in `Report`.
     """
 
     kind: Literal["", "failed", "lost", "left", "grow"] = ""
     why: str = ""
     member_id: str = ""
     at: float = 0.0
+    again: bool = True
 
 
 @dataclass(frozen=True)

@@ -22,6 +22,7 @@ class Scaler(Protocol):
     def loss_scale(self) -> float: ...
     def unscale(self, optimizer: Optimizer) -> None: ...
     def step(self, optimizer: Optimizer) -> bool: ...
+    def forget(self, optimizer: Optimizer) -> None: ...
 
 
 class PreparedOptimizer(Optimizer):
@@ -35,10 +36,11 @@ class PreparedOptimizer(Optimizer):
         accumulation: knows whether a window ends and what its gradients are corrected by.
         scaler: the loss scaler, or None.
         guard: what each step runs inside of.
+        admits: looks at the gradients of a window, which are final, and says whether they are stepped; None: always.
 
     Attributes:
         optimizer: the wrapped one.
-        step_was_skipped: whether the last `step` left the weights alone because of an overflow.
+        step_was_skipped: whether the last `step` left the weights alone because of an overflow or an anomaly.
         steps: optimizer steps so far, skipped ones included.
     """
 
@@ -48,6 +50,7 @@ class PreparedOptimizer(Optimizer):
         accumulation: Accumulation,
         scaler: Scaler | None = None,
         guard: Callable[[], AbstractContextManager[object]] = nullcontext,
+        admits: Callable[[PreparedOptimizer], bool] | None = None,
     ) -> None:
         self.optimizer = optimizer
         self.step_was_skipped = False
@@ -55,6 +58,7 @@ class PreparedOptimizer(Optimizer):
         self._accumulation = accumulation
         self._scaler = scaler
         self._guard = guard
+        self._admits = admits
         self._runtime = runtime.current()
         self._corrected = False
         self._passes_done = 0  # backward passes whose gradients were stepped or cleared
@@ -93,12 +97,17 @@ class PreparedOptimizer(Optimizer):
         if not self._accumulation.sync:
             return None
         self.correct_gradients()
-        self._corrected = False
-        self._passes_done = self._accumulation.passes
         self.steps += 1
         result = None
+        if self._admits is not None and not self._admits(self):
+            self.leave_out()
+            self._runtime.stepped(self, self._accumulation)
+            return None
+        self._corrected = False
+        self._passes_done = self._accumulation.passes
         with self._guard():
             if self._scaler is None:
+                self.step_was_skipped = False
                 result = self.optimizer.step()
             else:
                 self.step_was_skipped = self._scaler.step(self.optimizer)
@@ -112,6 +121,10 @@ class PreparedOptimizer(Optimizer):
         if self._accumulation.steps > 1:
             why.append(
                 f"gradient_accumulation_steps={self._accumulation.steps}: it would see only the last micro-batch"
+            )
+        if self._admits is not None:
+            why.append(
+                "anomalies are looked for: whether the step may be taken is known only after the closure has run"
             )
         if why:
             raise TrainError(
@@ -139,6 +152,19 @@ class PreparedOptimizer(Optimizer):
             self.optimizer.zero_grad(set_to_none)
             self._corrected = False
             self._passes_done = self._accumulation.passes
+
+    def leave_out(self) -> None:
+        """Ends the window without a step: its gradients are never stepped, and the loss scale hears nothing of them."""
+        self.step_was_skipped = True
+        self._corrected = False
+        self._passes_done = self._accumulation.passes
+        if self._scaler is not None:
+            self._scaler.forget(self.optimizer)
+
+    @property
+    def passes_done(self) -> int:
+        """Backward passes of the run whose gradients this optimizer has stepped, cleared or left out."""
+        return self._passes_done
 
     @property
     def stale(self) -> bool:
@@ -221,7 +247,7 @@ class PreparedOptimizer(Optimizer):
         return f"PreparedOptimizer({self.optimizer!r})"
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_guard": nullcontext}  # the run's own, which a copy leaves behind
+        return {**self.__dict__, "_guard": nullcontext, "_admits": None}  # the run's own, which a copy leaves behind
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)

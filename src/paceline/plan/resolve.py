@@ -212,7 +212,7 @@ def _with_idle_options(plan: Plan, names: tuple[str, ...]) -> Iterable[Decision]
     for decision in plan.decisions:
         block, _, rest = decision.field.partition(".")
         strategy = rest.partition(".")[0]
-        if block == "options" and strategy not in (*names, "profile"):
+        if block == "options" and strategy not in (*names, "profile", "anomalies"):
             yield replace(decision, reason=f"no effect: this plan does not use {strategy}")
         else:
             yield decision

@@ -166,6 +166,11 @@ class LossScaler:
             self._explain()
         return skipped
 
+    def forget(self, optimizer: Optimizer) -> None:
+        """Lets gradients that are not stepped have no part in the scale; those of the next window are unscaled anew."""
+        self._unscaled.discard(id(optimizer))
+        self.grad_scaler._per_optimizer_states.pop(id(optimizer), None)
+
     def _explain(self) -> None:
         bad_here = self._loss is not None and not bool(torch.isfinite(self._loss).all())
         bad_loss = self._collectives.any(bad_here)

@@ -106,6 +106,8 @@ class Events:
         logged: values were logged, with a step or None.
         clipped: the norm of the gradients before they were clipped is there.
         saved: a checkpoint is complete, or could not be written; on the main process, maybe on another thread.
+        loss: a backward pass begins; what its loss adds on this rank to the mean over the window and the ranks.
+        anomaly: a step had an anomaly, and it is settled what becomes of it: a line of the run's journal.
         leaving: the run ends, and its process group is still there. Ranks: all.
     """
 
@@ -116,6 +118,8 @@ class Events:
         self.between_evaluation_batches: Event[[]] = Event()
         self.epoch_over: Event[[]] = Event()
         self.phase: Span[[str, Tensor | None]] = Span()
+        self.loss: Event[[Tensor]] = Event()
+        self.anomaly: Event[[Mapping[str, object]]] = Event()
         self.prepared: Event[[]] = Event()
         self.logged: Event[[Mapping[str, object], int | None]] = Event()
         self.clipped: Event[[Tensor]] = Event()

@@ -43,15 +43,16 @@ class AcceleratedOptimizer(PreparedOptimizer):
         scaler: Any,
         guard: Callable[[], AbstractContextManager[object]] = nullcontext,
         finish_reduction: Callable[[], None] | None = None,
+        admits: Callable[[PreparedOptimizer], bool] | None = None,
     ) -> AcceleratedOptimizer:
         """The prepared optimizer of a run.
 
         Args:
-            optimizer, accumulation, scaler, guard: as for `PreparedOptimizer`.
+            optimizer, accumulation, scaler, guard, admits: as for `PreparedOptimizer`.
             finish_reduction: averages gradients that no `accelerator.backward` has; None where this process is alone.
         """
         prepared = cls(optimizer)
-        PreparedOptimizer.__init__(prepared, optimizer, accumulation, scaler, guard)
+        PreparedOptimizer.__init__(prepared, optimizer, accumulation, scaler, guard, admits)
         prepared._passes_done = accumulation.passes  # those that came before it were for others
         prepared._finish_reduction = finish_reduction
         return prepared

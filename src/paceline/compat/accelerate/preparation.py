@@ -167,7 +167,9 @@ class AcceleratePreparation(Preparation):
         """Takes in an optimizer, whose gradients may come from a plain `loss.backward()`."""
         run = self.run
         average = self._average if run.world.size > 1 else None
-        entry = AcceleratedOptimizer.of_run(optimizer, run.gradients, run.scaler, run.optimizer_step, average)
+        entry = AcceleratedOptimizer.of_run(
+            optimizer, run.gradients, run.scaler, run.optimizer_step, average, run.admits
+        )
         run.prepared.optimizers.append(entry)
         run.prepared.may_step(optimizer)
         return entry

@@ -1,0 +1,337 @@
+"""`Anomalies`: joins what judges a step (`observe/anomalies.py`) to the run, and does what is to be done.
+
+    backward        each adds its part of the window's loss                           (nothing is waited for)
+    clip            the norm that it took, so that it is not taken twice
+    optimizer.step  before it: loss and norm are read and gathered over all ranks      one wait, one small message
+                    -> judged by every rank, on the same numbers -> log | skip | rollback | stop
+
+A rollback happens in place, before `optimizer.step` returns: everything is loaded from the newest checkpoint but the positions
+of the loaders. The loop of the script goes on with the batch after the bad one; so whatever was read since the checkpoint is
+left out, under every plan and at every width.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+
+from paceline.base.errors import CheckpointError, ConfigError, Problem
+from paceline.base.exits import STOPPED
+from paceline.base.log import logger
+from paceline.checkpoint.state.train_state import KINDS as STATE_KINDS
+from paceline.observe.anomalies import (
+    KINDS,
+    NAME,
+    Anomaly,
+    AnomalyOptions,
+    Detector,
+    StepFacts,
+    flattened,
+    strongest,
+)
+from paceline.optim.clip import clip_grad_norm
+from paceline.optim.optimizer import PreparedOptimizer
+from paceline.plan.data import Position
+from paceline.plan.options import read
+from paceline.run import Run
+from paceline.states import States
+from paceline.world import runtime
+
+_MOST_LOSSES = 4096  # of a script that calls backward and never steps, the last ones are enough
+_JOURNAL_NAMES = {"nan": "nan", "loss_spike": "loss-spike", "gradient_norm": "gradient-norm"}
+
+
+def chosen(
+    anomalies: Mapping[str, Any] | None, options: Mapping[str, Mapping[str, Any]] | None
+) -> Mapping[str, Mapping[str, Any]] | None:
+    """The options, with what `Accelerator(anomalies=...)` was given.
+
+    Raises:
+        ConfigError: `anomaly-options`, where it is no mapping.
+    """
+    if anomalies is None:
+        return options
+    if not isinstance(anomalies, Mapping):
+        raise ConfigError(
+            "anomaly-options",
+            f"anomalies cannot be {anomalies!r}.",
+            why="it says for each kind of anomaly what is done",
+            fix='write such as anomalies={"nan": "skip"}',
+        )
+    others = dict(options or {})
+    others[NAME] = {**others.get(NAME, {}), **flattened(anomalies)}
+    return others
+
+
+def anomalies_of(run: Run, states: States) -> Anomalies | None:
+    """What the options of the run ask for; None where they ask for nothing, and then nothing is joined.
+
+    Raises:
+        ConfigError: `anomaly-options`, `anomaly-rollback`; all problems at once.
+    """
+    block = flattened(run.settings.options.get(NAME, {}))
+    places = {decision.field: decision.where or decision.source for decision in run.decisions}
+    options, wrong = read(AnomalyOptions, block, NAME, places)
+    problems = [Problem("anomaly-options", problem.what, problem.why, problem.fix) for problem in wrong]
+    if "rollback" in options.action_of.values() and run.project_dir is None:
+        problems.append(
+            Problem(
+                "anomaly-rollback",
+                "the run is to go back to its newest checkpoint after an anomaly, but has no folder for checkpoints.",
+                why=f"anomalies: {_said(options)}; project_dir=None",
+                fix="construct `Accelerator(project_dir='runs/mine')` and call `save_state()` in the loop; or choose skip or "
+                "stop",
+            )
+        )
+    if problems:
+        raise ConfigError.of(problems)
+    if not options.action_of or not runtime.current().keeps_files:
+        return None
+    return Anomalies(run, states, options)
+
+
+class Anomalies:
+    """Looks at each step of one run before it is taken.
+
+    Args:
+        run: whose steps these are.
+        states: where a rollback goes back to.
+        options: what is looked for.
+
+    Attributes:
+        counts: anomalies so far by kind, and steps "skipped" and "rollbacks".
+
+    Ranks: all take part in each step of a prepared optimizer.
+    """
+
+    def __init__(self, run: Run, states: States, options: AnomalyOptions) -> None:
+        self.counts = dict.fromkeys((*KINDS, "skipped", "rollbacks"), 0)
+        self._run = run
+        self._states = states
+        self._options = options
+        self._detectors: dict[str, Detector] = {}  # by the number of the optimizer
+        self._losses: list[tuple[int, Tensor]] = []  # backward pass -> its part of the window's loss
+        self._norms: list[Tensor] = []  # that clipping has taken in this window
+        self._skipped_in_a_row = 0
+        self._reviewed = -1  # backward passes when the last step was judged
+        self._admitted = True  # what came of it
+        self._stepped: set[int] = set()  # ids of the optimizers that have heard of it
+        self._is_partial = False  # the window goes on from a checkpoint, or one was saved in it
+        states.save_beside(NAME, self)
+        run.events.loss.subscribe(self._follow_loss)
+        run.events.clipped.subscribe(self._follow_norm)
+        run.admit_by(self.admits)
+
+    # -- what is known of a step ---------------------------------------------------------------------------------
+
+    def _follow_loss(self, share: Tensor) -> None:
+        self._losses.append((self._run.gradients.passes, share))
+        if len(self._losses) > _MOST_LOSSES:
+            del self._losses[: _MOST_LOSSES // 2]
+
+    def _follow_norm(self, norm: Tensor) -> None:
+        """Takes the norm of gradients that were clipped; of several calls in one window, that of all together."""
+        self._norms.append(norm.detach())
+
+    def _facts(self, optimizer: PreparedOptimizer) -> StepFacts:
+        """What all ranks know of the step. Ranks: all; each gets the same, so that all decide alike."""
+        run = self._run
+        losses = [share for number, share in self._losses if number > optimizer.passes_done]
+        here = []
+        if losses:
+            total = torch.stack([share.reshape(()).float() for share in losses]).sum()
+            here.append(total * run.gradients.correction())
+        takes_norm = bool({"nan", "gradient_norm"} & self._options.action_of.keys())
+        if takes_norm:
+            here.append(self._norm(optimizer))
+        self._losses.clear()
+        self._norms.clear()
+        # The one wait for the device.
+        numbers = torch.stack([value.float().to(run.device) for value in here]).tolist() if here else []
+        loss = numbers[0] if losses else math.nan
+        norm = numbers[-1] if takes_norm else 0.0
+        own = torch.tensor([[bool(losses), loss, norm]], dtype=torch.float64)
+        rows = run.collectives.gather(own).tolist()
+        has_loss = any(row[0] for row in rows)
+        bad_losses = [rank for rank, row in enumerate(rows) if row[0] and not math.isfinite(row[1])]
+        bad_gradients = [rank for rank, row in enumerate(rows) if not math.isfinite(row[2])]
+        is_judged = has_loss and not bad_losses and not self._is_partial
+        self._is_partial = False
+        return StepFacts(
+            loss=math.fsum(row[1] for row in rows if row[0]) / len(rows) if is_judged else None,
+            norm=rows[0][2] if takes_norm and not bad_gradients else None,
+            bad_losses=len(bad_losses),
+            bad_gradients=len(bad_gradients),
+            first_bad_rank=min([*bad_losses, *bad_gradients], default=0),
+        )
+
+    def _norm(self, optimizer: PreparedOptimizer) -> Tensor:
+        """The norm of the window's gradients: as clipping took it, else taken here."""
+        if self._norms:
+            norms = torch.stack([norm.float().to(self._run.device) for norm in self._norms])
+            total: Tensor = torch.linalg.vector_norm(norms)
+            return total
+        optimizer.unscale()
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        return clip_grad_norm(parameters, math.inf, across=self._run.prepared.across())
+
+    # -- what becomes of it --------------------------------------------------------------------------------------
+
+    def admits(self, optimizer: PreparedOptimizer) -> bool:
+        """Whether the gradients of the window that has ended are stepped. Ranks: all, with the same answer.
+
+        Several optimizers that step after the same backward passes get one answer.
+
+        Raises:
+            SystemExit: with `STOPPED`, where the run is to stop.
+        """
+        passes = self._run.gradients.passes
+        if passes == self._reviewed and id(optimizer) not in self._stepped:
+            self._stepped.add(id(optimizer))
+            return self._admitted
+        facts = self._facts(optimizer)
+        if self._run.scaler is not None and not facts.bad_losses:
+            # An overflow of fp16 is no anomaly: the loss scaler skips that step, and counts it.
+            facts = replace(facts, bad_gradients=0)
+        anomalies = self._detector(optimizer).judge(facts)
+        self._reviewed = passes
+        self._stepped = {id(optimizer)}
+        self._admitted = self._act(anomalies)
+        return self._admitted
+
+    def _detector(self, optimizer: PreparedOptimizer) -> Detector:
+        """Optimizers that take turns have losses and norms of their own."""
+        optimizers = self._run.prepared.optimizers
+        number = next((place for place, entry in enumerate(optimizers) if entry is optimizer), 0)
+        return self._detectors.setdefault(str(number), Detector(self._options))
+
+    def _act(self, anomalies: list[Anomaly]) -> bool:
+        """Does what the strongest of a step's anomalies asks for; whether the step is taken."""
+        step = max(optimizer.steps for optimizer in self._run.prepared.optimizers)
+        for anomaly in anomalies:
+            self.counts[anomaly.kind] += 1
+        action, reason = self._settle(strongest(anomalies))
+        if action in ("no", "log"):
+            self._skipped_in_a_row = 0
+            done = "The step is taken."
+        elif action == "skip":
+            self._skipped_in_a_row += 1
+            self.counts["skipped"] += 1
+            done = "The step is left out."
+        elif action == "rollback":
+            done = self._go_back()
+        else:
+            done = "The run stops."
+        because = f" ({reason})" if reason else ""
+        for anomaly in anomalies:
+            self._tell(anomaly, step, action, f"Step {step}: {anomaly.text} {done[:-1]}{because}.")
+        if action == "stop":
+            self._stop(step, anomalies, reason)
+        return action in ("no", "log")
+
+    def _settle(self, action: str) -> tuple[str, str]:
+        """The action that is taken, and why where it is not the one that was asked for."""
+        limit = self._options.limit
+        reason = ""
+        if action == "rollback" and self._states.latest is None:
+            action = self._options.without_checkpoint
+            reason = "the run has neither saved nor loaded a checkpoint that it could go back to"
+        if action == "rollback" and self.counts["rollbacks"] >= limit:
+            return "stop", f"it has gone back {limit} times, as often as anomalies.limit={limit} allows"
+        if action == "skip" and self._skipped_in_a_row >= limit:
+            return "stop", f"{limit} steps in a row were left out, as many as anomalies.limit={limit} allows"
+        return action, reason
+
+    def _go_back(self) -> str:
+        """Loads everything from the newest checkpoint but the loaders' positions; says what that leaves out. Ranks: all."""
+        latest = self._states.latest
+        assert latest is not None
+        counts = {**self.counts, "rollbacks": self.counts["rollbacks"] + 1}
+        skipped_in_a_row = self._skipped_in_a_row
+        self._states.load(latest.path, only=STATE_KINDS - {"loaders"})
+        # The statistics are those of the checkpoint now; how often the run went back is not undone by going back.
+        self.counts = counts
+        self._skipped_in_a_row = skipped_in_a_row
+        for optimizer in self._run.prepared.optimizers:
+            optimizer.leave_out()
+        left_out = self._left_out(latest.positions)
+        return f"The run went back to {latest.path} (step {latest.step}){left_out}."
+
+    def _left_out(self, positions: Mapping[str, Position]) -> str:
+        """The samples between a checkpoint and the step at hand, in words; "" where no prepared loader gave them."""
+        parts = []
+        for name, loader in self._states.training_loaders().items():
+            begin, end = positions.get(name, Position()), loader.position
+            if begin.epoch == end.epoch:
+                parts.append(f"samples {begin.samples} to {end.samples - 1} of epoch {end.epoch}")
+            else:
+                parts.append(
+                    f"all from sample {begin.samples} of epoch {begin.epoch} to {end.samples - 1} of {end.epoch}"
+                )
+        return f" and leaves out {', '.join(parts)}" if parts else ""
+
+    def _tell(self, anomaly: Anomaly, step: int, action: str, text: str) -> None:
+        """One line in the log and one in the journal, on the main process."""
+        value = math.nan if anomaly.value is None else anomaly.value
+        record = {"step": step, "what": _JOURNAL_NAMES[anomaly.kind], "value": value, "limit": anomaly.limit}
+        self._run.events.anomaly({**record, "action": action, "text": text})
+        if self._run.world.is_main and action != "stop":
+            logger("anomalies").warning("%s", text)
+
+    def _stop(self, step: int, anomalies: list[Anomaly], reason: str) -> NoReturn:
+        """Ends the run; a save that is under way is finished first, and nothing else is written. Ranks: all.
+
+        Raises:
+            SystemExit: with `STOPPED`.
+        """
+        why = [anomaly.text for anomaly in anomalies]
+        if reason:
+            why.append(f"it stops because {reason}")
+        problem = Problem(
+            "anomaly-stop",
+            f"the run stops before step {step}, which had an anomaly.",
+            why=why,
+            fix="look at the batch and the learning rate of this step; go on from the last checkpoint with another of them, or "
+            "with anomalies that are skipped or rolled back",
+        )
+        if self._run.world.is_main:
+            logger("anomalies").error(
+                "%s\nThe exit code is %d; the weights are those of the step before.", problem, STOPPED
+            )
+        try:
+            self._states.wait()
+        except CheckpointError as error:  # told here: no call will come that could raise it
+            if self._run.world.is_main:
+                logger("anomalies").error("the last save in the background has failed: %s", error)
+        sys.exit(STOPPED)
+
+    # -- in a checkpoint -----------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """What the next steps are judged by; the same on all ranks."""
+        # The loss of a window that was saved half-way is not whole after a resume, and so counts in neither run.
+        self._is_partial |= self._run.gradients.done > 0
+        detectors = {number: detector.state_dict() for number, detector in self._detectors.items()}
+        return {"detectors": detectors, "counts": dict(self.counts), "skipped_in_a_row": self._skipped_in_a_row}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Takes back what `state_dict` gave."""
+        self._detectors = {number: Detector(self._options) for number in state["detectors"]}
+        for number, detector in self._detectors.items():
+            detector.load_state_dict(state["detectors"][number])
+        self.counts = {**self.counts, **state["counts"]}
+        self._skipped_in_a_row = state["skipped_in_a_row"]
+        self._losses.clear()
+        self._norms.clear()
+        self._is_partial = self._run.gradients.done > 0
+
+
+def _said(options: AnomalyOptions) -> str:
+    """The actions that were asked for, in words."""
+    return ", ".join(f"{kind}={action}" for kind, action in options.action_of.items())
