@@ -41,7 +41,7 @@ TEXTS = {
 PRIVATE = {"_feed"}
 
 # Names of torch's own modules, which some class of ours has too.
-OF_TORCH = {"_buffers", "_modules", "_parameters"}
+OF_TORCH = {"_buffers", "_modules", "_parameters", "_version"}
 
 
 def lines_with_a_name(modules) -> dict[str, list[tuple[int, str]]]:

@@ -8,5 +8,6 @@ INTERRUPTED = 130
 
 # No rank made progress, and `--on-hang leave` (or `restart`, with no restart left) ended the run. (EX_PROTOCOL of sysexits.h)
 STUCK = 76
+
 # An anomaly with the action "stop": what has saved is whole, and beginning again would come to the same step. (EX_DATAERR)
 STOPPED = 65
