@@ -80,6 +80,21 @@ def test_two_runs_of_one_second_have_a_folder_each() -> None:
     assert second.folder.parent.name == first.folder.parent.name + "-2"
 
 
+def test_hosts_that_make_the_folder_at_the_same_time_share_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first, second = Recording(JOB), Recording(JOB)
+    real = Path.rename
+
+    def late(source: Path, target: Path) -> Path:
+        monkeypatch.setattr(Path, "rename", real)
+        second.round(decided("a", "b"), 1)  # while the first has staged its folder, and not renamed it
+        return real(source, target)
+
+    monkeypatch.setattr(Path, "rename", late)
+    first.round(decided("a", "b"), 0)
+    assert first.folder == second.folder
+    assert [path.name for path in (tmp_path / "runs").iterdir()] == ["2027-01-15-080000-train"]
+
+
 def test_a_run_that_is_not_watched_writes_no_journal(tmp_path: Path) -> None:
     recording = Recording(Job(Target("module", "package.train")))
     recording.begin()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import os
 import threading
 import time
 from pathlib import Path
@@ -58,6 +59,29 @@ def test_the_times_of_the_phases_sum_to_the_time_that_passed(folder: Path) -> No
     assert first.ms.keys() >= {"data", "forward", "backward"}
     total_ms = sum(first.ms.values()) + sum(second.ms.values())
     assert total_ms == pytest.approx(passed_ms, abs=5)
+
+
+def test_sums_that_two_threads_have_mixed_up_hold_again(folder: Path) -> None:
+    telemetry = telemetry_in(folder)
+    telemetry._ns["forward"] += 1_000_000_000  # as of a second thread that was between the same two statements
+    telemetry._tick()
+    telemetry.to("data")
+    telemetry._tick()
+    telemetry.finish()
+    ticks = [tick for tick in written(folder, Tick) if isinstance(tick, Tick)]
+    assert [sum(tick.ms.values()) < 500 for tick in ticks] == [False, True, True]
+
+
+def test_a_forked_process_ends_nothing(folder: Path) -> None:
+    telemetry = telemetry_in(folder)
+    with telemetry._tick_lock:  # as the thread may hold it at that moment
+        child = os.fork()
+        if child == 0:
+            telemetry.finish()
+            os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+    telemetry.finish()
+    assert len(written(folder, Tick)) == 1
 
 
 def test_values_are_numbers(folder: Path) -> None:
