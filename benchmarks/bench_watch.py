@@ -175,9 +175,8 @@ def main() -> None:
     args = parser.parse_args()
     turns, seconds = (2, 1.5) if args.smoke else (args.turns, 4.0)
     change_us, tick_us = own_costs()
-    print(
-        f"A change of phase: {change_us:.2f} us of the training thread. A tick: {tick_us:.0f} us of the other thread.\n"
-    )
+    print(f"A change of phase: {change_us:.2f} us of the training thread; a whole step: {step_cost():.0f} us.")
+    print(f"A tick, once a second: {tick_us:.0f} us of the other thread.\n")
     print("| model | step without, ms | with / without, wall | with / without, CPU | bytes a second, rank 0 |")
     print("|---|---|---|---|---|")
     for name in filter(None, args.models.split(",")):

@@ -10,7 +10,9 @@ also starts a process that serves the live page (`watch/page_process.py`).
 
 from __future__ import annotations
 
+import errno
 import os
+import shutil
 import sys
 import time
 from contextlib import suppress
@@ -169,17 +171,29 @@ class Recording:
 
 
 def _new_folder(header: RunHeader) -> Path:
-    """A folder for this run alone: another one of the same script may have begun in the same second."""
+    """A folder for this run alone: another one of the same script may have begun in the same second.
+
+    It appears with its header in it, by which another host of this run knows it.
+    """
+    runs = Path(_RUNS).absolute()
     moment = time.strftime("%Y-%m-%d-%H%M%S", time.gmtime(header.started))
+    name = f"{moment}-{header.name}"
+    staged = runs / f".{name}.{os.urandom(4).hex()}"
     number = 1
     while True:
-        suffix = "" if number == 1 else f"-{number}"
-        folder = Path(_RUNS).absolute() / f"{moment}-{header.name}{suffix}" / "watch"
+        folder = runs / (name if number == 1 else f"{name}-{number}")
         if not folder.exists():
-            return folder
+            write_header(staged / "watch", header)
+            try:
+                staged.rename(folder)
+                return folder / "watch"
+            except OSError as error:
+                shutil.rmtree(staged)
+                if error.errno not in (errno.EEXIST, errno.ENOTEMPTY):
+                    raise
         with suppress(ConfigError):  # what lies there is no run of ours
-            if read_header(folder).started == header.started:
-                return folder  # another host of this run was here first
+            if read_header(folder / "watch").started == header.started:
+                return folder / "watch"  # another host of this run was here first
         number += 1
 
 

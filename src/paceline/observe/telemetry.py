@@ -11,6 +11,7 @@ read a second later, by the thread.
 from __future__ import annotations
 
 import logging
+import os
 import sys
 import sysconfig
 import threading
@@ -32,6 +33,7 @@ _WAITS_S = 5.0  # a phase that lasts longer is said to wait, and where
 _LINES_A_SECOND = 20
 _MOST_NAMES = 1000
 _JOIN_S = 5.0
+_MOST_READINGS = 100
 _LIBRARIES = tuple(sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib"))
 _PACELINE = str(sys.modules["paceline"].__path__[0])
 
@@ -78,6 +80,7 @@ class Telemetry(Listener):
         main: bool,
     ) -> None:
         self._writer, self._progress, self._memory, self._main = writer, progress, memory, main
+        self._pid = os.getpid()
         self._trains = threading.get_ident()
         # Nanoseconds of the phases that have ended. They sum to what lies between these two moments, by which the thread
         # sees whether it has read both at the same time.
@@ -148,8 +151,8 @@ class Telemetry(Listener):
             self._norm = norm.detach()
 
     def finish(self) -> None:
-        """Writes what is left, and ends; a second call does nothing."""
-        if self._over.is_set():
+        """Writes what is left, and ends; a second call, or one in a forked process, does nothing."""
+        if self._over.is_set() or os.getpid() != self._pid:
             return
         self._over.set()
         if self._thread is not None and self._thread is not threading.current_thread():
@@ -214,12 +217,15 @@ class Telemetry(Listener):
 
     def _read(self) -> tuple[dict[str, int], tuple[str, int]]:
         """Times of the phases that have ended, and the one that runs, both of one moment."""
-        while True:
+        for _ in range(_MOST_READINGS):
             opened = self._open
             ns = self._ns.copy()
             if sum(ns.values()) == opened[1] - self._began_ns:
                 return ns, opened
             time.sleep(0)  # the training thread is between its two statements
+        # A script that calls its model on several threads at once has mixed up the sums. They hold again from here on.
+        self._began_ns = opened[1] - sum(ns.values())
+        return ns, opened
 
     def _values(self, progress: Progress) -> list[tuple[Record, float | None]]:
         """What was logged since the last tick, and what is known of the gradients, each with its moment."""

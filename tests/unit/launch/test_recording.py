@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from paceline import LaunchError
+from paceline.cli.launch import wait_recorded
 from paceline.launch.launcher import Failure, Job, Outcome, Target
 from paceline.launch.recording import NEW_FOLDER, Recording
 from paceline.launch.rounds import Member, Round
@@ -101,6 +102,21 @@ def test_two_runs_of_one_second_have_a_folder_each() -> None:
     assert second.folder.parent.name == first.folder.parent.name + "-2"
 
 
+def test_hosts_that_make_the_folder_at_the_same_time_share_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first, second = Recording(JOB), Recording(JOB)
+    real = Path.rename
+
+    def late(source: Path, target: Path) -> Path:
+        monkeypatch.setattr(Path, "rename", real)
+        second.round(decided("a", "b"), 1)  # while the first has staged its folder, and not renamed it
+        return real(source, target)
+
+    monkeypatch.setattr(Path, "rename", late)
+    first.round(decided("a", "b"), 0)
+    assert first.folder == second.folder
+    assert [path.name for path in (tmp_path / "runs").iterdir()] == ["2027-01-15-080000-train"]
+
+
 def test_a_run_that_is_not_watched_writes_no_journal(tmp_path: Path) -> None:
     recording = Recording(Job(Target("module", "package.train")))
     recording.begin()
@@ -154,3 +170,27 @@ def test_a_launcher_that_cannot_go_on() -> None:
     assert isinstance(error, records.ErrorShown)
     assert error.code == "launch-cut-off"
     assert end == records.End(1, "too few nodes are left.")
+
+
+class _Elsewhere:
+    """A job of other hosts."""
+
+    def __init__(self, exit_code: int | None) -> None:
+        self._exit_code = exit_code
+        self.state = ""
+
+    def wait(self) -> Outcome:
+        self.state = registered_runs()[0].state
+        if self._exit_code is None:
+            raise KeyboardInterrupt
+        return Outcome(self._exit_code)
+
+
+def test_a_job_of_other_hosts_is_among_the_runs_of_this_one() -> None:
+    handle = _Elsewhere(3)
+    assert wait_recorded(handle, JOB).exit_code == 3
+    assert handle.state == "running"
+    assert registered_runs()[0].exit_code == 3
+    with pytest.raises(KeyboardInterrupt):
+        wait_recorded(_Elsewhere(None), JOB)
+    assert [run.exit_code for run in registered_runs()] == [1, 3]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import os
 import threading
 import time
 from pathlib import Path
@@ -13,7 +14,8 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from paceline import Accelerator
+from paceline import Accelerator, watching
+from paceline.compat.accelerate.accelerator import Accelerator as ServedAccelerator
 from paceline.observe import telemetry as module
 from paceline.observe.telemetry import Progress, Telemetry
 from paceline.watch.journal import JournalReader, JournalWriter, RunHeader, rank_file, write_header
@@ -57,6 +59,29 @@ def test_the_times_of_the_phases_sum_to_the_time_that_passed(folder: Path) -> No
     assert first.ms.keys() >= {"data", "forward", "backward"}
     total_ms = sum(first.ms.values()) + sum(second.ms.values())
     assert total_ms == pytest.approx(passed_ms, abs=5)
+
+
+def test_sums_that_two_threads_have_mixed_up_hold_again(folder: Path) -> None:
+    telemetry = telemetry_in(folder)
+    telemetry._ns["forward"] += 1_000_000_000  # as of a second thread that was between the same two statements
+    telemetry._tick()
+    telemetry.to("data")
+    telemetry._tick()
+    telemetry.finish()
+    ticks = [tick for tick in written(folder, Tick) if isinstance(tick, Tick)]
+    assert [sum(tick.ms.values()) < 500 for tick in ticks] == [False, True, True]
+
+
+def test_a_forked_process_ends_nothing(folder: Path) -> None:
+    telemetry = telemetry_in(folder)
+    with telemetry._tick_lock:  # as the thread may hold it at that moment
+        child = os.fork()
+        if child == 0:
+            telemetry.finish()
+            os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+    telemetry.finish()
+    assert len(written(folder, Tick)) == 1
 
 
 def test_values_are_numbers(folder: Path) -> None:
@@ -224,3 +249,39 @@ def test_a_folder_that_cannot_be_written_to_ends_no_run(
     accelerator = Accelerator(cpu=True)
     assert accelerator.run.phases is None
     assert "not recorded" in caplog.text
+
+
+def test_the_operations_of_one_step_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PACELINE_WATCH_DIR", str(tmp_path))
+    monkeypatch.setattr(watching, "_peak_flops", lambda model, precision: 1e12)  # as of a device that our table knows
+    accelerator = Accelerator(cpu=True)
+    train(accelerator)
+    accelerator.end_training()
+    plans = [plan.flops for plan in written(tmp_path, PlanMade) if isinstance(plan, PlanMade)]
+    forward, backward = 2 * 4 * 4 * 2, 2 * 4 * 4 * 2  # of Linear(4, 2) and 4 rows; the inputs need no gradients
+    assert plans == [None, forward + backward]
+
+
+def test_a_compiled_model_is_not_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PACELINE_WATCH_DIR", str(tmp_path))
+    monkeypatch.setattr(watching, "_peak_flops", lambda model, precision: 1e12)
+    accelerator = Accelerator(cpu=True)
+    accelerator.prepare(torch.compile(nn.Linear(4, 2), backend="eager"))
+    assert accelerator.run.phases is not None
+    assert len(accelerator.run.phases.listeners) == 1
+    accelerator.end_training()
+
+
+def test_the_peak_of_a_device() -> None:
+    assert watching._peak_flops("NVIDIA H200", "bf16") == 989e12
+    assert watching._peak_flops("NVIDIA A100-SXM4-80GB", "no") == 19.5e12
+    assert watching._peak_flops("NVIDIA GeForce RTX 4090", "bf16") is None
+    assert watching._peak_flops("", "no") is None
+
+
+def test_values_that_are_logged_through_accelerates_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PACELINE_WATCH_DIR", str(tmp_path))
+    accelerator = ServedAccelerator(cpu=True)
+    accelerator.log({"loss": 2.0}, step=7)
+    accelerator.end_training()
+    assert written(tmp_path, Values) == [Values(7, {"loss": 2.0})]
