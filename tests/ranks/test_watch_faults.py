@@ -171,3 +171,26 @@ def test_nothing_is_said_of_an_even_run(tmp_path: Path) -> None:
             assert run.snapshot()["findings"] == []
             assert time.monotonic() < deadline
             time.sleep(0.5)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(180)
+@pytest.mark.parametrize("draws", [False, True])
+def test_the_launcher_speaks_for_a_silent_script_alone(tmp_path: Path, draws: bool) -> None:
+    import pexpect
+
+    (tmp_path / "train.py").write_text(
+        SCRIPT.replace(
+            "    time.sleep(0.02)\n    loss", f"    time.sleep(0.02)\n    {draws} and print(step, end='\\r')\n    loss"
+        )
+    )
+    words = ["-m", "paceline", "launch", "--cpu", "--procs", "1", "--watch-dir", "run", "train.py", "none", "-1"]
+    child = pexpect.spawn(sys.executable, words, cwd=str(tmp_path), encoding="utf-8", timeout=75)
+    try:
+        expected = ["paceline: step [0-9,]+, loss", pexpect.TIMEOUT]
+        assert child.expect(expected, timeout=75) == int(draws)
+    finally:
+        (tmp_path / "stop").touch()
+        child.expect(pexpect.EOF)
+        child.close()
+    assert child.exitstatus == 0
