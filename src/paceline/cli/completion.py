@@ -13,7 +13,7 @@ from paceline.base.errors import ConfigError
 
 _SHELLS = ("bash", "zsh", "tcsh")
 _FILES = ("script", "script_args", "hostfile", "config", "output")
-_FOLDERS = ("folder", "log_dir", "results")
+_FOLDERS = ("folder", "log_dir", "results", "watch_dir", "watched_run")
 
 
 def configure(parser: argparse.ArgumentParser) -> None:

@@ -393,6 +393,7 @@ class LocalHandle:
                     if ended:
                         poll.unregister(number)
                 self.nodes.poll()
+                self.recording.poll()
                 end_frozen(self.workers, self.job.timeout_s)
                 if self.stuck.look(self.workers, self.signals):
                     return
