@@ -141,7 +141,12 @@ function showHistory() {
     const [, title, options] = HISTORY.find((row) => row[0] === name);
     return new LineChart(title, { ...options, isTime: true, cursors: "time" });
   });
-  for (const [name] of known) historyCharts.get(name).update(run.history[name], { forecast: forecasts[name] ?? null });
+  for (const [name] of known) {
+    const now = run.history[name].at(-1)[1];
+    // A forecast that is far off would flatten the line; the plan's section has it in numbers.
+    const isNear = forecasts[name] && forecasts[name] < 3 * now && now < 3 * forecasts[name];
+    historyCharts.get(name).update(run.history[name], { forecast: isNear ? forecasts[name] : null });
+  }
 }
 
 /** Makes charts that are missing, removes those that are not wanted, and puts all in their order. */

@@ -18,6 +18,7 @@ const PHASES = {
 const HIDDEN_SHARE = 0.005; // a phase of which every rank has less is not shown
 const OVER_OTHERS = 0.1; // a rank that has so much more of a phase than the median of all stands out
 const LONG_WAIT = 0.25; // and so does one that waits for its data, or for a checkpoint, for so much of its time
+const MARGIN = 512 * 2 ** 20; // what a process holds besides tensors, which the forecast does not count
 const DENSE_RANKS = 48; // from so many on, a rank is a thin line
 const FIRST_ROWS = 8;
 
@@ -111,7 +112,8 @@ export function phases(run) {
 }
 
 function phaseCell(rank, phase, share, median, ms, ranks) {
-  const isOdd = ranks > 1 && share - median > OVER_OTHERS;
+  // Who waits for another rank spends the time in communication: that rank is not the one to look at.
+  const isOdd = ranks > 1 && share - median > OVER_OTHERS && phase !== "reduce" && phase !== "pipeline";
   const isWait = (phase === "data" || phase === "checkpoint") && share > LONG_WAIT;
   const kind = isOdd || isWait ? "warm" : share < HIDDEN_SHARE ? "idle" : null;
   const time = ms === undefined || ms === null ? "" : `, ${milliseconds(ms)} a step`;
@@ -143,7 +145,7 @@ export function memory(run) {
   const rows = ranks.map((rank) => {
     const peak = rank.memory_peak ?? rank.memory;
     const whole = byDevice(rank) ? Math.max(rank.memory_bytes, peak) : largest * 1.05;
-    const isOver = (forecast && peak > 1.1 * forecast) || (rank.memory_bytes && peak > 0.92 * rank.memory_bytes);
+    const isOver = (forecast && peak > 1.25 * forecast + MARGIN) || (rank.memory_bytes && peak > 0.92 * rank.memory_bytes);
     const words = `${bytes(peak)}${rank.memory_bytes ? ` of ${bytes(rank.memory_bytes)}` : ""}`;
     return element("div", { class: "memory-row", title: `rank ${rank.rank}, ${rank.host}, ${rank.device}: ${bytes(rank.memory)} now, at most ${words}` },
       element("span", { class: "who" }, ...rankName(rank, run)),
@@ -216,7 +218,9 @@ export function reports(run) {
 
 export function plan(run) {
   if (run.plan === null) return [];
-  const rows = run.plan.reasons.map(([field, value, source, reason]) => element("tr", {}, element("th", { scope: "row" }, field), element("td", { class: "words" }, value), element("td", { class: "words" }, source), element("td", { class: "words" }, reason)));
+  const isDefault = ([, , source, reason]) => source === "default" && reason === "";
+  const defaults = run.plan.reasons.filter(isDefault);
+  const decided = run.plan.reasons.filter((row) => !isDefault(row));
   const { recent, forecast } = run.speed;
   const compare = [];
   if (forecast.step_ms) compare.push(["Time of a step", milliseconds(forecast.step_ms), milliseconds(recent.step_ms)]);
@@ -224,7 +228,13 @@ export function plan(run) {
   if (forecast.mfu) compare.push(["Model FLOPs utilisation", percent(forecast.mfu, 1), percent(recent.mfu, 1)]);
   const parts = [];
   if (compare.length) parts.push(tableOf([[""], ["forecast"], ["measured"]], compare.map(([name, before, now]) => element("tr", {}, element("th", { scope: "row" }, name), element("td", {}, before), element("td", {}, now)))), element("h3", {}, "Decisions"));
-  if (rows.length) parts.push(tableOf([["field"], ["value", "words"], ["source", "words"], ["reason", "words"]], rows));
+  if (decided.length) parts.push(decisions(decided));
+  if (defaults.length) parts.push(element("details", {}, element("summary", {}, `${plural(defaults.length, "setting")} as by default`), decisions(defaults)));
   if (run.plan.text) parts.push(element("details", {}, element("summary", {}, sentence("The plan as `paceline explain` prints it")), element("pre", { tabindex: 0 }, run.plan.text)));
   return parts;
+}
+
+function decisions(reasons) {
+  const rows = reasons.map(([field, value, source, reason]) => element("tr", {}, element("th", { scope: "row" }, field), element("td", { class: "words" }, value), element("td", { class: "words" }, source), element("td", { class: "words" }, reason)));
+  return tableOf([["field"], ["value", "words"], ["source", "words"], ["reason", "words"]], rows);
 }
