@@ -62,7 +62,7 @@ def _row(entry: Any) -> dict[str, Any]:
         row["step"], row["total"] = snapshot["progress"]["step"], snapshot["progress"]["total"]
         row["steps_per_s"] = snapshot["speed"]["recent"]["steps_per_s"] if entry.state == "running" else None
         if entry.state == "running" and snapshot["state"] == "stuck":
-            row["state"] = "stuck"
+            row |= {"state": "stuck", "steps_per_s": None}
     return row
 
 
@@ -76,6 +76,8 @@ def _cells(row: dict[str, Any]) -> tuple[str, ...]:
     rate = "" if row["steps_per_s"] is None else f"{row['steps_per_s']:.3g} steps/s"
     procs = str(row["procs"]) + (f" x {row['nodes']}" if row["nodes"] > 1 else "")
     folder = row["watch"] or f"{row['directory']} (not watched)"
+    if row["watch"] and row["step"] is None:
+        folder += " (removed)" if not Path(folder).is_dir() else " (cannot be read)"
     return (str(row["pid"]), row["name"], state, procs, step, rate, _moment(row["started"]), folder)
 
 

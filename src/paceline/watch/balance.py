@@ -156,7 +156,8 @@ def _slow(group: Sequence[_Excess], snapshot: Mapping[str, Any]) -> Finding:
     phase = {"forward": "forward pass", "backward": "backward pass", "step": "optimizer's step"}.get(
         worst.phase, worst.phase
     )
-    factor = f" ({worst.ms / worst.others_ms:.1f} times as long)" if worst.others_ms else ""
+    times = worst.ms / worst.others_ms if worst.others_ms else 0.0
+    factor = f" ({times:.{0 if times > 10 else 1}f} times as long)" if times else ""
     text = (
         f"{who} {'are' if plural else 'is'} slow: the {phase} takes {milliseconds(worst.ms)}, that of the others "
         f"{milliseconds(worst.others_ms)}{factor}. {wait}"

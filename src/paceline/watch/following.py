@@ -36,8 +36,7 @@ class FollowedRun:
         self._view = RunView(self._reader.header)
         self._lock = threading.Lock()
         self._pids: dict[int, int] = {}  # of the ranks on this host
-        self._heard: dict[int, float] = {}  # when a rank's line was read, by this host's clock
-        self._looked = time.monotonic()
+        self._heard: dict[int, float] = {}  # the last moment in a rank's file
         self.folder = self._reader.folder
 
     def snapshot(self, names: Iterable[str] | None = None) -> dict[str, Any]:
@@ -48,28 +47,26 @@ class FollowedRun:
         """
         with self._lock:
             self._read()
-            if self._heard or time.monotonic() - self._looked > _SILENT_S:
-                self._look_for_processes()
+            self._look_for_processes()
             return self._view.snapshot(time.time(), names)
 
     def _read(self) -> None:
-        now = time.monotonic()
         for line in self._reader.read():
             if isinstance(line.record, Hello) and line.record.host == socket.gethostname():
                 self._pids[line.number] = line.record.pid
             if line.role == "rank":
-                self._heard[line.number] = now
+                self._heard[line.number] = line.t
             self._view.add(line)
 
     def _look_for_processes(self) -> None:
-        """Looks for the processes of ranks that are silent, and for the launcher's where all are."""
-        now = time.monotonic()
-        silent = [rank for rank in self._pids if now - self._heard.get(rank, now) > _SILENT_S]
-        for rank in self._pids:
-            self._view.note_process(rank, _state_of(self._pids[rank]) if rank in silent else "")
-        last = max(self._heard.values(), default=self._looked)
+        """Looks for the processes of ranks of this host that are silent, and for the launcher's where all ranks are."""
+        now = time.time()
+        for rank, pid in self._pids.items():
+            is_silent = now - self._heard[rank] > _SILENT_S
+            self._view.note_process(rank, _state_of(pid) if is_silent else "")
+        last = max(self._heard.values(), default=self._reader.header.started)
         if now - last > _SILENT_S and self._launcher_has_gone():
-            self._view.launcher_has_gone(time.time())
+            self._view.launcher_has_gone(now)
 
     def _launcher_has_gone(self) -> bool:
         header = self._reader.header

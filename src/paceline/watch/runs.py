@@ -24,7 +24,7 @@ def folder_of(run: str | None) -> Path:
         ConfigError: `watch-no-run`, where there is no such run; `watch-permission`, where its folder may not be read.
     """
     runs = registered_runs()
-    watched = [entry for entry in runs if entry.watch]
+    watched = _shown(runs)
     if run is None:
         if not watched:
             raise _no_run("no run of this machine is recorded.", runs)
@@ -37,6 +37,11 @@ def folder_of(run: str | None) -> Path:
     raise _no_run(
         f"there is no recorded run {run!r}: no such folder, and no name or process number of `paceline ps`.", runs
     )
+
+
+def _shown(runs: Sequence[RegisteredRun]) -> list[RegisteredRun]:
+    """Runs that were recorded, and whose folder nobody has removed."""
+    return [entry for entry in runs if entry.watch and Path(entry.watch).is_dir()]
 
 
 def _journal_below(folder: Path) -> Path:
@@ -60,11 +65,11 @@ def _readable(folder: Path) -> Path:
 
 
 def _no_run(what: str, runs: Sequence[RegisteredRun]) -> ConfigError:
-    watched = [entry for entry in runs if entry.watch]
+    watched = _shown(runs)
     why = [
         f"{entry.name} (process {entry.pid}, {entry.state}, {_ago(entry.started)}): {entry.watch}" for entry in watched
     ]
-    others = len(runs) - len(watched)
+    others = len([entry for entry in runs if not entry.watch])
     if not watched:
         why = [
             f"{others} run{'s were' if others != 1 else ' was'} started here without --watch"

@@ -190,7 +190,8 @@ def _cell(phase: str, share: float, usual: float) -> Text:
     colours = _HEAT if phase in _COMPUTES else _LOST
     level = min(len(colours) - 1, math.ceil(share * 10 - 0.2) if share > 0.02 else 0)
     is_above = share > usual + 0.1
-    style = Style(bgcolor=colours[level], bold=is_above)
+    # Its own colour of the letters: a terminal with a light background has dark ones.
+    style = Style(color="grey93" if level else None, bgcolor=colours[level], bold=is_above)
     return Text(f"{'>' if is_above else ''}{share:.0%}", style)
 
 

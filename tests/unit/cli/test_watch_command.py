@@ -86,7 +86,9 @@ def test_there_is_no_such_run(state: Path, capsys: pytest.CaptureFixture[str]) -
     error = capsys.readouterr().err
     assert "[watch-no-run]" in error and "1 run was started here without --watch" in error
     for number in range(7):
+        (state / "runs" / str(number)).mkdir(parents=True)
         registered(f"train{number}", state / "runs" / str(number))
+    registered("removed", state / "runs" / "removed")
     assert main(["watch", "nothing"]) == 2
     error = capsys.readouterr().err
     assert f"fix: paceline watch {state}/runs/6" in error and "and 2 older ones" in error

@@ -55,7 +55,7 @@ def test_a_stopped_process_and_a_launcher_that_has_gone(
     own_run(tmp_path, sleeper.pid)
     followed = FollowedRun(tmp_path)
     followed.snapshot()
-    monkeypatch.setattr(following, "_SILENT_S", 0.0)
+    monkeypatch.setattr(following, "_SILENT_S", -1.0)
     sleeper.send_signal(signal.SIGSTOP)
     deadline = time.monotonic() + 10
     while followed.snapshot()["ranks"][0]["process"] != "stopped" and time.monotonic() < deadline:
@@ -70,7 +70,7 @@ def test_a_stopped_process_and_a_launcher_that_has_gone(
 
 def test_a_run_of_another_host_is_not_looked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     followed = FollowedRun(write_synthetic(tmp_path, exit_code=None, started=time.time() - 600))
-    monkeypatch.setattr(following, "_SILENT_S", 0.0)
+    monkeypatch.setattr(following, "_SILENT_S", -1.0)
     assert followed.snapshot()["state"] == "stuck"
 
 
