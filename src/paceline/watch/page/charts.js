@@ -1,6 +1,6 @@
 // `LineChart`: one line over steps or time, drawn by uPlot, with the cursor's value as text above it.
 
-import { duration, number, toNumber } from "./format.js";
+import { count, duration, number, toNumber } from "./format.js";
 import { element } from "./dom.js";
 
 const HEIGHT = 180;
@@ -130,7 +130,7 @@ export class LineChart {
     const font = "12px system-ui, sans-serif";
     const axis = { stroke: () => colours.quiet, grid: { stroke: () => colours.edge, width: 1 }, ticks: { show: false }, font };
     const xValues = (_, ticks) => ticks.map((tick) => (this.isTime ? shortDuration(tick) : number(tick)));
-    const yValues = (_, ticks) => ticks.map((tick) => this.format(tick));
+    const yValues = (_, ticks) => ticks.map((tick) => (this.format === number ? count(tick) : this.format(tick)));
     return {
       width: 360,
       height: HEIGHT,

@@ -66,7 +66,7 @@ export function keyNumbers(run) {
   add("Loss", loss === null ? null : number(loss));
   if (recent.tokens_per_s) add("Tokens a second", count(recent.tokens_per_s), `on average ${count(mean.tokens_per_s)}`);
   if (recent.samples_per_s) add("Samples a second", count(recent.samples_per_s), `on average ${count(mean.samples_per_s)}`);
-  if (recent.step_ms) add("Time of a step", milliseconds(recent.step_ms), forecast.step_ms ? `the plan's forecast: ${milliseconds(forecast.step_ms)}` : `on average ${milliseconds(mean.step_ms)}`);
+  if (recent.step_ms) add("Time of a step", milliseconds(recent.step_ms), forecast.step_ms ? `forecast ${milliseconds(forecast.step_ms)}` : `on average ${milliseconds(mean.step_ms)}`);
   if (recent.mfu !== null) add("Model FLOPs utilisation", percent(recent.mfu, 1), forecast.mfu ? `forecast ${percent(forecast.mfu, 1)} of ${count(run.flops.peak / 1e12)} TFLOP/s` : `of ${count(run.flops.peak / 1e12)} TFLOP/s`);
   if (run.memory.peak) add("Largest memory", bytes(run.memory.peak), run.memory.forecast ? `rank ${run.memory.peak_rank} · forecast ${bytes(run.memory.forecast)}` : `rank ${run.memory.peak_rank}`);
   add("Gradient norm", norm === null ? null : number(norm));
