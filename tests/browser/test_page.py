@@ -414,7 +414,7 @@ def run_of_the_pictures(folder: Path) -> Shown:
         "mfu": [[second, 0.485 * tokens / 262_000] for second, tokens in speed],
     }
     changed = {
-        "name": "train-gpt", "command": "paceline launch --watch --shard 8 train_gpt.py".split(), "names": list(series),
+        "name": "train-gpt", "command": ["paceline", "launch", "--watch", "train_gpt.py"], "names": list(series),
         "state": "running", "exit_code": None, "why": "", "history": history, "page": {"stacks": True},
         "progress": {**snapshot["progress"], "step": 2400, "total": 10_000, "percent": 24.0, "seconds_left": 1900.0},
         "latest": {**snapshot["latest"], "loss": series["train/loss"]["last"], "grad_norm": series["grad_norm"]["last"]},
