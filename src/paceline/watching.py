@@ -12,16 +12,19 @@ import sys
 import time
 import weakref
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 
 from paceline.base import env
 from paceline.base.log import warn_once
+from paceline.observe.step_flops import StepFlops
 from paceline.observe.telemetry import Progress, Telemetry
 from paceline.planner.device import TABLE
 from paceline.planner.estimate import Need, estimate
 from paceline.run import Run
+from paceline.torch_internals.modules import is_compiled
 from paceline.watch.journal import JournalWriter, RunHeader, add_header, rank_file
 from paceline.watch.records import CheckpointSaved, Hello, PlanMade
 from paceline.world import runtime
@@ -51,8 +54,11 @@ def telemetry_of(run: Run) -> Telemetry | None:
         warn_once("watch", f"this run is not recorded: {error.filename or folder}: {error.strerror}.")
         return None
     telemetry = Telemetry(writer, _progress_of(weakref.ref(run)), _memory_of(run.device), main=world.is_main)
-    telemetry.record(_hello(run))
+    hello = _hello(run)
+    telemetry.record(hello)
     _join(run, telemetry)
+    if world.is_main and hello.peak_flops is not None:
+        count_flops(run, telemetry)
     telemetry.start()
     return telemetry
 
@@ -79,6 +85,29 @@ def _join(run: Run, telemetry: Telemetry) -> None:
     finish = weakref.finalize(run, telemetry.finish)
     run.events.leaving.subscribe(finish)
     _recorded.append((weakref.ref(run), finish))
+
+
+def count_flops(run: Run, telemetry: Telemetry) -> None:
+    """Counts the operations of the second step after `prepare`, and records the plan again with their number.
+
+    A compiled model is left alone: what it computes cannot be seen, and to look at it may compile it anew.
+    """
+    this_run = weakref.ref(run)
+
+    def tell(count: int) -> None:
+        counted_run = this_run()
+        if counted_run is not None and count:
+            telemetry.record(replace(_plan(counted_run), flops=float(count)))
+
+    def prepared() -> None:
+        once()
+        counted_run = this_run()
+        if counted_run is None or counted_run.plan.compile:
+            return
+        if not any(is_compiled(entry.wrapped) for entry in counted_run.prepared.models):
+            counted_run.follow_phases().listeners.append(StepFlops(tell))
+
+    once = run.events.prepared.subscribe(prepared)
 
 
 # The file belongs to the process and not to a run.
@@ -158,21 +187,27 @@ def _plan(run: Run) -> PlanMade:
 
 def _progress_of(reference: weakref.ref[Run]) -> Callable[[], Progress]:
     """What tells how far a run has come, from any thread."""
+    last = Progress()
 
     def progress() -> Progress:
+        nonlocal last
         run = reference()
-        if run is None:
-            return Progress()
-        step = max((optimizer.steps for optimizer in run.prepared.optimizers), default=0)
-        lengths = [getattr(entry.scheduler, "total_steps", None) for entry in run.prepared.schedulers]
-        totals = [length for length in lengths if isinstance(length, int)]
-        scaler = run.scaler
-        return Progress(
-            step, max(totals, default=None), _samples(run), run.gradients.items or None,
-            None if scaler is None else scaler.growth.scale, None if scaler is None else scaler.skipped_steps,
-        )  # fmt: skip
+        if run is not None:
+            last = _progress(run)
+        return last
 
     return progress
+
+
+def _progress(run: Run) -> Progress:
+    step = max((optimizer.steps for optimizer in run.prepared.optimizers), default=0)
+    lengths = [getattr(entry.scheduler, "total_steps", None) for entry in run.prepared.schedulers]
+    totals = [length for length in lengths if isinstance(length, int)]
+    scaler = run.scaler
+    return Progress(
+        step, max(totals, default=None), _samples(run), run.gradients.items or None,
+        None if scaler is None else scaler.growth.scale, None if scaler is None else scaler.skipped_steps,
+    )  # fmt: skip
 
 
 def _samples(run: Run) -> int | None:

@@ -377,6 +377,7 @@ class LocalHandle:
                     if ended:
                         poll.unregister(number)
                 self.nodes.poll()
+                self.recording.poll()
                 end_frozen(self.workers, self.job.timeout_s)
                 codes = [child.poll() for child in self.workers]
                 failed = any(code not in (None, 0, PREEMPTED) for code in codes) or any(map(stuck, self.workers))

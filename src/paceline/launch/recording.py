@@ -15,6 +15,7 @@ import sys
 import time
 from contextlib import suppress
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from paceline.base.errors import ConfigError, LaunchError
 from paceline.base.process_name import process_name
@@ -33,6 +34,9 @@ from paceline.watch.journal import (
 )
 from paceline.watch.page_process import PageProcess
 from paceline.watch.registry import RegisteredRun, mark_ended, mark_watched, register
+
+if TYPE_CHECKING:
+    from paceline.watch.status_line import StatusLine
 
 NEW_FOLDER = "new"  # `Job.watch` of a run whose folder is made for it
 _RUNS = "runs"
@@ -59,6 +63,7 @@ class Recording:
         self._page: PageProcess | None = None
         self._members: dict[str, str] | None = None  # id -> host, of the round before
         self._failing = False
+        self._status: StatusLine | None = None
         self.folder: Path | None = None
         if job.watch:
             _check_writable(Path(_RUNS if job.watch == NEW_FOLDER else job.watch))
@@ -99,6 +104,18 @@ class Recording:
                     decided.number - 1, procs, len(members), decided.restarts, decided.reason, joined, lost
                 )
             )  # fmt: skip
+
+    def poll(self) -> None:
+        """Says on a terminal now and then how far a watched run is, where its script says nothing."""
+        if self.folder is None:
+            return
+        if self._status is None:
+            from paceline.watch.status_line import (
+                StatusLine,
+            )  # what it needs to read a journal is for watched runs alone
+
+            self._status = StatusLine(self.folder, sys.stderr)
+        self._status.poll()
 
     def failed(self, outcome: Outcome) -> None:
         """A round has failed."""

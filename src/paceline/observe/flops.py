@@ -95,8 +95,8 @@ class Flops(Listener):
         if self._tree is None:
             return
         self._moments.append((phase, self._clock.now()))
-        if self._counter is not None and (before in _COUNTED) != (phase in _COUNTED):
-            if phase in _COUNTED:
+        if self._counter is not None and (before in COUNTED) != (phase in COUNTED):
+            if phase in COUNTED:
                 self._counter.__enter__()
             else:
                 self._counter.__exit__(None, None, None)
@@ -172,7 +172,7 @@ class Flops(Listener):
         return self.words(self.profile) if self.words else text(self.profile, self.depth, self.top, self.detailed)
 
 
-_COUNTED = ("forward", "backward", "reduce")
+COUNTED = ("forward", "backward", "reduce")
 
 
 class Counter(dispatch.TorchDispatchMode):

@@ -25,3 +25,9 @@ def buffer_table(module: nn.Module) -> dict[str, Tensor | None]:
 def child_table(module: nn.Module) -> dict[str, nn.Module | None]:
     """The modules directly in a module, by their names in it."""
     return module._modules
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Whether a module or one inside of it runs through `torch.compile`, or was compiled in place by `module.compile()`."""
+    parts = module.modules()
+    return any("_orig_mod" in part._modules or part._compiled_call_impl is not None for part in parts)

@@ -19,10 +19,14 @@ _SLOW_LOADER = 0.10  # of a step, above the others
 _SLOW_RANK = 0.15
 _COMPENSATED = 0.5  # of what a rank takes longer, the others must wait at least this part
 _DATA_SHARE = 0.25
+# On an accelerator the host loads data while the device computes, so that much of it costs nothing.
+_DATA_SHARE_OF_HOST = 0.5
 _COMMUNICATION_SHARE = 0.35
-_WAITING = ("reduce", "pipeline", "forward", "backward", "step")
-# How sure it is that a rank above the others in this phase is the cause, and does not wait itself.
+_WAITING = ("reduce", "pipeline", "forward", "backward", "step", "clip", "rest")
+# How sure it is that a rank above the others in this phase is the cause, and does not wait itself. The host of an accelerator
+# waits for its device, and through it for other ranks, where it reads a number: in "clip", in "step", or in the script.
 _CAUSES = (("data",), ("rest", "clip"), ("forward",), ("step", "backward"))
+_CAUSES_OF_HOST = (("data",), ("forward",), ("backward",), ("rest", "clip", "step"))
 
 
 @dataclass(frozen=True)
@@ -35,7 +39,7 @@ class _Excess:
         ms, others_ms: what it takes in a step there, and the median of the others.
         share, others_share: the same as shares of their time.
         waits: share of their time that the others wait more than this rank does.
-        certainty: place in `_CAUSES`.
+        certainty: place in `_CAUSES`; the smaller, the surer.
     """
 
     row: Mapping[str, Any]
@@ -62,7 +66,8 @@ def balance(snapshot: Mapping[str, Any]) -> list[Finding]:
     found = [_slow(group, snapshot) for group in _groups(causes)]
     shares = {rank: {phase: ms[phase] / _whole(ms) for phase in ms} for rank, ms in table.items()}
     data = [share["data"] for share in shares.values()]
-    if min(data) > 0.8 * _DATA_SHARE and median(data) > _DATA_SHARE:
+    limit = _DATA_SHARE_OF_HOST if _has_accelerator(snapshot["ranks"][0]) else _DATA_SHARE
+    if min(data) > 0.8 * limit and median(data) > limit:
         found.append(_all_wait_for_data(data))
     communication = [share["reduce"] + share["pipeline"] for share in shares.values()]
     if len(table) > 1 and min(communication) > _COMMUNICATION_SHARE:
@@ -94,7 +99,7 @@ def _excess(
         ordered: phase -> milliseconds of all ranks, in order.
     """
     others = {phase: _median_without(ordered[phase], ms) for phase, ms in own.items()}
-    for certainty, phases in enumerate(_CAUSES):
+    for certainty, phases in enumerate(_CAUSES_OF_HOST if _has_accelerator(row) else _CAUSES):
         phase = max(phases, key=lambda name: own[name] - others[name])
         above = own[phase] - others[phase]
         least = _SLOW_LOADER if phase == "data" else _SLOW_RANK
@@ -183,6 +188,10 @@ def _communication(shares: Sequence[float]) -> Finding:
     fix = "accumulate gradients over more micro-batches, use larger batches, or try another plan (`paceline plan`)"
     evidence = {"share": round(share, 3), "least": round(least, 3)}
     return Finding("communication", "warning", text, fix, [], evidence)
+
+
+def _has_accelerator(row: Mapping[str, Any]) -> bool:
+    return not row["device"].startswith("cpu") and row["device"] != ""
 
 
 def _whole(ms: Mapping[str, float]) -> float:

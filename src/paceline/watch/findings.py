@@ -25,8 +25,6 @@ from paceline.watch.finding import LEVELS, Finding, duration, milliseconds, size
 from paceline.watch.standing import standing
 
 _MEMORY_SHARE = 0.92
-_MEMORY_MARGIN = 512 << 20  # what a process holds besides tensors
-_OVER_FORECAST = 1.25
 _GROWTH = 256 << 20
 _BELOW_FORECAST = 1.5
 _FEWEST_STEPS = 20
@@ -100,7 +98,6 @@ def _checkpoints(snapshot: Mapping[str, Any]) -> list[Finding]:
 
 def _memory(snapshot: Mapping[str, Any]) -> list[Finding]:
     problems = []
-    forecast = snapshot["memory"]["forecast"]
     rows = [row for row in snapshot["ranks"] if row["memory_peak"]]
     full = [row for row in rows if row["memory_bytes"] and row["memory_peak"] > _MEMORY_SHARE * row["memory_bytes"]]
     if full:
@@ -113,14 +110,6 @@ def _memory(snapshot: Mapping[str, Any]) -> list[Finding]:
         fix = "smaller batches, `recompute`, or a plan that divides more (`--zero`, `--shard`)"
         numbers = [row["rank"] for row in full]
         problems.append(Finding("memory-full", "warning", text, fix, numbers, {"share": round(share, 3)}))
-    over = [row for row in rows if forecast and row["memory_peak"] > _OVER_FORECAST * forecast + _MEMORY_MARGIN]
-    if over:
-        worst = max(over, key=lambda row: row["memory_peak"])
-        text = (
-            f"Rank {worst['rank']} had {size(worst['memory_peak'])} in use; the plan's forecast was {size(forecast)}."
-        )
-        evidence = {"peak": worst["memory_peak"], "forecast": forecast}
-        problems.append(Finding("memory-over-forecast", "note", text, "", [row["rank"] for row in over], evidence))
     grows = [row for row in snapshot["ranks"] if row["memory_growth"] and row["memory_growth"]["bytes"] > _GROWTH]
     if grows:
         worst = max(grows, key=lambda row: row["memory_growth"]["bytes"])

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TextIO
 
+from paceline.watch.journal import rank_file
 from paceline.watch.plain import status
 from paceline.watch.tail import latest
 
@@ -53,7 +54,8 @@ class StatusLine:
         if written_at != self._seen or not self._is_in_front():
             self._seen = written_at
             return
-        snapshot = latest(self._folder)
+        # The files of rank 0 may be on another host, which then says how far the run is.
+        snapshot = latest(self._folder) if (self._folder / rank_file(0)).exists() else None
         if snapshot is None:
             return
         try:

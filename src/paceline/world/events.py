@@ -59,6 +59,9 @@ class Span(_Subscribers[P, AbstractContextManager[object]]):
         """It lasts while the context that is returned is open."""
         if not self._subscribers:
             return _NOTHING
+        if len(self._subscribers) == 1:
+            (subscriber,) = self._subscribers.values()
+            return subscriber(*args, **kwargs)
         stack = ExitStack()
         for subscriber in tuple(self._subscribers.values()):
             stack.enter_context(subscriber(*args, **kwargs))

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from paceline import Accelerator
+from paceline import Accelerator, watching
 from paceline.observe import telemetry as module
 from paceline.observe.telemetry import Progress, Telemetry
 from paceline.watch.journal import JournalReader, JournalWriter, RunHeader, rank_file, write_header
@@ -224,3 +224,31 @@ def test_a_folder_that_cannot_be_written_to_ends_no_run(
     accelerator = Accelerator(cpu=True)
     assert accelerator.run.phases is None
     assert "not recorded" in caplog.text
+
+
+def test_the_operations_of_one_step_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PACELINE_WATCH_DIR", str(tmp_path))
+    monkeypatch.setattr(watching, "_peak_flops", lambda model, precision: 1e12)  # as of a device that our table knows
+    accelerator = Accelerator(cpu=True)
+    train(accelerator)
+    accelerator.end_training()
+    plans = [plan.flops for plan in written(tmp_path, PlanMade) if isinstance(plan, PlanMade)]
+    forward, backward = 2 * 4 * 4 * 2, 2 * 4 * 4 * 2  # of Linear(4, 2) and 4 rows; the inputs need no gradients
+    assert plans == [None, forward + backward]
+
+
+def test_a_compiled_model_is_not_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PACELINE_WATCH_DIR", str(tmp_path))
+    monkeypatch.setattr(watching, "_peak_flops", lambda model, precision: 1e12)
+    accelerator = Accelerator(cpu=True)
+    accelerator.prepare(torch.compile(nn.Linear(4, 2), backend="eager"))
+    assert accelerator.run.phases is not None
+    assert len(accelerator.run.phases.listeners) == 1
+    accelerator.end_training()
+
+
+def test_the_peak_of_a_device() -> None:
+    assert watching._peak_flops("NVIDIA H200", "bf16") == 989e12
+    assert watching._peak_flops("NVIDIA A100-SXM4-80GB", "no") == 19.5e12
+    assert watching._peak_flops("NVIDIA GeForce RTX 4090", "bf16") is None
+    assert watching._peak_flops("", "no") is None

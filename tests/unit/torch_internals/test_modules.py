@@ -18,3 +18,11 @@ def test_what_is_written_to_a_table_is_what_the_module_has() -> None:
     modules.buffer_table(module)["count"] = torch.ones(1)
     replaced = modules.child_table(module)["child"] = nn.Identity()
     assert module.bias is plain and module.count.item() == 1 and module.child is replaced
+
+
+def test_compiled_modules_are_seen() -> None:
+    plain, in_place, wrapped = nn.Linear(2, 2), nn.Linear(2, 2), torch.compile(nn.Linear(2, 2), backend="eager")
+    in_place.compile(backend="eager")
+    assert not modules.is_compiled(nn.Sequential(plain))
+    assert modules.is_compiled(nn.Sequential(plain, in_place))
+    assert modules.is_compiled(nn.Sequential(plain, wrapped))

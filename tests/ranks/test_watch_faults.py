@@ -1,0 +1,196 @@
+"""Real runs in which one rank is slow, loads slowly or is stopped: the terminal view says which rank it is, and why."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from warm_python import executable
+
+from paceline.watch.following import FollowedRun
+from paceline.watch.journal import rank_file
+
+SCRIPT = """
+import sys, time
+from pathlib import Path
+import torch
+from torch.utils.data import DataLoader, Dataset
+from paceline import Accelerator
+
+fault, slow_rank = sys.argv[1], int(sys.argv[2])
+accelerator = Accelerator(cpu=True)
+is_slow = accelerator.process_index == slow_rank
+
+
+class Data(Dataset):
+    def __len__(self):
+        return 1_000_000
+
+    def __getitem__(self, index):
+        if fault == "data" and is_slow:
+            time.sleep(0.02)
+        return torch.ones(4)
+
+
+class Model(torch.nn.Linear):
+    def forward(self, batch):
+        if fault == "forward" and is_slow:
+            time.sleep(0.08)
+        return super().forward(batch)
+
+
+model = Model(4, 4)
+optimizer = torch.optim.SGD(model.parameters(), 0.01)
+model, optimizer, loader = accelerator.prepare(model, optimizer, DataLoader(Data(), batch_size=4))
+for step, batch in enumerate(loader):
+    time.sleep(0.02)
+    loss = (model(batch) - batch).pow(2).mean()
+    if fault == "backward" and is_slow:
+        loss.register_hook(lambda gradient: time.sleep(0.08))
+    accelerator.backward(loss)
+    optimizer.step()
+    optimizer.zero_grad()
+    accelerator.log({"loss": loss.item()}, step=step)
+    if accelerator.reduce(torch.tensor(float(Path("stop").exists()))).item():
+        break
+"""
+
+
+@contextmanager
+def started(folder: Path, fault: str, slow_rank: int, procs: int) -> Iterator[FollowedRun]:
+    """A run that goes on until the end of the `with`."""
+    (folder / "train.py").write_text(SCRIPT)
+    words = ["launch", "--cpu", "--procs", str(procs), "--watch-dir", "run", "train.py", fault, str(slow_rank)]
+    run = subprocess.Popen(
+        [executable(), "-m", "paceline", *words], cwd=folder, env={**os.environ, "OMP_NUM_THREADS": "1"}
+    )
+    try:
+        deadline = time.monotonic() + 60
+        while not (folder / "run" / "run.json").exists():
+            assert time.monotonic() < deadline and run.poll() is None
+            time.sleep(0.05)
+        yield FollowedRun(folder / "run")
+    finally:
+        (folder / "stop").touch()
+        try:
+            assert run.wait(60) == 0
+        finally:
+            run.kill()
+            run.wait()
+
+
+def until_found(run: FollowedRun, kind: str, seconds: float = 60.0) -> dict:
+    """The finding of this kind, once there is one."""
+    deadline = time.monotonic() + seconds
+    while True:
+        snapshot = run.snapshot()
+        for finding in snapshot["findings"]:
+            if finding["kind"] == kind:
+                return finding
+        assert snapshot["state"] != "ended", snapshot["errors"]
+        assert time.monotonic() < deadline, snapshot["findings"] or snapshot["heat"]
+        time.sleep(0.25)
+
+
+def once(folder: Path) -> str:
+    """What `paceline watch --once` prints."""
+    words = [executable(), "-m", "paceline", "watch", "run", "--once"]
+    env = {**os.environ, "COLUMNS": "160"}
+    return subprocess.run(words, cwd=folder, env=env, capture_output=True, text=True, check=True).stdout
+
+
+def test_one_loader_is_slow(tmp_path: Path) -> None:
+    with started(tmp_path, "data", 1, procs=2) as run:
+        finding = until_found(run, "slow-loader")
+    assert finding["ranks"] == [1]
+    assert finding["evidence"]["share"] > 0.5
+    assert run.snapshot()["state"] == "ended"
+
+
+@pytest.mark.long
+@pytest.mark.timeout(180)
+@pytest.mark.parametrize(
+    ("fault", "kind"), [("data", "slow-loader"), ("forward", "slow-rank"), ("backward", "slow-rank")]
+)
+def test_one_of_four_ranks_is_slow(tmp_path: Path, fault: str, kind: str) -> None:
+    with started(tmp_path, fault, 2, procs=4) as run:
+        finding = until_found(run, kind, 90)
+        assert finding["ranks"] == [2]
+        assert finding["evidence"]["phase"] == fault
+        text = once(tmp_path)
+        assert "Rank 2 waits" in text if fault == "data" else "Rank 2 is slow" in text
+        assert "   2" in text and ">" in text
+
+
+@pytest.mark.long
+@pytest.mark.timeout(180)
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux says that a process is stopped")
+def test_one_of_four_ranks_is_stopped(tmp_path: Path) -> None:
+    with started(tmp_path, "none", -1, procs=4) as run:
+        deadline = time.monotonic() + 60
+        while run.snapshot()["progress"]["step"] < 20:
+            assert time.monotonic() < deadline
+            time.sleep(0.25)
+        assert run.snapshot()["findings"] == []
+        hello = json.loads((tmp_path / "run" / rank_file(3)).read_text().splitlines()[0])
+        os.kill(hello["pid"], signal.SIGSTOP)
+        began = time.monotonic()
+        try:
+            finding = until_found(run, "silent-rank", 30)
+            waited = time.monotonic() - began
+            text = once(tmp_path)
+        finally:
+            os.kill(hello["pid"], signal.SIGCONT)
+        assert waited < 15
+        assert (finding["ranks"], finding["stops"]) == ([3], True)
+        assert (
+            f"its process ({hello['pid']}) is stopped by a signal (SIGSTOP). 3 ranks wait for it in reduce."
+            in finding["text"]
+        )
+        assert "process stopped" in text and "Rank 3 has given no sign of life" in text
+        deadline = time.monotonic() + 30
+        while run.snapshot()["findings"]:
+            assert time.monotonic() < deadline
+            time.sleep(0.25)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(180)
+def test_nothing_is_said_of_an_even_run(tmp_path: Path) -> None:
+    with started(tmp_path, "none", -1, procs=4) as run:
+        deadline = time.monotonic() + 90
+        while run.snapshot()["progress"]["step"] < 300:
+            assert run.snapshot()["findings"] == []
+            assert time.monotonic() < deadline
+            time.sleep(0.5)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(180)
+@pytest.mark.parametrize("draws", [False, True])
+def test_the_launcher_speaks_for_a_silent_script_alone(tmp_path: Path, draws: bool) -> None:
+    import pexpect
+
+    (tmp_path / "train.py").write_text(
+        SCRIPT.replace(
+            "    time.sleep(0.02)\n    loss", f"    time.sleep(0.02)\n    {draws} and print(step, end='\\r')\n    loss"
+        )
+    )
+    words = ["-m", "paceline", "launch", "--cpu", "--procs", "1", "--watch-dir", "run", "train.py", "none", "-1"]
+    child = pexpect.spawn(sys.executable, words, cwd=str(tmp_path), encoding="utf-8", timeout=75)
+    try:
+        expected = ["paceline: step [0-9,]+, loss", pexpect.TIMEOUT]
+        assert child.expect(expected, timeout=75) == int(draws)
+    finally:
+        (tmp_path / "stop").touch()
+        child.expect(pexpect.EOF)
+        child.close()
+    assert child.exitstatus == 0
