@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import ExitStack
 
 from paceline.observe.flops import COUNTED, Counter
 from paceline.observe.phases import Listener
@@ -23,6 +24,7 @@ class StepFlops(Listener):
         self._number = 1
         self._phase = "rest"
         self._counter = Counter() if step == 1 else None
+        self._counting = ExitStack()
 
     def to(self, phase: str) -> None:
         """See `observe.phases.Listener`."""
@@ -31,9 +33,9 @@ class StepFlops(Listener):
         if self._counter is None or (before in COUNTED) == (phase in COUNTED):
             return
         if phase in COUNTED:
-            self._counter.__enter__()
+            self._counting.enter_context(self._counter)
         else:
-            self._counter.__exit__(None, None, None)
+            self._counting.close()
 
     def ended(self) -> None:
         """See `observe.phases.Listener`."""
