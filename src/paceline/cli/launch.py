@@ -17,7 +17,7 @@ from paceline.config import schema
 from paceline.config.given import Choice
 from paceline.config.settings import LaunchSettings, launch_classes, settings_of
 from paceline.config.sources import Launch, resolve_launch
-from paceline.launch.launcher import LAUNCHERS, Job, Launcher
+from paceline.launch.launcher import LAUNCHERS, Handle, Job, Launcher, Outcome
 from paceline.world.layout import AXES
 
 
@@ -121,7 +121,26 @@ def carry_out(job: Job, resolved: Launch) -> int:
     from paceline.launch.report import describe
 
     launcher = _launcher(job, resolved)
-    outcome = launcher.submit(launcher.render(job)).wait()
+    handle = launcher.submit(launcher.render(job))
+    if job.assignment is None:
+        outcome = handle.wait()
+    else:
+        outcome = wait_recorded(handle, job)  # what starts processes here records them itself
     if not outcome.in_worker and (outcome.failure or outcome.elsewhere):
         print(describe(outcome, job), file=sys.stderr, flush=True)
     return int(outcome.exit_code)
+
+
+def wait_recorded(handle: Handle, job: Job) -> Outcome:
+    """Waits for a job on other hosts, which `paceline ps` shows here meanwhile."""
+    from paceline.launch.recording import Recording
+
+    recording = Recording(replace(job, watch=""))
+    recording.begin()
+    exit_code = 1
+    try:
+        outcome = handle.wait()
+        exit_code = outcome.exit_code
+        return outcome
+    finally:
+        recording.end(exit_code)

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from paceline import LaunchError
+from paceline.cli.launch import wait_recorded
 from paceline.launch.launcher import Failure, Job, Outcome, Target
 from paceline.launch.recording import NEW_FOLDER, Recording
 from paceline.launch.rounds import Member, Round
@@ -154,3 +155,27 @@ def test_a_launcher_that_cannot_go_on() -> None:
     assert isinstance(error, records.ErrorShown)
     assert error.code == "launch-cut-off"
     assert end == records.End(1, "too few nodes are left.")
+
+
+class _Elsewhere:
+    """A job of other hosts."""
+
+    def __init__(self, exit_code: int | None) -> None:
+        self._exit_code = exit_code
+        self.state = ""
+
+    def wait(self) -> Outcome:
+        self.state = registered_runs()[0].state
+        if self._exit_code is None:
+            raise KeyboardInterrupt
+        return Outcome(self._exit_code)
+
+
+def test_a_job_of_other_hosts_is_among_the_runs_of_this_one() -> None:
+    handle = _Elsewhere(3)
+    assert wait_recorded(handle, JOB).exit_code == 3
+    assert handle.state == "running"
+    assert registered_runs()[0].exit_code == 3
+    with pytest.raises(KeyboardInterrupt):
+        wait_recorded(_Elsewhere(None), JOB)
+    assert [run.exit_code for run in registered_runs()] == [1, 3]

@@ -14,6 +14,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from paceline import Accelerator, watching
+from paceline.compat.accelerate.accelerator import Accelerator as ServedAccelerator
 from paceline.observe import telemetry as module
 from paceline.observe.telemetry import Progress, Telemetry
 from paceline.watch.journal import JournalReader, JournalWriter, RunHeader, rank_file, write_header
@@ -252,3 +253,11 @@ def test_the_peak_of_a_device() -> None:
     assert watching._peak_flops("NVIDIA A100-SXM4-80GB", "no") == 19.5e12
     assert watching._peak_flops("NVIDIA GeForce RTX 4090", "bf16") is None
     assert watching._peak_flops("", "no") is None
+
+
+def test_values_that_are_logged_through_accelerates_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PACELINE_WATCH_DIR", str(tmp_path))
+    accelerator = ServedAccelerator(cpu=True)
+    accelerator.log({"loss": 2.0}, step=7)
+    accelerator.end_training()
+    assert written(tmp_path, Values) == [Values(7, {"loss": 2.0})]

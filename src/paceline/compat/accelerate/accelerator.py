@@ -553,8 +553,9 @@ class Accelerator(NativeAccelerator):
         return skip_first_batches(dataloader, num_batches)
 
     def log(self, values: Any, step: int | None = None, log_kwargs: Any = None) -> None:
-        """Logs values to every tracker, on the main process."""
+        """Logs values to every tracker, on the main process, and to the journal of a watched run."""
         self.trackers.log(values, step, log_kwargs)
+        self.run.events.logged(values, step)
 
 
 # By id: an accelerator that is read back in its own process is itself.
