@@ -63,16 +63,16 @@ def balance(snapshot: Mapping[str, Any]) -> list[Finding]:
     if not table or len(table) < len(snapshot["ranks"]):
         return []
     causes = _causes(snapshot["ranks"], table)
-    found = [_slow(group, snapshot) for group in _groups(causes)]
+    problems = [_slow(group, snapshot) for group in _groups(causes)]
     shares = {rank: {phase: ms[phase] / _whole(ms) for phase in ms} for rank, ms in table.items()}
     data = [share["data"] for share in shares.values()]
     limit = _DATA_SHARE_OF_HOST if _has_accelerator(snapshot["ranks"][0]) else _DATA_SHARE
     if min(data) > 0.8 * limit and median(data) > limit:
-        found.append(_all_wait_for_data(data))
+        problems.append(_all_wait_for_data(data))
     communication = [share["reduce"] + share["pipeline"] for share in shares.values()]
     if len(table) > 1 and min(communication) > _COMMUNICATION_SHARE:
-        found.append(_communication(communication))
-    return found
+        problems.append(_communication(communication))
+    return problems
 
 
 def _causes(rows: Sequence[Mapping[str, Any]], table: Mapping[int, Mapping[str, float]]) -> list[_Excess]:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.base.errors import ConfigError
-from paceline.watch.journal import Line, launcher_file, rank_file, read_header
+from paceline.watch.journal import Line, rank_file, read_header
 from paceline.watch.records import record_of
 from paceline.watch.view import RunView
 
@@ -15,21 +15,23 @@ _TAIL_BYTES = 32 << 10
 
 
 def latest(folder: Path) -> dict[str, Any] | None:
-    """A snapshot by the last lines of rank 0 and of the first host's launcher; None where no run can be read there.
+    """A snapshot by the last lines of rank 0 and of the launchers; None where no run can be read there.
 
     What does not stand in these lines is missing in it: other ranks, older values.
     """
     try:
         view = RunView(read_header(folder))
-        files = [*_lines(folder / launcher_file(0), "launcher"), *_lines(folder / rank_file(0), "rank")]
+        lines = _lines(folder / rank_file(0), "rank", 0)
+        for number, path in enumerate(sorted(folder.glob("launcher-*.jsonl"))):
+            lines += _lines(path, "launcher", number)
     except (ConfigError, OSError):
         return None
-    for line in sorted(files, key=lambda line: line.t):
+    for line in sorted(lines, key=lambda line: line.t):
         view.add(line)
     return view.snapshot(time.time())
 
 
-def _lines(path: Path, role: str) -> list[Line]:
+def _lines(path: Path, role: str, number: int) -> list[Line]:
     try:
         with path.open("rb") as file:
             size = file.seek(0, 2)
@@ -46,5 +48,5 @@ def _lines(path: Path, role: str) -> list[Line]:
         except ValueError:
             continue  # a crash has cut it
         if record is not None:
-            lines.append(Line(role, 0, t, record))
+            lines.append(Line(role, number, t, record))
     return lines

@@ -103,6 +103,7 @@ class RunView:
         }
         self._counts = {"checkpoints": 0, "failed": 0, "anomalies": 0}
         self._ends: dict[int, tuple[float, End]] = {}
+        self._first_launcher: int | None = None  # the one that wrote the latest round; the run ends when this one does
         self._latest = header.started
         self._heard_by_host: dict[str, float] = {}
         self._restart = 0
@@ -127,6 +128,8 @@ class RunView:
         elif isinstance(record, End):
             self._ends[line.number] = (t, record)
         elif type(record) in self._events:
+            if isinstance(record, Round):
+                self._first_launcher = line.number
             self._events[type(record)].append({"t": t, **_plain(record)})
             self._count(record)
 
@@ -144,14 +147,17 @@ class RunView:
             self._ranks[rank].process = process
 
     def _add_hello(self, hello: Hello, t: float) -> None:
+        starts_again = hello.rank in self._ranks
         self._set_rank(RankState(hello, t))
         self._heard_by_host[hello.host] = max(t, self._heard_by_host.get(hello.host, 0.0))
-        if hello.restart > self._restart:
+        # A job that was queued again may go on in the folder of the one before.
+        self._ends = {number: end for number, end in self._ends.items() if end[0] > t}
+        self._gone = None
+        if starts_again and hello.rank == self._lead:
             self._restart_steps.append(self._progress.done()["step"])
-            self._restart = hello.restart
             self._progress.restart()
             self._values.restart()
-            self._ends.clear()
+        self._restart = max(self._restart, hello.restart)
 
     def _set_rank(self, state: RankState) -> None:
         rank = state.facts.rank
@@ -246,8 +252,10 @@ class RunView:
         return snapshot
 
     def _end(self) -> tuple[float, End | None] | None:
-        """When and how the run has ended, by the first host's launcher; None while it goes on."""
-        if self._ends:
+        """When and how the run has ended; None while it goes on. A host that has left before does not end it."""
+        if self._first_launcher in self._ends:
+            return self._ends[self._first_launcher]
+        if self._ends and self._first_launcher is None:
             return self._ends[min(self._ends)]
         return None if self._gone is None else (max(self._latest, self.header.started), None)
 

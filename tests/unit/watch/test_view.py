@@ -115,6 +115,37 @@ def test_a_launcher_that_has_gone() -> None:
     assert snapshot["now"] == run.now - 500
 
 
+def test_a_job_that_was_queued_again_goes_on_in_the_same_folder() -> None:
+    run = WatchedRun(2)
+    run.add(Round(0, 2), role="launcher")
+    run.hello()
+    run.train(10)
+    run.add(End(75, "preempted"), role="launcher")
+    assert run.snapshot()["state"] == "ended"
+    run.now += 100
+    run.add(Round(0, 2), rank=1, role="launcher")
+    run.hello()
+    run.step = 20
+    run.train(10)
+    snapshot = run.snapshot()
+    assert (snapshot["state"], snapshot["restart_steps"], snapshot["findings"]) == ("running", [40], [])
+    assert snapshot["speed"]["mean"]["steps_per_s"] == pytest.approx(4.0)
+    run.add(End(0), rank=1, role="launcher")
+    assert (run.snapshot()["state"], run.snapshot()["exit_code"]) == ("ended", 0)
+
+
+def test_a_host_that_leaves_does_not_end_the_run() -> None:
+    run = WatchedRun(4)
+    run.add(Round(0, 4, 2), role="launcher")
+    run.hello()
+    run.train(10)
+    run.add(End(1, "this host was left out"), rank=1, role="launcher")
+    run.train(2)
+    assert run.snapshot()["state"] == "running"
+    run.add(End(0), role="launcher")
+    assert (run.snapshot()["state"], run.snapshot()["exit_code"]) == ("ended", 0)
+
+
 def test_a_restart_with_fewer_ranks() -> None:
     run = WatchedRun(4)
     run.hello()
