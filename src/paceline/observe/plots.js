@@ -13,7 +13,12 @@ function formatted(value, form) {
 for (const holder of document.querySelectorAll(".plot")) {
   const { names, tables, form, label } = JSON.parse(holder.querySelector("script").textContent);
   const text = (value) => (value === null || value === undefined ? "–" : formatted(value, form));
-  const axis = { stroke: colour("quiet"), grid: { stroke: colour("edge"), width: 1 }, ticks: { show: false }, font: "12px system-ui" };
+  const axis = {
+    stroke: colour("quiet"),
+    grid: { stroke: colour("edge"), width: 1 },
+    ticks: { show: false },
+    font: "12px system-ui",
+  };
   const points = tables[0][0].length <= 40;
   const readouts = [...holder.previousElementSibling.querySelectorAll("b")];
   const last = tables.map(([, ys]) => ys.findLast((value) => value !== null));
@@ -24,10 +29,18 @@ for (const holder of document.querySelectorAll(".plot")) {
     cursor: { y: false, drag: { x: false, y: false } },
     scales: { x: { time: false } },
     axes: [
-      { ...axis, grid: { show: false }, size: 32, incrs: [1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 10_000, 100_000, 1_000_000] },
+      {
+        ...axis,
+        grid: { show: false },
+        size: 32,
+        incrs: [1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 10_000, 100_000, 1_000_000],
+      },
       { ...axis, size: 54 },
     ],
-    series: [{}, ...names.map((_, at) => ({ stroke: colour(`series-${at % 4}`), width: 2, points: { show: points, size: 6 } }))],
+    series: [
+      {},
+      ...names.map((_, at) => ({ stroke: colour(`series-${at % 4}`), width: 2, points: { show: points, size: 6 } })),
+    ],
     hooks: {
       // Under the pointer the legend has the values there, and else the last ones.
       setCursor: [

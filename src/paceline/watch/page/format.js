@@ -32,7 +32,10 @@ export function count(value) {
   const given = toNumber(value);
   if (given === null || !Number.isFinite(given)) return number(value);
   if (Math.abs(given) < 10_000) return number(given);
-  return given.toLocaleString("en", { notation: "compact", maximumSignificantDigits: 3 }).replace("K", "k").replace(/([A-Za-z])$/, " $1");
+  return given
+    .toLocaleString("en", { notation: "compact", maximumSignificantDigits: 3 })
+    .replace("K", "k")
+    .replace(/([A-Za-z])$/, " $1");
 }
 
 export function percent(share, digits = 0) {
