@@ -5,7 +5,11 @@
 
 from __future__ import annotations
 
+import math
+import random
 import shutil
+import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -379,12 +383,71 @@ def test_a_frozen_page_opens_from_the_disk(watched: Watched, folder: Path) -> No
     assert watched.errors == [] and watched.requests == [path.as_uri()]
 
 
+# -- pictures of the documentation -------------------------------------------------------------------------------------
+
+
+def run_of_the_pictures(folder: Path) -> Shown:
+    """A synthetic run of eight ranks in the middle of its way, with curves as they usually look."""
+    written = write_synthetic(
+        folder / "watch", ranks=8, seconds=600, names=2, restart_at=200, started=time.time() - 600
+    )
+    snapshot = FollowedRun(written).snapshot()
+    draw = random.Random(0)
+    curves: dict[str, Callable[[int], float]] = {
+        "train/loss": lambda step: 1.9 + 9 * math.exp(-step / 350) + draw.gauss(0, 0.04),
+        "eval/loss": lambda step: 2.0 + 9 * math.exp(-step / 340),
+        "learning_rate": lambda step: 3e-4 * min(1, step / 300) * (0.5 + 0.5 * math.cos(math.pi * step / 10_000)),
+        "grad_norm": lambda step: 0.8 + 2.5 * math.exp(-step / 250) + abs(draw.gauss(0, 0.12)),
+        "eval/accuracy": lambda step: 0.62 * (1 - math.exp(-step / 900)),
+        "tokens_seen": lambda step: 65_536.0 * step,
+    }
+    series = {}
+    for name, curve in curves.items():
+        every = 100 if name.startswith("eval") else 4
+        points = [[step, curve(step)] for step in range(every, 2401, every)]
+        series[name] = {"points": points, "by": "step", "last": points[-1][1], "last_step": 2400, "count": len(points)}
+    speed = [[second, 262_000 + draw.gauss(0, 2500) - 30_000 * (198 < second < 206)] for second in range(5, 600, 3)]
+    forecast = {**snapshot["speed"]["forecast"], "step_ms": 230.0}
+    history = {
+        "tokens_per_s": speed,
+        "step_ms": [[second, 65_536_000 / tokens] for second, tokens in speed],
+        "mfu": [[second, 0.485 * tokens / 262_000] for second, tokens in speed],
+    }
+    changed = {
+        "name": "train-gpt", "command": ["paceline", "launch", "--watch", "train_gpt.py"], "names": list(series),
+        "state": "running", "exit_code": None, "why": "", "history": history, "page": {"stacks": True},
+        "progress": {**snapshot["progress"], "step": 2400, "total": 10_000, "percent": 24.0, "seconds_left": 1900.0},
+        "latest": {**snapshot["latest"], "loss": series["train/loss"]["last"], "grad_norm": series["grad_norm"]["last"]},
+        "speed": {**snapshot["speed"], "forecast": forecast},
+    }  # fmt: skip
+    return Shown({**snapshot, **changed}, series)
+
+
 def make_pictures(folder: Path) -> None:
-    """Writes the pictures of the documentation."""
-    raise NotImplementedError
+    """Writes the pictures of the documentation: light, dark, and a phone."""
+    from PIL import Image
+
+    folder.mkdir(parents=True, exist_ok=True)
+    kinds = {"light": (DESKTOP, "light", 1), "dark": (DESKTOP, "dark", 1), "phone": (PHONE, "light", 2)}
+    with tempfile.TemporaryDirectory() as temporary, playwright.sync_playwright() as driver:
+        shown = run_of_the_pictures(Path(temporary))
+        browser = driver.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        with PageServer(shown, write_stacks=shown.write_stacks) as server:
+            for name, (size, scheme, scale) in kinds.items():
+                page = browser.new_page(
+                    viewport={**size, "height": 1360 if name != "phone" else 812},
+                    color_scheme=scheme,
+                    device_scale_factor=scale,
+                )
+                Watched(page).open(server.url)
+                page.wait_for_timeout(800)
+                path = folder / f"page-{name}.png"
+                page.screenshot(path=path)
+                page.close()
+                # Flat colours: a palette keeps them, at a third of the bytes.
+                Image.open(path).convert("RGB").quantize(255, dither=Image.Dither.NONE).save(path, optimize=True)
+        browser.close()
 
 
 if __name__ == "__main__":
-    import sys
-
     make_pictures(Path(sys.argv[1]))

@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING
 from paceline.base.errors import ConfigError
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from paceline.watch.following import FollowedRun
 
 
@@ -28,6 +30,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--interval-s", type=float, metavar="S", help="seconds between two updates [1; of lines that go to a file: 10]"
     )
+    parser.add_argument("--freeze", metavar="FILE", help="write the page, as it is now, to an HTML file, and leave")
     parser.add_argument("--port", type=int, metavar="N", help="port of the page [the first free one from 8470 on]")
     parser.add_argument(
         "--remote-command", metavar="COMMAND", default="paceline", help="what starts paceline on HOST [paceline]"
@@ -41,10 +44,18 @@ def run(args: argparse.Namespace) -> int:
     if colon and _is_remote(host, args.watched_run):
         from paceline.watch.remote import watch_on
 
+        if args.freeze:
+            raise ConfigError(
+                "command-line",
+                f"--freeze writes the page of a run of this machine, and the run is on {host}.",
+                fix=f"ssh {host} {args.remote_command} watch {there} --freeze report.html".replace("  ", " "),
+            )
         return watch_on(host, there, args.remote_command, text=args.text, once=args.once, port=args.port)
     from paceline.watch.following import FollowedRun
     from paceline.watch.runs import folder_of
 
+    if args.freeze:
+        return _freeze(folder_of(args.watched_run), args.freeze)
     followed = FollowedRun(folder_of(args.watched_run))
     if args.text or args.once:
         return _show_text(followed, args.interval_s, args.once)
@@ -67,6 +78,19 @@ def _is_remote(host: str, word: str) -> bool:
     from pathlib import Path
 
     return bool(host) and "/" not in host and not Path(word).exists()
+
+
+def _freeze(folder: Path, path: str) -> int:
+    from paceline.watch.frozen import freeze_run
+
+    try:
+        written = freeze_run(folder, path)
+    except OSError as error:
+        raise ConfigError(
+            "watch-write", f"the page cannot be written to {path}.", why=error.strerror or "", fix="name another file"
+        ) from None
+    print(f"paceline: written to {written}")
+    return 0
 
 
 def _serve(followed: FollowedRun, port: int | None) -> int:

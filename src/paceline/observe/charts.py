@@ -1,4 +1,4 @@
-"""Small pictures as text: line charts and a confusion matrix as SVG, pixels as a PNG data URI. No plotting package.
+"""Small pictures as text: line charts that uPlot draws, a confusion matrix as SVG, pixels as a PNG data URI.
 
 Colours are CSS variables of the page (`--series-0`, `--good`, `--bad`, ...), so that one picture suits light and dark.
 """
@@ -6,99 +6,70 @@ Colours are CSS variables of the page (`--series-0`, `--good`, `--bad`, ...), so
 from __future__ import annotations
 
 import base64
+import json
 import math
 import struct
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from html import escape
+from importlib.resources import files
 from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike
 
+from paceline.watch.page_files import PLOTS, page_file
+
 Points = Sequence[tuple[float, float]]
 
-_WIDTH, _HEIGHT = 460, 260
-_LEFT, _RIGHT, _TOP, _BOTTOM = 46, 14, 12, 30
 _GAP = 2  # between cells of a matrix
 _CELL = 38
 
 
 def line_chart(series: Mapping[str, Points], x_label: str = "", form: str = ".3g") -> str:
-    """A chart of lines with a legend that tells each line's last value.
+    """A chart of lines, which uPlot draws on a page with `plot_script`, and a legend that tells each line's last value.
 
     Args:
         series: points (x, y) by the line's name; points that are not finite leave a gap.
-        form: format of values in the legend and of the points' tooltips.
+        form: format of the values: ".3f", ".3g", ".1%" or the like.
     """
-    finite = [p for points in series.values() for p in points if all(map(math.isfinite, p))]
-    if not finite:
+    if not any(math.isfinite(x) and math.isfinite(y) for points in series.values() for x, y in points):
         return '<p class="none">no points yet</p>'
-    x_ticks = ticks(min(x for x, _ in finite), max(x for x, _ in finite), 6, whole=True)
-    y_ticks = ticks(min(y for _, y in finite), max(y for _, y in finite), 5)
-    x_span, y_span = _span([x for x, _ in finite], []), _span([y for _, y in finite], y_ticks)
-
-    def place(x: float, y: float) -> tuple[float, float]:
-        right = (x - x_span[0]) / (x_span[1] - x_span[0])
-        up = (y - y_span[0]) / (y_span[1] - y_span[0])
-        return (
-            round(_LEFT + right * (_WIDTH - _LEFT - _RIGHT), 1),
-            round(_HEIGHT - _BOTTOM - up * (_HEIGHT - _TOP - _BOTTOM), 1),
-        )
-
-    parts = [f'<svg viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" class="chart">']
-    for tick in y_ticks:
-        _, y = place(x_span[0], tick)
-        parts.append(f'<line x1="{_LEFT}" x2="{_WIDTH - _RIGHT}" y1="{y}" y2="{y}" class="grid"/>')
-        parts.append(f'<text x="{_LEFT - 8}" y="{y + 4}" class="tick" text-anchor="end">{tick:g}</text>')
-    for tick in x_ticks:
-        x, _ = place(tick, y_span[0])
-        parts.append(f'<text x="{x}" y="{_HEIGHT - 10}" class="tick" text-anchor="middle">{tick:g}</text>')
     legend = []
     for number, (name, points) in enumerate(series.items()):
+        last = next((y for _, y in reversed(points) if math.isfinite(y)), None)
+        value = "" if last is None else f"{last:{form}}"
         colour = f"var(--series-{number % 4})"
-        parts.append(_line(points, place, colour, f"{name}, {x_label}", form))
-        last = next((y for x, y in reversed(points) if math.isfinite(y)), None)
-        value = "" if last is None else f" <b>{last:{form}}</b>"
-        legend.append(f'<span><i style="background:{colour}"></i>{escape(name)}{value}</span>')
-    parts.append("</svg>")
-    return f'<div class="legend">{"".join(legend)}<em>{escape(x_label)}</em></div>' + "".join(parts)
+        legend.append(f'<span><i style="background:{colour}"></i>{escape(name)} <b>{value}</b></span>')
+    lines = {
+        "names": list(series),
+        "tables": [_table(points) for points in series.values()],
+        "form": form,
+        "label": x_label,
+    }
+    data = json.dumps(lines, allow_nan=False).replace("<", "\\u003c")
+    described = escape(f"{', '.join(series)} by {x_label or 'number'}")
+    return (
+        f'<div class="legend">{"".join(legend)}<em>{escape(x_label)}</em></div>'
+        f'<div class="plot" role="img" aria-label="{described}"><script type="application/json">{data}</script></div>'
+    )
 
 
-def _line(
-    points: Points, place: Callable[[float, float], tuple[float, float]], colour: str, what: str, form: str
-) -> str:
-    path, dots, pen = [], [], "M"
-    for x, y in points:
-        if not (math.isfinite(x) and math.isfinite(y)):
-            pen = "M"
-            continue
-        at = place(x, y)
-        path.append(f"{pen}{at[0]} {at[1]}")
-        pen = "L"
-        # The ring is wider than the dot: it catches the pointer, and the browser shows the title.
-        tip = escape(f"{what} {x:g}: {y:{form}}")
-        dots.append(f'<circle cx="{at[0]}" cy="{at[1]}" r="7" class="hit"><title>{tip}</title></circle>')
-        if len(points) <= 40:
-            dots.append(f'<circle cx="{at[0]}" cy="{at[1]}" r="2.4" fill="{colour}" class="dot"/>')
-    return f'<path d="{" ".join(path)}" stroke="{colour}" class="line"/>' + "".join(dots)
+def _table(points: Points) -> list[list[float | None]]:
+    """The columns x and y, by x. What is not finite is a gap in y; a point whose x is not is left out."""
+    ordered = sorted((point for point in points if math.isfinite(point[0])), key=lambda point: point[0])
+    return [[x for x, _ in ordered], [y if math.isfinite(y) else None for _, y in ordered]]
 
 
-def ticks(low: float, high: float, about: int, whole: bool = False) -> list[float]:
-    """Round numbers (1, 2, 5 times a power of ten) that span `low` to `high`, about so many."""
-    width = (high - low) or abs(high) or 1.0
-    raw = width / about
-    power = 10.0 ** math.floor(math.log10(raw))
-    step = next(factor * power for factor in (1, 2, 5, 10) if factor * power >= raw * 0.999)
-    if whole:
-        step = max(1.0, round(step))
-        return [tick * step for tick in range(math.ceil(low / step), math.floor(high / step) + 1)]
-    return [round(tick * step, 12) for tick in range(math.floor(low / step), math.ceil(high / step) + 1)]
+def plot_style() -> str:
+    """What the style of a page with line charts needs besides its own."""
+    return page_file("uPlot.min.css")
 
 
-def _span(values: Sequence[float], marks: Sequence[float]) -> tuple[float, float]:
-    low, high = min([*values, *marks]), max([*values, *marks])
-    return (low, high) if high > low else (low - 0.5, high + 0.5)
+def plot_script() -> str:
+    """The end of a page with line charts: what draws them. Nothing is fetched."""
+    ours = files("paceline.observe").joinpath("plots.js").read_text(encoding="utf-8")
+    return f'<script>{page_file(PLOTS)}</script>\n<script type="module">{ours}</script>'
 
 
 def matrix_chart(matrix: np.ndarray[Any, Any], labels: Sequence[str]) -> str:

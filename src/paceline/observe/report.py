@@ -1,4 +1,4 @@
-"""`Report`: one finished run as one HTML page that needs nothing else: no script, no font, no request.
+"""`Report`: one finished run as one HTML page that needs nothing else: no font, no request.
 
 Sections stand in the order in which they were added. Every text is escaped.
 """
@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from paceline.observe.charts import Points, line_chart, matrix_chart, png_uri
+from paceline.observe.charts import Points, line_chart, matrix_chart, plot_script, plot_style, png_uri
 from paceline.observe.classes import accuracy, per_class
 
 
@@ -87,10 +87,10 @@ class Report:
         return (
             '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
             '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-            f"<title>{escape(self.title)}</title>\n<style>\n{style}</style>\n</head>\n<body>\n<main>\n"
+            f"<title>{escape(self.title)}</title>\n<style>\n{plot_style()}\n{style}</style>\n</head>\n<body>\n<main>\n"
             f'<h1>{escape(self.title)}</h1>\n<p class="lead">{escape(self.lead)}</p>\n'
             + "\n".join(self._sections)
-            + "\n</main>\n</body>\n</html>\n"
+            + f"\n</main>\n{plot_script()}\n</body>\n</html>\n"
         )
 
     def write(self, path: str | Path) -> Path:

@@ -21,7 +21,7 @@ from statistics import median
 from typing import Any
 
 from paceline.base.errors import ConfigError
-from paceline.observe.charts import line_chart
+from paceline.observe.charts import line_chart, plot_script, plot_style
 from paceline.planner.estimate import gib
 from paceline.planner.script_config import script_configs
 from paceline.planner.search import Candidate, Measured
@@ -276,6 +276,6 @@ def picture(tuned: Tuned) -> str:
     chart = line_chart({"measured ms": measured, "predicted ms": predicted}, "trial")
     style = files("paceline.observe").joinpath("report.css").read_text(encoding="utf-8")
     return (
-        f"<!doctype html><meta charset=utf-8><title>Tuning</title><style>{style}</style>"
-        f"<body><h1>Measured against predicted</h1>{chart}<ol>{names}</ol></body>\n"
+        f"<!doctype html><meta charset=utf-8><title>Tuning</title><style>{plot_style()}{style}</style>"
+        f"<body><h1>Measured against predicted</h1>{chart}<ol>{names}</ol>{plot_script()}</body>\n"
     )

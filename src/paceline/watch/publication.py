@@ -67,7 +67,7 @@ class Publication:
         self._largest_share = largest_share
         self._lock = threading.Lock()
         self._parts: dict[Path, _Part] = {}
-        self._version = 0
+        self._newest = 0
         # A page that has seen a version of another life starts anew.
         self._life = secrets.token_hex(4)
         self._next_refresh = 0.0
@@ -107,7 +107,7 @@ class Publication:
             changed = [self._text(path) for path in newer if path[0] != "series" or path[-1] in shown]
             if version >= 0 and not changed:
                 return None
-            return Update(f"{self._life}-{self._version}", version < 0, f"[{','.join(changed)}]")
+            return Update(f"{self._life}-{self._newest}", version < 0, f"[{','.join(changed)}]")
 
     def _version_of(self, seen: str) -> int:
         """The version that a page has; -1 where it must start anew."""
@@ -128,12 +128,12 @@ class Publication:
             # A part has gone: rather than to say which, everything is sent anew. A series goes when no page shows it.
             self._life = secrets.token_hex(4)
             self._parts.clear()
-        self._version += 1
+        self._newest += 1
         parts = {}
         for path, text in texts.items():
             part = self._parts.get(path)
             if part is None or part.text != text:
-                part = _Part(text, self._version)
+                part = _Part(text, self._newest)
             parts[path] = part
         self._parts = parts
         ended = time.monotonic()

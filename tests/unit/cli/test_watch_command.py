@@ -51,6 +51,17 @@ def test_a_run_that_has_ended_is_shown_in_lines(state: Path, capsys: pytest.Capt
     assert any("Rank 3 on node2 waits 41%" in line for line in lines)
 
 
+def test_a_run_is_frozen_to_a_file(state: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run_in(state / "runs" / "one")
+    assert main(["watch", "runs/one", "--freeze", "new/page.html"]) == 0
+    assert capsys.readouterr().out == "paceline: written to new/page.html\n"
+    assert '"name":"synthetic"' in (state / "new" / "page.html").read_text(encoding="utf-8")
+    assert main(["watch", "runs/one", "--freeze", "new"]) != 0
+    assert "[watch-write]" in capsys.readouterr().err
+    assert main(["watch", "far:one", "--freeze", "page.html"]) != 0
+    assert "fix: ssh far paceline watch one --freeze page.html".replace("page", "report") in capsys.readouterr().err
+
+
 def test_once_draws_the_frame(state: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run_in(state / "runs" / "one", exit_code=None)
     assert main(["watch", "runs/one", "--once"]) == 0

@@ -1,6 +1,6 @@
 // `LineChart`: one line over steps or time, drawn by uPlot, with the cursor's value as text above it.
 
-import { duration, number, toNumber } from "./format.js";
+import { count, duration, number, toNumber } from "./format.js";
 import { element } from "./dom.js";
 
 const HEIGHT = 180;
@@ -8,7 +8,9 @@ const MOST_MARKS = 200; // of values that are not finite; each is a line as high
 
 // Distances between the marks of an axis: whole steps, times that are read easily (in seconds), and powers of two for sizes.
 const WHOLE_STEPS = Array.from({ length: 36 }, (_, index) => [1, 2, 5][index % 3] * 10 ** Math.floor(index / 3));
-const TIME_STEPS = [1, 2, 5, 10, 20, 30, 60, 120, 300, 600, 1200, 1800, 3600, 7200, 10800, 21600, 43200, 86400, 172800, 432000, 864000];
+const TIME_STEPS = [
+  1, 2, 5, 10, 20, 30, 60, 120, 300, 600, 1200, 1800, 3600, 7200, 10800, 21600, 43200, 86400, 172800, 432000, 864000,
+];
 export const SIZE_STEPS = Array.from({ length: 50 }, (_, index) => 2 ** index);
 
 let colours = {};
@@ -39,7 +41,12 @@ export class LineChart {
     this.points = [];
     this.columns = [[], []];
     this.readout = element("span", { class: "readout" });
-    const head = element("figcaption", { class: "chart-head" }, element("span", { class: "name", title: name }, name), this.readout);
+    const head = element(
+      "figcaption",
+      { class: "chart-head" },
+      element("span", { class: "name", title: name }, name),
+      this.readout,
+    );
     if (remove !== null) {
       const button = element("button", { type: "button", "aria-label": `Remove ${name}`, title: "Remove" }, "×");
       button.addEventListener("click", remove);
@@ -117,7 +124,9 @@ export class LineChart {
   moveCursor(event) {
     const last = this.points.length - 1;
     const now = this.uplot.cursor.idx ?? last;
-    const index = { ArrowLeft: now - 1, ArrowRight: now + 1, Home: 0, End: last, PageUp: now - 20, PageDown: now + 20 }[event.key];
+    const index = { ArrowLeft: now - 1, ArrowRight: now + 1, Home: 0, End: last, PageUp: now - 20, PageDown: now + 20 }[
+      event.key
+    ];
     if (index === undefined || last < 0) return;
     event.preventDefault();
     this.readout.setAttribute("aria-live", "polite");
@@ -130,17 +139,28 @@ export class LineChart {
     const font = "12px system-ui, sans-serif";
     const axis = { stroke: () => colours.quiet, grid: { stroke: () => colours.edge, width: 1 }, ticks: { show: false }, font };
     const xValues = (_, ticks) => ticks.map((tick) => (this.isTime ? shortDuration(tick) : number(tick)));
-    const yValues = (_, ticks) => ticks.map((tick) => this.format(tick));
+    const yValues = (_, ticks) => ticks.map((tick) => (this.format === number ? count(tick) : this.format(tick)));
     return {
       width: 360,
       height: HEIGHT,
       legend: { show: false },
       padding: [10, 12, 0, 0],
-      cursor: { y: false, drag: { x: false, y: false }, points: { size: 7 }, sync: cursors === "" ? undefined : { key: cursors } },
+      cursor: {
+        y: false,
+        drag: { x: false, y: false },
+        points: { size: 7 },
+        sync: cursors === "" ? undefined : { key: cursors },
+      },
       scales: { x: { time: false }, y: { range: (_, low, high) => this.range(low, high) } },
       axes: [
         { ...axis, values: xValues, incrs: this.isTime ? TIME_STEPS : WHOLE_STEPS, space: 70, size: 30, grid: { show: false } },
-        { ...axis, values: yValues, ...(this.steps === null ? {} : { incrs: this.steps }), space: 36, size: (_, texts) => 14 + 7 * Math.max(3, ...(texts ?? []).map((text) => text.length)) },
+        {
+          ...axis,
+          values: yValues,
+          ...(this.steps === null ? {} : { incrs: this.steps }),
+          space: 36,
+          size: (_, texts) => 14 + 7 * Math.max(3, ...(texts ?? []).map((text) => text.length)),
+        },
       ],
       series: [{}, { stroke: () => colours.line, width: 1.75, points: { show: () => this.points.length < 3 } }],
       hooks: {

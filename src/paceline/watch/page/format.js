@@ -18,7 +18,7 @@ export function number(value) {
   if (Number.isNaN(given)) return "NaN";
   if (!Number.isFinite(given)) return given > 0 ? "infinity" : "−infinity";
   const size = Math.abs(given);
-  if (size !== 0 && (size < 1e-3 || size >= 1e9)) return minus(given.toExponential(2).replace("e+", "e"));
+  if (size !== 0 && (size < 1e-3 || size >= 1e9)) return minus(given.toExponential(2).replace(/\.?0*e\+?/, "e"));
   if (size >= 1000 || Number.isInteger(given)) return minus(given.toLocaleString("en", { maximumFractionDigits: 0 }));
   return minus(given.toLocaleString("en", { maximumSignificantDigits: 4 }));
 }
@@ -32,7 +32,10 @@ export function count(value) {
   const given = toNumber(value);
   if (given === null || !Number.isFinite(given)) return number(value);
   if (Math.abs(given) < 10_000) return number(given);
-  return given.toLocaleString("en", { notation: "compact", maximumSignificantDigits: 3 }).replace("K", "k").replace(/([A-Za-z])$/, " $1");
+  return given
+    .toLocaleString("en", { notation: "compact", maximumSignificantDigits: 3 })
+    .replace("K", "k")
+    .replace(/([A-Za-z])$/, " $1");
 }
 
 export function percent(share, digits = 0) {

@@ -66,8 +66,10 @@ export class NamePicker {
       ),
     );
     const rest = matches.length - this.options.length;
-    if (rest > 0) rows.push(element("li", { class: "more", role: "presentation" }, `and ${number(rest)} more: type a part of the name`));
-    if (matches.length === 0) rows.push(element("li", { class: "more", role: "presentation" }, "no logged value has such a name"));
+    if (rest > 0)
+      rows.push(element("li", { class: "more", role: "presentation" }, `and ${number(rest)} more: type a part of the name`));
+    if (matches.length === 0)
+      rows.push(element("li", { class: "more", role: "presentation" }, "no logged value has such a name"));
     show(this.list, rows);
     if (this.active >= 0) {
       this.input.setAttribute("aria-activedescendant", `option-${this.active}`);

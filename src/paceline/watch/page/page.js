@@ -89,7 +89,8 @@ function choose(name) {
 
 function showAll() {
   const [word, kind] = stateOf(run);
-  document.title = run.progress.percent === null ? `${word} · ${run.name}` : `${Math.floor(run.progress.percent)} % · ${run.name}`;
+  document.title =
+    run.progress.percent === null ? `${word} · ${run.name}` : `${Math.floor(run.progress.percent)} % · ${run.name}`;
   at("name").textContent = run.name;
   at("command").textContent = run.command.join(" ");
   setText(at("state"), word);
@@ -119,7 +120,7 @@ function showValues() {
   const names = shownNames();
   const left = run.names.length - names.length;
   let note = "";
-  if (run.names.length === 0) note = "Nothing has been logged yet: accelerator.log({\"loss\": loss}) shows a value here.";
+  if (run.names.length === 0) note = 'Nothing has been logged yet: accelerator.log({"loss": loss}) shows a value here.';
   else if (left > 0) note = `${number(left)} more can be chosen.`;
   if (run.names_left_out) note += ` ${number(run.names_left_out)} values of further names were left out.`;
   setText(at("values-note"), note);
@@ -127,7 +128,12 @@ function showValues() {
   at("search").disabled = run.names.length === 0;
   picker.update(run.names, names);
   const wanted = names.map((name) => [name, run.series[name]]).filter(([, series]) => series !== undefined);
-  keepCharts(valueCharts, wanted.map(([name]) => name), at("value-charts"), (name) => new LineChart(name, { cursors: "step", remove: () => choose(name) }));
+  keepCharts(
+    valueCharts,
+    wanted.map(([name]) => name),
+    at("value-charts"),
+    (name) => new LineChart(name, { cursors: "step", remove: () => choose(name) }),
+  );
   for (const [name, series] of wanted) {
     valueCharts.get(name).update(series.points, { xName: series.by === "step" ? "step" : "value number" });
   }
@@ -137,11 +143,21 @@ function showHistory() {
   const known = HISTORY.filter(([name]) => run.history[name]?.length > 1);
   const forecasts = { step_ms: run.speed.forecast.step_ms, mfu: run.speed.forecast.mfu, memory: run.memory.forecast };
   at("speed").hidden = known.length === 0;
-  keepCharts(historyCharts, known.map(([name]) => name), at("speed-charts"), (name) => {
-    const [, title, options] = HISTORY.find((row) => row[0] === name);
-    return new LineChart(title, { ...options, isTime: true, cursors: "time" });
-  });
-  for (const [name] of known) historyCharts.get(name).update(run.history[name], { forecast: forecasts[name] ?? null });
+  keepCharts(
+    historyCharts,
+    known.map(([name]) => name),
+    at("speed-charts"),
+    (name) => {
+      const [, title, options] = HISTORY.find((row) => row[0] === name);
+      return new LineChart(title, { ...options, isTime: true, cursors: "time" });
+    },
+  );
+  for (const [name] of known) {
+    const now = run.history[name].at(-1)[1];
+    // A forecast that is far off would flatten the line; the plan's section has it in numbers.
+    const isNear = forecasts[name] && forecasts[name] < 3 * now && now < 3 * forecasts[name];
+    historyCharts.get(name).update(run.history[name], { forecast: isNear ? forecasts[name] : null });
+  }
 }
 
 /** Makes charts that are missing, removes those that are not wanted, and puts all in their order. */
@@ -207,7 +223,10 @@ function start() {
   isFrozen = frozen !== null;
   if (isFrozen) {
     const snapshot = JSON.parse(frozen.textContent);
-    take(Object.entries(snapshot).map(([name, value]) => [[name], value]), true);
+    take(
+      Object.entries(snapshot).map(([name, value]) => [[name], value]),
+      true,
+    );
     return;
   }
   connection = new Connection(take, showConnection);

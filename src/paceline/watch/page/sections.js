@@ -18,6 +18,7 @@ const PHASES = {
 const HIDDEN_SHARE = 0.005; // a phase of which every rank has less is not shown
 const OVER_OTHERS = 0.1; // a rank that has so much more of a phase than the median of all stands out
 const LONG_WAIT = 0.25; // and so does one that waits for its data, or for a checkpoint, for so much of its time
+const MARGIN = 512 * 2 ** 20; // what a process holds besides tensors, which the forecast does not count
 const DENSE_RANKS = 48; // from so many on, a rank is a thin line
 const FIRST_ROWS = 8;
 
@@ -35,12 +36,21 @@ export function stateOf(run) {
 
 export function findings(run) {
   const rows = run.findings.map((finding) =>
-    element("div", { class: `finding ${finding.level}` },
+    element(
+      "div",
+      { class: `finding ${finding.level}` },
       element("p", {}, element("span", { class: "unseen" }, `${finding.level}: `), sentence(finding.text)),
       finding.fix ? element("p", { class: "fix" }, "What to do: ", sentence(finding.fix)) : null,
     ),
   );
-  if (run.state === "ended" && run.why) rows.unshift(element("div", { class: `finding ${run.exit_code === 0 ? "" : "error"}` }, element("p", {}, `The run has ended: ${run.why}`)));
+  if (run.state === "ended" && run.why)
+    rows.unshift(
+      element(
+        "div",
+        { class: `finding ${run.exit_code === 0 ? "" : "error"}` },
+        element("p", {}, `The run has ended: ${run.why}`),
+      ),
+    );
   return rows;
 }
 
@@ -50,9 +60,25 @@ export function progress(run) {
   let time = `${duration(run.elapsed_s)} so far`;
   if (run.state === "ended") time = `${duration(run.elapsed_s)} in all`;
   else if (left !== null) time = `${duration(left)} left · ${time}`;
-  const bar = element("div", { class: "bar", role: "progressbar", "aria-label": "Steps done", "aria-valuemin": 0, "aria-valuemax": 100, "aria-valuenow": Math.round(done ?? 0) },
-    element("i", { style: { width: `${done ?? 0}%` } }));
-  const line = element("div", { class: "progress-line" }, element("b", {}, steps), element("b", {}, done === null ? "" : `${done.toFixed(1)} %`), element("span", { class: "quiet" }, time));
+  const bar = element(
+    "div",
+    {
+      class: "bar",
+      role: "progressbar",
+      "aria-label": "Steps done",
+      "aria-valuemin": 0,
+      "aria-valuemax": 100,
+      "aria-valuenow": Math.round(done ?? 0),
+    },
+    element("i", { style: { width: `${done ?? 0}%` } }),
+  );
+  const line = element(
+    "div",
+    { class: "progress-line" },
+    element("b", {}, steps),
+    element("b", {}, done === null ? "" : `${done.toFixed(1)} %`),
+    element("span", { class: "quiet" }, time),
+  );
   return done === null ? [line] : [line, bar];
 }
 
@@ -65,16 +91,47 @@ export function keyNumbers(run) {
   add("Loss", loss === null ? null : number(loss));
   if (recent.tokens_per_s) add("Tokens a second", count(recent.tokens_per_s), `on average ${count(mean.tokens_per_s)}`);
   if (recent.samples_per_s) add("Samples a second", count(recent.samples_per_s), `on average ${count(mean.samples_per_s)}`);
-  if (recent.step_ms) add("Time of a step", milliseconds(recent.step_ms), forecast.step_ms ? `the plan's forecast: ${milliseconds(forecast.step_ms)}` : `on average ${milliseconds(mean.step_ms)}`);
-  if (recent.mfu !== null) add("Model FLOPs utilisation", percent(recent.mfu, 1), forecast.mfu ? `forecast ${percent(forecast.mfu, 1)} of ${count(run.flops.peak / 1e12)} TFLOP/s` : `of ${count(run.flops.peak / 1e12)} TFLOP/s`);
-  if (run.memory.peak) add("Largest memory", bytes(run.memory.peak), run.memory.forecast ? `rank ${run.memory.peak_rank} · forecast ${bytes(run.memory.forecast)}` : `rank ${run.memory.peak_rank}`);
+  if (recent.step_ms)
+    add(
+      "Time of a step",
+      milliseconds(recent.step_ms),
+      forecast.step_ms ? `forecast ${milliseconds(forecast.step_ms)}` : `on average ${milliseconds(mean.step_ms)}`,
+    );
+  if (recent.mfu !== null)
+    add(
+      "Model FLOPs utilisation",
+      percent(recent.mfu, 1),
+      forecast.mfu
+        ? `forecast ${percent(forecast.mfu, 1)} of ${count(run.flops.peak / 1e12)} TFLOP/s`
+        : `of ${count(run.flops.peak / 1e12)} TFLOP/s`,
+    );
+  if (run.memory.peak)
+    add(
+      "Largest memory",
+      bytes(run.memory.peak),
+      run.memory.forecast
+        ? `rank ${run.memory.peak_rank} · forecast ${bytes(run.memory.forecast)}`
+        : `rank ${run.memory.peak_rank}`,
+    );
   add("Gradient norm", norm === null ? null : number(norm));
   add("Loss scale", scale === null ? null : number(scale));
   add("Skipped steps", skipped === null ? null : number(skipped));
   const { procs, hosts, heard } = run.world;
-  add("Processes", number(procs), [hosts.length > 1 ? `on ${plural(hosts.length, "host")}` : hosts[0], heard < procs ? `${number(heard)} have started` : ""].filter(Boolean).join(" · "));
+  add(
+    "Processes",
+    number(procs),
+    [hosts.length > 1 ? `on ${plural(hosts.length, "host")}` : hosts[0], heard < procs ? `${number(heard)} have started` : ""]
+      .filter(Boolean)
+      .join(" · "),
+  );
   const tiles = known.map(([name, value, note]) =>
-    element("div", {}, element("dt", {}, name), element("dd", { class: "value" }, value), note ? element("dd", { class: "note" }, note) : null),
+    element(
+      "div",
+      {},
+      element("dt", {}, name),
+      element("dd", { class: "value" }, value),
+      note ? element("dd", { class: "note" }, note) : null,
+    ),
   );
   return [element("dl", {}, tiles)];
 }
@@ -95,27 +152,68 @@ export function phases(run) {
   const medians = columns.map(median);
   const isDense = ranks.length > DENSE_RANKS;
   const rows = run.ranks.map((rank, row) => {
-    const cells = shown.map((column) => phaseCell(rank, names[column], share[row][column], medians[column], times[row]?.[column], ranks.length));
+    const cells = shown.map((column) =>
+      phaseCell(rank, names[column], share[row][column], medians[column], times[row]?.[column], ranks.length),
+    );
     const isWarm = cells.some((cell) => cell.classList.contains("warm"));
     const rowClass = [isWarm ? "warm" : "", row % 10 === 0 ? "tenth" : ""].join(" ").trim();
-    return element("tr", { class: rowClass || null }, element("th", { scope: "row", title: `rank ${rank.rank}, ${rank.host}, ${rank.device}` }, ...rankName(rank, run)), cells);
+    return element(
+      "tr",
+      { class: rowClass || null },
+      element("th", { scope: "row", title: `rank ${rank.rank}, ${rank.host}, ${rank.device}` }, ...rankName(rank, run)),
+      cells,
+    );
   });
-  const head = element("tr", {}, element("th", { scope: "col" }, "rank"), shown.map((column) => {
-    const [long, short, name] = phaseWords(names[column]);
-    return element("th", { scope: "col", title: name }, element("span", { class: "long-word" }, long), element("span", { class: "short", "aria-hidden": true }, short));
-  }));
-  const caption = element("caption", { class: "unseen" }, "Share of each rank's recent time in each phase of a step, in percent");
-  const table = element("table", { class: isDense ? "heat dense" : "heat" }, caption, element("thead", {}, head), element("tbody", {}, rows));
-  const key = element("div", { class: "key" }, element("span", {}, element("i"), "percent of the recent time of a rank"), element("span", {}, element("i", { class: "warm" }), "a long wait, or far more than other ranks"));
-  return [element("div", { class: ranks.length > 24 ? "long" : "", tabindex: ranks.length > 24 ? 0 : null }, table), key, ...standing(run)];
+  const head = element(
+    "tr",
+    {},
+    element("th", { scope: "col" }, "rank"),
+    shown.map((column) => {
+      const [long, short, name] = phaseWords(names[column]);
+      return element(
+        "th",
+        { scope: "col", title: name },
+        element("span", { class: "long-word" }, long),
+        element("span", { class: "short", "aria-hidden": true }, short),
+      );
+    }),
+  );
+  const caption = element(
+    "caption",
+    { class: "unseen" },
+    "Share of each rank's recent time in each phase of a step, in percent",
+  );
+  const table = element(
+    "table",
+    { class: isDense ? "heat dense" : "heat" },
+    caption,
+    element("thead", {}, head),
+    element("tbody", {}, rows),
+  );
+  const key = element(
+    "div",
+    { class: "key" },
+    element("span", {}, element("i"), "percent of the recent time of a rank"),
+    element("span", {}, element("i", { class: "warm" }), "a long wait, or far more than other ranks"),
+  );
+  return [
+    element("div", { class: ranks.length > 24 ? "long" : "", tabindex: ranks.length > 24 ? 0 : null }, table),
+    key,
+    ...standing(run),
+  ];
 }
 
 function phaseCell(rank, phase, share, median, ms, ranks) {
-  const isOdd = ranks > 1 && share - median > OVER_OTHERS;
+  // Who waits for another rank spends the time in communication: that rank is not the one to look at.
+  const isOdd = ranks > 1 && share - median > OVER_OTHERS && phase !== "reduce" && phase !== "pipeline";
   const isWait = (phase === "data" || phase === "checkpoint") && share > LONG_WAIT;
   const kind = isOdd || isWait ? "warm" : share < HIDDEN_SHARE ? "idle" : null;
   const time = ms === undefined || ms === null ? "" : `, ${milliseconds(ms)} a step`;
-  return element("td", { class: kind, style: { "--share": share }, title: `rank ${rank.rank}, ${phaseWords(phase)[2]}: ${percent(share)}${time}` }, share < HIDDEN_SHARE ? "" : String(Math.round(100 * share)));
+  return element(
+    "td",
+    { class: kind, style: { "--share": share }, title: `rank ${rank.rank}, ${phaseWords(phase)[2]}: ${percent(share)}${time}` },
+    share < HIDDEN_SHARE ? "" : String(Math.round(100 * share)),
+  );
 }
 
 function rankName(rank, run) {
@@ -128,7 +226,14 @@ function standing(run) {
   if (run.state === "ended") return [];
   const waiting = run.ranks.filter((rank) => rank.at).slice(0, FIRST_ROWS);
   if (waiting.length === 0) return [];
-  const rows = waiting.map((rank) => element("li", {}, element("time", {}, duration(rank.phase_s)), `rank ${rank.rank} in ${phaseWords(rank.phase)[2]} at ${rank.at}`));
+  const rows = waiting.map((rank) =>
+    element(
+      "li",
+      {},
+      element("time", {}, duration(rank.phase_s)),
+      `rank ${rank.rank} in ${phaseWords(rank.phase)[2]} at ${rank.at}`,
+    ),
+  );
   return [element("h3", {}, "Waiting now"), element("ul", { class: "events" }, rows)];
 }
 
@@ -143,28 +248,49 @@ export function memory(run) {
   const rows = ranks.map((rank) => {
     const peak = rank.memory_peak ?? rank.memory;
     const whole = byDevice(rank) ? Math.max(rank.memory_bytes, peak) : largest * 1.05;
-    const isOver = (forecast && peak > 1.1 * forecast) || (rank.memory_bytes && peak > 0.92 * rank.memory_bytes);
+    const isOver = (forecast && peak > 1.25 * forecast + MARGIN) || (rank.memory_bytes && peak > 0.92 * rank.memory_bytes);
     const words = `${bytes(peak)}${rank.memory_bytes ? ` of ${bytes(rank.memory_bytes)}` : ""}`;
-    return element("div", { class: "memory-row", title: `rank ${rank.rank}, ${rank.host}, ${rank.device}: ${bytes(rank.memory)} now, at most ${words}` },
+    return element(
+      "div",
+      {
+        class: "memory-row",
+        title: `rank ${rank.rank}, ${rank.host}, ${rank.device}: ${bytes(rank.memory)} now, at most ${words}`,
+      },
       element("span", { class: "who" }, ...rankName(rank, run)),
-      element("div", { class: "bar", "aria-hidden": true }, element("i", { class: isOver ? "warm" : null, style: { width: `${(100 * peak) / whole}%` } }), forecast && forecast <= whole ? element("em", { style: { left: `${(100 * forecast) / whole}%` } }) : null),
-      element("span", { class: "amount" }, words));
+      element(
+        "div",
+        { class: "bar", "aria-hidden": true },
+        element("i", { class: isOver ? "warm" : null, style: { width: `${(100 * peak) / whole}%` } }),
+        forecast && forecast <= whole ? element("em", { style: { left: `${(100 * forecast) / whole}%` } }) : null,
+      ),
+      element("span", { class: "amount" }, words),
+    );
   });
-  const key = element("div", { class: "key" },
+  const key = element(
+    "div",
+    { class: "key" },
     element("span", {}, element("i"), "most so far"),
-    forecast ? element("span", {}, element("i", { class: "mark" }), `the plan's forecast, ${bytes(forecast)}`) : null);
+    forecast ? element("span", {}, element("i", { class: "mark" }), `the plan's forecast, ${bytes(forecast)}`) : null,
+  );
   return [element("div", { class: ranks.length > 24 ? "long" : "", tabindex: ranks.length > 24 ? 0 : null }, rows), key];
 }
 
 function tableOf(heads, rows) {
   const cells = heads.map(([name, kind]) => element("th", { scope: "col", class: kind }, name));
-  return element("div", { class: "scroll" }, element("table", {}, element("thead", {}, element("tr", {}, cells)), element("tbody", {}, rows)));
+  return element(
+    "div",
+    { class: "scroll" },
+    element("table", {}, element("thead", {}, element("tr", {}, cells)), element("tbody", {}, rows)),
+  );
 }
 
 /** Rows with the newest first; those after the first few unfold. */
 function folded(rows, make) {
   if (rows.length <= FIRST_ROWS) return [make(rows)];
-  return [make(rows.slice(0, FIRST_ROWS)), element("details", {}, element("summary", {}, `${number(rows.length - FIRST_ROWS)} more`), make(rows.slice(FIRST_ROWS)))];
+  return [
+    make(rows.slice(0, FIRST_ROWS)),
+    element("details", {}, element("summary", {}, `${number(rows.length - FIRST_ROWS)} more`), make(rows.slice(FIRST_ROWS))),
+  ];
 }
 
 export function checkpoints(run) {
@@ -172,11 +298,28 @@ export function checkpoints(run) {
   if (last.length === 0) return [];
   const heads = [["step"], ["age"], ["size"], ["loop waited"], ["took"]];
   const rows = last.toReversed().map((entry) => {
-    if (!entry.ok) return element("tr", {}, element("td", {}, number(entry.step)), element("td", {}, duration(entry.age_s)), element("td", { class: "words bad", colspan: 3 }, entry.reason || "it failed"));
-    return element("tr", { title: entry.path }, element("td", {}, number(entry.step)), element("td", {}, duration(entry.age_s)), element("td", {}, bytes(entry.bytes)), element("td", {}, duration(entry.stall_s)), element("td", {}, duration(entry.save_s)));
+    if (!entry.ok)
+      return element(
+        "tr",
+        {},
+        element("td", {}, number(entry.step)),
+        element("td", {}, duration(entry.age_s)),
+        element("td", { class: "words bad", colspan: 3 }, entry.reason || "it failed"),
+      );
+    return element(
+      "tr",
+      { title: entry.path },
+      element("td", {}, number(entry.step)),
+      element("td", {}, duration(entry.age_s)),
+      element("td", {}, bytes(entry.bytes)),
+      element("td", {}, duration(entry.stall_s)),
+      element("td", {}, duration(entry.save_s)),
+    );
   });
   const newest = last.findLast((entry) => entry.ok);
-  const words = [`${number(saved)} saved`, failed ? `${number(failed)} failed` : "", newest ? `the last is ${newest.path}` : ""].filter(Boolean).join(", ");
+  const words = [`${number(saved)} saved`, failed ? `${number(failed)} failed` : "", newest ? `the last is ${newest.path}` : ""]
+    .filter(Boolean)
+    .join(", ");
   return [element("p", { class: failed ? "bad quiet" : "quiet" }, words), ...folded(rows, (part) => tableOf(heads, part))];
 }
 
@@ -191,40 +334,117 @@ export function hosts(run) {
   });
   if (rows.length === 0) return [];
   const restarts = run.restarts ? `${plural(run.restarts, "restart")} after a failure` : "no restart so far";
-  const names = run.world.hosts.length ? `Now on ${run.world.hosts.slice(0, 20).join(", ")}${run.world.hosts.length > 20 ? " …" : ""}; ` : "";
-  return [element("p", { class: "quiet" }, `${names}${restarts}.`), ...folded(rows, (part) => element("ul", { class: "events" }, part))];
+  const names = run.world.hosts.length
+    ? `Now on ${run.world.hosts.slice(0, 20).join(", ")}${run.world.hosts.length > 20 ? " …" : ""}; `
+    : "";
+  return [
+    element("p", { class: "quiet" }, `${names}${restarts}.`),
+    ...folded(rows, (part) => element("ul", { class: "events" }, part)),
+  ];
 }
 
 export function reports(run) {
   const blocks = [];
   const errors = run.errors.toReversed();
   for (const error of errors.slice(0, FIRST_ROWS)) {
-    const who = [error.rank === null ? "" : `rank ${error.rank}`, error.host ? `on ${error.host}` : "", clock(error.t)].filter(Boolean).join(" ");
-    blocks.push(element("h3", { class: "bad" }, `Error${error.code ? ` [${error.code}]` : ""}, ${who}`), element("pre", { tabindex: 0 }, error.text));
+    const who = [error.rank === null ? "" : `rank ${error.rank}`, error.host ? `on ${error.host}` : "", clock(error.t)]
+      .filter(Boolean)
+      .join(" ");
+    blocks.push(
+      element("h3", { class: "bad" }, `Error${error.code ? ` [${error.code}]` : ""}, ${who}`),
+      element("pre", { tabindex: 0 }, error.text),
+    );
   }
   for (const stuck of run.stuck.toReversed()) {
-    blocks.push(element("h3", {}, `Stacks of all ranks, ${clock(stuck.t)}`), element("pre", { tabindex: 0 }, stuck.text), stuck.file ? element("p", { class: "quiet" }, `All of it: ${stuck.file}`) : null);
+    blocks.push(
+      element("h3", {}, `Stacks of all ranks, ${clock(stuck.t)}`),
+      element("pre", { tabindex: 0 }, stuck.text),
+      stuck.file ? element("p", { class: "quiet" }, `All of it: ${stuck.file}`) : null,
+    );
   }
   const { count: odd, last } = run.anomalies;
   if (odd) {
-    const did = { log: "written down", skip: "the step was skipped", stop: "the run was stopped", rollback: "the run went back to the last checkpoint" };
-    const rows = last.toReversed().map((entry) => element("li", {}, element("time", {}, `step ${number(entry.step)}`), element("span", {}, `${entry.text || entry.what} ${entry.value === null ? "" : `(${number(entry.value)}${entry.limit === null ? "" : `, limit ${number(entry.limit)}`}) `}– ${did[entry.action] ?? entry.action}`)));
-    blocks.push(element("h3", {}, `Anomalies: ${number(odd)}`), ...folded(rows, (part) => element("ul", { class: "events" }, part)));
+    const did = {
+      log: "written down",
+      skip: "the step was skipped",
+      stop: "the run was stopped",
+      rollback: "the run went back to the last checkpoint",
+    };
+    const rows = last
+      .toReversed()
+      .map((entry) =>
+        element(
+          "li",
+          {},
+          element("time", {}, `step ${number(entry.step)}`),
+          element(
+            "span",
+            {},
+            `${entry.text || entry.what} ${entry.value === null ? "" : `(${number(entry.value)}${entry.limit === null ? "" : `, limit ${number(entry.limit)}`}) `}– ${did[entry.action] ?? entry.action}`,
+          ),
+        ),
+      );
+    blocks.push(
+      element("h3", {}, `Anomalies: ${number(odd)}`),
+      ...folded(rows, (part) => element("ul", { class: "events" }, part)),
+    );
   }
   return blocks;
 }
 
 export function plan(run) {
   if (run.plan === null) return [];
-  const rows = run.plan.reasons.map(([field, value, source, reason]) => element("tr", {}, element("th", { scope: "row" }, field), element("td", { class: "words" }, value), element("td", { class: "words" }, source), element("td", { class: "words" }, reason)));
+  const isDefault = ([, , source, reason]) => source === "default" && reason === "";
+  const defaults = run.plan.reasons.filter(isDefault);
+  const decided = run.plan.reasons.filter((row) => !isDefault(row));
   const { recent, forecast } = run.speed;
   const compare = [];
   if (forecast.step_ms) compare.push(["Time of a step", milliseconds(forecast.step_ms), milliseconds(recent.step_ms)]);
   if (run.memory.forecast) compare.push(["Largest memory", bytes(run.memory.forecast), bytes(run.memory.peak)]);
   if (forecast.mfu) compare.push(["Model FLOPs utilisation", percent(forecast.mfu, 1), percent(recent.mfu, 1)]);
   const parts = [];
-  if (compare.length) parts.push(tableOf([[""], ["forecast"], ["measured"]], compare.map(([name, before, now]) => element("tr", {}, element("th", { scope: "row" }, name), element("td", {}, before), element("td", {}, now)))), element("h3", {}, "Decisions"));
-  if (rows.length) parts.push(tableOf([["field"], ["value", "words"], ["source", "words"], ["reason", "words"]], rows));
-  if (run.plan.text) parts.push(element("details", {}, element("summary", {}, sentence("The plan as `paceline explain` prints it")), element("pre", { tabindex: 0 }, run.plan.text)));
+  if (compare.length)
+    parts.push(
+      tableOf(
+        [[""], ["forecast"], ["measured"]],
+        compare.map(([name, before, now]) =>
+          element("tr", {}, element("th", { scope: "row" }, name), element("td", {}, before), element("td", {}, now)),
+        ),
+      ),
+      element("h3", {}, "Decisions"),
+    );
+  if (decided.length) parts.push(decisions(decided));
+  if (defaults.length)
+    parts.push(
+      element(
+        "details",
+        {},
+        element("summary", {}, `${plural(defaults.length, "setting")} as by default`),
+        decisions(defaults),
+      ),
+    );
+  if (run.plan.text)
+    parts.push(
+      element(
+        "details",
+        {},
+        element("summary", {}, sentence("The plan as `paceline explain` prints it")),
+        element("pre", { tabindex: 0 }, run.plan.text),
+      ),
+    );
   return parts;
+}
+
+function decisions(reasons) {
+  const rows = reasons.map(([field, value, source, reason]) =>
+    element(
+      "tr",
+      {},
+      element("th", { scope: "row" }, field),
+      element("td", { class: "words" }, value),
+      element("td", { class: "words" }, source),
+      element("td", { class: "words" }, reason),
+    ),
+  );
+  return tableOf([["field"], ["value", "words"], ["source", "words"], ["reason", "words"]], rows);
 }
