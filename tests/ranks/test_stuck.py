@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+import shutil
 import signal
 import subprocess
 import time
@@ -53,11 +55,13 @@ SCRIPT = """
 
 
 @pytest.fixture
-def launch(tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
+def launch(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
     """Starts a run of the script, whose words go to the launcher and, after "--", to the script."""
     (tmp_path / "train.py").write_text(dedent(SCRIPT))
     started: list[subprocess.Popen[str]] = []
     env = {name: value for name, value in os.environ.items() if not name.startswith("PACELINE")}
+    if "py_spy" not in request.fixturenames:
+        env["PATH"] = os.defpath  # py-spy takes seconds
 
     def start(what: str, *words: str) -> subprocess.Popen[str]:
         command = [executable(), "-m", "paceline.cli.main", "launch", "--procs", "2", *words, "train.py", what]
@@ -128,3 +132,53 @@ def test_sigusr1_reports_once_and_the_run_goes_on(whom: str, tmp_path: Path, lau
     _, said = run.communicate(timeout=60)
     assert said.count("stacks of 2 ranks, as SIGUSR1 asked for:") == 1, said
     assert "all stacks: logs/stacks-1.txt" in said and not (tmp_path / "logs" / "stacks-2.txt").exists()
+
+
+@pytest.fixture
+def py_spy() -> None:
+    """For a test that needs the program."""
+    if shutil.which("py-spy") is None:
+        pytest.skip("py-spy is not installed")
+
+
+@pytest.mark.long
+def test_py_spy_adds_native_stacks_and_those_of_a_stopped_rank(tmp_path: Path, py_spy, launch) -> None:
+    run = launch("stop", "--stuck-after", "2", "--on-hang", "leave")
+    _, said = run.communicate(timeout=60)
+    assert "lets it go on; at train.py:" in said and "os.kill(os.getpid(), signal.SIGSTOP)" in said, said
+    whole = (tmp_path / "stacks-1.txt").read_text()
+    assert "with compiled code (py-spy dump --native):" in whole and "c10d::Reducer" in whole
+
+
+@pytest.mark.long
+def test_sigusr1_under_torchrun(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(dedent(SCRIPT))
+    command = [executable(), "-m", "torch.distributed.run", "--nproc-per-node", "2", "train.py", "go on"]
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "PATH": os.defpath, "TMPDIR": str(tmp_path)}
+    with (tmp_path / "said.txt").open("w") as said:
+        run = subprocess.Popen(command, cwd=tmp_path, env=env, stdout=said, stderr=said)
+        pids = [int(await_text(tmp_path, f"{rank}.pid")) for rank in (0, 1)]
+        time.sleep(1.5)
+        for pid in pids:  # both get it, and one reports
+            os.kill(pid, signal.SIGUSR1)
+        whole = await_text(tmp_path, "stacks-1.txt")
+        time.sleep(2.5)
+        run.terminate()
+        run.wait(60)
+    assert "==== rank 0, pid" in whole and "==== rank 1, pid" in whole
+    assert (tmp_path / "said.txt").read_text().count("stacks of 2 ranks, as SIGUSR1 asked for") == 1
+    assert not (tmp_path / "stacks-2.txt").exists()
+
+
+def test_a_watched_run_has_the_report_in_its_journal(tmp_path: Path, launch) -> None:
+    run = launch("stop", "--stuck-after", "2", "--on-hang", "leave", "--watch")
+    _, said = run.communicate(timeout=60)
+    assert run.returncode == STUCK, said
+    (journal,) = tmp_path.glob("runs/*/watch/launcher-0.jsonl")
+    lines = [json.loads(line) for line in journal.read_text().splitlines()]
+    stuck = next(line for line in lines if line["kind"] == "stuck")
+    assert stuck["ranks"] == [1] and "rank 1: stopped by a signal" in stuck["text"]
+    assert Path(stuck["file"]).name == "stacks-1.txt" and "==== rank 0" in Path(stuck["file"]).read_text()
+    error = next(line for line in lines if line["kind"] == "error")
+    assert error["code"] == "run-stuck"
+    assert next(line for line in lines if line["kind"] == "end")["exit_code"] == STUCK

@@ -126,6 +126,16 @@ class Recording:
         problem = problem_of(outcome, self._job)
         self._write(records.ErrorShown(rank, host.name(), problem.code, describe(outcome, self._job)))
 
+    def stuck(self, text: str, file: str, ranks: list[int]) -> None:
+        """The ranks' stacks were reported.
+
+        Args:
+            text: where all ranks are, in groups.
+            file: the file with their stacks; "" where none could be written.
+            ranks: those that hold the others up; [] where that is not known.
+        """
+        self._write(records.Stuck(text, file, ranks))
+
     def refused(self, error: LaunchError) -> None:
         """The launcher itself cannot go on."""
         self._write(records.ErrorShown(None, host.name(), error.code, str(error)))

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from paceline.launch.launcher import Failure, Job
 from paceline.launch.processes import Worker
+from paceline.launch.recording import Recording
 from paceline.launch.signals import Signals
 from paceline.world.stacks.watch import LOOK_S, HostWatch, Reported, report_on
 
@@ -27,15 +28,17 @@ class StuckWatch:
         job: what runs.
         folder: that of the ranks' files.
         pause: waits a moment, and does meanwhile what else must go on.
+        recording: what is written down of the run.
 
     Attributes:
         failure: set where the run is to be ended, as it is stuck.
     """
 
-    def __init__(self, job: Job, folder: Path, pause: Callable[[float], object]) -> None:
+    def __init__(self, job: Job, folder: Path, pause: Callable[[float], object], recording: Recording) -> None:
         self._job = job
         self._folder = folder
         self._pause = pause
+        self._recording = recording
         self.begin()
 
     def begin(self) -> None:
@@ -79,16 +82,20 @@ class StuckWatch:
         reported = self._report(running, headline)
         if self._job.on_hang == "report":
             return False
-        blamed = next(worker for worker in running if worker.process.rank == reported.blamed)
+        blamed = next(worker for worker in running if worker.process.rank == reported.blamed_rank)
         process = blamed.process
         self.failure = Failure(process.rank, process.local_rank, 0, blamed.pid, 1, time.time(), stuck=reported.sentence)
         return True
 
     def _report(self, running: list[Worker], headline: str) -> Reported:
         pid_of_rank = {worker.process.rank: worker.pid for worker in running}
-        folder = Path(self._job.log_dir or "")
+        folder = self._recording.folder or Path(self._job.log_dir or "")
         reported = report_on(self._host, pid_of_rank, headline, folder, self._pause)
         print(reported.text, file=sys.stderr, flush=True)
+        file = "" if reported.file is None else str(reported.file.absolute())
+        # One group alone holds nobody up: all wait for something else, or somebody has asked.
+        ranks = list(reported.blamed_ranks)
+        self._recording.stuck(reported.text, file, ranks)
         return reported
 
     def _name_stopped(self, running: list[Worker]) -> None:

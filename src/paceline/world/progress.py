@@ -152,17 +152,19 @@ def stuck_for(ranks: Sequence[RankLife], look_s: float) -> float:
         ranks: all of this host.
         look_s: seconds between two looks of a rank at itself.
     """
-    reports = [rank.report for rank in ranks if rank.report is not None]
-    have_all_begun = bool(reports) and len(reports) == len(ranks) and all(report.limit_s for report in reports)
-    if not have_all_begun or any(report.busy_with for report in reports):
-        return 0.0
     durations = []
-    for rank, report in zip(ranks, reports, strict=True):
-        if rank.silent_s <= SILENT_LOOKS * look_s:
-            durations.append(0.0 if report.others_alive else report.still_s)
-        else:
+    for rank in ranks:
+        report = rank.report
+        if report is None or report.busy_with:
+            return 0.0
+        if rank.silent_s > SILENT_LOOKS * look_s:
             # A silent rank that computes may be in a long call that lets no other thread run: that is no hang.
             silence_s = rank.silent_s if rank.is_stopped else min(rank.silent_s, rank.idle_s)
             durations.append(report.still_s + silence_s)
-    limit_s = max(report.limit_s for report in reports)
-    return min(durations) if min(durations) >= limit_s else 0.0
+        elif not report.limit_s or report.others_alive:
+            return 0.0
+        else:
+            durations.append(report.still_s)
+    limit_s = max((rank.report.limit_s for rank in ranks if rank.report is not None), default=0.0)
+    still_s = min(durations, default=0.0)
+    return still_s if limit_s and still_s >= limit_s else 0.0

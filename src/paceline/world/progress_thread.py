@@ -84,6 +84,42 @@ def busy_with(frames: list[Frame]) -> str:
     return ""
 
 
+class OtherRanks:
+    """Whether any rank of any host is alive, over the store: who is alive counts a number up, once somebody asks.
+
+    Args:
+        store: over a connection of its own, as the main thread may wait with another in its hands.
+    """
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self._count = -1
+        self._counted_at = 0.0
+
+    def are_alive(self, is_still: bool, now: float) -> bool:
+        """Whether another rank may be alive; to be called every `_CHECK_S` seconds.
+
+        Args:
+            is_still: whether this rank has been still for so long that it wants to know.
+            now: seconds of a clock that only goes forward.
+
+        Raises:
+            RuntimeError: the store has ended.
+        """
+        if not is_still:
+            self._count = -1
+            if self._store.check([_ASKED]):
+                self._store.add(_ALIVE, 1)
+            return True
+        if self._count < 0:
+            self._store.set(_ASKED, "1")
+        count = self._store.add(_ALIVE, 0)
+        if count != self._count:
+            self._count = count
+            self._counted_at = now
+        return now - self._counted_at < _ANSWERS_S
+
+
 class ProgressThread:
     """The thread of one process.
 
@@ -100,9 +136,8 @@ class ProgressThread:
         self._has_launcher = dump.folder_of_launcher() is not None
         self._progress = Progress(stuck_after, LOOK_S)
         self._main = threading.main_thread()
-        self._store: Store | None = None
-        self._checked_at = self._asked_at = 0.0
-        self._alive_count, self._counted_at = -1, 0.0
+        self._others: OtherRanks | None = None
+        self._checked_at = 0.0
         self._others_alive = world.nodes > 1
         self._host = HostWatch(folder)
         self._stop = threading.Event()
@@ -184,30 +219,17 @@ class ProgressThread:
         new.write_text(text)
         new.replace(self._files.progress)
 
-    # -- several hosts -------------------------------------------------------------------------------------------
-
     def _ask_others(self) -> None:
-        """Answers who asks whether a rank is alive, or asks it."""
+        """Of a run on several hosts: finds out whether a rank of another is alive."""
         now = time.monotonic()
         if now - self._checked_at < _CHECK_S or not rendezvous.store_answers():
             return
         self._checked_at = now
-        limit_s, still_s = self._progress.limit_s, self._progress.still_s
         with suppress(RuntimeError):  # the store has ended, and with it rank 0 or the launcher
-            if self._store is None:
-                self._store = rendezvous.store().clone()  # type: ignore[attr-defined]  # missing in torch's stubs
-            store = self._store
-            if not limit_s or still_s < limit_s / 2:
-                self._others_alive, self._alive_count = True, -1
-                if store.check([_ASKED]):
-                    store.add(_ALIVE, 1)
-                return
-            if self._alive_count < 0:
-                store.set(_ASKED, "1")
-            count = store.add(_ALIVE, 0)
-            if count != self._alive_count:
-                self._alive_count, self._counted_at = count, now
-            self._others_alive = now - self._counted_at < _ANSWERS_S
+            if self._others is None:
+                self._others = OtherRanks(rendezvous.store().clone())  # type: ignore[attr-defined]  # not in torch's stubs
+            is_still = 0 < self._progress.limit_s < 2 * self._progress.still_s
+            self._others_alive = self._others.are_alive(is_still, now)
 
     # -- without our launcher ------------------------------------------------------------------------------------
 

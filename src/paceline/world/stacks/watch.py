@@ -32,15 +32,16 @@ class Reported:
         text: for the terminal.
         sentence: where the ranks are, in one sentence.
         file: where the stacks are; None where no file could be written.
-        ranks: of which ranks.
-        blamed: a rank at which it hangs, as far as can be told: one that is not where most are.
+        blamed_ranks: those at which it hangs, as far as can be told: stopped, or not where most are; () where all are at
+            the same place.
+        blamed_rank: the first of them; of ranks that are all at the same place, the first.
     """
 
     text: str
     sentence: str
     file: Path | None
-    ranks: tuple[int, ...]
-    blamed: int
+    blamed_ranks: tuple[int, ...]
+    blamed_rank: int
 
 
 class HostWatch:
@@ -159,7 +160,7 @@ def report_on(
         short_report(f"paceline: {headline}:", groups, footer),
         in_one_sentence(groups),
         file,
-        tuple(sorted(pid_of_rank)),
+        tuple(blamed.ranks) if len(groups) > 1 else (),
         blamed.ranks[0],
     )
 
