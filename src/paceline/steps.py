@@ -16,7 +16,7 @@ from paceline.base.errors import PlanError
 from paceline.data.unprepared import UnpreparedLoaders
 from paceline.parallel.microbatches import Microbatches, Part
 from paceline.run import Run
-from paceline.world import hangs
+from paceline.world import hangs, runtime
 
 
 class Steps:
@@ -30,6 +30,7 @@ class Steps:
         self._run = run
         self._prepared = run.prepared
         self._gradients = run.gradients
+        self._runtime = runtime.current()
         self._unprepared: UnpreparedLoaders | None = UnpreparedLoaders(run.world)
 
     def allow_unprepared_loaders(self) -> None:
@@ -63,7 +64,7 @@ class Steps:
             self.backward(loss, num_items)
             return loss.detach()
         # The scale is linear in the loss: what 1 becomes is the factor of each micro-batch's loss.
-        factor = self.scaled(torch.ones((), device=self._run.device), num_items)
+        factor = self.scaled(torch.ones((), device=self._run.device), num_items, is_loss=False)
         mean = num_items is None
         if entry is None or runner is None:
             return self._one_by_one(model, parts or (), loss_fn, factor, mean)
@@ -73,6 +74,7 @@ class Steps:
                 loss = runner.forward_backward(Part.of(batch), loss_fn, factor, mean)
             else:
                 loss = runner.forward_backward_each(parts, loss_fn, factor, mean)
+        self._runtime.backward(loss, loss * self._unscaled_factor(factor), num_items)
         if self._run.scaler is not None:
             self._run.scaler.watch(loss)
         self.finish_reduction()
@@ -93,6 +95,7 @@ class Steps:
             with self._prepared.hold_gradients([model]) if number < len(parts) else nullcontext():
                 with self._run.explaining_memory("forward"):
                     loss = loss_fn(model(*part.inputs, **part.named), part.target)
+                self._runtime.backward(loss, loss * self._unscaled_factor(share), None)
                 self._back(self._gradients.checked(loss, {}) * share)
             total += loss.detach()
         self.finish_reduction()
@@ -109,9 +112,22 @@ class Steps:
                 raise
             hangs.backward_passed()
 
-    def scaled(self, loss: torch.Tensor, num_items: int | torch.Tensor | None = None) -> torch.Tensor:
-        """The loss as autograd should see it; who calls `backward` on it calls `finish_reduction` after."""
+    def _unscaled_factor(self, factor: torch.Tensor) -> torch.Tensor:
+        """What a loss is multiplied by, loss scaling not included."""
+        return factor if self._run.scaler is None else factor / self._run.scaler.loss_scale
+
+    def scaled(
+        self, loss: torch.Tensor, num_items: int | torch.Tensor | None = None, *, is_loss: bool = True
+    ) -> torch.Tensor:
+        """The loss as autograd should see it; who calls `backward` on it calls `finish_reduction` after.
+
+        Args:
+            is_loss: False for a number in the place of a loss, whose factor is asked for.
+        """
+        as_given = loss
         loss = self._gradients.scale(loss, num_items)
+        if is_loss:
+            self._runtime.backward(as_given, loss, num_items)
         loaders, scaler = self._run.active_loaders, self._run.scaler
         loaders.train()
         if self._unprepared is not None and loaders.top is None and self._run.plan.layout.width > 1:

@@ -25,7 +25,7 @@ FLOORS = [
         "states",
         "steps",
     },
-    {"cli", "compat", "doctor", "testing", "__main__"},
+    {"cli", "compat", "doctor", "testing", "verify", "__main__"},
 ]
 FLOOR = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}
 TORCHLESS = ("base", "config", "launch", "cli", "doctor")
