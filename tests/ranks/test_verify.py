@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 from pathlib import Path
 
@@ -126,6 +127,17 @@ def test_every_cause_that_is_an_error_has_a_script_or_a_reason():
     without = {"rows-differ", "unknown"}
     assert {cause.name for cause in CAUSES if cause.is_error} == scripted | without
     assert len(scripted) >= 15
+
+
+def test_the_page_lists_the_causes(request):
+    listing = request.config.rootpath / "docs" / "list_causes.py"
+    spec = importlib.util.spec_from_file_location("list_causes", listing)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    page = module.PAGE.read_text()
+    assert module.written(page) == page, "run `python docs/list_causes.py`"
+    assert all(f"`{cause.name}`" in page for cause in CAUSES)
 
 
 @pytest.mark.long

@@ -97,7 +97,7 @@ def _rounding(result: Result) -> str:
     """Why what differs is called rounding."""
     field = max(result.largest, key=lambda name: (result.largest[name][0], -FIELDS.index(name)))
     single, double = result.largest[field]
-    if double is None:
+    if double is None or result.rule == "growth":
         return f"the largest difference, {single:.1e} ({field}), is within what one rounding grew to on one process"
     fell = f"by a factor of {single / double:.0e}" if double and math.isfinite(single) else "to nothing"
     return f"the largest difference, {single:.1e} ({field}), is rounding: in float64 it falls to {double:.1e}, {fell}"
