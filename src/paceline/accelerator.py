@@ -139,7 +139,8 @@ class Accelerator(Participant):
             timeout_s=timeout_s, split_batches=split_batches, dispatch_batches=dispatch_batches,
             even_batches=even_batches, data_seed=data_seed, non_blocking=non_blocking, profile=profile_names,
         ), plan=plan, options=options)  # fmt: skip
-        settings = resolved.settings
+        surroundings = runtime.current()
+        settings = surroundings.settings(resolved.settings)
         decisions = [Decision(**vars(choice)) for choice in resolved.decisions]
         detected = World.detect()
         others = (PROFILES, ANOMALIES)
@@ -149,7 +150,6 @@ class Accelerator(Participant):
             warn_once("config", notice)
         world = rendezvous.join(detected, cpu=settings.cpu, timeout_s=settings.timeout_s)
         device = torch.device(world.device)
-        surroundings = runtime.current()
         collectives = surroundings.collectives(world, device) or Collectives(
             world, device=device, debug=settings.debug, timeout_s=settings.timeout_s,
             hang_report_s=settings.hang_report_s)  # fmt: skip
@@ -408,7 +408,9 @@ class Accelerator(Participant):
 
         Ranks: all; all get the result, by one collective for the whole structure.
         """
-        return gather_for_metrics(self.run.active_loaders, self.run.data_ranks, input_data, use_gather_object)
+        result = gather_for_metrics(self.run.active_loaders, self.run.data_ranks, input_data, use_gather_object)
+        runtime.current().gathered("gather_for_metrics", input_data, result)
+        return result
 
     # -- models and files --------------------------------------------------------------------------------------
 
@@ -578,6 +580,7 @@ class Accelerator(Participant):
     def log(self, values: Mapping[str, Any], step: int | None = None) -> None:
         """Logs values to every tracker, on the main process, and to the journal of a watched run."""
         self.run.events.logged(values, step)
+        runtime.current().logged(values, step)
         self.trackers.log(values, step)
 
     def end_training(self) -> None:

@@ -16,7 +16,7 @@ from paceline.base.errors import PlanError
 from paceline.data.unprepared import UnpreparedLoaders
 from paceline.parallel.microbatches import Microbatches, Part
 from paceline.run import Run
-from paceline.world import hangs
+from paceline.world import hangs, runtime
 
 
 class Steps:
@@ -30,6 +30,7 @@ class Steps:
         self._run = run
         self._prepared = run.prepared
         self._gradients = run.gradients
+        self._runtime = runtime.current()
         self._unprepared: UnpreparedLoaders | None = UnpreparedLoaders(run.world)
 
     def allow_unprepared_loaders(self) -> None:
@@ -67,9 +68,7 @@ class Steps:
         factor = self._times_loss_scale(share)
         mean = num_items is None
         if entry is None or runner is None:
-            loss = self._one_by_one(model, parts or (), loss_fn, factor, mean)
-            self._tell_loss(loss * share)
-            return loss
+            return self._one_by_one(model, parts or (), loss_fn, share, factor, mean)
         without_communication = entry.chain.hold_gradients()
         phase = self._run.events.phase("pipeline", None)
         with self._run.explaining_memory("forward"), phase, self._failures_announced(), without_communication:
@@ -79,7 +78,7 @@ class Steps:
                 loss = runner.forward_backward_each(parts, loss_fn, factor, mean)
         if self._run.scaler is not None:
             self._run.scaler.watch(loss)
-        self._tell_loss(loss * share)
+        self._tell_loss(loss, loss * share, num_items)
         self.finish_reduction()
         return loss
 
@@ -88,17 +87,19 @@ class Steps:
         model: nn.Module,
         parts: Sequence[Part],
         loss_fn: Callable[..., torch.Tensor],
+        share: torch.Tensor,
         factor: torch.Tensor,
         mean: bool,
     ) -> torch.Tensor:
         """Micro-batches of one step where no pipeline runs: ranks communicate in the last one's backward pass."""
         total = torch.zeros((), device=self._run.device)
-        share = factor / (len(parts) if mean else 1)
+        divisor = len(parts) if mean else 1
         for number, part in enumerate(parts, 1):
             with self._prepared.hold_gradients([model]) if number < len(parts) else nullcontext():
                 with self._run.explaining_memory("forward"):
                     loss = loss_fn(model(*part.inputs, **part.named), part.target)
-                self._back(self._gradients.checked(loss, {}) * share)
+                self._tell_loss(loss, loss * share / divisor, None)
+                self._back(self._gradients.checked(loss, {}) * (factor / divisor))
             total += loss.detach()
         self.finish_reduction()
         return total / len(parts) if mean else total
@@ -122,12 +123,19 @@ class Steps:
 
     def scaled(self, loss: torch.Tensor, num_items: int | torch.Tensor | None = None) -> torch.Tensor:
         """The loss as autograd should see it; who calls `backward` on it calls `finish_reduction` after."""
-        loss = self._weighed(loss, num_items)
-        self._tell_loss(loss)
-        return self._times_loss_scale(loss)
+        share = self._weighed(loss, num_items)
+        self._tell_loss(loss, share, num_items)
+        return self._times_loss_scale(share)
 
-    def _tell_loss(self, share: torch.Tensor) -> None:
-        """Tells those who follow the loss what this backward pass adds to it."""
+    def _tell_loss(self, loss: torch.Tensor, share: torch.Tensor, num_items: object) -> None:
+        """Tells those who follow the loss what this backward pass adds to it.
+
+        Args:
+            loss: as the script gave it.
+            share: its part of the window's mean over all ranks, without loss scaling.
+            num_items: see `Accelerator.backward`.
+        """
+        self._runtime.backward(loss, share, num_items)
         if self._run.events.loss and share.numel() == 1:
             self._run.events.loss(share.detach())
 

@@ -27,7 +27,7 @@ FLOORS = [
         "steps",
         "watching",
     },
-    {"cli", "compat", "doctor", "testing", "__main__"},
+    {"cli", "compat", "doctor", "testing", "verify", "__main__"},
 ]
 FLOOR = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}
 TORCHLESS = ("base", "config", "launch", "cli", "doctor", "watch")

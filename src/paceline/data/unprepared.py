@@ -85,6 +85,13 @@ class UnpreparedLoaders:
             )  # fmt: skip
 
 
+def iterated_loaders(prepared: Sequence[PreparedLoader]) -> list[DataLoader[Any]]:
+    """The DataLoaders that the script iterates at the moment without having prepared them, as far as its names tell."""
+    unprepared = {id(dataset) for dataset in datasets_in_use()} - {id(loader.original.dataset) for loader in prepared}
+    loaders = {id(loader): loader for _, loader in _loaders(user_frame()) if id(loader.dataset) in unprepared}
+    return list(loaders.values())
+
+
 def _loaders(frame: FrameType | None) -> Iterator[tuple[str, DataLoader[Any]]]:
     """The names under which the loop, and whoever called it, know DataLoaders."""
     while frame is not None:

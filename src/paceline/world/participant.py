@@ -11,6 +11,7 @@ import torch
 
 from paceline.base.errors import DataError
 from paceline.config.keywords import checked_keywords
+from paceline.world import runtime
 from paceline.world.collectives import Collectives
 from paceline.world.world import World
 
@@ -150,11 +151,15 @@ class Participant:
 
     def gather(self, tensor: T) -> T:
         """Concatenates tensors of all ranks along dim 0; 0-dim ones become [num_processes]. Padding is kept. Ranks: all."""
-        return cast(T, self.collectives.gather(tensor))
+        result = cast(T, self.collectives.gather(tensor))
+        runtime.current().gathered("gather", tensor, result)
+        return result
 
     def reduce(self, tensor: T, reduction: Literal["sum", "mean", "none"] = "sum", scale: float = 1.0) -> T:
         """Sum or mean over ranks of each tensor of a structure. Ranks: all; all get the result."""
-        return cast(T, self.collectives.reduce(tensor, reduction, scale))
+        result = cast(T, self.collectives.reduce(tensor, reduction, scale))
+        runtime.current().gathered("reduce", tensor, result)
+        return result
 
     def pad_across_processes(self, tensor: T, dim: int = 0, pad_index: int = 0, pad_first: bool = False) -> T:
         """Pads tensors along `dim` to the longest of all ranks. Ranks: all."""

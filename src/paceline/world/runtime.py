@@ -3,6 +3,7 @@
     Runtime             a real run: devices, a process group that answers, files that are written
     RehearsalRuntime    `planner.rehearsal`: ranks that do not exist, tensors without values, no files
     ScriptNotes, Trial  `planner.trial`: the run is looked at, writes no files, and ends after the last measured step
+    Recorder            `verify.recorder`: the same, and what it computes is recorded
 
 A script constructs its `Accelerator` by itself, so that nobody can hand it a runtime. What builds a run looks it up once, with
 `current`; `use` puts another one there, in a process that is thrown away afterwards.
@@ -11,7 +12,7 @@ A script constructs its `Accelerator` by itself, so that nobody can hand it a ru
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -21,6 +22,7 @@ from paceline.world import device as devices
 from paceline.world.world import World
 
 if TYPE_CHECKING:
+    from paceline.config import RunSettings
     from paceline.world.collectives import Collectives
 
 
@@ -58,6 +60,8 @@ class Runtime:
     Attributes:
         keeps_files: whether checkpoints and trackers write, and whether a run looks for a checkpoint to go on from.
         others_answer: whether the other ranks exist, and so answer what this one asks.
+        compares_widths: whether runs of several widths are compared, so that samples come in one order at each, also where
+            another library's own order is another on one process.
         chooses_kernels: whether optimizers may get kernels by the device of their parameters. A rehearsal for accelerators
             runs on the CPU, whose choice would not be theirs.
     """
@@ -65,6 +69,7 @@ class Runtime:
     keeps_files = True
     others_answer = True
     chooses_kernels = True
+    compares_widths = False
 
     def device(self, world: World, *, cpu: bool = False, index: int | None = None) -> torch.device:
         """The device of this process; see `device.detect`."""
@@ -79,6 +84,10 @@ class Runtime:
         if device.type != "cpu":
             return int(torch.accelerator.get_memory_info(device)[1])
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // local_size
+
+    def settings(self, settings: RunSettings) -> RunSettings:
+        """The merged settings of a run, before anything is built of them."""
+        return settings
 
     # -- what happens in the run -----------------------------------------------------------------------------
 
@@ -102,6 +111,26 @@ class Runtime:
         Args:
             inputs: one micro-batch of this rank.
             samples: of one optimizer step over all ranks.
+        """
+
+    def backward(self, loss: torch.Tensor, scaled: torch.Tensor, num_items: object) -> None:
+        """Called where a backward pass begins; of a pipeline, where it has ended.
+
+        Args:
+            loss: as the script gave it, 0-dim.
+            scaled: what the window's scale made of it, loss scaling not included; its mean over the ranks that read
+                different samples is what this micro-batch adds to the loss of the step.
+            num_items: what the script said of items that `loss` sums over; None where it said nothing.
+        """
+
+    def logged(self, values: Mapping[str, object], step: int | None) -> None:
+        """Called on each rank with what the script logs."""
+
+    def gathered(self, how: str, values: object, result: object) -> None:
+        """Called where the script has gathered values of all ranks.
+
+        Args:
+            how: name of the method: "gather", "reduce" or "gather_for_metrics".
         """
 
     def stepped(self, optimizer: torch.optim.Optimizer, window: Window) -> None:

@@ -59,6 +59,7 @@ from paceline.compat.accelerate.tracking import TrackerList
 from paceline.compat.accelerate.wrapping import extract_model_from_parallel, get_model_tp_size
 from paceline.config.settings import PRECISIONS
 from paceline.run import live_runs
+from paceline.world import runtime
 
 _UNSAID = object()
 
@@ -170,7 +171,7 @@ class Accelerator(NativeAccelerator):
             self.run.scaler = self.scaler = None
         self.gradients.follow_script(window.sync_with_dataloader)
         self._sync_each_batch = window.sync_each_batch
-        self.preparation.step_schedulers(self.dataloader_config.split_batches, self.step_scheduler_with_optimizer)
+        self.preparation.step_schedulers(self.settings.split_batches, self.step_scheduler_with_optimizer)
         self.preparation.load_as(self.dataloader_config, self.rng_types)
         self.trackers = TrackerList(log_with, self.logging_dir, is_main=self.is_main_process)
         self.log_with = self.trackers.names
@@ -455,7 +456,9 @@ class Accelerator(NativeAccelerator):
 
     def gather(self, tensor: Any) -> Any:
         """Concatenates tensors of all processes along dim 0; with one process they stay as they are. Ranks: all."""
-        return gather(tensor)
+        result = gather(tensor)
+        runtime.current().gathered("gather", tensor, result)
+        return result
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
         """Gathers over real samples: what an epoch's last batch repeats is cut off, a 0-dim tensor's values included.
@@ -465,7 +468,9 @@ class Accelerator(NativeAccelerator):
 
         Ranks: all.
         """
-        return gather_for_metrics(self.run, input_data, use_gather_object)
+        result = gather_for_metrics(self.run, input_data, use_gather_object)
+        runtime.current().gathered("gather_for_metrics", input_data, result)
+        return result
 
     def set_trigger(self) -> None:
         """Raises a flag on this rank, for `check_trigger` on all."""
@@ -554,6 +559,7 @@ class Accelerator(NativeAccelerator):
 
     def log(self, values: Any, step: int | None = None, log_kwargs: Any = None) -> None:
         """Logs values to every tracker, on the main process, and to the journal of a watched run."""
+        runtime.current().logged(values, step)
         self.trackers.log(values, step, log_kwargs)
         self.run.events.logged(values, step)
 

@@ -24,6 +24,7 @@ from paceline.optim.schedule import PreparedScheduler, is_scheduler
 from paceline.parallel.materialise import Recipe
 from paceline.plan.facts import ModelFacts
 from paceline.preparation import Kind, Names, Preparation
+from paceline.world import runtime
 
 
 class AcceleratePreparation(Preparation):
@@ -81,7 +82,7 @@ class AcceleratePreparation(Preparation):
             rng_types=list(self._rng_types),
             dispatch_batches=settings.dispatch_batches,
             even_batches=settings.even_batches if self.tail is None else self.tail == "pad",
-            use_seedable_sampler=self._loading.use_seedable_sampler,
+            use_seedable_sampler=self._loading.use_seedable_sampler or runtime.current().compares_widths,
             data_seed=settings.data_seed,
             non_blocking=settings.non_blocking,
             use_stateful_dataloader=self._loading.use_stateful_dataloader,

@@ -1,0 +1,114 @@
+"""`LaunchedRuns`: the script's processes, forked from this one, which has imported what they need, as `paceline tune` does.
+
+Where a run is to be as unlike the first as may be ("again"), its process begins anew, with another hash seed.
+"""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import json
+import signal
+import tempfile
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+from paceline.config.given import Choice
+from paceline.config.sources import HANDED, hand_over
+from paceline.launch.launcher import LAUNCHERS, Job, Outcome, Target
+from paceline.launch.report import problem_of
+from paceline.verify.recorder import Recorder
+from paceline.verify.recording import Recording, read_all
+from paceline.verify.verifier import Case, RunFailed
+
+_NOT_HANDED = ("resume", "profile", "split_batches")
+_OTHER_HASH_SEED = "4242"
+
+
+class LaunchedRuns:
+    """Runs a script on this host.
+
+    Args:
+        job: its processes, as for a launch; the number of them comes from each case.
+        decisions: what the command line and files say of the run.
+        steps: optimizer steps after which a run is ended.
+        folder: where recordings and the output of processes go.
+    """
+
+    def __init__(self, job: Job, decisions: Sequence[Choice], steps: int, folder: Path) -> None:
+        self._job = job
+        self._decisions = decisions
+        self._steps = steps
+        self._folder = folder
+        for name in ("torch", "torch._dynamo", "paceline.accelerator"):  # once, for all forks
+            importlib.import_module(name)
+        gc.collect()
+
+    def __call__(
+        self, case: Case, *, double: bool = False, nudge: float = 0.0, again: bool = False
+    ) -> Sequence[Recording]:
+        """See `Runs`."""
+        folder = Path(tempfile.mkdtemp(dir=self._folder))
+        log_dir = folder / "output"
+        log_dir.mkdir()
+        recorder = Recorder(folder, self._steps, double=double, nudge=nudge)
+        script = self._job.target
+        variables = {**self._job.env, HANDED: self._handed(case)}
+        if again:
+            variables["PYTHONHASHSEED"] = _OTHER_HASH_SEED
+        job = replace(
+            self._job,
+            target=Target("function", script.name, script.args, partial(recorder.run, script, self._job.compat)),
+            procs=case.procs,
+            env=variables,
+            start="exec" if again else self._job.start,
+            max_restarts=0,
+            log_dir=str(log_dir),
+            tee=None,
+            ranks=frozenset(),
+            cores=(),
+        )
+        launcher = LAUNCHERS.get("local")
+        outcome = launcher.submit(launcher.render(job)).wait()
+        if outcome.failure is None and outcome.exit_code == 128 + signal.SIGINT:
+            raise KeyboardInterrupt
+        return self._read(folder, job, outcome)
+
+    def _handed(self, case: Case) -> str:
+        """Settings for the processes: what was said, and in its place what the case says."""
+        replaced = {*case.settings, *_NOT_HANDED}
+        choices = [decision for decision in self._decisions if decision.field not in replaced]
+        choices += [Choice(name, value, "command line", "--plans") for name, value in case.settings.items()]
+        return hand_over(choices)
+
+    def _read(self, folder: Path, job: Job, outcome: Outcome) -> Sequence[Recording]:
+        if outcome.failure is not None:
+            report = outcome.failure.report.strip() or problem_of(outcome, job).what
+            ours = report.find("paceline.")
+            lines = report[max(ours, 0) :].splitlines() if ours >= 0 else report.splitlines()[-3:]
+            raise RunFailed("\n".join(lines[:6]))
+        recordings = read_all(folder)
+        if len(recordings) < job.procs:
+            raise RunFailed(f"{job.procs - len(recordings)} of {job.procs} processes left without a recording")
+        if not any(event["kind"] == "step" for event in recordings[0].events):
+            raise RunFailed("the script ended before an optimizer step")
+        return recordings
+
+
+def cases_of(procs: Sequence[int], plans: Sequence[str]) -> list[Case]:
+    """One case for each width, and one for each plan at the largest width that it can have.
+
+    Args:
+        plans: each one or more settings joined by `+`, such as "zero=2" or "shard=2+tp=2".
+    """
+    widths = sorted({width for width in procs if width > 1})
+    cases = [Case(width) for width in widths]
+    for plan in plans:
+        settings: dict[str, object] = {}
+        for pair in plan.split("+"):
+            name, _, value = pair.partition("=")
+            settings[name] = json.loads(value) if value.lstrip("-").isdigit() else value
+        cases += [Case(width, settings) for width in widths]
+    return cases

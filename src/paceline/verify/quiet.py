@@ -1,0 +1,78 @@
+"""`Quiet`: while it is open, dropouts drop nothing. Two widths draw other masks for the same rows, so that with them no
+number could be compared; whether ranks would draw alike is told all the same, from the generator that they would use."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
+
+from paceline.verify.sketch import digest
+
+# Each function -> the parameter that decides whether it draws, and what stands for "no".
+_TRAINING = ("training", False)
+_PYTHON: tuple[Callable[..., object], ...] = (
+    functional.dropout,
+    functional.dropout1d,
+    functional.dropout2d,
+    functional.dropout3d,
+    functional.alpha_dropout,
+    functional.feature_alpha_dropout,
+    functional.rrelu,
+    functional.multi_head_attention_forward,
+)
+_NATIVE = (torch.dropout, torch.feature_dropout, torch.alpha_dropout, torch.feature_alpha_dropout, torch.rrelu)
+
+
+class Quiet(TorchFunctionMode):
+    """Turns dropout off, and tells what the generator was where it would have drawn.
+
+    Attributes:
+        tell: called with a digest of torch's generator for each dropout in training.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stream = ""
+        self.tell: Callable[[str], object] = lambda stream: None
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        named = dict(kwargs or {})
+        if func in _PYTHON_SIGNATURES:
+            bound = _PYTHON_SIGNATURES[func].bind(*args, **named)
+            if bound.arguments.get("training", _default(func)):
+                self._note()
+                bound.arguments["training"] = False
+            return func(*bound.args, **bound.kwargs)
+        if func in _NATIVE:
+            place = 4 if func is torch.rrelu else 2
+            if len(args) > place and args[place]:
+                self._note()
+                args = (*args[:place], False, *args[place + 1 :])
+            elif named.get("train") or named.get("training"):
+                self._note()
+                named["train" if "train" in named else "training"] = False
+        elif func is functional.scaled_dot_product_attention:
+            if named.get("dropout_p"):
+                self._note()
+                named["dropout_p"] = 0.0
+            elif len(args) > 4 and args[4]:
+                self._note()
+                args = (*args[:4], 0.0, *args[5:])
+        return func(*args, **named)
+
+    def _note(self) -> None:
+        self.tell(digest(torch.get_rng_state().numpy().tobytes()))
+
+
+_PYTHON_SIGNATURES = {function: inspect.signature(function) for function in _PYTHON}
+
+
+def _default(function: Callable[..., object]) -> object:
+    return _PYTHON_SIGNATURES[function].parameters["training"].default

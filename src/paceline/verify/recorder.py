@@ -1,0 +1,285 @@
+"""`Recorder`: the `Runtime` of a process whose run is recorded. It changes as little as two runs need to be comparable.
+
+    settings    a loader's batch size is that of all ranks together: every width reads the same global batches
+    dropout     drops nothing (`quiet.py`): ranks draw for their own rows, so no two widths could agree
+    float64     on request: the same weights and batches, computed in double precision, so that rounding all but vanishes
+    files       none are written, and no checkpoint is looked for
+
+What is recorded is in `recording.py`.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from paceline.base import env as environment
+from paceline.checkpoint.state.module_state import clean, unwrap
+from paceline.config import RunSettings
+from paceline.data.unprepared import iterated_loaders
+from paceline.launch.launcher import Target
+from paceline.launch.worker import become, leave
+from paceline.plan.facts import model_facts
+from paceline.verify.quiet import Quiet
+from paceline.verify.recording import Event, Recording
+from paceline.verify.sketch import digest, rows, sketch
+from paceline.world import runtime
+from paceline.world.runtime import PreparedRun, Runtime, Window
+from paceline.world.tree import map_tensors, tensors
+
+_DIVIDING = ("DivBackward0", "MulBackward0")
+
+
+class Recorder(Runtime):
+    """Records one process of a run.
+
+    Args:
+        folder: where the recording goes, as `rank<n>.json`.
+        steps: steps of the first optimizer after which the script is ended.
+        double: computes in float64.
+        nudge: changes each initial weight by this part of itself, up or down: how fast does rounding grow?
+        end: ends the process once enough steps were seen; it does not return.
+    """
+
+    keeps_files = False
+    compares_widths = True
+
+    def __init__(
+        self,
+        folder: Path,
+        steps: int,
+        *,
+        double: bool = False,
+        nudge: float = 0.0,
+        end: Callable[[int], object] = leave,
+    ) -> None:
+        self.recording = Recording()
+        self._folder = folder
+        self._steps = steps
+        self._double = double
+        self._nudge = nudge
+        self._end = end
+        self._quiet = Quiet()
+        self._names: dict[int, str] = {}  # by id of a parameter
+        self._models: list[nn.Module] = []  # those that were prepared, as the user wrote them
+        self._optimizers: list[torch.optim.Optimizer] = []
+        self._step: Event = {}
+        self._run: PreparedRun | None = None
+        self._looked = False
+
+    # -- the run ---------------------------------------------------------------------------------------------
+
+    def run(self, target: Target, compat: str) -> None:
+        """Becomes the script; does not return where it takes enough steps."""
+        self.watch(lambda: become(target.on(environment.get("LOCAL_RANK") or 0), compat))
+
+    def watch(self, work: Callable[[], object]) -> None:
+        """Runs `work` and writes the recording, however it ends."""
+        runtime.use(self)
+        recording = self.recording
+        recording.rank = environment.get("RANK") or 0
+        recording.size = environment.get("WORLD_SIZE") or 1
+        register_optimizer_step_pre_hook(self._before_step)
+        register_optimizer_step_post_hook(self._after_step)
+        recording.ended = "script"
+        try:
+            with self._quiet:
+                work()
+        except Exception as error:
+            lines = str(error).strip().splitlines() or [""]
+            recording.ended = f"{type(error).__name__}: {lines[0]}"
+            raise
+        finally:
+            self._write()
+
+    def _write(self) -> None:
+        self.recording.write(self._folder / f"rank{self.recording.rank}.json")
+
+    def _add(self, kind: str, **values: Any) -> Event:
+        event: Event = {"kind": kind, **values}
+        self.recording.events.append(event)
+        return event
+
+    # -- the surroundings ------------------------------------------------------------------------------------
+
+    def settings(self, settings: RunSettings) -> RunSettings:
+        """One global batch for every width; no lower precision where rounding is to vanish."""
+        precision = "no" if self._double else settings.mixed_precision
+        return replace(settings, split_batches=True, mixed_precision=precision, resume="no")
+
+    # -- what happens in the run -----------------------------------------------------------------------------
+
+    def preparing(self, run: PreparedRun, models: Sequence[nn.Module]) -> None:
+        """Records what the script has made, before anything is done to it."""
+        for model in models:
+            if any(model is known for known in self._models):
+                continue
+            on_meta = any(parameter.is_meta for parameter in model.parameters())
+            prefix = f"model{len(self._models)}." if self._models else ""
+            facts = model_facts(model)
+            self.recording.random_layers += [f"{prefix}{name} ({kind})" for name, kind in facts.random_layers]
+            self.recording.batch_norms += [f"{prefix}{name}" for name in facts.batch_norms]
+            if not self._models and facts.dtypes:
+                self.recording.dtype = facts.dtypes[0].removeprefix("torch.")
+            if not on_meta:
+                self._add("initial", weights=_sketches(_named(model.named_parameters(), prefix)))
+                self._change(model)
+            self._models.append(model)
+            model.register_forward_pre_hook(self._forward, with_kwargs=True)
+
+    def _change(self, model: nn.Module) -> None:
+        if self._double:
+            model.double()
+        if self._nudge:
+            generator = torch.Generator().manual_seed(0)
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    signs = torch.randint(0, 2, parameter.shape, generator=generator) * 2 - 1
+                    parameter.mul_(1 + self._nudge * signs.to(parameter))
+
+    def prepared(self, run: PreparedRun) -> None:
+        """Records the plan, and the weights that it begins with."""
+        self._run = run
+        recording = self.recording
+        layout = run.plan.layout
+        recording.layout = str(layout)
+        recording.accumulate = run.plan.accumulate
+        recording.width = layout.width
+        recording.data_index = layout.data_index(recording.rank)
+        for decision in run.plan.decisions:
+            if decision.field == "batch_norm.statistics":
+                recording.batch_norm_statistics = str(decision.value)
+        self._names.clear()
+        trainable: dict[str, Tensor] = {}
+        for number, entry in enumerate(run.prepared.models):
+            prefix = f"model{number}." if number else ""
+            for name, parameter in _named(unwrap(entry.module).named_parameters(), prefix).items():
+                self._names[id(parameter)] = name
+                if parameter.requires_grad:
+                    trainable[name] = parameter
+        recording.trainable = list(trainable)
+        self._add("prepared", weights=_sketches(trainable), random=self._random())
+
+    def batches(self, steps: Iterator[Any]) -> Iterator[Any]:
+        """Records the rows of each batch; filler comes last."""
+        for batch, mark in steps:
+            info = mark.info
+            self._add("batch", rows=rows(batch), real=info.real[info.index], rank_rows=list(info.real))
+            yield (map_tensors(_double, batch) if self._double else batch), mark
+
+    def backward(self, loss: Tensor, scaled: Tensor, num_items: object) -> None:
+        """Records the loss."""
+        self._look_for_loaders()
+        items = None if num_items is None else float(num_items)  # type: ignore[arg-type]
+        is_divided = type(loss.grad_fn).__name__ in _DIVIDING
+        self._add("backward", loss=_number(loss), scaled=_number(scaled), items=items, divided=is_divided)
+
+    def logged(self, values: Mapping[str, object], step: int | None) -> None:
+        """Records numbers that are logged."""
+        numbers: dict[str, float] = {}
+        for name, value in values.items():
+            if isinstance(value, Tensor) and value.numel() == 1:
+                numbers[str(name)] = _number(value)
+            elif isinstance(value, int | float) and not isinstance(value, bool):
+                numbers[str(name)] = float(value)
+        self._add("logged", values=numbers, step=step)
+
+    def gathered(self, how: str, values: object, result: object) -> None:
+        """Records how many rows went in and came out."""
+        got = [leaf for leaf in tensors(result) if leaf.dim() > 0]
+        count = len(got[0]) if got else 0
+        leaves = tensors(result)
+        self._add("gathered", how=how, got=count, sketch=sketch(leaves[0]) if leaves else [])
+
+    def stepped(self, optimizer: torch.optim.Optimizer, window: Window) -> None:
+        """Notes whether the loop declares its micro-batches."""
+        self.recording.declared = window.declared
+
+    # -- forward passes ----------------------------------------------------------------------------------------
+
+    def _forward(self, module: nn.Module, args: object, kwargs: object) -> None:
+        self._quiet.stream = ""
+        event = self._add(
+            "forward",
+            rows=rows((args, kwargs)),
+            training=module.training,
+            grad=torch.is_grad_enabled(),
+            evaluated=not torch.is_grad_enabled(),
+            stream="",
+        )
+        self._quiet.tell = lambda stream: event.__setitem__("stream", event["stream"] or stream)
+
+    def _look_for_loaders(self) -> None:
+        """Notes the samplers of loaders that the script iterates without having prepared them, once."""
+        if not self._looked:
+            self._looked = True
+            prepared = [] if self._run is None else self._run.prepared.loaders
+            self.recording.samplers = [type(loader.sampler).__name__ for loader in iterated_loaders(prepared)]
+
+    # -- steps ---------------------------------------------------------------------------------------------------
+
+    def _before_step(self, optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
+        """Gradients are final here: averaged, corrected, unscaled and clipped."""
+        if not any(optimizer is known for known in self._optimizers):
+            self._optimizers.append(optimizer)
+        number = next(place for place, known in enumerate(self._optimizers) if known is optimizer)
+        gradients = {name: p.grad for name, p in self._parameters(optimizer).items() if p.grad is not None}
+        rates = [float(group["lr"]) for group in optimizer.param_groups if "lr" in group]
+        self._step = self._add("step", optimizer=number, rates=rates, gradients=_sketches(gradients))
+
+    def _after_step(self, optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
+        buffers: dict[str, Tensor] = {}
+        for number, model in enumerate(self._models):
+            prefix = f"model{number}." if number else ""
+            for name, buffer in _named(model.named_buffers(), prefix).items():
+                if buffer.is_floating_point() and not buffer.is_meta:
+                    buffers[name] = buffer
+        weights = _sketches(self._parameters(optimizer))
+        self._step |= {"weights": weights, "buffers": _sketches(buffers), "random": self._random()}
+        taken = sum(event["optimizer"] == 0 for event in self.recording.of_kind("step"))
+        if self._step["optimizer"] == 0 and taken >= self._steps:
+            self.recording.ended = "steps"
+            self._write()
+            if torch.distributed.is_initialized():
+                torch.distributed.barrier()  # nobody leaves while another needs its connections
+            self._end(0)
+
+    def _parameters(self, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+        named: dict[str, Tensor] = {}
+        for parameter in (p for group in optimizer.param_groups for p in group["params"]):
+            name = self._names.get(id(parameter), f"unprepared[{len(named)}]")
+            named[name] = parameter
+        return named
+
+    def _random(self) -> dict[str, str]:
+        """Digests of the generators of this process."""
+        name, keys, *place = np.random.get_state()
+        return {
+            "torch": digest(torch.get_rng_state().numpy().tobytes()),
+            "numpy": digest(repr((name, place)).encode() + np.asarray(keys).tobytes()),
+            "python": digest(repr(random.getstate()).encode()),
+        }
+
+
+def _named(pairs: Iterator[tuple[str, Tensor]], prefix: str) -> dict[str, Tensor]:
+    return {prefix + clean(name): tensor for name, tensor in pairs}
+
+
+def _sketches(named: Mapping[str, Tensor]) -> dict[str, list[float]]:
+    return {name: sketch(tensor) for name, tensor in named.items()}
+
+
+def _double(tensor: Tensor) -> Tensor:
+    return tensor.double() if tensor.is_floating_point() else tensor
+
+
+def _number(tensor: Tensor) -> float:
+    return float(tensor.detach().sum().double())

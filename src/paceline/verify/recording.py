@@ -1,0 +1,80 @@
+"""What one process has recorded of a run, as JSON: a header, and events in the order in which they happened.
+
+    {"kind": "initial",  "weights": {name: sketch}, "buffers": ...}     before `prepare` has touched the models
+    {"kind": "prepared", "weights": ..., "plan": text}                  after it
+    {"kind": "batch",    "rows": [digest], "real": n}                   a prepared loader has given a batch
+    {"kind": "forward",  "rows": [digest], "training": b, "grad": b, "stream": digest, "model": name}
+    {"kind": "backward", "loss": x, "scaled": x, "items": n}            the loss as the script gave it, and as it counts
+    {"kind": "step",     "optimizer": n, "rates": [x], "gradients": {name: sketch}, "weights": ..., "buffers": ...,
+                         "random": {"torch": digest, "numpy": digest, "python": digest}}
+    {"kind": "logged",   "values": {name: x}, "step": n}
+    {"kind": "gathered", "how": name, "given": rows, "got": rows, "sketch": sketch}
+
+A sketch is a short list of numbers that stands for a tensor (see `sketch.py`).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+Event = dict[str, Any]
+
+
+@dataclass
+class Recording:
+    """One process' part of a run.
+
+    Attributes:
+        rank, size: of the process.
+        data_index, width: which share of each batch it read, of how many.
+        layout: the axes of the plan, as text.
+        accumulate: micro-batches in a step, as the settings say.
+        declared: whether the loop says where its micro-batches are.
+        random_layers: modules that draw random numbers in training.
+        batch_norms: modules that keep statistics of batches; `batch_norm_statistics` is what the plan does with them.
+        samplers: classes of the samplers of loaders that the script iterates without having prepared them.
+        trainable: trainable parameters of prepared models.
+        dtype: in which most of the first model is computed, such as "float32".
+        ended: "steps" where enough steps were seen, "script" where the script has ended, else the error in one line.
+        events: what happened, in order.
+    """
+
+    rank: int = 0
+    size: int = 1
+    data_index: int = 0
+    width: int = 1
+    layout: str = ""
+    accumulate: int = 1
+    declared: bool = False
+    random_layers: list[str] = field(default_factory=list)
+    batch_norms: list[str] = field(default_factory=list)
+    batch_norm_statistics: str = ""
+    samplers: list[str] = field(default_factory=list)
+    trainable: list[str] = field(default_factory=list)
+    dtype: str = "float32"
+    ended: str = ""
+    events: list[Event] = field(default_factory=list)
+
+    def write(self, path: Path) -> None:
+        """Writes the file of this process."""
+        path.write_text(json.dumps(asdict(self)), encoding="utf-8")
+
+    @classmethod
+    def read(cls, path: Path) -> Recording:
+        """Reads what `write` wrote."""
+        content: Mapping[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        return cls(**content)
+
+    def of_kind(self, kind: str) -> Sequence[Event]:
+        """The events of one kind."""
+        return [event for event in self.events if event["kind"] == kind]
+
+
+def read_all(folder: Path) -> list[Recording]:
+    """The recordings of all processes, by rank."""
+    recordings = [Recording.read(path) for path in folder.glob("rank*.json")]
+    return sorted(recordings, key=lambda recording: recording.rank)

@@ -1,0 +1,158 @@
+"""What a verification says: a table, and for each case that differs what differs first, why, and how to mend it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from paceline.verify.compare import FIELDS
+from paceline.verify.verifier import Result, Verification
+
+_RULES = {
+    "float64": "runs in float64",
+    "growth": "how one rounding grew on one process",
+    "onset": "the size of the difference where it began",
+    "plain": "no need: rounding does not change this",
+    "none": "no need: the same bits",
+}
+_COLUMNS = {"rows": "rows", "loss": "loss", "gradient": "gradients", "weight": "weights", "logged": "logged"}
+
+
+def text(verification: Verification, steps: int) -> str:
+    """The report as a person reads it.
+
+    Args:
+        steps: how many were asked for.
+    """
+    lines = [*_table(verification.results), ""]
+    for number, result in enumerate(verification.results):
+        lines += _details(result, is_repeat=number == 0)
+    compared = max((result.steps for result in verification.results), default=0)
+    if 0 < compared < steps:
+        lines.append(f"The script took {compared} optimizer step{'s' * (compared > 1)}; {steps} were asked for.")
+    lines.append(_summary(verification))
+    return "\n".join(lines)
+
+
+def _table(results: Sequence[Result]) -> list[str]:
+    """The largest relative difference of each kind, in the precision of the script; then the verdict."""
+    rows = [["run", "steps", *_COLUMNS.values(), "verdict"]]
+    for number, result in enumerate(results):
+        name = "1 process, twice" if number == 0 else result.case.name
+        sizes = [_size(result, field) for field in _COLUMNS]
+        rows.append([name, str(result.steps or "-"), *sizes, _verdict(result)])
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    return [lines[0], "-" * max(map(len, lines)), *lines[1:]]
+
+
+def _size(result: Result, field: str) -> str:
+    if result.status == "failed" and not result.steps:
+        return "-"
+    size = result.largest.get(field, (0.0, None))[0]
+    if field == "rows":
+        return "other" if field in result.largest else "same"
+    return f"{size:.1e}" if size else "same"
+
+
+def _verdict(result: Result) -> str:
+    if result.status == "failed":
+        return "not compared"
+    if result.status == "same":
+        return "same" if not result.largest else "same, but for rounding"
+    return "DIFFERENT"
+
+
+def _details(result: Result, *, is_repeat: bool) -> list[str]:
+    name = "1 process, twice" if is_repeat else result.case.name
+    lines: list[str] = []
+    if result.why:
+        lines.append(f"{name}: {result.status}")
+        lines += [f"  {line}" for line in result.why.splitlines()]
+    first = result.first
+    if first is not None:
+        lines.append(f"{name}: the first difference is the {first.what}, at step {first.step}")
+        if first.field not in ("rows",):
+            lines.append(
+                f"  {first.value:.9g} in place of {first.reference:.9g} (relative difference {first.relative:.2g})"
+            )
+        lines.append(f"  rounding was told from the rest by: {_RULES[result.rule]}")
+    for finding in result.findings:
+        cause = finding.cause
+        mark = "likely cause" if cause.is_error else "note"
+        lines.append(
+            f"  {mark} [{cause.name}]: {cause.title}."
+            if first or result.why
+            else f"{name}: {mark} [{cause.name}]: {cause.title}."
+        )
+        lines.append(f"    evidence: {finding.evidence}.")
+        lines.append(f"    fix: {cause.fix}")
+    if result.status == "same" and result.rule in ("float64", "growth") and result.largest:
+        lines.append(f"{name}: {_rounding(result)}")
+    return [*lines, ""] if lines else []
+
+
+def _rounding(result: Result) -> str:
+    """Why what differs is called rounding."""
+    field = max(result.largest, key=lambda name: (result.largest[name][0], -FIELDS.index(name)))
+    single, double = result.largest[field]
+    if double is None or result.rule == "growth":
+        return f"the largest difference, {single:.1e} ({field}), is within what one rounding grew to on one process"
+    fell = f"by a factor of {single / double:.0e}" if double and math.isfinite(single) else "to nothing"
+    return f"the largest difference, {single:.1e} ({field}), is rounding: in float64 it falls to {double:.1e}, {fell}"
+
+
+def _summary(verification: Verification) -> str:
+    counts = {status: 0 for status in ("same", "different", "failed")}
+    for result in verification.results:
+        counts[result.status] += 1
+    parts = [f"{counts['same']} the same", f"{counts['different']} different", f"{counts['failed']} not compared"]
+    return f"{len(verification.results)} comparisons: {', '.join(parts)}."
+
+
+def as_json(verification: Verification) -> dict[str, Any]:
+    """The same for programs."""
+    return {
+        "exit_code": verification.exit_code,
+        "results": [_result_json(result) for result in verification.results],
+    }
+
+
+def _result_json(result: Result) -> dict[str, Any]:
+    first = result.first
+    return {
+        "run": result.case.name,
+        "procs": result.case.procs,
+        "settings": dict(result.case.settings),
+        "status": result.status,
+        "why": result.why,
+        "rounding_told_by": result.rule,
+        "steps": result.steps,
+        "first": None
+        if first is None
+        else {
+            "step": first.step,
+            "field": first.field,
+            "name": first.name,
+            "value": _finite(first.value),
+            "reference": _finite(first.reference),
+            "relative": _finite(first.relative),
+        },
+        "largest": {name: [_finite(size) for size in sizes] for name, sizes in result.largest.items()},
+        "findings": [
+            {
+                "cause": finding.cause.name,
+                "is_error": finding.cause.is_error,
+                "title": finding.cause.title,
+                "evidence": finding.evidence,
+                "fix": finding.cause.fix,
+            }
+            for finding in result.findings
+        ],
+    }
+
+
+def _finite(value: float | None) -> float | str | None:
+    """JSON has no word for infinity."""
+    return value if value is None or math.isfinite(value) else str(value)

@@ -1,0 +1,261 @@
+"""`verify`: the runs that a verification takes, in order, and what is made of them.
+
+    one process              the reference
+    one process, again       what differs here is not due to ranks
+    each case                the same global batches under a plan, on several processes
+    float64                  the reference and the case once more: rounding all but vanishes, and what stays is real
+    nudged                   where the script does not run in float64: one process, its initial weights changed by one rounding
+
+A run itself is done by somebody else (`Runs`): the command forks processes as `paceline launch` does.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol
+
+from paceline.verify.compare import (
+    EPS,
+    Difference,
+    Run,
+    differences,
+    is_plain,
+    judged_by_double,
+    judged_by_growth,
+    judged_by_onset,
+)
+from paceline.verify.diagnose import Finding, diagnose
+from paceline.verify.predicates import Evidence
+from paceline.verify.recording import Recording
+
+Status = Literal["same", "different", "failed"]
+Rule = Literal["float64", "growth", "onset", "plain", "none"]
+
+
+@dataclass(frozen=True)
+class Case:
+    """What is compared with one process.
+
+    Attributes:
+        procs: how many processes.
+        settings: of the plan.
+    """
+
+    procs: int
+    settings: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def name(self) -> str:
+        """As the tables show it."""
+        plan = ", ".join(f"{name}={value}" for name, value in self.settings.items())
+        processes = f"{self.procs} process{'es' * (self.procs > 1)}"
+        return f"{plan}, {processes}" if plan else processes
+
+
+class RunFailed(Exception):
+    """A run came to no comparable end; the text says why."""
+
+
+class Runs(Protocol):
+    """Runs the script."""
+
+    def __call__(
+        self, case: Case, *, double: bool = False, nudge: float = 0.0, again: bool = False
+    ) -> Sequence[Recording]:
+        """The recordings of all ranks.
+
+        Args:
+            double: in float64.
+            nudge: see `Recorder`.
+            again: as unlike an earlier run as may be: fresh processes, another hash seed.
+
+        Raises:
+            RunFailed: some process ended with an error, or took no step.
+        """
+        ...
+
+
+@dataclass(frozen=True)
+class Result:
+    """What came of one case.
+
+    Attributes:
+        case: which one.
+        status: "same" but for rounding, "different", or "failed" where there is nothing to compare.
+        why: why it failed.
+        rule: how rounding was told from the rest: by runs in "float64", by the measured "growth" of rounding, by the size of
+            the difference where it began ("onset"); "plain" where rounding cannot make it; "none" where there is none.
+        first: the first real difference; None where it is the same.
+        findings: causes, of the difference and of what the run does by itself.
+        largest: by field, the largest difference in the precision of the script, and (under the rule "float64") in float64.
+        steps: how many were compared.
+    """
+
+    case: Case
+    status: Status
+    why: str = ""
+    rule: Rule = "none"
+    first: Difference | None = None
+    findings: Sequence[Finding] = field(default_factory=list)
+    largest: Mapping[str, tuple[float, float | None]] = field(default_factory=dict)
+    steps: int = 0
+
+    @property
+    def causes(self) -> list[str]:
+        """Names of the causes that make the numbers wrong."""
+        return [finding.cause.name for finding in self.findings if finding.cause.is_error]
+
+
+@dataclass(frozen=True)
+class Verification:
+    """What came of all cases, the repeated run on one process first."""
+
+    results: Sequence[Result]
+
+    @property
+    def exit_code(self) -> int:
+        """0 the same, 1 different, 2 where some case could not be compared and none differs."""
+        statuses = {result.status for result in self.results}
+        if "different" in statuses:
+            return 1
+        return 2 if "failed" in statuses else 0
+
+
+class Verifier:
+    """Verifies one script.
+
+    Args:
+        runs: runs it.
+        tell: called with one line before each run.
+    """
+
+    def __init__(self, runs: Runs, tell: Callable[[str], object] = lambda line: None) -> None:
+        self._runs = runs
+        self._tell = tell
+        self._reference: Run
+        self._own: set[str] = set()  # names of causes that the reference shows by itself
+        self._double: Run | str | None = None  # the reference in float64, or why there is none
+        self._growth: Sequence[Difference] | None = None
+
+    def verify(self, cases: Sequence[Case]) -> Verification:
+        """Runs and compares everything."""
+        alone = Case(1)
+        self._tell("1 process, the reference")
+        try:
+            self._reference = Run.of(alone.name, self._runs(alone))
+        except RunFailed as error:
+            return Verification([Result(alone, "failed", why=str(error))])
+        repeat = self._repeated(alone)
+        results = [repeat]
+        # Where one process does not do the same twice, nothing can be said of several.
+        if repeat.first is None:
+            results += [self._compared(case) for case in cases if case != alone]
+        return Verification(results)
+
+    def _repeated(self, alone: Case) -> Result:
+        """The reference once more, and what it does by itself."""
+        self._tell("1 process, once more")
+        reference = self._reference
+        try:
+            again = Run.of(alone.name, self._runs(alone, again=True))
+        except RunFailed as error:
+            return Result(alone, "failed", why=str(error))
+        own = diagnose(Evidence(reference, reference))
+        self._own = {finding.cause.name for finding in own}
+        apart = differences(again, reference)
+        apart = judged_by_onset(apart, self._eps)
+        evidence = Evidence(again, reference, apart, is_repeat=True)
+        findings = [*diagnose(evidence), *own]
+        first = evidence.first
+        is_wrong = first is not None or any(finding.cause.is_error for finding in own)
+        largest = _largest(apart, None)
+        rule: Rule = "onset" if apart else "none"
+        status: Status = "different" if is_wrong else "same"
+        return Result(alone, status, "", rule, first, findings, largest, len(reference.steps))
+
+    def _compared(self, case: Case) -> Result:
+        """One case."""
+        self._tell(case.name)
+        reference = self._reference
+        try:
+            run = Run.of(case.name, self._runs(case))
+        except RunFailed as error:
+            return Result(case, "failed", why=str(error))
+        single = differences(run, reference)
+        rule: Rule = "none"
+        evidence = Evidence(run, reference, single)
+        double: Sequence[Difference] | None = None
+        if is_plain(single):
+            rule = "plain"
+        elif single:
+            pair = self._in_double(case)
+            if pair is None:
+                rule = "growth"
+                evidence = Evidence(run, reference, self._judged_by_growth(single))
+            else:
+                rule = "float64"
+                double = judged_by_double(single, differences(*pair))
+                evidence = Evidence(pair[0], pair[1], double)
+                # A script may compute some part in float32 all the same, whose rounding then stays.
+                if evidence.first is not None and evidence.first.relative < math.sqrt(self._eps):
+                    grown = Evidence(run, reference, self._judged_by_growth(single))
+                    if grown.first is None:
+                        rule = "growth"
+                        evidence = grown
+        # What one process does by itself already is told once.
+        findings = [finding for finding in diagnose(evidence) if finding.cause.name not in self._own]
+        first = evidence.first
+        is_wrong = first is not None or any(finding.cause.is_error for finding in findings)
+        if len(run.steps) != len(reference.steps) and first is None:
+            why = f"it took {len(run.steps)} steps, and one process {len(reference.steps)}"
+            return Result(case, "different", why, rule, None, findings, _largest(single, double), len(run.steps))
+        status: Status = "different" if is_wrong else "same"
+        return Result(case, status, "", rule, first, findings, _largest(single, double), len(run.steps))
+
+    def _in_double(self, case: Case) -> tuple[Run, Run] | None:
+        """The case and the reference in float64; None where the script does not run so."""
+        if self._double is None:
+            self._tell("1 process, in float64")
+            try:
+                self._double = Run.of("1 process, float64", self._runs(Case(1), double=True))
+            except RunFailed as error:
+                self._double = str(error)
+        if isinstance(self._double, str):
+            return None
+        self._tell(f"{case.name}, in float64")
+        try:
+            run = Run.of(case.name, self._runs(case, double=True))
+        except RunFailed:
+            return None
+        return run, self._double
+
+    @property
+    def _eps(self) -> float:
+        """One rounding, in the precision in which the script computes."""
+        return EPS.get(self._reference.recordings[0].dtype, EPS["float32"])
+
+    def _judged_by_growth(self, single: Sequence[Difference]) -> list[Difference]:
+        eps = self._eps
+        if self._growth is None:
+            self._tell("1 process, weights changed by one rounding")
+            try:
+                nudged = Run.of("1 process, nudged", self._runs(Case(1), nudge=eps))
+                self._growth = differences(nudged, self._reference)
+            except RunFailed:
+                self._growth = []
+        return judged_by_growth(single, self._growth, eps)
+
+
+def _largest(
+    single: Sequence[Difference], double: Sequence[Difference] | None
+) -> dict[str, tuple[float, float | None]]:
+    sizes: dict[str, tuple[float, float | None]] = {}
+    for field_name in dict.fromkeys(difference.field for difference in single):
+        own = max(difference.relative for difference in single if difference.field == field_name)
+        in_double = None
+        if double is not None:
+            in_double = max((d.relative for d in double if d.field == field_name), default=0.0)
+        sizes[field_name] = (own, in_double)
+    return sizes

@@ -1,0 +1,170 @@
+"""`paceline verify` tells broken scripts from correct ones, and names what is broken (the scripts: tests/verify_scripts.py)."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from pathlib import Path
+
+import pytest
+from verify_scripts import (
+    BROKEN,
+    BROKEN_ACCELERATE,
+    BROKEN_ALONE,
+    GOOD,
+    accelerate_script,
+    script,
+)
+
+from paceline.cli import main as command_line
+from paceline.launch.launcher import Target
+from paceline.testing import RankFailed, run_ranks
+from paceline.verify.diagnose import CAUSES
+from paceline.verify.recorder import Recorder
+from paceline.verify.recording import read_all
+from paceline.verify.verifier import Case, RunFailed, Verification, Verifier
+
+# Those that `make test` runs: one of each way of telling; the others take minutes together.
+SHORT = {
+    "dropout",
+    "batch norm",
+    "the loader is not prepared",
+    "a sum",
+    "a metric over padding",
+    "evaluation in train mode",
+    "an optimizer of copies",
+}
+TWO = (Case(2),)
+PLANS = [Case(2, {"zero": 2}), Case(2, {"shard": 2}), Case(4, {"zero": 3}), Case(4, {"shard": 2, "replicate": 2})]
+
+
+def names(scripts):
+    return [name if name in SHORT else pytest.param(name, marks=pytest.mark.long) for name in scripts]
+
+
+class ForkedRuns:
+    """Runs a script by `run_ranks`."""
+
+    def __init__(self, folder: Path, text: str, compat: str = "", steps: int = 20) -> None:
+        self.folder = folder
+        self.compat = compat
+        self.steps = steps
+        self.count = 0
+        self.target = Target("script", str(folder / "train.py"))
+        (folder / "train.py").write_text(text)
+
+    def __call__(self, case, *, double=False, nudge=0.0, again=False):
+        self.count += 1
+        folder = self.folder / str(self.count)
+        folder.mkdir()
+        recorder = Recorder(folder, self.steps, double=double, nudge=nudge)
+        handed = {name: [value, "command line", "--plans"] for name, value in case.settings.items()}
+        settings = {"PACELINE_SETTINGS": json.dumps(handed)}
+        try:
+            run_ranks(lambda: recorder.run(self.target, self.compat), case.procs, env=settings, group=False, output=[])
+        except RankFailed as error:
+            raise RunFailed(str(error.__cause__ or error)) from error
+        return read_all(folder)
+
+
+def verified(folder, text, cases=TWO, compat="") -> Verification:
+    return Verifier(ForkedRuns(folder, text, compat)).verify(cases)
+
+
+def causes(verification) -> list[str]:
+    return [cause for result in verification.results for cause in result.causes]
+
+
+@pytest.mark.parametrize("name", names(GOOD))
+def test_no_false_alarm(tmp_path, name):
+    verification = verified(tmp_path, script(GOOD[name]))
+    assert [(result.status, result.first, result.causes) for result in verification.results] == [("same", None, [])] * 2
+    assert verification.exit_code == 0
+
+
+@pytest.mark.parametrize("name", names(BROKEN))
+def test_what_breaks_on_several_ranks(tmp_path, name):
+    cause, edits = BROKEN[name]
+    verification = verified(tmp_path, script(edits))
+    assert causes(verification)[:1] == [cause] and verification.exit_code == 1
+
+
+@pytest.mark.parametrize("name", names(BROKEN_ALONE))
+def test_what_is_broken_on_one_process(tmp_path, name):
+    cause, edits = BROKEN_ALONE[name]
+    if "hash" in name:
+        pytest.skip("forks of one process have one hash seed: the command's own test has it")
+    verification = verified(tmp_path, script(edits), ())
+    assert causes(verification) == [cause] and verification.exit_code == 1
+
+
+@pytest.mark.parametrize("name", names(BROKEN_ACCELERATE))
+def test_what_is_broken_under_accelerates_names(tmp_path, name):
+    cause, edits = BROKEN_ACCELERATE[name]
+    verification = verified(tmp_path, accelerate_script(edits), compat="accelerate")
+    assert causes(verification)[:1] == [cause] and verification.exit_code == 1
+
+
+@pytest.mark.long
+def test_a_correct_script_under_accelerates_names(tmp_path):
+    verification = verified(tmp_path, accelerate_script(()), compat="accelerate")
+    assert verification.exit_code == 0
+    assert [finding.cause.name for finding in verification.results[1].findings] == ["filler-in-training"]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", ["plain", "dropout", "batch norm", "accumulation", "bf16", "items"])
+def test_no_false_alarm_under_plans(tmp_path, name):
+    verification = verified(tmp_path, script(GOOD[name]), PLANS)
+    assert [(result.case.name, result.status, result.why) for result in verification.results[1:]] == [
+        (case.name, "same", "") for case in PLANS
+    ]
+
+
+def test_every_cause_that_is_an_error_has_a_script_or_a_reason():
+    scripted = {cause for scripts in (BROKEN, BROKEN_ALONE, BROKEN_ACCELERATE) for cause, _ in scripts.values()}
+    # What is left when nothing fits.
+    without = {"rows-differ", "unknown"}
+    assert {cause.name for cause in CAUSES if cause.is_error} == scripted | without
+    assert len(scripted) >= 15
+
+
+def test_the_page_lists_the_causes(request):
+    listing = request.config.rootpath / "docs" / "list_causes.py"
+    spec = importlib.util.spec_from_file_location("list_causes", listing)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    page = module.PAGE.read_text()
+    assert module.written(page) == page, "run `python docs/list_causes.py`"
+    assert all(f"`{cause.name}`" in page for cause in CAUSES)
+
+
+@pytest.mark.long
+def test_the_command(tmp_path, monkeypatch, capfd):
+    (tmp_path / "good.py").write_text(script(()))
+    (tmp_path / "sum.py").write_text(script(BROKEN["a sum"][1]))
+    (tmp_path / "hash.py").write_text(script(BROKEN_ALONE["an order by hashes"][1]))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    words = ["verify", "--cpu", "--steps", "3"]
+    assert command_line.main([*words, "--plans", "zero=2,shard=2", "good.py"]) == 0
+    out, err = capfd.readouterr()
+    assert "4 the same, 0 different" in out and "running zero=2, 2 processes" in err
+    assert command_line.main([*words, "--json", "sum.py"]) == 1
+    results = json.loads(capfd.readouterr().out)["results"]
+    assert results[1]["findings"][0]["cause"] == "sum-of-rows" and results[1]["first"]["field"] == "loss"
+    assert command_line.main([*words, "hash.py"]) == 1
+    assert "[unseeded-order]" in capfd.readouterr().out
+    # What cannot be compared has a code of its own.
+    assert command_line.main([*words, "missing.py"]) == 2
+    (tmp_path / "good.py").write_text("raise SystemExit(3)")
+    assert command_line.main([*words, "good.py"]) == 2
+    assert "not compared" in capfd.readouterr().out
+
+
+def test_values_that_cannot_be(capsys):
+    for words in (["--procs", "0"], ["--plans", "zzero=2"], ["--steps", "0"]):
+        assert command_line.main(["verify", *words, "train.py"]) == 2
+        assert "[verify-value]" in capsys.readouterr().err
+    assert command_line.main(["verify"]) == 2
