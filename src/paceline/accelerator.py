@@ -31,9 +31,7 @@ from paceline.config import resolve_run
 from paceline.config.keywords import checked_keywords, refuse_unknown
 from paceline.data.metrics import gather_for_metrics
 from paceline.data.skip import skip_first_batches
-from paceline.observe.anomalies import NAME as ANOMALIES
 from paceline.observe.profile import profile as observe_profile
-from paceline.observe.profiles import NAME as PROFILES
 from paceline.observe.profiles import chosen
 from paceline.observe.trackers.group import Trackers
 from paceline.observe.trackers.group import Wanted as TrackerChoice
@@ -46,6 +44,7 @@ from paceline.profiling import profiles_of
 from paceline.run import Run
 from paceline.states import Hook, Start, States, UnkeptStates
 from paceline.steps import Steps
+from paceline.system_values import system_values_of
 from paceline.watching import telemetry_of
 from paceline.world import rendezvous, runtime, torch_version
 from paceline.world.collectives import Collectives
@@ -87,6 +86,7 @@ class Accelerator(Participant):
         even_batches: fills the last global batch with repeated samples (False: divides it).
         data_seed: with the epoch, decides the order of shuffled loaders; None takes torch's seed on rank 0.
         non_blocking: copies batches to the device without waiting.
+        log_system: `log` adds throughput, model FLOPs utilisation and memory, as `system/samples_per_second` and the like.
         log_with: trackers, such as "jsonl" or ["tensorboard", MyTracker].
         project_dir: where checkpoints with automatic names and trackers write; of a URL (`s3://bucket/run`), checkpoints.
         total_limit: how many automatically named checkpoints are kept; None keeps all.
@@ -119,6 +119,7 @@ class Accelerator(Participant):
         even_batches: bool | None = None,
         data_seed: int | None = None,
         non_blocking: bool | None = None,
+        log_system: bool | None = None,
         log_with: TrackerChoice | Iterable[TrackerChoice] | None = None,
         project_dir: str | Path | None = None,
         total_limit: int | None = None,
@@ -138,14 +139,13 @@ class Accelerator(Participant):
             mixed_precision=mixed_precision, accumulate=gradient_accumulation_steps, cpu=cpu, debug=debug,
             timeout_s=timeout_s, split_batches=split_batches, dispatch_batches=dispatch_batches,
             even_batches=even_batches, data_seed=data_seed, non_blocking=non_blocking, profile=profile_names,
+            log_system=log_system,
         ), plan=plan, options=options)  # fmt: skip
         surroundings = runtime.current()
         settings = surroundings.settings(resolved.settings)
         decisions = [Decision(**vars(choice)) for choice in resolved.decisions]
         detected = World.detect()
-        others = (PROFILES, ANOMALIES)
-        strategy_options = {name: values for name, values in settings.options.items() if name not in others}
-        draft_plan = draft(settings.by_name(), decisions, detected.size, strategy_options)
+        draft_plan = draft(settings.by_name(), decisions, detected.size, settings.options)
         for notice in resolved.notices:
             warn_once("config", notice)
         world = rendezvous.join(detected, cpu=settings.cpu, timeout_s=settings.timeout_s)
@@ -164,6 +164,7 @@ class Accelerator(Participant):
         self.scaler = self.run.scaler
         self.trackers = Trackers(log_with, self.logging_dir, is_main=world.is_main)
         self.profiles = profiles_of(self.run)
+        self._system_values = system_values_of(self.run, self.profiles)
         self.preparation = self._preparation_class(self.run, self.profiles)
         self.steps = Steps(self.run)
         kind = States if surroundings.keeps_files else UnkeptStates
@@ -578,10 +579,17 @@ class Accelerator(Participant):
         return self.trackers.get_tracker(name, unwrap)
 
     def log(self, values: Mapping[str, Any], step: int | None = None) -> None:
-        """Logs values to every tracker, on the main process, and to the journal of a watched run."""
-        self.run.events.logged(values, step)
+        """Logs values to every tracker, on the main process, and to the journal of a watched run.
+
+        With `log_system` it adds throughput since the last call, utilisation and memory: see `paceline.system_values`.
+        """
         runtime.current().logged(values, step)
+        values = self._with_system_values(values)
+        self.run.events.logged(values, step)
         self.trackers.log(values, step)
+
+    def _with_system_values(self, values: Mapping[str, Any]) -> Mapping[str, Any]:
+        return values if self._system_values is None else {**values, **self._system_values.read()}
 
     def end_training(self) -> None:
         """Waits for a save that is under way, finishes trackers and leaves the process group. Ranks: all.

@@ -42,6 +42,7 @@ from paceline.plan.options import read
 from paceline.run import Run
 from paceline.states import States
 from paceline.world import runtime
+from paceline.world.events import StepAnomaly
 
 _MOST_LOSSES = 4096  # of a script that calls backward and never steps, the last ones are enough
 _JOURNAL_NAMES = {"nan": "nan", "loss_spike": "loss-spike", "gradient_norm": "gradient-norm"}
@@ -127,6 +128,20 @@ class Anomalies:
         run.events.loss.subscribe(self._follow_loss)
         run.events.clipped.subscribe(self._follow_norm)
         run.admit_by(self.admits)
+
+    def refuse_rollback(self, why: str) -> None:
+        """Refuses a rollback, where the script saves in a way that is not the run's own.
+
+        Raises:
+            ConfigError: `anomaly-rollback`.
+        """
+        if "rollback" in self._options.action_of.values():
+            raise ConfigError(
+                "anomaly-rollback",
+                "this run cannot go back to a checkpoint after an anomaly.",
+                why=[f"anomalies: {_said(self._options)}", why],
+                fix="choose skip or stop",
+            )
 
     # -- what is known of a step ---------------------------------------------------------------------------------
 
@@ -279,8 +294,8 @@ class Anomalies:
     def _tell(self, anomaly: Anomaly, step: int, action: str, text: str) -> None:
         """One line in the log and one in the journal, on the main process."""
         value = math.nan if anomaly.value is None else anomaly.value
-        record = {"step": step, "what": _JOURNAL_NAMES[anomaly.kind], "value": value, "limit": anomaly.limit}
-        self._run.events.anomaly({**record, "action": action, "text": text})
+        what = _JOURNAL_NAMES[anomaly.kind]
+        self._run.events.anomaly(StepAnomaly(step, what, value, anomaly.limit, action, text))
         if self._run.world.is_main and action != "stop":
             logger("anomalies").warning("%s", text)
 

@@ -26,7 +26,7 @@ from paceline.planner.estimate import Need, estimate
 from paceline.run import Run
 from paceline.torch_internals.modules import is_compiled
 from paceline.watch.journal import JournalWriter, RunHeader, add_header, rank_file
-from paceline.watch.records import CheckpointSaved, Hello, PlanMade
+from paceline.watch.records import Anomaly, CheckpointSaved, Hello, PlanMade
 from paceline.world import runtime
 from paceline.world.events import SavedCheckpoint
 
@@ -53,7 +53,7 @@ def telemetry_of(run: Run) -> Telemetry | None:
     except OSError as error:
         warn_once("watch", f"this run is not recorded: {error.filename or folder}: {error.strerror}.")
         return None
-    telemetry = Telemetry(writer, _progress_of(weakref.ref(run)), _memory_of(run.device), main=world.is_main)
+    telemetry = Telemetry(writer, _progress_of(weakref.ref(run)), memory_of(run.device), main=world.is_main)
     hello = _hello(run)
     telemetry.record(hello)
     _join(run, telemetry)
@@ -80,6 +80,7 @@ def _join(run: Run, telemetry: Telemetry) -> None:
             telemetry.record(CheckpointSaved(**vars(checkpoint)))
 
         run.events.prepared.subscribe(plan_made)
+        run.events.anomaly.subscribe(lambda anomaly: telemetry.record(Anomaly(**vars(anomaly))))
         run.events.saved.subscribe(saved)
     # At the end of Python at the latest; a run that nobody holds any more ends before.
     finish = weakref.finalize(run, telemetry.finish)
@@ -143,20 +144,20 @@ def _header(run: Run) -> RunHeader:
 
 def _hello(run: Run) -> Hello:
     world, device = run.world, run.device
-    model = _model_of(device)
+    model = model_of(device)
     return Hello(
         rank=world.rank, node=world.node, host=socket.gethostname(), local_rank=world.local_rank, pid=os.getpid(),
         device=f"{device} {model}".strip(), restart=env.get("TORCHELASTIC_RESTART_COUNT"),
-        peak_flops=_peak_flops(model, run.plan.precision), memory_bytes=_memory_in_all(device),
+        peak_flops=peak_flops_of(model, run.plan.precision), memory_bytes=_memory_in_all(device),
     )  # fmt: skip
 
 
-def _model_of(device: torch.device) -> str:
+def model_of(device: torch.device) -> str:
     """Name of the model of an accelerator; "" where it is not known."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else ""
 
 
-def _peak_flops(model: str, precision: str) -> float | None:
+def peak_flops_of(model: str, precision: str) -> float | None:
     """What a device computes a second at best, by its maker's datasheet; None where it is not in our table."""
     words = model.lower().replace("-", " ").split()
     for row in TABLE.values():
@@ -193,13 +194,13 @@ def _progress_of(reference: weakref.ref[Run]) -> Callable[[], Progress]:
         nonlocal last
         run = reference()
         if run is not None:
-            last = _progress(run)
+            last = progress_of(run)
         return last
 
     return progress
 
 
-def _progress(run: Run) -> Progress:
+def progress_of(run: Run) -> Progress:
     step = max((optimizer.steps for optimizer in run.prepared.optimizers), default=0)
     lengths = [getattr(entry.scheduler, "total_steps", None) for entry in run.prepared.schedulers]
     totals = [length for length in lengths if isinstance(length, int)]
@@ -227,7 +228,7 @@ def _samples(run: Run) -> int | None:
     return samples
 
 
-def _memory_of(device: torch.device) -> Callable[[], tuple[int, int]]:
+def memory_of(device: torch.device) -> Callable[[], tuple[int, int]]:
     """What reads the bytes that are in use now, and the most so far; on the CPU those of the process."""
     if device.type == "cpu":
         return resident

@@ -156,7 +156,7 @@ def spike(folder: str) -> Any:
         anomalies={"loss_spike": "skip", "gradient_norm": {"action": "log", "factor": 3}, "warmup": 3},
     )  # fmt: skip
     told: list[Any] = []
-    accelerator.run.events.anomaly.subscribe(told.append)
+    accelerator.run.events.anomaly.subscribe(lambda anomaly: told.append(vars(anomaly)))
     torch.manual_seed(0)
     model = nn.Linear(2, 1, bias=False)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)

@@ -25,6 +25,7 @@ FLOORS = [
         "run",
         "states",
         "steps",
+        "system_values",
         "watching",
     },
     {"cli", "compat", "doctor", "testing", "verify", "__main__"},

@@ -17,6 +17,7 @@ FACADE = {
     "paceline.run",
     "paceline.states",
     "paceline.steps",
+    "paceline.system_values",
     "paceline.world.events",
     "paceline.world.participant",
 }

@@ -215,6 +215,12 @@ class RunSettings:
         "What is measured while the run goes on, joined by commas, and told on the main process.", _SUPERVISION,
     )  # fmt: skip
 
+    log_system: bool = setting(
+        False,
+        YES_NO,
+        "`accelerator.log` adds throughput, utilisation (MFU) and memory to what is logged.",
+        _SUPERVISION,
+    )
     watch_dir: str | None = setting(
         None, matching(r".+", "a folder", "FOLDER"),
         "Folder in which the run records what it does, for `paceline watch`; not set: it records nothing.", _SUPERVISION,

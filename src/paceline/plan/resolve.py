@@ -34,6 +34,9 @@ class Pass(Protocol):
     def decide(self, plan: Plan, facts: ModelFacts) -> list[Decision]: ...
 
 
+OTHER_OPTIONS = ("profile", "anomalies")  # blocks of options that belong to no strategy
+
+
 def draft(
     settings: Mapping[str, Any],
     decisions: Iterable[Decision],
@@ -46,12 +49,13 @@ def draft(
         settings: `mixed_precision`, `accumulate` and one entry for each axis, a number or "auto".
         decisions: where each setting came from.
         world_size: number of processes.
-        options: options of strategies, by the strategy's name.
+        options: options of strategies, by the strategy's name; of `OTHER_OPTIONS`, which are none, nothing is kept.
 
     Raises:
         PlanError: `plan-size`, `plan-precision`, `plan-accumulate`; all that apply, at once.
     """
     decisions = list(decisions)
+    of_strategies = {name: values for name, values in (options or {}).items() if name not in OTHER_OPTIONS}
     sizes, derived = _sizes(settings, world_size)
     by_field = {decision.field: decision for decision in decisions} | derived
     plan = Plan(
@@ -61,7 +65,7 @@ def draft(
         recompute=str(settings.get("recompute", "no")),
         compile=bool(settings.get("compile", False)),
         offload=str(settings.get("offload", "no")),
-        options=dict(options or {}),
+        options=of_strategies,
     )
     zero, reason = _stage(settings, plan.layout)
     if reason:
@@ -212,7 +216,7 @@ def _with_idle_options(plan: Plan, names: tuple[str, ...]) -> Iterable[Decision]
     for decision in plan.decisions:
         block, _, rest = decision.field.partition(".")
         strategy = rest.partition(".")[0]
-        if block == "options" and strategy not in (*names, "profile", "anomalies"):
+        if block == "options" and strategy not in (*names, *OTHER_OPTIONS):
             yield replace(decision, reason=f"no effect: this plan does not use {strategy}")
         else:
             yield decision

@@ -94,6 +94,27 @@ class SavedCheckpoint:
     reason: str = ""
 
 
+@dataclass(frozen=True)
+class StepAnomaly:
+    """A step whose loss or gradients were out of the ordinary, and what became of it.
+
+    Attributes:
+        step: number of the optimizer step, from 1.
+        what: "nan", "loss-spike" or "gradient-norm".
+        value: the loss or the norm; NaN for "nan".
+        limit: what it should not have exceeded; None for "nan".
+        action: "log", "skip", "rollback" or "stop".
+        text: the line of the log.
+    """
+
+    step: int
+    what: str
+    value: float
+    limit: float | None
+    action: str
+    text: str
+
+
 class Events:
     """The events of one run.
 
@@ -110,7 +131,7 @@ class Events:
         clipped: the norm of the gradients before they were clipped is there.
         saved: a checkpoint is complete, or could not be written; on the main process, maybe on another thread.
         loss: a backward pass begins; what its loss adds on this rank to the mean over the window and the ranks.
-        anomaly: a step had an anomaly, and it is settled what becomes of it: a line of the run's journal.
+        anomaly: a step had an anomaly, and it is settled what becomes of it; on every rank.
         leaving: the run ends, and its process group is still there. Ranks: all.
     """
 
@@ -122,7 +143,7 @@ class Events:
         self.epoch_over: Event[[]] = Event()
         self.phase: Span[[str, Tensor | None]] = Span()
         self.loss: Event[[Tensor]] = Event()
-        self.anomaly: Event[[Mapping[str, object]]] = Event()
+        self.anomaly: Event[[StepAnomaly]] = Event()
         self.prepared: Event[[]] = Event()
         self.logged: Event[[Mapping[str, object], int | None]] = Event()
         self.clipped: Event[[Tensor]] = Event()

@@ -27,7 +27,7 @@ class Loop:
         schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
         loader = DataLoader(TensorDataset(data))
         self.told: list[Any] = []
-        self.accelerator.run.events.anomaly.subscribe(self.told.append)
+        self.accelerator.run.events.anomaly.subscribe(lambda anomaly: self.told.append(vars(anomaly)))
         prepared = self.accelerator.prepare(model, optimizer, schedule, loader)
         self.model, self.optimizer, self.schedule, self.loader = prepared
 
@@ -249,3 +249,20 @@ def test_the_environment_says_it_too(monkeypatch):
     monkeypatch.setenv("PACELINE_OPTIONS", "{anomalies: {nan: skip, loss_spike: {action: log, deviations: 4}}}")
     loop = Loop()
     assert loop.run() == [BAD] and loop.accelerator.anomaly_counts["nan"] == 1
+
+
+def test_a_script_of_accelerate_gets_them_from_the_command_line_but_no_rollback(monkeypatch, tmp_path):
+    from paceline.compat.accelerate.accelerator import Accelerator as Served
+
+    monkeypatch.setenv("PACELINE_OPTIONS", "{anomalies: {nan: skip}}")
+    accelerator = Served(cpu=True)
+    model = nn.Linear(2, 1)
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    for value in (1.0, torch.nan, 1.0):
+        accelerator.backward(model(torch.full((2, 2), value)).mean())
+        optimizer.step()
+        optimizer.zero_grad()
+    assert accelerator.anomaly_counts["skipped"] == 1 and model.weight.isfinite().all()
+    monkeypatch.setenv("PACELINE_OPTIONS", "{anomalies: {nan: rollback}}")
+    with pytest.raises(ConfigError, match="folder of accelerate's"):
+        Served(cpu=True, project_dir=str(tmp_path))

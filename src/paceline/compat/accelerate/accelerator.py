@@ -169,6 +169,8 @@ class Accelerator(NativeAccelerator):
             warn_once("compat", "fp16 has no effect on the CPU, as under accelerate: use bf16 for fewer bytes.")
             self.run.precision = PRECISIONS.get("no")
             self.run.scaler = self.scaler = None
+        if self._anomalies is not None:
+            self._anomalies.refuse_rollback("a folder of accelerate's holds no positions of loaders and no statistics")
         self.gradients.follow_script(window.sync_with_dataloader)
         self._sync_each_batch = window.sync_each_batch
         self.preparation.step_schedulers(self.settings.split_batches, self.step_scheduler_with_optimizer)
@@ -560,8 +562,9 @@ class Accelerator(NativeAccelerator):
     def log(self, values: Any, step: int | None = None, log_kwargs: Any = None) -> None:
         """Logs values to every tracker, on the main process, and to the journal of a watched run."""
         runtime.current().logged(values, step)
-        self.trackers.log(values, step, log_kwargs)
+        values = self._with_system_values(values)
         self.run.events.logged(values, step)
+        self.trackers.log(values, step, log_kwargs)
 
 
 # By id: an accelerator that is read back in its own process is itself.
