@@ -190,8 +190,8 @@ def test_aim(tmp_path: Path) -> None:
         run = Run(sys.argv[2], repo=sys.argv[1], system_tracking_interval=None, capture_terminal_logs=False)
         points = {}
         for metric in run.metrics():
-            steps, values = metric.values.sparse_numpy()
-            points[metric.name] = [(int(step), float(value)) for step, value in zip(steps, values)]
+            steps, columns = metric.data.numpy()
+            points[metric.name] = [(int(step), float(value)) for step, value in zip(steps, columns[0])]
         print(json.dumps([points, run["hparams"], run.name]))
     """
     done = python(tmp_path, ["-c", read, str(tmp_path / "runs"), said["id"]])
