@@ -15,7 +15,7 @@ export OMP_NUM_THREADS ?= 1
 # Where it is set, each process of a test compiles all of our sources anew (0.15 s).
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help setup quickstart test test-torch huggingface check ranks hosts gpu docs bench bench-deepspeed chaos clean
+.PHONY: help setup quickstart test test-torch huggingface check ranks hosts trackers gpu docs bench bench-deepspeed chaos clean
 .DEFAULT_GOAL := help
 
 help:  ## list these entries
@@ -115,6 +115,23 @@ ranks: setup  ## tests on several real processes, over gloo on this machine
 hosts: setup  ## tests on several hosts of this machine (root; tests/hosts/install.sh), mpirun, SLURM, Ray; says what is missing
 	$(PYTEST) tests/hosts -rs $(ARGS)
 
+# Clients of trackers, which are no dependencies: over 1 GB. MLflow's server and an OTLP receiver run on loopback, all others
+# offline. Prometheus is tried where it is installed (apt-get install prometheus).
+TRACKER_CLIENTS := aim==3.29.1 clearml==2.1.12 comet_ml==3.58.8 dvclive==3.49.1 mlflow==3.17.2 swanlab==0.10.3 trackio==0.43.0 \
+	wandb==0.31.0 opentelemetry-exporter-otlp-proto-http==1.45.2
+TRACKER_STAMP := .venv-trackers/.setup-done-$(SUM)-$(shell echo $(TRACKER_CLIENTS) | cksum | cut -d' ' -f1)
+
+trackers: $(TRACKER_STAMP)  ## tests on the real clients of trackers, in an environment of their own
+	.venv-trackers/bin/python -m pytest tests/trackers -rs $(ARGS)
+
+$(TRACKER_STAMP):
+	test -x .venv-trackers/bin/python || $(PYTHON) -m venv .venv-trackers
+	.venv-trackers/bin/python -m pip install --quiet "$$(grep '^torch==' constraints.txt)" -c constraints.txt
+	# Their dependencies are others than ours: no constraints.
+	.venv-trackers/bin/python -m pip install --quiet -e . tensorboard pexpect pytest pytest-timeout $(TRACKER_CLIENTS)
+	rm -f .venv-trackers/.setup-done-*
+	touch $@
+
 gpu: setup  ## tests that need an accelerator; says what is missing
 	$(PYTEST) tests/gpu -rs $(ARGS)
 
@@ -140,4 +157,4 @@ chaos: setup  ## kill processes of one run 25 times at random; it must end with 
 	$(BIN)/python examples/survive/chaos.py $(ARGS)
 
 clean:  ## remove what was built: .venv, site, caches
-	rm -rf .venv .venv-bench .venv-deepspeed .venv-hf-* .venv-torch-* site build dist .pytest_cache .ruff_cache .mypy_cache
+	rm -rf .venv .venv-bench .venv-deepspeed .venv-hf-* .venv-torch-* .venv-trackers site build dist .pytest_cache .ruff_cache .mypy_cache

@@ -338,6 +338,11 @@ class LaunchSettings:
     watch: bool = setting(
         False, YES_NO, "Records the run in a folder of its own below runs/, which `paceline watch` shows.", _SUPERVISION
     )
+    metrics_port: int | None = setting(
+        None, whole(0, maximum=65535),
+        "Port of this host at which Prometheus finds the run's numbers (/metrics); 0 for a free one; not set: none.",
+        _SUPERVISION,
+    )  # fmt: skip
     monitor_interval_s: float = setting(0.1, seconds(), "Seconds between two looks at the processes.", _SUPERVISION)
     log_dir: str | None = setting(
         None, matching(r".+", "a directory", "DIR"), "Directory for each process's output.", _SUPERVISION

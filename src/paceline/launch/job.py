@@ -73,7 +73,8 @@ def job_of(settings: Launch, script: str, args: Sequence[str], env: Mapping[str,
         log_dir=launch.log_dir, tee=_streams(settings, procs), ranks=shown_ranks(settings, procs), backend=launch.rdzv_backend,
         options=dict(pair.split("=", 1) for pair in launch.rdzv_conf.split(",") if pair), compat=launch.compat or "",
         cores=cores, core_files=launch.cores, store=launch.store or "", tls=launch.tls,
-        watch=settings.run.watch_dir or (NEW_FOLDER if launch.watch else ""),
+        watch=settings.run.watch_dir or (NEW_FOLDER if launch.watch or launch.metrics_port is not None else ""),
+        metrics_port=launch.metrics_port,
     )  # fmt: skip
     return job, notices
 

@@ -105,6 +105,7 @@ class Job:
         tls: whether launchers encrypt what they say to each other: "no", "yes", or files joined by commas (`tls.py`).
         secret: by which the launchers of several nodes know each other; "" for the user's own (`secret.py`).
         watch: folder of the journal of a watched run; `recording.NEW_FOLDER` for one that is made, "" where none is kept.
+        metrics_port: at which the first host serves the numbers of the run to Prometheus; None for nowhere.
         allocation: the nodes that SLURM has given to the job that this process is in; None where it is in none.
     """
 
@@ -139,6 +140,7 @@ class Job:
     tls: str = "no"
     secret: str = field(default="", repr=False)
     watch: str = ""
+    metrics_port: int | None = None
     allocation: Allocation | None = None
 
     @property

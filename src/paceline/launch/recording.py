@@ -23,6 +23,7 @@ from paceline.base.errors import ConfigError, LaunchError
 from paceline.base.process_name import process_name
 from paceline.launch import host
 from paceline.launch.launcher import Job, Outcome, Target
+from paceline.launch.metrics_process import MetricsProcess, check_port
 from paceline.launch.report import describe, problem_of
 from paceline.launch.rounds import Round
 from paceline.watch import records
@@ -54,7 +55,7 @@ class Recording:
         folder: of the journal; None before the first round, and of a run that is not watched.
 
     Raises:
-        LaunchError: `watch-write`, where the folder cannot be written to.
+        LaunchError: `watch-write`, where the folder cannot be written to; `metrics-port`, where the port is taken.
     """
 
     def __init__(self, job: Job) -> None:
@@ -67,6 +68,9 @@ class Recording:
         self._failing = False
         self._status: StatusLine | None = None
         self.folder: Path | None = None
+        self._metrics: MetricsProcess | None = None
+        if job.metrics_port is not None:
+            check_port(job.metrics_port)
         if job.watch:
             _check_writable(Path(_RUNS if job.watch == NEW_FOLDER else job.watch))
 
@@ -149,6 +153,9 @@ class Recording:
         if self._writer is not None:
             self._writer.close()
             self._writer = None
+        if self._metrics is not None:
+            self._metrics.close()
+            self._metrics = None
         if self._entry is not None:
             with suppress(OSError):
                 mark_ended(self._entry, time.time(), exit_code)
@@ -183,6 +190,8 @@ class Recording:
             shown = _shown(folder.parent if folder.name == "watch" else folder)
             print(f"paceline: recorded in {shown}; `paceline watch {shown}` shows it", file=sys.stderr, flush=True)
             self._page = PageProcess(folder)
+            if job.metrics_port is not None:
+                self._metrics = MetricsProcess(folder, job.metrics_port)
 
     def _write(self, record: records.Record) -> None:
         """Adds a line. A disk that is full must not end the run: it is said once."""

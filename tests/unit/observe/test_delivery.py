@@ -15,6 +15,7 @@ from paceline.base.errors import TrackerError
 from paceline.cli.main import main
 from paceline.observe.trackers.delivery import Delivery, Entry, RefusedError
 from paceline.observe.trackers.group import Trackers
+from paceline.observe.trackers.run_ids import RunIds
 from paceline.observe.trackers.tracker import TRACKERS
 
 
@@ -279,6 +280,10 @@ def test_trackers_go_on_in_their_runs_where_training_does(server: Server, tmp_pa
     monkeypatch.setenv("PACELINE_RUN", "launched")
     assert started("r4") == ["start", "finished"]
     assert started("r5") == ["goes on with r4", "start", "finished"]  # its launcher has started it again
+    other = ToyTracker()
+    other.name, other.id = "other", "r9"
+    Trackers(other, tmp_path).start("digits")  # another group of the same launch
+    assert RunIds(tmp_path / "digits").earlier(goes_on=False) == {"toy": "r4", "other": "r9"}
     monkeypatch.setenv("PACELINE_RUN", "another")
     assert started("r6") == ["start", "finished"]
     (tmp_path / "digits" / "trackers.json").write_text('{"version": 2}')

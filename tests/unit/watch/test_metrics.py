@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import socket
 import threading
+import time
 import urllib.error
 import urllib.request
 from pathlib import Path
@@ -13,6 +15,7 @@ import pytest
 
 from paceline.base.errors import LaunchError
 from paceline.cli.main import main
+from paceline.launch.metrics_process import MetricsProcess, check_port
 from paceline.watch import records
 from paceline.watch.journal import JournalReader, JournalWriter, RunHeader, rank_file, write_header
 from paceline.watch.metrics import METRICS, MOST_NAMES, MetricsServer, text_of
@@ -124,6 +127,29 @@ def test_it_is_served_as_the_run_goes_on(tmp_path: Path) -> None:
     finally:
         server.close()
         thread.join()
+
+
+def test_the_launcher_serves_them_in_a_process_beside_it(tmp_path: Path) -> None:
+    folder = journal(tmp_path, ALL)
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    check_port(port)
+    beside = MetricsProcess(folder, port)
+    try:
+        deadline = time.monotonic() + 20
+        text = ""
+        while not text and time.monotonic() < deadline:
+            with contextlib.suppress(urllib.error.URLError):
+                text = urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics").read().decode()
+            time.sleep(0.05)
+        assert values(text)["paceline_steps_total"] == "14"
+        with pytest.raises(LaunchError, match="--metrics-port 0") as caught:
+            check_port(port)
+        assert caught.value.code == "metrics-port"
+    finally:
+        beside.close()
+    assert beside._process.returncode == 0
 
 
 def test_the_command_prints_them_or_says_what_is_wrong(tmp_path: Path, capsys) -> None:

@@ -147,7 +147,7 @@ class Monitors:
                     problems.append(Problem("deepspeed-monitor", what, why=why, fix=fix))
         if problems:
             raise TrackerError.of(problems)
-        self._groups = [Trackers([tracker], ".", is_main=is_main) for tracker in trackers.values()]
+        self._groups = [Trackers([tracker], "runs", is_main=is_main) for tracker in trackers.values()]
         for group, said in zip(self._groups, wanted.values(), strict=True):
             group.start(said.get("job_name") or "DeepSpeedJobName")
 

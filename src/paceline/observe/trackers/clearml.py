@@ -32,11 +32,7 @@ class ClearMLTracker(LibraryTracker):
             return current
         env = environment.snapshot()
         names = {"project_name": env.get("CLEARML_PROJECT", run), "task_name": env.get("CLEARML_TASK", run)}
-        task = Task.init(**{**names, **self.options})
-        if self._earlier_run is not None:
-            # ClearML would number the steps anew from the last one on; ours go on by themselves.
-            task.set_initial_iteration(0)
-        return task
+        return Task.init(**{**names, **self.options})
 
     def store_config(self, values: Mapping[str, Any]) -> None:
         """Stores the settings."""
@@ -90,8 +86,8 @@ class ClearMLTracker(LibraryTracker):
 
     @staticmethod
     def resume_options(run_id: str) -> Mapping[str, Any]:
-        """Goes on with a run."""
-        return {"continue_last_task": run_id}
+        """Goes on with a run. The 0 keeps ClearML from numbering the steps anew, from the last one on."""
+        return {"reuse_last_task_id": run_id, "continue_last_task": 0}
 
     def close_run(self, status: Status) -> None:
         """Ends the task, where it was begun here; after an error as a failed one."""

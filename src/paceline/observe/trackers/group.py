@@ -25,6 +25,7 @@ from paceline.observe.trackers.tracker import TRACKERS, BlankTracker, Status, Tr
 from paceline.world import runtime
 
 Wanted = str | type | Tracker
+_PATIENCE_AFTER_AN_ERROR_S = 5.0
 
 
 class Trackers:
@@ -148,7 +149,7 @@ class Trackers:
         Raises:
             TrackerError: `tracker-unsent`, `tracker-refused`; and what trackers raise.
         """
-        _finish(self.started, self._deliveries, status)
+        _finish(self.started, self._deliveries, status, env.get("PACELINE_TRACKER_FLUSH_S"))
 
     def _check_options(self, options: Mapping[str, Any]) -> None:
         strange = sorted(set(options) - set(self._wanted))
@@ -255,23 +256,23 @@ def _nothing() -> None:
     return None
 
 
-def _finish(started: dict[str, Tracker], deliveries: dict[str, Delivery], status: Status) -> None:
+def _finish(started: dict[str, Tracker], deliveries: dict[str, Delivery], status: Status, patience_s: float) -> None:
     errors: list[Exception] = []
     while started:
         name, tracker = started.popitem()
         try:
-            _finish_one(tracker, deliveries.pop(name, None), status)
+            _finish_one(tracker, deliveries.pop(name, None), status, patience_s)
         except Exception as error:  # the others still get to close their files; raised below
             errors.append(error)
     if errors:
         raise errors[0]
 
 
-def _finish_one(tracker: Tracker, delivery: Delivery | None, status: Status) -> None:
+def _finish_one(tracker: Tracker, delivery: Delivery | None, status: Status, patience_s: float) -> None:
     if delivery is None:
         tracker.finish(status)
         return
-    problem = delivery.finish(status, env.get("PACELINE_TRACKER_FLUSH_S"))
+    problem = delivery.finish(status, patience_s)
     if problem is not None and problem.code == "tracker-unsent":
         delivery.tracker.abandon()
     else:
@@ -282,5 +283,11 @@ def _finish_one(tracker: Tracker, delivery: Delivery | None, status: Status) -> 
 
 def _finish_left_over(started: dict[str, Tracker], deliveries: dict[str, Delivery], owner: int) -> None:
     """Finishes what a script left open. A forked child inherits the files but does not own them."""
-    if os.getpid() == owner:
-        _finish(started, deliveries, "failed" if getattr(sys, "last_value", None) is not None else "finished")
+    if os.getpid() != owner:
+        return
+    patience_s = env.get("PACELINE_TRACKER_FLUSH_S")
+    if getattr(sys, "last_value", None) is None:
+        _finish(started, deliveries, "finished", patience_s)
+    else:
+        # The other processes wait for one that has failed, and learn of it when it ends.
+        _finish(started, deliveries, "failed", min(patience_s, _PATIENCE_AFTER_AN_ERROR_S))

@@ -45,8 +45,8 @@ class RunIds:
         return dict(record["ids"])
 
     def write(self, ids: Mapping[str, str]) -> None:
-        """Keeps the ids of this process's runs. The file is replaced as a whole."""
-        record = {"version": VERSION, "launched": _launched(), "ids": dict(ids)}
+        """Keeps the ids of this process's runs, beside those of the same launch. The file is replaced as a whole."""
+        record = {"version": VERSION, "launched": _launched(), "ids": {**self.earlier(goes_on=False), **ids}}
         self.path.parent.mkdir(parents=True, exist_ok=True)
         beside = self.path.with_suffix(".tmp")
         beside.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
