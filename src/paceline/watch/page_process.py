@@ -7,7 +7,8 @@ process listens to its standard input:
     starts it                         prints the URL of the page, serves it
     writes "end", or dies             writes report.html, shows the last state to pages that are open, ends
 
-Run by `python -m paceline.watch.page_process FOLDER`, with `--stacks` where the launcher writes stacks at SIGUSR1.
+Run by `python -m paceline.watch.page_process FOLDER`. The page has a button for the stacks of all ranks, which the launcher
+writes at SIGUSR1.
 """
 
 from __future__ import annotations
@@ -30,14 +31,11 @@ class PageProcess:
 
     Args:
         folder: of the run's journal.
-        writes_stacks: whether the launcher writes the stacks of all ranks at SIGUSR1; the page then has a button for it.
     """
 
-    def __init__(self, folder: Path, writes_stacks: bool = False) -> None:
+    def __init__(self, folder: Path) -> None:
         self._folder = folder
         command = [sys.executable, "-m", "paceline.watch.page_process", str(folder)]
-        if writes_stacks:
-            command.append("--stacks")
         # Ctrl-C in a terminal goes to all processes there; this one ends after its launcher.
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
 
@@ -68,12 +66,14 @@ def main(arguments: list[str]) -> int:
     launcher = os.getppid()
 
     def write_stacks() -> None:
-        if os.getppid() == launcher:
+        # The launcher passes the signal on, and it would end a process that has no Accelerator yet.
+        world = run.snapshot([])["world"]
+        if os.getppid() == launcher and world["heard"] == world["procs"]:
             os.kill(launcher, signal.SIGUSR1)
 
     try:
         run = FollowedRun(folder)
-        with PageServer(run.snapshot, write_stacks=write_stacks if "--stacks" in arguments else None) as server:
+        with PageServer(run.snapshot, write_stacks=write_stacks) as server:
             _say(f"the page of the run: {server.url}")
             sys.stdin.readline()
             report = freeze_run(folder)

@@ -95,7 +95,9 @@ function showAll() {
   at("command").textContent = run.command.join(" ");
   setText(at("state"), word);
   at("state").className = `state ${kind}`;
-  at("stacks").hidden = !(run.page?.stacks && run.state !== "ended");
+  // A process that has not said hello would be ended by the signal that asks for its stack.
+  const allHeard = run.world.heard === run.world.procs;
+  at("stacks").hidden = !(run.page?.stacks && allHeard && run.state !== "ended");
   showConnection();
   showSection("findings", findings(run), at("findings"));
   showSection("progress", progress(run), at("progress"));
