@@ -152,8 +152,8 @@ class Verifier:
             return Verification([Result(alone, "failed", why=str(error))])
         repeat = self._repeated(alone)
         results = [repeat]
-        # Where one process does not do the same twice, nothing can be said of several.
-        if repeat.first is None:
+        # Where one process does not do the same twice, or it is not known whether it does, nothing can be said of several.
+        if repeat.first is None and repeat.status != "failed":
             results += [self._compared(case) for case in cases if case != alone]
         return Verification(results)
 
