@@ -85,6 +85,9 @@ GOOD: dict[str, Sequence[Edit]] = {
         _layer("nn.BatchNorm1d(8), nn.Linear(8, 8), nn.BatchNorm1d(8)"),
     ),
     "a filled last batch": (("cpu=True,", "cpu=True, even_batches=True,"),),
+    "a value by the clock": (
+        ('accelerator.log({"error"', 'import time\naccelerator.log({"at": time.time(), "error"'),
+    ),
     "items": (
         ("accelerator.backward(loss)", "accelerator.backward(loss, num_items=2 * len(x))"),
         ("mse_loss(output[:, 0], target)", 'mse_loss(output[:, 0], target, reduction="sum")'),

@@ -88,6 +88,9 @@ def _details(result: Result, *, is_repeat: bool) -> list[str]:
         )
         lines.append(f"    evidence: {finding.evidence}.")
         lines.append(f"    fix: {cause.fix}")
+    if result.left_out:
+        values = ", ".join(result.left_out)
+        lines.append(f"{name}: not compared, since two runs on one process log other values: {values}")
     if result.status == "same" and result.rule in ("float64", "growth") and result.largest:
         lines.append(f"{name}: {_rounding(result)}")
     return [*lines, ""] if lines else []
@@ -129,6 +132,7 @@ def _result_json(result: Result) -> dict[str, Any]:
         "why": result.why,
         "rounding_told_by": result.rule,
         "steps": result.steps,
+        "left_out": list(result.left_out),
         "first": None
         if first is None
         else {

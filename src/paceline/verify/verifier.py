@@ -91,6 +91,7 @@ class Result:
         findings: causes, of the difference and of what the run does by itself.
         largest: by field, the largest difference in the precision of the script, and (under the rule "float64") in float64.
         steps: how many were compared.
+        left_out: logged values that are not compared, since they differ in two runs on one process.
     """
 
     case: Case
@@ -101,6 +102,7 @@ class Result:
     findings: Sequence[Finding] = field(default_factory=list)
     largest: Mapping[str, tuple[float, float | None]] = field(default_factory=dict)
     steps: int = 0
+    left_out: Sequence[str] = ()
 
     @property
     def causes(self) -> list[str]:
@@ -135,6 +137,7 @@ class Verifier:
         self._runs = runs
         self._tell = tell
         self._reference: Run
+        self._unsteady: set[str] = set()  # logged values that differ in two runs on one process
         self._own: set[str] = set()  # names of causes that the reference shows by itself
         self._double: Run | str | None = None  # the reference in float64, or why there is none
         self._growth: Sequence[Difference] | None = None
@@ -149,8 +152,8 @@ class Verifier:
             return Verification([Result(alone, "failed", why=str(error))])
         repeat = self._repeated(alone)
         results = [repeat]
-        # Where one process does not do the same twice, nothing can be said of several.
-        if repeat.first is None:
+        # Where one process does not do the same twice, or it is not known whether it does, nothing can be said of several.
+        if repeat.first is None and repeat.status != "failed":
             results += [self._compared(case) for case in cases if case != alone]
         return Verification(results)
 
@@ -165,7 +168,9 @@ class Verifier:
         own = diagnose(Evidence(reference, reference))
         self._own = {finding.cause.name for finding in own}
         apart = differences(again, reference)
-        apart = judged_by_onset(apart, self._eps)
+        # Values that hang on the time, such as samples a second, are no numbers of the training.
+        self._unsteady = {difference.name for difference in apart if difference.field == "logged"}
+        apart = judged_by_onset(self._steady(apart), self._eps)
         evidence = Evidence(again, reference, apart, is_repeat=True)
         findings = [*diagnose(evidence), *own]
         first = evidence.first
@@ -173,7 +178,8 @@ class Verifier:
         largest = _largest(apart, None)
         rule: Rule = "onset" if apart else "none"
         status: Status = "different" if is_wrong else "same"
-        return Result(alone, status, "", rule, first, findings, largest, len(reference.steps))
+        left_out = sorted(self._unsteady) if first is None else ()
+        return Result(alone, status, "", rule, first, findings, largest, len(reference.steps), left_out)
 
     def _compared(self, case: Case) -> Result:
         """One case."""
@@ -183,7 +189,7 @@ class Verifier:
             run = Run.of(case.name, self._runs(case))
         except RunFailed as error:
             return Result(case, "failed", why=str(error))
-        single = differences(run, reference)
+        single = self._steady(differences(run, reference))
         rule: Rule = "none"
         evidence = Evidence(run, reference, single)
         double: Sequence[Difference] | None = None
@@ -196,7 +202,7 @@ class Verifier:
                 evidence = Evidence(run, reference, self._judged_by_growth(single))
             else:
                 rule = "float64"
-                double = judged_by_double(single, differences(*pair))
+                double = judged_by_double(single, self._steady(differences(*pair)))
                 evidence = Evidence(pair[0], pair[1], double)
                 # A script may compute some part in float32 all the same, whose rounding then stays.
                 if evidence.first is not None and evidence.first.relative < math.sqrt(self._eps):
@@ -213,6 +219,10 @@ class Verifier:
             return Result(case, "different", why, rule, None, findings, _largest(single, double), len(run.steps))
         status: Status = "different" if is_wrong else "same"
         return Result(case, status, "", rule, first, findings, _largest(single, double), len(run.steps))
+
+    def _steady(self, apart: Sequence[Difference]) -> list[Difference]:
+        """Without logged values that differ in two runs on one process."""
+        return [d for d in apart if d.field != "logged" or d.name not in self._unsteady]
 
     def _in_double(self, case: Case) -> tuple[Run, Run] | None:
         """The case and the reference in float64; None where the script does not run so."""
