@@ -218,7 +218,7 @@ class RunSettings:
     log_system: bool = setting(
         False,
         YES_NO,
-        "`accelerator.log` adds throughput, utilisation (MFU) and memory to what is logged.",
+        "Adds throughput, utilisation (MFU) and memory to what `accelerator.log` logs.",
         _SUPERVISION,
     )
     watch_dir: str | None = setting(
