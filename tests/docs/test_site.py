@@ -7,6 +7,8 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from types import ModuleType
+from xml.etree import ElementTree
 
 import pytest
 from page_reader import blocks
@@ -68,10 +70,45 @@ def test_code_fits_the_page() -> None:
                 assert not wide, f"{page.name}, line {block.line}: more than {COLUMNS} characters"
 
 
-def test_the_picture_of_plans_is_the_one_that_is_drawn() -> None:
-    spec = importlib.util.spec_from_file_location("draw_plans", DOCS / "draw_plans.py")
+def script(name: str) -> ModuleType:
+    """A script of `docs/`, as a module."""
+    spec = importlib.util.spec_from_file_location(name, DOCS / f"{name}.py")
     assert spec and spec.loader
     module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # a dataclass looks its module up
     spec.loader.exec_module(module)
-    assert (DOCS / "plans.svg").read_text(encoding="utf-8") == module.draw(), "run python docs/draw_plans.py"
+    return module
+
+
+@pytest.fixture(scope="module")
+def diagrams() -> ModuleType:
+    """The script that draws the pictures."""
+    return script("draw_diagrams")
+
+
+def test_pictures_are_those_that_are_drawn(diagrams: ModuleType) -> None:
+    drawn = diagrams.draw()
+    committed = {path.name: path.read_text(encoding="utf-8") for path in (DOCS / "diagrams").glob("*.svg")}
+    assert committed == drawn, "run python docs/draw_diagrams.py"
+
+
+def test_pictures_say_what_they_show_and_ask_for_nothing_from_elsewhere(diagrams: ModuleType) -> None:
+    for name, svg in diagrams.draw().items():
+        root = ElementTree.fromstring(svg)
+        words = {child.tag.rpartition("}")[2]: child.text for child in root}
+        assert words["title"] and words["desc"], name
+        assert int(root.get("width")) <= 420, f"{name}: a phone shows it too small"
+        assert svg.count("http") == 1 and "prefers-color-scheme: dark" in svg, name
+        assert any(f"diagrams/{name}" in page.read_text(encoding="utf-8") for page in DOCS.rglob("*.md")), name
+
+
+def test_a_picture_refuses_text_that_leaves_it(diagrams: ModuleType) -> None:
+    picture = diagrams.Picture("title", "description")
+    with pytest.raises(ValueError, match="does not fit"):
+        picture.text(10, 10, "x" * 80)
+    with pytest.raises(ValueError, match="leaves its box"):
+        picture.box(10, 10, 60, ["a line that is too long"])
+
+
+def test_the_table_of_plans_is_that_of_the_planner() -> None:
+    page = (DOCS / "how-to" / "choose-a-plan.md").read_text(encoding="utf-8")
+    assert f"<!-- plan table -->\n\n{script('plan_table').plan_table()}\n" in page, "run python docs/plan_table.py"

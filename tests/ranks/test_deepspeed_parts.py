@@ -164,6 +164,7 @@ def test_where_the_package_is_there(monkeypatch, tmp_path: Path) -> None:
     """The packages' own calls, which are few: what they are given."""
     for name, text in {
         "wandb": "calls = []\ndef init(**said): calls.append(said); return Run()\nclass Run:\n"
+        "    id = 'a1'\n"
         "    def log(self, values, step): calls.append((values, step))\n"
         "    def finish(self, exit_code=0): calls.append(exit_code)\n",
         "comet_ml": "calls = []\ndef start(**said): calls.append(said); return Run()\nclass Run:\n"

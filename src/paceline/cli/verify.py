@@ -1,4 +1,4 @@
-"""Checks that a script computes the same numbers on several processes and under plans as on one, and says why not.
+"""Checks that a script computes the same numbers at each width and under each plan.
 
 paceline verify [--procs 1,2,4] [--plans zero=2,shard=2,tp=2] [options] script.py [arguments of the script]
 

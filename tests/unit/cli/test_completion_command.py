@@ -24,21 +24,29 @@ press_tab paceline launch --procs 2 tra
 press_tab paceline launch train.py --data tes
 press_tab paceline launch --config run
 press_tab paceline checkpoint ver
+press_tab paceline wat
+press_tab paceline watch seen/fi
+press_tab paceline ps --al
+press_tab paceline metrics --po
+press_tab paceline launch --on-hang le
+press_tab paceline launch --watch-dir se
 """
 
 
 def test_bash_completes_commands_flags_and_files(tmp_path, capsys):
     for name in ("train.py", "test.csv", "run.yaml"):
         (tmp_path / name).touch()
+    (tmp_path / "seen" / "first").mkdir(parents=True)
     assert main(["completion", "bash"]) == 0
     (tmp_path / "paceline.bash").write_text(capsys.readouterr().out)
     done = subprocess.run(["bash", "-c", PRESS_TAB], cwd=tmp_path, capture_output=True, text=True, timeout=30)
     assert not done.stderr
     completed = ["launch", "--mixed-precision", "train.py", "test.csv", "run.yaml", "verify"]
+    completed += ["watch", "seen/first", "--all", "--port", "leave", "seen"]
     assert [line.strip() for line in done.stdout.splitlines()] == completed
 
 
-@pytest.mark.parametrize("shell", ["zsh", "tcsh"])
+@pytest.mark.parametrize("shell", ["zsh", "fish", "tcsh"])
 def test_other_shells(shell, capsys):
     assert main(["completion", shell]) == 0
     script = capsys.readouterr().out
@@ -50,3 +58,10 @@ def test_without_shtab_it_is_named(monkeypatch, capsys):
     assert main(["completion", "bash"]) == 2
     error = capsys.readouterr().err
     assert "[completion-shtab]" in error and "fix: pip install shtab" in error
+
+
+def test_a_shtab_that_is_too_old_is_named(monkeypatch, capsys):
+    monkeypatch.setattr("shtab.SUPPORTED_SHELLS", ["bash", "zsh", "tcsh"])
+    assert main(["completion", "fish"]) == 2
+    error = capsys.readouterr().err
+    assert "does not know this shell" in error and "fix: pip install --upgrade shtab" in error

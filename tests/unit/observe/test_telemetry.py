@@ -253,7 +253,7 @@ def test_a_folder_that_cannot_be_written_to_ends_no_run(
 
 def test_the_operations_of_one_step_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PACELINE_WATCH_DIR", str(tmp_path))
-    monkeypatch.setattr(watching, "_peak_flops", lambda model, precision: 1e12)  # as of a device that our table knows
+    monkeypatch.setattr(watching, "peak_flops_of", lambda model, precision: 1e12)  # as of a device that our table knows
     accelerator = Accelerator(cpu=True)
     train(accelerator)
     accelerator.end_training()
@@ -264,7 +264,7 @@ def test_the_operations_of_one_step_are_counted(tmp_path: Path, monkeypatch: pyt
 
 def test_a_compiled_model_is_not_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PACELINE_WATCH_DIR", str(tmp_path))
-    monkeypatch.setattr(watching, "_peak_flops", lambda model, precision: 1e12)
+    monkeypatch.setattr(watching, "peak_flops_of", lambda model, precision: 1e12)
     accelerator = Accelerator(cpu=True)
     accelerator.prepare(torch.compile(nn.Linear(4, 2), backend="eager"))
     assert accelerator.run.phases is not None
@@ -273,10 +273,10 @@ def test_a_compiled_model_is_not_counted(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 def test_the_peak_of_a_device() -> None:
-    assert watching._peak_flops("NVIDIA H200", "bf16") == 989e12
-    assert watching._peak_flops("NVIDIA A100-SXM4-80GB", "no") == 19.5e12
-    assert watching._peak_flops("NVIDIA GeForce RTX 4090", "bf16") is None
-    assert watching._peak_flops("", "no") is None
+    assert watching.peak_flops_of("NVIDIA H200", "bf16") == 989e12
+    assert watching.peak_flops_of("NVIDIA A100-SXM4-80GB", "no") == 19.5e12
+    assert watching.peak_flops_of("NVIDIA GeForce RTX 4090", "bf16") is None
+    assert watching.peak_flops_of("", "no") is None
 
 
 def test_values_that_are_logged_through_accelerates_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
