@@ -41,7 +41,8 @@ quickstart: setup  ## train a small network on handwritten digits, on 2 processe
 	$(BIN)/paceline launch --procs 2 examples/quickstart/train.py $(ARGS)
 
 test: setup  ## run the whole test suite (set-up included)
-	$(PYTEST) tests -m "not long" -n $(JOBS) --dist loadscope $(ARGS)
+	# Files in their order: those of tests/hosts wait for most of their time, and would be left for the end.
+	$(PYTEST) tests -m "not long" -n $(JOBS) --dist loadscope --no-loadscope-reorder $(ARGS)
 
 # An environment for each release, named after it and after the Python where that is not 3.11: .venv-torch-2.15.0-py312.
 TORCH ?=

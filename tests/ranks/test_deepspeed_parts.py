@@ -168,6 +168,7 @@ def test_where_the_package_is_there(monkeypatch, tmp_path: Path) -> None:
         "    def log(self, values, step): calls.append((values, step))\n"
         "    def finish(self, exit_code=0): calls.append(exit_code)\n",
         "comet_ml": "calls = []\ndef start(**said): calls.append(said); return Run()\nclass Run:\n"
+        "    def get_key(self): return 'k1'\n"
         "    def set_name(self, name): calls.append(name)\n"
         "    def set_step(self, step): pass\n"
         "    def log_metric(self, name, value, step): calls.append((name, value, step))\n"

@@ -6,10 +6,12 @@ import errno
 import importlib.machinery
 import os
 import pkgutil
+import secrets
 import shutil
 import socket
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -79,6 +81,25 @@ def hold_port(port: int) -> socket.socket:
             return sock
         raise
     return sock
+
+
+def lasting_port() -> int:
+    """A free port that is still free a moment later; 0 where none is found.
+
+    The system takes the ports of outgoing connections, and those for whoever binds port 0, from one range: a port of that
+    range that was free a second ago may be in use. Below it nobody takes a port but by its number.
+    """
+    try:
+        first, _ = Path("/proc/sys/net/ipv4/ip_local_port_range").read_text(encoding="ascii").split()
+    except (OSError, ValueError):  # not Linux
+        return 0
+    for _ in range(20):
+        # Scripts may seed Python's own generator, and two runs would choose the same port.
+        port = 10_000 + secrets.randbelow(max(int(first) - 10_000, 1))
+        with suppress(OSError):
+            hold_port(port).close()
+            return port
+    return 0
 
 
 def listen_at(address: str, port: int) -> socket.socket:

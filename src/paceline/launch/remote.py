@@ -161,7 +161,7 @@ def serve_starter() -> int:
         if "listen" in message:
             problem, port = "", 0
             try:
-                listener = host.hold_port(message["listen"])
+                listener = host.hold_port(message["listen"] or host.lasting_port())
                 listener.listen(128)
                 port = listener.getsockname()[1]
             except OSError as error:

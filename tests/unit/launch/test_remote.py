@@ -113,3 +113,8 @@ def test_one_input_for_all_hosts(monkeypatch: pytest.MonkeyPatch, capfd: pytest.
     monkeypatch.undo()
     channel.answer(reached=["10.0.0.1"])
     assert capfd.readouterr().out == f'{remote.MARK}{{"reached": ["10.0.0.1"], "node": 1}}\n'
+
+
+def test_a_port_that_nobody_is_given() -> None:
+    first, _ = Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()
+    assert 10_000 <= host.lasting_port() < int(first)
