@@ -1,4 +1,4 @@
-"""Checks that a script computes the same numbers at each width and under each plan.
+"""Checks that a script computes the same numbers at each width and each plan.
 
 paceline verify [--procs 1,2,4] [--plans zero=2,shard=2,tp=2] [options] script.py [arguments of the script]
 
@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-import tempfile
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -66,6 +65,8 @@ def run(args: argparse.Namespace) -> int:
 def _verify(
     resolved: Launch, script: str, words: list[str], widths: list[int], plans: list[str], steps: int, in_json: bool
 ) -> int:
+    import tempfile  # `--help` needs none of this
+
     from paceline.launch.host import check_target
     from paceline.launch.job import job_of, target_of
     from paceline.planner.rehearsal import in_child

@@ -1,4 +1,4 @@
-"""Shows a run as it goes on: a page in the browser, or with --text in the terminal.
+"""Shows a run as it goes on: a page in the browser, or --text in the terminal.
 
 RUN is a folder, a name or a process number of `paceline ps`, or HOST:RUN for one on a host that ssh reaches. Without it, the
 newest run of this machine is shown.

@@ -6,7 +6,6 @@ import errno
 import importlib.machinery
 import os
 import pkgutil
-import secrets
 import shutil
 import socket
 import sys
@@ -94,8 +93,9 @@ def lasting_port() -> int:
     except (OSError, ValueError):  # not Linux
         return 0
     for _ in range(20):
-        # Scripts may seed Python's own generator, and two runs would choose the same port.
-        port = 10_000 + secrets.randbelow(max(int(first) - 10_000, 1))
+        # Not by Python's generator: a script may seed it, and two runs would choose the same port.
+        drawn = int.from_bytes(os.urandom(4), "big")
+        port = 10_000 + drawn % max(int(first) - 10_000, 1)
         with suppress(OSError):
             hold_port(port).close()
             return port
