@@ -3,7 +3,6 @@
     python benchmarks/record_diagrams.py plans     what the planner predicts for each plan of the GPT, as rank 0 of 2
     python benchmarks/record_diagrams.py step      the phases of a step of the same GPT, measured on 2 ranks
     python benchmarks/record_diagrams.py recovery  a rank of examples/survive is killed; the journal of that run is read
-    python benchmarks/record_diagrams.py lengths   activations of a Llama of 7 billion parameters, by the length of its rows
 
 Each part replaces its own key of `docs/diagrams/recorded.json`.
 """
@@ -196,43 +195,8 @@ def _recovery(folder: Path, launcher: subprocess.Popen[bytes]) -> dict[str, Any]
     return {"events": sorted(events, key=lambda event: event["s"])}
 
 
-def lengths() -> dict[str, Any]:
-    """Bytes of activations at most on rank 0 of 8, for one row of so many tokens on each (or on all, under `cp`)."""
-    ways = {
-        "": [],
-        "recompute": ["--recompute", "blocks"],
-        "cp": ["--cp", "8"],
-        "both": ["--cp", "8", "--recompute", "blocks"],
-    }
-    script = str(ROOT / "examples" / "plan_llama" / "train.py")
-    measured: dict[str, dict[str, int]] = {}
-    for length in (2048, 8192, 32768):
-        for name, flags in ways.items():
-            axis = [] if "--cp" in flags else ["--shard", "8"]
-            words = [
-                sys.executable,
-                "-m",
-                "paceline",
-                "plan",
-                "--json",
-                "--procs",
-                "8",
-                "--mixed-precision",
-                "bf16",
-                *axis,
-                *flags,
-            ]
-            done = subprocess.run([*words, script, "--length", str(length)], capture_output=True, text=True)
-            report = json.loads(done.stdout)
-            if not report["rehearsed"]:
-                raise RuntimeError(f"{length} {name}: {report['problem']}")
-            measured.setdefault(str(length), {})[name or "as it is"] = report["largest"]["activations"]
-            print(length, name, measured[str(length)], flush=True)
-    return {"model": "Llama 7B", "ranks": 8, "bytes": measured}
-
-
 def main() -> int:
-    parts = {"plans": plans, "step": step, "recovery": recovery, "lengths": lengths}
+    parts = {"plans": plans, "step": step, "recovery": recovery}
     recorded = json.loads(FILE.read_text(encoding="utf-8")) if FILE.exists() else {}
     for name in sys.argv[1:] or parts:
         measured = {"date": time.strftime("%Y-%m-%d", time.gmtime()), "torch": torch.__version__, **parts[name]()}
