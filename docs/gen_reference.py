@@ -7,6 +7,7 @@ reference/strategies.md     options of each file of paceline.parallel
 reference/accelerate.md     paceline.compat.accelerate.engine_fields
 reference/deepspeed.md      paceline.compat.deepspeed.config.keys, parts
 reference/environment.md    paceline.base.env.TABLE
+reports/*.md                benchmarks/reports and dev/reports, as they are
 """
 
 from __future__ import annotations
@@ -16,8 +17,10 @@ import re
 import textwrap
 from collections.abc import Callable
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
+ROOT = Path(__file__).parents[1]
 SECTION = re.compile(r"^(Args|Attributes|Returns|Yields|Raises|Ranks|Shape|Example):\s*(.*)$")
 
 ERRORS = "Each carries the `code` of [the errors page](../errors.md), and subclasses the builtin that one would expect."
@@ -364,4 +367,8 @@ def on_files(files: Any, config: Any) -> Any:
 
     for path, write in PAGES.items():
         files.append(File.generated(config, path, content=write()))
+    for folder in ("benchmarks", "dev"):
+        for report in sorted((ROOT / folder / "reports").glob("*.md")):
+            content = report.read_text(encoding="utf-8")
+            files.append(File.generated(config, f"reports/{report.name}", content=content))
     return files

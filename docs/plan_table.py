@@ -1,4 +1,4 @@
-"""Prints the tables of `how-to/choose-a-plan.md`: the cheapest plan that fits, by the formulas of `paceline plan`.
+"""Prints the tables of `how-to/choose-a-plan.md`, by the formulas of `paceline plan`: the cheapest plan, the time of sending.
 
 python docs/plan_table.py
 
@@ -15,9 +15,12 @@ from typing import Any
 
 import torch
 
+from paceline.parallel.strategy import STRATEGIES
 from paceline.plan.facts import ModelFacts, model_facts
+from paceline.plan.plan import Decision
+from paceline.plan.resolve import draft, resolve
 from paceline.planner.device import GIB, RESERVE
-from paceline.planner.estimate import Need, choose, shown
+from paceline.planner.estimate import Need, choose, estimate, shown
 
 ROOT = Path(__file__).parents[1]
 LEFT_FOR_ACTIVATIONS = 0.25
@@ -29,6 +32,8 @@ MODELS = {
     "13 billion": (5120, 40, 40, 13824),
     "65 billion": (8192, 80, 64, 22016),
 }
+# Bytes a second from one device to the others.
+LINKS = {"NVLink, 450 GB/s": 450e9, "PCIe, 32 GB/s": 32e9, "100 Gbit/s": 12.5e9, "10 Gbit/s": 1.25e9}
 # (devices in all, devices on a host, GiB of each)
 MACHINES = ((1, 1, 24), (1, 1, 80), (4, 4, 24), (8, 8, 80), (64, 8, 80), (64, 8, 141))
 
@@ -65,5 +70,22 @@ def plan_table() -> str:
     return "\n".join(lines)
 
 
+def sending_table(model: str = "7 billion", ranks: int = 8) -> str:
+    """Rows: plans. Columns: what a rank sends in a step, and the least time of it over each link."""
+    facts = facts_of(*MODELS[model])
+    plans: dict[str, dict[str, int]] = {f"`--replicate {ranks}`": {"replicate": ranks}}
+    for zero in (1, 2, 3):
+        plans[f"`--shard {ranks} --zero {zero}`"] = {"shard": ranks, "zero": zero}
+    lines = [f"| plan | sent | {' | '.join(LINKS)} |", "|---" * (len(LINKS) + 2) + "|"]
+    for name, settings in plans.items():
+        given = {**settings, "mixed_precision": "bf16"}
+        decisions = [Decision(field, value, "derived", "table") for field, value in given.items()]
+        plan = resolve(draft(given, decisions, ranks), [facts], STRATEGIES)
+        sent = estimate(plan, Need((facts,))).sent
+        times = " | ".join(f"{sent / rate:.2g} s" for rate in LINKS.values())
+        lines.append(f"| {name} | {sent / 1e9:.0f} GB | {times} |")
+    return "\n".join(lines)
+
+
 if __name__ == "__main__":
-    print(plan_table())
+    print(plan_table(), sending_table(), sep="\n\n")

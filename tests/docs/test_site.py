@@ -13,6 +13,8 @@ from xml.etree import ElementTree
 import pytest
 from page_reader import blocks
 
+from paceline.cli.main import commands, parser_for
+
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 # What fits 1,280 pixels with docs/style.css, measured in Chromium: 121 characters.
@@ -109,6 +111,26 @@ def test_a_picture_refuses_text_that_leaves_it(diagrams: ModuleType) -> None:
         picture.box(10, 10, 60, ["a line that is too long"])
 
 
-def test_the_table_of_plans_is_that_of_the_planner() -> None:
+def test_the_tables_of_plans_are_those_of_the_planner() -> None:
     page = (DOCS / "how-to" / "choose-a-plan.md").read_text(encoding="utf-8")
-    assert f"<!-- plan table -->\n\n{script('plan_table').plan_table()}\n" in page, "run python docs/plan_table.py"
+    tables = script("plan_table")
+    assert f"<!-- plan table -->\n\n{tables.plan_table()}\n" in page, "run python docs/plan_table.py"
+    assert f"<!-- sending table -->\n\n{tables.sending_table()}\n" in page, "run python docs/plan_table.py"
+
+
+def test_commands_within_sentences_and_tables_exist() -> None:
+    flags = {
+        name: {flag for action in parser_for(name)._actions for flag in action.option_strings} for name in commands()
+    }
+    wrong = []
+    for page in sorted(DOCS.rglob("*.md")):
+        prose = re.sub(r"^ *```.*?^ *```", "", page.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
+        for command in re.findall(r"`paceline ([a-z][^`\n]*)`", prose):
+            words = command.split()
+            name = " ".join(words[:2]) if " ".join(words[:2]) in flags else words[0]
+            # What stands after the script is the script's.
+            own = words[: next((at for at, word in enumerate(words) if word.endswith(".py")), None)]
+            given = {word.partition("=")[0] for word in own if word.startswith("--")}
+            if name not in {*flags, "checkpoint"} or not given <= flags.get(name, given):
+                wrong.append(f"{page.relative_to(DOCS)}: paceline {command}")
+    assert not wrong
