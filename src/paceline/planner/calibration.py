@@ -30,6 +30,7 @@ from paceline.config.places import user_folder
 VERSION = 1
 _VALID_DAYS = 30
 _DAY_S = 86400
+_NOISY = 0.25
 
 Curve = tuple[tuple[float, float], ...]  # (size, rate) by ascending size
 
@@ -94,6 +95,7 @@ class Calibration:
         links: collective -> its cost; empty where there was one rank.
         overlap: share of the time of a collective that is hidden where computing goes on, 0 to 1.
         missing: what could not be measured, and why.
+        noise: by which share a probe took longer in the middle round than in the fastest one; half of the probes were worse.
     """
 
     machine: Machine
@@ -105,6 +107,7 @@ class Calibration:
     links: Mapping[str, Link] = field(default_factory=dict)
     overlap: float = 0.0
     missing: tuple[str, ...] = ()
+    noise: float = 0.0
 
     def matrix_seconds(self, flops: float, dtype: str) -> float:
         """Seconds of one matrix product; a dtype that was not measured is taken for float32."""
@@ -123,6 +126,13 @@ class Calibration:
     def date(self) -> str:
         """When it was measured, for people."""
         return time.strftime("%Y-%m-%d", time.localtime(self.measured))
+
+    @property
+    def doubt(self) -> str:
+        """Why the rates may be too low; "" where the rounds agree."""
+        if self.noise <= _NOISY:
+            return ""
+        return f"the machine was busy: rounds differ by {self.noise:.0%}; measure again while nothing else runs"
 
     def text(self) -> str:
         """For people."""
@@ -146,6 +156,8 @@ class Calibration:
         if self.links:
             lines.append(f"  overlap: computing hides {self.overlap:.0%} of a collective's time")
         lines += [f"  not measured: {what}" for what in self.missing]
+        if self.doubt:
+            lines.append(f"  {self.doubt}")
         return "\n".join(lines)
 
     def json(self) -> dict[str, Any]:

@@ -34,6 +34,7 @@ _OPTIMIZED = 4 << 20
 _PROBE_S = 0.01  # a probe runs at least this long, so that the clock does not matter
 
 Rounds = Sequence[dict[str, float]]
+OfRounds = Callable[[Sequence[float]], float]
 
 
 @dataclass(frozen=True)
@@ -98,10 +99,12 @@ class Probes:
         dist.all_reduce(of_ranks, dist.ReduceOp.MAX, self._group)
         return float(of_ranks)
 
-    def calibration(self, rounds: Rounds, machine: Machine, now: float) -> Calibration:
-        """What the median of the rounds says."""
+    def calibration(
+        self, rounds: Rounds, machine: Machine, now: float, of_rounds: OfRounds = statistics.median
+    ) -> Calibration:
+        """What the rounds say; arguments as of `calibration_of`."""
         amounts = {probe.name: probe.amount for probe in self._probes}
-        return replace(calibration_of(amounts, rounds, machine, now), missing=tuple(self.missing))
+        return replace(calibration_of(amounts, rounds, machine, now, of_rounds), missing=tuple(self.missing))
 
     # -- what is measured --------------------------------------------------------------------------------------
 
@@ -191,7 +194,9 @@ def _wait_for(device: torch.device) -> None:
         torch.accelerator.synchronize(device)
 
 
-def calibration_of(amounts: dict[str, float], rounds: Rounds, machine: Machine, now: float) -> Calibration:
+def calibration_of(
+    amounts: dict[str, float], rounds: Rounds, machine: Machine, now: float, of_rounds: OfRounds = statistics.median
+) -> Calibration:
     """Rates from the seconds of probes. Pure.
 
     Args:
@@ -199,8 +204,15 @@ def calibration_of(amounts: dict[str, float], rounds: Rounds, machine: Machine, 
         rounds: seconds of each probe, several times.
         machine: where they were taken.
         now: seconds since the epoch.
+        of_rounds: what counts of a probe's seconds in several rounds.
     """
-    seconds = {name: statistics.median(one_round[name] for one_round in rounds) for name in amounts}
+    seconds: dict[str, float] = {}
+    excesses: list[float] = []
+    for name in amounts:
+        of_probe = [one_round[name] for one_round in rounds]
+        seconds[name] = of_rounds(of_probe)
+        excesses.append(statistics.median(of_probe) / min(of_probe) - 1)
+    noise = statistics.median(excesses)
     matrix: dict[str, list[tuple[float, float]]] = {}
     memory: list[tuple[float, float]] = []
     links: dict[str, Link] = {}
@@ -229,6 +241,7 @@ def calibration_of(amounts: dict[str, float], rounds: Rounds, machine: Machine, 
         seconds["overhead"],
         links,
         overlap,
+        noise=noise,
     )
 
 

@@ -140,6 +140,8 @@ class Report:
         yield f"  forecast for this machine: {1e3 * time.total_s:.1f} ms a step, by {self.lookup.reason}"
         for name, seconds, source in time.terms(calibration):
             yield f"    {name:16}{1e3 * seconds:>10.1f} ms  {source}"
+        if calibration.doubt:
+            yield f"    {calibration.doubt}"
         if time.unknown:
             yield f"    not counted, as their cost was not measured: {', '.join(time.unknown)}"
 

@@ -61,7 +61,8 @@ def test_the_medians_of_rounds_become_rates():
         "link allreduce large": 6.0,
         "overlap": 11.0,  # 4 products take 8, the message 6: 3 of 6 are hidden
     }
-    rounds = [dict.fromkeys(amounts, 99.0), seconds, seconds]
+    fast = {name: value / 2 for name, value in seconds.items()}
+    rounds = [dict.fromkeys(amounts, 99.0), seconds, fast]
     calibration = calibration_of(amounts, rounds, MACHINE, 7.0)
     assert calibration == Calibration(
         MACHINE,
@@ -72,7 +73,9 @@ def test_the_medians_of_rounds_become_rates():
         0.001,
         {"allreduce": Link(0.95, 200.0)},
         0.5,
+        noise=1.0,
     )
+    assert "the machine was busy: rounds differ by 100%" in calibration.text()
 
 
 def test_one_rank_measures_no_links():
