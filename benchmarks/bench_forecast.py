@@ -3,6 +3,7 @@
     python benchmarks/bench_forecast.py                  24 million parameters, one thread a rank
     python benchmarks/bench_forecast.py --size 4M        a smaller model
     python benchmarks/bench_forecast.py --only zero      plans whose name holds this
+    python benchmarks/bench_forecast.py --clock cpu      processor time of a rank, where other programs use the machine
 
 The same ranks measure the machine and train, in turns: a round of the calibration's probes, a step, and so on. The
 prediction goes by the medians of the probes, and is compared with the median of the steps. A second row has the fastest of
@@ -58,11 +59,11 @@ WAYS: dict[str, Way] = {
 }
 
 
-def rank(way: Way, task: Task, turns: int) -> list[tuple[Calibration, float]]:
+def rank(way: Way, task: Task, turns: int, clock: Callable[[], float]) -> list[tuple[Calibration, float]]:
     """By medians and by the fastest of all turns: the calibration, and the seconds of a step, which its slowest rank ends."""
     torch.set_num_threads(1)
     step = way(task)
-    probes = Probes(torch.device("cpu"), dist.group.WORLD)
+    probes = Probes(torch.device("cpu"), dist.group.WORLD, clock)
     for _ in range(3):  # buckets are arranged, states and caches made
         step()
     rounds: list[dict[str, float]] = []
@@ -71,7 +72,7 @@ def rank(way: Way, task: Task, turns: int) -> list[tuple[Calibration, float]]:
         rounds.append(probes.round())
         step()  # the probes have emptied the caches
         dist.barrier()
-        slowest = torch.tensor([seconds(step, 1)])
+        slowest = torch.tensor([seconds(step, 1, clock)])
         dist.all_reduce(slowest, dist.ReduceOp.MAX)
         steps.append(float(slowest))
     machine = Machine("", "cpu", torch.__version__, RANKS, 1)
@@ -92,10 +93,11 @@ def rehearsed(way: Way, task: Task) -> Rehearsal:
     return rehearsal
 
 
-def forecast(rehearsal: Rehearsal, calibration: Calibration) -> StepTime:
-    """What is predicted."""
+def forecast(rehearsal: Rehearsal, calibration: Calibration, *, waits: bool) -> StepTime:
+    """What is predicted, with or without the time that a pipeline's ranks wait."""
     plan = rehearsal.plan
-    return step_time(rehearsal.traffic.work, calibration, overlaps(plan), bubble_of(plan))
+    bubble = bubble_of(plan) if waits else 0.0
+    return step_time(rehearsal.traffic.work, calibration, overlaps(plan), bubble)
 
 
 def main() -> None:
@@ -105,11 +107,15 @@ def main() -> None:
     parser.add_argument("--size", choices=("24M", "4M"), default="24M")
     parser.add_argument("--rows", type=int, default=8)
     parser.add_argument("--length", type=int, default=64)
+    parser.add_argument("--clock", choices=("wall", "cpu"), default="wall")
     options = parser.parse_args()
+    # Time in which a rank waits is no processor time.
+    clock = time.perf_counter if options.clock == "wall" else time.process_time
     task = Task(options.size, options.rows, options.length)
     print(
         f"torch {torch.__version__}, {time.strftime('%Y-%m-%d')}, {options.turns} turns, medians, "
-        f"GPT {options.size}, {options.rows} x {options.length} tokens a rank, {RANKS} ranks of one thread; milliseconds\n"
+        f"GPT {options.size}, {options.rows} x {options.length} tokens a rank, {RANKS} ranks of one thread; "
+        f"milliseconds, {options.clock} clock\n"
     )
     print(
         "| plan | by | measured | predicted | error | compute | communication (hidden) | optimizer | bubble | overhead |"
@@ -118,10 +124,10 @@ def main() -> None:
     for name, way in WAYS.items():
         if options.only not in name:
             continue
-        results = run_ranks(rank, world=RANKS, args=(way, task, options.turns), timeout_s=900, output=[])[0]
+        results = run_ranks(rank, world=RANKS, args=(way, task, options.turns, clock), timeout_s=900, output=[])[0]
         rehearsal = rehearsed(way, task)
         for by, (calibration, measured) in zip(("median", "fastest"), results, strict=True):
-            print(_row(name, by, measured, forecast(rehearsal, calibration)), flush=True)
+            print(_row(name, by, measured, forecast(rehearsal, calibration, waits=options.clock == "wall")), flush=True)
 
 
 def _row(name: str, by: str, measured: float, predicted: StepTime) -> str:

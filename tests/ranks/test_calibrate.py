@@ -98,7 +98,7 @@ def test_a_rank_that_fails_is_said(quick, monkeypatch):
     def fail(*_):
         raise RuntimeError("no clock today")
 
-    monkeypatch.setattr(measure, "_timed", fail)
+    monkeypatch.setattr(measure.Probes, "round", fail)
     this = calibrating.here(resolve_launch([]), dict(os.environ))
     with pytest.raises(PlanError, match="calibration-failed") as caught:
         calibrating.calibrate(this)

@@ -58,12 +58,18 @@ class Probes:
     Args:
         device: where it computes.
         group: the ranks; None for this one alone.
+        clock: tells seconds.
 
     Ranks: all make one, and call `round` equally often.
     """
 
-    def __init__(self, device: torch.device, group: dist.ProcessGroup | None = None) -> None:
-        self._device, self._group = device, group
+    def __init__(
+        self,
+        device: torch.device,
+        group: dist.ProcessGroup | None = None,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self._device, self._group, self._clock = device, group, clock
         self.size = 1 if group is None else dist.get_world_size(group)
         self.missing: list[str] = []
         self._probes = [*self._matrices(), *self._memory(), self._optimizer(), self._overhead()]
@@ -79,7 +85,7 @@ class Probes:
         times: dict[str, int] = {}
         for probe in self._probes:
             probe.work()
-            seconds = self._slowest(_timed(probe.work, 1, self._device))
+            seconds = self._slowest(self._timed(probe.work, 1))
             times[probe.name] = max(1, min(1000, round(_PROBE_S / max(seconds, 1e-7))))
         return times
 
@@ -89,8 +95,17 @@ class Probes:
         for probe in self._probes:
             if self._group is not None:
                 dist.barrier(self._group)
-            seconds[probe.name] = self._slowest(_timed(probe.work, self._times[probe.name], self._device))
+            seconds[probe.name] = self._slowest(self._timed(probe.work, self._times[probe.name]))
         return seconds
+
+    def _timed(self, work: Callable[[], object], times: int) -> float:
+        """Seconds of one of several runs."""
+        _wait_for(self._device)
+        began = self._clock()
+        for _ in range(times):
+            work()
+        _wait_for(self._device)
+        return (self._clock() - began) / times
 
     def _slowest(self, seconds: float) -> float:
         if self._group is None:
@@ -177,16 +192,6 @@ class Probes:
 def _exchange(transport: Transport, whole: Tensor, part: Tensor) -> None:
     """What every pair of ranks sends each other, as ZeRO and tensor parallel send it."""
     transport.all_gather(whole, part).wait()
-
-
-def _timed(work: Callable[[], object], times: int, device: torch.device) -> float:
-    """Seconds of one of several runs."""
-    _wait_for(device)
-    began = time.perf_counter()
-    for _ in range(times):
-        work()
-    _wait_for(device)
-    return (time.perf_counter() - began) / times
 
 
 def _wait_for(device: torch.device) -> None:

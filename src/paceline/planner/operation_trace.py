@@ -142,10 +142,12 @@ class OperationTrace(dispatch.TorchDispatchMode):
         formula = formulas().get(dispatch.overloads_of(operation))
         flops = 0 if formula is None else int(formula(*args, **kwargs, out_val=result))
         self.traffic.flops += flops
+        # Kernels of optimizers return nothing.
+        written = returned or _tensors(dispatch.written_arguments(operation, args, kwargs))
+        if not written:
+            return  # it only asked for a property, such as `prim::device`
         moved = 0
-        if not dispatch.is_view(operation):
-            # Kernels of optimizers return nothing.
-            written = returned or _tensors(dispatch.written_arguments(operation, args, kwargs))
+        if not dispatch.is_view(operation) and dispatch.overloads_of(operation) not in _ALLOCATIONS:
             read = written if dispatch.overloads_of(operation) in _LOOKUPS else given
             moved = _bytes_of(read) + _bytes_of(written)
         dtype = str((given or returned)[0].dtype).removeprefix("torch.")
@@ -190,6 +192,7 @@ _VIEWS = {
     _aten.slice.Tensor, _aten.select.int, _aten.view.default, dispatch.aten("_unsafe_view").default, _aten.detach.default,
     _aten.t.default, _aten.transpose.int, _aten.unsqueeze.default, _aten.squeeze.dim, _aten.as_strided.default,
 }  # fmt: skip
+_ALLOCATIONS = {_aten.empty, _aten.empty_like, _aten.empty_strided, _aten.new_empty, _aten.new_empty_strided}
 # They read no more of a table than they write.
 _LOOKUPS = {_aten.embedding, _aten.index, _aten.index_select, _aten.gather}
 _FILLS = {_aten.copy_.default, _aten.zero_.default, _aten.fill_.Scalar}

@@ -75,6 +75,16 @@ def test_work_is_what_operations_compute_and_move(trace):
     assert any(not entry.bytes for entry in counted)  # the transposed weight is a view
 
 
+def test_questions_and_memory_that_nobody_has_written_move_nothing(trace):
+    with trace:
+        weight = torch.nn.Parameter(torch.zeros(64, 64))
+        trace.fake_module(nn.ParameterList([weight]))
+        trace.traffic.work.computations.clear()
+        assert weight.device.type == "cpu" and weight.stride() == (64, 1)
+        torch.empty_like(weight)
+    assert {entry.bytes for entry in trace.traffic.work.computations} <= {0}
+
+
 def test_what_a_kernel_writes_without_returning_it_counts(trace):
     with trace:
         weight = torch.nn.Parameter(torch.zeros(64, 64))
