@@ -2,8 +2,9 @@
 
 python benchmarks/run.py [NAME ...] [--turns 15] [--quick] [--report FILE]
 
-NAME: step, launch, import, collectives, checkpoint, loader, parallel, pipeline, deepspeed, hosts, memory; all of them where
-none is named. `--quick` takes fewer turns and a smaller model, to see that everything runs: its numbers are none to compare.
+NAME: step, launch, import, collectives, checkpoint, loader, parallel, pipeline, forecast, deepspeed, hosts, memory; all of
+them where none is named. `--quick` takes fewer turns and a smaller model, to see that everything runs: its numbers are none
+to compare.
 """
 
 from __future__ import annotations
@@ -26,11 +27,13 @@ WITH_TURNS = {
     "parallel": [],
     "pipeline": [],
     "deepspeed": [],
+    "forecast": [],
 }
 QUICK = {
     "hosts": ["--faults", "worker", "--names", "paceline launch"],
     "checkpoint": ["--layers", "2"],
     "parallel": ["--size", "4M"],
+    "forecast": ["--size", "4M"],
     "deepspeed": ["--size", "4M", "--starts", "2"],
     "memory": ["--size", "4M", "--world", "2"],
 }

@@ -23,6 +23,7 @@ from paceline.observe.step_flops import StepFlops
 from paceline.observe.telemetry import Progress, Telemetry
 from paceline.planner.device import TABLE
 from paceline.planner.estimate import Need, estimate
+from paceline.planner.known_forecasts import key_of, recall
 from paceline.run import Run
 from paceline.torch_internals.modules import is_compiled
 from paceline.watch.journal import JournalWriter, RunHeader, add_header, rank_file
@@ -175,15 +176,19 @@ def _memory_in_all(device: torch.device) -> int | None:
 
 
 def _plan(run: Run) -> PlanMade:
-    """The plan, and the memory that it needs but for activations."""
+    """The plan, the memory that it needs but for activations, and what `paceline plan` forecast of this script."""
     plan = run.plan
+    words = sys.argv or [""]
+    forecast = recall(key_of(words[0], words[1:], run.world.size, plan))
     reasons = []
     for decision in plan.decisions:
         origin = f"{decision.source} ({decision.where})" if decision.where else decision.source
         reasons.append([decision.field, str(decision.value), origin, decision.reason])
     bytes_of = vars(estimate(plan, Need(tuple(model.facts for model in run.prepared.models))))
     memory = sum(count for name, count in bytes_of.items() if name != "sent")
-    return PlanMade(plan.explain(), reasons, memory_bytes=memory)
+    if forecast is None:
+        return PlanMade(plan.explain(), reasons, memory_bytes=memory)
+    return PlanMade(plan.explain(), reasons, forecast.step_ms, memory, forecast.flops)
 
 
 def _progress_of(reference: weakref.ref[Run]) -> Callable[[], Progress]:

@@ -121,6 +121,7 @@ def test_a_pipeline_is_rehearsed_and_drawn(folder):
     (folder / "pipe.py").write_text(SCRIPT.split("    loss = ")[0] + loop)
     text = plan(folder, "--procs", "2", "--pp", "2", "--draw", "pipe.py")
     assert "at the peak" in text and "rank 0  F0 F1" in text
+    assert "no forecast of its time on this machine: there is no calibration" in text
 
 
 def test_memory_that_really_does_not_suffice(tmp_path):

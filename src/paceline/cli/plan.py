@@ -4,6 +4,9 @@ paceline plan [options] script.py [arguments of the script]
 
 The script itself is rehearsed, up to and through one optimizer step, as one of the processes asked for, on tensors that
 have a shape and no values. Settings that are `auto` are chosen: the cheapest whose bytes fit on `--device`.
+
+`--measure` first measures this machine with as many processes, and keeps what it found; plans then say how long a step takes
+here. It needs no script.
 """
 
 from __future__ import annotations
@@ -12,9 +15,11 @@ import argparse
 import json
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from paceline.base.errors import ConfigError
+from paceline.base import env as environment
+from paceline.base.errors import ConfigError, PacelineError
 from paceline.config import schema
 from paceline.config.given import Given
 from paceline.config.settings import launch_classes, searched_settings, settings_of
@@ -26,6 +31,7 @@ from paceline.planner.device import Device, device_of
 from paceline.world.layout import AXES
 
 if TYPE_CHECKING:
+    from paceline.planner.calibration import Lookup
     from paceline.planner.report import Report
 
 _USED = ("procs", "nodes", "module", "compat", "config")  # of the launcher's own settings
@@ -37,6 +43,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
     own = parser.add_argument_group("planning")
     own.add_argument("--device", metavar="NAME", help="what it will run on, such as h200-141GB or a100-24GB")
     own.add_argument("--auto", action="store_true", help="choose every axis that nobody gave")
+    own.add_argument(
+        "--measure", action="store_true", help="measure this machine first, to forecast the time of a step"
+    )
     own.add_argument("--draw", action="store_true", help="draw the schedule of the pipeline")
     own.add_argument("--json", action="store_true", help="print JSON")
     schema.add_options(parser, unlisted=[name for name in settings_of(*launch_classes()) if name not in _USED])
@@ -48,6 +57,10 @@ def run(args: argparse.Namespace) -> int:
     """Prints the report; 1 where the plan does not fit."""
     given, asked = _split(schema.given(args))
     launch = resolve_launch(given)
+    if args.measure and args.script is None:
+        _, _, calibration_text = _measure(launch)
+        print(calibration_text)
+        return 0
     if args.script is None:
         raise ConfigError(
             "command-line",
@@ -62,14 +75,23 @@ def run(args: argparse.Namespace) -> int:
     check_target(target)
     _notice_misplaced(launch, args.script_args)
     opened = _opened(launch, asked, args.auto)
-    if opened and args.device is None:
+    here, lookup = None, None
+    if args.measure:
+        here, lookup, calibration_text = _measure(launch)
+        print(calibration_text, file=sys.stderr)
+    elif device is None:
+        here, lookup = _look_up(launch)
+    if device is None and opened:
+        device = here
+    if opened and device is None:
         raise ConfigError(
             "plan-device",
             f"{', '.join(opened)} cannot be chosen for an unknown device.",
             why="auto takes the cheapest plan that fits, and nobody said how much memory there is",
-            fix="say what it will run on, such as `--device h200-141GB`",
+            fix="say what it will run on, such as `--device h200-141GB`; for this machine, `--measure`",
         )
-    report = _predict(target, launch, opened, device)
+    report = _predict(target, launch, opened, device, here, lookup)
+    _remember(target, report)
     if args.json:
         print(json.dumps(report.json(), indent=2, default=str))
     else:
@@ -112,7 +134,90 @@ def _opened(launch: Launch, asked: Sequence[str], everything: bool) -> tuple[str
     return tuple(name for name in searched_settings() if name in chosen)
 
 
-def _predict(target: Target, launch: Launch, opened: tuple[str, ...], device: Device | None) -> Report:
+def _measure(launch: Launch) -> tuple[Device, Lookup, str]:
+    """Measures this machine: its device, the calibration, and what is said of it.
+
+    Raises:
+        ConfigError: `plan-measure`, for several nodes; PlanError: `calibration-failed`, `calibration-write`.
+    """
+    from paceline.planner.calibrate import calibrate, here
+    from paceline.planner.calibration import Lookup, save
+
+    if range_of_nodes(launch.launch.nodes)[1] > 1:
+        raise ConfigError(
+            "plan-measure",
+            "several nodes cannot be measured from one of them.",
+            why=f"nodes={launch.launch.nodes}; links between nodes are not measured",
+            fix="measure one node, without `--nodes`: `paceline plan --measure --procs 8`",
+        )
+    this = here(_with_procs(launch), environment.snapshot())
+    calibration = calibrate(this)
+    path = save(calibration)
+    lookup = Lookup(calibration, f"{path} of {calibration.date}")
+    return this.device, lookup, f"{calibration.text()}\nkept in {path}"
+
+
+def _look_up(launch: Launch) -> tuple[Device | None, Lookup | None]:
+    """This machine's device, where it has a calibration, and what came of looking for one.
+
+    Both are None where several nodes are planned for.
+    """
+    from paceline.planner.calibrate import here
+    from paceline.planner.calibration import Lookup, find
+
+    settings = launch.launch
+    if range_of_nodes(settings.nodes)[1] > 1 or settings.hostfile is not None:
+        return None, None
+    try:
+        this = here(_with_procs(launch), environment.snapshot())
+    except PacelineError as error:
+        # A plan may be for more processes than this machine can run.
+        return None, Lookup(None, f"it cannot run this: {error.problems[0].what}")
+    lookup = find(this.machine)
+    return (None if lookup.calibration is None else this.device), lookup
+
+
+def _with_procs(launch: Launch) -> Launch:
+    """The settings with the number of ranks that a plan is made for, which is 1 where nobody said any."""
+    return replace(launch, launch=replace(launch.launch, procs=_local_size(launch)))
+
+
+def _local_size(launch: Launch) -> int:
+    procs = launch.launch.procs
+    return 1 if procs == "auto" else int(procs)
+
+
+def _remember(target: Target, report: Report) -> None:
+    """Keeps the forecast for the journal of a watched run of the same script."""
+    from paceline.planner.known_forecasts import KnownForecast, key_of, remember
+
+    time = report.time
+    if time is None or target.kind != "script":
+        return
+    key = key_of(target.name, target.args, report.world_size, report.plan)
+    problem = remember(key, KnownForecast(1e3 * time.total_s, report.rehearsal.traffic.flops))
+    if problem:
+        print(f"paceline: the forecast is not kept for `paceline watch`: {problem}", file=sys.stderr)
+
+
+def _predict(
+    target: Target,
+    launch: Launch,
+    opened: tuple[str, ...],
+    device: Device | None,
+    here: Device | None,
+    lookup: Lookup | None,
+) -> Report:
+    """The report.
+
+    Args:
+        target: the script.
+        launch: the settings.
+        opened: those that are to be chosen.
+        device: whose memory has to suffice; None for any.
+        here: this machine's, where the time of a step is forecast for it.
+        lookup: the calibration of this machine.
+    """
     from functools import partial
 
     from paceline.launch.worker import become
@@ -120,12 +225,13 @@ def _predict(target: Target, launch: Launch, opened: tuple[str, ...], device: De
     from paceline.planner.rehearsal import SimulatedWorld
 
     settings = launch.launch
-    local = 1 if settings.procs == "auto" else int(settings.procs)
+    local = _local_size(launch)
     _, nodes = range_of_nodes(settings.nodes)  # as many as may take part
+    computes_on = device or here
     simulated = SimulatedWorld(
         world_size=local * nodes,
         local_size=local,
-        accelerated=device is not None and not device.name.startswith("cpu"),
+        accelerated=computes_on is not None and not computes_on.name.startswith("cpu"),
         compat=settings.compat or "",
         memory=device.usable if device is not None else 0,
     )
@@ -135,6 +241,7 @@ def _predict(target: Target, launch: Launch, opened: tuple[str, ...], device: De
         device=device,
         decisions=launch.decisions,
         opened=opened,
+        lookup=lookup,
     )
 
 

@@ -99,6 +99,8 @@ def tune(
     """
     from paceline.launch.job import job_of
     from paceline.planner import tune_results
+    from paceline.planner.calibrate import machine_of
+    from paceline.planner.calibration import find
     from paceline.planner.device import device_of
     from paceline.planner.fit import of_this_host
     from paceline.planner.rehearsal import in_child
@@ -121,7 +123,12 @@ def tune(
     decisions = tuple(choice for choice in resolved.decisions if choice.source in ("command line", "file"))
     results = tune_results.Results()
     bar = Bar()
-    task = Task(job, decisions, tuning, said, here, resolved.run.timeout_s or 600.0)
+    calibration = None
+    if device is None:
+        lookup = find(machine_of(job, here.name, environment.snapshot()))
+        calibration = lookup.calibration
+        _say(f"times by {lookup.reason}" if calibration else f"times by the datasheet of {here.name}: {lookup.reason}")
+    task = Task(job, decisions, tuning, said, here, resolved.run.timeout_s or 600.0, calibration)
     tuner = Tuner(task, bar.tell, results.open, results.add)
     _say(f"rehearsing {script} for {here.name}")
     try:

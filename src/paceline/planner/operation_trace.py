@@ -22,6 +22,7 @@ from torch import nn
 
 from paceline.observe.flops import formulas
 from paceline.planner.allocation_trace import AllocationTrace
+from paceline.planner.work import Computation, Message, Work
 from paceline.torch_internals import dispatch
 from paceline.torch_internals.dispatch import Operation
 from paceline.torch_internals.fake import FakeTensor, FakeTensorMode, fake_view, make_fake
@@ -41,10 +42,12 @@ class Traffic:
     Attributes:
         flops: floating-point operations.
         sent: bytes over all links, by (operation, ranks of the group, whether the group spans several nodes).
+        work: every operation and message, for forecasts of its time.
     """
 
     flops: float = 0.0
     sent: dict[tuple[str, int, bool], int] = field(default_factory=dict)
+    work: Work = field(default_factory=Work)
 
     def add(self, operation: str, ranks: int, across: bool, count: int) -> None:
         """Enters bytes that were sent."""
@@ -67,6 +70,7 @@ class OperationTrace(dispatch.TorchDispatchMode):
     Attributes:
         traffic: what was computed and sent so far.
         fakes_everywhere: whether large new tensors are fake in all code, as after `prepare`.
+        in_optimizer: whether an optimizer's step runs.
     """
 
     def __init__(self, allocations: AllocationTrace, fakes: FakeTensorMode, local_size: int = 1) -> None:
@@ -74,6 +78,7 @@ class OperationTrace(dispatch.TorchDispatchMode):
         self.allocations = allocations
         self.traffic = Traffic()
         self.fakes_everywhere = False
+        self.in_optimizer = False
         self._fakes = fakes
         self._local_size = local_size
 
@@ -92,7 +97,7 @@ class OperationTrace(dispatch.TorchDispatchMode):
         if fakes:
             for tensor in new_fakes:
                 self.allocations.enter(tensor)
-            self._enter_work(operation, args, kwargs, result, fakes)
+            self._enter_work(operation, args, kwargs, result, given)
         return result
 
     def _run(self, operation: Operation, given: list[torch.Tensor], args: Arguments, kwargs: Keywords) -> object:
@@ -127,26 +132,46 @@ class OperationTrace(dispatch.TorchDispatchMode):
         return operation(*args, **kwargs)
 
     def _enter_work(
-        self, operation: Operation, args: Arguments, kwargs: Keywords, result: object, fakes: list[FakeTensor]
+        self, operation: Operation, args: Arguments, kwargs: Keywords, result: object, given: list[torch.Tensor]
     ) -> None:
         name = operation.name()
+        returned = _tensors((result,))
         if name.startswith(("c10d::", "_c10d_functional", "_dtensor::")):
-            self._enter_communication(name, args, result, fakes)
+            self._enter_communication(name, args, result, _fakes_among([*given, *returned]))
             return
         formula = formulas().get(dispatch.overloads_of(operation))
-        if formula is not None:
-            self.traffic.flops += formula(*args, **kwargs, out_val=result)
+        flops = 0 if formula is None else int(formula(*args, **kwargs, out_val=result))
+        self.traffic.flops += flops
+        # Kernels of optimizers return nothing.
+        written = returned or _tensors(dispatch.written_arguments(operation, args, kwargs))
+        if not written:
+            return  # it only asked for a property, such as `prim::device`
+        moved = 0
+        if not dispatch.is_view(operation) and dispatch.overloads_of(operation) not in _ALLOCATIONS:
+            read = written if dispatch.overloads_of(operation) in _LOOKUPS else given
+            moved = _bytes_of(read) + _bytes_of(written)
+        dtype = str((given or returned)[0].dtype).removeprefix("torch.")
+        self.traffic.work.computations[Computation(self._phase, dtype, flops, moved)] += 1
+
+    @property
+    def _phase(self) -> str:
+        if self.in_optimizer:
+            return "optimizer"
+        return "backward" if dispatch.is_in_backward_pass() else "forward"
 
     def _enter_communication(self, name: str, args: Arguments, result: object, buffers: list[FakeTensor]) -> None:
         operation = name.split("::")[1].split(".")[0].strip("_")
-        share_sent = next((share for word, share in _SHARES.items() if word in operation), None)
-        if share_sent is None:
+        word = next((word for word in _SHARES if word in operation), None)
+        if word is None:
             return
         self.allocations.label(buffers, "communication")
         whole = max(_bytes(value) for value in (*args, result))
         ranks = dispatch.group_ranks(args)
-        nodes = {rank // self._local_size for rank in ranks}
-        self.traffic.add(operation, len(ranks), len(nodes) > 1, int(share_sent(len(ranks)) * whole))
+        across = len({rank // self._local_size for rank in ranks}) > 1
+        count = int(_SHARES[word](len(ranks)) * whole)
+        self.traffic.add(operation, len(ranks), across, count)
+        message = Message(self._phase, word.replace("_", ""), len(ranks), across, count)
+        self.traffic.work.messages[message] += 1
 
     def fake_module(self, model: nn.Module) -> None:
         """Makes parameters and buffers of a model fake, those that still are real; they stay the same objects."""
@@ -167,6 +192,9 @@ _VIEWS = {
     _aten.slice.Tensor, _aten.select.int, _aten.view.default, dispatch.aten("_unsafe_view").default, _aten.detach.default,
     _aten.t.default, _aten.transpose.int, _aten.unsqueeze.default, _aten.squeeze.dim, _aten.as_strided.default,
 }  # fmt: skip
+_ALLOCATIONS = {_aten.empty, _aten.empty_like, _aten.empty_strided, _aten.new_empty, _aten.new_empty_strided}
+# They read no more of a table than they write.
+_LOOKUPS = {_aten.embedding, _aten.index, _aten.index_select, _aten.gather}
 _FILLS = {_aten.copy_.default, _aten.zero_.default, _aten.fill_.Scalar}
 
 
@@ -226,6 +254,15 @@ _SHARES: dict[str, Callable[[int], float]] = {
     "reduce": lambda n: 1,
     "send": lambda n: 1,
 }
+
+
+def _bytes_of(tensors: Iterable[torch.Tensor]) -> int:
+    """Bytes that tensors take in memory; those of a tensor that repeats itself (`expand`) once."""
+    count = 0
+    for tensor in tensors:
+        size = tensor.numel() * tensor.element_size()
+        count += min(size, tensor.untyped_storage().nbytes())
+    return count
 
 
 def _bytes(value: object) -> int:

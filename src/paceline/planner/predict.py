@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from math import prod
+from math import inf, prod
 from typing import Any
 
 from paceline.config.given import Choice
 from paceline.config.sources import HANDED, hand_over
+from paceline.planner.calibration import Lookup
 from paceline.planner.device import Device
 from paceline.planner.estimate import Chosen, Need, Rejected, choose, estimate, gib
 from paceline.planner.rehearsal import Rehearsal, SimulatedWorld, rehearse
@@ -25,6 +26,7 @@ def predict(
     device: Device | None = None,
     decisions: Sequence[Choice] = (),
     opened: Sequence[str] = (),
+    lookup: Lookup | None = None,
 ) -> Report:
     """What a run will take.
 
@@ -33,14 +35,16 @@ def predict(
         simulated: how many ranks there are.
         device: what they run on; needed where something is open.
         decisions: what the command line and files say of the run.
-        opened: settings that are to be chosen: the cheapest that fit.
+        opened: settings that are to be chosen: the cheapest that fit, or where there is a calibration the fastest of the
+            cheapest.
+        lookup: the calibration of the machine, for the time of a step.
 
     Raises:
         PlanError: those of `rehearse`.
     """
     if not opened or device is None:
         rehearsal = rehearse(work, _with_settings(simulated, decisions, {}))
-        return _report(rehearsal, simulated, device, None, ())
+        return _report(rehearsal, simulated, device, None, (), lookup)
     fixed: dict[str, Any] = {}
     for decision in decisions:
         if decision.field not in opened and decision.value != "auto":
@@ -50,20 +54,45 @@ def predict(
     need = _need(first)
     skip: list[Mapping[str, Any]] = []
     rejected: list[Rejected] = []
+    fitting: list[tuple[Chosen, Rehearsal]] = []
     for _ in range(_TRIES):
         chosen = choose(need, simulated.world_size, simulated.local_size, device.usable, fixed, opened, skip)
         rejected += [plan for plan in chosen.rejected if plan not in rejected]
         if chosen.settings is None:
-            return _report(first, simulated, device, chosen, rejected)
-        rehearsal = rehearse(work, _with_settings(simulated, decisions, chosen.settings))
-        if rehearsal.memory is None or rehearsal.memory.total <= device.usable:
-            return _report(rehearsal, simulated, device, chosen, rejected)
-        # The formulas said that it fits, and the rehearsal says that it does not: on to the next one.
+            break
         skip.append(chosen.settings)
-        needed = gib(rehearsal.memory.total)
-        reason = f"needs {needed} a rank when rehearsed, {gib(device.usable)} can be used"
-        rejected.append(Rejected(chosen.settings, reason))
-    return _report(rehearsal, simulated, device, Chosen(None, None, chosen.rejected), rejected)
+        rehearsal = rehearse(work, _with_settings(simulated, decisions, chosen.settings))
+        if rehearsal.memory is not None and rehearsal.memory.total > device.usable:
+            # The formulas said that it fits, and the rehearsal says that it does not: on to the next one.
+            needed = gib(rehearsal.memory.total)
+            reason = f"needs {needed} a rank when rehearsed, {gib(device.usable)} can be used"
+            rejected.append(Rejected(chosen.settings, reason))
+            continue
+        fitting.append((chosen, rehearsal))
+        if lookup is None or lookup.calibration is None or rehearsal.memory is None:
+            break
+    if not fitting:
+        last = first if chosen.settings is None else rehearsal
+        return _report(last, simulated, device, Chosen(None, None, chosen.rejected), rejected, lookup)
+    reports = [_report(rehearsal, simulated, device, chosen, rejected, lookup) for chosen, rehearsal in fitting]
+    return _fastest(reports)
+
+
+def _fastest(reports: Sequence[Report]) -> Report:
+    """The report of the plan with the shortest step; of equal ones, and where no time is known, the first.
+
+    The others become plans that were rejected.
+    """
+
+    def seconds(report: Report) -> float:
+        return report.time.total_s if report.time is not None else inf
+
+    best = min(reports, key=seconds)
+    slower: list[Rejected] = []
+    for report in reports:
+        if report is not best and report.time is not None and report.chosen is not None and report.chosen.settings:
+            slower.append(Rejected(report.chosen.settings, f"fits, and a step takes {1e3 * seconds(report):.1f} ms"))
+    return replace(best, rejected=(*best.rejected, *slower))
 
 
 def _undivided(world_size: int, fixed: Mapping[str, Any], opened: Sequence[str]) -> dict[str, Any]:
@@ -97,10 +126,13 @@ def _report(
     device: Device | None,
     chosen: Chosen | None,
     rejected: Sequence[Rejected],
+    lookup: Lookup | None,
 ) -> Report:
     need = _need(rehearsal)
     by_formula = estimate(rehearsal.plan, need) if rehearsal.memory is None else None
-    report = Report(rehearsal.plan, simulated.world_size, rehearsal, by_formula, device, chosen, tuple(rejected))
+    report = Report(
+        rehearsal.plan, simulated.world_size, rehearsal, by_formula, device, chosen, tuple(rejected), lookup=lookup
+    )
     if device is None or report.fits or chosen is not None:
         return report
     # Activations were seen under this plan, which may divide them: an upper bound of what others need is not known.

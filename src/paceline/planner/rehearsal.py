@@ -246,6 +246,8 @@ class RehearsalRuntime(Runtime):
     def __init__(self, trace: OperationTrace, simulated: SimulatedWorld, observer: Runtime) -> None:
         self.plan: Plan | None = None
         self.chooses_kernels = not simulated.accelerated
+        # What gloo's ranks send each other in pairs needs memory to receive it, which a native collective does not.
+        self.backend = "" if simulated.accelerated else "gloo"
         self._trace = trace
         self._allocations = trace.allocations
         self._simulated = simulated
@@ -320,10 +322,12 @@ class RehearsalRuntime(Runtime):
             gradients = [parameter.grad for parameter in module.parameters() if parameter.grad is not None]
             self._allocations.label(gradients, "gradients")
         self._allocations.phase = "other"
+        self._trace.in_optimizer = True
 
     def after_optimizer_step(self, optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
         """Ends the script after the step that counts."""
         self._allocations.phase = "activations"
+        self._trace.in_optimizer = False
         for state in optimizer.state.values():
             self._allocations.label(tensors(state), "optimizer")
         steps = self._steps.get(id(optimizer), 0) + 1

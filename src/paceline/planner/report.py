@@ -9,9 +9,11 @@ from typing import Any
 from paceline.plan.cost import Bytes
 from paceline.plan.plan import Plan
 from paceline.planner.allocation_trace import KINDS
+from paceline.planner.calibration import Lookup
 from paceline.planner.device import Device
 from paceline.planner.estimate import Chosen, Rejected, gib, shown
 from paceline.planner.rehearsal import Rehearsal
+from paceline.planner.step_time import StepTime, bubble_of, overlaps, step_time
 
 _WORDS = {
     "communication": "communication (and gathered parts)",
@@ -33,6 +35,7 @@ class Report:
         chosen: what a search chose; None where nothing was left open.
         rejected: plans that the search left aside, in its order.
         instead: the cheapest plan that would fit, where this one does not.
+        lookup: the calibration of this machine or why there is none; None where the plan is for another machine.
     """
 
     plan: Plan
@@ -43,6 +46,15 @@ class Report:
     chosen: Chosen | None = None
     rejected: tuple[Rejected, ...] = ()
     instead: Chosen | None = None
+    lookup: Lookup | None = None
+
+    @property
+    def time(self) -> StepTime | None:
+        """How long a step takes on this machine; None where that is not known."""
+        if self.lookup is None or self.lookup.calibration is None or self.rehearsal.memory is None:
+            return None
+        work = self.rehearsal.traffic.work
+        return step_time(work, self.lookup.calibration, overlaps(self.plan), bubble_of(self.plan))
 
     @property
     def peak(self) -> int:
@@ -115,6 +127,23 @@ class Report:
                 f"  estimate for {self.device.name}: {compute:.3g} s of arithmetic and {near + far:.3g} s of communication "
                 f"at the datasheet's rates, so at least {max(compute, near, far):.3g} s a step"
             )
+        yield from self._forecast()
+
+    def _forecast(self) -> Iterator[str]:
+        """The time of a step on this machine, term by term with its source."""
+        if self.lookup is None:
+            return
+        time, calibration = self.time, self.lookup.calibration
+        if time is None or calibration is None:
+            yield f"  no forecast of its time on this machine: {self.lookup.reason}"
+            return
+        yield f"  forecast for this machine: {1e3 * time.total_s:.1f} ms a step, by {self.lookup.reason}"
+        for name, seconds, source in time.terms(calibration):
+            yield f"    {name:16}{1e3 * seconds:>10.1f} ms  {source}"
+        if calibration.doubt:
+            yield f"    {calibration.doubt}"
+        if time.unknown:
+            yield f"    not counted, as their cost was not measured: {', '.join(time.unknown)}"
 
     def seconds(self) -> tuple[float, float, float]:
         """Least time of one step: arithmetic, sending within nodes, sending between them."""
@@ -154,4 +183,9 @@ class Report:
             ]
         if self.instead is not None:
             content["instead"] = self.instead.settings
+        if self.lookup is not None:
+            time = self.time
+            content["calibration"] = self.lookup.reason
+            content["step_seconds"] = None if time is None else time.total_s
+            content["step_terms"] = None if time is None else asdict(time)
         return content

@@ -32,6 +32,7 @@ from paceline.config.given import Choice
 from paceline.config.sources import HANDED, hand_over
 from paceline.launch.launcher import LAUNCHERS, Job, Outcome, Target
 from paceline.launch.report import problem_of
+from paceline.planner.calibration import Calibration
 from paceline.planner.device import Device
 from paceline.planner.estimate import gib
 from paceline.planner.forecast import Forecaster
@@ -55,6 +56,7 @@ class Task:
         said: attributes of it that the command line said.
         device: what it runs on.
         limit_s: seconds that a trial may go without a step.
+        calibration: of this machine; None predicts times at the datasheet's rates.
     """
 
     job: Job
@@ -63,6 +65,7 @@ class Task:
     said: Mapping[str, Any]
     device: Device
     limit_s: float
+    calibration: Calibration | None = None
 
 
 @dataclass
@@ -166,7 +169,8 @@ class Tuner:
         layout = rehearsal.plan.layout
         width = layout.size("replicate", "shard")
         space = space_of(rehearsal, notes, config, self.task.tuning, self.task.decisions, width)
-        forecaster = Forecaster.of(rehearsal, rows_of(notes), self.task.device, self.task.job.procs)
+        task = self.task
+        forecaster = Forecaster.of(rehearsal, rows_of(notes), task.device, task.job.procs, task.calibration)
         other = _of_other_rows(space.candidates(), forecaster.rows)
         if other is not None and other.micro is not None:
             again, notes = self._rehearse(replace(other, accumulate=rehearsal.plan.accumulate))

@@ -91,7 +91,7 @@ def _mark(task: Task, content: Mapping[str, Any] | None) -> str:
 
 
 def factor(tuned: Tuned) -> float:
-    """By how much steps take longer than at the datasheet's rates: the median of what was measured."""
+    """By how much steps take longer than predicted: the median of what was measured."""
     ratios: list[float] = []
     for candidate in tuned.progress.measured:
         predicted = tuned.forecasts[candidate].seconds
@@ -134,6 +134,14 @@ def table(tuned: Tuned) -> str:
     return "\n".join(lines)
 
 
+def _rates(tuned: Tuned) -> str:
+    """By which rates times were predicted."""
+    calibration = tuned.task.calibration
+    if calibration is None:
+        return f"the datasheet's rates of {tuned.task.device.name}"
+    return f"the rates that were measured here on {calibration.date}"
+
+
 def summary(tuned: Tuned) -> str:
     """The table, what was not varied, and the verdict."""
     tuning, device = tuned.task.tuning, tuned.task.device
@@ -148,7 +156,7 @@ def summary(tuned: Tuned) -> str:
     wall_s = median(result.wall_s for result in results.values())
     lines += [
         f"{len(results)} of the {len(tuned.queue)} that are predicted to fit were tried, {wall_s:.1f} s a trial; {tuned.why}",
-        f"predicted: at the datasheet's rates of {device.name} x {factor(tuned):.3g}, the median of what was measured; "
+        f"predicted: at {_rates(tuned)} x {factor(tuned):.3g}, the median of what was measured; "
         f"{gib(device.usable)} a rank can be used",
         f"best by {tuning.metric}: {best.name}, {_score(tuned, best)}",
     ]

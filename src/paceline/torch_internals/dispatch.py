@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, cast
 
@@ -50,6 +50,24 @@ def taken_apart(operation: Operation, args: Any, kwargs: dict[str, Any]) -> Any:
 def aten(name: str) -> Operation:
     """An operator of torch's own library, such as "mm"; those that torch may rename begin with an underscore."""
     return getattr(torch.ops.aten, name)
+
+
+def is_view(operation: Operation) -> bool:
+    """Whether what an operation returns is only another look at the memory of what it was given."""
+    return any(value.alias_info is not None and not value.alias_info.is_write for value in operation._schema.returns)
+
+
+def written_arguments(operation: Operation, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
+    """The arguments that an operation writes to, which may be lists of tensors."""
+    written: list[Any] = []
+    for number, argument in enumerate(operation._schema.arguments):
+        if argument.alias_info is None or not argument.alias_info.is_write:
+            continue
+        if number < len(args):
+            written.append(args[number])
+        elif argument.name in kwargs:
+            written.append(kwargs[argument.name])
+    return written
 
 
 def is_in_backward_pass() -> bool:

@@ -64,12 +64,14 @@ class Runtime:
             another library's own order is another on one process.
         chooses_kernels: whether optimizers may get kernels by the device of their parameters. A rehearsal for accelerators
             runs on the CPU, whose choice would not be theirs.
+        backend: what a group of ranks that do not exist stands for, such as "gloo"; "" where the group itself says it.
     """
 
     keeps_files = True
     others_answer = True
     chooses_kernels = True
     compares_widths = False
+    backend = ""
 
     def device(self, world: World, *, cpu: bool = False, index: int | None = None) -> torch.device:
         """The device of this process; see `device.detect`."""

@@ -22,6 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from paceline.base import env as environment
+from paceline.world import runtime
 from paceline.world.mesh import backend_name
 from paceline.world.works import Handle, wait_all
 
@@ -127,7 +128,8 @@ class Transport(ABC):
 
 def transport_of(group: dist.ProcessGroup, device: torch.device) -> Transport:
     """The form in which tensors on `device` travel in `group`."""
-    if backend_name(group, device.type) != "gloo":
+    backend = runtime.current().backend or backend_name(group, device.type)
+    if backend != "gloo":
         return NativeTransport(group)
     # gloo carries tensors of an accelerator too, by way of the host, but not from rank to rank.
     if environment.get("PACELINE_TRANSPORT") == "native" or device.type != "cpu":

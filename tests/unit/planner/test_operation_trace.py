@@ -55,3 +55,40 @@ def test_masks_with_known_values_choose_as_many_rows_as_they_would(trace):
         output = layer(torch.randn(6, 64))
         mask = torch.tensor([True, False, True, True, False, False])
         assert output[mask].shape == (3, 64)
+
+
+def test_work_is_what_operations_compute_and_move(trace):
+    with trace:
+        layer = nn.Linear(64, 64, bias=False)
+        rows = torch.randn(32, 64)
+        trace.fake_module(layer)
+        trace.traffic.work.computations.clear()
+        layer(rows).square().sum().backward()
+        trace.in_optimizer = True
+        layer.weight.detach().mul_(2.0)
+    size = 4 * 64 * 64
+    counted = trace.traffic.work.computations
+    product = [(entry.phase, entry.bytes) for entry in counted if entry.flops == 2 * 32 * 64 * 64]
+    assert sorted(product) == [("backward", 2 * 4 * 32 * 64 + size), ("forward", 2 * 4 * 32 * 64 + size)]
+    in_place = [entry for entry in counted if entry.phase == "optimizer" and entry.bytes]
+    assert [(entry.dtype, entry.bytes) for entry in in_place] == [("float32", 2 * size)]
+    assert any(not entry.bytes for entry in counted)  # the transposed weight is a view
+
+
+def test_questions_and_memory_that_nobody_has_written_move_nothing(trace):
+    with trace:
+        weight = torch.nn.Parameter(torch.zeros(64, 64))
+        trace.fake_module(nn.ParameterList([weight]))
+        trace.traffic.work.computations.clear()
+        assert weight.device.type == "cpu" and weight.stride() == (64, 1)
+        torch.empty_like(weight)
+    assert {entry.bytes for entry in trace.traffic.work.computations} <= {0}
+
+
+def test_what_a_kernel_writes_without_returning_it_counts(trace):
+    with trace:
+        weight = torch.nn.Parameter(torch.zeros(64, 64))
+        trace.fake_module(nn.ParameterList([weight]))
+        trace.traffic.work.computations.clear()
+        torch._foreach_mul_([weight.detach()], 2.0)
+    assert sum(entry.bytes * count for entry, count in trace.traffic.work.computations.items()) == 2 * 4 * 64 * 64

@@ -74,6 +74,18 @@ def test_operators_that_torch_may_rename_are_there() -> None:
     assert dispatch.aten("_local_scalar_dense").default and dispatch.aten("_unsafe_view").default
 
 
+def test_views_and_what_an_operation_writes_to() -> None:
+    aten = torch.ops.aten
+    assert dispatch.is_view(aten.t.default) and dispatch.is_view(aten.expand.default)
+    assert not dispatch.is_view(aten.add.Tensor) and not dispatch.is_view(aten.add_.Tensor)
+    one, other = torch.zeros(2), torch.ones(2)
+    assert dispatch.written_arguments(aten.add.Tensor, (one, other), {}) == []
+    assert dispatch.written_arguments(aten.add_.Tensor, (one, other), {})[0] is one
+    assert dispatch.written_arguments(aten.add.out, (other, other), {"out": one})[0] is one
+    tensors = [one]
+    assert dispatch.written_arguments(aten._foreach_mul_.Scalar, (tensors, 2.0), {})[0] is tensors
+
+
 def test_a_backward_pass_is_known_and_its_end() -> None:
     seen: list[object] = []
 

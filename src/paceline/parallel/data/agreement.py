@@ -20,6 +20,7 @@ from torch import Tensor
 
 from paceline.base.errors import PlanError
 from paceline.torch_internals import fsdp as internals
+from paceline.world import runtime
 from paceline.world.mesh import unit_name
 from paceline.world.transport import PairwiseTransport, transport_of
 
@@ -45,11 +46,16 @@ class Statement:
         self._own_statement = [kind, unit]
         self._own_flags = list(flags or ())
         size = self._transport.size
+        statement = torch.tensor(self._own_statement)
+        own = torch.tensor(self._own_flags, dtype=torch.uint8)
         self._statements = torch.empty(size, 2, dtype=torch.int64)
         self._flags = torch.empty(size, len(self._own_flags), dtype=torch.uint8)
-        self._under_way = self._transport.all_gather(self._statements, torch.tensor(self._own_statement), _TAG)
+        if not runtime.current().others_answer:
+            # In a rehearsal nothing arrives: the other ranks are about to do the same.
+            self._statements[:] = statement
+            self._flags[:] = own
+        self._under_way = self._transport.all_gather(self._statements, statement, _TAG)
         if self._own_flags:
-            own = torch.tensor(self._own_flags, dtype=torch.uint8)
             # A tag for each unit: ranks that are about to do different things may have different numbers of flags.
             self._flags_under_way = self._transport.all_gather(self._flags, own, _TAG + 1 + unit)
 

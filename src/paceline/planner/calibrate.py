@@ -1,0 +1,134 @@
+"""`calibrate`: starts as many ranks as a run would have, lets them measure, and keeps what they found.
+
+The ranks are started as those of a trial of `paceline tune`: by the local launcher, with the threads and the device that
+the run's processes would have. Links between hosts are not measured.
+"""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+from paceline.base.errors import LaunchError, PlanError
+from paceline.config.sources import Launch
+from paceline.launch.job import job_of
+from paceline.launch.launcher import LAUNCHERS, Job, Target
+from paceline.launch.report import problem_of
+from paceline.planner.calibration import Calibration, Machine
+from paceline.planner.device import Device
+from paceline.planner.fit import of_this_host
+from paceline.planner.rehearsal import in_child
+
+_ROUNDS = 7
+
+
+@dataclass(frozen=True)
+class Here:
+    """The machine at hand as a run would use it.
+
+    Attributes:
+        machine: what a calibration of it is of.
+        job: starts its ranks.
+        device: of one rank.
+        cpu: whether they compute on the CPU even where there is an accelerator.
+    """
+
+    machine: Machine
+    job: Job
+    device: Device
+    cpu: bool
+
+
+def here(settings: Launch, env: Mapping[str, str]) -> Here:
+    """This machine, with the ranks and threads that settings say.
+
+    Raises:
+        LaunchError: `tune-device`, where its devices cannot be looked at; ConfigError: those of `job_of`.
+    """
+    # Accelerators are looked at by a process of its own: one that has touched them cannot be forked any more.
+    kind, value = in_child(partial(_look, settings, env))
+    if kind == "ours":
+        raise value
+    if kind == "other":
+        raise LaunchError(
+            "tune-device",
+            "this host's devices could not be looked at.",
+            why=str(value),
+            fix="measure without them: `--cpu`",
+        )
+    job, device = value
+    return Here(machine_of(job, device.name, env), job, device, settings.run.cpu)
+
+
+def machine_of(job: Job, device: str, env: Mapping[str, str]) -> Machine:
+    """What a calibration for the ranks of a job is of.
+
+    Args:
+        job: starts the ranks.
+        device: what they compute on, such as "cpu".
+        env: the environment of the launcher.
+    """
+    threads = job.env.get("OMP_NUM_THREADS") or env.get("OMP_NUM_THREADS") or "1"
+    # OpenMP takes one number for each nested level.
+    outermost = int(threads.split(",")[0])
+    return Machine(socket.gethostname(), device, _torch_release(), job.procs, outermost)
+
+
+def _look(settings: Launch, env: Mapping[str, str]) -> tuple[Job, Device]:
+    """The job, and the device of its processes."""
+    job, _ = job_of(settings, "calibration", (), env)
+    return job, of_this_host(job.procs, cpu=settings.run.cpu)
+
+
+def _torch_release() -> str:
+    import torch
+
+    return str(torch.__version__)
+
+
+def calibrate(here: Here) -> Calibration:
+    """Measures.
+
+    Raises:
+        PlanError: `calibration-failed`, where a rank did not come to the end.
+    """
+    measure = partial(_measure, here.machine, here.cpu, _ROUNDS)
+    target = Target("function", "the calibration", (), measure)
+    # A calibration is no run: nothing of it is recorded, restarted, or written to the log of one.
+    job = replace(
+        here.job, target=target, nodes=1, max_restarts=0, log_dir=None, tee=None, ranks=None, watch="", compat=""
+    )
+    launcher = LAUNCHERS.get("local")
+    outcome = launcher.submit(launcher.render(job)).wait()
+    if isinstance(outcome.value, Calibration):
+        return outcome.value
+    why = "its ranks were asked to end" if outcome.failure is None else problem_of(outcome, job).what
+    report = [] if outcome.failure is None else outcome.failure.report.strip().splitlines()[-1:]
+    raise PlanError(
+        "calibration-failed",
+        f"the machine could not be measured with {job.procs} processes.",
+        why=[why, *report],
+        fix="measure on the CPU with one process, to see whether that works: `paceline plan --measure --cpu --procs 1`",
+    )
+
+
+def _measure(machine: Machine, cpu: bool, rounds: int) -> Calibration:
+    """What one rank does."""
+    import torch
+    import torch.distributed as dist
+
+    from paceline.planner.measure import Probes
+    from paceline.world import rendezvous
+    from paceline.world.world import World
+
+    world = rendezvous.join(World.detect(), cpu=cpu)
+    group: Any = dist.group.WORLD if world.size > 1 else None
+    probes = Probes(torch.device(world.device), group)
+    measured = [probes.round() for _ in range(rounds)]
+    calibration = probes.calibration(measured, machine, time.time())
+    rendezvous.leave()
+    return calibration

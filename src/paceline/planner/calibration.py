@@ -1,0 +1,267 @@
+"""`Calibration`: what one rank of this machine computes, moves and sends in a second, measured, and the file that keeps it.
+
+    matrix      FLOP/s by dtype and by the size of a product      all ranks measure at once, as they compute at once
+    memory      bytes/s by the size of an operation               outputs are new tensors, as those of eager PyTorch
+    optimizer   bytes/s of a fused step over large tensors
+    overhead    seconds of an operation on a small tensor
+    links       latency and bytes/s of each collective            among these ranks
+    overlap     share of a collective's time that computing hides
+
+A calibration is valid for one host, kind of device, number of ranks, number of threads and release of torch, and for a
+month. It has one file for each of these, below XDG_STATE_HOME (~/.local/state).
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import time
+from bisect import bisect_left
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+from paceline.base import env as environment
+from paceline.base.errors import PlanError
+from paceline.config.places import user_folder
+
+VERSION = 1
+_VALID_DAYS = 30
+_DAY_S = 86400
+_NOISY = 0.25
+
+Curve = tuple[tuple[float, float], ...]  # (size, rate) by ascending size
+
+
+@dataclass(frozen=True)
+class Link:
+    """The cost of one kind of collective: `latency_s` for each call, and the bytes that a rank sends at `bytes_per_s`."""
+
+    latency_s: float
+    bytes_per_s: float
+
+    def seconds(self, count: float, calls: int = 1) -> float:
+        """Seconds of `calls` calls that send `count` bytes together."""
+        return calls * self.latency_s + count / self.bytes_per_s
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What a calibration is of.
+
+    Attributes:
+        host: its name.
+        device: kind of device, such as "cpu" or "NVIDIA H200".
+        torch: release.
+        procs: ranks of the host, which share its cores and memory.
+        threads: of each rank.
+    """
+
+    host: str
+    device: str
+    torch: str
+    procs: int
+    threads: int
+
+    def differences(self, other: Machine) -> list[str]:
+        """How another machine differs, in words."""
+        words: list[str] = []
+        for entry in fields(self):
+            theirs, ours = getattr(other, entry.name), getattr(self, entry.name)
+            if theirs != ours:
+                words.append(f"{entry.name} {theirs}, here {ours}")
+        return words
+
+    @property
+    def file_name(self) -> str:
+        """Names its file; ranks and threads stand in it, so that several calibrations of a host lie side by side."""
+        device = "".join(letter if letter.isalnum() else "-" for letter in self.device)
+        return f"{self.host}-{device}-{self.procs}x{self.threads}.json"
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """What was measured. Rates are those of one rank while all ranks of the machine work.
+
+    Attributes:
+        machine: where.
+        measured: seconds since the epoch.
+        matrix: dtype -> FLOP/s by the floating-point operations of one product.
+        memory: bytes/s by the bytes that an operation reads and writes.
+        optimizer: bytes/s of an optimizer's fused step; 0 where it was not measured.
+        overhead_s: of one operation that has next to nothing to compute.
+        links: collective -> its cost; empty where there was one rank.
+        overlap: share of the time of a collective that is hidden where computing goes on, 0 to 1.
+        missing: what could not be measured, and why.
+        noise: by which share a probe took longer in the middle round than in the fastest one; half of the probes were worse.
+    """
+
+    machine: Machine
+    measured: float
+    matrix: Mapping[str, Curve]
+    memory: Curve
+    optimizer: float
+    overhead_s: float
+    links: Mapping[str, Link] = field(default_factory=dict)
+    overlap: float = 0.0
+    missing: tuple[str, ...] = ()
+    noise: float = 0.0
+
+    def matrix_seconds(self, flops: float, dtype: str) -> float:
+        """Seconds of one matrix product; a dtype that was not measured is taken for float32."""
+        curve = self.matrix.get(dtype) or self.matrix["float32"]
+        return flops / rate_at(curve, flops)
+
+    def memory_seconds(self, count: float) -> float:
+        """Seconds in which one operation reads and writes so many bytes."""
+        return count / rate_at(self.memory, count) if count else 0.0
+
+    def optimizer_seconds(self, count: float) -> float:
+        """Seconds in which an optimizer's step reads and writes so many bytes."""
+        return count / self.optimizer if self.optimizer else self.memory_seconds(count)
+
+    @property
+    def date(self) -> str:
+        """When it was measured, for people."""
+        return time.strftime("%Y-%m-%d", time.localtime(self.measured))
+
+    @property
+    def doubt(self) -> str:
+        """Why the rates may be too low; "" where the rounds agree."""
+        if self.noise <= _NOISY:
+            return ""
+        return f"the machine was busy: rounds differ by {self.noise:.0%}; measure again while nothing else runs"
+
+    def text(self) -> str:
+        """For people."""
+        machine = self.machine
+        lines = [
+            f"measured on {machine.host}: {machine.procs} ranks of {machine.threads} threads on {machine.device}, "
+            f"torch {machine.torch}, all at once; rates are those of one rank"
+        ]
+        for dtype, curve in self.matrix.items():
+            rates = ", ".join(f"{rate / 1e9:.0f}" for _, rate in curve)
+            smallest, largest = curve[0][0], curve[-1][0]
+            lines.append(f"  matrix products, {dtype}: {rates} GFLOP/s, from {smallest:.2g} to {largest:.2g} FLOP each")
+        rates = ", ".join(f"{rate / 1e9:.1f}" for _, rate in self.memory)
+        lines.append(f"  memory: {rates} GB/s, from {self.memory[0][0]:.2g} to {self.memory[-1][0]:.2g} bytes each")
+        lines.append(f"  optimizer: {self.optimizer / 1e9:.1f} GB/s")
+        lines.append(f"  one operation: {self.overhead_s * 1e6:.1f} us")
+        for name, link in self.links.items():
+            lines.append(
+                f"  {name}: {link.latency_s * 1e6:.0f} us, then {link.bytes_per_s / 1e9:.2f} GB/s of what a rank sends"
+            )
+        if self.links:
+            lines.append(f"  overlap: computing hides {self.overlap:.0%} of a collective's time")
+        lines += [f"  not measured: {what}" for what in self.missing]
+        if self.doubt:
+            lines.append(f"  {self.doubt}")
+        return "\n".join(lines)
+
+    def json(self) -> dict[str, Any]:
+        """For its file."""
+        return {"version": VERSION, **asdict(self)}
+
+
+def rate_at(curve: Curve, size: float) -> float:
+    """The rate at a size: between two measured sizes by a straight line over the sizes' logarithms, beyond them the nearest."""
+    place = bisect_left([known for known, _ in curve], size)
+    if place == 0:
+        return curve[0][1]
+    if place == len(curve):
+        return curve[-1][1]
+    (low, rate_low), (high, rate_high) = curve[place - 1], curve[place]
+    share = math.log(size / low) / math.log(high / low)
+    return rate_low + share * (rate_high - rate_low)
+
+
+# -- files -------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Lookup:
+    """What came of looking for a calibration: it, or None, and the reason either way."""
+
+    calibration: Calibration | None
+    reason: str
+
+
+def calibration_folder(env: Mapping[str, str] | None = None) -> Path:
+    """The user's folder of calibrations."""
+    env = environment.snapshot() if env is None else env
+    return user_folder(env, "XDG_STATE_HOME", ".local/state") / "paceline" / "calibration"
+
+
+def save(calibration: Calibration, folder: Path | None = None) -> Path:
+    """Writes a calibration in the place of an earlier one of the same machine.
+
+    Raises:
+        PlanError: `calibration-write`.
+    """
+    folder = calibration_folder() if folder is None else folder
+    path = folder / calibration.machine.file_name
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        temporary.write_text(json.dumps(calibration.json(), indent=1) + "\n", encoding="utf-8")
+        temporary.replace(path)
+    except OSError as error:
+        raise PlanError(
+            "calibration-write",
+            f"the calibration cannot be written to {path}.",
+            why=error.strerror or str(error),
+            fix="name a folder that you may write to: `XDG_STATE_HOME=/path/to/a/folder paceline plan --measure ...`",
+        ) from error
+    return path
+
+
+def find(machine: Machine, folder: Path | None = None, now: float | None = None) -> Lookup:
+    """The calibration of a machine, and why it is used or not. A damaged file counts as none, and is named."""
+    folder = calibration_folder() if folder is None else folder
+    path = folder / machine.file_name
+    remedy = f"`paceline plan --measure --procs {machine.procs}` measures"
+    if not path.is_file():
+        others = sorted(other.name for other in folder.glob(f"{machine.host}-*.json")) if folder.is_dir() else []
+        beside = f"; there is {', '.join(others)} for other ranks or threads" if others else ""
+        return Lookup(None, f"there is no calibration {path}{beside}; {remedy}")
+    try:
+        calibration = read(path)
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        return Lookup(None, f"{path} is not used: it cannot be read ({error}); {remedy} anew")
+    of_when = f"{path} of {calibration.date}"
+    differences = machine.differences(calibration.machine)
+    if differences:
+        return Lookup(None, f"{of_when} is not used: it was measured with {', '.join(differences)}; {remedy} anew")
+    age_days = ((time.time() if now is None else now) - calibration.measured) / _DAY_S
+    if age_days > _VALID_DAYS:
+        return Lookup(None, f"{of_when} is not used: it is {age_days:.0f} days old; {remedy} anew")
+    return Lookup(calibration, of_when)
+
+
+def read(path: Path) -> Calibration:
+    """A calibration from its file.
+
+    Raises:
+        OSError, ValueError, TypeError, KeyError: the file is damaged, or of another version.
+    """
+    content = json.loads(path.read_text(encoding="utf-8"))
+    version = content.pop("version", None)
+    if version != VERSION:
+        raise ValueError(f"version {version}, expected {VERSION}")
+    content["machine"] = Machine(**content["machine"])
+    content["matrix"] = {dtype: _curve(rows) for dtype, rows in content["matrix"].items()}
+    content["memory"] = _curve(content["memory"])
+    content["links"] = {name: Link(**link) for name, link in content["links"].items()}
+    content["missing"] = tuple(content["missing"])
+    if "float32" not in content["matrix"]:
+        raise ValueError("it has no rate of float32")
+    return Calibration(**content)
+
+
+def _curve(rows: Sequence[Sequence[float]]) -> Curve:
+    curve = tuple((float(size), float(rate)) for size, rate in rows)
+    if not curve or any(size <= 0 or rate <= 0 for size, rate in curve):
+        raise ValueError("sizes and rates have to be above zero")
+    return curve

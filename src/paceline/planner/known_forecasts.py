@@ -1,0 +1,77 @@
+"""Forecasts that `paceline plan` has made, kept so that a watched run of the same script can show them beside what is measured.
+
+A forecast belongs to one script as it was, its arguments, the number of ranks, the plan and this host. A script that has
+changed since has none.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import socket
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from paceline.base import env as environment
+from paceline.config.places import user_folder
+from paceline.plan.plan import Plan
+from paceline.planner.estimate import settings_of
+
+_MOST = 200  # files that are kept
+
+
+@dataclass(frozen=True)
+class KnownForecast:
+    """What was forecast: milliseconds of a step, and the floating-point operations of one rank in it."""
+
+    step_ms: float
+    flops: float
+
+
+def key_of(script: str, args: Sequence[str], world_size: int, plan: Plan) -> str:
+    """What a forecast is found by; "" where there is no such script."""
+    try:
+        path = Path(script).resolve(strict=True)
+        changed = path.stat().st_mtime_ns
+    except OSError:
+        return ""
+    parts = [
+        socket.gethostname(), str(path), changed, list(args), world_size, settings_of(plan), plan.options,
+        list(plan.strategies),
+    ]  # fmt: skip
+    return hashlib.sha256(json.dumps(parts, default=str, sort_keys=True).encode()).hexdigest()[:32]
+
+
+def remember(key: str, forecast: KnownForecast, folder: Path | None = None) -> str:
+    """Keeps a forecast; returns why that was not possible, or ""."""
+    if not key:
+        return "the script was not found"
+    folder = _folder() if folder is None else folder
+    path = folder / f"{key}.json"
+    temporary = folder / f".{key}.{os.getpid()}"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        temporary.write_text(json.dumps(asdict(forecast)) + "\n", encoding="utf-8")
+        temporary.replace(path)
+        oldest_last = sorted(folder.glob("*.json"), key=lambda file: file.stat().st_mtime, reverse=True)
+        for file in oldest_last[_MOST:]:
+            file.unlink(missing_ok=True)
+    except OSError as error:
+        return f"{error.filename or path}: {error.strerror}"
+    return ""
+
+
+def recall(key: str, folder: Path | None = None) -> KnownForecast | None:
+    """The forecast that was kept; None where there is none, or its file is damaged."""
+    folder = _folder() if folder is None else folder
+    try:
+        content = json.loads((folder / f"{key}.json").read_text(encoding="utf-8"))
+        return KnownForecast(float(content["step_ms"]), float(content["flops"]))
+    except (OSError, ValueError, TypeError, KeyError):
+        return None
+
+
+def _folder() -> Path:
+    return user_folder(environment.snapshot(), "XDG_STATE_HOME", ".local/state") / "paceline" / "forecasts"

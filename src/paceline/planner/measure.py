@@ -1,0 +1,258 @@
+"""Measures a `Calibration` on the ranks at hand: probes, each run for a moment in several rounds, and the median of each.
+
+All ranks run the same probe at the same time, since ranks of a host share its memory and, where there are fewer cores
+than threads, its cores too. What counts is the slowest rank, for which a step waits.
+
+    matrix     products of square matrices of 32 to 1024 rows, by dtype
+    memory     `a + b` with 64 kB to 64 MB read and written
+    optimizer  a fused AdamW over 4 million parameters
+    overhead   `a + b` of one element, recorded by autograd
+    links      all-reduce and the other collectives of torch, and the sends in pairs of gloo's transport: small and large ones
+    overlap    products of matrices while an all-reduce travels, beside either alone
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from paceline.planner.calibration import Calibration, Curve, Link, Machine
+from paceline.world.transport import Transport, all_gather_single, reduce_scatter_single, transport_of
+
+_MATRIX_ROWS = (32, 64, 128, 256, 512, 1024)
+_DTYPES = (torch.float32, torch.bfloat16)
+_ELEMENTS = (5_400, 87_000, 1_400_000, 5_600_000)  # of each of the three tensors of `a + b`
+_SMALL_ELEMENTS, _LARGE_ELEMENTS = 256, 4 << 20
+_OPTIMIZED = 4 << 20
+_PROBE_S = 0.01  # a probe runs at least this long, so that the clock does not matter
+
+Rounds = Sequence[dict[str, float]]
+OfRounds = Callable[[Sequence[float]], float]
+
+
+@dataclass(frozen=True)
+class Probe:
+    """Something whose seconds are taken.
+
+    Attributes:
+        name: such as "matrix float32 512".
+        amount: what it computes or moves, in FLOP or bytes.
+        work: does it once.
+    """
+
+    name: str
+    amount: float
+    work: Callable[[], object]
+
+
+class Probes:
+    """The probes of this rank, ready to run.
+
+    Args:
+        device: where it computes.
+        group: the ranks; None for this one alone.
+        clock: tells seconds.
+
+    Ranks: all make one, and call `round` equally often.
+    """
+
+    def __init__(
+        self,
+        device: torch.device,
+        group: dist.ProcessGroup | None = None,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self._device, self._group, self._clock = device, group, clock
+        self.size = 1 if group is None else dist.get_world_size(group)
+        self.missing: list[str] = []
+        self._probes = [*self._matrices(), *self._memory(), self._optimizer(), self._overhead()]
+        if group is None:
+            self.missing.append("links and overlap: there is one rank; `--procs 2` starts two")
+        else:
+            self._probes += self._links(group)
+            self._probes.append(self._overlap(group))
+        self._times = self._repetitions()
+
+    def _repetitions(self) -> dict[str, int]:
+        """How often each probe runs in a round; the same on all ranks."""
+        times: dict[str, int] = {}
+        for probe in self._probes:
+            probe.work()
+            seconds = self._slowest(self._timed(probe.work, 1))
+            times[probe.name] = max(1, min(1000, round(_PROBE_S / max(seconds, 1e-7))))
+        return times
+
+    def round(self) -> dict[str, float]:
+        """Seconds of each probe on the slowest rank."""
+        seconds: dict[str, float] = {}
+        for probe in self._probes:
+            if self._group is not None:
+                dist.barrier(self._group)
+            seconds[probe.name] = self._slowest(self._timed(probe.work, self._times[probe.name]))
+        return seconds
+
+    def _timed(self, work: Callable[[], object], times: int) -> float:
+        """Seconds of one of several runs."""
+        _wait_for(self._device)
+        began = self._clock()
+        for _ in range(times):
+            work()
+        _wait_for(self._device)
+        return (self._clock() - began) / times
+
+    def _slowest(self, seconds: float) -> float:
+        if self._group is None:
+            return seconds
+        of_ranks = torch.tensor([seconds], dtype=torch.float64)
+        dist.all_reduce(of_ranks, dist.ReduceOp.MAX, self._group)
+        return float(of_ranks)
+
+    def calibration(
+        self, rounds: Rounds, machine: Machine, now: float, of_rounds: OfRounds = statistics.median
+    ) -> Calibration:
+        """What the rounds say; arguments as of `calibration_of`."""
+        amounts = {probe.name: probe.amount for probe in self._probes}
+        return replace(calibration_of(amounts, rounds, machine, now, of_rounds), missing=tuple(self.missing))
+
+    # -- what is measured --------------------------------------------------------------------------------------
+
+    def _new(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        return torch.rand(*shape, device=self._device).to(dtype)
+
+    def _matrices(self) -> list[Probe]:
+        probes: list[Probe] = []
+        for dtype in _DTYPES:
+            name = str(dtype).removeprefix("torch.")
+            for rows in _MATRIX_ROWS:
+                left, right = self._new(rows, rows, dtype=dtype), self._new(rows, rows, dtype=dtype)
+                probes.append(Probe(f"matrix {name} {rows}", 2.0 * rows**3, partial(torch.mm, left, right)))
+        return probes
+
+    def _memory(self) -> list[Probe]:
+        probes: list[Probe] = []
+        for elements in _ELEMENTS:
+            work = partial(torch.add, self._new(elements), self._new(elements))
+            probes.append(Probe(f"memory {elements}", 12.0 * elements, work))
+        return probes
+
+    def _optimizer(self) -> Probe:
+        parameter = torch.nn.Parameter(self._new(_OPTIMIZED))
+        parameter.grad = self._new(_OPTIMIZED)
+        step = torch.optim.AdamW([parameter], fused=True).step
+        # It is declared to read and to write parameters, gradients and two states, and a trace counts it so.
+        return Probe("optimizer", 8.0 * 4 * _OPTIMIZED, step)
+
+    def _overhead(self) -> Probe:
+        one = self._new(1).requires_grad_()
+        return Probe("overhead", 1.0, partial(torch.add, one, one))
+
+    def _links(self, group: dist.ProcessGroup) -> list[Probe]:
+        probes: list[Probe] = []
+        for size, elements in (("small", _SMALL_ELEMENTS), ("large", _LARGE_ELEMENTS)):
+            whole = self._new(elements // self.size * self.size)
+            part = self._new(elements // self.size)
+            count = 4.0 * whole.numel()
+            others = (self.size - 1) / self.size
+            transport = transport_of(group, self._device)
+            works: dict[str, tuple[float, Callable[[], object]]] = {
+                "allreduce": (2 * others * count, partial(dist.all_reduce, whole, group=group)),
+                "allgather": (others * count, partial(all_gather_single, whole, part, group=group)),
+                "reducescatter": (others * count, partial(reduce_scatter_single, part, whole, group=group)),
+                "broadcast": (count, partial(dist.broadcast, whole, group=group, group_src=0)),
+                "alltoall": (
+                    others * count,
+                    partial(dist.all_to_all_single, torch.empty_like(whole), whole, group=group),
+                ),
+                "send": (others * count, partial(_exchange, transport, whole, part)),
+            }
+            for name, (sent, work) in works.items():
+                probes.append(Probe(f"link {name} {size}", sent, work))
+        return probes
+
+    def _overlap(self, group: dist.ProcessGroup) -> Probe:
+        left, right, whole = self._new(512, 512), self._new(512, 512), self._new(_LARGE_ELEMENTS)
+
+        def both() -> None:
+            under_way = dist.all_reduce(whole, group=group, async_op=True)
+            for _ in range(4):
+                torch.mm(left, right)
+            assert under_way is not None
+            under_way.wait()
+
+        return Probe("overlap", 4.0, both)
+
+
+def _exchange(transport: Transport, whole: Tensor, part: Tensor) -> None:
+    """What every pair of ranks sends each other, as ZeRO and tensor parallel send it."""
+    transport.all_gather(whole, part).wait()
+
+
+def _wait_for(device: torch.device) -> None:
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)
+
+
+def calibration_of(
+    amounts: dict[str, float], rounds: Rounds, machine: Machine, now: float, of_rounds: OfRounds = statistics.median
+) -> Calibration:
+    """Rates from the seconds of probes. Pure.
+
+    Args:
+        amounts: FLOP or bytes of each probe, by its name.
+        rounds: seconds of each probe, several times.
+        machine: where they were taken.
+        now: seconds since the epoch.
+        of_rounds: what counts of a probe's seconds in several rounds.
+    """
+    seconds: dict[str, float] = {}
+    excesses: list[float] = []
+    for name in amounts:
+        of_probe = [one_round[name] for one_round in rounds]
+        seconds[name] = of_rounds(of_probe)
+        excesses.append(statistics.median(of_probe) / min(of_probe) - 1)
+    noise = statistics.median(excesses)
+    matrix: dict[str, list[tuple[float, float]]] = {}
+    memory: list[tuple[float, float]] = []
+    links: dict[str, Link] = {}
+    for name, amount in amounts.items():
+        kind, *words = name.split()
+        if kind == "matrix":
+            matrix.setdefault(words[0], []).append((amount, amount / seconds[name]))
+        elif kind == "memory":
+            memory.append((amount, amount / seconds[name]))
+        elif kind == "link" and words[1] == "large":
+            small = f"link {words[0]} small"
+            links[words[0]] = _link(amounts[small], seconds[small], amount, seconds[name])
+    overlap = 0.0
+    if "overlap" in seconds:
+        computing = amounts["overlap"] * seconds["matrix float32 512"]
+        sending = seconds["link allreduce large"]
+        saved = computing + sending - seconds["overlap"]
+        overlap = min(1.0, max(0.0, saved / min(computing, sending)))
+    curves: dict[str, Curve] = {dtype: tuple(curve) for dtype, curve in matrix.items()}
+    return Calibration(
+        machine,
+        now,
+        curves,
+        tuple(memory),
+        amounts["optimizer"] / seconds["optimizer"],
+        seconds["overhead"],
+        links,
+        overlap,
+        noise=noise,
+    )
+
+
+def _link(small: float, small_s: float, large: float, large_s: float) -> Link:
+    """Latency and rate of the line through a small and a large message."""
+    if large_s <= small_s:  # noise: the large one took no longer
+        return Link(0.0, large / large_s)
+    bytes_per_s = (large - small) / (large_s - small_s)
+    return Link(max(0.0, small_s - small / bytes_per_s), bytes_per_s)

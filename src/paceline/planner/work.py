@@ -1,0 +1,53 @@
+"""`Work`: what one rank does in a step, operation by operation: arithmetic, bytes moved, and messages. Equal ones are counted.
+
+It holds no times: `step_time` makes them of it and a `Calibration`.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True)
+class Computation:
+    """One operation of torch.
+
+    Attributes:
+        phase: "forward", "backward" or "optimizer"; what runs between two steps counts as forward.
+        dtype: of its first tensor, such as "float32".
+        flops: floating-point operations of matrix products; 0 for all others.
+        bytes: read and written.
+    """
+
+    phase: str
+    dtype: str
+    flops: int
+    bytes: int
+
+
+@dataclass(frozen=True)
+class Message:
+    """One call of a collective operation, or one send.
+
+    Attributes:
+        phase: as of a computation.
+        operation: "allreduce", "reducescatter", "allgather", "alltoall", "broadcast", "reduce" or "send".
+        ranks: of its group.
+        across: whether the group spans several nodes.
+        bytes: that this rank sends.
+    """
+
+    phase: str
+    operation: str
+    ranks: int
+    across: bool
+    bytes: int
+
+
+@dataclass
+class Work:
+    """How often each computation and each message came."""
+
+    computations: Counter[Computation] = field(default_factory=Counter)
+    messages: Counter[Message] = field(default_factory=Counter)
