@@ -218,9 +218,10 @@ class Controllers:
                 return
             if event == "ADDED":
                 self._main = value
-                # The objects beside it come a moment later, and pods wait for their Secret.
-                until_secret = time.monotonic() + 5
-                while not self.api.find("secrets") and time.monotonic() < until_secret:
+                # The objects beside it come a moment later, and pods wait for those that they name.
+                needed = {"secrets"} | ({"configmaps"} if "configMap" in repr(value) else set())
+                deadline = time.monotonic() + 20
+                while not all(map(self.api.find, needed)) and time.monotonic() < deadline:
                     time.sleep(0.02)
                 self._start(range(self._size()))
             elif event == "DELETED":

@@ -176,6 +176,7 @@ def test_where_the_package_is_there(monkeypatch, tmp_path: Path) -> None:
     }.items():
         (tmp_path / f"{name}.py").write_text(text)
     monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.chdir(tmp_path)  # the ids of the runs are written down below it
     keys = {
         "train_batch_size": 1,
         "wandb": {"enabled": True, "team": "t", "group": "g", "project": "p"},

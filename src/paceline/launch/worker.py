@@ -66,9 +66,20 @@ def call(function: Callable[[], Any], report: str) -> int:
                 parcel = pickled((None, error), "an error")
             with open(report + VALUE, "wb") as file:
                 file.write(parcel)
+        _end_groups()
 
     sys.excepthook = sys.__excepthook__  # a notebook's own hook draws in colours
     return watched(work, report)
+
+
+def _end_groups() -> None:
+    """Ends the process group of a function, where it has left one: its threads can abort the process as Python ends."""
+    rendezvous = sys.modules.get("paceline.world.rendezvous")
+    if rendezvous is not None:
+        rendezvous.leave()
+    distributed = sys.modules.get("torch.distributed")
+    if distributed is not None and distributed.is_available() and distributed.is_initialized():
+        distributed.destroy_process_group()
 
 
 def value_of(report: Path) -> Any:
