@@ -206,14 +206,14 @@ def _progress_of(reference: weakref.ref[Run]) -> Callable[[], Progress]:
 
 
 def progress_of(run: Run) -> Progress:
+    """How far a run is: what each tick of its journal says."""
     step = max((optimizer.steps for optimizer in run.prepared.optimizers), default=0)
     lengths = [getattr(entry.scheduler, "total_steps", None) for entry in run.prepared.schedulers]
     totals = [length for length in lengths if isinstance(length, int)]
-    scaler = run.scaler
-    return Progress(
-        step, max(totals, default=None), _samples(run), run.gradients.items or None,
-        None if scaler is None else scaler.growth.scale, None if scaler is None else scaler.skipped_steps,
-    )  # fmt: skip
+    progress = Progress(step, max(totals, default=None), _samples(run), run.gradients.items or None)
+    if run.scaler is None:
+        return progress
+    return replace(progress, loss_scale=run.scaler.growth.scale, skipped_steps=run.scaler.skipped_steps)
 
 
 def _samples(run: Run) -> int | None:

@@ -12,7 +12,11 @@ from textwrap import dedent
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 from warm_python import executable
+
+from paceline.launch import worker
+from paceline.testing import run_ranks
 
 SUM = """
     import torch
@@ -224,3 +228,16 @@ def test_a_run_that_saves_when_it_is_asked_to_leave_says_so_by_its_exit_code(tmp
     _, errors = session.communicate(timeout=60)
     assert session.returncode == 75, errors
     assert list((tmp_path / "saved").rglob("manifest.json"))
+
+
+def test_a_function_leaves_no_process_group_behind(tmp_path: Path) -> None:
+    """Threads of a group that is still there can abort the process as Python ends."""
+
+    def function() -> None:
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+
+    def called() -> tuple[int, bool]:
+        code = worker.call(function, str(tmp_path / "report"))
+        return code, dist.is_initialized()
+
+    assert run_ranks(called, world=1, group=False) == [(0, False)]

@@ -18,3 +18,14 @@ def process_name(pid: int) -> str:
         return f"{system} {os.readlink(f'/proc/{os.getpid()}/ns/pid')} {started}"
     except OSError:
         return ""
+
+
+def process_exists(pid: int) -> bool:
+    """Whether some process has this number, another user's included."""
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True

@@ -57,8 +57,13 @@ def line_chart(series: Mapping[str, Points], x_label: str = "", form: str = ".3g
 
 def _table(points: Points) -> list[list[float | None]]:
     """The columns x and y, by x. What is not finite is a gap in y; a point whose x is not is left out."""
-    ordered = sorted((point for point in points if math.isfinite(point[0])), key=lambda point: point[0])
-    return [[x for x, _ in ordered], [y if math.isfinite(y) else None for _, y in ordered]]
+    column_x: list[float | None] = []
+    column_y: list[float | None] = []
+    placed = [point for point in points if math.isfinite(point[0])]
+    for x, y in sorted(placed, key=lambda point: point[0]):
+        column_x.append(x)
+        column_y.append(y if math.isfinite(y) else None)
+    return [column_x, column_y]
 
 
 def plot_style() -> str:

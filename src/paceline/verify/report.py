@@ -42,9 +42,13 @@ def _table(results: Sequence[Result]) -> list[str]:
         name = "1 process, twice" if number == 0 else result.case.name
         sizes = [_size(result, field) for field in _COLUMNS]
         rows.append([name, str(result.steps or "-"), *sizes, _verdict(result)])
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
-    return [lines[0], "-" * max(map(len, lines)), *lines[1:]]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = []
+    for row in rows:
+        cells = [cell.ljust(width) for cell, width in zip(row, widths, strict=True)]
+        lines.append("  ".join(cells).rstrip())
+    rule = "-" * max(map(len, lines))
+    return [lines[0], rule, *lines[1:]]
 
 
 def _size(result: Result, field: str) -> str:

@@ -82,7 +82,11 @@ def _causes(rows: Sequence[Mapping[str, Any]], table: Mapping[int, Mapping[str, 
     step_ms = median(_whole(ms) for ms in table.values())
     phases = next(iter(table.values()))
     ordered = {phase: sorted(ms[phase] for ms in table.values()) for phase in phases}
-    excesses = [excess for row in rows if (excess := _excess(row, table[row["rank"]], ordered, step_ms)) is not None]
+    excesses = []
+    for row in rows:
+        excess = _excess(row, table[row["rank"]], ordered, step_ms)
+        if excess is not None:
+            excesses.append(excess)
     surest = min((excess.certainty for excess in excesses), default=0)
     # Where one rank waits for another under a plan that waits in "forward", that too is above the others' time; and a
     # rank which does something else is above them in more than one phase.

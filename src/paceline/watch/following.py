@@ -10,6 +10,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from paceline.base.process_name import process_exists
 from paceline.watch.journal import JournalReader
 from paceline.watch.records import Hello
 from paceline.watch.registry import registered_runs
@@ -75,7 +76,7 @@ class FollowedRun:
         for run in registered_runs():
             if run.watch and Path(run.watch) == self.folder.absolute() and run.started >= header.started - 60:
                 return run.state == "lost"
-        return not _exists(header.pid)
+        return not process_exists(header.pid)
 
 
 def _state_of(pid: int) -> str:
@@ -90,13 +91,3 @@ def _state_of(pid: int) -> str:
     if state in "tT":
         return "stopped"
     return "gone" if state in "ZX" else ""
-
-
-def _exists(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
-    return True

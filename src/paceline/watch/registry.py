@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.base import env as environment
-from paceline.base.process_name import process_name
+from paceline.base.process_name import process_exists, process_name
 
 _MOST_ENDED = 100
 
@@ -65,7 +65,7 @@ class RegisteredRun:
             return "elsewhere"
         if self.process:
             return "running" if process_name(self.pid) == self.process else "lost"
-        return "running" if _exists(self.pid) else "lost"
+        return "running" if process_exists(self.pid) else "lost"
 
 
 def registry_folder(env: Mapping[str, str] | None = None) -> Path:
@@ -116,18 +116,10 @@ def mark_watched(path: Path, watch: str) -> None:
 def registered_runs(folder: Path | None = None) -> list[RegisteredRun]:
     """All runs that have a file, those that began last first. Files that cannot be read are left out."""
     folder = registry_folder() if folder is None else folder
-    runs = [run for path in folder.glob("*.json") if (run := _read(path)) is not None]
-    return sorted(runs, key=lambda run: run.started, reverse=True)
-
-
-def _exists(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True  # it is another user's
-    return True
+    entries = [_read(path) for path in folder.glob("*.json")]
+    readable = [entry for entry in entries if entry is not None]
+    readable.sort(key=lambda run: run.started, reverse=True)
+    return readable
 
 
 def _write(path: Path, run: RegisteredRun) -> None:
