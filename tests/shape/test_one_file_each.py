@@ -433,7 +433,6 @@ def test_a_precision(add: Add) -> None:
 
     from paceline import Accelerator, ConfigError
     from paceline.config import resolve_run
-    from paceline.config.schema import json_schema
     from paceline.config.settings import PRECISIONS, settings_of
 
     kind = settings_of()["mixed_precision"].kind
@@ -442,7 +441,6 @@ def test_a_precision(add: Add) -> None:
         Accelerator(mixed_precision="toy", cpu=True)
     add("paceline.precision", PRECISION)
     assert (kind.metavar, kind.expected) == ("toy|no|fp16|bf16", "toy, no, fp16 or bf16")
-    assert "toy" in json_schema()["properties"]["mixed_precision"]["enum"]
     assert resolve_run({}, {"PACELINE_MIXED_PRECISION": "Toy"}).settings.mixed_precision == "toy"
 
     accelerator = Accelerator(mixed_precision="toy", cpu=True)

@@ -22,7 +22,6 @@ _VALUES = re.compile(r"[\w-]+(\|[\w-]+)+")
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    """Takes the name of the shell."""
     parser.usage = "paceline completion SHELL"
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.epilog = (__doc__ or "").partition("\n\n")[2]

@@ -37,7 +37,6 @@ _PROCESSES_ON_CPU = "How many processes on each host? auto: 1."
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    """Adds `--default`, `--output`, `--force`, and each setting that a file can hold."""
     parser.add_argument("--default", action="store_true", help="ask nothing: take the defaults for what is not given")
     parser.add_argument("--output", metavar="FILE", help="file to write [~/.config/paceline/config.yaml]")
     parser.add_argument("--force", action="store_true", help="replace a file that exists")

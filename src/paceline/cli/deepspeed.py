@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -15,6 +14,7 @@ from pathlib import Path
 
 from paceline.base import env as environment
 from paceline.base.errors import ConfigError, LaunchError, Problem
+from paceline.cli._script import add_script, say
 from paceline.config.given import Given
 from paceline.config.sources import Launch, resolve_launch
 from paceline.launch.launcher import LAUNCHERS
@@ -32,7 +32,6 @@ Said = dict[
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    """Takes the flags, then the script and its arguments."""
     parser.usage = "paceline deepspeed [options] script.py [arguments of the script]"
     add = parser.add_argument
     add("-H", "--hostfile", metavar="FILE", help=f"lines `HOST slots=N` [{DEFAULT_HOSTFILE} where that exists]")
@@ -67,8 +66,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add("--elastic_training", action="store_const", const="", help=argparse.SUPPRESS)
     for name in ("min_elastic_nodes", "max_elastic_nodes"):
         add(f"--{name}", help=argparse.SUPPRESS)
-    add("script", nargs="?", help="Python file; a module's name, or a program")
-    add("script_args", nargs=argparse.REMAINDER, metavar="...", help="the script's own arguments")
+    add_script(parser, "Python file; a module's name, or a program")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -97,7 +95,7 @@ def run(args: argparse.Namespace) -> int:
         job = replace(job, target=replace(job.target, local_rank=not args.no_local_rank))
     if not (args.quiet or args.log_level in ("error", "critical")):
         for notice in (*resolved.notices, *notices):
-            print(f"paceline: {notice}", file=sys.stderr)
+            say(notice)
     with _pid_file(args.save_pid):
         return carry_out(job, resolved)
 
@@ -108,11 +106,10 @@ def _check(args: argparse.Namespace) -> None:
     Raises:
         ConfigError: `deepspeed-flag`, `command-line`; all problems at once.
     """
-    problems = [
-        Problem("deepspeed-flag", f"--{name} cannot be used.", fix=instead)
-        for name, instead in _REMOVED.items()
-        if getattr(args, name) is not None
-    ]
+    problems: list[Problem] = []
+    for name, instead in _REMOVED.items():
+        if getattr(args, name) is not None:
+            problems.append(Problem("deepspeed-flag", f"--{name} cannot be used.", fix=instead))
     if args.script is None:
         fix = "name it after the options: `paceline deepspeed --num_gpus 2 train.py --lr 0.1`"
         problems.append(Problem("command-line", "`paceline deepspeed` needs a script.", fix=fix))

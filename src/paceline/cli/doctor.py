@@ -9,10 +9,10 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import sys
 import time
 
 from paceline.base import env as environment
+from paceline.cli._script import Progress
 from paceline.config import schema
 from paceline.config.settings import LaunchSettings, settings_of
 from paceline.config.sources import resolve_launch
@@ -21,7 +21,6 @@ _USED = ("config", "hostfile", "include", "exclude", "ssh_port", "launcher_args"
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    """Takes the options of `launch` that name hosts, the folder, and `--json`."""
     parser.usage = "paceline doctor [--hostfile FILE] [options]"
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.epilog = (__doc__ or "").partition("\n\n")[2]
@@ -41,7 +40,7 @@ def run(args: argparse.Namespace) -> int:
     begun = time.monotonic()
     reached = reach(resolve_launch(schema.given(args)), environment.snapshot())
     folder = os.path.abspath(args.folder or os.getcwd())
-    progress = Progress()
+    progress = Progress("paceline doctor")
     examiner = Examiner(reached, folder, args.folder is not None, progress.show)
     try:
         examination = examiner.examine()
@@ -51,24 +50,3 @@ def run(args: argparse.Namespace) -> int:
     report = Report.of(examination, time.monotonic() - begun)
     print(json.dumps(report.to_json(), indent=2) if args.json else report.text())
     return report.exit_code
-
-
-class Progress:
-    """Says on standard error what is being done: one line that changes in a terminal, a line for each step elsewhere."""
-
-    def __init__(self) -> None:
-        self._in_terminal = sys.stderr.isatty()
-        self._begun = time.monotonic()
-
-    def show(self, step: str) -> None:
-        """Shows a step."""
-        line = f"paceline doctor: {time.monotonic() - self._begun:4.1f} s  {step}"
-        if self._in_terminal:
-            print(f"\r\x1b[K{line} ...", end="", file=sys.stderr, flush=True)
-        else:
-            print(line, file=sys.stderr, flush=True)
-
-    def clear(self) -> None:
-        """Takes the line away."""
-        if self._in_terminal:
-            print("\r\x1b[K", end="", file=sys.stderr, flush=True)

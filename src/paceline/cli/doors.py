@@ -22,7 +22,6 @@ if TYPE_CHECKING:
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    """Takes what to do and with which libraries."""
     parser.usage = "paceline doors install|remove|status [LIBRARY ...] [options]"
     add = parser.add_argument
     add("action", choices=("install", "remove", "status"), metavar="ACTION", help="install, remove or status")

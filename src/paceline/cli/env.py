@@ -29,7 +29,6 @@ _LOGIN = re.compile(r"(?<=//)[^/@\s]+@")
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    """Adds `--json`."""
     parser.add_argument("--json", action="store_true", help="print JSON")
 
 

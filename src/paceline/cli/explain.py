@@ -13,7 +13,6 @@ from paceline.config.sources import Launch, resolve_launch
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    """Takes the options of `launch`, and `--json`."""
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument("--changed", action="store_true", help="leave out what has its default")
     for dialect in dialects():

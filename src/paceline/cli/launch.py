@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from paceline.base import env as environment
-from paceline.base.errors import ConfigError
+from paceline.cli._script import add_script, need_script, say
 from paceline.config import schema
 from paceline.config.given import Choice
 from paceline.config.settings import LaunchSettings, launch_classes, settings_of
@@ -22,11 +22,9 @@ from paceline.world.layout import AXES
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    """Takes all settings, then the script and its arguments."""
     parser.usage = "paceline launch [options] script.py [arguments of the script]"
     schema.add_options(parser)
-    parser.add_argument("script", nargs="?", help="Python file; with -m a module, with --no-python a program")
-    parser.add_argument("script_args", nargs=argparse.REMAINDER, metavar="...", help="the script's own arguments")
+    add_script(parser, "Python file; with -m a module, with --no-python a program")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -37,12 +35,7 @@ def run(args: argparse.Namespace) -> int:
     from paceline.launch.slurm_allocation import completed
 
     resolved = resolve_launch(schema.given(args))
-    if args.script is None:
-        raise ConfigError(
-            "command-line",
-            "`paceline launch` needs a script.",
-            fix="name it after the options: `paceline launch --procs 2 train.py --lr 0.1`",
-        )
+    need_script(args, "paceline launch", "--procs 2")
     env = environment.snapshot()
     resolved = _alone(resolved) if _asks_for_help(args.script_args) else completed(resolved, env)
     notices: list[str] = []
@@ -54,7 +47,7 @@ def run(args: argparse.Namespace) -> int:
         job, notices = job_of(resolved, args.script, args.script_args, env)
     check_plan(resolved, job)
     for notice in (*resolved.notices, *notices):
-        print(f"paceline: {notice}", file=sys.stderr)
+        say(notice)
     if resolved.launch.dry_run:
         return _show(job, resolved)
     return carry_out(job, resolved)

@@ -16,7 +16,6 @@ PORT = 9400
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    """Adds the run and where it is served."""
     parser.add_argument("run_folder", metavar="RUN", help="the folder of a watched run")
     parser.add_argument(
         "--port", type=int, default=PORT, metavar="N", help=f"port to listen on; 0 for a free one ({PORT})"

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING
 
 from paceline.base import env as environment
 from paceline.base.errors import ConfigError, PacelineError
+from paceline.cli._script import add_script, need_script, say, script_words
 from paceline.config import schema
 from paceline.config.given import Given
 from paceline.config.settings import launch_classes, searched_settings, settings_of
@@ -38,7 +39,6 @@ _USED = ("procs", "nodes", "module", "compat", "config")  # of the launcher's ow
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    """Takes all settings of `launch`, and what the run is for."""
     parser.usage = "paceline plan [options] script.py [arguments of the script]"
     own = parser.add_argument_group("planning")
     own.add_argument("--device", metavar="NAME", help="what it will run on, such as h200-141GB or a100-24GB")
@@ -49,8 +49,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     own.add_argument("--draw", action="store_true", help="draw the schedule of the pipeline")
     own.add_argument("--json", action="store_true", help="print JSON")
     schema.add_options(parser, unlisted=[name for name in settings_of(*launch_classes()) if name not in _USED])
-    parser.add_argument("script", nargs="?", help="Python file; with -m a module")
-    parser.add_argument("script_args", nargs=argparse.REMAINDER, metavar="...", help="the script's own arguments")
+    add_script(parser)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -61,15 +60,8 @@ def run(args: argparse.Namespace) -> int:
         _, _, calibration_text = _measure(launch)
         print(calibration_text)
         return 0
-    if args.script is None:
-        raise ConfigError(
-            "command-line",
-            "`paceline plan` needs a script.",
-            fix="name it after the options: `paceline plan --procs 8 train.py --lr 0.1`",
-        )
-    # `--` once stood between the script and its arguments.
-    words = args.script_args[1:] if args.script_args[:1] == ["--"] else args.script_args
-    target = target_of(launch.launch, args.script, words)
+    need_script(args, "paceline plan", "--procs 8")
+    target = target_of(launch.launch, args.script, script_words(args))
     # A wrong name does not wait for torch, which the rehearsal imports.
     device = device_of(args.device) if args.device else None
     check_target(target)
@@ -107,8 +99,7 @@ def _notice_misplaced(launch: Launch, words: Sequence[str]) -> None:
     default = [row.field for row in launch.decisions if row.source == "default" and row.field in sizes]
     misplaced = flag_for_script(words, [f"--{name}" for name in default])
     if misplaced:
-        text = f"`{misplaced}` stands after the script, which gets it; write it before the script to plan with it."
-        print(f"paceline: {text}", file=sys.stderr)
+        say(f"`{misplaced}` stands after the script, which gets it; write it before the script to plan with it.")
 
 
 def _split(given: Sequence[Given]) -> tuple[list[Given], list[str]]:
@@ -179,12 +170,8 @@ def _look_up(launch: Launch) -> tuple[Device | None, Lookup | None]:
 
 def _with_procs(launch: Launch) -> Launch:
     """The settings with the number of ranks that a plan is made for, which is 1 where nobody said any."""
-    return replace(launch, launch=replace(launch.launch, procs=_local_size(launch)))
-
-
-def _local_size(launch: Launch) -> int:
     procs = launch.launch.procs
-    return 1 if procs == "auto" else int(procs)
+    return replace(launch, launch=replace(launch.launch, procs=1 if procs == "auto" else procs))
 
 
 def _remember(target: Target, report: Report) -> None:
@@ -197,7 +184,7 @@ def _remember(target: Target, report: Report) -> None:
     key = key_of(target.name, target.args, report.world_size, report.plan)
     problem = remember(key, KnownForecast(1e3 * time.total_s, report.rehearsal.traffic.flops))
     if problem:
-        print(f"paceline: the forecast is not kept for `paceline watch`: {problem}", file=sys.stderr)
+        say(f"the forecast is not kept for `paceline watch`: {problem}")
 
 
 def _predict(
@@ -224,8 +211,8 @@ def _predict(
     from paceline.planner.predict import predict
     from paceline.planner.rehearsal import SimulatedWorld
 
-    settings = launch.launch
-    local = _local_size(launch)
+    settings = _with_procs(launch).launch
+    local = int(settings.procs)
     _, nodes = range_of_nodes(settings.nodes)  # as many as may take part
     computes_on = device or here
     simulated = SimulatedWorld(

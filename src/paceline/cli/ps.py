@@ -9,13 +9,14 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from paceline.config.schema import lined_up
+
 _RECENT_S = 24 * 3600.0
 _MOST_ENDED = 10
 _COLUMNS = ("PID", "NAME", "STATE", "PROCS", "STEP", "RATE", "STARTED", "FOLDER")
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    """Takes how much is listed, and in which form."""
     parser.add_argument(
         "--all", action="store_true", help="list all runs that are known, not only those of the last day"
     )
@@ -31,11 +32,7 @@ def run(args: argparse.Namespace) -> int:
     if not rows:
         print("no run" + ("" if args.all else " in the last day") + "; `paceline launch script.py` starts one")
         return 0
-    table = [_COLUMNS, *(_cells(row) for row in rows)]
-    widths = [max(len(line[column]) for line in table) for column in range(len(_COLUMNS) - 1)]
-    for line in table:
-        cells = [cell.ljust(width) for cell, width in zip(line, widths, strict=False)]
-        print("  ".join([*cells, line[-1]]).rstrip())
+    print(*lined_up([_COLUMNS, *map(_cells, rows)]), sep="\n")
     return 0
 
 

@@ -18,7 +18,6 @@ _OPERATION_S = 30.0
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    """Adds `--address` and `--port`."""
     parser.add_argument(
         "--address", metavar="HOST", default="", help="address of this host at which to listen; not set: all of them"
     )

@@ -24,7 +24,6 @@ _USED = ("cpu", "debug", "timeout_s")
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    """Takes the options of `launch` that the checks use."""
     unused = [name for name in settings_of(RunSettings) if name not in _USED]
     schema.add_options(parser, without=["module", "no_python", "compat", *unused])
 

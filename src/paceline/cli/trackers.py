@@ -14,7 +14,6 @@ from paceline.base.errors import Problem, TrackerError
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    """Adds the files."""
     parser.add_argument(
         "files", nargs="+", metavar="FILE", help="a file of values, or a folder that has some, such as runs"
     )

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from paceline.base import env as environment
 from paceline.base.errors import ConfigError, LaunchError
+from paceline.cli._script import add_script, need_script, say
 from paceline.config import schema
 from paceline.config.sources import Launch, resolve_launch
 
@@ -29,7 +30,6 @@ _BAR = 24
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    """Takes how to search, all settings of `launch`, then the script and its arguments."""
     parser.usage = "paceline tune [options] script.py [arguments of the script]"
     own = parser.add_argument_group("tuning")
     add = own.add_argument
@@ -58,18 +58,12 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add("--results", metavar="DIR", help="where results are written [autotuning_results]")
     add("--overwrite", action="store_true", help="measures anew what is there from an earlier run")
     schema.add_options(parser)
-    parser.add_argument("script", nargs="?", help="Python file; with -m a module")
-    parser.add_argument("script_args", nargs=argparse.REMAINDER, metavar="...", help="the script's own arguments")
+    add_script(parser)
 
 
 def run(args: argparse.Namespace) -> int:
     """Tunes; prints the table and where the files are."""
-    if args.script is None:
-        raise ConfigError(
-            "command-line",
-            "`paceline tune` needs a script.",
-            fix="name it after the options: `paceline tune --procs 2 train.py --lr 0.1`",
-        )
+    need_script(args, "paceline tune", "--procs 2")
     values, places = _search_arguments(args)
     tune(resolve_launch(schema.given(args)), args.script, args.script_args, values, places, args.device)
     return 0
@@ -115,7 +109,7 @@ def tune(
     _refuse(job)
     job = replace(job, target=replace(job.target, local_rank=local_rank))
     for notice in (*resolved.notices, *notices):
-        _say(notice)
+        say(notice)
     if device is None:
         here = _result(*in_child(lambda: of_this_host(job.procs, cpu=resolved.run.cpu)))
     else:
@@ -127,10 +121,10 @@ def tune(
     if device is None:
         lookup = find(machine_of(job, here.name, environment.snapshot()))
         calibration = lookup.calibration
-        _say(f"times by {lookup.reason}" if calibration else f"times by the datasheet of {here.name}: {lookup.reason}")
+        say(f"times by {lookup.reason}" if calibration else f"times by the datasheet of {here.name}: {lookup.reason}")
     task = Task(job, decisions, tuning, said, here, resolved.run.timeout_s or 600.0, calibration)
     tuner = Tuner(task, bar.tell, results.open, results.add)
-    _say(f"rehearsing {script} for {here.name}")
+    say(f"rehearsing {script} for {here.name}")
     try:
         tuned = tuner.run()
     finally:
@@ -215,10 +209,6 @@ def _refuse(job: Job) -> None:
         )
 
 
-def _say(line: str) -> None:
-    print(f"paceline: {line}", file=sys.stderr, flush=True)
-
-
 class Bar:
     """How far a search is, on standard error: one line that changes on a terminal, else a line for each trial."""
 
@@ -241,7 +231,7 @@ class Bar:
             outcome += f" ({odd})"
         line = f"trial {done} of {total}  {candidate.name}  {outcome}"
         if not self._is_terminal:
-            _say(line)
+            say(line)
             return
         full = _BAR * done // max(1, total)
         left_s = (time.monotonic() - self._began) / done * (total - done)

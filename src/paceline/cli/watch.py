@@ -20,7 +20,6 @@ if TYPE_CHECKING:
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    """Takes the run, and how it is shown."""
     parser.usage = "paceline watch [options] [RUN]"
     parser.add_argument(
         "watched_run", metavar="RUN", nargs="?", help="a folder, a name or number of `paceline ps`, or HOST:RUN"

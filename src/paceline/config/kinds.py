@@ -1,4 +1,4 @@
-"""Kinds of values: how one is read from text, what is expected of it, and its JSON schema.
+"""Kinds of values: how one is read from text, and what is expected of it.
 
 Flags, variables and file values are all text, and go through the same `parse`; so `no` means the same everywhere.
 """
@@ -6,7 +6,7 @@ Flags, variables and file values are all text, and go through the same `parse`; 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
 from math import isfinite
@@ -23,13 +23,11 @@ class Kind:
     Attributes:
         expected: what a value must be, to follow the words "expected: ".
         parse: text -> value; raises ValueError for text of another kind.
-        schema: the same as JSON schema.
         metavar: stands for the value in `--help`; "" for a yes/no switch.
     """
 
     expected: str
     parse: Callable[[str], Any]
-    schema: Mapping[str, Any]
     metavar: str = ""
 
     def read(self, value: object) -> Any:
@@ -59,12 +57,9 @@ def whole(minimum: int, *, auto: bool = False, maximum: int | None = None) -> Ki
         return number
 
     bound = f"from {minimum} to {maximum}" if maximum is not None else f"of at least {minimum}"
-    schema: dict[str, Any] = {"type": "integer", "minimum": minimum}
-    if maximum is not None:
-        schema["maximum"] = maximum
     if auto:
-        schema = {"anyOf": [schema, {"const": "auto"}]}
-    return Kind(f"a whole number {bound}{', or auto' if auto else ''}", parse, schema, "N|auto" if auto else "N")
+        return Kind(f"a whole number {bound}, or auto", parse, "N|auto")
+    return Kind(f"a whole number {bound}", parse, "N")
 
 
 def whole_or_range(minimum: int, maximum: int) -> Kind:
@@ -76,10 +71,8 @@ def whole_or_range(minimum: int, maximum: int) -> Kind:
             raise ValueError(text)
         return numbers[0] if numbers[0] == numbers[-1] else f"{numbers[0]}:{numbers[-1]}"
 
-    number = {"type": "integer", "minimum": minimum, "maximum": maximum}
-    schema = {"anyOf": [number, {"type": "string", "pattern": r"^\d+:\d+$"}]}
     expected = f"a whole number from {minimum} to {maximum}, or a range such as {minimum}:3"
-    return Kind(expected, parse, schema, "N|LEAST:MOST")
+    return Kind(expected, parse, "N|LEAST:MOST")
 
 
 def seconds(zero: bool = False) -> Kind:
@@ -92,8 +85,8 @@ def seconds(zero: bool = False) -> Kind:
         return number
 
     if zero:
-        return Kind("a number of seconds, 0 or above", parse, {"type": "number", "minimum": 0}, "SECONDS")
-    return Kind("a number of seconds above 0", parse, {"type": "number", "exclusiveMinimum": 0}, "SECONDS")
+        return Kind("a number of seconds, 0 or above", parse, "SECONDS")
+    return Kind("a number of seconds above 0", parse, "SECONDS")
 
 
 def positive() -> Kind:
@@ -105,7 +98,7 @@ def positive() -> Kind:
             raise ValueError(text)
         return int(number) if number == int(number) else number
 
-    return Kind("a number above 0", parse, {"type": "number", "exclusiveMinimum": 0}, "NUMBER")
+    return Kind("a number above 0", parse, "NUMBER")
 
 
 def one_of(*words: str) -> Kind:
@@ -117,7 +110,7 @@ def one_of(*words: str) -> Kind:
         return text.lower()
 
     expected = " or ".join([", ".join(words[:-1]), words[-1]] if words[1:] else words)
-    return Kind(expected, parse, {"enum": [*words]}, "|".join(words))
+    return Kind(expected, parse, "|".join(words))
 
 
 class OneRegistered(Kind):
@@ -132,7 +125,6 @@ class OneRegistered(Kind):
 
     expected = property(lambda self: self._words().expected)
     parse = property(lambda self: self._words().parse)
-    schema = property(lambda self: self._words().schema)
     metavar = property(lambda self: self._words().metavar)
 
 
@@ -148,10 +140,8 @@ def some_of(*words: str, none: str = "", every: str = "") -> Kind:
             raise ValueError(text)
         return ",".join(dict.fromkeys(said))
 
-    listed = "|".join(words)
-    pattern = f"^(?:{'|'.join([*alone, f'(?:{listed})(?:,(?:{listed}))*'])})$"
     expected = ", ".join([*alone, *words]) + "; several joined by commas"
-    return Kind(expected, parse, {"type": "string", "pattern": pattern}, "|".join([*alone, *words]))
+    return Kind(expected, parse, "|".join([*alone, *words]))
 
 
 def matching(pattern: str, expected: str, metavar: str) -> Kind:
@@ -162,17 +152,17 @@ def matching(pattern: str, expected: str, metavar: str) -> Kind:
             raise ValueError(text)
         return text
 
-    return Kind(expected, parse, {"type": "string", "pattern": f"^(?:{pattern})$"}, metavar)
+    return Kind(expected, parse, metavar)
 
 
-YES_NO = Kind("yes or no", parse_bool, {"type": "boolean"})
+YES_NO = Kind("yes or no", parse_bool)
 
 
 def _yes_no_auto(text: str) -> bool | str:
     return "auto" if text.lower() == "auto" else parse_bool(text)
 
 
-YES_NO_AUTO = Kind("yes, no or auto", _yes_no_auto, {"anyOf": [{"type": "boolean"}, {"const": "auto"}]}, "yes|no|auto")
+YES_NO_AUTO = Kind("yes, no or auto", _yes_no_auto, "yes|no|auto")
 
 
 def _no_text(text: str) -> Any:
@@ -180,9 +170,4 @@ def _no_text(text: str) -> Any:
 
 
 # Read by `config.options`, option by option: which values an option takes is known to its strategy alone.
-OPTIONS = Kind(
-    "a block of strategies, each with a block of its options",
-    _no_text,
-    {"type": "object", "additionalProperties": {"type": "object"}},
-    "STRATEGY.OPTION=VALUE",
-)
+OPTIONS = Kind("a block of strategies, each with a block of its options", _no_text, "STRATEGY.OPTION=VALUE")

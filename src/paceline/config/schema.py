@@ -1,4 +1,4 @@
-"""What follows from the definitions in `settings.py`: command-line options, the JSON schema, the docs table."""
+"""What follows from the definitions in `settings.py`: command-line options and the docs table."""
 
 from __future__ import annotations
 
@@ -147,30 +147,14 @@ def shown_value(value: object) -> str:
     return "" if value is None else str(value)
 
 
-def lined_up(rows: Sequence[tuple[str, str, str, str]]) -> list[str]:
-    """Lines of a table for the terminal: a name, a value, where it comes from, and what there is to say."""
-    widths = [max(len(row[column]) for row in rows) for column in range(3)]
+def lined_up(rows: Sequence[Sequence[str]], indent: str = "") -> list[str]:
+    """Lines of a table for the terminal, its columns lined up."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = []
-    for *cells, remark in rows:
-        padded = [cell.ljust(width) for cell, width in zip(cells, widths, strict=True)]
-        lines.append("  ".join([*padded, remark]).rstrip())
+    for row in rows:
+        padded = [cell.ljust(width) for cell, width in zip(row, widths, strict=True)]
+        lines.append(indent + "  ".join(padded).rstrip())
     return lines
-
-
-def json_schema(*classes: type) -> dict[str, Any]:
-    """JSON schema of a config file, for editors that complete and check YAML."""
-    properties = {}
-    for setting in settings_of(*classes).values():
-        if setting.in_file:
-            about = {"description": setting.doc, "default": setting.default}
-            properties[setting.name] = {**about, **setting.kind.schema}
-    return {
-        "$schema": "https://json-schema.org/draft/2020-12/schema",
-        "title": "Paceline settings",
-        "type": "object",
-        "additionalProperties": False,
-        "properties": properties,
-    }
 
 
 def variables(*classes: type) -> tuple[Variable, ...]:

@@ -1,7 +1,7 @@
 """Every setting, defined once: its default, its kind, one sentence, and its names on the command line and elsewhere.
 
 A setting `main_port` is `--main-port` (or `--main_port`) on the command line, `PACELINE_MAIN_PORT` in the environment
-and `main_port` in a file. `config/schema.py` derives the options, the JSON schema and the docs table from here. What other
+and `main_port` in a file. `config/schema.py` derives the options and the docs table from here. What other
 libraries call it stands in their dialects (`config/dialects.py`).
 """
 

@@ -25,7 +25,7 @@ from paceline.plan.rules import origin
 class CompileOptions:
     """Options of `torch.compile`, under its names."""
 
-    backend: str = option("inductor", Kind("a name", str, {"type": "string"}, "NAME"), "What makes code of the graphs.")
+    backend: str = option("inductor", Kind("a name", str, "NAME"), "What makes code of the graphs.")
     mode: str = option(
         "default",
         one_of("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"),

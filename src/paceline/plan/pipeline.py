@@ -192,30 +192,6 @@ class Timeline:
             rows.append(f"rank {rank}  {row.rstrip()}")
         return "\n".join(rows)
 
-    def svg(self, unit: int = 22, height: int = 24) -> str:
-        """The same as an SVG image for a page."""
-        colours = {"F": "#7aa6d8", "B": "#8cc28c", "I": "#8cc28c", "W": "#e0b36a"}
-        left = 52
-        wide = left + self.length * unit
-        high = len(self.ranks) * (height + 4)
-        parts = [
-            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {wide} {high}" width="{wide}" height="{high}" '
-            'font-family="monospace" font-size="11">'
-        ]
-        for rank, cells in enumerate(self.ranks):
-            top = rank * (height + 4)
-            parts.append(f'<text x="0" y="{top + 16}">rank {rank}</text>')
-            first = min(cell.stage for cell in cells)
-            for cell in cells:
-                shade = 1.0 if cell.stage == first else 0.6
-                x = left + cell.start * unit
-                parts.append(
-                    f'<rect x="{x}" y="{top}" width="{cell.length * unit - 1}" height="{height}" '
-                    f'fill="{colours[cell.op]}" fill-opacity="{shade}"><title>{cell.op} stage {cell.stage} micro-batch '
-                    f'{cell.microbatch}</title></rect><text x="{x + 3}" y="{top + 16}">{cell.microbatch}</text>'
-                )
-        return "\n".join([*parts, "</svg>"])
-
 
 def simulate(order: Mapping[int, Sequence[Action]]) -> Timeline:
     """Plays the orders of all ranks, each action as early as what it needs is there.

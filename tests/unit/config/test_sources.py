@@ -34,9 +34,9 @@ STRENGTH = ("file", "environment", "command line", "code")
 
 def samples(name):
     kind = settings_of()[name].kind
-    words = kind.schema.get("enum", ())
     if name in SAMPLES:
         return SAMPLES[name]
+    words = kind.metavar.split("|") if kind.metavar.islower() else ()
     if len(words) > 1:
         return (*words, *words)[:2] * 2
     return ("no", "yes", "no", "yes") if kind.metavar == "" else ("2", "3", "4", "5")

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
+
+from paceline.config.schema import lined_up
 
 _EVERY_S = 0.1
 
@@ -37,15 +39,9 @@ def moment(created: float) -> str:
     return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(created))
 
 
-def table(rows: Iterable[Sequence[str]], indent: str = "") -> str:
-    """Rows in lined-up columns."""
-    lines = [tuple(row) for row in rows]
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    padded = []
-    for row in lines:
-        cells = [cell.ljust(width) for cell, width in zip(row, widths, strict=True)]
-        padded.append(indent + "  ".join(cells).rstrip())
-    return "\n".join(padded)
+def table(rows: Sequence[Sequence[str]]) -> str:
+    """Rows in lined-up columns, below a heading."""
+    return "\n".join(lined_up(rows, "  "))
 
 
 class Progress:

@@ -20,7 +20,6 @@ _WIDEST = 60
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    """Takes both, `--atol` and `--json`."""
     parser.usage = "paceline checkpoint diff [--atol X] [--json] A B"
     parser.add_argument("one", metavar="A", help="a checkpoint, or a folder of safetensors")
     parser.add_argument("other", metavar="B", help="what it is compared with")
@@ -66,11 +65,11 @@ def _lines(result: Difference, one: str, other: str) -> list[str]:
             lines += [f"only in {path}: {len(names)} tensors", *(f"  {name}" for name in names)]
     if result.unlike:
         rows = [("tensor", "largest difference", "relative", "values"), *map(_row, result.unlike)]
-        lines += [f"tensors: {len(result.unlike)} of {result.compared} differ", _text.table(rows, "  ")]
+        lines += [f"tensors: {len(result.unlike)} of {result.compared} differ", _text.table(rows)]
     if result.values:
         values = [("value", "A", "B")]
         values += [(name, _short(a), _short(b)) for name, (a, b) in result.values.items()]
-        lines += [f"values: {len(result.values)} differ", _text.table(values, "  ")]
+        lines += [f"values: {len(result.values)} differ", _text.table(values)]
     return lines
 
 

@@ -10,7 +10,6 @@ import argparse
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    """Takes the checkpoint, the folder, `--max-shard-size`, `--model` and `--format`."""
     parser.usage = "paceline checkpoint export [options] CHECKPOINT FOLDER"
     parser.add_argument(
         "checkpoint", metavar="CHECKPOINT", help="a checkpoint: ours, accelerate's, torch's distributed one"

@@ -16,7 +16,6 @@ if TYPE_CHECKING:
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    """Takes the folder, and `--json`."""
     parser.usage = "paceline checkpoint ls [--json] FOLDER"
     parser.add_argument("folder", metavar="FOLDER", help="a folder of checkpoints, or a run's")
     parser.add_argument("--json", action="store_true", help="print JSON")
@@ -33,7 +32,7 @@ def run(args: argparse.Namespace) -> int:
         return 0
     rows: list[tuple[str, ...]] = [("name", "step", "age", "size", "ranks", "plan", "state")]
     rows += [_row(checkpoint) for checkpoint in checkpoints]
-    print(f"{folder}\n{_text.table(rows, '  ')}")
+    print(f"{folder}\n{_text.table(rows)}")
     return 0
 
 

@@ -13,7 +13,6 @@ from paceline.cli.checkpoint import _text
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    """Takes the folder and the rules of `Keep`."""
     parser.usage = "paceline checkpoint prune --keep-last N [options] FOLDER"
     parser.add_argument("folder", metavar="FOLDER", help="a folder of checkpoints, or a run's")
     parser.add_argument("--keep-last", type=int, metavar="N", help="keep the newest N")

@@ -14,7 +14,6 @@ if TYPE_CHECKING:
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    """Takes the checkpoint, `--tensors` and `--json`."""
     parser.usage = "paceline checkpoint show [--tensors] [--json] CHECKPOINT"
     parser.add_argument("checkpoint", metavar="CHECKPOINT", help="the folder of one checkpoint")
     parser.add_argument("--tensors", action="store_true", help="each tensor with its shape and dtype")
@@ -34,9 +33,9 @@ def run(args: argparse.Namespace) -> int:
     else:
         summary, sizes = checkpoint_format.summary(store, home), store.files(home)
         as_json = {"format": checkpoint_format.name, **asdict(summary), "files": sizes}
-        lines = [_text.table([("format", checkpoint_format.name), ("step", _text.known(summary.step))], "  ")]
+        lines = [_text.table([("format", checkpoint_format.name), ("step", _text.known(summary.step))])]
         lines += [f"files: {len(sizes)}, {_text.size(sum(sizes.values()))}"]
-        lines += [_text.table([(name, _text.size(size)) for name, size in sizes.items()], "  ")]
+        lines += [_text.table([(name, _text.size(size)) for name, size in sizes.items()])]
     tensors = _tensors(home) if args.tensors else {}
     if args.json:
         if args.tensors:
@@ -45,7 +44,7 @@ def run(args: argparse.Namespace) -> int:
         return 0
     if tensors:
         rows = [(name, dtype, str(shape)) for name, (shape, dtype) in tensors.items()]
-        lines += [f"tensors: {len(tensors)}", _text.table(rows, "  ")]
+        lines += [f"tensors: {len(tensors)}", _text.table(rows)]
     print("\n".join([home, *lines]))
     return 0
 
@@ -70,7 +69,7 @@ def _facts(manifest: Manifest) -> list[str]:
         ("plan", plan_in_short(manifest)),
         *((name, f"{value:g}") for name, value in manifest.metrics.items()),
     ]
-    return [_text.table(rows, "  ")]
+    return [_text.table(rows)]
 
 
 def _plan(plan: dict[str, Any]) -> list[str]:
@@ -80,10 +79,10 @@ def _plan(plan: dict[str, Any]) -> list[str]:
     for decision in chosen:
         origin = decision["where"] or decision["reason"] or decision["source"]
         rows.append((decision["field"], str(decision["value"]), origin))
-    return ["chosen:", _text.table(rows, "  ")] if rows else []
+    return ["chosen:", _text.table(rows)] if rows else []
 
 
 def _files(manifest: Manifest) -> list[str]:
     total = sum(fact.bytes for fact in manifest.files.values())
     rows = [(name, _text.size(fact.bytes), fact.checksum) for name, fact in sorted(manifest.files.items())]
-    return [f"files: {len(rows)}, {_text.size(total)}", _text.table(rows, "  ")]
+    return [f"files: {len(rows)}, {_text.size(total)}", _text.table(rows)]

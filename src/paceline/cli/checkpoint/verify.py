@@ -12,7 +12,6 @@ if TYPE_CHECKING:
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    """Takes the path."""
     parser.usage = "paceline checkpoint verify PATH"
     parser.add_argument("path", metavar="PATH", help="one checkpoint, or a folder of checkpoints")
 

@@ -26,7 +26,11 @@ def checked(
         ConfigError: `deepspeed-config-source`, `deepspeed-model`, `deepspeed-mpu`, `deepspeed-local-rank`, and those of
             the config itself; all at once.
     """
-    problems = [*_model(model), *_mpu(mpu, pipeline), *_local_rank(args)]
+    problems = [*_mpu(mpu, pipeline), *_local_rank(args)]
+    if not isinstance(model, nn.Module):
+        why = "model=None" if model is None else f"model is a {type(model).__name__}"
+        fix = "pass `model=` a torch.nn.Module"
+        problems.insert(0, Problem("deepspeed-model", "`deepspeed.initialize` needs a model.", why, fix))
     sources = {
         "initialize(config=...)": config,
         "initialize(config_params=...)": config_params,
@@ -38,12 +42,12 @@ def checked(
         raise ConfigError.of(problems)
     try:
         content = _content(*given.popitem())
-        told = read(runtime.current().foreign_config("deepspeed", content))
+        parsed = read(runtime.current().foreign_config("deepspeed", content))
     except PacelineError as error:
         raise ConfigError.of([*problems, *error.problems]) from None
     if problems:
         raise ConfigError.of(problems)
-    return told
+    return parsed
 
 
 def _sources(given: Mapping[str, Any]) -> Problem:
@@ -78,13 +82,6 @@ def _content(place: str, value: Any) -> str | Path | Mapping[str, Any]:
         why="a config is a dict, the path of a JSON file, or a dict in base64",
         fix="pass one of these",
     )
-
-
-def _model(model: Any) -> list[Problem]:
-    if isinstance(model, nn.Module):
-        return []
-    why = f"model={model!r}" if model is None else f"model is a {type(model).__name__}"
-    return [Problem("deepspeed-model", "`deepspeed.initialize` needs a model.", why, "pass `model=` a torch.nn.Module")]
 
 
 def _mpu(mpu: Any, pipeline: bool) -> list[Problem]:

@@ -9,41 +9,31 @@ a save                      each rank signs in; whoever waits sees who is missin
 from __future__ import annotations
 
 import time
-import weakref
 from itertools import count
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from paceline.base.errors import CheckpointError
 from paceline.base.log import logger
 from paceline.world import rendezvous, runtime
 from paceline.world.world import World
 
-if TYPE_CHECKING:
-    from paceline.compat.deepspeed.engine import DeepSpeedEngine
-
 PATIENCE_S = 10.0
 _POLL_S = 0.02
-_numbers = count()
+_engines = count()  # numbers them alike on all ranks
 _GRACE_S = 1.0  # what a rank has written may still be under way
 
 
 class Attendance:
-    """Of one engine.
+    """Of one engine. Ranks: all make their engines in the same order."""
 
-    Args:
-        world: this process.
-        number: of the engine, the same on all ranks.
-        timeout_s: how long a silent rank is waited for.
-    """
-
-    def __init__(self, world: World, number: int, timeout_s: float | None = None) -> None:
-        self._world, self._calls = world, 0
-        self._begun, self._micro = (
-            0,
-            -1,
-        )  # micro-batches begun, which a load does not turn back; the number of the last one
-        self._timeout_s = rendezvous.timeout(timeout_s)
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self._calls = 0
+        self._begun = 0  # micro-batches, which a load does not turn back
+        self._micro = -1  # number of the last one
+        self._timeout_s = rendezvous.timeout(None)
         self._store: Any = None
+        number = next(_engines)
         if world.size > 1 and runtime.current().others_answer:
             self._store = rendezvous.part(f"attendance/{number}")
             rendezvous.on_leave(lambda why: self._store.set(f"ended/{world.rank}", why))
@@ -69,7 +59,8 @@ class Attendance:
         self._calls += 1
         keys = {rank: f"{self._calls}/{rank}" for rank in range(self._world.size)}
         self._store.set(keys[self._world.rank], name)
-        started, told = time.monotonic(), False
+        started = time.monotonic()
+        has_warned = False
         while not self._store.check(list(keys.values())):
             time.sleep(_POLL_S)
             waited = time.monotonic() - started
@@ -77,9 +68,15 @@ class Attendance:
             gone = {rank: why for rank in missing if (why := self._gone(rank))}
             if missing and ((gone and waited > _GRACE_S) or waited > self._timeout_s):
                 late = f"did not come within {self._timeout_s:g} s"
-                raise _missing(name, fix, self._world.rank, {rank: gone.get(rank, late) for rank in gone or missing})
-            if missing and not told and waited > PATIENCE_S:
-                told = True
+                absent = list(gone) or missing
+                raise CheckpointError(
+                    "checkpoint-ranks-missing",
+                    f"rank {self._world.rank} called {name}, but rank {', '.join(map(str, absent))} did not.",
+                    why=[f"rank {rank} {gone.get(rank, late)}" for rank in absent],
+                    fix=fix,
+                )
+            if missing and not has_warned and waited > PATIENCE_S:
+                has_warned = True
                 logger("compat").warning(
                     "rank %d waits in %s for rank %s since %.0f s: every rank must call it. %s",
                     self._world.rank, name, ", ".join(map(str, missing)), waited, fix,
@@ -94,23 +91,3 @@ class Attendance:
         if self._store.check([f"at/{rank}"]) and (at := int(self._store.get(f"at/{rank}"))) > self._begun:
             return f"went on to micro-batch {at}; this rank has done {self._begun}"
         return ""
-
-
-def _missing(name: str, fix: str, here: int, ranks: dict[int, str]) -> CheckpointError:
-    listed = ", ".join(map(str, ranks))
-    return CheckpointError(
-        "checkpoint-ranks-missing",
-        f"rank {here} called {name}, but rank {listed} did not.",
-        why=[f"rank {rank} {why}" for rank, why in ranks.items()],
-        fix=fix,
-    )
-
-
-_attendances: weakref.WeakKeyDictionary[Any, Attendance] = weakref.WeakKeyDictionary()
-
-
-def attendance(engine: DeepSpeedEngine) -> Attendance:
-    """The engine's attendance list. Ranks: all make their engines in the same order."""
-    if engine not in _attendances:
-        _attendances[engine] = Attendance(engine.accelerator.world, next(_numbers))
-    return _attendances[engine]

@@ -27,7 +27,6 @@ from paceline.checkpoint.weights.divided import DividedModel
 from paceline.checkpoint.weights.export import Rows, export_weights
 from paceline.checkpoint.weights.opening import open_weights
 from paceline.checkpoint.weights.sources import read_whole
-from paceline.compat.deepspeed.attendance import attendance
 from paceline.compat.deepspeed.checkpoint_format import tag_in
 from paceline.compat.deepspeed.consolidation import SCRIPT
 from paceline.world.exchange import as_bytes
@@ -45,39 +44,49 @@ _EVERY_RANK = "call it on every rank, outside of `if rank == 0`: each writes its
 # -- save ------------------------------------------------------------------------------------------------------------
 
 
-def save(
+def save_checkpoint(
     engine: DeepSpeedEngine,
     save_dir: str | os.PathLike[str],
     tag: Any = None,
     client_state: Mapping[str, Any] | None = None,
     save_latest: bool = True,
-    exclude_frozen: bool = False,
+    exclude_frozen_parameters: bool = False,
+    *,
+    ckpt_id: Any = None,
+    client_sd: Mapping[str, Any] | None = None,
 ) -> bool:
-    """Saves under `save_dir/tag`; returns True.
+    """Saves everything that a resume needs under `save_dir/tag`; returns True.
 
     Args:
         tag: anything that `str` makes a name of; None is `global_step{N}`.
         client_state: tensors, numbers, text, containers and `argparse.Namespace`; rank 0's counts.
         save_latest: whether `latest` names this one.
-        exclude_frozen: leaves parameters that are not trained out; a load keeps those that are there.
+        exclude_frozen_parameters: leaves parameters that are not trained out; a load keeps those that are there.
+        ckpt_id, client_sd: other names of `tag` and `client_state`.
 
     Ranks: all.
 
     Raises:
-        ConfigError: `deepspeed-save-dir`, `deepspeed-tag`.
+        ConfigError: `deepspeed-save-dir`, `deepspeed-tag`, `deepspeed-alias`.
         CheckpointError: `checkpoint-ranks-missing` within seconds; those of `Accelerator.save_state`.
     """
+    tag = _either("tag", tag, "ckpt_id", ckpt_id)
+    client_state = _either("client_state", client_state, "client_sd", client_sd)
     if not engine.accelerator.states.writes:
         return True
-    attendance(engine).call("save_checkpoint", _EVERY_RANK)
+    engine.attendance.call("save_checkpoint", _EVERY_RANK)
     folder = _folder(save_dir)
     tag = _agreed_tag(engine, f"global_step{engine.global_steps}" if tag is None else str(tag))
     accelerator, store = engine.accelerator, store_for(folder)
     extra = accelerator.states.counters.extra
     if accelerator.is_main_process:
-        extra[_KEY] = _own_state(engine, client_state or {})
+        extra[_KEY] = {
+            "counters": {name: getattr(engine, name) for name in _COUNTERS},
+            "window": [engine.micro_steps - engine._opened, engine.batch.accumulate],
+            "client_state": dict(client_state or {}),
+        }
     try:
-        accelerator.states.save(store.join(folder, tag), frozen=not exclude_frozen)
+        accelerator.states.save(store.join(folder, tag), frozen=not exclude_frozen_parameters)
     finally:
         extra.pop(_KEY, None)
 
@@ -124,13 +133,16 @@ def _agreed_tag(engine: DeepSpeedEngine, tag: str) -> str:
     return str(tags[0])
 
 
-def _own_state(engine: DeepSpeedEngine, client_state: Mapping[str, Any]) -> dict[str, Any]:
-    """What the engine keeps beside the accelerator."""
-    return {
-        "counters": {name: getattr(engine, name) for name in _COUNTERS},
-        "window": [engine.micro_steps - engine._opened, engine.batch.accumulate],
-        "client_state": dict(client_state),
-    }
+def _either(name: str, value: Any, alias: str, other: Any) -> Any:
+    """The value that was given under one of two names."""
+    if value and other is not None and value != other:
+        raise ConfigError(
+            "deepspeed-alias",
+            f"{name} and {alias} are one thing, and were given different values.",
+            why=f"{name}={value!r}, {alias}={other!r}",
+            fix=f"write {name} alone",
+        )
+    return other if other is not None else value
 
 
 def _write(store: Store, folder: str, name: str, text: str) -> None:
@@ -142,25 +154,28 @@ def _write(store: Store, folder: str, name: str, text: str) -> None:
 # -- load ------------------------------------------------------------------------------------------------------------
 
 
-def load(
+def load_checkpoint(
     engine: DeepSpeedEngine,
     load_dir: str | os.PathLike[str],
     tag: Any = None,
-    strict: bool = True,
-    load_optimizer: bool = True,
-    load_scheduler: bool = True,
-    module_only: bool = False,
+    load_module_strict: bool = True,
+    load_optimizer_states: bool = True,
+    load_lr_scheduler_states: bool = True,
+    load_module_only: bool = False,
     custom_load_fn: Callable[..., Any] | None = None,
+    *,
+    ckpt_id: Any = None,
 ) -> tuple[str | None, dict[str, Any] | None]:
     """Loads `load_dir/tag`, at any stage and width; `(path, client_state)`, or `(None, None)` with a warning.
 
     Args:
         tag: None takes what `latest` says.
-        strict: whether names of parameters must agree; shapes must always.
-        load_optimizer, load_scheduler: whether these are loaded.
-        module_only: the model alone.
+        load_module_strict: whether names of parameters must agree; shapes must always.
+        load_optimizer_states, load_lr_scheduler_states: whether these are loaded.
+        load_module_only: the model alone.
         custom_load_fn: called with `src=` (the saved state, whole tensors by name) and `dst=` (the module) in place of a
             load of the model.
+        ckpt_id: another name of `tag`.
 
     Ranks: all.
 
@@ -168,26 +183,37 @@ def load(
         CheckpointError: those of `Accelerator.load_state`; nothing was touched.
     """
     accelerator = engine.accelerator
-    attendance(engine).call("load_checkpoint", "call it on every rank, outside of `if rank == 0`")
+    tag = _either("tag", tag, "ckpt_id", ckpt_id)
+    engine.attendance.call("load_checkpoint", "call it on every rank, outside of `if rank == 0`")
     folder = os.fspath(load_dir)
     store = store_for(folder)
     tag = _latest(engine, store, folder) if tag is None else str(tag)
     if tag is None:
         return None, None
-    _notice_universal(engine)
+    if engine.config["checkpoint.load_universal"]:
+        warn_once(
+            "compat",
+            "checkpoint.load_universal: nothing need be converted, every checkpoint loads at any width and stage; "
+            "the folder is read as it is.",
+        )
     path = store.join(folder, tag)
     states = accelerator.states
-    only = set(_ALL) if not module_only else {"models"}
-    only -= set() if load_optimizer else {"optimizers", "scaler", "window"}
-    only -= set() if load_scheduler else {"schedulers"}
+    only = {"models"} if load_module_only else set(_ALL)
+    if not load_optimizer_states:
+        only -= {"optimizers", "scaler", "window"}
+    if not load_lr_scheduler_states:
+        only.discard("schedulers")
     if custom_load_fn is not None:
         only.discard("models")
     before = states.counters.state_dict()
-    states.load(path, strict, only)
+    states.load(path, load_module_strict, only)
     if custom_load_fn is not None:
-        _load_by(engine, custom_load_fn, path)
+        weights = open_weights(path)
+        whole = {name: read_whole(weights, name) for name in weights.entries}
+        with accelerator.full_parameters(engine._wrapped[0], writeback=True):
+            custom_load_fn(src=whole, dst=engine.module)
     own = states.counters.extra.pop(_KEY, {})
-    if module_only:
+    if load_module_only:
         states.counters.load_state_dict(before)
     else:
         _take_counters(engine, own)
@@ -214,23 +240,6 @@ def _latest(engine: DeepSpeedEngine, store: Store, folder: str) -> str | None:
             "or the folder that save_checkpoint was given.", folder,
         )  # fmt: skip
     return tag
-
-
-def _notice_universal(engine: DeepSpeedEngine) -> None:
-    if engine.config["checkpoint.load_universal"]:
-        warn_once(
-            "compat",
-            "checkpoint.load_universal: nothing need be converted, every checkpoint loads at any width and stage; "
-            "the folder is read as it is.",
-        )
-
-
-def _load_by(engine: DeepSpeedEngine, custom_load_fn: Callable[..., Any], path: str) -> None:
-    """Lets the script load the model, whose parameters are whole meanwhile. Ranks: all."""
-    weights = open_weights(path)
-    state = {name: read_whole(weights, name) for name in weights.entries}
-    with engine.accelerator.full_parameters(engine._wrapped[0], writeback=True):
-        custom_load_fn(src=state, dst=engine.module)
 
 
 def _take_counters(engine: DeepSpeedEngine, own: Mapping[str, Any]) -> None:
@@ -288,7 +297,7 @@ def save_16bit_model(
     engine: DeepSpeedEngine,
     save_dir: str | os.PathLike[str],
     save_filename: str = "pytorch_model.bin",
-    exclude_frozen: bool = False,
+    exclude_frozen_parameters: bool = False,
 ) -> bool:
     """Writes the whole model into one file in the run's 16-bit precision (as it is under fp32), at every stage.
 
@@ -301,11 +310,11 @@ def save_16bit_model(
     """
     if not engine.accelerator.states.writes:
         return True
-    attendance(engine).call("save_16bit_model", _EVERY_RANK)
+    engine.attendance.call("save_16bit_model", _EVERY_RANK)
     accelerator, folder = engine.accelerator, _folder(save_dir)
     entry = accelerator.run.prepared.find(engine._wrapped[0])
     source = DividedModel.of(entry.module, accelerator.collectives, entry.names, entry.tied)
-    if exclude_frozen:
+    if exclude_frozen_parameters:
         idle = {name for name, parameter in engine.module.named_parameters() if not parameter.requires_grad}
         source.entries = [entry for entry in source.entries if clean(entry.name) not in set(map(clean, idle))]
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(accelerator.mixed_precision)

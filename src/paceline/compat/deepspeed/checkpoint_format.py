@@ -26,7 +26,6 @@ class DeepSpeedFormat(CheckpointFormat):
     name = "deepspeed"
 
     def recognises(self, store: Store, folder: str) -> bool:
-        """Whether a file of a model's states lies there."""
         return any(_MODEL_FILE.fullmatch(name) for name in _names(folder))
 
     def newest(self, store: Store, folder: str) -> str | None:
@@ -44,7 +43,6 @@ class DeepSpeedFormat(CheckpointFormat):
         return Summary(step=int(step[1]) if step else None, world_size=ranks or None)
 
     def read(self, store: Store, folder: str, state: TrainState, names: RunNames) -> OpenCheckpoint:
-        """Everything but the tensors; see `checkpoint_format_state`."""
         from paceline.compat.deepspeed.checkpoint_format_state import DeepSpeedReader
 
         return DeepSpeedReader(folder, state, names).read()

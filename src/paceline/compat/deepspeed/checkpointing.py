@@ -151,15 +151,12 @@ class CudaRNGStatesTracker:
         self.states_: dict[str, Any] = {}
 
     def reset(self) -> None:
-        """Forgets all streams."""
         self.states_ = {}
 
     def get_states(self) -> dict[str, Any]:
-        """The streams, by name."""
         return dict(self.states_)
 
     def set_states(self, states: dict[str, Any]) -> None:
-        """Puts streams back."""
         self.states_ = dict(states)
 
     def add(self, name: str, seed: int) -> None:
@@ -206,7 +203,6 @@ _tracker = CudaRNGStatesTracker()
 
 
 def get_cuda_rng_tracker() -> CudaRNGStatesTracker:
-    """The random streams of this process."""
     return _tracker
 
 

@@ -59,6 +59,8 @@ send, recv = _served(dist.send), _served(dist.recv)
 isend, irecv = _served(dist.isend), _served(dist.irecv)
 batch_isend_irecv = _served(dist.batch_isend_irecv)
 barrier = _served(dist.barrier)
+is_available, is_initialized = dist.is_available, dist.is_initialized
+get_rank, get_world_size = dist.get_rank, dist.get_world_size
 
 
 def all_reduce_coalesced(
@@ -93,12 +95,10 @@ class _Works:
         self._works = works
 
     def wait(self) -> None:
-        """Returns once all are done."""
         for work in self._works:
             work.wait()
 
     def is_completed(self) -> bool:
-        """Whether all are done."""
         return all(work.is_completed() for work in self._works)
 
 
@@ -112,21 +112,11 @@ def monitored_barrier(
         dist.barrier(group)
 
 
-def is_available() -> bool:
-    """Whether this torch can talk to other processes."""
-    return dist.is_available()
-
-
-def is_initialized() -> bool:
-    """Whether the process group is up."""
-    return dist.is_available() and dist.is_initialized()
-
-
 def destroy_process_group(group: ProcessGroup | None = None) -> None:
     """Ends a group; without one, leaves the group of all. Ranks: all."""
     if group is None:
         rendezvous.leave()
-    if group is not None or is_initialized():
+    if group is not None or dist.is_initialized():
         dist.destroy_process_group(group)
 
 
@@ -136,23 +126,7 @@ def new_group(ranks: Sequence[int] | None = None) -> Any:
 
 
 def get_world_group() -> Any:
-    """The group of all."""
     return dist.group.WORLD
-
-
-def get_rank(group: ProcessGroup | None = None) -> int:
-    """Number of this process in a group."""
-    return dist.get_rank(group)
-
-
-def get_world_size(group: ProcessGroup | None = None) -> int:
-    """How many ranks a group has."""
-    return dist.get_world_size(group)
-
-
-def get_local_rank() -> int:
-    """Number of this process on its host."""
-    return World.detect().local_rank
 
 
 def get_global_rank(group: ProcessGroup | None = None, group_rank: int = 0) -> int:
@@ -161,22 +135,21 @@ def get_global_rank(group: ProcessGroup | None = None, group_rank: int = 0) -> i
 
 
 def get_all_ranks_from_group(group: ProcessGroup | None = None) -> list[int]:
-    """The ranks of a group, as numbers among all."""
     return dist.get_process_group_ranks(group or dist.group.WORLD)
 
 
 def get_world_rank_from_launcher() -> int:
-    """Number of this process, as the launcher says."""
     return World.detect().rank
 
 
-def get_local_rank_from_launcher() -> int:
-    """Number of this process on its host, as the launcher says."""
+def get_local_rank() -> int:
     return World.detect().local_rank
 
 
+get_local_rank_from_launcher = get_local_rank
+
+
 def get_world_size_from_launcher() -> int:
-    """How many processes there are, as the launcher says."""
     return World.detect().size
 
 
@@ -199,7 +172,7 @@ def configure(deepspeed_config: Any = None, **options: Any) -> None:
 
 
 def has_all_gather_into_tensor() -> bool:
-    """torch has it."""
+    """Every torch that is supported has it, and the three below."""
     return True
 
 

@@ -42,15 +42,12 @@ class DeepSpeedAccelerator:
         return torch.device(self.device_name(device_index))
 
     def current_device(self) -> Any:
-        """Number of the current device."""
         return torch.accelerator.current_device_index() if self._there else 0
 
     def current_device_name(self) -> str:
-        """Name of the current device."""
         return self.device_name(self.current_device())
 
     def set_device(self, device_index: int) -> None:
-        """Makes a device the current one."""
         if self._there:
             torch.accelerator.set_device_index(device_index)
 
@@ -59,7 +56,6 @@ class DeepSpeedAccelerator:
         return torch.accelerator.device_count() if self._there else 1
 
     def is_available(self) -> bool:
-        """Whether there is one."""
         return True
 
     def is_synchronized_device(self) -> bool:
@@ -67,11 +63,9 @@ class DeepSpeedAccelerator:
         return not self._there
 
     def on_accelerator(self, tensor: torch.Tensor) -> bool:
-        """Whether a tensor lies on this kind of device."""
         return tensor.device.type == self._kind
 
     def communication_backend_name(self) -> str:
-        """torch.distributed's backend for it."""
         return self._communication_backend_name
 
     # -- work and memory -------------------------------------------------------------------------------------------
@@ -82,7 +76,6 @@ class DeepSpeedAccelerator:
             torch.accelerator.synchronize(device_index)
 
     def empty_cache(self) -> None:
-        """Gives cached memory back."""
         if self._there:
             torch.accelerator.empty_cache()
 
@@ -91,15 +84,12 @@ class DeepSpeedAccelerator:
         return self._memory("allocated_bytes.all.current", device_index)
 
     def max_memory_allocated(self, device_index: int | None = None) -> int:
-        """The most of them so far."""
         return self._memory("allocated_bytes.all.peak", device_index)
 
     def memory_reserved(self, device_index: int | None = None) -> int:
-        """Bytes that the allocator holds."""
         return self._memory("reserved_bytes.all.current", device_index)
 
     def max_memory_reserved(self, device_index: int | None = None) -> int:
-        """The most of them so far."""
         return self._memory("reserved_bytes.all.peak", device_index)
 
     def _memory(self, key: str, device_index: int | None) -> int:
@@ -110,30 +100,25 @@ class DeepSpeedAccelerator:
         return held if sys.platform == "darwin" else held * 1024
 
     def reset_peak_memory_stats(self, device_index: int | None = None) -> None:
-        """Begins to look for a new peak."""
         if self._there:
             torch.accelerator.reset_peak_memory_stats(device_index)
 
     # -- random numbers --------------------------------------------------------------------------------------------
 
     def manual_seed(self, seed: int) -> Any:
-        """Seeds this kind of device."""
         return self._module.manual_seed(seed) if self._there else torch.manual_seed(seed)
 
     manual_seed_all = manual_seed
 
     def random(self) -> Any:
-        """torch's module of random numbers."""
         return torch.random
 
     def get_rng_state(self, device_index: int | None = None) -> torch.Tensor:
-        """The random stream."""
         if not self._there:
             return torch.get_rng_state()
         return self._module.get_rng_state(self.current_device() if device_index is None else device_index)  # type: ignore[no-any-return]
 
     def set_rng_state(self, new_state: torch.Tensor, device_index: int | None = None) -> None:
-        """Puts a random stream back."""
         if not self._there:
             torch.set_rng_state(new_state)
         else:
@@ -142,7 +127,6 @@ class DeepSpeedAccelerator:
     # -- precision -------------------------------------------------------------------------------------------------
 
     def is_bf16_supported(self) -> bool:
-        """Whether it computes in bfloat16."""
         return bool(self._module.is_bf16_supported()) if hasattr(self._module, "is_bf16_supported") else True
 
     def is_fp16_supported(self) -> bool:
@@ -162,21 +146,17 @@ class DeepSpeedAccelerator:
 
     @property
     def Event(self) -> Any:
-        """A point in a stream."""
         return torch.Event
 
     def stream(self, stream: Any) -> Any:
-        """A context in which work goes to a stream."""
         return stream if self._there else torch.cpu.stream(stream)
 
     def current_stream(self, device_index: int | None = None) -> Any:
-        """The stream to which work goes."""
         return torch.accelerator.current_stream(device_index) if self._there else torch.cpu.current_stream()
 
     default_stream = current_stream
 
     def amp(self) -> Any:
-        """torch's module of mixed precision for it."""
         return torch.amp if not self._there else self._module.amp
 
     def pin_memory(self, tensor: torch.Tensor, align_bytes: int = 1) -> torch.Tensor:
@@ -184,33 +164,27 @@ class DeepSpeedAccelerator:
         return tensor.pin_memory() if self._there else tensor
 
     def is_pinned(self, tensor: torch.Tensor) -> bool:
-        """Whether a tensor lies in pinned memory."""
         return self._there and tensor.is_pinned()
 
     def range_push(self, msg: str) -> None:
-        """Begins a range for the device's profiler."""
         if hasattr(self._module, "nvtx"):
             self._module.nvtx.range_push(msg)
 
     def range_pop(self) -> None:
-        """Ends it."""
         if hasattr(self._module, "nvtx"):
             self._module.nvtx.range_pop()
 
     def get_device_properties(self, device_index: int | None = None) -> Any:
-        """What is known of a device."""
         if self._there:
             return self._module.get_device_properties(device_index)
         return SimpleNamespace(name="cpu", total_memory=self.total_memory())
 
     def total_memory(self, device_index: int | None = None) -> int:
-        """Bytes that it has."""
         if self._there:
             return int(torch.accelerator.get_memory_info(device_index)[1])
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
     def available_memory(self, device_index: int | None = None) -> int:
-        """Bytes that are free."""
         if self._there:
             return int(torch.accelerator.get_memory_info(device_index)[0])
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
@@ -223,7 +197,6 @@ class DeepSpeedAccelerator:
 
 @cache
 def get_accelerator() -> DeepSpeedAccelerator:
-    """The device of this process."""
     return DeepSpeedAccelerator()
 
 

@@ -19,7 +19,6 @@ class DeepSpeedDialect(ConfigDialect):
     explains = "a DeepSpeed config: what it means, with --procs also its batch"
 
     def explain(self, path: str, flags: Sequence[Given], *, as_json: bool, changed: bool) -> str:
-        """What a DeepSpeed config means here."""
         from paceline.compat.deepspeed.explained import explain
 
         return explain(path, flags, as_json=as_json, changed=changed)

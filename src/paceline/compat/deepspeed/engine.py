@@ -17,19 +17,19 @@ import torch
 from torch import nn
 
 from paceline.accelerator import Accelerator
-from paceline.base.errors import ConfigError, Problem, TrainError
+from paceline.base.errors import ConfigError, TrainError
 from paceline.base.log import warn_once
-from paceline.compat.deepspeed.attendance import attendance
+from paceline.compat.deepspeed import checkpoint
+from paceline.compat.deepspeed.attendance import Attendance
 from paceline.compat.deepspeed.config import Batch, DeepSpeedConfig
 from paceline.compat.deepspeed.getters import Getters
 from paceline.compat.deepspeed.monitors import Events
-from paceline.compat.deepspeed.saving import Saving
 from paceline.compat.deepspeed.scheduler import EngineScheduler
 from paceline.config.given import Given
 from paceline.world import runtime
 
 
-class DeepSpeedEngine(Getters, Saving, nn.Module):
+class DeepSpeedEngine(Getters, nn.Module):
     """Holds a model, its optimizer and its scheduler, and counts. What it has no name for is looked up in the model.
 
     Args:
@@ -62,12 +62,12 @@ class DeepSpeedEngine(Getters, Saving, nn.Module):
         super().__init__()
         self.accelerator, self.config, self.batch = accelerator, config, batch
         accelerator.gradients.follow_script()  # a script holds its windows itself, and every micro-batch counts the same
-        wrapped, self.optimizer, self.training_dataloader, prepared = self._prepare(
-            model, optimizer, training_data, scheduler
-        )
+        # `prepare` hands a None back as it is.
+        prepared = accelerator.preparation.prepare([model, optimizer, training_data, scheduler])
+        wrapped, self.optimizer, self.training_dataloader, prepared_scheduler = prepared
         self._wrapped = [wrapped]  # in a list: its parameters are those of `module`
         self.module = accelerator.unwrap_model(wrapped)
-        self.lr_scheduler = None if prepared is None else EngineScheduler(prepared, self)
+        self.lr_scheduler = None if prepared_scheduler is None else EngineScheduler(prepared_scheduler, self)
         self.micro_steps = self.global_steps = self.global_samples = self.skipped_steps = 0
         accelerator.steps.allow_unprepared_loaders()  # DeepSpeed's scripts divide samples themselves
         self._opened = 0  # micro-steps before the window at hand
@@ -77,12 +77,7 @@ class DeepSpeedEngine(Getters, Saving, nn.Module):
         self._applied = self._held_back = False
         self._by_hand: ExitStack | None = None  # holds gradients until `step`, where a script calls backward itself
         self.events = Events(self)
-        attendance(self)  # engines are numbered in the order in which they are made
-
-    def _prepare(self, model: nn.Module, optimizer: Any, loader: Any, scheduler: Any) -> tuple[Any, Any, Any, Any]:
-        # `prepare` hands a None back as it is.
-        prepared = self.accelerator.preparation.prepare([model, optimizer, loader, scheduler])
-        return prepared[0], prepared[1], prepared[2], prepared[3]
+        self.attendance = Attendance(accelerator.world)
 
     # -- how it is made --------------------------------------------------------------------------------------------
 
@@ -172,7 +167,7 @@ class DeepSpeedEngine(Getters, Saving, nn.Module):
             return self._wrapped[0](*inputs, **named)
         self._compare_rows(inputs, named)
         runtime.current().micro_batch((inputs, named), self.batch.train)
-        attendance(self).begins(self.micro_steps + 1)
+        self.attendance.begins(self.micro_steps + 1)
         with self._hold():
             return self._wrapped[0](*inputs, **named)
 
@@ -335,11 +330,9 @@ class DeepSpeedEngine(Getters, Saving, nn.Module):
     # -- the optimizer's numbers -----------------------------------------------------------------------------------
 
     def get_lr(self) -> list[float]:
-        """Learning rate of each group."""
         return [group["lr"] for group in self._groups()]
 
     def set_lr(self, lr: float) -> None:
-        """One learning rate for all groups."""
         for group in self._groups():
             group["lr"] = lr
 
@@ -359,33 +352,44 @@ class DeepSpeedEngine(Getters, Saving, nn.Module):
                 fix='write `"optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}` in the config',
             )
 
+    # -- checkpoints -----------------------------------------------------------------------------------------------
+
+    save_checkpoint, load_checkpoint = checkpoint.save_checkpoint, checkpoint.load_checkpoint
+    save_16bit_model = save_fp16_model = checkpoint.save_16bit_model
+
+    def module_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Any]:
+        """The whole state of the model, at every stage. Ranks: all."""
+        state = self.accelerator.get_state_dict(self._wrapped[0])
+        if exclude_frozen_parameters:
+            for name, parameter in self.module.named_parameters():
+                if not parameter.requires_grad:
+                    state.pop(name, None)
+        return state
+
+    _zero3_consolidated_16bit_state_dict = module_state_dict  # what transformers and accelerate call at stage 3
+
+    def load_module_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True, **ignored: Any) -> None:
+        """Loads the whole state of the model: the dict itself, or one that holds it as "module". Ranks: all."""
+        state = checkpoint.get("module", checkpoint)
+        with self.accelerator.full_parameters(self._wrapped[0], writeback=True):
+            self.module.load_state_dict(state, strict=strict)
+
     # -- what only a pipeline has ----------------------------------------------------------------------------------
 
     def train_batch(self, data_iter: Any = None) -> Any:
-        """For pipelines.
-
-        Raises:
-            TrainError: `deepspeed-train-batch`.
-        """
         self._no_pipeline("train_batch")
 
     def eval_batch(self, data_iter: Any = None, **named: Any) -> Any:
-        """For pipelines.
-
-        Raises:
-            TrainError: `deepspeed-train-batch`.
-        """
         self._no_pipeline("eval_batch")
 
     def _no_pipeline(self, what: str) -> NoReturn:
-        problem = Problem(
+        raise TrainError(
             "deepspeed-train-batch",
             f"`engine.{what}` runs a pipeline, and this model is none.",
             why=f"{type(self.module).__name__} is no PipelineModule, so the engine does not know its loss",
             fix="write the loop: `loss = ...engine(inputs)...; engine.backward(loss); engine.step()`; or make the model a "
             "`deepspeed.pipe.PipelineModule(layers, loss_fn=..., num_stages=1)`",
         )
-        raise TrainError.of([problem])
 
     def destroy(self) -> None:
         """Closes what the engine opened: the monitors' files."""
@@ -393,7 +397,6 @@ class DeepSpeedEngine(Getters, Saving, nn.Module):
 
     @property
     def monitor(self) -> Any:
-        """The monitors that the config enables."""
         return self.events.monitors
 
     def __getattr__(self, name: str) -> Any:

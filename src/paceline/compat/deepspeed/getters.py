@@ -52,15 +52,12 @@ class Getters:
         return dict(self.events.timers.last)
 
     def train_batch_size(self) -> int:
-        """Samples of one optimizer step, over all ranks."""
         return self.batch.train
 
     def train_micro_batch_size_per_gpu(self) -> int:
-        """Samples of one forward pass on one rank."""
         return self.batch.micro
 
     def gradient_accumulation_steps(self) -> int:
-        """Micro-batches in one optimizer step."""
         return self.batch.accumulate
 
     def get_batch_info(self) -> tuple[int, int, int]:
@@ -70,27 +67,21 @@ class Getters:
     # -- ZeRO and precision ----------------------------------------------------------------------------------------
 
     def zero_optimization(self) -> bool:
-        """Whether anything is divided."""
         return bool(self.config["zero_optimization.stage"])
 
     def zero_optimization_partition_gradients(self) -> bool:
-        """Whether gradients are."""
         return int(self.config["zero_optimization.stage"]) >= 2
 
     def zero_optimization_partition_weights(self) -> bool:
-        """Whether parameters are."""
         return int(self.config["zero_optimization.stage"]) >= 3
 
     def zero_cpu_offload(self) -> bool:
-        """Whether optimizer states live on the host."""
         return self.config["zero_optimization.offload_optimizer.device"] == "cpu"
 
     def dynamic_loss_scale(self) -> bool:
-        """Whether the loss scale moves."""
         return bool(self.config["fp16.enabled"]) and not self.config["fp16.loss_scale"]
 
     def initial_dynamic_scale(self) -> float:
-        """The first loss scale."""
         return float(self.config["fp16.loss_scale"] or 2.0 ** self.config["fp16.initial_scale_power"])
 
     def loss_scale(self) -> float:
@@ -107,22 +98,18 @@ class Getters:
 
     @property
     def device(self) -> torch.device:
-        """Where this rank computes."""
         return self.accelerator.device
 
     @property
     def global_rank(self) -> int:
-        """This rank."""
         return self.accelerator.process_index
 
     @property
     def local_rank(self) -> int:
-        """This rank on its host."""
         return self.accelerator.local_process_index
 
     @property
     def world_size(self) -> int:
-        """How many ranks there are."""
         return self.accelerator.num_processes
 
     @property

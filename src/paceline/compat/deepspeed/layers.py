@@ -22,7 +22,6 @@ class Function(nn.Module):
         self._function = function
 
     def forward(self, hidden: Any) -> Any:
-        """The function's result."""
         return self._function(hidden)
 
 
@@ -35,7 +34,6 @@ class Tied(nn.Module):
         self._forward_fn = forward_fn
 
     def forward(self, hidden: Any) -> Any:
-        """What `forward_fn` makes of the layer and its input."""
         return self._forward_fn(self.layer, hidden)
 
 

@@ -28,7 +28,6 @@ class SharedOrder(Sampler[int]):
         return iter(torch.randperm(self.size, generator=generator).tolist())
 
     def set_epoch(self, epoch: int) -> None:
-        """Chooses the epoch whose order comes next."""
         self.epoch = epoch
 
 

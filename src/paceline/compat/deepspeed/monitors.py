@@ -37,12 +37,10 @@ class CsvMonitor:
         self.folder = Path(folder)
 
     def start(self, run: str, config: Mapping[str, Any]) -> None:
-        """Makes the folder of the run."""
         self.folder = self.folder / run
         self.folder.mkdir(parents=True, exist_ok=True)
 
     def log(self, values: Mapping[str, Any], step: int | None = None) -> None:
-        """Adds a row to each value's file."""
         for name, value in values.items():
             path = self.folder / f"{name.replace('/', '_').replace(' ', '_')}.csv"
             new = not path.exists()
@@ -74,14 +72,12 @@ class SampledComet(CometTracker):
         self._last: dict[str, int] = {}
 
     def open_run(self, run: str) -> Any:
-        """Begins an experiment."""
         experiment = super().open_run(run)
         if self._title is not None:
             experiment.set_name(self._title)
         return experiment
 
     def log(self, values: Mapping[str, Any], step: int | None = None, **options: Any) -> None:
-        """Sends the numbers whose turn it is."""
         samples = step or 0
         due = {}
         for name, value in values.items():
@@ -153,7 +149,6 @@ class Monitors:
 
     @property
     def enabled(self) -> bool:
-        """Whether there are any."""
         return bool(self._groups)
 
     def write_events(self, events: Sequence[Event]) -> None:

@@ -80,7 +80,6 @@ class FusedAdam(torch.optim.Adam, metaclass=_StandsFor):
     def build(params: Params, lr: float = 1e-3, bias_correction: bool = True, betas: tuple[float, float] = (0.9, 0.999),
               eps: float = 1e-8, adam_w_mode: bool = True, weight_decay: float = 0.0, amsgrad: bool = False,
               set_grad_none: bool = True) -> Optimizer:  # fmt: skip
-        """Makes it; the arguments are DeepSpeed's."""
         return _adam("FusedAdam", params, adam_w_mode, bias_correction, lr=lr, betas=betas, eps=eps,
                      weight_decay=weight_decay, amsgrad=amsgrad)  # fmt: skip
 
@@ -94,7 +93,6 @@ class DeepSpeedCPUAdam(torch.optim.Adam, metaclass=_StandsFor):
     def build(model_params: Params, lr: float = 1e-3, bias_correction: bool = True,
               betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8, weight_decay: float = 0.0,
               amsgrad: bool = False, adamw_mode: bool = True, fp32_optimizer_states: bool = True) -> Optimizer:  # fmt: skip
-        """Makes it; the arguments are DeepSpeed's."""
         return _adam("DeepSpeedCPUAdam", model_params, adamw_mode, bias_correction, lr=lr, betas=betas, eps=eps,
                      weight_decay=weight_decay, amsgrad=amsgrad)  # fmt: skip
 
@@ -107,7 +105,6 @@ class DeepSpeedCPUAdagrad(torch.optim.Adagrad, metaclass=_StandsFor):
     @staticmethod
     def build(model_params: Params, lr: float = 1e-2, eps: float = 1e-10, weight_decay: float = 0.0, amsgrad: bool = False,
               fp32_optimizer_states: bool = True) -> Optimizer:  # fmt: skip
-        """Makes it; the arguments are DeepSpeed's."""
         return torch.optim.Adagrad(model_params, lr=lr, eps=eps, weight_decay=weight_decay)
 
 
@@ -127,7 +124,6 @@ class FusedLamb(Lamb, metaclass=_StandsFor):
     def build(params: Params, lr: float = 1e-3, bias_correction: bool = True, betas: tuple[float, float] = (0.9, 0.999),
               eps: float = 1e-8, eps_inside_sqrt: bool = False, weight_decay: float = 0.0, max_grad_norm: float = 0.0,
               max_coeff: float = 10.0, min_coeff: float = 0.01, amsgrad: bool = False) -> Optimizer:  # fmt: skip
-        """Makes it; the arguments are DeepSpeed's."""
         return _lamb(params, max_grad_norm, amsgrad, lr=lr, bias_correction=bias_correction, betas=betas, eps=eps,
                      eps_inside_sqrt=eps_inside_sqrt, weight_decay=weight_decay, max_coeff=max_coeff,
                      min_coeff=min_coeff)  # fmt: skip

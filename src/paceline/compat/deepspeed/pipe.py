@@ -57,7 +57,6 @@ class LayerSpec:
         self.typename, self.module_args, self.module_kwargs = typename, module_args, module_kwargs
 
     def build(self, log: bool = False) -> nn.Module:
-        """The layer."""
         return self.typename(*self.module_args, **self.module_kwargs)
 
     def __repr__(self) -> str:
@@ -204,7 +203,6 @@ class PipelineModule(nn.Module):
         return [self.get_submodule(name) for name in self.layer_names]
 
     def topology(self) -> ProcessTopology:
-        """Which rank stands where."""
         return self._topology
 
     def mpu(self) -> PipelineParallelGrid:
@@ -212,11 +210,9 @@ class PipelineModule(nn.Module):
         return PipelineParallelGrid(self._topology)
 
     def num_pipeline_stages(self) -> int:
-        """How many stages there are."""
         return self.num_stages
 
     def stage_owner(self, layer_idx: int) -> int:
-        """The stage of a layer."""
         assert self.parts is not None, "known once the layers were measured"
         return next(stage for stage, end in enumerate(self.parts[1:]) if layer_idx < end)
 

@@ -18,7 +18,6 @@ from torch import nn
 
 from paceline.base.errors import DataError, TrainError
 from paceline.base.log import warn_once
-from paceline.compat.deepspeed.checkpoint import attendance
 from paceline.compat.deepspeed.config import Batch
 from paceline.compat.deepspeed.engine import DeepSpeedEngine
 from paceline.compat.deepspeed.loader import loader_of
@@ -31,6 +30,20 @@ from paceline.world import runtime
 from paceline.world.tree import first_rows, map_leaves, to_device
 
 _FAILED = -1  # in the place of a count: this rank's iterator raised an error
+
+
+def _refused(name: str) -> Callable[..., NoReturn]:
+    """A method that an engine has, and that a pipeline cannot: it runs forward, backward and step of its stages together."""
+
+    def refuse(self: PipelineEngine, *args: Any, **kwargs: Any) -> NoReturn:
+        raise TrainError(
+            "pipe-train-batch",
+            "Only train_batch() is accessible in pipeline mode.",
+            why=f"`engine.{name}` was called, but a pipeline runs forward, backward and step of its stages together",
+            fix="write `loss = engine.train_batch(data_iter)`, and `engine.eval_batch(data_iter)` to evaluate",
+        )
+
+    return refuse
 
 
 class PipelineEngine(DeepSpeedEngine):
@@ -100,36 +113,29 @@ class PipelineEngine(DeepSpeedEngine):
 
     @property
     def num_stages(self) -> int:
-        """How many stages there are."""
         return self.module.num_stages
 
     @property
     def micro_batch_size(self) -> int:
-        """Rows of one micro-batch on one rank."""
         return self.batch.micro
 
     @property
     def micro_batches(self) -> int:
-        """Micro-batches in one step."""
         return self.batch.accumulate
 
     @property
     def stage_id(self) -> int:
-        """This rank's stage."""
         return self.grid.stage_id
 
     def is_first_stage(self) -> bool:
-        """Whether this rank holds the first stage."""
         return self.grid.is_first_stage()
 
     def is_last_stage(self) -> bool:
-        """Whether this rank holds the last stage."""
         return self.grid.is_last_stage()
 
     # -- data ------------------------------------------------------------------------------------------------------
 
     def set_dataiterator(self, iterator: Iterator[Any]) -> None:
-        """Takes an iterator for the steps to come."""
         self._data = iterator
 
     def set_dataloader(self, loader: Any) -> None:
@@ -244,7 +250,7 @@ class PipelineEngine(DeepSpeedEngine):
         if data_iter is not None:
             self.set_dataiterator(data_iter)
         self.train()
-        attendance(self).begins(self.micro_steps + 1)
+        self.attendance.begins(self.micro_steps + 1)
         batches = Microbatches(self._pull(self._data, self.batch.accumulate))
         self.accelerator.gradients.sync = True
         loss = self.accelerator.forward_backward(self._wrapped[0], batches, self._loss)
@@ -334,39 +340,7 @@ class PipelineEngine(DeepSpeedEngine):
 
         return finish
 
-    # -- what a pipeline has not ---------------------------------------------------------------------------------------
-
-    def _only_whole_steps(self, what: str) -> NoReturn:
-        raise TrainError(
-            "pipe-train-batch",
-            "Only train_batch() is accessible in pipeline mode.",
-            why=f"`engine.{what}` was called, but a pipeline runs forward, backward and step of its stages together",
-            fix="write `loss = engine.train_batch(data_iter)`, and `engine.eval_batch(data_iter)` to evaluate",
-        )
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """There is none.
-
-        Raises:
-            TrainError: `pipe-train-batch`.
-        """
-        self._only_whole_steps("forward")
-
-    def backward(self, *args: Any, **kwargs: Any) -> Any:
-        """There is none.
-
-        Raises:
-            TrainError: `pipe-train-batch`.
-        """
-        self._only_whole_steps("backward")
-
-    def step(self, *args: Any, **kwargs: Any) -> Any:
-        """There is none.
-
-        Raises:
-            TrainError: `pipe-train-batch`.
-        """
-        self._only_whole_steps("step")
+    forward, backward, step = _refused("forward"), _refused("backward"), _refused("step")
 
 
 def _pair(batch: Any) -> tuple[Any, Any]:

@@ -208,12 +208,10 @@ def number_to_string(num: float, units: str | None = None, precision: int = 2) -
 
 
 def params_to_string(params_num: float, units: str | None = None, precision: int = 2) -> str:
-    """Parameters, such as `101.77 K`."""
     return number_to_string(params_num, units, precision)
 
 
 def macs_to_string(macs: float, units: str | None = None, precision: int = 2) -> str:
-    """Multiply-accumulates, such as `813.06 KMACs`."""
     return f"{number(macs, precision)}MACs"
 
 
@@ -286,7 +284,6 @@ class FlopsProfiler:
         self.started = False
 
     def reset_profile(self) -> None:
-        """Forgets what was counted."""
         self._profile = Profile(Part("", type(self.model).__name__))
 
     def get_total_flops(self, as_string: bool = False) -> Any:
@@ -324,7 +321,6 @@ class FlopsProfiler:
             out.write(text + "\n")
 
     def print_model_aggregated_profile(self, module_depth: int = -1, top_modules: int = 1) -> None:
-        """Prints the heaviest modules of each depth."""
         _say("\n".join(_aggregated(self._profile.model, module_depth, top_modules)))
 
 
@@ -483,17 +479,14 @@ class SynchronizedWallClockTimer:
             self._begun, self._laps = 0.0, []  # type: tuple[float, list[float]]
 
         def start(self) -> None:
-            """Begins a lap."""
             self.started_, self._begun = True, _moment()
 
         def stop(self, reset: bool = False, record: bool = False) -> None:
-            """Ends it."""
             lap = (_moment() - self._begun) * 1e3
             self._laps = [lap] if reset else [*self._laps, lap]
             self.started_ = False
 
         def reset(self) -> None:
-            """Forgets all laps."""
             self._laps, self.started_ = [], False
 
         def elapsed(self, reset: bool = True) -> float:
@@ -509,18 +502,15 @@ class SynchronizedWallClockTimer:
             return total
 
         def mean(self) -> float:
-            """Milliseconds of a lap."""
             return sum(self._laps) / len(self._laps) if self._laps else 0.0
 
     def __init__(self) -> None:
         self.timers: dict[str, SynchronizedWallClockTimer.Timer] = {}
 
     def __call__(self, name: str) -> SynchronizedWallClockTimer.Timer:
-        """The timer of a name."""
         return self.timers.setdefault(name, self.Timer(name))
 
     def get_timers(self) -> dict[str, SynchronizedWallClockTimer.Timer]:
-        """All of them."""
         return self.timers
 
     def log(

@@ -11,6 +11,7 @@ import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from paceline.cli import deepspeed as command
 from paceline.launch import hostfile
 
 DLTS_HOSTFILE = "/job/hostfile"
@@ -20,35 +21,16 @@ _PORT = 29500
 def parse_args(args: Sequence[str] | None = None) -> argparse.Namespace:
     """What a command line of `deepspeed` says; what follows the script is `user_args`."""
     parser = argparse.ArgumentParser(prog="deepspeed", description="DeepSpeed's command line, as it is read")
-    add = parser.add_argument
-    add("-H", "--hostfile", default=DLTS_HOSTFILE, help="hosts and their slots")
-    add("-i", "--include", default="", help="hosts and slots that are used: HOST[:SLOT,SLOT...][@HOST...]")
-    add("-e", "--exclude", default="", help="hosts and slots that are left out, in the same form")
-    add("--num_nodes", type=int, default=-1, help="the first so many hosts")
-    add("--num_gpus", "--num_accelerators", type=int, default=-1, help="so many slots of each host")
-    add("--master_port", type=int, default=_PORT, help="where rank 0 listens")
-    add("--master_addr", default="", help="the host of rank 0")
-    add("--node_rank", type=int, default=-1, help="number of this host, with --no_ssh")
-    add("--launcher", default="pdsh", help="what starts processes on other hosts")
-    add("--launcher_args", default="", help="flags for it")
-    add("--module", action="store_true", help="the script is a module")
-    add("--no_python", action="store_true", help="the script is a program")
-    add("--no_local_rank", action="store_true", help="the script gets no --local_rank")
-    add("--no_ssh", action="store_true", help="each host starts its own processes")
-    add("--no_ssh_check", action="store_true", help="hosts are not tried out first")
-    add("--force_multi", action="store_true", help="the launcher is used on one host too")
-    add("--save_pid", action="store_true", help="process ids are kept in a file")
-    add("--enable_each_rank_log", default="None", help="a folder with a log of each rank")
-    add("--autotuning", default="", choices=["", "tune", "run"], help="tries configs out")
-    add("--bind_cores_to_rank", action="store_true", help="each rank gets cores of its own")
-    add("--bind_core_list", default=None, help="the cores that ranks share")
-    add("--ssh_port", type=int, default=None, help="port of ssh")
-    add("--venv_script", default=None, help="is sourced before the script runs")
-    add("--log_level", default="info", help="of the launcher")
-    add("-q", "--quiet", action="store_true", help="the launcher says nothing")
-    add("user_script", help="the script")
-    add("user_args", nargs=argparse.REMAINDER, help="its arguments")
-    return parser.parse_args(args)
+    command.configure(parser)
+    parser.usage = None
+    parser.set_defaults(
+        hostfile=DLTS_HOSTFILE, master_port=_PORT, master_addr="", launcher="pdsh", enable_each_rank_log="None", autotuning=""
+    )  # fmt: skip
+    said = parser.parse_args(args)
+    if said.script is None:
+        parser.error("the following arguments are required: user_script, user_args")
+    said.user_script, said.user_args = said.script, said.script_args
+    return said
 
 
 def fetch_hostfile(hostfile_path: str | Path) -> dict[str, int] | None:

@@ -36,13 +36,12 @@ class EngineScheduler:
         self.calls += 1
         if self.calls == 1:
             steps = self._engine.global_steps
+            applied = steps - self._engine.skipped_steps
             warn_once(
                 "compat",
                 f"`lr_scheduler.step()` is left out: `engine.step()` has stepped the scheduler already ({steps} optimizer "
-                f"step{'s' if steps != 1 else ''} so far, {steps - self._engine.skipped_steps} scheduler "
-                f"step{'s' if steps - self._engine.skipped_steps != 1 else ''}; with yours there would be "
-                f"{steps - self._engine.skipped_steps + 1}). Delete the line; or, where twice the pace is wanted, write the "
-                "schedule so.",
+                f"step{'s' * (steps != 1)} so far, {applied} scheduler step{'s' * (applied != 1)}; with yours there would be "
+                f"{applied + 1}). Delete the line; or, where twice the pace is wanted, write the schedule so.",
             )
 
     def __getattr__(self, name: str) -> Any:
@@ -51,9 +50,7 @@ class EngineScheduler:
         return getattr(self.prepared, name)
 
     def state_dict(self) -> dict[str, Any]:
-        """State of the scheduler inside."""
         return self.prepared.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Loads into the scheduler inside."""
         self.prepared.load_state_dict(state_dict)

@@ -26,7 +26,7 @@ Rates = float | Sequence[float]
 
 
 class Schedule:
-    """A schedule whose rates are a function of t alone.
+    """A schedule whose rates are a function of t alone. `last_batch_iteration` is t in this and all that follow.
 
     Args:
         optimizer: whose groups' rates are written.
@@ -53,13 +53,11 @@ class Schedule:
 
     def step(self, last_batch_iteration: int | None = None) -> None:
         """Goes on to the next t, or to the one given, and writes its rates."""
-        self.last_batch_iteration = (
-            self.last_batch_iteration + 1 if last_batch_iteration is None else last_batch_iteration
-        )
+        following = self.last_batch_iteration + 1
+        self.last_batch_iteration = following if last_batch_iteration is None else last_batch_iteration
         self._write()
 
     def state_dict(self) -> dict[str, Any]:
-        """t."""
         return {"last_batch_iteration": self.last_batch_iteration}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -78,7 +76,7 @@ class Schedule:
         if self.last_batch_iteration == -1:
             self._write()
 
-    def _each(self, value: Rates, name: str) -> list[float]:
+    def _per_group(self, value: Rates, name: str) -> list[float]:
         """A value for each group, of one for all or of a list."""
         groups = len(self.optimizer.param_groups)
         if not isinstance(value, (list, tuple)):
@@ -118,11 +116,9 @@ class WarmupLR(_Warmup):
     """From the minimum to the maximum, then constant: `min + (max - min) * g`, `g = log(t + 1) / log(N)` or `t / N`.
 
     Args:
-        optimizer: whose rates are written.
         warmup_min_lr, warmup_max_lr: one rate, or one for each group; the maximum defaults to the groups' own rates.
         warmup_num_steps: N, at least 2.
         warmup_type: "log" or "linear".
-        last_batch_iteration: t.
         warmup_first_step: the first update takes step 1 of the warm-up; else the first two stand at its minimum.
     """
 
@@ -138,11 +134,11 @@ class WarmupLR(_Warmup):
     ) -> None:
         super().__init__(optimizer, warmup_num_steps, warmup_type, last_batch_iteration, warmup_first_step)
         top = [group["lr"] for group in self.optimizer.param_groups] if warmup_max_lr is None else warmup_max_lr
-        self.min_lrs, self.max_lrs = self._each(warmup_min_lr, "warmup_min_lr"), self._each(top, "warmup_max_lr")
+        self.min_lrs = self._per_group(warmup_min_lr, "warmup_min_lr")
+        self.max_lrs = self._per_group(top, "warmup_max_lr")
         self._begin()
 
     def get_lr(self) -> list[float]:
-        """Rates of t."""
         part = 0.0 if self._t < 0 else self._part()
         return [low + (high - low) * part for low, high in zip(self.min_lrs, self.max_lrs, strict=True)]
 
@@ -154,7 +150,6 @@ class WarmupDecayLR(WarmupLR):
     """As `WarmupLR`, then down to the minimum in a line: `g = (total - t) / (total - N)`, at least 0.
 
     Args:
-        optimizer: whose rates are written.
         total_num_steps: where it ends.
         warmup_min_lr, warmup_max_lr, warmup_num_steps, warmup_type, last_batch_iteration, warmup_first_step: see `WarmupLR`.
     """
@@ -186,7 +181,6 @@ class WarmupCosineLR(_Warmup):
     """The groups' own rates times a ratio, which warms up to 1 and falls with the cosine.
 
     Args:
-        optimizer: whose rates are written.
         total_num_steps: where the cosine ends; the ratio stays there.
         warmup_min_ratio: the ratio where the warm-up begins (before it, the ratio is 0).
         warmup_num_steps, warmup_type, last_batch_iteration, warmup_first_step: see `WarmupLR`.
@@ -216,7 +210,6 @@ class WarmupCosineLR(_Warmup):
         self._begin()
 
     def get_lr_ratio(self) -> float:
-        """The ratio of t."""
         t, warm = self._t, self.warmup_num_steps
         if t < 0:
             return 0.0
@@ -226,7 +219,6 @@ class WarmupCosineLR(_Warmup):
         return max(0.0, self.cos_min_ratio + (1 - self.cos_min_ratio) * (1 + math.cos(math.pi * done)) / 2)
 
     def get_lr(self) -> list[float]:
-        """Rates of t."""
         ratio = self.get_lr_ratio()
         return [rate * ratio for rate in self.org_lrs]
 
@@ -235,12 +227,10 @@ class LRRangeTest(Schedule):
     """Ever larger rates, to find where training breaks: `min * (1 + rate * i)`, `i = (t + 1) / size`.
 
     Args:
-        optimizer: whose rates are written.
         lr_range_test_min_lr: the first rate, or one for each group.
         lr_range_test_step_size: updates in an interval i.
         lr_range_test_step_rate: by what it grows in each.
         lr_range_test_staircase: rates change at whole intervals only.
-        last_batch_iteration: t.
     """
 
     def __init__(
@@ -253,13 +243,12 @@ class LRRangeTest(Schedule):
         last_batch_iteration: int = -1,
     ) -> None:
         super().__init__(optimizer, last_batch_iteration)
-        self.min_lr = self._each(lr_range_test_min_lr, "lr_range_test_min_lr")
+        self.min_lr = self._per_group(lr_range_test_min_lr, "lr_range_test_min_lr")
         self.step_size = _count(lr_range_test_step_size, "lr_range_test_step_size")
         self.step_rate, self.staircase = lr_range_test_step_rate, lr_range_test_staircase
         self._begin()
 
     def get_lr(self) -> list[float]:
-        """Rates of t."""
         interval = (self.last_batch_iteration + 1) / self.step_size
         growth = 1 + self.step_rate * (math.floor(interval) if self.staircase else interval)
         return [rate * growth for rate in self.min_lr]
@@ -273,7 +262,6 @@ class OneCycle(Schedule):
     becomes 0.99 whatever the optimizer had (`cycle_beta2=None` leaves it), and the very first update has beta1 at its minimum.
 
     Args:
-        optimizer: whose rates and betas are written.
         cycle_min_lr, cycle_max_lr: one rate, or one for each group.
         decay_lr_rate, decay_mom_rate: of the decay after the cycle; 0 is none.
         cycle_first_step_size, cycle_second_step_size: updates up and down; down as many as up where None.
@@ -281,7 +269,6 @@ class OneCycle(Schedule):
         decay_step_size: updates in a unit of the decay; 0 is no decay.
         cycle_momentum: whether beta1 moves.
         cycle_min_mom, cycle_max_mom: bounds of beta1.
-        last_batch_iteration: t.
         cycle_beta2: what beta2 becomes; None leaves the optimizer's own.
     """
 
@@ -304,31 +291,27 @@ class OneCycle(Schedule):
         cycle_beta2: float | None = 0.99,
     ) -> None:
         super().__init__(optimizer, last_batch_iteration)
-        self.min_lrs, self.max_lrs = self._each(cycle_min_lr, "cycle_min_lr"), self._each(cycle_max_lr, "cycle_max_lr")
-        self.first, second = cycle_first_step_size, cycle_second_step_size
-        self.second = self.first if second is None else second
+        self.min_lrs = self._per_group(cycle_min_lr, "cycle_min_lr")
+        self.max_lrs = self._per_group(cycle_max_lr, "cycle_max_lr")
+        self.first = cycle_first_step_size
+        self.second = self.first if cycle_second_step_size is None else cycle_second_step_size
         if self.first <= 0 or self.second < 0:
             raise _wrong("a cycle needs steps.", f"cycle_first_step_size={self.first}, cycle_second_step_size={self.second}",
                          "give the first half at least 1 step, and the second none or more")  # fmt: skip
         self.total_size = self.first + self.second
-        self._stairs = (
-            cycle_first_stair_count,
-            cycle_first_stair_count if cycle_second_stair_count is None else cycle_second_stair_count,
-        )
+        if cycle_second_stair_count is None:
+            cycle_second_stair_count = cycle_first_stair_count
+        self._stairs = (cycle_first_stair_count, cycle_second_stair_count)
         self.decay_lr_rate, self.decay_mom_rate, self.decay_step_size = decay_lr_rate, decay_mom_rate, decay_step_size
         self.cycle_momentum = cycle_momentum and "betas" in self.optimizer.defaults
-        self.min_moms, self.max_moms = (
-            self._each(cycle_min_mom, "cycle_min_mom"),
-            self._each(cycle_max_mom, "cycle_max_mom"),
-        )
+        self.min_moms = self._per_group(cycle_min_mom, "cycle_min_mom")
+        self.max_moms = self._per_group(cycle_max_mom, "cycle_max_mom")
         self._beta2 = cycle_beta2
         if cycle_momentum and not self.cycle_momentum:
             name = type(self.optimizer).__name__
             warn_once("compat", f"{name} has no betas, so OneCycle moves its rate only; say cycle_momentum: false.")
         if self.last_batch_iteration == -1:
-            for group, rate in zip(self.optimizer.param_groups, self.min_lrs, strict=True):
-                group["lr"] = group["lr"].fill_(rate) if isinstance(group["lr"], torch.Tensor) else rate
-            self._last_lr = [group["lr"] for group in self.optimizer.param_groups]
+            self._write()
             self._write_betas(self.min_moms)
 
     def step(self, last_batch_iteration: int | None = None) -> None:
@@ -337,7 +320,6 @@ class OneCycle(Schedule):
         self._write_betas(self.get_mom())
 
     def get_lr(self) -> list[float]:
-        """Rates of t."""
         if self.last_batch_iteration < self.total_size:
             s = self._height()
             return [low + (high - low) * s for low, high in zip(self.min_lrs, self.max_lrs, strict=True)]
@@ -371,9 +353,8 @@ class OneCycle(Schedule):
             group["betas"] = (beta, group["betas"][1] if self._beta2 is None else self._beta2)
 
 
-SCHEDULES: dict[str, type[Schedule]] = {
-    each.__name__: each for each in (LRRangeTest, OneCycle, WarmupLR, WarmupDecayLR, WarmupCosineLR)
-}
+_CLASSES: tuple[type[Schedule], ...] = (LRRangeTest, OneCycle, WarmupLR, WarmupDecayLR, WarmupCosineLR)
+SCHEDULES = {schedule.__name__: schedule for schedule in _CLASSES}
 VALID_LR_SCHEDULES = list(SCHEDULES)
 WARMUP_LOG_RATE, WARMUP_LINEAR_RATE, TOTAL_NUM_STEPS = "log", "linear", "total_num_steps"
 
@@ -391,10 +372,8 @@ def build(type: str, optimizer: Optimizer, params: Mapping[str, Any]) -> Any:
     """
     made = SCHEDULES.get(type) or getattr(torch.optim.lr_scheduler, type, None)
     if not inspect.isclass(made):
-        found = [
-            name for name in dir(torch.optim.lr_scheduler) if inspect.isclass(getattr(torch.optim.lr_scheduler, name))
-        ]
-        close = difflib.get_close_matches(type, [*SCHEDULES, *found], 1)
+        of_torch = [name for name, value in vars(torch.optim.lr_scheduler).items() if inspect.isclass(value)]
+        close = difflib.get_close_matches(type, [*SCHEDULES, *of_torch], 1)
         raise _wrong(f"there is no schedule {type!r}.", f"scheduler.type is one of {', '.join(SCHEDULES)}, or a class of "
                      "torch.optim.lr_scheduler", f"write {close[0] if close else 'WarmupLR'!r}")  # fmt: skip
     known = inspect.signature(made).parameters

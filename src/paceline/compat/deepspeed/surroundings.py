@@ -177,7 +177,6 @@ def set_z3_leaf_module(model: nn.Module, flag: bool = True) -> None:
 
 
 def z3_leaf_module(model: nn.Module) -> bool:
-    """Whether a module was made a leaf: none need be."""
     return False
 
 
@@ -195,12 +194,10 @@ def _is_one_of(module: nn.Module, classes: Iterable[Any]) -> bool:
 
 
 def recursive_getattr(model: Any, module_name: str) -> Any:
-    """What a dotted name means in a module."""
     return operator.attrgetter(module_name)(model)
 
 
 def recursive_setattr(model: Any, module_name: str, module: Any) -> None:
-    """Gives a dotted name in a module another meaning."""
     parent, _, name = module_name.rpartition(".")
     setattr(recursive_getattr(model, parent) if parent else model, name, module)
 
@@ -216,12 +213,10 @@ def get_data_parallel_group() -> Any:
 
 
 def get_data_parallel_rank() -> int:
-    """Number of this process among them."""
     return dist.get_rank(get_data_parallel_group()) if dist.is_initialized() else 0
 
 
 def get_data_parallel_world_size() -> int:
-    """How many they are."""
     return dist.get_world_size(get_data_parallel_group()) if dist.is_initialized() else 1
 
 
@@ -231,7 +226,6 @@ def get_model_parallel_rank() -> int:
 
 
 def get_model_parallel_world_size() -> int:
-    """How many ranks share a layer."""
     return 1
 
 

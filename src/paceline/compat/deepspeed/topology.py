@@ -50,7 +50,6 @@ class ProcessTopology:
         return self.mapping[self.ProcessCoord(**coordinate)]
 
     def get_axis_names(self) -> list[str]:
-        """Names of the axes."""
         return self.axes
 
     def get_dim(self, axis: str) -> int:
@@ -58,7 +57,6 @@ class ProcessTopology:
         return self.dims[self.axes.index(axis)] if axis in self.axes else 0
 
     def get_coord(self, rank: int) -> Any:
-        """Where a rank stands."""
         return next(point for point, other in self.mapping.items() if other == rank)
 
     def get_axis_comm_lists(self, axis: str) -> list[list[int]]:
@@ -78,7 +76,6 @@ class ProcessTopology:
         ]
 
     def get_axis_list(self, axis: str, idx: int) -> list[int]:
-        """Ranks at one place of an axis."""
         return self.filter_match(**{axis: idx})
 
     def get_rank_repr(
@@ -90,7 +87,6 @@ class ProcessTopology:
         return outer_sep.join(f"{axis}{inner_sep}{getattr(point, axis):02d}" for axis in kept)
 
     def world_size(self) -> int:
-        """Ranks of the whole topology."""
         return prod(self.dims)
 
     def __str__(self) -> str:
@@ -138,19 +134,27 @@ class PipelineParallelGrid:
         self._model_id = getattr(here, "model", 0)
 
     def topology(self) -> ProcessTopology:
-        """The topology."""
         return self._topo
 
     def get_stage_id(self) -> int:
-        """Number of this rank's stage."""
         return self.stage_id
 
     def get_data_parallel_id(self) -> int:
-        """Number of this rank's replica."""
         return self.data_parallel_id
 
+    def get_pipe_parallel_world_size(self) -> int:
+        return self.pipe_parallel_size
+
+    def get_data_parallel_world_size(self) -> int:
+        return self.data_parallel_size
+
+    def get_model_parallel_rank(self) -> int:
+        return self._model_id
+
+    def get_model_parallel_world_size(self) -> int:
+        return self.model_parallel_size
+
     def get_global_rank(self) -> int:
-        """This rank."""
         return self.global_rank
 
     def stage_to_global(self, stage_id: int, **others: int) -> int:
@@ -159,37 +163,11 @@ class PipelineParallelGrid:
         return self._topo.mapping[here]
 
     def is_first_stage(self) -> bool:
-        """Whether this rank holds the first stage."""
         return self.stage_id == 0
 
     def is_last_stage(self) -> bool:
-        """Whether this rank holds the last stage."""
         return self.stage_id == self.pipe_parallel_size - 1
 
-    # The names that Megatron's scripts ask a model-parallel unit for.
-
-    def get_pipe_parallel_rank(self) -> int:
-        """Number of this rank's stage."""
-        return self.stage_id
-
-    def get_pipe_parallel_world_size(self) -> int:
-        """Number of stages."""
-        return self.pipe_parallel_size
-
-    def get_data_parallel_rank(self) -> int:
-        """Number of this rank's replica."""
-        return self.data_parallel_id
-
-    def get_data_parallel_world_size(self) -> int:
-        """Number of replicas."""
-        return self.data_parallel_size
-
-    def get_model_parallel_rank(self) -> int:
-        """Number of this rank's part of each layer."""
-        return self._model_id
-
-    def get_model_parallel_world_size(self) -> int:
-        """Parts of each layer."""
-        return self.model_parallel_size
-
+    # Other names of the same, which Megatron's scripts ask a model-parallel unit for.
+    get_pipe_parallel_rank, get_data_parallel_rank = get_stage_id, get_data_parallel_id
     get_slice_parallel_rank, get_slice_parallel_world_size = get_model_parallel_rank, get_model_parallel_world_size

@@ -81,12 +81,10 @@ class SearchedConfig:
         return tuple(stage) if isinstance(stage, list | tuple) else (int(stage),)
 
     def fixed_batch(self) -> int | None:
-        """The batch of all ranks together, where the config fixes it."""
         total = self.config[TRAIN]
         return total if isinstance(total, int) else None
 
     def options(self, stage: int) -> tuple[tuple[tuple[str, Any], ...], ...]:
-        """Sets of options of the ZeRO block that are worth a trial."""
         if stage == 0:
             return ()
         sizes = (50_000_000, 1_000_000_000)
@@ -101,7 +99,6 @@ class DeepSpeedConfigs:
     best_file = "ds_config_optimal.json"
 
     def with_file(self, words: Sequence[str], file: str) -> list[str]:
-        """A script's command line, with this file in the place of the config that it names, if it does."""
         changed = list(words)
         for number, (word, following) in enumerate(pairwise([*words, "-"])):
             if word in ("--deepspeed_config", "--deepspeed") and not following.startswith("-"):
@@ -111,11 +108,9 @@ class DeepSpeedConfigs:
         return changed
 
     def launch_command(self, procs: int) -> list[str]:
-        """DeepSpeed's own launcher, as Paceline serves it."""
         return ["deepspeed", "--num_gpus", str(procs)]
 
     def contents(self, config: Any) -> dict[str, Any]:
-        """A config as a dict, however the script gave it."""
         _, block = entries_of(config, "deepspeed.initialize(config={})")
         return plain(block)  # type: ignore[no-any-return]
 
@@ -164,11 +159,9 @@ class DeepSpeedConfigs:
     def quiet_candidate(
         self, content: Mapping[str, Any], candidate: Candidate, arguments: Mapping[str, str]
     ) -> dict[str, Any]:
-        """The config of a candidate's trial."""
         return _quiet(self.with_candidate(content, candidate, arguments))
 
     def of_candidate(self, candidate: Candidate, micro: int | None, precision: str) -> dict[str, Any]:
-        """A config that says what a candidate says, for a script that has none."""
         config: dict[str, Any] = {}
         if micro:
             config[MICRO] = micro

@@ -18,7 +18,6 @@ from paceline.world.sharded import division_of, is_sharded, local, whole
 
 
 def safe_get_full_fp32_param(param: Tensor) -> Tensor | None:
-    """The whole parameter in float32. Ranks: all."""
     return _full(param.detach())
 
 
@@ -62,18 +61,15 @@ def _of_owner(param: Tensor, division: Any, held: Any) -> Any:
 
 
 def safe_set_full_fp32_param(param: Tensor, value: Tensor) -> None:
-    """Gives the parameter new values. Ranks: all, with the same values."""
     _put(param, value)
 
 
 def safe_set_full_grad(param: Tensor, value: Tensor) -> None:
-    """Gives the gradient new values. Ranks: all, with the same values."""
     if param.grad is not None:
         _put(param.grad, value)
 
 
 def safe_set_full_optimizer_state(param: Tensor, value: Tensor, optim_state_key: str) -> None:
-    """Gives a state of the optimizer's new values. Ranks: all, with the same values."""
     optimizer = _optimizer(param)
     held = None if optimizer is None else optimizer.state.get(param, {}).get(optim_state_key)
     if held is None:
@@ -85,37 +81,31 @@ def safe_set_full_optimizer_state(param: Tensor, value: Tensor, optim_state_key:
 
 
 def safe_get_local_fp32_param(param: Tensor) -> Tensor | None:
-    """What this rank keeps of the parameter, in float32."""
     return local(param.detach()).float()  # type: ignore[no-any-return]
 
 
 def safe_get_local_grad(param: Tensor) -> Tensor | None:
-    """What this rank keeps of the gradient."""
     return None if param.grad is None else local(param.grad.detach())
 
 
 def safe_get_local_optimizer_state(param: Tensor, optim_state_key: str) -> Tensor | None:
-    """What this rank keeps of a state of the optimizer's."""
     optimizer = _optimizer(param)
     held = None if optimizer is None else optimizer.state.get(param, {}).get(optim_state_key)
     return None if held is None else local(held)
 
 
 def safe_set_local_fp32_param(param: Tensor, value: Tensor) -> None:
-    """Gives what this rank keeps of the parameter new values."""
     with torch.no_grad():
         local(param).copy_(value)
 
 
 def safe_set_local_grad(param: Tensor, value: Tensor) -> None:
-    """Gives what this rank keeps of the gradient new values."""
     if param.grad is not None:
         with torch.no_grad():
             local(param.grad).copy_(value)
 
 
 def safe_set_local_optimizer_state(param: Tensor, value: Tensor, optim_state_key: str) -> None:
-    """Gives what this rank keeps of a state new values."""
     held = safe_get_local_optimizer_state(param, optim_state_key)
     if held is not None:
         held.copy_(value)

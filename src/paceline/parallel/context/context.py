@@ -53,9 +53,7 @@ class ContextOptions:
         "ring passes keys and values round; ulysses exchanges positions for heads, of which cp must be a divisor.",
     )
     dim: int = option(1, whole(0, maximum=1), "Dimension of hidden states that is the sequence: 1 is [B, S, D].")
-    blocks: str = option(
-        "auto", Kind("a pattern of names", str, {"type": "string"}, "PATTERN"), "Names of the blocks, such as layers.*"
-    )
+    blocks: str = option("auto", Kind("a pattern of names", str, "PATTERN"), "Names of the blocks, such as layers.*")
     trial: bool = option(True, YES_NO, "Tries each block once on a short sequence, divided and whole.")
 
 

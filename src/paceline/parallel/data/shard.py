@@ -47,7 +47,7 @@ def _reshard(text: str) -> bool | int | str:
     return int(text) if text.isdigit() and int(text) > 1 else parse_bool(text)
 
 
-_RESHARD = Kind("yes, no, auto, or a width of at least 2", _reshard, {}, "yes|no|auto|WIDTH")
+_RESHARD = Kind("yes, no, auto, or a width of at least 2", _reshard, "yes|no|auto|WIDTH")
 _DTYPE = one_of("auto", *_DTYPES)
 
 

@@ -51,7 +51,7 @@ def count(minimum: int = 0, maximum: int | None = None) -> Kind:
         return number
 
     bound = f"from {minimum} to {maximum}" if maximum is not None else f"of at least {minimum}"
-    return Kind(f"a whole number {bound}", parse, {"type": "integer", "minimum": minimum})
+    return Kind(f"a whole number {bound}", parse)
 
 
 def number(minimum: float | None = 0.0) -> Kind:
@@ -64,7 +64,7 @@ def number(minimum: float | None = 0.0) -> Kind:
         return value
 
     bound = "" if minimum is None else f" of at least {minimum:g}"
-    return Kind(f"a number{bound}", parse, {"type": "number"})
+    return Kind(f"a number{bound}", parse)
 
 
 def word(*words: str, **others: str) -> Kind:
@@ -77,7 +77,7 @@ def word(*words: str, **others: str) -> Kind:
         except KeyError:
             raise ValueError(text) from None
 
-    return Kind(" or ".join([", ".join(words[:-1]), words[-1]] if words[1:] else words), parse, {"enum": [*words]})
+    return Kind(" or ".join([", ".join(words[:-1]), words[-1]] if words[1:] else words), parse)
 
 
 def _block(value: Any) -> dict[str, Any]:
@@ -114,14 +114,12 @@ def _switch(value: Any) -> Any:
     return _block(value) if isinstance(value, Mapping) else YES_NO.read(value)
 
 
-TEXT = Kind("a text", str, {"type": "string"})
-BLOCK = Structure("a block of keys", str, {"type": "object"}, check=_block)
-LIST = Structure("a list", str, {"type": "array"}, check=_list)
-SWITCH = Structure("yes, no, or a block of keys", str, {}, check=_switch)
-NUMBERS = Structure("a number, or a list of them", str, {}, check=_numbers)
-PAIR = Structure("a list of two numbers of at least 0", str, {"type": "array"}, check=_pair)
-STAGE = Structure(
-    "0, 1, 2 or 3 (for autotuning also a list of them, or all)", str, {"enum": [0, 1, 2, 3]}, check=_stage
-)
-ANY = Structure("any value", str, {})
+TEXT = Kind("a text", str)
+BLOCK = Structure("a block of keys", str, check=_block)
+LIST = Structure("a list", str, check=_list)
+SWITCH = Structure("yes, no, or a block of keys", str, check=_switch)
+NUMBERS = Structure("a number, or a list of them", str, check=_numbers)
+PAIR = Structure("a list of two numbers of at least 0", str, check=_pair)
+STAGE = Structure("0, 1, 2 or 3 (for autotuning also a list of them, or all)", str, check=_stage)
+ANY = Structure("any value", str)
 DTYPE = word("fp32", "fp16", "bf16", float32="fp32", float="fp32", float16="fp16", half="fp16", bfloat16="bf16")
