@@ -139,11 +139,7 @@ class PacelineError(Exception):
         return error
 
     def __reduce__(self) -> tuple[object, ...]:
-        return _rebuild, (type(self), self.problems)
-
-
-def _rebuild(cls: type[PacelineError], problems: tuple[Problem, ...]) -> PacelineError:
-    return cls.of(problems)
+        return type(self).of, (self.problems,)
 
 
 PacelineError.__module__ = "paceline"

@@ -111,15 +111,10 @@ def _devices() -> dict[str, Any]:
             machine[f"  {index}"] = getattr(module, "get_device_name", lambda _: "unnamed")(index)
     else:
         machine["accelerator"] = "none"
-    available = torch.distributed.is_available()
-    backends = [name for name in ("gloo", "nccl", "xccl", "mpi") if available and _has_backend(name)]
+    backends: list[str] = []
+    if torch.distributed.is_available():
+        backends = [name for name in ("gloo", "nccl", "xccl", "mpi") if torch.distributed.is_backend_available(name)]
     return {**machine, "backends": ", ".join(backends) or "none"}
-
-
-def _has_backend(name: str) -> bool:
-    import torch.distributed
-
-    return bool(torch.distributed.is_backend_available(name))
 
 
 def _world() -> dict[str, Any]:

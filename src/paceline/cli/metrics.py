@@ -11,6 +11,7 @@ import contextlib
 import os
 import sys
 import threading
+from collections.abc import Callable
 
 PORT = 9400
 
@@ -44,15 +45,14 @@ def run(args: argparse.Namespace) -> int:
     server = MetricsServer(reader, args.port, args.host)
     print(f"paceline: metrics at {server.url}", file=sys.stderr, flush=True)
     if args.until_closed:
-        threading.Thread(target=_wait_for_the_end, args=(server.close,), daemon=True).start()
+        threading.Thread(target=_close_with_input, args=(server.close,), daemon=True).start()
     with contextlib.suppress(KeyboardInterrupt):
         server.serve()
     return 0
 
 
-def _wait_for_the_end(close: object) -> None:
-    """Returns when whoever started this command has gone: its end of the pipe is closed then."""
+def _close_with_input(close: Callable[[], object]) -> None:
+    """Closes the server when whoever started this command has gone: its end of the pipe is closed then."""
     while os.read(0, 1 << 12):
         continue
-    assert callable(close)
     close()

@@ -105,34 +105,26 @@ def _serve(followed: FollowedRun, port: int | None) -> int:
 def _show_text(followed: FollowedRun, interval_s: float | None, once: bool) -> int:
     from importlib.util import find_spec
 
+    has_rich = find_spec("rich") is not None
     is_terminal = sys.stdout.isatty()
-    if find_spec("rich") is None:
-        if is_terminal:
-            print("paceline: `pip install rich` draws the run; without it there are lines", file=sys.stderr)
-        is_terminal = False
+    if is_terminal and not has_rich:
+        print("paceline: `pip install rich` draws the run; without it there are lines", file=sys.stderr)
+    if once and has_rich:
+        from rich.console import Console
+
+        from paceline.watch.text import frame
+
+        console = Console()
+        console.print(frame(followed.snapshot(), console.width, 100))
+        return 0
     if once:
-        return _show_once(followed)
-    if is_terminal:
-        return _draw(followed, interval_s or 1.0)
-    return _print_lines(followed, interval_s or 10.0)
-
-
-def _show_once(followed: FollowedRun) -> int:
-    from importlib.util import find_spec
-
-    snapshot = followed.snapshot()
-    if find_spec("rich") is None:
         from paceline.watch.plain import PlainLog
 
-        print(*PlainLog().lines(snapshot), sep="\n")
+        print(*PlainLog().lines(followed.snapshot()), sep="\n")
         return 0
-    from rich.console import Console
-
-    from paceline.watch.text import frame
-
-    console = Console()
-    console.print(frame(snapshot, console.width, 100))
-    return 0
+    if is_terminal and has_rich:
+        return _draw(followed, interval_s or 1.0)
+    return _print_lines(followed, interval_s or 10.0)
 
 
 def _draw(followed: FollowedRun, interval_s: float) -> int:

@@ -125,7 +125,8 @@ def install(library: str, environment: Environment, *, set_aside: bool = False) 
         _write(state / "journal.json", json.dumps(vars(journal), indent=1).encode())
         for number, path in enumerate(journal.set_aside):
             (environment.packages / path).rename(state / "set-aside" / str(number))
-        _write_door(door)
+        for path, content in door.files.items():
+            _write(door.packages / path, content, executable=door.is_command(path))
         if not journal.set_aside:
             _delete_state(state)
     except BaseException as error:
@@ -248,11 +249,6 @@ def _parts_of_real(library: str, environment: Environment) -> list[str]:
 
 def _absolute(environment: Environment, path: str) -> Path:
     return Path(os.path.normpath(environment.packages / path))
-
-
-def _write_door(door: Door) -> None:
-    for path, content in door.files.items():
-        _write(door.packages / path, content, executable=door.is_command(path))
 
 
 def _write(path: Path, content: bytes, *, executable: bool = False) -> None:

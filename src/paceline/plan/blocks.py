@@ -29,15 +29,8 @@ def _search(module: torch.nn.Module, prefix: str, blocks: list[str]) -> None:
     for name, child in module.named_children():
         path = f"{prefix}.{name}" if prefix else name
         # Layers such as a lone ReLU repeat too, and are no blocks: a block has children, and parameters in them.
-        if in_container and counts[type(child)] > 1 and _has_children(child) and _has_parameters(child):
+        has_both = any(True for _ in child.children()) and any(True for _ in child.parameters())
+        if in_container and counts[type(child)] > 1 and has_both:
             blocks.append(path)
         else:
             _search(child, path, blocks)
-
-
-def _has_children(module: torch.nn.Module) -> bool:
-    return next(module.children(), None) is not None
-
-
-def _has_parameters(module: torch.nn.Module) -> bool:
-    return next(module.parameters(), None) is not None

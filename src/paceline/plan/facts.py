@@ -106,13 +106,14 @@ def model_facts(model: torch.nn.Module) -> ModelFacts:
     callables = []
     for name, module in model.named_modules():
         sparse = sparse or getattr(module, "sparse", False) is True
-        if _normalises_batches(module):
+        if "_BatchNorm" in _class_names(module):  # those that never train (`FrozenBatchNorm2d`) are none
             batch_norms.append(name)
         if randomness := _randomness(module):
             random_layers.append((name, randomness))
         if layer := _layer(name, module):
             layers.append(layer)
-        if _computes(module):
+        # A `ModuleList` computes nothing itself.
+        if getattr(type(module).forward, "__name__", "") != "_forward_unimplemented":
             callables.append((name, type(module).__name__))
 
     buffers = list(model.buffers())
@@ -146,11 +147,6 @@ def _class_names(module: torch.nn.Module) -> set[str]:
     return {base.__name__ for base in type(module).__mro__}
 
 
-def _normalises_batches(module: torch.nn.Module) -> bool:
-    """Whether a module is one of torch's batch norms; those that never train (`FrozenBatchNorm2d`) are none."""
-    return "_BatchNorm" in _class_names(module)
-
-
 def _randomness(module: torch.nn.Module) -> str:
     """What makes a module random, in a few words; "" where nothing in it says so."""
     kind = type(module).__name__
@@ -171,11 +167,6 @@ def _has_foreign_hook(parameter: torch.nn.Parameter) -> bool:
     after = parameter._post_accumulate_grad_hooks or {}
     owners = [str(getattr(hook, "__module__", "")) for hook in (*before.values(), *after.values())]
     return not all(owner.startswith("paceline.") for owner in owners)
-
-
-def _computes(module: torch.nn.Module) -> bool:
-    """Whether a module computes something itself, as a `ModuleList` does not."""
-    return getattr(type(module).forward, "__name__", "") != "_forward_unimplemented"
 
 
 def _layer(name: str, module: torch.nn.Module) -> Layer | None:

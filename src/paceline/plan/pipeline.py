@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from math import inf, prod
 
-from paceline.plan.facts import Layer, ModelFacts
+from paceline.plan.facts import ModelFacts
 
 Action = tuple[str, int, int]  # F, B, I or W; stage; micro-batch
 LENGTHS = {"F": 1, "B": 2, "I": 1, "W": 1}
@@ -253,17 +253,6 @@ def chain(facts: ModelFacts, patterns: Sequence[str], stages: int) -> tuple[str,
     return facts.blocks
 
 
-def elements(facts: ModelFacts, name: str) -> int:
-    """Elements in the parameters of a module and all inside it."""
-    inside = [layer for layer in facts.layers if layer.name == name or layer.name.startswith(f"{name}.")]
-    return sum(own_elements(layer) for layer in inside)
-
-
-def own_elements(layer: Layer) -> int:
-    """Elements in a module's own parameters."""
-    return sum(prod(shape) for _, shape in layer.shapes)
-
-
 def loads(facts: ModelFacts, blocks: Sequence[str]) -> list[int]:
     """Elements that come with each block: its own, and those of the modules defined after it, up to the next block;
     what is defined before the first block comes with that."""
@@ -278,5 +267,5 @@ def loads(facts: ModelFacts, blocks: Sequence[str]) -> list[int]:
             if path in numbers:
                 current = numbers[path]
                 break
-        weights[current] += own_elements(layer)
+        weights[current] += sum(prod(shape) for _, shape in layer.shapes)
     return weights

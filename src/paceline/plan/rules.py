@@ -1,8 +1,8 @@
-"""What every plan must obey, as a table of pure checks; each returns the problems that it finds."""
+"""What every plan must obey, whatever its strategies: pure checks."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 
 from paceline.base.errors import Problem
 from paceline.config.settings import PRECISIONS
@@ -19,94 +19,44 @@ def origin(plan: Plan, field: str) -> str:
     return field
 
 
-def size_matches(plan: Plan, world_size: int) -> list[Problem]:
-    """The product of the axes is the number of processes."""
-    needed = plan.layout.size()
-    if needed == world_size:
-        return []
-    given = [axis for axis in AXES if getattr(plan.layout, axis) > 1] or ["replicate"]
-    return [
-        Problem(
-            "plan-size",
-            f"the plan needs {needed} processes, but there {'is' if world_size == 1 else 'are'} {world_size}.",
-            why=" x ".join(origin(plan, axis) for axis in given),
-            fix=f"start {needed} processes (`--procs {needed}` on one node), or change {' or '.join(given)}",
-        )
-    ]
-
-
-def precision_known(plan: Plan, world_size: int) -> list[Problem]:
-    """The precision is registered."""
-    precisions = PRECISIONS.names()
-    if plan.precision in precisions:
-        return []
-    return [
-        Problem(
-            "plan-precision",
-            f"there is no precision called {plan.precision!r}.",
-            why=origin(plan, "mixed_precision"),
-            fix=f"use one of {', '.join(precisions)}",
-        )
-    ]
-
-
-def accumulate_positive(plan: Plan, world_size: int) -> list[Problem]:
-    """At least one micro-batch makes an optimizer step."""
-    if isinstance(plan.accumulate, int) and plan.accumulate >= 1:
-        return []
-    return [
-        Problem(
-            "plan-accumulate",
-            f"{plan.accumulate!r} micro-batches cannot make an optimizer step.",
-            why=origin(plan, "accumulate"),
-            fix="use gradient_accumulation_steps=1 or more",
-        )
-    ]
-
-
-def stage_divides(plan: Plan, world_size: int) -> list[Problem]:
-    """A stage divides something over ranks along `shard`, and ranks along `shard` divide something."""
-    if (plan.zero == 0) == (plan.layout.shard == 1):
-        return []
-    why = f"{origin(plan, 'zero')}, {origin(plan, 'shard')}"
-    if plan.zero == 0:
-        what = f"{plan.layout.shard} ranks share one copy of the model, but divide nothing."
-        fix = "set zero to 1, 2 or 3, or leave it out; or use `replicate` instead of `shard`"
-    else:
-        what = "there is nobody to divide with."
-        fix = "leave `shard` out, and it takes all ranks that the other axes leave; or leave `zero` out"
-    return [Problem("plan-zero", what, why=why, fix=fix)]
-
-
-def no_half_parameters(plan: Plan, facts: ModelFacts) -> list[Problem]:
-    """fp16 scaling needs float32 weights: gradients held in float16 cannot be unscaled safely."""
-    if plan.precision != "fp16" or not facts.half_names:
-        return []
-    shown = ", ".join(facts.half_names[:3]) + (", ..." if len(facts.half_names) > 3 else "")
-    return [
-        Problem(
-            "fp16-parameters",
-            f"{facts.name} holds {len(facts.half_names)} trainable parameters in float16 ({shown}).",
-            why=f"{origin(plan, 'mixed_precision')}: the loss scaler can only unscale float32 gradients",
-            fix="call `model.float()` before `prepare`, freeze those parameters, or use mixed_precision='bf16'",
-        )
-    ]
-
-
-RUN_RULES: tuple[Callable[[Plan, int], list[Problem]], ...] = (
-    size_matches,
-    precision_known,
-    accumulate_positive,
-    stage_divides,
-)
-MODEL_RULES: tuple[Callable[[Plan, ModelFacts], list[Problem]], ...] = (no_half_parameters,)
-
-
 def run_problems(plan: Plan, world_size: int) -> list[Problem]:
     """All problems that show before there is a model."""
     problems: list[Problem] = []
-    for rule in RUN_RULES:
-        problems += rule(plan, world_size)
+
+    # The product of the axes is the number of processes.
+    needed = plan.layout.size()
+    if needed != world_size:
+        given = [axis for axis in AXES if getattr(plan.layout, axis) > 1] or ["replicate"]
+        problems.append(
+            Problem(
+                "plan-size",
+                f"the plan needs {needed} processes, but there {'is' if world_size == 1 else 'are'} {world_size}.",
+                why=" x ".join(origin(plan, axis) for axis in given),
+                fix=f"start {needed} processes (`--procs {needed}` on one node), or change {' or '.join(given)}",
+            )
+        )
+
+    precisions = PRECISIONS.names()
+    if plan.precision not in precisions:
+        what = f"there is no precision called {plan.precision!r}."
+        fix = f"use one of {', '.join(precisions)}"
+        problems.append(Problem("plan-precision", what, why=origin(plan, "mixed_precision"), fix=fix))
+
+    if not isinstance(plan.accumulate, int) or plan.accumulate < 1:
+        what = f"{plan.accumulate!r} micro-batches cannot make an optimizer step."
+        fix = "use gradient_accumulation_steps=1 or more"
+        problems.append(Problem("plan-accumulate", what, why=origin(plan, "accumulate"), fix=fix))
+
+    # A stage divides something over ranks along `shard`, and ranks along `shard` divide something.
+    if (plan.zero == 0) != (plan.layout.shard == 1):
+        if plan.zero == 0:
+            what = f"{plan.layout.shard} ranks share one copy of the model, but divide nothing."
+            fix = "set zero to 1, 2 or 3, or leave it out; or use `replicate` instead of `shard`"
+        else:
+            what = "there is nobody to divide with."
+            fix = "leave `shard` out, and it takes all ranks that the other axes leave; or leave `zero` out"
+        why = f"{origin(plan, 'zero')}, {origin(plan, 'shard')}"
+        problems.append(Problem("plan-zero", what, why=why, fix=fix))
     return problems
 
 
@@ -114,6 +64,15 @@ def model_problems(plan: Plan, models: Iterable[ModelFacts]) -> list[Problem]:
     """All problems of the models under this plan."""
     problems: list[Problem] = []
     for facts in models:
-        for rule in MODEL_RULES:
-            problems += rule(plan, facts)
+        # The loss scaler needs float32 weights: gradients held in float16 cannot be unscaled safely.
+        if plan.precision == "fp16" and facts.half_names:
+            shown = ", ".join(facts.half_names[:3]) + (", ..." if len(facts.half_names) > 3 else "")
+            problems.append(
+                Problem(
+                    "fp16-parameters",
+                    f"{facts.name} holds {len(facts.half_names)} trainable parameters in float16 ({shown}).",
+                    why=f"{origin(plan, 'mixed_precision')}: the loss scaler can only unscale float32 gradients",
+                    fix="call `model.float()` before `prepare`, freeze those parameters, or use mixed_precision='bf16'",
+                )
+            )
     return problems

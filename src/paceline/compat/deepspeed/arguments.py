@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import base64
-import binascii
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -40,8 +37,15 @@ def checked(
     if len(given) != 1:
         problems.append(_sources(given))
         raise ConfigError.of(problems)
+    ((place, content),) = given.items()
     try:
-        content = _content(*given.popitem())
+        if not isinstance(content, Mapping | Path | str):
+            raise ConfigError(
+                "deepspeed-config-source",
+                f"{place} is a {type(content).__name__}.",
+                why="a config is a dict, the path of a JSON file, or a dict in base64",
+                fix="pass one of these",
+            )
         parsed = read(runtime.current().foreign_config("deepspeed", content))
     except PacelineError as error:
         raise ConfigError.of([*problems, *error.problems]) from None
@@ -63,25 +67,6 @@ def _sources(given: Mapping[str, Any]) -> Problem:
     ]
     fix = f"keep {next(iter(given))}, and drop the rest"
     return Problem("deepspeed-config-source", f"the config was given {len(given)} times.", shown, fix)
-
-
-def _content(place: str, value: Any) -> str | Path | Mapping[str, Any]:
-    """A path or a dict; text that is no file may be a dict in base64."""
-    if isinstance(value, Mapping | Path):
-        return value
-    if isinstance(value, str):
-        if Path(value).exists() or value.endswith(".json"):
-            return value
-        try:
-            return dict(json.loads(base64.urlsafe_b64decode(value)))
-        except (binascii.Error, ValueError):
-            return value
-    raise ConfigError(
-        "deepspeed-config-source",
-        f"{place} is a {type(value).__name__}.",
-        why="a config is a dict, the path of a JSON file, or a dict in base64",
-        fix="pass one of these",
-    )
 
 
 def _mpu(mpu: Any, pipeline: bool) -> list[Problem]:

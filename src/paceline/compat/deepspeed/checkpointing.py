@@ -24,17 +24,11 @@ from paceline.world import runtime
 
 @dataclass
 class _Choices:
-    """How functions are recomputed.
+    """How functions are recomputed."""
 
-    Attributes:
-        configured: whether anyone said so.
-        on_host: inputs that are kept lie in the host's memory.
-        profile: each call is timed.
-    """
-
-    configured: bool = False
-    on_host: bool = False
-    profile: bool = False
+    configured: bool = False  # whether anyone said so
+    on_host: bool = False  # inputs that are kept lie in the host's memory
+    profile: bool = False  # each call is timed
 
 
 _chosen = _Choices()
@@ -95,11 +89,7 @@ def configure(
 
 
 def follow(config: Any) -> None:
-    """Takes what an engine's config says, unless `configure` was called.
-
-    Args:
-        config: the engine's.
-    """
+    """Takes what an engine's config says, unless `configure` was called."""
     if not _chosen.configured and any(name.startswith("activation_checkpointing.") for name in config.places):
         _chosen.configured = True
         _chosen.on_host = bool(config["activation_checkpointing.cpu_checkpointing"])
@@ -172,9 +162,11 @@ class CudaRNGStatesTracker:
                 why=f"streams: {', '.join(self.states_)}",
                 fix="call `reset()` first, or take another name",
             )
-        before = _state()
-        _generator().manual_seed(seed)
-        self.states_[name], _ = _state(), _put(before)
+        generator = _generator()
+        before = generator.get_state()
+        generator.manual_seed(seed)
+        self.states_[name] = generator.get_state()
+        generator.set_state(before)
 
     @contextmanager
     def fork(self, name: str = "model-parallel-rng") -> Iterator[None]:
@@ -190,13 +182,14 @@ class CudaRNGStatesTracker:
                 why=f"streams: {', '.join(self.states_) or 'none'}",
                 fix=f"begin it: `get_cuda_rng_tracker().add({name!r}, seed)`, or call model_parallel_cuda_manual_seed(seed)",
             )
-        before = _state()
-        _put(self.states_[name])
+        generator = _generator()
+        before = generator.get_state()
+        generator.set_state(self.states_[name])
         try:
             yield
         finally:
-            self.states_[name] = _state()
-            _put(before)
+            self.states_[name] = generator.get_state()
+            generator.set_state(before)
 
 
 _tracker = CudaRNGStatesTracker()
@@ -225,11 +218,3 @@ def _generator() -> torch.Generator:
     if kind == "cpu":
         return torch.default_generator
     return torch.get_device_module(kind).default_generators[torch.accelerator.current_device_index()]  # type: ignore[no-any-return]
-
-
-def _state() -> torch.Tensor:
-    return _generator().get_state()
-
-
-def _put(state: torch.Tensor) -> None:
-    _generator().set_state(state)

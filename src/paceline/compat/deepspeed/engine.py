@@ -300,10 +300,8 @@ class DeepSpeedEngine(Getters, nn.Module):
 
     def _measure(self) -> bool:
         """Takes the norm, and clips. False where the step is to be left out."""
-        clip, checks = (
-            self.config["gradient_clipping"],
-            self.bfloat16_enabled() and self.config["bf16.check_grad_overflow"],
-        )
+        clip = self.config["gradient_clipping"]
+        checks = self.bfloat16_enabled() and self.config["bf16.check_grad_overflow"]
         if not (clip or checks or self.fp16_enabled() or self.zero_optimization()):
             return True
         parameters = [parameter for parameter in self.module.parameters() if parameter.requires_grad]

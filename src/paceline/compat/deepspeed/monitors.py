@@ -87,30 +87,20 @@ class SampledComet(CometTracker):
         super().log(due, step, **options)
 
 
-def _tensorboard(said: Mapping[str, Any]) -> Any:
-    return TensorBoardTracker(said["output_path"] or ".")
+_MONITORS = ("tensorboard", "csv_monitor", "wandb", "comet")
+_OF_COMET = ("project", "workspace", "api_key", "experiment_key", "online", "mode")
 
 
-def _csv(said: Mapping[str, Any]) -> Any:
-    return CsvMonitor(said["output_path"] or ".")
-
-
-def _wandb(said: Mapping[str, Any]) -> Any:
-    return WandbTracker(".", project=said["project"], group=said["group"], entity=said["team"])
-
-
-def _comet(said: Mapping[str, Any]) -> Any:
-    options = {name: said[name] for name in ("project", "workspace", "api_key", "experiment_key", "online", "mode")}
-    given = {name: value for name, value in options.items() if value is not None}
-    return SampledComet(said["samples_log_interval"], said["experiment_name"], **given)
-
-
-_MAKERS = {"tensorboard": _tensorboard, "csv_monitor": _csv, "wandb": _wandb, "comet": _comet}
-
-
-def _said(config: DeepSpeedConfig, name: str) -> dict[str, Any]:
-    """The keys of one block."""
-    return {key.partition(".")[2]: value for key, value in config.values.items() if key.startswith(f"{name}.")}
+def _tracker(name: str, block: Mapping[str, Any]) -> Any:
+    """The tracker that a block of the config describes."""
+    if name == "tensorboard":
+        return TensorBoardTracker(block["output_path"] or ".")
+    if name == "csv_monitor":
+        return CsvMonitor(block["output_path"] or ".")
+    if name == "wandb":
+        return WandbTracker(".", project=block["project"], group=block["group"], entity=block["team"])
+    given = {key: block[key] for key in _OF_COMET if block[key] is not None}
+    return SampledComet(block["samples_log_interval"], block["experiment_name"], **given)
 
 
 class Monitors:
@@ -130,8 +120,8 @@ class Monitors:
     """
 
     def __init__(self, config: DeepSpeedConfig, *, is_main: bool) -> None:
-        wanted = {name: _said(config, name) for name in _MAKERS if config[f"{name}.enabled"]}
-        trackers = {name: _MAKERS[name](said) for name, said in wanted.items()}
+        blocks = {name: config[name].values for name in _MONITORS if config[f"{name}.enabled"]}
+        trackers = {name: _tracker(name, block) for name, block in blocks.items()}
         problems = []
         for name, tracker in trackers.items():
             place = config.places.get(f"{name}.enabled", config.source)
@@ -144,8 +134,8 @@ class Monitors:
         if problems:
             raise TrackerError.of(problems)
         self._groups = [Trackers([tracker], "runs", is_main=is_main) for tracker in trackers.values()]
-        for group, said in zip(self._groups, wanted.values(), strict=True):
-            group.start(said.get("job_name") or "DeepSpeedJobName")
+        for group, block in zip(self._groups, blocks.values(), strict=True):
+            group.start(block.get("job_name") or "DeepSpeedJobName")
 
     @property
     def enabled(self) -> bool:

@@ -71,7 +71,7 @@ def safe_set_full_grad(param: Tensor, value: Tensor) -> None:
 
 def safe_set_full_optimizer_state(param: Tensor, value: Tensor, optim_state_key: str) -> None:
     optimizer = _optimizer(param)
-    held = None if optimizer is None else optimizer.state.get(param, {}).get(optim_state_key)
+    held = _kept(optimizer, param, optim_state_key)
     if held is None:
         return
     division = division_of(optimizer, param)
@@ -89,8 +89,7 @@ def safe_get_local_grad(param: Tensor) -> Tensor | None:
 
 
 def safe_get_local_optimizer_state(param: Tensor, optim_state_key: str) -> Tensor | None:
-    optimizer = _optimizer(param)
-    held = None if optimizer is None else optimizer.state.get(param, {}).get(optim_state_key)
+    held = _kept(_optimizer(param), param, optim_state_key)
     return None if held is None else local(held)
 
 
@@ -122,6 +121,11 @@ def _put(held: Any, value: Tensor) -> None:
             local(held).copy_(part_of(value.to(local(held).dtype), held))
         else:
             held.copy_(value)
+
+
+def _kept(optimizer: Any, param: Tensor, key: str) -> Any:
+    """What this rank's optimizer keeps of a parameter under a key."""
+    return None if optimizer is None else optimizer.state.get(param, {}).get(key)
 
 
 def _optimizer(param: Tensor) -> Any:
