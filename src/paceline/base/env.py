@@ -53,11 +53,7 @@ class Variable:
     secret: bool = False
 
 
-def _table(*rows: Variable) -> dict[str, Variable]:
-    return {row.name: row for row in rows}
-
-
-TABLE: dict[str, Variable] = _table(
+_ROWS = (
     # Names that torchrun gives to each worker; `paceline launch` sets the same ones.
     Variable("RANK", int, None, "Number of this process among all processes."),
     Variable("WORLD_SIZE", int, None, "How many processes there are."),
@@ -124,6 +120,7 @@ TABLE: dict[str, Variable] = _table(
         "For tests: `native` takes the backend's own collectives, as on GPUs, where gloo would send between pairs of ranks.",
     ),
 )
+TABLE = {row.name: row for row in _ROWS}
 
 
 def register(*rows: Variable) -> None:

@@ -32,7 +32,6 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Examines the hosts and prints what was found; returns 1 where there is a problem."""
     from paceline.doctor.examine import Examiner
     from paceline.doctor.hosts import reach
     from paceline.doctor.report import Report

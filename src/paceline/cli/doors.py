@@ -33,7 +33,6 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Does it for all libraries that are named."""
     # Here and below: `--help` does not need them, and they load what reads metadata.
     from paceline.compat import doors
     from paceline.compat.environments import Environment

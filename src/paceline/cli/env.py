@@ -33,7 +33,6 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prints the report."""
     report = facts()
     if args.json:
         print(json.dumps(report, indent=2))

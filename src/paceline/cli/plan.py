@@ -195,16 +195,7 @@ def _predict(
     here: Device | None,
     lookup: Lookup | None,
 ) -> Report:
-    """The report.
-
-    Args:
-        target: the script.
-        launch: the settings.
-        opened: those that are to be chosen.
-        device: whose memory has to suffice; None for any.
-        here: this machine's, where the time of a step is forecast for it.
-        lookup: the calibration of this machine.
-    """
+    """The report: `device` has to suffice (None: any does), and the time of a step is forecast for `here`."""
     from functools import partial
 
     from paceline.launch.worker import become

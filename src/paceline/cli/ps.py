@@ -24,7 +24,6 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prints a line for each run, the newest first."""
     rows = [_row(entry) for entry in _chosen(args.all)]
     if args.json:
         print(json.dumps(rows, indent=2, allow_nan=False))

@@ -62,7 +62,6 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Tunes; prints the table and where the files are."""
     need_script(args, "paceline tune", "--procs 2")
     values, places = _search_arguments(args)
     tune(resolve_launch(schema.given(args)), args.script, args.script_args, values, places, args.device)

@@ -39,7 +39,6 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Verifies, and prints what came of it."""
     need_script(args, "paceline verify", "--procs 1,2")
     widths = _numbers(args.procs)
     plans = _plans(args.plans)

@@ -122,22 +122,17 @@ def words(given: Iterable[Given]) -> list[str]:
         flag = value.where
         setting = settings_of().get(own_name(value.name))
         is_switch = setting is not None and setting.kind is YES_NO
-        if setting is not None and setting.name == value.name and launchers.knows(_name(flag)):
+        if setting is not None and setting.name == value.name and launchers.knows(flag.lstrip("-").replace("-", "_")):
             # One flag of another launcher may have said several settings, in other words.
             flag = setting.flag
-        repeated.append(flag)
-        if not is_switch and (setting is not None or _takes_value(value.name)):
-            repeated.append(str(value.value))
+        if setting is not None:
+            takes_value = not is_switch
+        elif launchers.knows(value.name):
+            takes_value = launchers.takes_value(value.name)
+        else:
+            takes_value = known_flags()[value.name]
+        repeated += [flag, str(value.value)] if takes_value else [flag]
     return repeated
-
-
-def _name(flag: str) -> str:
-    return flag.lstrip("-").replace("-", "_")
-
-
-def _takes_value(name: str) -> bool:
-    """Whether a value follows a flag that is no setting of ours."""
-    return launchers.takes_value(name) if launchers.knows(name) else known_flags()[name]
 
 
 def shown_value(value: object) -> str:

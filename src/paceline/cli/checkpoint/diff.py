@@ -28,7 +28,6 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Compares, one tensor of each in memory at a time."""
     from paceline.checkpoint.difference import difference, side
 
     one = side(args.one)

@@ -25,7 +25,6 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prints the files that were written."""
     import os
 
     from paceline.checkpoint.weights.export import export_checkpoint

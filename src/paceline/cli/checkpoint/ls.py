@@ -22,7 +22,6 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prints a line for each checkpoint, the oldest first."""
     from paceline.checkpoint.listing import listed
 
     _, folder, checkpoints = listed(args.folder)

@@ -21,7 +21,6 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prints what the manifest says, and with `--tensors` the index; of another format what its files tell."""
     from paceline.checkpoint.format.manifest import Manifest
     from paceline.checkpoint.listing import the_checkpoint
 

@@ -17,7 +17,6 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Compares every file with its checksum."""
     from paceline.checkpoint.format.manifest import verify
     from paceline.checkpoint.listing import in_words, listed
 

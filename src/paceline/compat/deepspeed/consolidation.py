@@ -30,11 +30,7 @@ if __name__ == "__main__":
 
 
 def main(words: Sequence[str] | None = None) -> None:
-    """Runs `zero_to_fp32.py`, with DeepSpeed's arguments.
-
-    Args:
-        words: the command line; None is that of this process.
-    """
+    """Runs `zero_to_fp32.py`, with DeepSpeed's arguments."""
     parser = argparse.ArgumentParser(prog="zero_to_fp32.py", description="Writes the whole weights of a checkpoint.")
     parser.add_argument("checkpoint_dir", help="what save_checkpoint was given, such as .")
     parser.add_argument("output_dir", help="the folder of the weights")
@@ -56,12 +52,9 @@ def get_fp32_state_dict_from_zero_checkpoint(
     exclude_frozen_parameters: bool = False,
     lazy_mode: bool = False,
 ) -> dict[str, Tensor]:
-    """The whole weights, in this process's memory.
+    """The whole weights, in this process's memory, whatever `exclude_frozen_parameters` and `lazy_mode` say.
 
-    Args:
-        checkpoint_dir: what `save_checkpoint` was given.
-        tag: None takes what `latest` says.
-        exclude_frozen_parameters, lazy_mode: weights are whole and in memory in any case.
+    Here and below `checkpoint_dir` is what `save_checkpoint` was given, and a tag of None takes what `latest` says.
     """
     weights = open_weights(_place(checkpoint_dir, tag))
     state: dict[str, Tensor] = {}
@@ -81,12 +74,7 @@ def convert_zero_checkpoint_to_fp32_state_dict(
 ) -> None:
     """Writes the whole weights into a folder, tensor by tensor: `pytorch_model.bin`, or several files and an index.
 
-    Args:
-        checkpoint_dir, tag: as above.
-        output_dir: made where it is missing.
-        max_shard_size: bytes after which a new file begins; None writes one.
-        safe_serialization: safetensors.
-        exclude_frozen_parameters: they are written all the same.
+    A new file begins after `max_shard_size` bytes; None writes one. Frozen parameters are written in any case.
     """
     limit = 1 << 60 if max_shard_size is None else max_shard_size
     place = _place(checkpoint_dir, tag)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import asdict
-from typing import Any
 
 from paceline.base import env as environment
 from paceline.compat.deepspeed.config import Batch, DeepSpeedConfig, read
@@ -13,7 +12,7 @@ from paceline.compat.deepspeed.config.batch import MICRO, STEPS, TRAIN
 from paceline.config import schema
 from paceline.config.given import Choice, Given
 from paceline.config.settings import RunSettings
-from paceline.config.sources import Launch, Resolved, resolve_launch, resolve_run
+from paceline.config.sources import Resolved, resolve_launch, resolve_run
 
 
 def explain(path: str, flags: Sequence[Given], *, as_json: bool, changed: bool) -> str:
@@ -30,74 +29,61 @@ def explain(path: str, flags: Sequence[Given], *, as_json: bool, changed: bool) 
     """
     config = read(path)
     launch = resolve_launch(flags)
-    procs = _processes(launch)
-    env = {**environment.snapshot(), **launch.hand_over()}
-    batch = _batch(config, resolve_run({}, env, plan=config.given), procs)
-    window = [] if batch is None else [Given("accumulate", batch.accumulate, "code", config.places.get(STEPS, path))]
-    resolved = resolve_run({}, env, plan=[*config.given, *window])
-    if as_json:
-        return json.dumps(_json(config, resolved, procs, batch), indent=2, default=str)
-    return "\n".join(_text(config, resolved, procs, batch, changed))
-
-
-def _processes(launch: Launch) -> int | None:
-    """How many processes were asked for; None where nobody said so."""
     procs, nodes = launch.launch.procs, launch.launch.nodes
-    return procs * nodes if isinstance(procs, int) and isinstance(nodes, int) else None
+    processes = procs * nodes if isinstance(procs, int) and isinstance(nodes, int) else None  # None: nobody said so
+    env = {**environment.snapshot(), **launch.hand_over()}
+    batch, window = None, []
+    if processes is not None:
+        batch = _batch(config, resolve_run({}, env, plan=config.given), processes)
+        window.append(Given("accumulate", batch.accumulate, "code", config.places.get(STEPS, path)))
+    resolved = resolve_run({}, env, plan=[*config.given, *window])
+
+    if as_json:
+        content = {
+            "file": config.source,
+            "settings": [asdict(row) for row in resolved.decisions],
+            "processes": processes,
+            "batch": None if batch is None else asdict(batch),
+            "kept": [asdict(row) for row in config.kept],
+            "unused": [asdict(row) for row in config.unused],
+            "notices": [*resolved.notices, *config.notices],
+        }
+        return json.dumps(content, indent=2, default=str)
+
+    shown = [row for row in resolved.decisions if row.source != "default" or not changed]
+    lines = [f"file: {config.source}", "", *_table("setting", shown), "", _triangle(config, processes, batch)]
+    for heading, choices in (("read by the engine", config.kept), ("no effect here", config.unused)):
+        if choices:
+            lines += ["", *_table(heading, choices)]
+    lines += [f"\nnotice: {text}" for text in resolved.notices]
+    return "\n".join(lines)
 
 
-def _batch(config: DeepSpeedConfig, resolved: Resolved[RunSettings], procs: int | None) -> Batch | None:
-    if procs is None:
-        return None
+def _batch(config: DeepSpeedConfig, resolved: Resolved[RunSettings], processes: int) -> Batch:
     from paceline.plan.plan import Decision
     from paceline.plan.resolve import draft
 
-    decisions = [Decision(**vars(each)) for each in resolved.decisions]
-    return config.batch(draft(resolved.settings.by_name(), decisions, procs, resolved.settings.options).layout.width)
+    decisions = [Decision(**vars(choice)) for choice in resolved.decisions]
+    plan = draft(resolved.settings.by_name(), decisions, processes, resolved.settings.options)
+    return config.batch(plan.layout.width)
 
 
-def _json(
-    config: DeepSpeedConfig, resolved: Resolved[RunSettings], procs: int | None, batch: Batch | None
-) -> dict[str, Any]:
-    return {
-        "file": config.source,
-        "settings": [asdict(row) for row in resolved.decisions],
-        "processes": procs,
-        "batch": None if batch is None else asdict(batch),
-        "kept": [asdict(row) for row in config.kept],
-        "unused": [asdict(row) for row in config.unused],
-        "notices": [*resolved.notices, *config.notices],
-    }
+def _table(heading: str, choices: Sequence[Choice]) -> list[str]:
+    rows = [(heading, "value", "from", "")]
+    for choice in choices:
+        origin = choice.source
+        if choice.source in ("code", "file"):
+            origin = choice.where
+        elif choice.where:
+            origin = f"{choice.source} ({choice.where})"
+        value = choice.value if isinstance(choice.value, str) else schema.shown_value(choice.value)
+        rows.append((choice.field, value or "-", origin, choice.reason.removeprefix("no effect here: ")))
+    return schema.lined_up(rows)
 
 
-def _text(
-    config: DeepSpeedConfig, resolved: Resolved[RunSettings], procs: int | None, batch: Batch | None, changed: bool
-) -> list[str]:
-    shown = [row for row in resolved.decisions if row.source != "default" or not changed]
-    rows = [("setting", "value", "from", ""), *map(_row, shown)]
-    lines = [f"file: {config.source}", "", *schema.lined_up(rows), "", _triangle(config, procs, batch)]
-    for heading, choices in (("read by the engine", config.kept), ("no effect here", config.unused)):
-        if choices:
-            lines += ["", *schema.lined_up([(heading, "value", "from", ""), *map(_row, choices)])]
-    return [*lines, *(f"\nnotice: {text}" for text in resolved.notices)]
-
-
-def _row(each: Choice) -> tuple[str, str, str, str]:
-    origin = each.source
-    if each.source in ("code", "file"):
-        origin = each.where
-    elif each.where:
-        origin = f"{each.source} ({each.where})"
-    value = each.value if isinstance(each.value, str) else schema.shown_value(each.value)
-    return each.field, value or "-", origin, each.reason.removeprefix("no effect here: ")
-
-
-def _triangle(config: DeepSpeedConfig, procs: int | None, batch: Batch | None) -> str:
+def _triangle(config: DeepSpeedConfig, processes: int | None, batch: Batch | None) -> str:
     if batch is not None:
-        ranks = f"{batch.width} of {procs} processes" if batch.width != procs else f"{procs} processes"
+        ranks = f"{batch.width} of {processes} processes" if batch.width != processes else f"{processes} processes"
         return f"batch: {batch.train} = micro-batch {batch.micro} x accumulation {batch.accumulate} x {ranks}"
-    open_or = {name: "open" if config[name] is None else config[name] for name in (TRAIN, MICRO, STEPS)}
-    return (
-        f"batch: {open_or[TRAIN]} = micro-batch {open_or[MICRO]} x accumulation {open_or[STEPS]} x processes "
-        "(say how many: --procs N)"
-    )
+    train, micro, steps = ("open" if config[name] is None else config[name] for name in (TRAIN, MICRO, STEPS))
+    return f"batch: {train} = micro-batch {micro} x accumulation {steps} x processes (say how many: --procs N)"

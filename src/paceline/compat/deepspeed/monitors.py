@@ -104,14 +104,7 @@ def _tracker(name: str, block: Mapping[str, Any]) -> Any:
 
 
 class Monitors:
-    """What the config enables.
-
-    Args:
-        config: of the run.
-        is_main: whether this is the main process; elsewhere events are dropped.
-
-    Attributes:
-        enabled: whether there are any.
+    """What the config enables. Events of other processes than the main one are dropped.
 
     Ranks: all make it, and see the same errors.
 
@@ -155,15 +148,7 @@ class Monitors:
 
 
 class Events:
-    """What an engine says after a step: to its monitors, and a line every `steps_per_print` steps.
-
-    Args:
-        engine: its owner.
-
-    Attributes:
-        monitors: where events go.
-        timers: tell how long phases take, where the config asks for it.
-    """
+    """What an engine says after a step: to its monitors, a line every `steps_per_print` steps, and how long phases took."""
 
     def __init__(self, engine: DeepSpeedEngine) -> None:
         self._engine = engine

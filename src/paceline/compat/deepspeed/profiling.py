@@ -11,6 +11,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -40,10 +41,7 @@ def wall_clock_settings(config: DeepSpeedConfig) -> list[Given]:
 
 
 class Timers:
-    """Tells the times of an engine's micro-batches and steps, on the main process.
-
-    Args:
-        engine: its owner.
+    """Tells the times of its engine's micro-batches and steps, on the main process.
 
     Attributes:
         last: milliseconds by DeepSpeed's names, of the micro-batch and of the step that ended last.
@@ -68,11 +66,13 @@ class Timers:
         now = self._profiles.wall_clock.now().phases
         micro = {name: ms - self._before.get(name, 0.0) for name, ms in now.items()}
         self._before = {} if boundary else dict(now)
-        told = [_named(micro, "_microstep"), *([_named(now, "")] if boundary else [])]
-        for each in told:
-            self.last.update(each)
+        due = [_named(micro, "_microstep")]
+        if boundary:
+            due.append(_named(now, ""))
+        for times in due:
+            self.last.update(times)
             if self._engine.config["wall_clock_breakdown"] and self._engine.accelerator.is_main_process:
-                _say("[Rank 0] time (ms) | " + " | ".join(f"{name}: {ms:.2f}" for name, ms in each.items()))
+                _say("[Rank 0] time (ms) | " + " | ".join(f"{name}: {ms:.2f}" for name, ms in times.items()))
 
     def values(self) -> list[tuple[str, float]]:
         """What monitors get of the step that ended last."""
@@ -112,8 +112,7 @@ def _named(ms: Mapping[str, float], suffix: str) -> dict[str, float]:
     return {name + suffix: value for name, value in values.items()}
 
 
-def _say(text: str) -> None:
-    print(text, flush=True)
+_say = partial(print, flush=True)
 
 
 # -- operations ----------------------------------------------------------------------------------------------------
@@ -229,13 +228,7 @@ def duration_to_string(duration: float, units: str | None = None, precision: int
 
 
 class FlopsProfiler:
-    """Counts what a model computes between `start_profile` and `stop_profile`.
-
-    Args:
-        model: any module.
-        ds_engine: not needed.
-        recompute_fwd_factor: not needed: what is computed again is counted.
-    """
+    """Counts what a model computes between `start_profile` and `stop_profile`, what is computed again included."""
 
     def __init__(
         self, model: nn.Module, ds_engine: DeepSpeedEngine | None = None, recompute_fwd_factor: float = 0.0

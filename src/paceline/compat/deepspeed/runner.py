@@ -49,12 +49,7 @@ def fetch_hostfile(hostfile_path: str | Path) -> dict[str, int] | None:
 def parse_resource_filter(
     host_info: Mapping[str, Sequence[int]], include_str: str = "", exclude_str: str = ""
 ) -> dict[str, list[int]]:
-    """The hosts and slots that a filter leaves.
-
-    Args:
-        host_info: slots of each host.
-        include_str: those that are used: `HOST[:SLOT,SLOT...][@HOST...]`; a host alone means all its slots.
-        exclude_str: those that are left out, in the same form.
+    """The hosts and slots that a filter `HOST[:SLOT,SLOT...][@HOST...]` leaves; a host alone means all its slots.
 
     Raises:
         ConfigError: `host-filter`; all that is wrong at once.

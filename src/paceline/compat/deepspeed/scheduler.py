@@ -11,18 +11,11 @@ if TYPE_CHECKING:
 
 
 class EngineScheduler:
-    """Looks like the scheduler inside. `engine.step()` steps it; a script that does so too would go twice as fast.
-
-    Args:
-        prepared: the prepared scheduler.
-        engine: counts the optimizer steps.
-
-    Attributes:
-        calls: how often the script called `step()`.
-    """
+    """Looks like the scheduler inside. `engine.step()` steps it; a script that does so too would go twice as fast."""
 
     def __init__(self, prepared: Any, engine: DeepSpeedEngine) -> None:
-        self.prepared, self.calls = prepared, 0
+        self.prepared = prepared
+        self.calls = 0  # of the script's own, to `step`
         self._engine = engine
 
     def step(self, *args: Any, **named: Any) -> None:
