@@ -10,7 +10,6 @@ A name means the same in all modules that have it, unless it is listed under a m
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
@@ -133,15 +132,16 @@ def modules() -> dict[str, frozenset[str]]:
 @cache
 def carried() -> dict[str, str]:
     """Name of theirs, with its module where it means this there alone -> "module:name" of ours."""
-    return dict(_entries())
-
-
-def _entries() -> Iterator[tuple[str, str]]:
-    for ours, told in _CARRIED.items():
-        for modules_of_theirs, names in (told if isinstance(told, dict) else {"": told}).items():
-            for before in [f"{each}." for each in modules_of_theirs.split()] or [""]:
-                for theirs, _, own in (pair.partition("=") for pair in names.split()):
-                    yield f"{before}{theirs}", f"{ours}:{own or theirs}"
+    served: dict[str, str] = {}
+    for ours, entry in _CARRIED.items():
+        names_by_modules = entry if isinstance(entry, dict) else {"": entry}
+        for modules_of_theirs, names in names_by_modules.items():
+            prefixes = [f"{module}." for module in modules_of_theirs.split()] or [""]
+            for pair in names.split():
+                theirs, _, own = pair.partition("=")
+                for prefix in prefixes:
+                    served[f"{prefix}{theirs}"] = f"{ours}:{own or theirs}"
+    return served
 
 
 def native_way(name: str) -> tuple[str, str]:

@@ -65,9 +65,9 @@ class Pieces:
     """
 
     def __init__(self, shapes: Mapping[str, Sequence[int]], parts: Mapping[str, Sequence[Tensor]]) -> None:
-        self.entries: Mapping[str, Entry] = {
-            name: Entry(name, tuple(shape), parts[name][0].dtype) for name, shape in shapes.items()
-        }
+        self.entries: dict[str, Entry] = {}
+        for name, shape in shapes.items():
+            self.entries[name] = Entry(name, tuple(shape), parts[name][0].dtype)
         self._parts = parts
 
     def read(self, name: str, box: Box) -> Tensor:

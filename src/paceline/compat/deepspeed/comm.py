@@ -82,9 +82,8 @@ def all_gather_coalesced(
     async_op: bool = False,
 ) -> Any:
     """Each of some tensors, gathered. Ranks: all of the group."""
-    works = [
-        _gather_single(found, own, group, async_op) for found, own in zip(output_tensors, input_tensors, strict=True)
-    ]
+    pairs = zip(output_tensors, input_tensors, strict=True)
+    works = [_gather_single(output, own, group, async_op) for output, own in pairs]
     return _Works(works) if async_op else None
 
 

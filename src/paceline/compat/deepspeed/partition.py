@@ -50,12 +50,13 @@ def balanced(weights: Sequence[float], stages: int) -> list[int]:
                 most, least = max(heaviest[begin], own), min(lightest[begin], own)
                 if most - least <= new[end][0]:
                     new[end] = (most - least, most, least, begin)
-        heaviest, lightest = [each[1] for each in new], [each[2] for each in new]
-        begins.append([each[3] for each in new])
-    found = [count]
+        heaviest = [most for _, most, _, _ in new]
+        lightest = [least for _, _, least, _ in new]
+        begins.append([begin for _, _, _, begin in new])
+    parts = [count]
     for places in reversed(begins):
-        found.append(places[found[-1]])
-    return found[::-1]
+        parts.append(places[parts[-1]])
+    return parts[::-1]
 
 
 def heaviest(weights: Sequence[float], parts: Sequence[int]) -> float:
@@ -71,17 +72,17 @@ def matches(method: str, classes: Sequence[str]) -> list[int]:
     """
     expression = method.partition(":")[2]
     try:
-        found = [int(bool(re.search(expression, name, re.IGNORECASE))) for name in classes]
+        weights = [int(bool(re.search(expression, name, re.IGNORECASE))) for name in classes]
     except re.error as error:
         raise unknown(method, f"{expression!r} is no regular expression: {error}") from None
-    if not any(found):
+    if not any(weights):
         raise PlanError(
             "pipe-no-layer",
             f"Partitioning '{expression}' found no valid layers to partition.",
             why=f"partition_method={method!r}; classes of the layers: {', '.join(dict.fromkeys(classes))}",
             fix="write a part of such a name, as in partition_method='type:linear'; or use 'uniform'",
         )
-    return found
+    return weights
 
 
 def unknown(method: str, why: str = "") -> CompatError:

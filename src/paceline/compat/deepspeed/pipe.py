@@ -60,8 +60,9 @@ class LayerSpec:
         return self.typename(*self.module_args, **self.module_kwargs)
 
     def __repr__(self) -> str:
-        told = [*map(repr, self.module_args), *(f"{name}={value!r}" for name, value in self.module_kwargs.items())]
-        return f"LayerSpec({', '.join([self.typename.__name__, *told])})"
+        arguments = [self.typename.__name__, *map(repr, self.module_args)]
+        arguments += [f"{name}={value!r}" for name, value in self.module_kwargs.items()]
+        return f"LayerSpec({', '.join(arguments)})"
 
 
 class TiedLayerSpec(LayerSpec):
@@ -155,38 +156,40 @@ class PipelineModule(nn.Module):
     def _parts(self, method: str | Sequence[int]) -> list[int] | None:
         count, stages = len(self._layer_specs), self.num_stages
         if not isinstance(method, str):
-            found = [0, *map(int, method), count] if stages > 1 else [0, count]
+            parts = [0, *map(int, method), count] if stages > 1 else [0, count]
         elif method.lower() == "profile":
             if count >= stages:
                 return None if stages > 1 else [0, count]
-            found = partition.uniform(count, stages)
+            parts = partition.uniform(count, stages)
         elif method.lower() == "uniform":
-            found = partition.uniform(count, stages)
+            parts = partition.uniform(count, stages)
         elif method.lower() == "parameters" or method.lower().startswith("type:"):
             by_type = method.lower().startswith("type:")
             weights = partition.matches(method, self._classes) if by_type else self._elements()
-            found = partition.balanced(weights, stages)
-            better = partition.lighter(weights, found) if len(set(found)) == stages + 1 else ""
+            parts = partition.balanced(weights, stages)
+            better = partition.lighter(weights, parts) if len(set(parts)) == stages + 1 else ""
             if better and World.detect().is_main:
-                logger("compat").info("PipelineModule: partition_method=%r gives %s; %s", method, found, better)
+                logger("compat").info("PipelineModule: partition_method=%r gives %s; %s", method, parts, better)
         else:
             raise partition.unknown(method)
-        if len(found) != stages + 1 or sorted(set(found)) != found:
+        if len(parts) != stages + 1 or sorted(set(parts)) != parts:
             raise PlanError(
                 "pipe-empty",
                 f"{count} layers do not make {stages} stages with layers in each.",
-                why=f"partition_method={method!r} begins stages with layers {found[:-1]}, of {count}",
+                why=f"partition_method={method!r} begins stages with layers {parts[:-1]}, of {count}",
                 fix="use fewer stages, or give the layers with which the second and later stages begin: "
                 f"partition_method={list(partition.uniform(max(count, stages), stages)[1:-1])}",
             )
-        return found
+        return parts
 
     def _elements(self) -> list[int]:
         """Elements that train, of each layer."""
-        return [
-            sum(p.numel() for p in layer.parameters() if p.requires_grad) if isinstance(layer, nn.Module) else 0
-            for layer in (_outline(each) if isinstance(each, LayerSpec) else each for each in self._layer_specs)
-        ]
+        counts = []
+        for spec in self._layer_specs:
+            layer = _outline(spec) if isinstance(spec, LayerSpec) else spec
+            parameters = layer.parameters() if isinstance(layer, nn.Module) else ()
+            counts.append(sum(parameter.numel() for parameter in parameters if parameter.requires_grad))
+        return counts
 
     def measure(self, inputs: Any) -> list[float]:
         """Seconds that each layer takes forward and backward, for partition_method "profile". Ranks: no communication."""

@@ -78,21 +78,21 @@ class PipelineEngine(DeepSpeedEngine):
         """The stages, and one window for a whole step, since a schedule runs all of its micro-batches."""
         assert isinstance(model, PipelineModule)
         place = f"PipelineModule(num_stages={model.num_stages})"
-        found: dict[str, Any] = {"accumulate": 1}
+        settings: dict[str, Any] = {"accumulate": 1}
         if model.num_stages > 1:
             names = model.layer_names
-            found |= {
+            settings |= {
                 "pp": model.num_stages,
                 "options.pipeline.blocks": names,
                 "options.pipeline.schedule": "1f1b" if batch.accumulate >= model.num_stages else "gpipe",
                 "options.pipeline.microbatches": batch.accumulate,
             }
             if model.parts is not None:
-                found["options.pipeline.split"] = [names[begin] for begin in model.parts[1:-1]]
+                settings["options.pipeline.split"] = [names[begin] for begin in model.parts[1:-1]]
             else:
                 inputs = _example(model, batch, training_data, collate_fn)
-                found |= {"options.pipeline.split": "time", "options.pipeline.weights": model.measure(inputs)}
-        return [Given(name, value, "code", place) for name, value in found.items()]
+                settings |= {"options.pipeline.split": "time", "options.pipeline.weights": model.measure(inputs)}
+        return [Given(name, value, "code", place) for name, value in settings.items()]
 
     @classmethod
     def width(cls, model: nn.Module, world: int) -> int:
@@ -153,25 +153,28 @@ class PipelineEngine(DeepSpeedEngine):
             StopIteration: on all ranks, where one of them has no more; the error of an iterator, on its rank.
             DataError, TrainError: `pipe-data`, `pipe-batch`, `pipe-iterator`.
         """
-        found: list[Any] = []
+        batches: list[Any] = []
         error: Exception | None = None
         try:
-            while iterator is not None and len(found) < count:
-                found.append(to_device(_pair(next(iterator)), self.accelerator.device))
+            while iterator is not None and len(batches) < count:
+                batches.append(to_device(_pair(next(iterator)), self.accelerator.device))
         except StopIteration:
             pass
         except Exception as raised:
             error = raised
-        has = iterator is not None
-        told = torch.tensor([[_FAILED if error is not None else len(found) if has else count, has]])
-        ranks = self.accelerator.collectives.gather(told).tolist()
+        has_data = iterator is not None
+        came = len(batches) if has_data else count
+        if error is not None:
+            came = _FAILED
+        ranks = self.accelerator.collectives.gather(torch.tensor([[came, has_data]])).tolist()
         self._agree(ranks, count, error)
         if not all(here for _, here in ranks):
-            found = self._share(found)
-        self._compare_rows(tuple(each[0] for each in found[:1]), {})
-        if found:
-            runtime.current().micro_batch(found[0][0], self.batch.train)
-        return found
+            batches = self._share(batches)
+        if batches:
+            first_inputs, _ = batches[0]
+            self._compare_rows((first_inputs,), {})
+            runtime.current().micro_batch(first_inputs, self.batch.train)
+        return batches
 
     def _agree(self, ranks: list[list[int]], count: int, error: Exception | None) -> None:
         ends = [rank for rank in range(len(ranks)) if self._end(rank) in (0, self.num_stages - 1)]
@@ -200,16 +203,18 @@ class PipelineEngine(DeepSpeedEngine):
     def _end(self, rank: int) -> int:
         return int(getattr(self.grid.topology().get_coord(rank), "pipe", 0))
 
-    def _share(self, found: list[Any]) -> list[Any]:
+    def _share(self, batches: list[Any]) -> list[Any]:
         """Shapes of the first stage's inputs, for ranks that read nothing. Ranks: all along `pp`."""
         prepared = self.accelerator.run.prepared.find(self._wrapped[0])
         group = prepared.chain.owners
         own_shapes = None
         if group.rank == 0:
-            without_values = map_leaves(lambda leaf: leaf.to("meta") if isinstance(leaf, torch.Tensor) else leaf, found)
+            without_values = map_leaves(
+                lambda leaf: leaf.to("meta") if isinstance(leaf, torch.Tensor) else leaf, batches
+            )
             own_shapes = [inputs for inputs, _ in without_values]
         shapes = group.broadcast_object(own_shapes)
-        return found or [(inputs, None) for inputs in shapes]
+        return batches or [(inputs, None) for inputs in shapes]
 
     def _compare_rows(self, inputs: tuple[Any, ...], named: Any) -> None:
         """Says once where micro-batches are larger than the config's."""

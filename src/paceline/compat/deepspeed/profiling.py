@@ -388,37 +388,37 @@ def log_summary(show_straggler: bool = False, return_dict: bool = False) -> dict
         _say("\n".join(_summary(rows, show_straggler)))
     if not return_dict:
         return None
-    found: dict[str, Any] = {"summary": {}}
-    for one in rows:
-        found["summary"].setdefault(one.op, {})[one.size_bytes] = {
-            "count": one.count,
-            "total_latency_ms": one.total_ms,
-            "avg_latency_ms": one.mean_ms,
-            "tput_avg_gbps": one.algbw_gbps,
-            "busbw_avg_gbps": one.busbw_gbps,
-            "msg_size_bytes": one.size_bytes,
-            "msg_size_str": size(one.size_bytes),
+    report: dict[str, Any] = {"summary": {}}
+    for row in rows:
+        report["summary"].setdefault(row.op, {})[row.size_bytes] = {
+            "count": row.count,
+            "total_latency_ms": row.total_ms,
+            "avg_latency_ms": row.mean_ms,
+            "tput_avg_gbps": row.algbw_gbps,
+            "busbw_avg_gbps": row.busbw_gbps,
+            "msg_size_bytes": row.size_bytes,
+            "msg_size_str": size(row.size_bytes),
         }
         if show_straggler:
-            found.setdefault("straggler_analysis", {}).setdefault(one.op, {})[one.size_bytes] = {
-                "count": one.count,
-                "total_comm_lat_ms": one.total_ms - (one.straggler_ms or 0.0),
-                "total_straggler_ms": one.straggler_ms,
+            report.setdefault("straggler_analysis", {}).setdefault(row.op, {})[row.size_bytes] = {
+                "count": row.count,
+                "total_comm_lat_ms": row.total_ms - (row.straggler_ms or 0.0),
+                "total_straggler_ms": row.straggler_ms,
             }
-    return found
+    return report
 
 
 def _summary(rows: Iterable[Any], straggler: bool) -> list[str]:
     heads = ["Comm. Op", "Message Size", "Count", "Total Latency(ms)", "Avg Latency(ms)", "tput_avg (Gbps)"]
     heads += ["busbw_avg (Gbps)", *(["Straggler(ms)"] * straggler)]
     lines, op = ["".join(f"{head:<20}" for head in heads).rstrip()], ""
-    for one in rows:
-        if one.op != op:
-            op = one.op
+    for row in rows:
+        if row.op != op:
+            op = row.op
             lines.append(op)
-        cells = ["", size(one.size_bytes), str(one.count), f"{one.total_ms:.2f}", f"{one.mean_ms:.2f}"]
-        cells += [f"{one.algbw_gbps:.2f}", f"{one.busbw_gbps:.2f}"]
-        cells += [f"{one.straggler_ms:.2f}"] if straggler else []
+        cells = ["", size(row.size_bytes), str(row.count), f"{row.total_ms:.2f}", f"{row.mean_ms:.2f}"]
+        cells += [f"{row.algbw_gbps:.2f}", f"{row.busbw_gbps:.2f}"]
+        cells += [f"{row.straggler_ms:.2f}"] if straggler else []
         lines.append("".join(f"{cell:<20}" for cell in cells).rstrip())
     return lines
 
@@ -436,22 +436,22 @@ def timed(function: Callable[..., Any]) -> Callable[..., Any]:
         begun = _moment()
         output = function(*args, **kwargs)
         _say(f"time (ms) | fwd: {(_moment() - begun) * 1e3:.2f}")
-        ins, outs = (_differentiable(each) for each in ((args, kwargs), output))
+        # The backward pass reaches an output first, and an input last.
         began: list[float] = []
-        for tensor in outs[:1]:
-            tensor.register_hook(lambda _: began.append(_moment()))
-        for tensor in ins[:1]:
-            if tensor.is_leaf or tensor.grad_fn is not None:
-                tensor.register_hook(
-                    lambda _: _say(f"time (ms) | backward: {(_moment() - began.pop()) * 1e3:.2f}") if began else None
-                )
+        output_with_gradient = next((tensor for tensor in tensors(output) if tensor.requires_grad), None)
+        input_with_gradient = next((tensor for tensor in tensors((args, kwargs)) if tensor.requires_grad), None)
+
+        def tell_backward(_: torch.Tensor) -> None:
+            if began:
+                _say(f"time (ms) | backward: {(_moment() - began.pop()) * 1e3:.2f}")
+
+        if output_with_gradient is not None:
+            output_with_gradient.register_hook(lambda _: began.append(_moment()))
+        if input_with_gradient is not None:
+            input_with_gradient.register_hook(tell_backward)
         return output
 
     return call
-
-
-def _differentiable(tree: Any) -> list[torch.Tensor]:
-    return [tensor for tensor in tensors(tree) if tensor.requires_grad]
 
 
 def _moment() -> float:

@@ -24,14 +24,14 @@ from paceline.world.world import World
 
 def _logger() -> logging.Logger:
     """Prints to stdout from INFO on, as scripts expect of it."""
-    found = logging.getLogger("DeepSpeed")
-    if not found.handlers:
+    deepspeed_logger = logging.getLogger("DeepSpeed")
+    if not deepspeed_logger.handlers:
         printer = logging.StreamHandler(sys.stdout)
         printer.setFormatter(logging.Formatter("[%(asctime)s] [%(levelname)s] %(message)s"))
-        found.addHandler(printer)
-        found.setLevel(logging.INFO)
-        found.propagate = False
-    return found
+        deepspeed_logger.addHandler(printer)
+        deepspeed_logger.setLevel(logging.INFO)
+        deepspeed_logger.propagate = False
+    return deepspeed_logger
 
 
 logger = _logger()
@@ -166,7 +166,13 @@ def set_z3_leaf_modules(
     model: nn.Module, leaf_module_classes: Sequence[Any], raise_if_not_found: bool = True
 ) -> list[nn.Module]:
     """The modules of these classes. Nothing else is needed: units are gathered whole here, whatever branch is taken."""
-    return [module for module in model.modules() if _is_one_of(module, leaf_module_classes)]
+    leaves: list[nn.Module] = []
+    for module in model.modules():
+        kind = type(module)
+        names = (kind, kind.__name__, f"{kind.__module__}.{kind.__name__}")
+        if any(wanted in names for wanted in leaf_module_classes):
+            leaves.append(module)
+    return leaves
 
 
 unset_z3_leaf_modules = set_z3_leaf_modules
@@ -186,11 +192,6 @@ z3_leaf_parameter = z3_leaf_module
 def get_z3_leaf_modules(model: nn.Module) -> list[nn.Module]:
     """Modules that were made leaves: none need be."""
     return []
-
-
-def _is_one_of(module: nn.Module, classes: Iterable[Any]) -> bool:
-    kind = type(module)
-    return any(kind is each or each in (kind.__name__, f"{kind.__module__}.{kind.__name__}") for each in classes)
 
 
 def recursive_getattr(model: Any, module_name: str) -> Any:
