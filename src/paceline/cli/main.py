@@ -103,7 +103,8 @@ def _dispatch(words: list[str]) -> int:
     if words[:1] == ["help"]:  # `paceline help launch` is `paceline launch --help`
         words = [*words[1:], "--help"]
     if not words or words[0] in ("-h", "--help"):
-        print(_overview())
+        about = "\n\nRuns the PyTorch training loop that you already have on any number of devices."
+        print(_table(f"paceline COMMAND [options]{about}", commands()))
         return 0
     if words[0] == "--version":
         import paceline
@@ -133,11 +134,6 @@ def _no_command(name: str, words: Sequence[str], commands: Mapping[str, str]) ->
     else:
         fix = "choose one of these"
     return ConfigError("command-line", f"there is no command {name!r}.", f"commands: {', '.join(commands)}", fix)
-
-
-def _overview() -> str:
-    about = "\n\nRuns the PyTorch training loop that you already have on any number of devices."
-    return _table(f"paceline COMMAND [options]{about}", commands())
 
 
 def _table(usage: str, commands_by_name: dict[str, str]) -> str:

@@ -22,7 +22,6 @@ from paceline.config import schema
 from paceline.config.sources import Launch, resolve_launch
 
 if TYPE_CHECKING:
-    from paceline.launch.launcher import Job
     from paceline.planner.search import Candidate
     from paceline.planner.tune import Tuned
 
@@ -105,7 +104,14 @@ def tune(
     tuning.check(places or {})
     # Accelerators are looked at by processes of their own: one that has touched them cannot be forked any more.
     job, notices = _result(*in_child(lambda: job_of(resolved, script, script_args, environment.snapshot())))
-    _refuse(job)
+    if job.nodes > 1 or job.target.kind == "program":
+        reason = "several nodes take part" if job.nodes > 1 else "the script is a program of its own"
+        raise LaunchError(
+            "tune-launch",
+            "this cannot be tuned: trials are forked, on this host, from a process that has imported the script's libraries.",
+            why=f"{reason} (--nodes {job.nodes}, {job.target.name})",
+            fix="tune a Python script on one node, and take the result to the others",
+        )
     job = replace(job, target=replace(job.target, local_rank=local_rank))
     for notice in (*resolved.notices, *notices):
         say(notice)
@@ -190,22 +196,6 @@ def _result(kind: str, value: Any) -> Any:
         why=str(value),
         fix="say what a rank has, such as `--device a100-24GB`, or `--cpu`",
     )
-
-
-def _refuse(job: Job) -> None:
-    """Trials are forked here, on one host, from Python.
-
-    Raises:
-        LaunchError: `tune-launch`.
-    """
-    if job.nodes > 1 or job.target.kind == "program":
-        why = "several nodes take part" if job.nodes > 1 else "the script is a program of its own"
-        raise LaunchError(
-            "tune-launch",
-            "this cannot be tuned: trials are forked, on this host, from a process that has imported the script's libraries.",
-            why=f"{why} (--nodes {job.nodes}, {job.target.name})",
-            fix="tune a Python script on one node, and take the result to the others",
-        )
 
 
 class Bar:

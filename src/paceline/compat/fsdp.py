@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterable, Mapping
-from dataclasses import fields, is_dataclass
+from dataclasses import fields, is_dataclass, replace
 from enum import Enum
 from typing import Any
 
@@ -89,10 +89,8 @@ def said_by(plugin: Any, place: str = "") -> list[Given]:
         if row.attribute == "mixed_precision_policy":
             given += _policy(value, where, "fsdp_mixed_precision_policy")
         elif row.attribute == "ignored_modules" or (row.attribute == "auto_wrap_policy" and not isinstance(value, str)):
-            name = {"size": "SIZE_BASED_WRAP", "wrap": "TRANSFORMER_BASED_WRAP"}
-            for each in _read(row.attribute, value, where, problems):
-                short = each.name.rpartition(".")[2]
-                given += _as_plugin(short, each, name)
+            for keyword in _read(row.attribute, value, where, problems):
+                given += _as_plugin(keyword)
         else:
             given.append(Given(row.name, plain(value), "code", where))
     if problems:
@@ -100,16 +98,17 @@ def said_by(plugin: Any, place: str = "") -> list[Given]:
     return given
 
 
-def _as_plugin(name: str, given: Given, words: Mapping[str, str]) -> list[Given]:
+def _as_plugin(keyword: Given) -> list[Given]:
     """A keyword of torch's under the names of the plugin's fields."""
-    if name == "auto_wrap_policy" and given.value == "size":
-        return [Given("fsdp_auto_wrap_policy", words["size"], given.source, given.where)]
-    if name == "auto_wrap_policy":
-        return [
-            Given("fsdp_auto_wrap_policy", words["wrap"], given.source, given.where),
-            Given("fsdp_transformer_layer_cls_to_wrap", given.value, given.source, given.where),
-        ]
-    return [Given(f"fsdp_{name}", given.value, given.source, given.where)]
+    name = keyword.name.rpartition(".")[2]
+    if name != "auto_wrap_policy":
+        return [replace(keyword, name=f"fsdp_{name}")]
+    if keyword.value == "size":
+        return [replace(keyword, name="fsdp_auto_wrap_policy", value="SIZE_BASED_WRAP")]
+    return [
+        replace(keyword, name="fsdp_auto_wrap_policy", value="TRANSFORMER_BASED_WRAP"),
+        replace(keyword, name="fsdp_transformer_layer_cls_to_wrap"),
+    ]
 
 
 def plain(value: Any) -> Any:

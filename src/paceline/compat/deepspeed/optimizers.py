@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -144,15 +145,16 @@ def _muon(params: Params, lr: float = 1e-3, muon_lr: float | None = None, **name
     return torch.optim.Muon(groups, lr=muon_lr or lr, **{key: value for key, value in named.items() if key in accepted})
 
 
-def _of_config(name: str) -> Callable[..., Optimizer] | None:
-    """What makes one of DeepSpeed's own types, whatever its capital letters."""
-    return {
-        "adam": lambda params, **named: _adam("Adam", params, **named),
-        "adamw": lambda params, **named: _adam("AdamW", params, **named),
-        "lamb": _lamb,
-        "lion": Lion,
-        "muon": _muon,
-    }.get(name.lower())
+# What makes the types that DeepSpeed has, whatever their capital letters; all others are torch's, by their exact names.
+_OF_CONFIG: dict[str, Callable[..., Optimizer]] = {
+    "adam": partial(_adam, "Adam"),
+    "adamw": partial(_adam, "AdamW"),
+    "lamb": _lamb,
+    "lion": Lion,
+    "muon": _muon,
+    "adagrad": torch.optim.Adagrad,
+    "sgd": torch.optim.SGD,
+}
 
 
 def build(
@@ -177,7 +179,7 @@ def build(
         named["decoupled"] = mode or type.lower() == "adamw"
         if said.get("torch_adam") and named["decoupled"]:
             named.setdefault("weight_decay", 0.01)  # torch's own default then
-    make = _of_config(type) or getattr(torch.optim, {"adagrad": "Adagrad", "sgd": "SGD"}.get(type.lower(), type), None)
+    make = _OF_CONFIG.get(type.lower()) or getattr(torch.optim, type, None)
     if make is None or (inspect.isclass(make) and not issubclass(make, Optimizer)):
         why = f"{config.places.get('optimizer.type', config.source) if config else 'optimizer.type'} names it; neither "
         raise _refuse(

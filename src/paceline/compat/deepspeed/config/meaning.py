@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from paceline.base.errors import Problem
-from paceline.compat.cases import VALUE, Case, fits, word
+from paceline.compat.cases import VALUE, fits, word
 from paceline.compat.deepspeed.config.keys import rows
 from paceline.compat.deepspeed.config.row import Derived, Key, Staged
 from paceline.compat.deepspeed.config.values import Said
@@ -40,31 +40,36 @@ def meaning_of(said: Said) -> Meaning:
     """Applies the table, in its order: of two rows that mean the same setting the later one counts."""
     meaning = Meaning(problems=_conflicts(said))
     for row in rows():
+        switch = f"{row.name.rpartition('.')[0]}.enabled"
+        is_on = row.name == switch or bool(said.values.get(switch, True))  # a block without a switch is on
         where = said.places.get(row.name)
         if where is None and row.always:
-            where = said.places.get(_switch(row))
-        if where and said.values[row.name] is not None and _is_on(row, said):
+            where = said.places.get(switch)
+        if where and is_on and said.values[row.name] is not None:
             _apply(row, where, said, meaning)
-    _join_profiles(meaning)
+
+    # One setting holds all that is measured.
+    measured = [given for given in meaning.given if given.name == "profile"]
+    if measured:
+        meaning.given = [given for given in meaning.given if given.name != "profile"]
+        names = ",".join(str(given.value) for given in measured)
+        places = dict.fromkeys(given.where for given in measured)
+        meaning.given.append(Given("profile", names, "code", ", ".join(places)))
     return meaning
-
-
-def _switch(row: Key) -> str:
-    return f"{row.name.rpartition('.')[0]}.enabled"
-
-
-def _is_on(row: Key, said: Said) -> bool:
-    """Whether the block of a key is switched on; one without a switch is."""
-    return row.name == _switch(row) or bool(said.values.get(_switch(row), True))
 
 
 def _apply(row: Key, where: str, said: Said, meaning: Meaning) -> None:
     value = said.values[row.name]
-    if row.needs and not _met(row.needs, said.values):
-        why = f"it counts only together with {row.needs.replace('=', ' ')}"
+    needed, _, wanted = row.needs.partition("=")
+    if needed and word(said.values[needed]) != wanted:
+        why = f"it counts only together with {needed} {wanted}"
         meaning.unused.append(_unused(row, value, where, why))
         return
-    case = next((case for case in row.cases if fits(case, _asked(value)) and _at_stage(case, said.values)), None)
+    # A block asks for something unless it is switched off.
+    asked = value.get("enabled", True) if isinstance(value, Mapping) else value
+    stage = str(said.values[_STAGE])
+    at_stage = [case for case in row.cases if not isinstance(case, Staged) or stage in case.stages]
+    case = next((case for case in at_stage if fits(case, asked)), None)
     if case is None:
         meaning.kept.append(Choice(row.name, value, "code", where))
         return
@@ -79,41 +84,15 @@ def _apply(row: Key, where: str, said: Said, meaning: Meaning) -> None:
         meaning.unused.append(_unused(row, value, where, f"{says_it} ({said.places[says_it]}) says it"))
     else:
         for name, ours in case.means.items():
-            meaning.given.append(Given(name, _ours(ours, value), "code", where))
-
-
-def _asked(value: Any) -> Any:
-    """A block asks for something unless it is switched off."""
-    return value.get("enabled", True) if isinstance(value, Mapping) else value
-
-
-def _at_stage(case: Case, values: Mapping[str, Any]) -> bool:
-    return not isinstance(case, Staged) or str(values[_STAGE]) in case.stages
-
-
-def _met(need: str, values: Mapping[str, Any]) -> bool:
-    name, _, wanted = need.partition("=")
-    return word(values[name]) == wanted
-
-
-def _ours(ours: Any, theirs: Any) -> Any:
-    if isinstance(ours, Derived):
-        return ours.of(theirs)
-    return theirs if ours is VALUE else ours
+            if isinstance(ours, Derived):
+                ours = ours.of(value)
+            elif ours is VALUE:
+                ours = value
+            meaning.given.append(Given(name, ours, "code", where))
 
 
 def _unused(row: Key, value: Any, where: str, why: str) -> Choice:
     return Choice(row.name, value, "code", where, f"no effect here: {why}")
-
-
-def _join_profiles(meaning: Meaning) -> None:
-    """One setting holds all that is measured."""
-    measured = [given for given in meaning.given if given.name == "profile"]
-    if measured:
-        meaning.given = [given for given in meaning.given if given.name != "profile"]
-        names = ",".join(str(given.value) for given in measured)
-        places = dict.fromkeys(given.where for given in measured)
-        meaning.given.append(Given("profile", names, "code", ", ".join(places)))
 
 
 def _conflicts(said: Said) -> list[Problem]:
