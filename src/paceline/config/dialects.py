@@ -154,10 +154,10 @@ def known_flags() -> dict[str, bool]:
 
 def known_shorts() -> dict[str, str]:
     """The flags of all dialects that are also one letter -> the letter."""
-    found: dict[str, str] = {}
+    shorts: dict[str, str] = {}
     for dialect in dialects():
-        found |= dialect.shorts
-    return found
+        shorts |= dialect.shorts
+    return shorts
 
 
 def known_by_a_dialect(given: Given) -> bool:

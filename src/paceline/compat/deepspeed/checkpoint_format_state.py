@@ -76,10 +76,10 @@ class DeepSpeedReader:
         raw = self._saved.optimizer
         states, members = self._numbered(name, raw) if self._saved.shapes is None else self._named(name)
         # DeepSpeed's own optimizers keep keys in a group that torch's do not know.
-        known = here.optimizer.param_groups[0].keys() if here.optimizer.param_groups else set()
+        own_keys = here.optimizer.param_groups[0].keys() if here.optimizer.param_groups else set()
         groups = []
         for group in raw["param_groups"]:
-            groups.append({key: value for key, value in group.items() if key in known})
+            groups.append({key: value for key, value in group.items() if key in own_keys})
         self._translation.add_optimizer(name, here, groups, members, states)
 
     def _numbered(self, optimizer: str, raw: dict[str, Any]) -> _States:

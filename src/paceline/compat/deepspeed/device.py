@@ -21,8 +21,8 @@ class DeepSpeedAccelerator:
     """
 
     def __init__(self) -> None:
-        found = torch.accelerator.current_accelerator(check_available=True)
-        self._kind = "cpu" if found is None else found.type
+        current = torch.accelerator.current_accelerator(check_available=True)
+        self._kind = "cpu" if current is None else current.type
         self._name = self._kind
         self._communication_backend_name = default_backend(torch.device(self._kind), None).split(":")[-1].split(",")[0]
         self._module: Any = torch.get_device_module(self._kind)
@@ -96,8 +96,8 @@ class DeepSpeedAccelerator:
         if self._there:
             stats: Any = torch.accelerator.memory_stats(device_index)
             return int(stats.get(key, 0))
-        held = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        return held if sys.platform == "darwin" else held * 1024
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        return peak if sys.platform == "darwin" else peak * 1024
 
     def reset_peak_memory_stats(self, device_index: int | None = None) -> None:
         if self._there:

@@ -63,14 +63,14 @@ def tie(layer: nn.Module, first: nn.Module, names: Sequence[str], key: str) -> N
         except AttributeError:
             source = target = None  # type: ignore[assignment]
         if source is None or target is None or source.shape != target.shape:
+            why = []
+            for module in (first, layer):
+                shapes = [f"{n} {list(parameter.shape)}" for n, parameter in module.named_parameters()]
+                why.append(f"{type(module).__name__} has {', '.join(shapes) or 'no parameters'}")
             raise PrepareError(
                 "pipe-tied",
                 f"layers of the key {key!r} cannot share {name!r}.",
-                why=[
-                    f"{type(each).__name__} has "
-                    + (", ".join(f"{n} {list(p.shape)}" for n, p in each.named_parameters()) or "no parameters")
-                    for each in (first, layer)
-                ],
+                why=why,
                 fix="name weights that both have, in the same shape: tied_weight_attr=['embed.weight']",
             )
         layer.get_submodule(holder)._parameters[own] = source
@@ -87,16 +87,16 @@ def trim() -> None:
 def give_up(layers: Iterable[nn.Module], kept: Iterable[nn.Module]) -> None:
     """Puts tensors of names and shapes alone in the place of those of `layers`, except what `kept` shares with them."""
     stays = {id(tensor) for layer in kept for tensor in (*layer.parameters(), *layer.buffers())}
-    known: dict[int, tuple[Tensor, Tensor]] = {}  # by id, so the old one must live as long
+    replaced: dict[int, tuple[Tensor, Tensor]] = {}  # by id, so the old one must live as long
     for module in (inner for layer in layers for inner in layer.modules()):
         for slots in (module._parameters, module._buffers):
             for name, tensor in slots.items():
                 if tensor is None or tensor.is_meta or id(tensor) in stays:
                     continue
-                if id(tensor) not in known:
+                if id(tensor) not in replaced:
                     empty: Any = torch.empty_like(tensor, device="meta", requires_grad=False)
                     if isinstance(tensor, nn.Parameter):
                         empty = nn.Parameter(empty, tensor.requires_grad)
                         empty.__dict__.update(tensor.__dict__)
-                    known[id(tensor)] = (tensor, empty)
-                slots[name] = known[id(tensor)][1]  # type: ignore[assignment]
+                    replaced[id(tensor)] = (tensor, empty)
+                slots[name] = replaced[id(tensor)][1]  # type: ignore[assignment]

@@ -245,8 +245,8 @@ class PipelineModule(nn.Module):
         if self.seed_layers:
             torch.set_rng_state(state)  # ranks have drawn differently
         others = [self.get_submodule(str(number)) for number, mine in enumerate(own) if not mine]
-        kept = [self.get_submodule(str(number)) for number, mine in enumerate(own) if mine]
-        give_up(others, kept)
+        own_layers = [self.get_submodule(str(number)) for number, mine in enumerate(own) if mine]
+        give_up(others, own_layers)
 
     def _built(self, spec: LayerSpec, mine: bool) -> nn.Module:
         if mine:

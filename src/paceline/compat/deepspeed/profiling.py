@@ -186,14 +186,14 @@ def _aggregated(model: Part, depth: int, top: int) -> list[str]:
 def _detailed(model: Part) -> list[str]:
     lines = []
     for level, part in model.walk():
-        told = [
+        facts = [
             f"{params_to_string(part.parameters)} = {share(part.parameters, model.parameters)} Params",
             f"{macs_to_string(part.macs)} = {share(part.macs, model.macs)} MACs",
             f"{duration_to_string(part.latency_ms / 1e3)} = {share(part.latency_ms, model.latency_ms)} latency",
             _rate(part.flops, part.latency_ms / 1e3),
         ]
         name = f"({part.name.rpartition('.')[2]}): " if part.name else ""
-        lines.append(f"{'  ' * level}{name}{part.kind}({', '.join(told)})")
+        lines.append(f"{'  ' * level}{name}{part.kind}({', '.join(facts)})")
     return lines
 
 
@@ -515,8 +515,8 @@ class SynchronizedWallClockTimer:
         ranks: Sequence[int] | None = None,
     ) -> None:
         """Prints the times of some."""
-        known = [name for name in names if name in self.timers]
+        started = [name for name in names if name in self.timers]
         _say(
             "time (ms) | "
-            + " | ".join(f"{name}: {self.timers[name].elapsed(reset) / normalizer:.2f}" for name in known)
+            + " | ".join(f"{name}: {self.timers[name].elapsed(reset) / normalizer:.2f}" for name in started)
         )

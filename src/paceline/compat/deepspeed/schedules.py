@@ -370,22 +370,23 @@ def build(type: str, optimizer: Optimizer, params: Mapping[str, Any]) -> Any:
     Raises:
         ConfigError: `deepspeed-schedule`, for a name or a parameter that is not known, missing, or of no use.
     """
-    made = SCHEDULES.get(type) or getattr(torch.optim.lr_scheduler, type, None)
-    if not inspect.isclass(made):
+    schedule = SCHEDULES.get(type) or getattr(torch.optim.lr_scheduler, type, None)
+    if not inspect.isclass(schedule):
         of_torch = [name for name, value in vars(torch.optim.lr_scheduler).items() if inspect.isclass(value)]
         close = difflib.get_close_matches(type, [*SCHEDULES, *of_torch], 1)
         raise _wrong(f"there is no schedule {type!r}.", f"scheduler.type is one of {', '.join(SCHEDULES)}, or a class of "
                      "torch.optim.lr_scheduler", f"write {close[0] if close else 'WarmupLR'!r}")  # fmt: skip
-    known = inspect.signature(made).parameters
-    strange = [name for name in params if name not in known or name == "optimizer"]
-    missing = [name for name, each in list(known.items())[1:] if each.default is each.empty and name not in params]
+    parameters = inspect.signature(schedule).parameters
+    strange = [name for name in params if name not in parameters or name == "optimizer"]
+    needed = [name for name, parameter in list(parameters.items())[1:] if parameter.default is parameter.empty]
+    missing = [name for name in needed if name not in params]
     if strange or missing:
         why = [f"{name} is no parameter of {type}" for name in strange]
         why += [f"{name} is missing, and has no default" for name in missing]
-        close = difflib.get_close_matches(strange[0], known, 1) if strange else []
-        fix = f"did you mean {close[0]!r}?" if close else f"its parameters are {', '.join(list(known)[1:])}"
+        close = difflib.get_close_matches(strange[0], parameters, 1) if strange else []
+        fix = f"did you mean {close[0]!r}?" if close else f"its parameters are {', '.join(list(parameters)[1:])}"
         raise _wrong(f"{type} cannot be made from these parameters.", why, fix)
-    return made(optimizer, **params)
+    return schedule(optimizer, **params)
 
 
 def of_config(config: Mapping[str, Any] | Any, optimizer: Optimizer) -> Any:
@@ -438,9 +439,9 @@ _FLAGS: tuple[tuple[str, Any, str], ...] = (
 
 def _optimizer(given: Any) -> Optimizer:
     """The optimizer, or the one inside of what wraps it."""
-    for each in (given, getattr(given, "optimizer", None)):
-        if isinstance(each, Optimizer):
-            return each
+    for candidate in (given, getattr(given, "optimizer", None)):
+        if isinstance(candidate, Optimizer):
+            return candidate
     raise PrepareError(
         "schedule-optimizer",
         f"a schedule was given a {type(given).__name__} in place of an optimizer.",

@@ -83,8 +83,8 @@ class ProcessTopology:
     ) -> str:
         """A rank's coordinate as text, such as "pipe_00-model_01"."""
         point = self.get_coord(rank)
-        kept = [axis for axis in self.axes if axis not in omit_axes]
-        return outer_sep.join(f"{axis}{inner_sep}{getattr(point, axis):02d}" for axis in kept)
+        shown = [axis for axis in self.axes if axis not in omit_axes]
+        return outer_sep.join(f"{axis}{inner_sep}{getattr(point, axis):02d}" for axis in shown)
 
     def world_size(self) -> int:
         return prod(self.dims)

@@ -35,14 +35,14 @@ def safe_get_full_optimizer_state(param: Tensor, optim_state_key: str) -> Tensor
     if optimizer is None:
         return None
     division = division_of(optimizer, param)
-    held = optimizer.state.get(param, {}).get(optim_state_key)
+    state = optimizer.state.get(param, {}).get(optim_state_key)
     if division is None or not hasattr(division, "join"):
-        return None if held is None else _full(held)
-    if held is not None and division.keeps(param):
-        held = division.join(param, held)
-    if is_sharded(held):
-        return _full(held)
-    return _of_owner(param, division, held)
+        return None if state is None else _full(state)
+    if state is not None and division.keeps(param):
+        state = division.join(param, state)
+    if is_sharded(state):
+        return _full(state)
+    return _of_owner(param, division, state)
 
 
 def _of_owner(param: Tensor, division: Any, held: Any) -> Any:
@@ -71,13 +71,13 @@ def safe_set_full_grad(param: Tensor, value: Tensor) -> None:
 
 def safe_set_full_optimizer_state(param: Tensor, value: Tensor, optim_state_key: str) -> None:
     optimizer = _optimizer(param)
-    held = _kept(optimizer, param, optim_state_key)
-    if held is None:
+    state = _kept(optimizer, param, optim_state_key)
+    if state is None:
         return
     division = division_of(optimizer, param)
     if division is not None and hasattr(division, "join"):
-        held = division.join(param, held)
-    _put(held, value)
+        state = division.join(param, state)
+    _put(state, value)
 
 
 def safe_get_local_fp32_param(param: Tensor) -> Tensor | None:
@@ -89,8 +89,8 @@ def safe_get_local_grad(param: Tensor) -> Tensor | None:
 
 
 def safe_get_local_optimizer_state(param: Tensor, optim_state_key: str) -> Tensor | None:
-    held = _kept(_optimizer(param), param, optim_state_key)
-    return None if held is None else local(held)
+    state = _kept(_optimizer(param), param, optim_state_key)
+    return None if state is None else local(state)
 
 
 def safe_set_local_fp32_param(param: Tensor, value: Tensor) -> None:
@@ -105,14 +105,14 @@ def safe_set_local_grad(param: Tensor, value: Tensor) -> None:
 
 
 def safe_set_local_optimizer_state(param: Tensor, value: Tensor, optim_state_key: str) -> None:
-    held = safe_get_local_optimizer_state(param, optim_state_key)
-    if held is not None:
-        held.copy_(value)
+    state = safe_get_local_optimizer_state(param, optim_state_key)
+    if state is not None:
+        state.copy_(value)
 
 
 def _full(tensor: Tensor) -> Tensor:
-    found = whole(tensor.detach())
-    return found.float() if found.is_floating_point() else found  # type: ignore[no-any-return]
+    full = whole(tensor.detach())
+    return full.float() if full.is_floating_point() else full  # type: ignore[no-any-return]
 
 
 def _put(held: Any, value: Tensor) -> None:
@@ -131,7 +131,7 @@ def _kept(optimizer: Any, param: Tensor, key: str) -> Any:
 def _optimizer(param: Tensor) -> Any:
     """The optimizer that steps a parameter."""
     for run in live_runs():
-        for each in run.prepared.optimizers:
-            if any(param is p for group in each.param_groups for p in group["params"]):
-                return each.optimizer
+        for prepared in run.prepared.optimizers:
+            if any(param is p for group in prepared.param_groups for p in group["params"]):
+                return prepared.optimizer
     return None

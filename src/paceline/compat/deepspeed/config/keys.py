@@ -204,13 +204,15 @@ def rows() -> tuple[Key, ...]:
 @cache
 def by_name() -> Mapping[str, Key]:
     """Rows by dotted name, and by their older names."""
-    found = {row.name: row for row in rows()}
-    return MappingProxyType(found | {old: row for row in rows() for old in row.old})
+    keys = {row.name: row for row in rows()}
+    return MappingProxyType(keys | {old: row for row in rows() for old in row.old})
 
 
 @cache
 def blocks() -> frozenset[str]:
     """Dotted names of all blocks."""
-    return frozenset(
-        ".".join(parts[:depth]) for name in by_name() for parts in [name.split(".")] for depth in range(1, len(parts))
-    )
+    names: set[str] = set()
+    for name in by_name():
+        parts = name.split(".")
+        names.update(".".join(parts[:depth]) for depth in range(1, len(parts)))
+    return frozenset(names)

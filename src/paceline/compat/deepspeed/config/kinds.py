@@ -69,11 +69,11 @@ def number(minimum: float | None = 0.0) -> Kind:
 
 def word(*words: str, **others: str) -> Kind:
     """One of `words`, given back in this spelling; `others` are more ways to write some of them."""
-    known = {each.lower(): each for each in words} | others
+    spellings = {spelling.lower(): spelling for spelling in words} | others
 
     def parse(text: str) -> str:
         try:
-            return known[text.lower().removeprefix("torch.")]
+            return spellings[text.lower().removeprefix("torch.")]
         except KeyError:
             raise ValueError(text) from None
 
@@ -83,7 +83,7 @@ def word(*words: str, **others: str) -> Kind:
 def _block(value: Any) -> dict[str, Any]:
     if not isinstance(value, Mapping):
         raise TypeError
-    return {str(name): each for name, each in value.items()}
+    return {str(name): item for name, item in value.items()}
 
 
 def _list(value: Any) -> list[Any]:
@@ -94,11 +94,11 @@ def _list(value: Any) -> list[Any]:
 
 def _numbers(value: Any) -> Any:
     single = number(None)
-    return [single.read(each) for each in value] if isinstance(value, list | tuple) else single.read(value)
+    return [single.read(item) for item in value] if isinstance(value, list | tuple) else single.read(value)
 
 
 def _pair(value: Any) -> tuple[float, float]:
-    first, second = (number(0.0).read(each) for each in _list(value))
+    first, second = (number(0.0).read(item) for item in _list(value))
     return first, second
 
 
@@ -106,7 +106,7 @@ def _stage(value: Any) -> Any:
     if isinstance(value, bool):
         return int(value)
     if isinstance(value, list | tuple):
-        return [count(0, 3).read(each) for each in value]
+        return [count(0, 3).read(item) for item in value]
     return "all" if str(value).lower() == "all" else count(0, 3).read(value)
 
 

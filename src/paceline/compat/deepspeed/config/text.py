@@ -74,22 +74,22 @@ def entries_of(config: str | Path | Mapping[str, Any], code: str) -> tuple[str, 
 def plain(value: Any) -> Any:
     """Entries and pairs as dicts; of equal keys the last one counts."""
     if isinstance(value, Pairs):
-        return {name: plain(each) for name, each in value}
+        return {name: plain(item) for name, item in value}
     if isinstance(value, Block):
-        return {each.name: plain(each.value) for each in value}
-    return [plain(each) for each in value] if isinstance(value, list) else value
+        return {item.name: plain(item.value) for item in value}
+    return [plain(item) for item in value] if isinstance(value, list) else value
 
 
 def _of_dict(block: Mapping[Any, Any], code: str, *above: str) -> Block:
-    found = Block()
+    entries = Block()
     for key, value in block.items():
         path = (*above, str(key))
         inside = _of_dict(value, code, *path) if isinstance(value, Mapping) else value
         shown = "..."
         for name in reversed(path):
             shown = f"{{{name!r}: {shown}}}"
-        found.append(Entry(path[-1], inside, code.replace("{}", shown)))
-    return found
+        entries.append(Entry(path[-1], inside, code.replace("{}", shown)))
+    return entries
 
 
 def _text(config: str | Path) -> tuple[str, str]:
@@ -116,14 +116,14 @@ def _text(config: str | Path) -> tuple[str, str]:
 def _parse(text: str, source: str) -> Pairs:
     strict: Exception | None = None
     try:
-        found = json.loads(text, object_pairs_hook=Pairs)
+        parsed = json.loads(text, object_pairs_hook=Pairs)
     except (ValueError, RecursionError) as error:
         strict = error
-        found = _parse_loosely(text, source, strict)
-    if not isinstance(found, Pairs):
-        what = f"{source}:1:1: a config is a block of keys, and this is {_kind(found)}."
+        parsed = _parse_loosely(text, source, strict)
+    if not isinstance(parsed, Pairs):
+        what = f"{source}:1:1: a config is a block of keys, and this is {_kind(parsed)}."
         raise ConfigError("config-syntax", what, "", _FORM)
-    return found
+    return parsed
 
 
 def _parse_loosely(text: str, source: str, strict: Exception) -> Any:

@@ -96,10 +96,10 @@ def _read_part(role: str, hints: Mapping[str, Any], said: Said) -> None:
         return
     kind = part(role, name)
     if kind is None:
-        close = nearest(name, [each.name for each in PARTS[role]])
-        known = ", ".join(each.name for each in PARTS[role] if not each.why)
+        close = nearest(name, [choice.name for choice in PARTS[role]])
+        names = ", ".join(choice.name for choice in PARTS[role] if not choice.why)
         what = f"{role}.type cannot be {short_repr(name)}."
-        why = f"it comes from {place}; there are: {known}"
+        why = f"it comes from {place}; there are: {names}"
         fix = f"write {close!r}" if close else f"use one of these, or hand `initialize` the {role} itself"
         said.problems.append(Problem("config-value", what, why, fix))
     elif kind.why:
@@ -133,7 +133,7 @@ def _params(
         row = rows.get(name)
         if row is None:
             close = nearest(name, rows)
-            taken = [each for each, other in rows.items() if not other.why]
+            taken = [parameter for parameter, other in rows.items() if not other.why]
             what = f"{where}: {kind.name} has no parameter {name!r}."
             fix = f"write {close!r}" if close else "leave it out"
             said.problems.append(Problem("config-key", what, f"it takes: {', '.join(taken)}", fix))

@@ -23,7 +23,7 @@ def _tune(name: str, kind: Kind, default: Any, doc: str, *cases: Case) -> Key:
 
 def _monitor(name: str, **more: tuple[Kind, Any, str]) -> tuple[Key, ...]:
     enabled = key(f"{name}.enabled", YES_NO, False, f"learning rate, loss scale and times are logged to {name}")
-    return enabled, *(key(f"{name}.{each}", kind, default, doc) for each, (kind, default, doc) in more.items())
+    return enabled, *(key(f"{name}.{inside}", kind, default, doc) for inside, (kind, default, doc) in more.items())
 
 
 _FOLDER = {

@@ -23,7 +23,7 @@ _MICS = "hybrid sharding is a plan of two axes here"
 
 
 def _zero(name: str, kind: Kind, default: Any, doc: str, *cases: Case, **more: Any) -> Key:
-    older = tuple(f"{_IN}.{each}" for each in more.pop("old", ()))
+    older = tuple(f"{_IN}.{old_name}" for old_name in more.pop("old", ()))
     return key(f"{_IN}.{name}", kind, default, doc, *cases, old=older, **more)
 
 
