@@ -23,15 +23,14 @@ from paceline.checkpoint.agree import agreed
 from paceline.checkpoint.files import replacing, writing
 from paceline.checkpoint.state.module_state import clean
 from paceline.checkpoint.store import Store, confined, store_for
-from paceline.checkpoint.weights.divided import DividedModel
-from paceline.checkpoint.weights.export import Rows, export_weights
-from paceline.checkpoint.weights.opening import open_weights
-from paceline.checkpoint.weights.sources import read_whole
 from paceline.compat.deepspeed.checkpoint_format import tag_in
-from paceline.compat.deepspeed.consolidation import SCRIPT
 from paceline.world.exchange import as_bytes
 
+# What reads and writes weights is imported where it is called: it loads torch.distributed.checkpoint, and the engine's class
+# is imported long before.
 if TYPE_CHECKING:
+    from paceline.checkpoint.weights.divided import DividedModel
+    from paceline.checkpoint.weights.export import Rows
     from paceline.compat.deepspeed.engine import DeepSpeedEngine
 
 _KEY = "deepspeed"  # where the engine's own state lies among the run's counters
@@ -92,6 +91,8 @@ def save_checkpoint(
 
     def write_beside() -> None:
         if engine.zero_optimization():
+            from paceline.compat.deepspeed.consolidation import SCRIPT
+
             _write(store, folder, "zero_to_fp32.py", SCRIPT)
         if save_latest:
             _write(store, folder, "latest", tag)
@@ -208,6 +209,9 @@ def load_checkpoint(
     before = states.counters.state_dict()
     states.load(path, load_module_strict, only)
     if custom_load_fn is not None:
+        from paceline.checkpoint.weights.opening import open_weights
+        from paceline.checkpoint.weights.sources import read_whole
+
         weights = open_weights(path)
         whole = {name: read_whole(weights, name) for name in weights.entries}
         with accelerator.full_parameters(engine._wrapped[0], writeback=True):
@@ -308,6 +312,9 @@ def save_16bit_model(
     Raises:
         CheckpointError: `checkpoint-ranks-missing`; those of `Accelerator.save_model`. An older file stays whole.
     """
+    from paceline.checkpoint.weights.divided import DividedModel
+    from paceline.checkpoint.weights.export import export_weights
+
     if not engine.accelerator.states.writes:
         return True
     engine.attendance.call("save_16bit_model", _EVERY_RANK)
