@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from paceline.base.errors import ConfigError
+from paceline.base.errors import ConfigError, PacelineError, Problem
 
 TRAIN, MICRO, STEPS = "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"
 
@@ -50,7 +50,7 @@ def closed(given: Mapping[str, int | None], places: Mapping[str, str], width: in
             if name in places:
                 why.append(f"{name} is auto ({places[name]}), and nobody said what that is")
         what = f"neither {TRAIN} nor {MICRO} is given."
-        raise BatchError("deepspeed-batch", what, why, f'give one of the two: "{MICRO}": 8')
+        raise BatchError.of([Problem("deepspeed-batch", what, why, f'give one of the two: "{MICRO}": 8')])
     if micro is None:
         assert train is not None
         steps = steps or 1
@@ -85,7 +85,7 @@ def _around(total: int, divisor: int) -> tuple[int, int]:
     return total // divisor, -(-total // divisor)
 
 
-def _unequal(batch: Batch, given: Mapping[str, int | None], places: Mapping[str, str]) -> BatchError:
+def _unequal(batch: Batch, given: Mapping[str, int | None], places: Mapping[str, str]) -> PacelineError:
     why = []
     for name, value in ((TRAIN, batch.train), (MICRO, batch.micro), (STEPS, batch.accumulate)):
         origin = places[name] if given.get(name) is not None else "what the others leave"
@@ -99,4 +99,4 @@ def _unequal(batch: Batch, given: Mapping[str, int | None], places: Mapping[str,
         f"{TRAIN} {near.train}, {MICRO} {near.micro}, {STEPS} {near.accumulate}" for near in triples(batch, given)
     ]
     what = f"the batch does not divide: {batch.train} is not {batch.micro} x {batch.accumulate} x {batch.width}."
-    return BatchError("deepspeed-batch", what, why, f"set {'; or '.join(nearest)}")
+    return BatchError.of([Problem("deepspeed-batch", what, why, f"set {'; or '.join(nearest)}")])
