@@ -10,6 +10,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Literal
 
@@ -20,6 +21,7 @@ from paceline.launch.messages import (
     Accept,
     Announce,
     Commit,
+    Decline,
     Draining,
     Expelled,
     Join,
@@ -110,6 +112,8 @@ class Leadership:
             self.member_stopped(member_id, message.report, now)
         elif isinstance(message, Accept) and message.round == self.number:
             self.accepted_by.add(member_id)
+        elif isinstance(message, Decline) and message.round == self.number and self.stage == "propose":
+            self._count_too(message.configurations, now)
         elif isinstance(message, Draining):
             self.member_drains(member_id, message.how, message.why, now)
         elif isinstance(message, Leave):
@@ -323,6 +327,14 @@ class Leadership:
         self.membership.configurations = [*self.committed, proposed.ids]
         for member_id in self.members:
             self.peers.send(member_id, Proposal(proposed, tuple(self.committed)))
+
+    def _count_too(self, configurations: Sequence[tuple[str, ...]], now: float) -> None:
+        """A member knows of rounds that may have begun while this launcher was away: a quorum of these is needed too."""
+        assert self.membership.proposed is not None, "this stage follows a proposal"
+        self.committed += [ids for ids in configurations if ids not in self.committed]
+        self.membership.configurations = [*self.committed, self.membership.proposed.ids]
+        self.stage = "gather"
+        self.gathering_since = now
 
     def _commit(self, now: float) -> None:
         """All members know of the round: it begins."""

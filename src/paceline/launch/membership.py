@@ -25,6 +25,7 @@ from paceline.launch.messages import (
     Accept,
     Announce,
     Commit,
+    Decline,
     Draining,
     Expelled,
     Heartbeat,
@@ -482,16 +483,7 @@ class Membership:
     def _on_leader_message(self, message: Message, now: float) -> None:
         """What the leader says."""
         if isinstance(message, Proposal):
-            if self.me.id not in message.round.ids or self.leader_id not in message.round.ids:
-                return
-            self.proposed = message.round
-            self.proposed_by = self.leader_id
-            self.is_member = True
-            for member in self.proposed.members:
-                if member.id != self.leader_id:  # its address is known by what reached it
-                    self.known_members[member.id] = member
-            self.configurations = [*message.configurations, self.proposed.ids]
-            self.peers.send_over(self.leader_connection, Accept(self.proposed.number))
+            self._on_proposal(message)
         elif isinstance(message, Commit) and self.proposed is not None and message.round == self.proposed.number:
             self.begin_round(replace(self.proposed, reason=message.reason))
         elif isinstance(message, StopProcesses):
@@ -504,6 +496,30 @@ class Membership:
             self._lose_leader("left", message.why, now, connection_ended=True)
         elif isinstance(message, Expelled):
             self._lose_leader("lost", f"{self.name_of(self.leader_id)} took this node for lost", now)
+
+    def _on_proposal(self, message: Proposal) -> None:
+        """Accepts a round, or says what its leader must count before."""
+        proposed = message.round
+        if self.me.id not in proposed.ids or self.leader_id not in proposed.ids:
+            return
+        # A leader that was away may not know of a round that was begun without it. Where it counts this launcher towards
+        # its quorum, it needs a quorum of that round too. What the same leader has proposed before is given up.
+        to_count = self.configurations
+        if self.proposed_by == self.leader_id:
+            to_count = to_count[:-1]
+        uncounted = [ids for ids in to_count if ids not in message.configurations]
+        is_counted = any(self.me.id in ids for ids in message.configurations)
+        if is_counted and uncounted:
+            self.peers.send_over(self.leader_connection, Decline(proposed.number, tuple(uncounted)))
+            return
+        self.proposed = proposed
+        self.proposed_by = self.leader_id
+        self.is_member = True
+        for member in proposed.members:
+            if member.id != self.leader_id:  # its address is known by what reached it
+                self.known_members[member.id] = member
+        self.configurations = [*message.configurations, proposed.ids]
+        self.peers.send_over(self.leader_connection, Accept(proposed.number))
 
     def begin_round(self, decided: Round) -> None:
         """A round begins."""

@@ -3,7 +3,7 @@
 a launcher that calls   Join | Probe | Announce   ->
                                                   <-  Joined | NoLeader | Redirect | Refused     to a Join
                                                   <-  Status                                     to a Probe or an Announce
-a member to its leader  ProcessesEnded | Accept | Draining | Leave
+a member to its leader  ProcessesEnded | Accept | Decline | Draining | Leave
 the leader to a member  Proposal | Commit | StopProcesses | RunEnded | SwitchRun | Leave | Expelled
 both                    Heartbeat | HeartbeatAck
 """
@@ -123,6 +123,14 @@ class Accept:
 
 
 @dataclass(frozen=True)
+class Decline:
+    """A member does not accept a round yet: it knows of sets of members that the leader has not counted."""
+
+    round: Number
+    configurations: tuple[tuple[Name, ...], ...]
+
+
+@dataclass(frozen=True)
 class Draining:
     """A member was asked to end."""
 
@@ -177,7 +185,7 @@ class SwitchRun:
 
 Message = (
     Join | Probe | Announce | Status | Joined | NoLeader | Redirect | Refused | Expelled | Heartbeat | HeartbeatAck
-    | ProcessesEnded | Accept | Draining | Leave | Proposal | Commit | StopProcesses | RunEnded | SwitchRun
+    | ProcessesEnded | Accept | Decline | Draining | Leave | Proposal | Commit | StopProcesses | RunEnded | SwitchRun
 )  # fmt: skip
 _KINDS: dict[str, type] = {kind.__name__.lower(): kind for kind in get_args(Message)}
 
