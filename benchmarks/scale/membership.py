@@ -19,13 +19,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-BENCHMARKS = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(BENCHMARKS), str(BENCHMARKS.parent / "tests")]
-from scale import growth
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests"))
 from simulated_network import Host, Simulation
 
 from paceline.launch.messages import Heartbeat, HeartbeatAck, Proposal, encode
 from paceline.launch.rounds import Rules
+from scale import growth
 
 HOSTS = (8, 32, 128, 512)
 LOST = (1, 8, 64)

@@ -325,8 +325,9 @@ class Leadership:
         self.membership.proposed = proposed
         self.membership.proposed_by = self.membership.me.id
         self.membership.configurations = [*self.committed, proposed.ids]
+        proposal = Proposal(proposed, tuple(self.committed))
         for member_id in self.members:
-            self.peers.send(member_id, Proposal(proposed, tuple(self.committed)))
+            self.peers.send(member_id, proposal)
 
     def _count_too(self, configurations: Sequence[tuple[str, ...]], now: float) -> None:
         """A member knows of rounds that may have begun while this launcher was away: a quorum of these is needed too."""

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict, dataclass
+from functools import cached_property
 from typing import Annotated, Any, Literal, NoReturn, get_args
 
 from paceline.base.errors import Problem
@@ -152,6 +153,12 @@ class Proposal:
     round: Round
     configurations: tuple[tuple[Name, ...], ...]
 
+    @cached_property
+    def encoded(self) -> bytes:
+        """As `encode` gives it. It names all members and goes to all of them: encoding takes 6 ms at 512 hosts and 25 ms at
+        2,048, so that once for each member would keep a leader from its heartbeats for 50 s."""
+        return _line(self)
+
 
 @dataclass(frozen=True)
 class Commit:
@@ -192,6 +199,10 @@ _KINDS: dict[str, type] = {kind.__name__.lower(): kind for kind in get_args(Mess
 
 def encode(message: Message) -> bytes:
     """A message as one line of JSON."""
+    return message.encoded if isinstance(message, Proposal) else _line(message)
+
+
+def _line(message: Message) -> bytes:
     return json.dumps({"kind": type(message).__name__.lower(), **asdict(message)}).encode()
 
 
