@@ -106,8 +106,8 @@ FOUND = {
         22369, "abcd", replace(PATIENCE, least=1, most=4, max_restarts=20), "a", False, True, True,
         (Fault(0.21, "start", ("c",)), Fault(0.33, "start", ("a",)), Fault(2.27, "start", ("b",)), Fault(2.86, "start", ("d",)),
          Fault(4.09, "cut", ("a", "b")), Fault(4.09, "cut", ("a", "c")), Fault(4.09, "cut", ("a", "d")),
-         Fault(15.85, "power off", ("d",)), Fault(15.85, "mend"), Fault(20.4, "cut", ("c", "a")), Fault(20.4, "cut", ("c", "b")),
-         Fault(42.53, "continue", ("a",))),
+         Fault(15.85, "power off", ("d",)), Fault(15.85, "mend"), Fault(20.4, "cut", ("c", "a")),
+         Fault(20.4, "cut", ("c", "b")), Fault(42.53, "continue", ("a",))),
     ),
 }  # fmt: skip
 
