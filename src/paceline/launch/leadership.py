@@ -374,7 +374,7 @@ class Leadership:
         announcement = Announce(me.place, self.rules.run, me.id, self.membership.founded_at)
         here = {self._place(member_id) for member_id in (*self.members, *self.waiting)}
         known_places = here | self.peers.places_asked(Announce)
-        for place in self.membership.contacts:
+        for place in self.membership.search.contacts:
             if place not in known_places:
                 self.peers.ask(place, "", announcement, now)
 
