@@ -101,10 +101,11 @@ class Search:
         """Places, and the members that they were of: wherever a run may be found, and those of the last rounds."""
         membership = self.membership
         places = dict.fromkeys(self.contacts, "")
-        others = [
-            member_id for member_id in newest_members_first(membership.configurations) if member_id != membership.me.id
-        ]
-        living = [one for one in others if one not in membership.dead and one in membership.known_members]
+        living = []
+        for member_id in newest_members_first(membership.configurations):
+            is_other = member_id != membership.me.id and member_id in membership.known_members
+            if is_other and member_id not in membership.dead:
+                living.append(member_id)
         for member_id in living[:_ASKED_AT_ONCE]:
             places[membership.known_members[member_id].place] = member_id
         return places
