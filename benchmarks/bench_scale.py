@@ -10,10 +10,9 @@ from __future__ import annotations
 
 import argparse
 import os
-from importlib.util import find_spec
 
 import torch
-from scale import metadata, operations, starting
+from scale import membership, metadata, operations, starting
 
 PARTS = ("operations", "starting", "metadata", "membership")
 
@@ -39,10 +38,8 @@ def main() -> None:
             print(starting.table(options.sizes or starting.SIZES))
         elif part == "metadata":
             print(metadata.table(options.sizes or metadata.SIZES))
-        elif find_spec("scale.membership") is not None:
-            from scale import membership
-
-            print(membership.table())
+        else:
+            print(membership.table(options.sizes or membership.HOSTS))
         print(flush=True)
 
 

@@ -27,7 +27,7 @@ from typing import Any, Literal
 from paceline.launch.membership import Membership
 from paceline.launch.messages import Message, decode, encode
 from paceline.launch.rounds import Member, Report, Round, Rules
-from paceline.launch.witness import Request, Seal, Witness, answer_of
+from paceline.launch.witness import Request, Seal, Witness
 
 Kind = Literal[
     "start",
@@ -70,6 +70,11 @@ STORE = "S"
 _STORE_WEIGHTS: dict[Kind, int] = {"store down": 2, "store up": 2, "store forgets": 1}
 _STORE_TIMEOUT_S = 3.0  # after which a launcher's client of the store gives up
 _STABLE_S = 6.0  # longer than a launcher may be silent: nothing is left to be noticed
+
+
+def stored_after(stored: str | None, request: Request) -> str | None:
+    """The value that a store has after a request."""
+    return request.new if request.swaps and stored == request.old else stored
 
 
 class Violation(AssertionError):
@@ -540,7 +545,7 @@ class Simulation:
         def arrives() -> None:
             if not self.store_is_up:
                 return
-            self.stored, _ = answer_of(self.stored, request)
+            self.stored = stored_after(self.stored, request)
             if (STORE, host.name) not in self._cut:
                 self.later(self._store_delay(host), answer, self.stored, "")
 

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import gc
-import math
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -20,12 +19,16 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests"))
 from simulated_network import Host, Simulation
 
 from paceline.launch.messages import Heartbeat, HeartbeatAck, Proposal, encode
 from paceline.launch.rounds import Rules
+from scale import growth
 
+HOSTS = (8, 32, 128, 512)
+LOST = (1, 8, 64)
 PATIENCE_S = 60.0
 _STEP_S = 0.05
 
@@ -154,7 +157,7 @@ def measure(hosts: int, lost: int, leader: bool = False, store: bool = False, se
     )  # fmt: skip
 
 
-def rows(hosts: Sequence[int] = (8, 32, 128, 512), lost: Sequence[int] = (1, 8, 64), store: bool = False) -> list[Row]:
+def rows(hosts: Sequence[int], lost: Sequence[int], store: bool = False) -> list[Row]:
     """A row for each number of hosts, number of losses below half of them, and whether the leader is lost."""
     found = []
     for number in hosts:
@@ -162,15 +165,6 @@ def rows(hosts: Sequence[int] = (8, 32, 128, 512), lost: Sequence[int] = (1, 8, 
             if 2 * losses < number:
                 found += [measure(number, losses, leader, store) for leader in (False, True)]
     return found
-
-
-def exponent(points: Sequence[tuple[float, float]]) -> float:
-    """The power of n with which something grows: the slope of the line through the logarithms, by least squares."""
-    logs = [(math.log(n), math.log(max(value, 1e-9))) for n, value in points]
-    mean_x = sum(x for x, _ in logs) / len(logs)
-    mean_y = sum(y for _, y in logs) / len(logs)
-    spread = sum((x - mean_x) ** 2 for x, _ in logs)
-    return sum((x - mean_x) * (y - mean_y) for x, y in logs) / spread
 
 
 def fits(found: Sequence[Row]) -> dict[str, dict[str, float]]:
@@ -182,26 +176,31 @@ def fits(found: Sequence[Row]) -> dict[str, dict[str, float]]:
             name = f"{losses} lost{', the leader among them' if leader else ''}"
             values = ("seconds", "messages", "leader_messages", "leader_cpu_s", "cpu_s")
             result[name] = {
-                value: round(exponent([(row.hosts, getattr(row, value)) for row in chosen]), 2) for value in values
+                value: round(growth.exponent({row.hosts: getattr(row, value) for row in chosen}), 2) for value in values
             }
     return result
 
 
+def table(hosts: Sequence[int] = HOSTS, lost: Sequence[int] = LOST, store: bool = False) -> str:
+    """The losses as Markdown, and with which power of the number of hosts each value grows."""
+    measured = rows(hosts, lost, store)
+    names = list(asdict(measured[0]))
+    lines = ["| " + " | ".join(names) + " |", "|" + "---|" * len(names)]
+    for row in measured:
+        lines.append("| " + " | ".join(str(value) for value in asdict(row).values()) + " |")
+    lines += ["", "Grows as hosts to the power of:", ""]
+    lines += [f"- {name}: {powers}" for name, powers in fits(measured).items()]
+    return "\n".join(lines)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--hosts", default="8,32,128,512")
-    parser.add_argument("--lost", default="1,8,64")
+    parser.add_argument("--hosts", default=",".join(map(str, HOSTS)))
+    parser.add_argument("--lost", default=",".join(map(str, LOST)))
     parser.add_argument("--store", action="store_true", help="launchers have a store")
     options = parser.parse_args()
     hosts, lost = ([int(number) for number in text.split(",")] for text in (options.hosts, options.lost))
-    found = rows(hosts, lost, options.store)
-    names = list(asdict(found[0]))
-    print("| " + " | ".join(names) + " |\n|" + "---|" * len(names))
-    for row in found:
-        print("| " + " | ".join(str(value) for value in asdict(row).values()) + " |")
-    print("\ngrows as hosts to the power of:")
-    for name, powers in fits(found).items():
-        print(f"  {name}: {powers}")
+    print(table(hosts, lost, options.store))
     return 0
 
 

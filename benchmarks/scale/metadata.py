@@ -24,6 +24,8 @@ from torch.distributed.tensor import DTensor, Shard
 
 from paceline import Accelerator
 from paceline.checkpoint.checkpointer import Checkpointer
+from paceline.checkpoint.format.manifest import Manifest
+from paceline.checkpoint.format.shards import read_index
 from paceline.checkpoint.state.train_state import TrainState
 from paceline.checkpoint.store import store_for
 from paceline.planner.rehearsal import SimulatedWorld, in_child
@@ -125,6 +127,10 @@ def saved(size: int) -> dict[str, float]:
         began = time.perf_counter()
         checkpointer.save(f"{folder}/again", state)
         again_s = time.perf_counter() - began
+        began = time.process_time()
+        Manifest.read(store, path)  # type: ignore[arg-type]
+        read_index(store, path)  # type: ignore[arg-type]
+        read_s = time.process_time() - began
         sizes = {name: os.path.getsize(f"{path}/{name}") for name in ("manifest.json", ".metadata", "state.json")}
     tensors = {f"models/model/{name}": parameter for name, parameter in model.named_parameters()}
     planner = DefaultSavePlanner(flatten_state_dict=False)
@@ -137,6 +143,7 @@ def saved(size: int) -> dict[str, float]:
     return {
         "save, rank 0": first_s,
         "save again, rank 0": again_s,
+        "reading manifest and index, each rank (processor)": read_s,
         "torch's planning, rank 0": torch_s,
         "told to rank 0, bytes": peers.bytes["rank 0"],
         "told to every rank, bytes": peers.bytes["every rank"],

@@ -170,7 +170,9 @@ def test_fixes_of_names(network: Network, folder: Path) -> None:
         write(network, host, "nsswitch.conf", "passwd: files\ngroup: files\nshadow: files\nhosts: files dns\n")
         write(network, host, "resolv.conf", "nameserver 10.77.0.99\n")
     write(network, node0, "hosts", "127.0.0.1 localhost\n10.77.0.1 node0\n")
-    write(network, node1, "hosts", "127.0.0.1 localhost\n127.0.1.1 node1\n10.77.0.1 node0\n10.77.0.3 node2\n")
+    # node1 knows node0 in both forms of its address, so that it waits for no name server.
+    known_to_node1 = "10.77.0.1 node0\n::ffff:10.77.0.1 node0.ipv4\n"
+    write(network, node1, "hosts", f"127.0.0.1 localhost\n127.0.1.1 node1\n{known_to_node1}")
     (folder / "hosts").write_text("node0 slots=1\nnode1 slots=1\n")
     found = findings(network, folder)
     assert found["names-slow"]["where"] == "node0"

@@ -57,7 +57,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], dic
         options = ["--steps", str(steps), "--pause-s", "0", "--save-every", str(10**9)]
         environment = {k: v for k, v in os.environ.items() if not k.startswith("PACELINE")} | {"OMP_NUM_THREADS": "1"}
         command = [sys.executable, str(SCRIPT), str(folder), *options]
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=180)
         assert done.returncode == 0, done.stderr
         return {row.step: row.loss for row in Run(folder, str).rows()}
 

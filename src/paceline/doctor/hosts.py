@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from paceline.base.errors import LaunchError
 from paceline.config.sources import Launch
 from paceline.launch import host, ssh
 from paceline.launch.hosts import forwarded, job_on_hosts, without_hostfile
+from paceline.world.detect import slurm
 
 AGENT = "paceline.doctor.host.agent"
-_SCONTROL_S = 20.0
 
 
 @dataclass(frozen=True)
@@ -45,7 +43,7 @@ def reach(settings: Launch, env: Mapping[str, str]) -> Reached:
 
     Raises:
         ConfigError: `hostfile`, `host-filter`, `host-flags`.
-        LaunchError: `launch-launcher`, `launch-env-file`, `doctor-allocation`.
+        LaunchError: `launch-launcher`, `launch-env-file`.
     """
     carried = forwarded(env, os.getcwd())
     if settings.launch.hostfile is not None:
@@ -56,33 +54,9 @@ def reach(settings: Launch, env: Mapping[str, str]) -> Reached:
     here = (sys.executable, "-m", AGENT)
     nodes = env.get("SLURM_JOB_NODELIST", "")
     if nodes and env.get("SLURM_JOB_NUM_NODES", "1") != "1":
-        names = _hostnames(nodes)
+        names = tuple(slurm.expand(nodes))
         return Reached(names, tuple(_srun(name) + here for name in names), carried, None, "srun")
     return Reached((host.name(),), (here,), carried)
-
-
-def _hostnames(nodes: str) -> tuple[str, ...]:
-    """The names of an allocation's hosts, which SLURM writes in a short form such as "node[01-03]"."""
-    try:
-        done = subprocess.run(
-            ["scontrol", "show", "hostnames", nodes],
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            timeout=_SCONTROL_S,
-        )
-        reason = " ".join(done.stderr.split())
-        names = tuple(done.stdout.split()) if done.returncode == 0 else ()
-    except (OSError, subprocess.TimeoutExpired) as error:
-        names, reason = (), str(error)
-    if not names:
-        raise LaunchError(
-            "doctor-allocation",
-            "the hosts of this SLURM allocation cannot be listed.",
-            [f"SLURM_JOB_NODELIST is {nodes!r}", f"scontrol show hostnames: {reason or 'said nothing'}"],
-            "name the hosts in a file, a line `HOST slots=N` each: `paceline doctor --hostfile FILE`",
-        )
-    return names
 
 
 def _srun(name: str) -> tuple[str, ...]:

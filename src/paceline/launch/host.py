@@ -120,6 +120,15 @@ def listen_at(address: str, port: int) -> socket.socket:
     return listener
 
 
+def address_towards(address: str, port: int = 9) -> str:
+    """The address of this host from which it goes to another one; "" where no route leads there."""
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    with suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as probe:
+        probe.connect((address, port))  # sends nothing: the system only chooses the way
+        return str(probe.getsockname()[0])
+    return ""
+
+
 def check(job: Job) -> None:
     """Finds everything that would fail at once, before anything is started.
 

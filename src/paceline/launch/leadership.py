@@ -10,6 +10,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Literal
 
@@ -20,6 +21,7 @@ from paceline.launch.messages import (
     Accept,
     Announce,
     Commit,
+    Decline,
     Draining,
     Expelled,
     Join,
@@ -110,6 +112,8 @@ class Leadership:
             self.member_stopped(member_id, message.report, now)
         elif isinstance(message, Accept) and message.round == self.number:
             self.accepted_by.add(member_id)
+        elif isinstance(message, Decline) and message.round == self.number and self.stage == "propose":
+            self._count_too(message.configurations, now)
         elif isinstance(message, Draining):
             self.member_drains(member_id, message.how, message.why, now)
         elif isinstance(message, Leave):
@@ -321,8 +325,17 @@ class Leadership:
         self.membership.proposed = proposed
         self.membership.proposed_by = self.membership.me.id
         self.membership.configurations = [*self.committed, proposed.ids]
+        proposal = Proposal(proposed, tuple(self.committed))
         for member_id in self.members:
-            self.peers.send(member_id, Proposal(proposed, tuple(self.committed)))
+            self.peers.send(member_id, proposal)
+
+    def _count_too(self, configurations: Sequence[tuple[str, ...]], now: float) -> None:
+        """A member knows of rounds that may have begun while this launcher was away: a quorum of these is needed too."""
+        assert self.membership.proposed is not None, "this stage follows a proposal"
+        self.committed += [ids for ids in configurations if ids not in self.committed]
+        self.membership.configurations = [*self.committed, self.membership.proposed.ids]
+        self.stage = "gather"
+        self.gathering_since = now
 
     def _commit(self, now: float) -> None:
         """All members know of the round: it begins."""
@@ -361,7 +374,7 @@ class Leadership:
         announcement = Announce(me.place, self.rules.run, me.id, self.membership.founded_at)
         here = {self._place(member_id) for member_id in (*self.members, *self.waiting)}
         known_places = here | self.peers.places_asked(Announce)
-        for place in self.membership.contacts:
+        for place in self.membership.search.contacts:
             if place not in known_places:
                 self.peers.ask(place, "", announcement, now)
 

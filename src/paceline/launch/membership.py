@@ -1,6 +1,6 @@
 """Who takes part in a run: one launcher's view of all launchers, as a state machine without sockets or clocks.
 
-    seek    asks every place it knows for a run to join; the launcher at the first of these places founds one
+    seek    asks every place it knows for a run to join (`search.py`); the launcher at the first of these places founds one
     follow  has joined: heartbeats to the leader and back; starts and ends its processes as the leader says
     lead    decides (`leadership.py`): there is one leader, the first member in the order of joining
 
@@ -25,6 +25,7 @@ from paceline.launch.messages import (
     Accept,
     Announce,
     Commit,
+    Decline,
     Draining,
     Expelled,
     Heartbeat,
@@ -45,7 +46,7 @@ from paceline.launch.messages import (
     StopProcesses,
     SwitchRun,
 )  # fmt: skip
-from paceline.launch.peers import NEVER, SETTLE_S, Peers, Request
+from paceline.launch.peers import NEVER, Peers, Request
 from paceline.launch.rounds import (
     End,
     LossKind,
@@ -56,14 +57,11 @@ from paceline.launch.rounds import (
     Rules,
     has_quorum,
     member_name,
-    newest_members_first,
 )
+from paceline.launch.search import Search
 from paceline.launch.witness import Witness
 
 _ASK_AGAIN_S = 0.5
-_ASKED_AT_ONCE = 16
-# Places where no launcher of this run has answered. Who cannot prove the secret counts no more than silence does.
-_NO_LAUNCHER = ("refused", "silent", "stranger", "secret", "tls")
 
 
 class Membership:
@@ -79,6 +77,7 @@ class Membership:
         witness: the store that all use; None without one.
 
     Attributes:
+        search: how it finds a leader, while it has none.
         peers: the connections; its `actions` are for the network.
         round_to_start: a round whose processes are to be started; the launcher sets it to None as it does so.
         stop_request: how and why the processes are to be ended; None where they may run.
@@ -98,11 +97,10 @@ class Membership:
     ) -> None:
         self.me = me
         self.rules = rules
-        self.is_founder = is_founder
-        self.contacts = [place for place in contacts if place != me.place]
         self.founded_at = wall
         self._wall_at_zero = wall - now
         self.peers = Peers(rules, now)
+        self.search = Search(self, is_founder, contacts, now)
         self.store = StoreOfRun(self, witness) if witness is not None else None
         self.notes: list[str] = []
         self.round_to_start: Round | None = None
@@ -115,21 +113,14 @@ class Membership:
         self.proposed_by = ""
         self.configurations: list[tuple[str, ...]] = []  # sets of members; a round needs a quorum of each
         self.dead: set[str] = set()
-        self.highest_round = 0  # the number of the last decision that anybody is known to have heard of
         self.known_members: dict[str, Member] = {me.id: me}
-        # While seeking, by place: "no leader", "redirect", or how `on_closed` says that the question ended.
-        self.answers: dict[Place, str] = {}
 
         self.leaving = ""
         self.leader_id = ""
         self.leader_connection = -1
         self.is_member = False  # of the leader's rounds; else it waits for a place
         self.leadership: Leadership | None = None
-        self.lost: tuple[LossKind, str] = ("lost", "")  # how and why the leader went
-        self.leaderless_since = now
         self.leader_death_proof_until = NEVER
-        self.candidate_since: float | None = None
-        self._last_asked = NEVER
 
     # What comes in
 
@@ -248,7 +239,7 @@ class Membership:
             return
         self.known_members[member.id] = member
         self.peers.accept(key, member.id, now)
-        self.highest_round = max(self.highest_round, message.round)
+        self.search.highest_round = max(self.search.highest_round, message.round)
         if self.leadership is not None:
             self.leadership.admit(member.id, now)
         else:
@@ -263,9 +254,9 @@ class Membership:
             self.notes.append("another run of this name is older: this one ends, and its nodes join that one")
             self.leadership.send_all_to(message.place)
             self.switch_run(message.place, now)
-        elif self.leadership is None and message.place not in self.contacts:
-            self.contacts.append(message.place)
-            self.is_founder = False
+        elif self.leadership is None and message.place not in self.search.contacts:
+            self.search.contacts.append(message.place)
+            self.search.is_founder = False
 
     # Seeking
 
@@ -276,11 +267,7 @@ class Membership:
         self.founded_at = self._wall_at_zero + now
         self.configurations = []
         self.round = self.proposed = None
-        self.highest_round = 0
-        self.is_founder = False
-        if place in self.contacts:
-            self.contacts.remove(place)
-        self.contacts.insert(0, place)
+        self.search.begin_at(place)
         self._lose_leader("lost", "another run of this name goes on", now)
 
     def _lose_leader(self, how: LossKind, why: str, now: float, *, connection_ended: bool = False) -> None:
@@ -298,12 +285,8 @@ class Membership:
         self.leader_connection = -1
         self.is_member = False
         self.leadership = None
-        self.lost = (how, why)
-        self.leaderless_since = now
-        self.candidate_since = None
         self.peers.end_requests()
-        self.answers.clear()
-        self._last_asked = NEVER
+        self.search.begin(how, why, now)
         self.request_stop("save" if how == "left" else "end", why)
 
     def step_down(self, note: str, why: str, now: float) -> None:
@@ -333,60 +316,15 @@ class Membership:
         return has_quorum(here, configurations, self.dead)
 
     def _seek(self, now: float) -> None:
-        if now - self._last_asked >= _ASK_AGAIN_S and not self.leaving:
-            self._last_asked = now
-            asked = self.peers.places_asked(Join)
-            for place, member_id in self._places_to_ask().items():
-                if place not in asked:
-                    self.peers.ask(place, member_id, Join(self.me, self.rules.common, self.latest_number), now)
-        if self.configurations:
-            members = self._members_to_lead(now)
-        elif self.report is None:
-            return  # it is not ready for a first round
-        else:
-            # Each place has answered that no run goes on there, or was asked in vain.
-            nowhere = all(self.answers.get(place, "redirect") != "redirect" for place in self.contacts)
-            members = [self.me.id] if self.is_founder and nowhere else []
+        members = self.search.step(now)
         if members:
             self._become_leader(members, now)
-        else:
+        elif self.configurations or self.report is not None:  # else it is not ready for a first round
             self.end = membership_errors.end_of_search(self, now)
-
-    def _members_to_lead(self, now: float) -> list[str]:
-        """With whom this launcher may lead now, in the order of the last rounds; [] where it may not."""
-        if not self._is_candidate():
-            self.candidate_since = None
-            return []
-        if self.candidate_since is None:
-            self.candidate_since = now
-        here = {self.me.id, *self.peers.connection_of}
-        missing = set(self.configurations[-1]) - here - self.dead
-        waited = now - self.candidate_since >= SETTLE_S
-        if (missing and not waited) or not self.has_quorum(here, self.configurations, now):
-            return []
-        return [member_id for member_id in newest_members_first(self.configurations) if member_id in here]
-
-    def _places_to_ask(self) -> dict[Place, str]:
-        """Places, and the members that they were of: wherever a run may be found, and those of the last rounds."""
-        places = dict.fromkeys(self.contacts, "")
-        others = [member_id for member_id in newest_members_first(self.configurations) if member_id != self.me.id]
-        living = [member_id for member_id in others if member_id not in self.dead and member_id in self.known_members]
-        for member_id in living[:_ASKED_AT_ONCE]:
-            places[self.known_members[member_id].place] = member_id
-        return places
-
-    def _is_candidate(self) -> bool:
-        """Whether nobody who comes before me can lead, and nobody knows of a later decision."""
-        if self.highest_round > self.latest_number:
-            return False
-        order = self.configurations[-1]
-        before_me = order[: order.index(self.me.id)]
-        places = [self.known_members[member_id].place for member_id in before_me if member_id not in self.dead]
-        return all(self.answers.get(place) in _NO_LAUNCHER for place in places)
 
     def _become_leader(self, members: list[str], now: float) -> None:
         self.peers.end_requests()
-        self.leadership = Leadership(self, members, self.lost, self.leaderless_since, now)
+        self.leadership = Leadership(self, members, self.search.lost, self.search.since, now)
         self.peers.send_heartbeats(now)
         self.leadership.step(now)
 
@@ -399,25 +337,8 @@ class Membership:
             self._on_status(request, message if isinstance(message, Status) else None, now)
         elif isinstance(message, Joined):
             self._become_follower(key, message, now)
-        elif isinstance(message, NoLeader):
-            # One that was in a round counts as a leader's place: that run may go on.
-            self.answers[request.place] = "redirect" if message.round else "no leader"
-            self.highest_round = max(self.highest_round, message.round)
-            request.answered = True
-            request.last_heard_at = now
-        elif isinstance(message, Heartbeat | HeartbeatAck):
-            request.last_heard_at = now
         else:
-            self.peers.end_request(key)
-            if isinstance(message, Refused):
-                self.end = End(1, error=message.problem)
-            elif isinstance(message, Redirect):
-                self.answers[request.place] = "redirect"
-                if message.place != self.me.place and message.place not in self._places_to_ask():
-                    self.contacts.append(message.place)
-                    self._last_asked = NEVER
-            else:  # `Expelled`: that one has lost its own leader
-                self.answers.pop(request.place, None)
+            self.search.on_answer(key, request, message, now)
 
     def _on_status(self, request: Request, answer: Status | None, now: float) -> None:
         """Who is at a place that was asked."""
@@ -437,10 +358,8 @@ class Membership:
         if not isinstance(request.question, Join):
             if self.leadership is not None:
                 self.leadership.on_status(request, None, now)
-        elif how == "closed":  # it was there a moment ago: ask again
-            self.answers.pop(request.place, None)
         else:
-            self.answers[request.place] = how
+            self.search.on_no_answer(request.place, how)
 
     def _mark_dead(self, place: Place, now: float, except_for: str = "") -> None:
         """No launcher that was at a place is alive, apart from the one that answers there now (`Peers.death_proof_until`)."""
@@ -466,7 +385,7 @@ class Membership:
         self.is_member = message.is_member
         self.peers.follow(key, leader.id, now)
         # What this launcher knows of earlier rounds stays: a leader may itself have been left behind and not know it yet.
-        self.highest_round = max(self.highest_round, message.round)
+        self.search.highest_round = max(self.search.highest_round, message.round)
         for member_id in list(self.peers.connection_of):
             self.peers.disconnect(member_id, Redirect(leader.place))
         self.peers.send_heartbeats(now)
@@ -482,16 +401,7 @@ class Membership:
     def _on_leader_message(self, message: Message, now: float) -> None:
         """What the leader says."""
         if isinstance(message, Proposal):
-            if self.me.id not in message.round.ids or self.leader_id not in message.round.ids:
-                return
-            self.proposed = message.round
-            self.proposed_by = self.leader_id
-            self.is_member = True
-            for member in self.proposed.members:
-                if member.id != self.leader_id:  # its address is known by what reached it
-                    self.known_members[member.id] = member
-            self.configurations = [*message.configurations, self.proposed.ids]
-            self.peers.send_over(self.leader_connection, Accept(self.proposed.number))
+            self._on_proposal(message)
         elif isinstance(message, Commit) and self.proposed is not None and message.round == self.proposed.number:
             self.begin_round(replace(self.proposed, reason=message.reason))
         elif isinstance(message, StopProcesses):
@@ -504,6 +414,30 @@ class Membership:
             self._lose_leader("left", message.why, now, connection_ended=True)
         elif isinstance(message, Expelled):
             self._lose_leader("lost", f"{self.name_of(self.leader_id)} took this node for lost", now)
+
+    def _on_proposal(self, message: Proposal) -> None:
+        """Accepts a round, or says what its leader must count before."""
+        proposed = message.round
+        if self.me.id not in proposed.ids or self.leader_id not in proposed.ids:
+            return
+        # A leader that was away may not know of a round that was begun without it. Where it counts this launcher towards
+        # its quorum, it needs a quorum of that round too. What the same leader has proposed before is given up.
+        to_count = self.configurations
+        if self.proposed_by == self.leader_id:
+            to_count = to_count[:-1]
+        uncounted = [ids for ids in to_count if ids not in message.configurations]
+        is_counted = any(self.me.id in ids for ids in message.configurations)
+        if is_counted and uncounted:
+            self.peers.send_over(self.leader_connection, Decline(proposed.number, tuple(uncounted)))
+            return
+        self.proposed = proposed
+        self.proposed_by = self.leader_id
+        self.is_member = True
+        for member in proposed.members:
+            if member.id != self.leader_id:  # its address is known by what reached it
+                self.known_members[member.id] = member
+        self.configurations = [*message.configurations, proposed.ids]
+        self.peers.send_over(self.leader_connection, Accept(proposed.number))
 
     def begin_round(self, decided: Round) -> None:
         """A round begins."""

@@ -137,7 +137,7 @@ def _called(member: Member) -> str:
 def end_of_search(membership: Membership, now: float) -> End | None:
     """How a launcher that seeks a run ends, where waiting longer helps nobody; None while it may help."""
     rules, last = membership.rules, membership.round
-    waited_s = now - membership.leaderless_since
+    waited_s = now - membership.search.since
     if membership.configurations:
         # Where the loss itself is one failure too many, there is nothing to wait for.
         over = rules.fixed and last is not None and last.restarts >= rules.max_restarts
@@ -149,14 +149,14 @@ def end_of_search(membership: Membership, now: float) -> End | None:
         store = ""
         if membership.store is not None and 2 * len(here) == len(members):
             store = membership.store.why_not()
-        why = membership.lost[1]
+        why = membership.search.lost[1]
         return End(1, why, error=cut_off(why, len(here), len(members), store))
-    secret = other_secret(membership.answers)
+    secret = other_secret(membership.search.answers)
     if secret is not None and waited_s > _SECRET_S:
         return End(1, error=secret)
-    tls = other_tls(membership.answers)
+    tls = other_tls(membership.search.answers)
     if tls is not None and waited_s > _SECRET_S:
         return End(1, error=tls)
     if waited_s > rules.join_timeout_s:
-        return End(1, error=unanswered(rules.join_timeout_s, membership.answers))
+        return End(1, error=unanswered(rules.join_timeout_s, membership.search.answers))
     return None

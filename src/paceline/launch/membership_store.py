@@ -34,9 +34,9 @@ class StoreOfRun:
         self.witness.on_answer(key, value, trouble, now)
         places = self.witness.places
         if places != self._places:
-            contacts = [place for place in self.membership.contacts if place not in self._places]
+            contacts = [place for place in self.membership.search.contacts if place not in self._places]
             others = [place for place in places if place not in contacts and place != self.membership.me.place]
-            self.membership.contacts = contacts + others
+            self.membership.search.contacts = contacts + others
             self._places = places
         self.membership.tick(now)
 
@@ -57,7 +57,7 @@ class StoreOfRun:
             accepted = (membership.proposed.number, membership.proposed_by)
         vote = self.witness.vote(Standing(membership.me.id, begun, membership.latest_number + 1, accepted), now)
         if vote is False and self.witness.record is not None:  # others have decided already
-            membership.highest_round = max(membership.highest_round, self.witness.record.number)
+            membership.search.highest_round = max(membership.search.highest_round, self.witness.record.number)
         return vote
 
     def step(self, now: float) -> None:
@@ -73,10 +73,10 @@ class StoreOfRun:
     def _found(self, now: float) -> None:
         """Lets this launcher begin a run, where the store and the places that it names have none."""
         membership = self.membership
-        if membership.configurations or membership.report is None or membership.is_founder:
+        search = membership.search
+        if membership.configurations or membership.report is None or search.is_founder:
             return
-        nowhere = all(membership.answers.get(place, "redirect") != "redirect" for place in membership.contacts)
-        membership.is_founder = self.witness.found(membership.me.id, membership.me.place, nowhere, now)
+        search.is_founder = self.witness.found(membership.me.id, membership.me.place, search.is_nowhere(), now)
 
     def _renew(self, leadership: Leadership, now: float) -> None:
         """As the leader: keeps the record of this run, and says when the store goes and when it comes back."""
@@ -104,6 +104,8 @@ class StoreOfRun:
         A record that nobody stands for says nothing: it may be of a run that is no more.
         """
         membership, record = self.membership, self.witness.record
-        is_answered = bool(membership.leader_id) or bool(set(membership.answers.values()) - {"refused", "silent"})
+        is_answered = bool(membership.leader_id) or bool(
+            set(membership.search.answers.values()) - {"refused", "silent"}
+        )
         if record is not None and record.version != VERSION and is_answered and not membership.configurations:
             membership.end = End(1, error=other_version(record.host, record.version))

@@ -3,7 +3,7 @@
 a launcher that calls   Join | Probe | Announce   ->
                                                   <-  Joined | NoLeader | Redirect | Refused     to a Join
                                                   <-  Status                                     to a Probe or an Announce
-a member to its leader  ProcessesEnded | Accept | Draining | Leave
+a member to its leader  ProcessesEnded | Accept | Decline | Draining | Leave
 the leader to a member  Proposal | Commit | StopProcesses | RunEnded | SwitchRun | Leave | Expelled
 both                    Heartbeat | HeartbeatAck
 """
@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict, dataclass
+from functools import cached_property
 from typing import Annotated, Any, Literal, NoReturn, get_args
 
 from paceline.base.errors import Problem
@@ -123,6 +124,14 @@ class Accept:
 
 
 @dataclass(frozen=True)
+class Decline:
+    """A member does not accept a round yet: it knows of sets of members that the leader has not counted."""
+
+    round: Number
+    configurations: tuple[tuple[Name, ...], ...]
+
+
+@dataclass(frozen=True)
 class Draining:
     """A member was asked to end."""
 
@@ -143,6 +152,12 @@ class Proposal:
 
     round: Round
     configurations: tuple[tuple[Name, ...], ...]
+
+    @cached_property
+    def encoded(self) -> bytes:
+        """As `encode` gives it. It names all members and goes to all of them: encoding takes 6 ms at 512 hosts and 25 ms at
+        2,048, so that once for each member would keep a leader from its heartbeats for 50 s."""
+        return _line(self)
 
 
 @dataclass(frozen=True)
@@ -177,13 +192,17 @@ class SwitchRun:
 
 Message = (
     Join | Probe | Announce | Status | Joined | NoLeader | Redirect | Refused | Expelled | Heartbeat | HeartbeatAck
-    | ProcessesEnded | Accept | Draining | Leave | Proposal | Commit | StopProcesses | RunEnded | SwitchRun
+    | ProcessesEnded | Accept | Decline | Draining | Leave | Proposal | Commit | StopProcesses | RunEnded | SwitchRun
 )  # fmt: skip
 _KINDS: dict[str, type] = {kind.__name__.lower(): kind for kind in get_args(Message)}
 
 
 def encode(message: Message) -> bytes:
     """A message as one line of JSON."""
+    return message.encoded if isinstance(message, Proposal) else _line(message)
+
+
+def _line(message: Message) -> bytes:
     return json.dumps({"kind": type(message).__name__.lower(), **asdict(message)}).encode()
 
 

@@ -439,11 +439,10 @@ def _listen(job: Job, places: list[Place]) -> tuple[socket.socket, int | None]:
 def _listen_towards(places: list[Place]) -> socket.socket:
     """A socket at a free port of the address by which this host reaches the first place that it has a way to."""
     for address, port in places:
-        with suppress(OSError):
-            family = socket.AF_INET6 if ":" in address else socket.AF_INET
-            with socket.socket(family, socket.SOCK_DGRAM) as probe:
-                probe.connect((address, port or 9))  # sends nothing: the system only chooses the way
-                return host.listen_at(probe.getsockname()[0], 0)
+        own = host.address_towards(address, port or 9)
+        if own:
+            with suppress(OSError):
+                return host.listen_at(own, 0)
     listener = host.hold_port(0)  # no network leads there yet
     listener.listen(128)
     return listener

@@ -121,12 +121,7 @@ def survey(message: dict[str, Any], node: int) -> list[str]:
 def addresses(towards: list[str]) -> list[str]:
     """Under which addresses this host may be reached: as the starter reached it, and as it goes to the others."""
     candidates = environment.snapshot().get("SSH_CONNECTION", "").split()[2:3]
-    for other in towards:
-        with suppress(OSError):
-            family = socket.AF_INET6 if ":" in other else socket.AF_INET
-            with socket.socket(family, socket.SOCK_DGRAM) as probe:
-                probe.connect((other, 9))  # sends nothing: the system only chooses the way
-                candidates.append(str(probe.getsockname()[0]))
+    candidates += [own for own in map(host.address_towards, towards) if own]
     with suppress(OSError, UnicodeError):  # a host's name may be longer than a part of a DNS name
         candidates += [str(row[4][0]) for row in socket.getaddrinfo(host.name(), None, type=socket.SOCK_STREAM)]
     distinct = dict.fromkeys(candidates)

@@ -18,7 +18,7 @@ from paceline.base import env as environment
 from paceline.base.errors import ConfigError, LaunchError, Problem
 from paceline.launch.membership_errors import other_version
 from paceline.launch.rounds import Place
-from paceline.launch.witness import Record, Request, Seal, Unsealed, message_of
+from paceline.launch.witness import Record, Request, Seal, Unsealed
 
 KINDS = {"etcd": 2379, "etcds": 2379, "c10d": 29400}
 _REACH_S = 10.0  # how long a store may take to be there as a launcher starts
@@ -167,7 +167,7 @@ class StoreLink:
         """Sends a request; there are few on their way, so that the pipe never fills."""
         if self._unanswered_since is None:
             self._unanswered_since = time.monotonic()
-        self._write(message_of(request))
+        self._write(asdict(request))
 
     @property
     def is_stuck(self) -> bool:

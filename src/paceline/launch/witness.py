@@ -16,7 +16,7 @@ import hmac
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Annotated, Any
+from typing import Annotated
 
 from paceline.base.version import VERSION
 from paceline.launch.peers import NEVER
@@ -316,15 +316,3 @@ class Witness:
     def _key(self) -> int:
         self._next_key += 1
         return self._next_key
-
-
-def answer_of(stored: str | None, request: Request) -> tuple[str | None, bool]:
-    """What a store does with a request: the value afterwards, and whether it was changed. A model for stores and tests."""
-    if request.swaps and stored == request.old:
-        return request.new, True
-    return stored, False
-
-
-def message_of(request: Request) -> dict[str, Any]:
-    """A request as it goes to the client."""
-    return asdict(request)

@@ -102,6 +102,13 @@ FOUND = {
         (Fault(1.0, "start", ("a",)), Fault(2.0, "start", ("b",)), Fault(2.5, "start", ("c",)),
          Fault(8.96, "cut", ("a", "b")), Fault(13.3, "mend"), Fault(13.87, "cut", ("b", "c")), Fault(13.87, "leave", ("a",))),
     ),
+    "a leader that others went on without is joined by one of these, and begins a round from what it knew before": Schedule(
+        22369, "abcd", replace(PATIENCE, least=1, most=4, max_restarts=20), "a", False, True, True,
+        (Fault(0.21, "start", ("c",)), Fault(0.33, "start", ("a",)), Fault(2.27, "start", ("b",)), Fault(2.86, "start", ("d",)),
+         Fault(4.09, "cut", ("a", "b")), Fault(4.09, "cut", ("a", "c")), Fault(4.09, "cut", ("a", "d")),
+         Fault(15.85, "power off", ("d",)), Fault(15.85, "mend"), Fault(20.4, "cut", ("c", "a")),
+         Fault(20.4, "cut", ("c", "b")), Fault(42.53, "continue", ("a",))),
+    ),
 }  # fmt: skip
 
 

@@ -5,18 +5,18 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 from itertools import combinations
 
 import pytest
-from simulated_network import STORE, Fault, Schedule, Simulation, Violation, violation_of
+from simulated_network import STORE, Fault, Schedule, Simulation, Violation, stored_after, violation_of
 from strangers import message, value
 
 from paceline.launch import membership_errors
 from paceline.launch.messages import Join, decode, encode
 from paceline.launch.rounds import Member, Place, Rules, has_quorum
-from paceline.launch.witness import STALE_S, Record, Request, Seal, Standing, Unsealed, Witness, answer_of, message_of
+from paceline.launch.witness import STALE_S, Record, Request, Seal, Standing, Unsealed, Witness
 
 RULES = Rules(least=1, most=3, max_restarts=3, join_timeout_s=30)
 SECRET = "0123456789abcdef"
@@ -206,7 +206,7 @@ RECORD = Record("a life", 3, "a", (("10.0.0.1", 4711),))
 def asked(witness: Witness, stored: str | None, now: float) -> str | None:
     """Answers the last request as a store does; returns what is stored then."""
     request = witness.requests.pop()
-    stored, _ = answer_of(stored, request)
+    stored = stored_after(stored, request)
     witness.on_answer(request.key, stored, "", now)
     return stored
 
@@ -296,7 +296,7 @@ def test_values_at_random_give_no_right(seed: int) -> None:
             ]
         )()
         for request in a.requests:
-            assert len(json.dumps(message_of(request))) < 100_000
+            assert len(json.dumps(asdict(request))) < 100_000
             a.on_answer(draw.choice([request.key, 99]), stored, trouble, now)
         a.requests.clear()
         right = a.vote(standing, now)
@@ -337,9 +337,9 @@ def test_a_store_away_is_no_sign_of_a_run_that_is_no_more() -> None:
 
 
 def test_a_request_is_what_the_client_reads() -> None:
-    assert answer_of("x", Request(1, True, "x", "y")) == ("y", True)
-    assert answer_of("z", Request(1, True, "x", "y")) == ("z", False)
-    assert answer_of("z", Request(1)) == ("z", False)
+    assert stored_after("x", Request(1, True, "x", "y")) == "y"
+    assert stored_after("z", Request(1, True, "x", "y")) == "z"
+    assert stored_after("z", Request(1)) == "z"
 
 
 # What the simulation must find.

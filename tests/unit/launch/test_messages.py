@@ -34,6 +34,11 @@ def test_a_message_arrives_as_it_was_sent(message: Message) -> None:
     assert decode(encode(message)) == message
 
 
+def test_a_round_is_encoded_once_for_all_its_members() -> None:
+    proposal = Proposal(Round(1, 0, (A, B)), ())
+    assert encode(proposal) is encode(proposal)
+
+
 @pytest.mark.parametrize(
     "text",
     [

@@ -98,7 +98,7 @@ def reachable_at(towards: Sequence[str]) -> list[str]:
     """
     # What ssh says is where somebody else has reached this host.
     candidates = environment.snapshot().get("SSH_CONNECTION", "").split()[2:3]
-    candidates += [own for own in map(_own_address_towards, towards) if own]
+    candidates += [own for own in map(host.address_towards, towards) if own]
     for card in interfaces():
         if card.is_up and not card.name.startswith(_OF_THIS_HOST_ALONE):
             candidates += card.addresses
@@ -124,18 +124,9 @@ def own_addresses(timeout_s: float = LOOKUP_S) -> tuple[str, ...]:
 def _route(candidates: Sequence[str], cards: Sequence[Interface]) -> str:
     """The interface by which this host goes to the first of another's addresses that a route leads to; "" for none."""
     for address in candidates:
-        own = _own_address_towards(address)
+        own = host.address_towards(address)
         if own:
             return next((card.name for card in cards if own in card.addresses), "")
-    return ""
-
-
-def _own_address_towards(address: str) -> str:
-    """The address of this host from which it goes to another one; "" where no route leads there."""
-    family = socket.AF_INET6 if ":" in address else socket.AF_INET
-    with suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as probe:
-        probe.connect((address, 9))  # sends nothing: the system only chooses the way
-        return str(probe.getsockname()[0])
     return ""
 
 
