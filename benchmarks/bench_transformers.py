@@ -27,11 +27,10 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-STEPS, WARM_STEPS = 60, 10
+PROGRAM = Path(__file__).with_name("transformers_program.py")
 LENGTH, BATCH, ROWS = 64, 4, 400
 LOADER_BATCHES, CALLS, TRIALS = 1000, 2000, 7
 
@@ -47,85 +46,6 @@ def token_rows() -> list[dict[str, list[int]]]:
         tokens = [2 + byte for byte in text[start : start + LENGTH]]
         rows.append({"input_ids": tokens, "attention_mask": [1] * LENGTH, "labels": tokens})
     return rows
-
-
-def language_model() -> Any:
-    """GPT-2 of 2 layers."""
-    import torch
-    from transformers import GPT2Config, GPT2LMHeadModel
-
-    torch.manual_seed(0)
-    sizes = {"n_embd": 64, "n_layer": 2, "n_head": 2, "n_positions": LENGTH, "vocab_size": 258}
-    return GPT2LMHeadModel(GPT2Config(**sizes, bos_token_id=1, eos_token_id=1, pad_token_id=0))
-
-
-class Clock:
-    """Notes when steps end, by the clock and by this process's CPU time."""
-
-    def __init__(self) -> None:
-        self.ends: list[float] = []
-        self.cpu_ends: list[float] = []
-
-    def step(self) -> None:
-        """A step has ended."""
-        self.ends.append(time.time())
-        self.cpu_ends.append(time.process_time())
-
-    def write(self, path: str) -> None:
-        """What the first process took: until the end of its first step, and for a step."""
-        if os.environ.get("RANK", "0") != "0":
-            return
-        measured = {"first": self.ends[0]}
-        for field, ends in (("step", self.ends), ("step, CPU", self.cpu_ends)):
-            seconds = [later - earlier for earlier, later in pairwise(ends)]
-            measured[field] = statistics.median(seconds[WARM_STEPS:])
-        Path(path).write_text(json.dumps(measured))
-
-
-def train_with_trainer(clock: Clock, folder: str) -> None:
-    """What run_clm does."""
-    from transformers import Trainer, TrainerCallback, TrainingArguments, default_data_collator
-
-    class Steps(TrainerCallback):
-        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            clock.step()
-
-    arguments = TrainingArguments(
-        output_dir=folder, max_steps=STEPS, per_device_train_batch_size=BATCH, save_strategy="no", report_to=[], use_cpu=True,
-        disable_tqdm=True,
-    )  # fmt: skip
-    Trainer(
-        model=language_model(), args=arguments, train_dataset=token_rows(), data_collator=default_data_collator,
-        callbacks=[Steps()],
-    ).train()  # fmt: skip
-
-
-def train_with_loop(clock: Clock, folder: str) -> None:
-    """What run_clm_no_trainer does."""
-    import torch
-    from accelerate import Accelerator
-    from torch.utils.data import DataLoader
-    from transformers import default_data_collator, get_scheduler
-
-    accelerator = Accelerator(cpu=True)
-    model = language_model()
-    loader = DataLoader(token_rows(), shuffle=True, collate_fn=default_data_collator, batch_size=BATCH)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=5e-5)
-    scheduler = get_scheduler("linear", optimizer, 0, STEPS * accelerator.num_processes)
-    model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
-    model.train()
-    while len(clock.ends) < STEPS:
-        for batch in loader:
-            with accelerator.accumulate(model):
-                loss = model(**batch).loss
-                accelerator.backward(loss)
-                optimizer.step()
-                scheduler.step()
-                optimizer.zero_grad()
-            clock.step()
-            if len(clock.ends) == STEPS:
-                break
-    accelerator.end_training()
 
 
 def accelerator_of(side: str) -> Any:
@@ -224,12 +144,6 @@ def work(kind: str, side: str, path: str) -> None:
     import torch
 
     torch.set_num_threads(1)
-    if kind in ("trainer", "loop"):
-        clock = Clock()
-        train = train_with_trainer if kind == "trainer" else train_with_loop
-        train(clock, str(Path(path).parent))
-        clock.write(path)
-        return
     if side == "door":
         from paceline.compat import install
 
@@ -246,7 +160,7 @@ class Environments:
 
     def __init__(self, real: str, ours: str, folder: str) -> None:
         self.pythons = {"real": real, "ours": ours}
-        self._path = str(Path(folder, "measured.json"))
+        self.path = str(Path(folder, "measured.json"))
         self._environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "HF_HOME": folder}
         self._environment |= {"TOKENIZERS_PARALLELISM": "false", "ACCELERATE_USE_CPU": "true"}
 
@@ -262,20 +176,19 @@ class Environments:
         words = [str(folder / "accelerate"), "launch", "--cpu", "--num_machines", "1", "--num_processes", "1"]
         return [*words, "--dynamo_backend", "no", "--mixed_precision", "no"]
 
-    def run(self, words: list[str], kind: str, side: str = "") -> dict[str, Any]:
+    def run(self, words: list[str]) -> dict[str, Any]:
         """What one command measured; "start" is the time from the command to the end of its first step."""
-        Path(self._path).unlink(missing_ok=True)
+        Path(self.path).unlink(missing_ok=True)
         used_before = resource.getrusage(resource.RUSAGE_CHILDREN)
         begin = time.time()
         ended = subprocess.run(
-            [*words, __file__, "--work", kind, "--side", side, "--path", self._path], env=self._environment, check=False,
-            capture_output=True, text=True, timeout=600,
-        )  # fmt: skip
+            [*words, self.path], env=self._environment, check=False, capture_output=True, text=True, timeout=600
+        )
         if ended.returncode:
             raise SystemExit(
                 f"{' '.join(words)}: exit code {ended.returncode}\n{(ended.stdout + ended.stderr)[-2000:]}"
             )
-        measured: dict[str, Any] = json.loads(Path(self._path).read_text())
+        measured: dict[str, Any] = json.loads(Path(self.path).read_text())
         if "first" in measured:
             used = resource.getrusage(resource.RUSAGE_CHILDREN)
             measured["start"] = measured["first"] - begin
@@ -299,7 +212,9 @@ def compare_commands(environments: Environments, turns: int) -> None:
             for turn in range(turns):
                 order = ("real", "ours") if turn % 2 else ("ours", "real")
                 for library in order:
-                    measured[library].append(environments.run(environments.launched(library, procs), kind))
+                    measured[library].append(
+                        environments.run([*environments.launched(library, procs), str(PROGRAM), kind])
+                    )
             rows = {
                 "start": ("to the first step", 1.0, "s", "0.50" if procs == 1 else "0.70"),
                 "command, CPU": ("CPU time of the whole command", 1.0, "s", ""),
@@ -321,7 +236,11 @@ def compare_calls(environments: Environments, kind: str, turns: int) -> None:
     measured: dict[str, list[dict[str, Any]]] = {side: [] for side in sides}
     for turn in range(turns):
         for side in list(sides) if turn % 2 else list(sides)[::-1]:
-            measured[side].append(environments.run([environments.pythons[sides[side]]], kind, side))
+            measured[side].append(
+                environments.run(
+                    [environments.pythons[sides[side]], __file__, "--work", kind, "--side", side, "--path"]
+                )
+            )
     must = "0.75" if kind == "loader" else "10 us"
     print(f"| {kind} | through | plain | prepared | of accelerate's | at most |\n|---|---|---|---|---|---|")
     for name in measured["real"][0]:

@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from paceline import CheckpointError, CompatError, ConfigError
 from paceline.base import env
 from paceline.base.log import forget_warnings
-from paceline.compat.accelerate import host, memory, nested, operations, random_streams, surroundings
+from paceline.compat.accelerate import errors, host, memory, nested, operations, random_streams, surroundings
 from paceline.compat.accelerate.accelerator import Accelerator
 from paceline.compat.accelerate.arguments import (
     DataLoaderConfiguration,
@@ -32,6 +32,7 @@ from paceline.compat.accelerate.commands.config.default import write_basic_confi
 from paceline.compat.accelerate.data_loader import prepare_data_loader, skip_first_batches
 from paceline.compat.accelerate.gradient_state import GradientState
 from paceline.compat.accelerate.kinds import DDPCommunicationHookType, DistributedType, DynamoBackend, PrecisionType
+from paceline.compat.accelerate.loader_classes import DataLoaderShard, DataLoaderStateMixin
 from paceline.compat.accelerate.plugins import TorchDynamoPlugin
 from paceline.compat.accelerate.state import AcceleratorState, PartialState
 from paceline.compat.accelerate.tracking import GeneralTracker, filter_trackers
@@ -51,6 +52,66 @@ def fresh_states():
 
 def loader_of(count: int = 8, batch: int = 2) -> DataLoader:
     return DataLoader(TensorDataset(torch.arange(float(count)).unsqueeze(1)), batch_size=batch)
+
+
+# -- loops ---------------------------------------------------------------------------------------------------
+
+
+class Windows(DataLoaderStateMixin):
+    """A loader of a script's own, as accelerate's documentation lets one be written."""
+
+    def __init__(self, rows: int, total_batch_size: int, accelerator: Accelerator) -> None:
+        self.dataset, self.total_batch_size = range(rows), total_batch_size
+        self.gradient_state = accelerator.gradient_state
+
+    def __iter__(self):
+        self.begin()
+        for start in range(0, len(self.dataset), self.total_batch_size):
+            self.end_of_dataloader = start + self.total_batch_size >= len(self.dataset)
+            yield start
+        self.end()
+
+
+def shown_by(state: GradientState) -> tuple[bool, bool, int]:
+    return state.in_dataloader, state.end_of_dataloader, state.remainder
+
+
+def test_a_loader_of_the_scripts_own_tells_of_its_loop() -> None:
+    accelerator = Accelerator(cpu=True)
+    state = accelerator.gradient_state
+    loader = Windows(10, 4, accelerator)
+    # As accelerate 1.15 answers, before the loop, in it and after it.
+    assert (loader.end_of_dataloader, loader.remainder) == (False, -1)
+    shown = [shown_by(state) for _ in loader]
+    assert shown == [(True, False, 2), (True, False, 2), (True, True, 2)]
+    assert shown_by(state) == (False, False, -1)
+    assert (loader.end_of_dataloader, loader.remainder) == (True, 2)
+    loader.reset()
+    assert (loader.end_of_dataloader, loader.remainder) == (False, -1)
+
+
+def test_loops_call_what_a_class_of_the_scripts_own_has_overridden() -> None:
+    calls = []
+
+    class Noted(DataLoaderShard):
+        def begin(self):
+            calls.append("begin")
+            super().begin()
+
+        def end(self):
+            calls.append("end")
+            super().end()
+
+        def reset(self):
+            calls.append("reset")
+            super().reset()
+
+    loader = Noted(TensorDataset(torch.arange(4.0)), batch_size=2)
+    assert [batch.tolist() for (batch,) in loader] == [[0.0, 1.0], [2.0, 3.0]]
+    assert calls == ["begin", "reset", "end"]
+    for _ in loader:
+        break
+    assert calls == ["begin", "reset", "end"] * 2
 
 
 # -- arguments -----------------------------------------------------------------------------------------------
@@ -545,3 +606,16 @@ def test_objects_between_processes() -> None:
 
     first, second = run_ranks(talk, world=2)
     assert first == second and json.loads(first)[:3] == [[0, 1], [1, "x"], 1.5]
+
+
+# -- errors --------------------------------------------------------------------------------------------------
+
+
+def test_errors_of_the_door_travel_between_processes() -> None:
+    kinds = [kind for kind in vars(errors).values() if isinstance(kind, type) and kind.__module__ == errors.__name__]
+    assert len(kinds) > 8
+    for kind in kinds:
+        first = ("a sentence.",) if kind is errors.DistributedOperationException else ("compat-argument", "a sentence.")
+        error = kind(*first, why="a reason", fix="a way")
+        copied = pickle.loads(pickle.dumps(error))
+        assert (type(copied), str(copied)) == (kind, str(error))

@@ -89,7 +89,8 @@ PLAIN = [
     Case("clm stream, dispatch", "clm", {"stream": True, "accelerator_config": {"dispatch_batches": True}}),
     Case("clm workers", "clm", {"dataloader_num_workers": 2}),
     Case("clm drop last", "clm", {"dataloader_drop_last": True}),
-    Case("clm compile", "clm", {"torch_compile": True, "max_steps": 4}, procs=(1,)),
+    # A graph draws its dropout by a seed of its own, and accelerate compiles the whole model where we compile its blocks.
+    Case("clm compile", "clm", {"torch_compile": True, "max_steps": 4, "dropout": 0.0}, procs=(1,)),
     Case("classification", "classification"),
     Case("sequence to sequence", "seq2seq"),
     # On two processes the real library's resumed run does not end, and says nothing.
@@ -264,11 +265,13 @@ PLANS += [
         procs=(2,),
         plan=("--zero", "3"),
         alone=True,
-        reference=whole,
+        reference={"per_device_train_batch_size": 4},
+        tolerance=tolerance,
     )
-    for program, options, whole in (
-        ("trl_sft", {"packing": True}, {"per_device_train_batch_size": 4}),
-        ("trl_dpo", {}, {"per_device_train_batch_size": 4}),
+    for program, options, tolerance in (
+        ("trl_sft", {"packing": True}, 2e-4),
+        # The attention's biases have gradients that are noise, and sum to other last digits.
+        ("trl_dpo", {}, 1e-3),
     )
 ]
 

@@ -116,7 +116,10 @@ class PacelineError(Exception):
         super().__init__(str(self.problems[0]))
 
     def __init_subclass__(cls) -> None:
-        cls.__module__ = "paceline"  # a traceback then reads `paceline.PlanError: ...`
+        # A traceback then reads `paceline.PlanError: ...`. Errors of other modules are no public names, and unpickling would
+        # not find them there.
+        if cls.__module__ == __name__:
+            cls.__module__ = "paceline"
 
     @property
     def code(self) -> str:

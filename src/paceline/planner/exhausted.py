@@ -29,9 +29,6 @@ class OutOfMemory(TrainError, torch.OutOfMemoryError):
     """Memory did not suffice; `code` is `out-of-memory`."""
 
 
-OutOfMemory.__module__ = __name__  # not among the public names, under which errors are shown otherwise
-
-
 @contextmanager
 def explain_exhaustion(situation: Situation, where: str) -> Iterator[None]:
     """Turns what an allocator raises inside into an error that says what the plan needs.

@@ -6,8 +6,17 @@ import warnings
 from collections.abc import Iterator
 from typing import Any
 
+import pytest
 import torch
-from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, SequentialSampler, get_worker_info
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    SequentialSampler,
+    TensorDataset,
+    get_worker_info,
+)
 
 from paceline.torch_internals import loaders
 
@@ -83,6 +92,51 @@ def test_batches_without_a_span_are_the_same_and_have_one_while_somebody_profile
         next(batches)
     spans = [event for event in profile.events() if "DataLoader" in event.name]
     assert len(spans) == 1
+
+
+def _count_samples(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Which samples a `TensorDataset` was asked for, one by one."""
+    asked: list[Any] = []
+    read = TensorDataset.__getitem__
+
+    def noted(dataset: TensorDataset, index: Any) -> Any:
+        asked.append(index)
+        return read(dataset, index)
+
+    monkeypatch.setattr(TensorDataset, "__getitem__", noted)
+    return asked
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.int64, torch.bool])
+def test_rows_of_tensors_are_read_by_one_look_up(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = _count_samples(monkeypatch)
+    dataset = TensorDataset(torch.arange(30).view(5, 3, 2).to(dtype), torch.arange(5))
+    loader = DataLoader(dataset, batch_size=2)
+    expected = list(loader)
+    asked.clear()
+    batches = list(loaders.unrecorded(iter(loader)))
+    assert asked == []
+    for batch, plain in zip(batches, expected, strict=True):
+        assert type(batch) is type(plain)
+        for tensor, other in zip(batch, plain, strict=True):
+            assert torch.equal(tensor, other) and (tensor.dtype, tensor.stride()) == (other.dtype, other.stride())
+
+
+def test_rows_that_only_their_own_way_reads_right_are_read_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = _count_samples(monkeypatch)
+    rows = torch.arange(12.0).view(4, 3)
+    transposed = torch.arange(12.0).view(3, 4).t()
+    for loader in (
+        DataLoader(TensorDataset(transposed), batch_size=2),
+        DataLoader(TensorDataset(rows.clone().requires_grad_()), batch_size=2),
+        DataLoader(TensorDataset(rows), batch_size=2, collate_fn=len),
+        DataLoader(TensorDataset(rows), batch_sampler=[[slice(0, 2)], [slice(2, 4)]]),  # type: ignore[list-item]
+        DataLoader(TensorDataset(rows), batch_size=None),
+    ):
+        plain = list(loader)
+        asked.clear()
+        assert str(list(loaders.unrecorded(iter(loader)))) == str(plain)
+        assert asked
 
 
 def test_datasets_of_loops_under_way_are_found() -> None:

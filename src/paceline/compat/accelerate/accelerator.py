@@ -120,7 +120,7 @@ class Accelerator(NativeAccelerator):
         )
         check_plugins(fsdp_plugin, dynamo_plugin, dynamo_backend)
         for name, kind in HANDLERS.items():
-            setattr(self, name, next((each for each in kwargs_handlers or () if isinstance(each, kind)), None))
+            setattr(self, name, next((handler for handler in kwargs_handlers or () if isinstance(handler, kind)), None))
         loading = dataloader_config or DataLoaderConfiguration()
         if split_batches is not _UNSAID:
             loading = replace(loading, split_batches=bool(split_batches))
@@ -389,8 +389,8 @@ class Accelerator(NativeAccelerator):
     def no_sync(self, *models: nn.Module, model: nn.Module | None = None) -> AbstractContextManager[Any]:
         """Backward passes inside do not communicate; models that were not prepared never do."""
         models = models if model is None else (*models, model)
-        known = [each for each in models if self.run.prepared.find(each)]
-        return super().no_sync(*known) if known or not models else nullcontext()
+        prepared = [model for model in models if self.run.prepared.find(model)]
+        return super().no_sync(*prepared) if prepared or not models else nullcontext()
 
     @staticmethod
     @contextmanager
@@ -526,9 +526,9 @@ class Accelerator(NativeAccelerator):
     def register_for_checkpointing(self, *objects: Any) -> None:
         """Adds objects with `state_dict` and `load_state_dict` to what `save_state` saves."""
         wrong = [
-            f"object {number} is a {type(each).__name__}"
-            for number, each in enumerate(objects)
-            if not (hasattr(each, "state_dict") and hasattr(each, "load_state_dict"))
+            f"object {number} is a {type(value).__name__}"
+            for number, value in enumerate(objects)
+            if not (hasattr(value, "state_dict") and hasattr(value, "load_state_dict"))
         ]
         if wrong:
             raise CompatValueError(

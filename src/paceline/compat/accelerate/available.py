@@ -28,8 +28,8 @@ def _asker(what: str) -> Callable[..., bool]:
         if what in _NEVER:
             return False
         if what in _DEVICES:
-            found = torch.accelerator.current_accelerator()
-            return found is not None and found.type == what
+            accelerator = torch.accelerator.current_accelerator()
+            return accelerator is not None and accelerator.type == what
         if what == "bf16":
             return not torch.cuda.is_available() or torch.cuda.is_bf16_supported()
         if what in ("fp16", "weights_only"):

@@ -330,15 +330,8 @@ def load_checkpoint_and_dispatch(
         max_memory: as in `get_max_memory`; for a map that is made here.
         no_split_module_classes: names of classes that stay on one device; for a map that is made here.
         offload_folder: for modules on "disk".
-        offload_buffers: buffers are offloaded too.
-        dtype: of the weights; None is that of the model.
         offload_state_dict: keeps weights for the CPU in files while others are read; None does so where some go to disk.
-        skip_keys: as in `dispatch_model`.
-        preload_module_classes: as in `attach_align_device_hook`.
-        force_hooks: as in `dispatch_model`.
-        strict: as in `load_checkpoint_in_model`.
-        full_state_dict: as in `load_checkpoint_in_model`.
-        broadcast_from_rank0: as in `load_checkpoint_in_model`.
+        others: as in `load_checkpoint_in_model` and `dispatch_model`.
 
     Raises:
         PlanError: `device-map-name`, `device-map-incomplete`, `offload-folder`.

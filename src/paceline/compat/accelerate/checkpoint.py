@@ -16,7 +16,6 @@ models the folder is one of the native `save_state`, which any number of process
 from __future__ import annotations
 
 import os
-import random
 import re
 import secrets
 import shutil
@@ -24,15 +23,21 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 
 from paceline.base.errors import CompatError
 from paceline.base.log import logger, warn_once
 from paceline.checkpoint.files import NUMPY_ARRAYS, load_object, save_object, writing
-from paceline.checkpoint.weights.model import load_model
+from paceline.compat.accelerate.checkpoint_functions import (
+    file_name,
+    random_streams,
+    set_random_streams,
+    weights_file,
+    write_states,
+)
 from paceline.compat.accelerate.errors import CheckpointValueError, MissingCheckpoint
+from paceline.compat.accelerate.wrapping import without_repeated
 
 _LOADERS = "paceline_loaders"
 
@@ -71,7 +76,7 @@ class Folder:
             self._next(target)
             return Path(target)
         self._agree(lambda: self._make(partial))
-        models = [each.module for each in self._of.run.prepared.models]
+        models = [entry.module for entry in self._of.run.prepared.models]
         weights = [self._of.get_state_dict(model, unwrap=False) for model in models]
         for hook in self._of.states.hooks("save"):
             hook([*engines, *models], weights, partial)
@@ -121,8 +126,8 @@ class Folder:
             target = Path(output_dir).absolute()
         else:
             # After those that are there: a run that was started again, or loaded an older one, overwrites nothing.
-            taken = [_number(path) for path in _numbered(self._root)]
-            number = max([self._of.project_configuration.iteration, *(each + 1 for each in taken)])
+            free_numbers = [_number(path) + 1 for path in _numbered(self._root)]
+            number = max([self._of.project_configuration.iteration, *free_numbers])
             target = self._root / f"checkpoint_{number}"
             output_dir = target
         return str(output_dir), str(target.with_name(f".{target.name}.partial-{secrets.token_hex(4)}"))
@@ -152,33 +157,19 @@ class Folder:
         prepared = self._of.run.prepared
         for number, state in enumerate(weights):
             if safe is not False:
-                save_object(_once(_only_tensors(state)), folder / _name("model", number, "safetensors"), True)
+                save_object(
+                    without_repeated(_only_tensors(state)), folder / file_name("model", number, "safetensors"), True
+                )
             if safe is not True:
-                save_object(state, folder / _name("pytorch_model", number, "bin"))
-        for stem, things in (("optimizer", prepared.optimizers), ("scheduler", prepared.schedulers)):
-            for number, thing in enumerate(things):
-                save_object(thing.state_dict(), folder / _name(stem, number, "bin"))
-        if self._of.use_stateful_dataloader:
-            for number, loader in enumerate(prepared.loaders):
-                save_object(loader.state_dict(), folder / _name("dl_state_dict", number, "bin"))
-        if self._of.scaler is not None:
-            save_object(self._of.scaler.state_dict(), folder / "scaler.pt")
+                save_object(state, folder / file_name("pytorch_model", number, "bin"))
+        write_states(folder, prepared.optimizers, prepared.schedulers, prepared.loaders, self._of.scaler)
         for number, thing in enumerate(self._of._custom_objects):
             save_object(thing.state_dict(), folder / f"custom_checkpoint_{number}.pkl")
 
     def _streams(self) -> dict[str, Any]:
         """This rank's random streams, and what accelerate keeps beside them."""
-        streams = {
-            "step": self._of.step,
-            "random_state": random.getstate(),
-            "numpy_random_seed": np.random.get_state(),
-            "torch_manual_seed": torch.get_rng_state(),
-            _LOADERS: [loader.state_dict() for loader in self._of.run.prepared.loaders],
-        }
-        kind = self._of.device.type
-        if kind != "cpu":
-            streams[f"torch_{kind}_manual_seed"] = torch.get_device_module(kind).get_rng_state_all()
-        return streams
+        positions = [loader.state_dict() for loader in self._of.run.prepared.loaders]
+        return {**random_streams(self._of.step, self._of.device.type), _LOADERS: positions}
 
     # -- load ------------------------------------------------------------------------------------------------
 
@@ -198,7 +189,7 @@ class Folder:
         if (folder / "manifest.json").is_file():  # of a native `save_state`
             self._of.states.load(str(folder))
             return
-        models = [each.module for each in self._of.run.prepared.models]
+        models = [entry.module for entry in self._of.run.prepared.models]
         engines = self._of._engines
         shown = [*engines, *models]
         for hook in self._of.states.hooks("load"):
@@ -208,12 +199,14 @@ class Folder:
         self._check(folder, models)
         for number, engine in enumerate(engine for engine in engines if engine in shown):
             engine.load_checkpoint(folder, _tag(number), load_module_strict=strict)
+        from paceline.checkpoint.weights.model import load_model  # takes half a second: not before it is needed
+
         for number, model in enumerate(models):
-            load_model(model, _weights(folder, number), strict=strict)
+            load_model(model, weights_file(folder, number), strict=strict)
         prepared = self._of.run.prepared
         for stem, things in (("optimizer", prepared.optimizers), ("scheduler", prepared.schedulers)):
             for number, thing in enumerate(things):
-                thing.load_state_dict(load_object(folder / _name(stem, number, "bin")))
+                thing.load_state_dict(load_object(folder / file_name(stem, number, "bin")))
         if self._of.scaler is not None and (folder / "scaler.pt").is_file():
             self._of.scaler.load_state_dict(load_object(folder / "scaler.pt"))
         for number, thing in enumerate(self._of._custom_objects):
@@ -280,12 +273,7 @@ class Folder:
                 "%s was saved by fewer processes: rank %d goes on with its own random streams", folder, rank
             )
             return
-        random.setstate(streams["random_state"])
-        np.random.set_state(streams["numpy_random_seed"])
-        torch.set_rng_state(streams["torch_manual_seed"])
-        kind = self._of.device.type
-        if f"torch_{kind}_manual_seed" in streams:
-            torch.get_device_module(kind).set_rng_state_all(streams[f"torch_{kind}_manual_seed"])
+        set_random_streams(streams, self._of.device.type)
 
     def _load_positions(self, folder: Path, states: list[Any] | None) -> None:
         """Epochs of the loaders, so that their order goes on; and the place within, for a stateful loader alone.
@@ -293,7 +281,7 @@ class Folder:
         Otherwise the script skips the batches that it has seen, as under accelerate.
         """
         for number, loader in enumerate(self._of.run.prepared.loaders):
-            path = folder / _name("dl_state_dict", number, "bin")
+            path = folder / file_name("dl_state_dict", number, "bin")
             if self._of.use_stateful_dataloader and path.is_file():
                 state = load_object(path)
                 if "samples" in state:
@@ -324,32 +312,13 @@ class Folder:
 _MODEL = re.compile(r"(model(_\d+)?\.safetensors|pytorch_model(_\d+)?\.bin)")
 
 
-def _name(stem: str, number: int, ending: str) -> str:
-    return f"{stem}.{ending}" if number == 0 else f"{stem}_{number}.{ending}"
-
-
 def _tag(number: int) -> str:
     """The folder of an engine within a checkpoint."""
     return "pytorch_model" if number == 0 else f"pytorch_model_{number}"
 
 
-def _weights(folder: Path, number: int) -> Path:
-    """The file of a model's weights; safetensors where there are both."""
-    safe = folder / _name("model", number, "safetensors")
-    return safe if safe.is_file() else folder / _name("pytorch_model", number, "bin")
-
-
 def _only_tensors(state: dict[str, Any]) -> dict[str, torch.Tensor]:
     return {name: value for name, value in state.items() if isinstance(value, torch.Tensor)}
-
-
-def _once(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Tied weights under their first name alone: the real accelerate refuses a safetensors file that repeats them."""
-    first_names: dict[Any, str] = {}
-    for name, tensor in state.items():
-        place = (tensor.data_ptr(), tensor.shape, tensor.stride()) if tensor.numel() else name
-        first_names.setdefault(place, name)
-    return {name: state[name] for name in first_names.values()}
 
 
 def _number(path: str | Path) -> int:

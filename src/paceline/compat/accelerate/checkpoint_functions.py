@@ -15,8 +15,15 @@ from paceline.compat.accelerate.state import PartialState
 from paceline.compat.accelerate.wrapping import clean_state_dict_for_safetensors
 
 
-def _numbered(stem: str, number: int, ending: str) -> str:
+def file_name(stem: str, number: int, ending: str) -> str:
+    """The name of a file in a checkpoint folder, of the first, second, ... model, optimizer and so on."""
     return f"{stem}.{ending}" if number == 0 else f"{stem}_{number}.{ending}"
+
+
+def weights_file(folder: Path, number: int) -> Path:
+    """The file of a model's weights; safetensors where there are both."""
+    safe = folder / file_name("model", number, "safetensors")
+    return safe if safe.is_file() else folder / file_name("pytorch_model", number, "bin")
 
 
 def _writes(save_on_each_node: bool) -> bool:
@@ -36,29 +43,50 @@ def load_custom_state(obj: Any, path: str, index: int = 0) -> None:
         obj.load_state_dict(load_object(Path(path) / f"custom_checkpoint_{index}.pkl"))
 
 
-def random_streams(step: int) -> dict[str, Any]:
-    """The random streams of this process, and the step, as `random_states_0.pkl` holds them."""
+def random_streams(step: int, device_type: str | None = None) -> dict[str, Any]:
+    """The random streams of this process, and the step, as `random_states_0.pkl` holds them.
+
+    Args:
+        step: how many micro-batches there were.
+        device_type: that this process computes on; None is the accelerator of this host.
+    """
     streams: dict[str, Any] = {
         "step": step,
         "random_state": random.getstate(),
         "numpy_random_seed": np.random.get_state(),
         "torch_manual_seed": torch.get_rng_state(),
     }
-    accelerator = torch.accelerator.current_accelerator(check_available=True)
-    if accelerator is not None and accelerator.type != "cpu":
-        streams[f"torch_{accelerator.type}_manual_seed"] = torch.get_device_module(accelerator.type).get_rng_state_all()
+    kind = device_type or _own_device_type()
+    if kind != "cpu":
+        streams[f"torch_{kind}_manual_seed"] = torch.get_device_module(kind).get_rng_state_all()
     return streams
 
 
-def set_random_streams(streams: dict[str, Any]) -> None:
+def _own_device_type() -> str:
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    return "cpu" if accelerator is None else accelerator.type
+
+
+def set_random_streams(streams: dict[str, Any], device_type: str | None = None) -> None:
     """Puts the random streams of this process back."""
     random.setstate(streams["random_state"])
     np.random.set_state(streams["numpy_random_seed"])
     torch.set_rng_state(streams["torch_manual_seed"])
-    accelerator = torch.accelerator.current_accelerator(check_available=True)
-    if accelerator is not None and f"torch_{accelerator.type}_manual_seed" in streams:
-        state = streams[f"torch_{accelerator.type}_manual_seed"]
-        torch.get_device_module(accelerator.type).set_rng_state_all(state)
+    kind = device_type or _own_device_type()
+    if f"torch_{kind}_manual_seed" in streams:
+        torch.get_device_module(kind).set_rng_state_all(streams[f"torch_{kind}_manual_seed"])
+
+
+def write_states(
+    folder: Path, optimizers: Sequence[Any], schedulers: Sequence[Any], dataloaders: Sequence[Any], scaler: Any
+) -> None:
+    """Writes all but the weights; of loaders those that keep a position."""
+    for stem, things in (("optimizer", optimizers), ("scheduler", schedulers), ("dl_state_dict", dataloaders)):
+        for number, thing in enumerate(things):
+            if stem != "dl_state_dict" or getattr(thing, "use_stateful_dataloader", False):
+                save_object(thing.state_dict(), folder / file_name(stem, number, "bin"))
+    if scaler is not None:
+        save_object(scaler.state_dict(), folder / "scaler.pt")
 
 
 def save_accelerator_state(
@@ -79,17 +107,10 @@ def save_accelerator_state(
         for number, state in enumerate(model_states):
             if safe_serialization:
                 tensors = clean_state_dict_for_safetensors(state)
-                save_object(tensors, folder / _numbered("model", number, "safetensors"), True)
+                save_object(tensors, folder / file_name("model", number, "safetensors"), True)
             else:
-                save_object(state, folder / _numbered("pytorch_model", number, "bin"))
-        for stem, things in (("optimizer", optimizers), ("scheduler", schedulers)):
-            for number, thing in enumerate(things):
-                save_object(thing.state_dict(), folder / _numbered(stem, number, "bin"))
-        for number, loader in enumerate(dataloaders):
-            if getattr(loader, "use_stateful_dataloader", False):
-                save_object(loader.state_dict(), folder / _numbered("dl_state_dict", number, "bin"))
-        if scaler is not None:
-            save_object(scaler.state_dict(), folder / "scaler.pt")
+                save_object(state, folder / file_name("pytorch_model", number, "bin"))
+        write_states(folder, optimizers, schedulers, dataloaders, scaler)
     save_object(random_streams(step), folder / f"random_states_{process_index}.pkl")
     return folder
 
@@ -110,17 +131,14 @@ def load_accelerator_state(
     folder = Path(input_dir)
     place = "cpu" if map_location in (None, "on_device") else map_location
     for number, model in enumerate(models):
-        path = folder / _numbered("model", number, "safetensors")
-        if not path.is_file():
-            path = folder / _numbered("pytorch_model", number, "bin")
-        state = load_object(path, map_location=place)
+        state = load_object(weights_file(folder, number), map_location=place)
         names = set(state)
         model.load_state_dict({**_tied(model, names, state), **state}, **load_model_func_kwargs)
     for stem, things in (("optimizer", optimizers), ("scheduler", schedulers)):
         for number, thing in enumerate(things):
-            thing.load_state_dict(load_object(folder / _numbered(stem, number, "bin"), map_location=place))
+            thing.load_state_dict(load_object(folder / file_name(stem, number, "bin"), map_location=place))
     for number, loader in enumerate(dataloaders):
-        path = folder / _numbered("dl_state_dict", number, "bin")
+        path = folder / file_name("dl_state_dict", number, "bin")
         if getattr(loader, "use_stateful_dataloader", False) and path.is_file():
             loader.load_state_dict(load_object(path))
     if scaler is not None:

@@ -46,8 +46,8 @@ def skip_first_batches(dataloader: Any, num_batches: int = 0) -> Any:
     if isinstance(dataloader, PreparedLoader):
         return SkippedLoader(dataloader, num_batches)
     if isinstance(dataloader.dataset, IterableDataset):
-        kept = {name: getattr(dataloader, name) for name in _KEYWORDS}
-        return SkipDataLoader(dataloader.dataset, skip_batches=num_batches, **kept)
+        keywords = {name: getattr(dataloader, name) for name in _KEYWORDS}
+        return SkipDataLoader(dataloader.dataset, skip_batches=num_batches, **keywords)
     if dataloader.batch_sampler is None:
         return copy_with(dataloader, {"sampler": SkipBatchSampler(dataloader.sampler, num_batches)})
     return copy_with(dataloader, {"batch_sampler": SkipBatchSampler(dataloader.batch_sampler, num_batches)})
@@ -175,8 +175,7 @@ def _generator_of(dataloader: DataLoader[Any], sampler: Any, seedable: bool) -> 
         sampler.generator = torch.Generator(device=torch.get_default_device())
         seed = torch.empty((), dtype=torch.int64).random_()
         sampler.generator.manual_seed(int(seed))
-    found: torch.Generator = sampler.generator
-    return found
+    return sampler.generator  # type: ignore[no-any-return]
 
 
 def _part_of(base: DataLoader[Any], width: int, index: int, split: bool, even: bool) -> DataLoader[Any]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from paceline.base.errors import CheckpointError, CollectiveError, CompatError
+from paceline.base.errors import CheckpointError, CollectiveError, CompatError, TrackerError
 
 
 class CompatValueError(CompatError, ValueError):
@@ -30,7 +30,15 @@ class MissingCheckpoint(CheckpointError, FileNotFoundError, ValueError):
 
 
 class CheckpointValueError(CheckpointError, ValueError):
-    """A value that cannot be saved or loaded, which accelerate refuses with a `ValueError`."""
+    """A checkpoint or a value that cannot be saved or loaded, which accelerate refuses with a `ValueError`."""
+
+
+class MissingFile(CheckpointError, FileNotFoundError):
+    """A file of weights that an index names and that is not there."""
+
+
+class TrackerChoiceError(TrackerError, ValueError):
+    """Trackers that cannot be had, which accelerate refuses with a `ValueError`."""
 
 
 class DistributedOperationException(CollectiveError):

@@ -200,10 +200,10 @@ class FullyShardedDataParallelPlugin(SaidFields):
             names = self.transformer_cls_names_to_wrap or list(getattr(model, "_no_split_modules", None) or [])
             classes = set()
             for name in names:
-                found = get_module_class_from_name(model, name)
-                if found is None:
+                layer_class = get_module_class_from_name(model, name)
+                if layer_class is None:
                     raise ValueError(f"Could not find the transformer layer class {name} in the model.")
-                classes.add(found)
+                classes.add(layer_class)
             self.auto_wrap_policy = functools.partial(self.auto_wrap_policy, transformer_layer_cls=classes)
         elif self.auto_wrap_policy is wrap.size_based_auto_wrap_policy:
             bound = functools.partial(self.auto_wrap_policy, min_num_params=self.min_num_params)
@@ -237,11 +237,11 @@ class FullyShardedDataParallelPlugin(SaidFields):
         self.validate_mixed_precision_policy()
 
     def _check_policy(self, values: dict[str, Any]) -> None:
-        known = ["param_dtype", "reduce_dtype", "buffer_dtype" if self.fsdp_version == 1 else "output_dtype"]
+        keys = ["param_dtype", "reduce_dtype", "buffer_dtype" if self.fsdp_version == 1 else "output_dtype"]
         allowed = list(_DTYPES.values())
-        if set(values) != set(known) or any(value not in allowed for value in values.values()):
+        if set(values) != set(keys) or any(value not in allowed for value in values.values()):
             raise ValueError(
-                f"Invalid mixed precision policy: {values}. Must be a `dict` with keys {known}. Values must be one of {allowed}"
+                f"Invalid mixed precision policy: {values}. Must be a `dict` with keys {keys}. Values must be one of {allowed}"
             )
 
     def _policy_kind(self) -> Any:

@@ -77,10 +77,10 @@ class GradientState:
     def plugin_kwargs(self) -> dict[str, Any]:
         """Values of the accumulation plugin that differ from its defaults, and the number of steps."""
         gradients = self._of_accelerator("gradients")
-        told: dict[str, Any] = self._own("_plugin_kwargs")
+        values: dict[str, Any] = self._own("_plugin_kwargs")
         if gradients is not None:
-            told["num_steps"] = gradients.steps
-        return told
+            values["num_steps"] = gradients.steps
+        return values
 
     @plugin_kwargs.setter
     def plugin_kwargs(self, values: dict[str, Any]) -> None:

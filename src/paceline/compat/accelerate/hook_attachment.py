@@ -40,11 +40,9 @@ def attach_execution_device_hook(
     """Lets a module, and all inside it that hold tensors, bring their inputs to a device; earlier hooks stay.
 
     Args:
-        module: changed in place.
         execution_device: where inputs and weights go.
-        skip_keys: keyword arguments that are not moved.
         preload_module_classes: names of classes that are not looked into.
-        tied_params_map: see `set_module_tensor_to_device`.
+        others: as in `attach_align_device_hook`.
     """
     if not hasattr(module, "_hf_hook") and len(module.state_dict()) > 0:
         hook = AlignDevicesHook(execution_device, skip_keys=skip_keys, tied_params_map=tied_params_map)
@@ -80,34 +78,26 @@ def attach_align_device_hook(
             those that use weights of a submodule without calling it.
         tied_params_map: see `set_module_tensor_to_device`.
     """
-    brings_all = offload and type(module).__name__ in (preload_module_classes or ())
-    has_tensors = next(named_module_tensors(module), None) is not None
-    if has_tensors or brings_all:
-        prefix = f"{module_name}." if module_name else ""
-        hook = AlignDevicesHook(
-            execution_device=execution_device,
-            offload=offload,
-            weights_map=None if weights_map is None else PrefixedDataset(weights_map, prefix),
-            offload_buffers=offload_buffers,
-            place_submodules=brings_all,
-            skip_keys=skip_keys,
-            tied_params_map=tied_params_map,
-        )
-        add_hook_to_module(module, hook, append=True)
-    if brings_all:
-        return
-    for child_name, child in module.named_children():
-        attach_align_device_hook(
-            child,
-            execution_device=execution_device,
-            offload=offload,
-            weights_map=weights_map,
-            offload_buffers=offload_buffers,
-            module_name=f"{module_name}.{child_name}" if module_name else child_name,
-            skip_keys=skip_keys,
-            preload_module_classes=preload_module_classes,
-            tied_params_map=tied_params_map,
-        )
+
+    def attach(part: nn.Module, name: str) -> None:
+        brings_all = offload and type(part).__name__ in (preload_module_classes or ())
+        if brings_all or next(named_module_tensors(part), None) is not None:
+            prefix = f"{name}." if name else ""
+            hook = AlignDevicesHook(
+                execution_device=execution_device,
+                offload=offload,
+                weights_map=None if weights_map is None else PrefixedDataset(weights_map, prefix),
+                offload_buffers=offload_buffers,
+                place_submodules=brings_all,
+                skip_keys=skip_keys,
+                tied_params_map=tied_params_map,
+            )
+            add_hook_to_module(part, hook, append=True)
+        if not brings_all:
+            for child_name, child in part.named_children():
+                attach(child, _inside(name, child_name))
+
+    attach(module, module_name)
 
 
 def attach_align_device_hook_on_blocks(
@@ -127,92 +117,59 @@ def attach_align_device_hook_on_blocks(
         module: changed in place.
         execution_device: of the whole module, or block -> device.
         offload: whether the weights are on meta between forwards, or block -> that.
-        weights_map: name -> values of offloaded weights.
-        offload_buffers: buffers are offloaded too.
-        module_name: of `module` in the whole model.
-        skip_keys: keyword arguments that are not moved.
-        preload_module_classes: as in `attach_align_device_hook`.
-        tied_params_map: see `set_module_tensor_to_device`.
+        others: as in `attach_align_device_hook`.
     """
-    if not isinstance(execution_device, Mapping) and not isinstance(offload, Mapping):
-        if not offload:
-            hook = AlignDevicesHook(
-                execution_device,
-                io_same_device=True,
-                place_submodules=True,
-                skip_keys=skip_keys,
-                tied_params_map=tied_params_map,
-            )
-            add_hook_to_module(module, hook)
-            return
+    shared: dict[str, Any] = {"skip_keys": skip_keys, "tied_params_map": tied_params_map}
+
+    def attach_offloading(part: nn.Module, device: Device | None, name: str) -> None:
+        preload = preload_module_classes
         attach_align_device_hook(
-            module,
-            execution_device,
-            True,
-            weights_map,
-            offload_buffers,
-            module_name,
-            skip_keys,
-            preload_module_classes,
-            tied_params_map,
+            part, device, True, weights_map, offload_buffers, name, skip_keys, preload, tied_params_map
         )
+
+    if not isinstance(execution_device, Mapping) and not isinstance(offload, Mapping):
+        if offload:
+            attach_offloading(module, execution_device, module_name)
+        else:
+            hook = AlignDevicesHook(execution_device, io_same_device=True, place_submodules=True, **shared)
+            add_hook_to_module(module, hook)
         return
-    devices: dict[str, Any]
+    devices: Mapping[str, Any]
     if isinstance(execution_device, Mapping):
-        devices = dict(execution_device)
+        devices = execution_device
     else:
         assert isinstance(offload, Mapping), "a device and a truth value are one block"
         devices = dict.fromkeys(offload, execution_device)
-    if not isinstance(offload, Mapping):
-        offload = dict.fromkeys(devices, offload)
-    _attach_to_block(
-        module,
-        devices,
-        offload,
-        weights_map,
-        offload_buffers,
-        module_name,
-        skip_keys,
-        preload_module_classes,
-        tied_params_map,
-    )
+    is_offloaded = offload if isinstance(offload, Mapping) else dict.fromkeys(devices, offload)
+
+    def attach(part: nn.Module, name: str) -> None:
+        """A block of the tables, or the root, or a module around blocks."""
+        is_root = name == ""
+        if name in devices and name in is_offloaded:
+            device = devices[name]
+            stays = not is_offloaded[name]
+            if not stays:
+                attach_offloading(part, device, name)
+            if stays or not hasattr(part, "_hf_hook"):
+                hook = AlignDevicesHook(
+                    device,
+                    offload_buffers=offload_buffers and stays,
+                    io_same_device=is_root,
+                    place_submodules=stays,
+                    **shared,
+                )
+                add_hook_to_module(part, hook)
+            attach_execution_device_hook(part, device, skip_keys, preload_module_classes, tied_params_map)
+        elif is_root:
+            add_hook_to_module(part, AlignDevicesHook(devices.get(""), io_same_device=True, **shared))
+        for child_name, child in part.named_children():
+            attach(child, _inside(name, child_name))
+
+    attach(module, module_name)
 
 
-def _attach_to_block(
-    module: nn.Module,
-    devices: Mapping[str, Device],
-    offload: Mapping[str, bool],
-    weights_map: Mapping[str, Tensor] | None,
-    offload_buffers: bool,
-    name: str,
-    skip_keys: SkipKeys,
-    preload: Sequence[str] | None,
-    tied: TiedParamsMap | None,
-) -> None:
-    """One module of the walk: a block of the tables, or the root, or a module around blocks."""
-    is_root = name == ""
-    is_block = name in devices and name in offload
-    if is_block:
-        device = devices[name]
-        if offload[name]:
-            attach_align_device_hook(module, device, True, weights_map, offload_buffers, name, skip_keys, preload, tied)
-        if not offload[name] or not hasattr(module, "_hf_hook"):
-            hook = AlignDevicesHook(
-                device,
-                offload_buffers=offload_buffers and not offload[name],
-                io_same_device=is_root,
-                place_submodules=not offload[name],
-                skip_keys=skip_keys,
-                tied_params_map=tied,
-            )
-            add_hook_to_module(module, hook)
-        attach_execution_device_hook(module, device, skip_keys, preload, tied)
-    elif is_root:
-        hook = AlignDevicesHook(devices.get(""), io_same_device=True, skip_keys=skip_keys, tied_params_map=tied)
-        add_hook_to_module(module, hook)
-    for child_name, child in module.named_children():
-        full_name = f"{name}.{child_name}" if name else child_name
-        _attach_to_block(child, devices, offload, weights_map, offload_buffers, full_name, skip_keys, preload, tied)
+def _inside(module_name: str, child_name: str) -> str:
+    return f"{module_name}.{child_name}" if module_name else child_name
 
 
 def attach_layerwise_casting_hooks(
@@ -243,6 +200,6 @@ def attach_layerwise_casting_hooks(
             add_hook_to_module(part, hook, append=True)
             return
         for child_name, child in part.named_children():
-            attach(child, f"{name}.{child_name}" if name else child_name)
+            attach(child, _inside(name, child_name))
 
     attach(module, "")

@@ -31,8 +31,8 @@ class _Named(str, Enum):  # noqa: UP042 - a StrEnum prints as its values
 
 def _enum(name: str, members: str, kind: Any = BaseEnum) -> Any:
     """An enumeration whose members' values are their names, or `NAME=value`."""
-    pairs = [(each.partition("=")[0], each.partition("=")[2] or each) for each in members.split()]
-    return kind(name, pairs, module=__name__)
+    pairs = [member.partition("=") for member in members.split()]
+    return kind(name, [(word, value or word) for word, _, value in pairs], module=__name__)
 
 
 DistributedType = _enum(

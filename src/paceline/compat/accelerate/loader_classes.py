@@ -32,12 +32,48 @@ from paceline.world.collectives import Collectives
 
 
 class DataLoaderStateMixin:
-    """What a loader says of the loop over it, besides `end_of_dataloader` and `remainder`."""
+    """What a loader says of the loop over it.
+
+    A class of a script's own calls `begin` before its loop and `end` after it, and sets the attributes meanwhile. The loops
+    of prepared loaders know both by themselves.
+
+    Attributes:
+        end_of_dataloader: whether the current batch is the epoch's last.
+        remainder: real samples in a last global batch that is not full; -1 where nobody knows.
+    """
+
+    end_of_dataloader = False
+    remainder = -1
+
+    _drop_last = False
+    _gradient_state: GradientState | None = None
 
     @property
     def gradient_state(self) -> GradientState:
-        """The window of the accelerator that was made last."""
-        return GradientState()
+        """The window of the accelerator that was made last, unless a script has set another."""
+        return self._gradient_state or GradientState()
+
+    @gradient_state.setter
+    def gradient_state(self, state: GradientState) -> None:
+        self._gradient_state = state
+
+    def begin(self) -> None:
+        """A loop begins: `gradient_state` shows this loader from now on."""
+        self.reset()
+        dataset: Any = getattr(self, "dataset", None)
+        batch = getattr(self, "total_batch_size", None)
+        if batch and hasattr(dataset, "__len__") and not self._drop_last:
+            self.remainder = len(dataset) % batch
+        self.gradient_state._add_dataloader(self)
+
+    def end(self) -> None:
+        """The loop has ended."""
+        self.gradient_state._remove_dataloader(self)
+
+    def reset(self) -> None:
+        """Forgets what the attributes say of the last loop."""
+        self.end_of_dataloader = False
+        self.remainder = -1
 
 
 class DataLoaderAdapter(PreparedLoader, DataLoader[Any]):
@@ -122,7 +158,21 @@ class DataLoaderAdapter(PreparedLoader, DataLoader[Any]):
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
         if self.skip_batches:
             self.start_after(self.skip_batches)
-        return super().__iter__()
+        self.begin()
+        try:
+            yield from super().__iter__()
+        finally:
+            self.end()
+
+    def begin(self) -> None:
+        """A loop calls it first: for classes of a script's own. The loader knows by its position what it says of a loop."""
+        self.reset()
+
+    def end(self) -> None:
+        """A loop calls it last, also where it was left by `break`."""
+
+    def reset(self) -> None:
+        """Called by `begin`."""
 
     def _begin(self) -> Any:
         if self._mark is not None and self._chosen is None:

@@ -235,8 +235,8 @@ class SamplerFeed:
     def generators(self) -> list[torch.Generator]:
         """All generators that an epoch draws from, each once."""
         holders = [self._loader, *self._holders(), getattr(self._loader.dataset, "dataset", None)]
-        found = [getattr(holder, "generator", None) for holder in holders]
-        unique = {id(generator): generator for generator in found if isinstance(generator, torch.Generator)}
+        candidates = [getattr(holder, "generator", None) for holder in holders]
+        unique = {id(generator): generator for generator in candidates if isinstance(generator, torch.Generator)}
         return list(unique.values())
 
     def resume(self, epoch: int, state: Mapping[str, Any]) -> None:

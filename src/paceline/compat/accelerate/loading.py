@@ -31,6 +31,7 @@ from paceline.compat.accelerate.device_map import (
     device_of,
     incomplete,
 )
+from paceline.compat.accelerate.errors import CheckpointValueError
 from paceline.compat.accelerate.module_tensors import (
     dtype_of,
     find_tied_parameters,
@@ -48,22 +49,6 @@ from paceline.compat.accelerate.offload import (
 )
 
 _WHOLE = ("model.safetensors", "pytorch_model.bin")
-
-
-class CheckpointNamesError(CheckpointError, ValueError):
-    """Names of a checkpoint that do not match; with a device map, scripts catch ValueError."""
-
-
-# Errors are shown as `paceline.Name`; this one is found where it is, so that it can be sent between processes.
-CheckpointNamesError.__module__ = __name__
-
-
-class CheckpointPathError(CheckpointError, ValueError):
-    """A checkpoint that is none of the kinds which are known; scripts catch ValueError."""
-
-
-# Errors are shown as `paceline.Name`; this one is found where it is, so that it can be sent between processes.
-CheckpointPathError.__module__ = __name__
 
 
 def load_state_dict(checkpoint_file: Path, device_map: DeviceMap | None = None) -> dict[str, Tensor]:
@@ -169,7 +154,7 @@ def load_checkpoint_in_model(
         placement.finish()
     retie_parameters(model, tied_groups)
     if strict:
-        _check_names(model, names_in_files, CheckpointError if device_map is None else CheckpointNamesError)
+        _check_names(model, names_in_files, CheckpointError if device_map is None else CheckpointValueError)
 
 
 class _Placement:
@@ -312,7 +297,7 @@ def checkpoint_files(checkpoint: Path) -> list[str]:
         why=f"it is {'a folder that holds ' + beside if os.path.isdir(path) else 'neither a file nor a folder'}",
         fix="name one file: weights, or the *.index.json of weights in several files",
     )
-    raise CheckpointPathError.of([problem])
+    raise CheckpointValueError.of([problem])
 
 
 def _files_of_index(path: str) -> list[str]:

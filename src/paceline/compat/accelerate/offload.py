@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from paceline.base.errors import CheckpointError, PacelineError, Problem
 from paceline.checkpoint.files import reading, writing
-from paceline.checkpoint.weights.sources import SafeWeights, read_whole
+from paceline.compat.accelerate.errors import MissingFile
 from paceline.compat.accelerate.module_tensors import Device, dtype_of, set_module_tensor_to_device
 
 Path = str | os.PathLike[str]
@@ -29,14 +29,6 @@ Index = dict[str, dict[str, Any]]
 
 # Dtypes that numpy does not have are stored under their own names, as whole numbers of the same width.
 _SAME_WIDTH = {1: torch.uint8, 2: torch.int16}
-
-
-class MissingFile(CheckpointError, FileNotFoundError):
-    """A file of weights that an index names and that is not there; scripts catch FileNotFoundError."""
-
-
-# Errors are shown as `paceline.Name`; this one is found where it is, so that it can be sent between processes.
-MissingFile.__module__ = __name__
 
 
 def offload_weight(weight: Tensor, weight_name: str, offload_folder: Path, index: Index | None = None) -> Index | None:
@@ -288,6 +280,11 @@ def _safetensors_reader(path: str) -> Callable[[str], Tensor]:
     """Gives the tensors of a safetensors file where they lie in the page cache."""
     if not os.path.exists(path):
         raise missing_file(path, "weights are read from it at each forward")
+    from paceline.checkpoint.weights.sources import (
+        SafeWeights,
+        read_whole,
+    )  # takes half a second: not before it is needed
+
     weights = SafeWeights([path])
 
     def read(name: str) -> Tensor:

@@ -118,9 +118,9 @@ class ParallelismConfig(SaidFields):
             size = getattr(self, f"{axis}_size")
             if size < 1:
                 raise ValueError(f"{axis}_size must be at least 1, but got {size}")
-        for name, known in _BACKENDS.items():
-            if getattr(self, name) not in known:
-                raise ValueError(f"{name} must be one of {list(known)}, but got {getattr(self, name)}")
+        for name, backends in _BACKENDS.items():
+            if getattr(self, name) not in backends:
+                raise ValueError(f"{name} must be one of {list(backends)}, but got {getattr(self, name)}")
         divides_model = self.tp_size > 1 or self.cp_size > 1
         if divides_model and self.dp_replicate_size > 1 and self.dp_shard_size == 1:
             raise ValueError(

@@ -57,8 +57,8 @@ class AcceleratePreparation(Preparation):
         is_elsewhere = any(value is model for model in self.elsewhere)
         if is_elsewhere or getattr(value, "_is_accelerate_prepared", False) is True:
             return "done"
-        known = isinstance(value, nn.Module | Optimizer | DataLoader | PreparedLoader) or is_scheduler(value)
-        return super().kind_of(value) if known else "done"
+        is_ours = isinstance(value, nn.Module | Optimizer | DataLoader | PreparedLoader) or is_scheduler(value)
+        return super().kind_of(value) if is_ours else "done"
 
     def load_as(self, config: DataLoaderConfiguration, rng_types: Sequence[Any] | None) -> None:
         """Loaders prepared from now on follow these choices, beside those of the settings."""
@@ -67,9 +67,9 @@ class AcceleratePreparation(Preparation):
 
     def loader(self, loader: Any, *, place: bool = True, **chosen: Any) -> PreparedLoader:
         """A loader in accelerate's order; an iterable dataset is read by rank 0 for all, unless the script says otherwise."""
-        known = self.known_loader(loader)
-        if known is not None:
-            return known
+        earlier = self.known_loader(loader)
+        if earlier is not None:
+            return earlier
         self.check_width()
         run, settings = self.run, self.run.settings
         prepared = prepare_data_loader(
@@ -98,9 +98,9 @@ class AcceleratePreparation(Preparation):
         """The prepared loader, where this is one or was prepared before."""
         if getattr(loader, "_is_accelerate_prepared", False):
             return loader  # type: ignore[return-value]
-        for known in self.run.prepared.loaders:
-            if getattr(known, "source", None) is loader:
-                return known
+        for prepared in self.run.prepared.loaders:
+            if getattr(prepared, "source", None) is loader:
+                return prepared
         return None
 
     def recipe_of(self, module: nn.Module, facts: ModelFacts) -> Recipe | None:
@@ -141,9 +141,9 @@ class AcceleratePreparation(Preparation):
 
     def optimizer(self, optimizer: Optimizer, names: Names) -> PreparedOptimizer:
         """Takes optimizers of any parameters, in any order: replicas keep the parameters that a script made."""
-        known = self.run.prepared.optimizer_of(optimizer)
-        if known is not None:
-            return known
+        earlier = self.run.prepared.optimizer_of(optimizer)
+        if earlier is not None:
+            return earlier
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         are_prepared = {id(parameter) for parameter in parameters} <= names.keys()
         if are_prepared and any(parameter.requires_grad for parameter in parameters):

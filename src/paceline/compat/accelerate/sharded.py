@@ -97,8 +97,8 @@ def _check_format(kind: str, use_dcp: bool) -> None:
         )
 
 
-def _write(accelerator: Any, state: Mapping[str, Any], places: _Places, is_divided: bool) -> None:
-    """Writes a state as a file, or as a folder with every rank's part. Ranks: all."""
+def _write(accelerator: Any, kind: str, state: Mapping[str, Any], places: _Places, is_divided: bool) -> None:
+    """Writes the state of a model or an optimizer as a file, or as a folder with every rank's part. Ranks: all."""
     agree: Callable[[Callable[[], Any]], Any] = accelerator._folder._agree
     places.whole.parent.mkdir(parents=True, exist_ok=True)
     if not is_divided:
@@ -110,7 +110,7 @@ def _write(accelerator: Any, state: Mapping[str, Any], places: _Places, is_divid
     target = places.divided
     partial = agree(lambda: str(target.with_name(f".{target.name}.{secrets.token_hex(4)}")))
     with writing(f"saving {target}"):
-        distributed_checkpoint.save(dict(state), checkpoint_id=partial, no_dist=accelerator.num_processes == 1)
+        distributed_checkpoint.save({kind: dict(state)}, checkpoint_id=partial, no_dist=accelerator.num_processes == 1)
 
     def publish() -> None:
         with writing(f"saving {target}"):
@@ -120,7 +120,13 @@ def _write(accelerator: Any, state: Mapping[str, Any], places: _Places, is_divid
     agree(publish)
 
 
-def _present(places: _Places, what: str) -> Path:
+def _written(fsdp_plugin: Any, use_dcp: bool, places: _Places, what: str) -> Path:
+    """Where a state lies that can be read.
+
+    Raises:
+        CompatError: `compat-argument`. CheckpointError: `checkpoint-missing`.
+    """
+    _check_format(str(getattr(fsdp_plugin, "state_dict_type", None)), use_dcp)
     path = places.present
     if path is None:
         raise CheckpointError(
@@ -157,7 +163,7 @@ def save_fsdp_model(
     state = module.state_dict() if is_divided else accelerator.get_state_dict(model)
     if adapter_only and is_peft_model(module):
         state = _adapter_of(fsdp_plugin, module, state)
-    _write(accelerator, {"model": state} if is_divided else state, places, is_divided)
+    _write(accelerator, "model", state, places, is_divided)
 
 
 def load_fsdp_model(
@@ -180,8 +186,7 @@ def load_fsdp_model(
     Raises:
         CheckpointError: `checkpoint-missing`, `checkpoint-other-model`, and those of reading.
     """
-    _check_format(str(getattr(fsdp_plugin, "state_dict_type", None)), use_dcp)
-    path = _present(_places(input_dir, "pytorch_model_fsdp", model_index), "a model")
+    path = _written(fsdp_plugin, use_dcp, _places(input_dir, "pytorch_model_fsdp", model_index), "a model")
     module = accelerator.unwrap_model(model)
     if not (adapter_only and is_peft_model(module)):
         accelerator.load_model(model, path)
@@ -244,7 +249,7 @@ def save_fsdp_optimizer(
     own = _by_name(accelerator, optimizer, model)
     names = list(own.parameters)
     states: dict[str, dict[str, Any]] = {}
-    held_alone: dict[str, dict[str, Any]] = {}
+    states_held_here: dict[str, dict[str, Any]] = {}
     # `state_dict` gives states of divided rows as DTensors; inside, an optimizer under ZeRO holds plain rows.
     for number, state in own.optimizer.state_dict()["state"].items():
         parameter = own.parameters[names[number]]
@@ -253,8 +258,8 @@ def save_fsdp_optimizer(
         if has_parts or division_of(own.optimizer, parameter) is None:
             states[names[number]] = entries
         else:
-            held_alone[names[number]] = entries  # ZeRO may give a whole parameter to one rank
-    for part in accelerator.collectives.gather_object(held_alone):
+            states_held_here[names[number]] = entries  # ZeRO may give a whole parameter to one rank
+    for part in accelerator.collectives.gather_object(states_held_here):
         states.update(part)
     groups = []
     for number, group in enumerate(own.optimizer.param_groups):
@@ -262,7 +267,7 @@ def save_fsdp_optimizer(
         groups.append({**group, "params": members})
     state = {"state": {name: states[name] for name in own.parameters if name in states}, "param_groups": groups}
     places = _places(output_dir, "optimizer", optimizer_index)
-    _write(accelerator, {"optimizer": state} if is_divided else state, places, is_divided)
+    _write(accelerator, "optimizer", state, places, is_divided)
 
 
 def load_fsdp_optimizer(
@@ -282,8 +287,7 @@ def load_fsdp_optimizer(
     Raises:
         CheckpointError: `checkpoint-missing`, `checkpoint-other-model`, and those of reading.
     """
-    _check_format(str(getattr(fsdp_plugin, "state_dict_type", None)), use_dcp)
-    path = _present(_places(input_dir, "optimizer", optimizer_index), "an optimizer")
+    path = _written(fsdp_plugin, use_dcp, _places(input_dir, "optimizer", optimizer_index), "an optimizer")
     saved = _read_divided(path) if path.is_dir() else load_object(path)
     own = _by_name(accelerator, optimizer, model)
     unknown = sorted(name for name in saved["state"] if name not in own.parameters)

@@ -313,18 +313,18 @@ class AcceleratorState(PartialState):
         self, accelerator: Any, fsdp: Any, tensor: Any, dynamo: Any, deepspeed: Mapping[str, DeepSpeedPlugin]
     ) -> None:
         """Plugins of the accelerator, and the word for what its plan does: FSDP where parameters may be divided."""
-        told = {"fsdp_plugin": fsdp, "torch_tp_plugin": tensor, "dynamo_plugin": dynamo}
+        fields = {"fsdp_plugin": fsdp, "torch_tp_plugin": tensor, "dynamo_plugin": dynamo}
         if deepspeed:
             for plugin in deepspeed.values():
                 plugin.set_mixed_precision(accelerator.mixed_precision)
-            told |= {"deepspeed_plugins": deepspeed, "distributed_type": DistributedType.DEEPSPEED}
+            fields |= {"deepspeed_plugins": deepspeed, "distributed_type": DistributedType.DEEPSPEED}
         elif accelerator.plan.layout.size("shard", "tp") > 1:
             # Who saves a model looks here for how: without a word, the whole model is what `get_state_dict` gives.
             plugin = fsdp or FullyShardedDataParallelPlugin()
             if plugin.said("state_dict_type") is None:
                 plugin.set_state_dict_type("FULL_STATE_DICT")
-            told |= {"fsdp_plugin": plugin, "distributed_type": DistributedType.FSDP}
-        self._shared_state.update({name: value for name, value in told.items() if value is not None})
+            fields |= {"fsdp_plugin": plugin, "distributed_type": DistributedType.FSDP}
+        self._shared_state.update({name: value for name, value in fields.items() if value is not None})
         if deepspeed and self.deepspeed_plugin is None:
             self.select_deepspeed_plugin(next(iter(deepspeed)))
 

@@ -16,17 +16,11 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from paceline.base.errors import CompatError, Problem, TrackerError
+from paceline.compat.accelerate.errors import TrackerChoiceError
 from paceline.compat.accelerate.kinds import LoggerType
 from paceline.compat.accelerate.state import PartialState
 from paceline.observe.trackers.group import Trackers, missing_modules
 from paceline.observe.trackers.tracker import TRACKERS
-
-
-class TrackerChoiceError(TrackerError, ValueError):
-    """Trackers that cannot be had; a ValueError too, which accelerate raises there."""
-
-
-TrackerChoiceError.__module__ = __name__  # where it can be found again when it travels between processes
 
 
 class GeneralTracker:

@@ -88,8 +88,8 @@ def compile_regions(module: nn.Module, **compile_kwargs: Any) -> nn.Module:
     regions._modules = {}
     for name, child in module.named_children():
         is_block = is_repeated_blocks(module)
-        made = torch.compile(child, **compile_kwargs) if is_block else compile_regions(child, **compile_kwargs)
-        regions.add_module(name, cast(nn.Module, made))
+        compiled = torch.compile(child, **compile_kwargs) if is_block else compile_regions(child, **compile_kwargs)
+        regions.add_module(name, cast(nn.Module, compiled))
     regions.__dict__["_orig_mod"] = module  # no submodule: its parameters would count twice
     return regions
 
@@ -139,21 +139,22 @@ def clean_state_dict_for_safetensors(state_dict: dict[str, Any]) -> dict[str, An
     """A state that safetensors takes: each memory under its first name alone, all of it contiguous."""
     from paceline.compat.accelerate.rank_logger import get_logger
 
-    first_names: dict[Any, str] = {}
-    removed = []
-    kept = {}
-    for name, tensor in state_dict.items():
-        if isinstance(tensor, str):
-            continue
-        # Tensors of one memory that see the same part of it; parts of a memory are copied apart.
-        place = (tensor.data_ptr(), tensor.shape, tensor.stride()) if tensor.numel() else name
-        if first_names.setdefault(place, name) == name:
-            kept[name] = tensor.contiguous()
-        else:
-            removed.append(name)
+    tensors = {name: tensor for name, tensor in state_dict.items() if not isinstance(tensor, str)}
+    untied = without_repeated(tensors)
+    removed = [name for name in tensors if name not in untied]
     if removed:
         get_logger(__name__).warning_once(
             f"{', '.join(removed)} share memory with tensors of other names, and are saved once. Loading warns where it "
             "misses them."
         )
-    return kept
+    return {name: tensor.contiguous() for name, tensor in untied.items()}
+
+
+def without_repeated(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Tied weights under their first name alone: the real accelerate refuses a safetensors file that repeats them."""
+    first_names: dict[Any, str] = {}
+    for name, tensor in state.items():
+        # Tensors of one memory that see the same part of it; parts of a memory are copied apart.
+        place = (tensor.data_ptr(), tensor.shape, tensor.stride()) if tensor.numel() else name
+        first_names.setdefault(place, name)
+    return {name: state[name] for name in first_names.values()}

@@ -122,8 +122,8 @@ def _spelled(action: argparse.Action, value: Any) -> Iterator[str]:
         if value:
             yield name
         return
-    for each in value if isinstance(value, list) else [value]:
-        text = ",".join(map(str, each)) if isinstance(each, tuple) else str(each)
+    for entry in value if isinstance(value, list) else [value]:
+        text = ",".join(map(str, entry)) if isinstance(entry, tuple) else str(entry)
         yield from (name, text)
 
 

@@ -16,7 +16,7 @@ def merge_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
     add = parser.add_argument
     names = ("--unsafe_serialization",), ("--remove_checkpoint_dir",)
     if not isinstance(parser, CustomArgumentParser):
-        names = tuple((*each, each[0].replace("_", "-")) for each in names)
+        names = tuple((flag, flag.replace("_", "-")) for (flag,) in names)
     unsafe, remove = names
     add("checkpoint_directory", type=str, help="the folder of divided weights")
     add("output_path", type=str, help="the folder of the whole weights")

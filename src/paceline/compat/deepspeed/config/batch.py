@@ -27,9 +27,6 @@ class BatchError(ConfigError, AssertionError):
     """A batch triangle that does not close; an AssertionError too, which DeepSpeed raises there."""
 
 
-BatchError.__module__ = __name__  # where it can be found again when it travels between processes
-
-
 def closed(given: Mapping[str, int | None], places: Mapping[str, str], width: int) -> Batch:
     """Finds what is not given of the three numbers.
 
