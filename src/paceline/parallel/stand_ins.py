@@ -82,7 +82,7 @@ def step_local_parts(optimizer: Optimizer) -> None:
     States stay DTensors between steps, for checkpoints and for whoever looks at them.
     """
     if is_elementwise(optimizer) and any(is_sharded(p) for group in optimizer.param_groups for p in group["params"]):
-        swap_in_steps(optimizer, _on_local_parts, closures=True)
+        swap_in_steps(optimizer, _on_local_parts, closure_first=True)
 
 
 @contextmanager
@@ -123,21 +123,26 @@ def _rename(optimizer: Optimizer, pairs: list[tuple[Tensor, Tensor]]) -> None:
             optimizer.state[new] = optimizer.state.pop(old)
 
 
-def swap_in_steps(optimizer: Optimizer, swap: Swap, *, closures: bool = False) -> None:
+def swap_in_steps(optimizer: Optimizer, swap: Swap, *, closure_first: bool = False) -> None:
     """Lets the optimizer take each step inside of `swap(optimizer)`, next to the arithmetic: inside of the user's hooks.
 
     Args:
-        closures: lets a step with a closure run without `swap`. It is refused otherwise: the closure would compute gradients
-            of parameters that are elsewhere.
+        closure_first: calls the closure of a step before `swap`, which is the same to an optimizer that calls it once. It is
+            refused otherwise: it would compute gradients of parameters that are elsewhere.
     """
     plain: Callable[..., Any] = optimizer.step
 
     @wraps(plain)  # and so with the mark by which a scheduler knows that it counts these steps
     def step(self: Optimizer, *args: object, **kwargs: object) -> Any:
-        if any(callable(argument) for argument in (*args, *kwargs.values())):
-            if closures:
-                return plain(*args, **kwargs)
-            raise closure_refused(self)
+        closure = next((argument for argument in (*args, *kwargs.values()) if callable(argument)), None)
+        loss: object = None
+        if closure is not None:
+            if not closure_first:
+                raise closure_refused(self)
+            with torch.enable_grad():
+                loss = closure()
+            args = ()
+            kwargs = {}
         opened = ExitStack()
         entered = False
 
@@ -151,10 +156,11 @@ def swap_in_steps(optimizer: Optimizer, swap: Swap, *, closures: bool = False) -
         after = first_after_step(self, lambda *_: opened.close())
         try:
             with opened:
-                return plain(*args, **kwargs)
+                result = plain(*args, **kwargs)
         finally:
             before.remove()
             after.remove()
+        return result if closure is None else loss
 
     optimizer.step = MethodType(step, optimizer)  # type: ignore[method-assign]
 
