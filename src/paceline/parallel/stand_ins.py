@@ -133,14 +133,14 @@ def swap_in_steps(optimizer: Optimizer, swap: Swap, *, closure_first: bool = Fal
     plain: Callable[..., Any] = optimizer.step
 
     @wraps(plain)  # and so with the mark by which a scheduler knows that it counts these steps
-    def step(self: Optimizer, *args: object, **kwargs: object) -> Any:
-        closure = next((argument for argument in (*args, *kwargs.values()) if callable(argument)), None)
+    def step(self: Optimizer, *args: Any, **kwargs: Any) -> Any:
+        closures = list(filter(callable, (*args, *kwargs.values())))
         loss: object = None
-        if closure is not None:
+        if closures:
             if not closure_first:
                 raise closure_refused(self)
             with torch.enable_grad():
-                loss = closure()
+                loss = closures[0]()
             args = ()
             kwargs = {}
         opened = ExitStack()
@@ -160,7 +160,7 @@ def swap_in_steps(optimizer: Optimizer, swap: Swap, *, closure_first: bool = Fal
         finally:
             before.remove()
             after.remove()
-        return result if closure is None else loss
+        return loss if closures else result
 
     optimizer.step = MethodType(step, optimizer)  # type: ignore[method-assign]
 

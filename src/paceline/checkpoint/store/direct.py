@@ -38,11 +38,8 @@ class DurableFile:
         """Writes bytes or any buffer."""
         view = memoryview(data).cast("B")
         length = len(view)
-        if (
-            not self._filled
-            and length >= _COLLECT_BYTES
-            and numpy.frombuffer(view, numpy.uint8).ctypes.data % _PAGE == 0
-        ):
+        is_long = not self._filled and length >= _COLLECT_BYTES
+        if is_long and numpy.frombuffer(view, numpy.uint8).ctypes.data % _PAGE == 0:
             whole = length - length % _PAGE
             self._put(view[:whole], direct=True)
             view = view[whole:]
