@@ -675,7 +675,8 @@ def local_steps(kind: str, closure: bool) -> tuple[list[torch.Tensor], bool]:
             loss()
             accelerator.clip_grad_norm_(model.parameters(), 0.5)
             prepared.step()
-    assert seen == [True] * 3
+    # A subclass' step calls its superclass', whose hooks see the local parts.
+    assert seen[:: len(seen) // 3] == [True] * 3
     states = [
         value for state in optimizer.state.values() for value in state.values() if value is not None and value.dim()
     ]
