@@ -9,7 +9,7 @@ Another library's door (`compat/`) that prepares with other manners subclasses `
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, ClassVar, Literal
@@ -31,7 +31,8 @@ from paceline.optim.schedule import PreparedScheduler, Scheduler, compare_length
 from paceline.parallel.chain import Chain
 from paceline.parallel.draws import watch_first_pass
 from paceline.parallel.materialise import Recipe
-from paceline.parallel.strategy import STRATEGIES, AppliedStrategy, Context, strategies_of
+from paceline.parallel.stand_ins import step_local_parts
+from paceline.parallel.strategy import STRATEGIES, Context, strategies_of
 from paceline.plan import randomness
 from paceline.plan.facts import ModelFacts, model_facts
 from paceline.plan.plan import Decision, Plan
@@ -255,7 +256,7 @@ class Preparation:
             run.device,
             facts,
             idle=lambda: run.active_loaders.idle,
-            siblings=self._applied_strategies,
+            siblings=lambda: [applied for entry in run.prepared.models for applied in entry.chain],
         )
         chain = Chain.apply(module, context)
         entry = PreparedModel(chain.wrapped, chain, facts, names)
@@ -274,11 +275,6 @@ class Preparation:
                 chain.runner.follow(run.phases.during)
         if self._profiles is not None:
             self._profiles.follow(entry.module, facts.parameters)
-
-    def _applied_strategies(self) -> Iterator[AppliedStrategy]:
-        """What strategies did to all models."""
-        for entry in self.run.prepared.models:
-            yield from entry.chain
 
     def _materialise(self, recipe: Recipe, model: nn.Module, device: torch.device) -> None:
         """Gives a model from the meta device its values: rank 0's seed, so the same on all ranks and under every plan."""
@@ -344,6 +340,7 @@ class Preparation:
             if any(id(parameter) in own for parameter in model.module.parameters()):
                 for decision in model.chain.bind(optimizer):
                     self.run.note(decision)
+        step_local_parts(optimizer)
         for state in optimizer.state.values():
             for key, value in state.items():
                 if isinstance(value, Tensor) and value.dim() > 0:
@@ -463,7 +460,7 @@ def _refused(value: object) -> PrepareError:
     if isinstance(value, type):
         what = f"`prepare` was given the class {value.__name__} and no object of it."
         fix = f"make the object first: `{value.__name__.lower()} = {value.__name__}(...)`, and prepare that"
-    elif isinstance(value, Mapping | Sequence) and _holds_objects(value):
+    elif isinstance(value, Mapping | Sequence) and not isinstance(value, str | bytes) and _holds_objects(value):
         what = f"`prepare` was given one {type(value).__name__} of objects."
         why = "it takes the objects as arguments of their own, and returns them in the same order"
         star = "*objects.values()" if isinstance(value, Mapping) else "*objects"
@@ -475,8 +472,6 @@ def _refused(value: object) -> PrepareError:
 
 def _holds_objects(value: Mapping[Any, Any] | Sequence[Any]) -> bool:
     """Whether a container was meant as the arguments of `prepare`: it holds a model, an optimizer or a loader."""
-    if isinstance(value, str | bytes):
-        return False
     items = value.values() if isinstance(value, Mapping) else value
     return any(isinstance(item, nn.Module | Optimizer) or hasattr(item, "dataset") for item in items)
 

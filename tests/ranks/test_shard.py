@@ -631,3 +631,66 @@ def test_an_average_of_weights_is_copied_before_prepare_and_what_is_divided_is_s
     torch.testing.assert_close(first, averaged(None))
     assert any(line.startswith("Sequential (44 parameters): zero=3 divides parameters, gradients and") for line in said)
     assert elsewhere == []
+
+
+class WatchedSGD(torch.optim.SGD):
+    """Treats each element by itself, and notes what it steps."""
+
+    elementwise = True
+
+    def step(self, closure=None):
+        parameters = [p for group in self.param_groups for p in group["params"]]
+        self.stepped_divided = any(isinstance(p, torch.distributed.tensor.DTensor) for p in parameters)
+        return super().step(closure)
+
+
+class WatchedAdamW(torch.optim.AdamW):
+    """Does not say that it treats each element by itself, so that it steps DTensors."""
+
+
+def local_steps(kind: str, closure: bool) -> tuple[list[torch.Tensor], bool]:
+    torch.manual_seed(0)
+    accelerator = Accelerator(cpu=True, plan={"shard": 2})
+    model = Odd()
+    named = {"AdamW": torch.optim.AdamW, "DTensors": WatchedAdamW, "SGD": WatchedSGD}
+    options = {"lr": 0.1, "momentum": 0.9} if kind == "SGD" else {"lr": 0.1, "fused": True}
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad and parameter.dim()]
+    optimizer = named[kind](trained, **options)
+    model, prepared = accelerator.prepare(model, optimizer)
+    seen = []
+    optimizer.register_step_pre_hook(
+        lambda o, *_: seen.append(isinstance(o.param_groups[0]["params"][0], torch.distributed.tensor.DTensor))
+    )
+
+    def loss() -> torch.Tensor:
+        optimizer.zero_grad()
+        value = model(torch.arange(6).view(2, 3)).square().mean()
+        accelerator.backward(value)
+        return value.detach()
+
+    for _ in range(3):
+        if closure:
+            assert prepared.step(loss) > 0
+        else:
+            loss()
+            accelerator.clip_grad_norm_(model.parameters(), 0.5)
+            prepared.step()
+    # A subclass' step calls its superclass', whose hooks see the local parts.
+    assert seen[:: len(seen) // 3] == [True] * 3
+    states = [
+        value for state in optimizer.state.values() for value in state.values() if value is not None and value.dim()
+    ]
+    assert states and all(isinstance(state, torch.distributed.tensor.DTensor) for state in states)
+    with accelerator.full_parameters(model):
+        weights = [parameter.detach().clone() for parameter in accelerator.unwrap_model(model).parameters()]
+    return weights, getattr(optimizer, "stepped_divided", False)
+
+
+@pytest.mark.parametrize("closure", [False, True])
+def test_optimizers_that_treat_elements_alone_step_local_parts(closure: bool) -> None:
+    (local, _), _ = run_ranks(local_steps, world=2, args=("AdamW", closure))
+    (divided, _), _ = run_ranks(local_steps, world=2, args=("DTensors", closure))
+    for one, other in zip(local, divided, strict=True):
+        assert torch.equal(one, other)
+    (_, stepped_divided), _ = run_ranks(local_steps, world=2, args=("SGD", closure))
+    assert not stepped_divided

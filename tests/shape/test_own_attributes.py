@@ -26,7 +26,6 @@ PACKAGES = ("paceline.optim.", "paceline.precision.")
 # What belongs to torch or to the user, and can be reached in no other way: place -> reason.
 ALLOWED = {
     "paceline.optim.optimizer: self.optimizer._opt_called": "the mark by which torch's schedulers know that a step was taken",
-    "paceline.precision.scaler: part.grad": "a tensor of our own, which torch's scaler looks at in place of the parameter",
 }
 
 

@@ -139,14 +139,11 @@ def shared_among(peers: Peers, tree: object) -> list[Any]:
 
     Ranks: all must call; two `gather_object`s.
     """
-    digests = peers.gather_object(_digest(tree))
+    digest_of_rank = hashlib.sha256(json.dumps(tree, sort_keys=True).encode()).hexdigest()
+    digests = peers.gather_object(digest_of_rank)
     first = digests.index(digests[peers.rank]) == peers.rank
     trees = peers.gather_object(tree if first else None)
     return [trees[digests.index(digest)] for digest in digests]
-
-
-def _digest(tree: object) -> str:
-    return hashlib.sha256(json.dumps(tree, sort_keys=True).encode()).hexdigest()
 
 
 def _problems(error: Exception, doing: str, rank: int) -> tuple[Problem, ...]:

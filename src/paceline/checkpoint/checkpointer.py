@@ -317,7 +317,10 @@ class Checkpointer:
                 results += share.results(_name(rank))
             assert division.index is not None, "rank 0 publishes, and has made it"
             facts[INDEX] = write_index(store, staged, division.index, results)
-            facts[STATE] = _write_json(store, store.join(staged, STATE), save.shared)
+            with store.open(store.join(staged, STATE), "wb") as file:
+                stream = Checksummed(file)
+                stream.write(json.dumps(save.shared).encode())
+            facts[STATE] = stream.fact
             for name in store.files(staged):
                 if name not in facts:  # a user's hook has added it
                     facts[name] = measure(store, store.join(staged, name))
@@ -459,12 +462,16 @@ class Checkpointer:
                     self._verified_by_latest = path, manifest
                     return path
                 except CheckpointError as error:
-                    if self._gone(store, path):
+                    exists = partial(store.exists, store.join(path, NAME))
+                    if not together(self._peers, f"looking for {path}", exists)[0]:
                         break  # another run, which saves here, has removed it: look again
                     if not {problem.code for problem in error.problems} <= {"checkpoint-damaged", "checkpoint-newer"}:
                         raise
-                    self._pass_over(path, error)
+                    self._damaged.add(path)
                     errors.append(error)
+                    if self._peers.rank == 0:
+                        reasons = [f"{problem.what} {problem.why}" for problem in error.problems]
+                        _log.warning("passing over %s: %s", path, "; ".join(reasons))
             else:
                 if errors:
                     raise _all_damaged(folder, errors)
@@ -472,15 +479,6 @@ class Checkpointer:
 
     def _candidates(self, store: Store, folder: str, run: str) -> list[str]:
         return retention.newest_first(store, folder, run) if self._peers.rank == 0 else []
-
-    def _gone(self, store: Store, path: str) -> bool:
-        return together(self._peers, f"looking for {path}", lambda: not store.exists(store.join(path, NAME)))[0]
-
-    def _pass_over(self, path: str, error: CheckpointError) -> None:
-        self._damaged.add(path)
-        if self._peers.rank == 0:
-            reasons = [f"{problem.what} {problem.why}" for problem in error.problems]
-            _log.warning("passing over %s: %s", path, "; ".join(reasons))
 
 
 def _all_damaged(folder: str, errors: Sequence[CheckpointError]) -> CheckpointError:
@@ -523,13 +521,6 @@ def _check_shared(store: Store, staged: str, rank: int) -> None:
             why="each rank writes its part into one folder",
             fix="save to a folder that all hosts share",
         )
-
-
-def _write_json(store: Store, path: str, tree: object) -> FileFact:
-    with store.open(path, "wb") as file:
-        stream = Checksummed(file)
-        stream.write(json.dumps(tree).encode())
-    return stream.fact
 
 
 def _judge(ranks: list[dict[str, Mismatch]], home: str, strict: bool) -> tuple[str, ...]:

@@ -132,7 +132,12 @@ def the_folder(path: str) -> tuple[Store, str, list[Entry]]:
 def entries(store: Store, folder: str) -> list[Entry]:
     """Checkpoints directly in a folder, the oldest first, then what unfinished saves left there."""
     everything = [entry(store, store.join(folder, name), name) for name in store.list(folder)]
-    return sorted(filter(None, everything), key=lambda checkpoint: (checkpoint.unfinished, *_age(store, checkpoint)))
+
+    def age(checkpoint: Entry) -> tuple[bool, int, float, str]:
+        created = checkpoint.summary.created or 0.0
+        return checkpoint.unfinished, retention.order(store, checkpoint.path), created, checkpoint.name
+
+    return sorted(filter(None, everything), key=age)
 
 
 def entry(store: Store, path: str, name: str) -> Entry | None:
@@ -159,10 +164,6 @@ def entry(store: Store, path: str, name: str) -> Entry | None:
 
 def _size(store: Store, path: str) -> int:
     return sum(store.files(path).values())
-
-
-def _age(store: Store, checkpoint: Entry) -> tuple[int, float, str]:
-    return retention.order(store, checkpoint.path), checkpoint.summary.created or 0.0, checkpoint.name
 
 
 def plan_in_short(manifest: Manifest) -> str:

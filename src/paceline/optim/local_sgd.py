@@ -71,19 +71,17 @@ class LocalSGD:
                 fix="LocalSGD(accelerator, model, local_sgd_steps=8)",
             )
         divided = [name for name, parameter in model.named_parameters() if is_sharded(parameter)]
-        if enabled and divided:
-            raise PlanError(
-                "local-sgd-plan",
-                "LocalSGD works where every rank holds the whole model.",
-                why=f"{len(divided)} parameters are divided over ranks, the first being {divided[0]}",
-                fix="use a plan of `replicate` alone, or LocalSGD(..., enabled=False)",
-            )
         layout = getattr(getattr(accelerator, "plan", None), "layout", None)
-        if enabled and layout is not None and layout.shard > 1:
+        why = ""
+        if divided:
+            why = f"{len(divided)} parameters are divided over ranks, the first being {divided[0]}"
+        elif layout is not None and layout.shard > 1:
+            why = f"shard={layout.shard}: each rank steps a part of the parameters, so none takes steps of its own"
+        if enabled and why:
             raise PlanError(
                 "local-sgd-plan",
-                "LocalSGD works where every rank steps the whole model.",
-                why=f"shard={layout.shard}: each rank steps a part of the parameters, so none takes steps of its own",
+                "LocalSGD works where every rank holds the whole model, and steps it.",
+                why=why,
                 fix="use a plan of `replicate` alone, or LocalSGD(..., enabled=False)",
             )
         self.accelerator = accelerator

@@ -20,7 +20,6 @@ from paceline.torch_internals.dispatch import is_plain
 from paceline.world.sharded import is_sharded
 
 _FUSED = ("Adam", "AdamW", "SGD", "Adagrad")
-_FUSED_DIVIDED = ("Adam", "AdamW")  # whose kernels take DTensors
 
 
 def parameter_names(models: Iterable[nn.Module]) -> dict[int, tuple[int, str]]:
@@ -186,8 +185,8 @@ def _started(optimizer: Optimizer, replaced: int) -> Problem:
 def choose_fused(optimizer: Optimizer, sparse: bool) -> Decision | None:
     """Lets Adam, AdamW, SGD and Adagrad step in one fused kernel on the CPU, where torch's own choice is a slow loop.
 
-    Only where the user left the choice open. On accelerators torch chooses well by itself, unless some parameters are
-    divided otherwise than others: no kernel takes such a mixture, so each parameter is stepped by itself.
+    Only where the user left the choice open. On accelerators torch chooses well by itself. Of DTensors these four step
+    the local parts, so a kernel never sees tensors that are divided in different ways.
     """
     name = type(optimizer).__name__
     if type(optimizer).__module__.split(".")[0] != "torch" or name not in _FUSED or sparse:
@@ -200,18 +199,9 @@ def choose_fused(optimizer: Optimizer, sparse: bool) -> Decision | None:
     are_plain = all(p.is_floating_point() and (is_plain(p) or is_sharded(p)) for p in parameters)
     if not is_open or not are_plain or optimizer.state:
         return None
-    meshes = {parameter.device_mesh if is_sharded(parameter) else None for parameter in parameters}
-    is_on_cpu = all(parameter.device.type == "cpu" for parameter in parameters)
-    if not is_on_cpu and len(meshes) > 1:
-        for group in optimizer.param_groups:
-            group["foreach"] = False
-        reason = f"its parameters are divided in {len(meshes)} ways, and no kernel takes a mixture"
-        return Decision(f"optimizer.{name}.foreach", False, "derived", reason=reason)
-    if not is_on_cpu or len(meshes) > 1:
+    if any(parameter.device.type != "cpu" for parameter in parameters):
         return None
     if any(isinstance(group["lr"], Tensor) for group in optimizer.param_groups):
-        return None
-    if meshes != {None} and name not in _FUSED_DIVIDED:
         return None
     for group in optimizer.param_groups:
         group["fused"] = True

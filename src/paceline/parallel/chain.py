@@ -11,7 +11,7 @@ What runs around the model (all methods but `apply`) goes from the outermost str
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import replace
 from typing import Any
@@ -96,10 +96,7 @@ class Chain:
 
     def hold_gradients(self) -> AbstractContextManager[Any]:
         """While it is open, no strategy communicates gradients of the model."""
-        stack = ExitStack()
-        for applied in self:
-            stack.enter_context(applied.hold_gradients())
-        return stack
+        return _all_open(applied.hold_gradients() for applied in self)
 
     def finish_reduction(self) -> None:
         """At the end of a window, after its last backward pass. Ranks: all."""
@@ -113,10 +110,7 @@ class Chain:
 
     def full_parameters(self, writeback: bool = False) -> AbstractContextManager[Any]:
         """While it is open, parameters are whole plain tensors. Ranks: all open it."""
-        stack = ExitStack()
-        for applied in self:
-            stack.enter_context(applied.full_parameters(writeback))
-        return stack
+        return _all_open(applied.full_parameters(writeback) for applied in self)
 
     def reshard(self) -> None:
         """Gives up whole copies of divided parameters that a pass has left behind."""
@@ -141,7 +135,12 @@ class Chain:
 
     def uneven_steps(self) -> AbstractContextManager[Any]:
         """While it is open, ranks may take different numbers of steps."""
-        stack = ExitStack()
-        for applied in self:
-            stack.enter_context(applied.uneven_steps())
-        return stack
+        return _all_open(applied.uneven_steps() for applied in self)
+
+
+def _all_open(contexts: Iterable[AbstractContextManager[Any]]) -> ExitStack:
+    """Enters contexts now, the outermost strategy's first; what it returns leaves them."""
+    stack = ExitStack()
+    for context in contexts:
+        stack.enter_context(context)
+    return stack

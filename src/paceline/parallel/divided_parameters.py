@@ -18,11 +18,11 @@ from torch.optim import Optimizer
 
 from paceline.torch_internals import fsdp as internals
 from paceline.torch_internals.modules import parameter_table
-from paceline.world.sharded import is_sharded, local, whole
+from paceline.world.sharded import is_sharded, local, part_like, whole
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import FSDPModule
-    from torch.distributed.tensor import DTensor, Placement
+    from torch.distributed.tensor import DTensor
 
     from paceline.torch_internals.fsdp import FSDPParam, FSDPParamGroup
 
@@ -41,18 +41,6 @@ def part_of(tensor: Tensor, like: DTensor) -> Tensor:
     return everywhere.redistribute(mesh, like.placements).to_local()
 
 
-def part_like(tensor: Tensor, like: Tensor | None, placements: tuple[Placement, ...] | None) -> Tensor:
-    """This rank's own tensor as a DTensor of the mesh and shape of `like`, where it was one."""
-    if placements is None:
-        return tensor
-    from torch.distributed.tensor import DTensor
-
-    assert is_sharded(like)
-    return DTensor.from_local(
-        tensor, like.device_mesh, placements, run_check=False, shape=like.shape, stride=like.stride()
-    )
-
-
 def divided(value: Value, like: object) -> Value | Tensor:
     """A whole tensor as a DTensor that is divided as `like` is; any other value or shape, and what is divided, as it is."""
     if not isinstance(value, Tensor) or not is_sharded(like):
@@ -60,7 +48,7 @@ def divided(value: Value, like: object) -> Value | Tensor:
     if is_sharded(value) or value.shape != like.shape or not value.dim():
         return value
     own = part_of(value.to(like.device), like).clone()
-    return part_like(own, like, like.placements)
+    return part_like(own, like)
 
 
 # -- whole parameters ----------------------------------------------------------------------------------------------------

@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from paceline.parallel.random_streams import RandomStreams
+from paceline.world.generators import generator_states
 
 
 def watch_first_pass(model: nn.Module, device: torch.device, report: Callable[[list[str]], None]) -> None:
@@ -26,14 +27,10 @@ def watch_first_pass(model: nn.Module, device: torch.device, report: Callable[[l
         device: where it computes.
     """
     watch = _FirstPass()
-    watch.states = RandomStreams(0, device).states
+    watch.states = partial(generator_states, device)
     watch.report = report
     watch.root = weakref.ref(model)
     watch.handles = [model.register_forward_pre_hook(watch.begin, prepend=True)]
-
-
-def _no_root() -> None:
-    return None
 
 
 class _FirstPass:
@@ -43,7 +40,7 @@ class _FirstPass:
     report: Callable[[list[str]], None]
 
     def __init__(self) -> None:
-        self.root: Callable[[], nn.Module | None] = _no_root
+        self.root: Callable[[], nn.Module | None] = lambda: None
         self.handles: list[Any] = []
         self._names: dict[nn.Module, str] = {}
         self._drew: dict[str, None] = {}

@@ -23,9 +23,11 @@ from torch import nn
 
 from paceline.base.errors import Problem
 from paceline.parallel.divided_parameters import part_of, refresh
+from paceline.torch_internals.dispatch import written_arguments
 from paceline.torch_internals.modules import buffer_table, child_table, parameter_table
-from paceline.torch_internals.tensors import TorchDispatchMode, dtensor, memory_of, written_by
+from paceline.torch_internals.tensors import TorchDispatchMode, dtensor, memory_of
 from paceline.world.sharded import is_sharded
+from paceline.world.tree import tensors
 
 Slot = tuple[str, str]  # name of a module, name of a parameter or buffer in it
 
@@ -41,7 +43,7 @@ class _Written(TorchDispatchMode):
         self, func: Callable[..., Any], types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         named = kwargs or {}
-        self.memory.update(map(memory_of, written_by(func, args, named)))
+        self.memory.update(map(memory_of, tensors(written_arguments(func, args, named))))
         return func(*args, **named)
 
 
@@ -148,7 +150,8 @@ class Recipe:
         try:
             for name in part.modules:
                 for initialise in twin.initialisers(name):
-                    torch.default_generator.manual_seed(_seed(seed, name))
+                    digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
+                    torch.default_generator.manual_seed(int.from_bytes(digest[:8], "little") >> 1)
                     initialise()
         finally:
             torch.set_rng_state(state)
@@ -275,11 +278,6 @@ def _place(holders: list[tuple[nn.Module, str]], value: torch.Tensor, device: to
     for module, key in holders:
         table = parameter_table(module) if key in parameter_table(module) else buffer_table(module)
         table[key] = new
-
-
-def _seed(seed: int, name: str) -> int:
-    digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
-    return int.from_bytes(digest[:8], "little") >> 1
 
 
 def _more(items: list[Any], shown: int) -> str:

@@ -43,21 +43,21 @@ class RandomStreams:
         self._depth += 1
         if self._depth > 1:
             return
-        self._if_unused = self.states()
+        self._if_unused = generator_states(self._device)
         # No operation of torch's draws these seeds: selective recomputation would miss it when it runs the block again.
         digest = hashlib.blake2b(_content(self._if_unused), digest_size=2 * _SEED_BYTES).digest()
         own_seed = int.from_bytes(digest[:_SEED_BYTES], "little")
         self._seed_if_used = int.from_bytes(digest[_SEED_BYTES:], "little")
         self._seed(own_seed + self._rank)
-        self._seeded = _content(self.states())
+        self._seeded = _content(generator_states(self._device))
 
     def close(self) -> None:
         """Back to the numbers that all peers share."""
         self._depth -= 1
         if self._depth > 0:
             return
-        if _content(self.states()) == self._seeded:
-            self.restore(self._if_unused)
+        if _content(generator_states(self._device)) == self._seeded:
+            restore_generators(self._if_unused, self._device)
         else:
             self._seed(self._seed_if_used)
 
@@ -69,26 +69,18 @@ class RandomStreams:
 
     def share(self, group: dist.ProcessGroup) -> None:
         """Takes the states of the group's first rank. Ranks: all of the group."""
-        states = self.states()
+        states = generator_states(self._device)
         for state in states:
             here = state.to(self._device)
             dist.broadcast(here, src=dist.get_global_rank(group, 0), group=group)
             state.copy_(here)
-        self.restore(states)
+        restore_generators(states, self._device)
 
     def _seed(self, seed: int) -> None:
         # `torch.manual_seed` seeds every kind of device that torch knows, and takes 0.4 ms.
         torch.default_generator.manual_seed(seed)
         if self._accelerator is not None:
             self._accelerator.manual_seed(seed)
-
-    def states(self) -> list[Tensor]:
-        """State of the CPU's generator, and of the device's."""
-        return generator_states(self._device)
-
-    def restore(self, states: list[Tensor]) -> None:
-        """Puts `states()` back."""
-        restore_generators(states, self._device)
 
 
 def _content(states: list[Tensor]) -> bytes:

@@ -15,11 +15,13 @@ from functools import wraps
 from types import MethodType
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from paceline.base.errors import TrainError
-from paceline.torch_internals.tensors import first_after_step
+from paceline.torch_internals.tensors import dtensor, first_after_step
+from paceline.world.sharded import is_sharded, local
 
 Swap = Callable[[Optimizer], AbstractContextManager[Any]]
 _STANDS_FOR = "_stands_for"  # an attribute of a stand-in: the model's parameter
@@ -60,23 +62,87 @@ def stand_ins(optimizer: Optimizer, make: Callable[[Tensor], Tensor]) -> Iterato
         _rename(optimizer, [(stand, parameter) for parameter, stand in pairs])
 
 
+# torch's do not say it themselves. Any other class does by `elementwise = True` in its own body: a subclass may step otherwise.
+_ELEMENTWISE_OF_TORCH = (
+    torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad, torch.optim.Adadelta, torch.optim.Adamax,
+    torch.optim.RMSprop, torch.optim.NAdam, torch.optim.RAdam, torch.optim.ASGD, torch.optim.Rprop,
+)  # fmt: skip
+
+
+def is_elementwise(optimizer: Optimizer) -> bool:
+    """Whether the step of an optimizer treats each element of a parameter by itself."""
+    kind = type(optimizer)
+    return kind in _ELEMENTWISE_OF_TORCH or bool(vars(kind).get("elementwise"))
+
+
+def step_local_parts(optimizer: Optimizer) -> None:
+    """Lets an elementwise optimizer step this rank's part of each DTensor as a plain tensor, to the same numbers.
+
+    DTensor's search for how to divide an operation over all parameters took a third of a run's first step.
+    States stay DTensors between steps, for checkpoints and for whoever looks at them.
+    """
+    if is_elementwise(optimizer) and any(is_sharded(p) for group in optimizer.param_groups for p in group["params"]):
+        swap_in_steps(optimizer, _on_local_parts, closure_first=True)
+
+
+@contextmanager
+def _on_local_parts(optimizer: Optimizer) -> Iterator[None]:
+    def local_part(parameter: Tensor) -> Tensor:
+        if not is_sharded(parameter):
+            return parameter
+        gradient = parameter.grad
+        if is_sharded(gradient) and gradient.placements != parameter.placements:
+            gradient = gradient.redistribute(parameter.device_mesh, parameter.placements)
+        return stand_in(parameter, local(parameter), local(gradient))
+
+    divided_states: dict[int, Tensor] = {}  # by the `id` of this rank's part, which they keep alive
+    with stand_ins(optimizer, local_part) as pairs:
+        for _, part in pairs:
+            state = optimizer.state.get(part, {})
+            for key, value in state.items():
+                if is_sharded(value):
+                    state[key] = local(value)
+                    divided_states[id(state[key])] = value
+        try:
+            yield
+        finally:
+            for parameter, part in pairs:
+                state = optimizer.state.get(part, {})
+                for key, value in state.items():
+                    if id(value) in divided_states:
+                        state[key] = divided_states[id(value)]
+                    elif isinstance(value, Tensor) and value.dim() and value.shape == part.shape:
+                        assert is_sharded(parameter)
+                        shape, strides = parameter.shape, parameter.stride()
+                        state[key] = dtensor(value, parameter.device_mesh, parameter.placements, shape, strides)
+
+
 def _rename(optimizer: Optimizer, pairs: list[tuple[Tensor, Tensor]]) -> None:
     for old, new in pairs:
         if old in optimizer.state:
             optimizer.state[new] = optimizer.state.pop(old)
 
 
-def swap_in_steps(optimizer: Optimizer, swap: Swap) -> None:
+def swap_in_steps(optimizer: Optimizer, swap: Swap, *, closure_first: bool = False) -> None:
     """Lets the optimizer take each step inside of `swap(optimizer)`, next to the arithmetic: inside of the user's hooks.
 
-    Steps with a closure are refused then: it would compute gradients of parameters that are elsewhere.
+    Args:
+        closure_first: calls the closure of a step before `swap`, which is the same to an optimizer that calls it once. It is
+            refused otherwise: it would compute gradients of parameters that are elsewhere.
     """
     plain: Callable[..., Any] = optimizer.step
 
     @wraps(plain)  # and so with the mark by which a scheduler knows that it counts these steps
-    def step(self: Optimizer, *args: object, **kwargs: object) -> Any:
-        if any(callable(argument) for argument in (*args, *kwargs.values())):
-            raise closure_refused(self)
+    def step(self: Optimizer, *args: Any, **kwargs: Any) -> Any:
+        closures = list(filter(callable, (*args, *kwargs.values())))
+        loss: object = None
+        if closures:
+            if not closure_first:
+                raise closure_refused(self)
+            with torch.enable_grad():
+                loss = closures[0]()
+            args = ()
+            kwargs = {}
         opened = ExitStack()
         entered = False
 
@@ -90,10 +156,11 @@ def swap_in_steps(optimizer: Optimizer, swap: Swap) -> None:
         after = first_after_step(self, lambda *_: opened.close())
         try:
             with opened:
-                return plain(*args, **kwargs)
+                result = plain(*args, **kwargs)
         finally:
             before.remove()
             after.remove()
+        return loss if closures else result
 
     optimizer.step = MethodType(step, optimizer)  # type: ignore[method-assign]
 

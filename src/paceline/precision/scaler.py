@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from paceline.base.errors import ConfigError, TrainError
 from paceline.precision.scale import Growth
 from paceline.world.collectives import Collectives
-from paceline.world.sharded import local
+from paceline.world.sharded import gradient_holder, local
 
 
 class _PartScaler(torch.amp.GradScaler):
@@ -29,18 +29,8 @@ class _PartScaler(torch.amp.GradScaler):
         self, optimizer: Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
     ) -> dict[torch.device, Tensor]:
         parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-        parts = type("Parts", (), {"param_groups": [{"params": [_part(p) for p in parameters]}]})
+        parts = type("Parts", (), {"param_groups": [{"params": list(map(gradient_holder, parameters))}]})
         return super()._unscale_grads_(parts, inv_scale, found_inf, allow_fp16)  # type: ignore[arg-type]
-
-
-def _part(parameter: Tensor) -> Tensor:
-    """A tensor whose gradient is this rank's part of the parameter's; the parameter itself where it is not divided."""
-    part: Tensor = local(parameter)
-    if part is parameter:
-        return part
-    part = part.detach()
-    part.grad = local(parameter.grad)
-    return part
 
 
 class LossScaler:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -26,16 +26,6 @@ def has_gradient_hooks(tensor: Tensor) -> bool:
 def memory_of(tensor: Tensor) -> int:
     """Identifies the memory that tensors share, also on the meta device, where there is none and addresses are 0."""
     return tensor.untyped_storage()._cdata
-
-
-def written_by(operation: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[Tensor]:
-    """The tensors among its arguments that an operation, as a `TorchDispatchMode` sees it, writes to."""
-    for place, argument in enumerate(operation._schema.arguments):
-        if argument.alias_info is None or not argument.alias_info.is_write:
-            continue
-        value = args[place] if place < len(args) else kwargs.get(argument.name)
-        values = value if isinstance(value, (list, tuple)) else [value]
-        yield from (entry for entry in values if isinstance(entry, Tensor))
 
 
 def is_seen_by_a_mode() -> bool:

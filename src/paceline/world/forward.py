@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import wraps
 from inspect import Parameter, signature
 from types import MethodType
@@ -57,3 +58,15 @@ def restore_forward(module: nn.Module, name: str) -> None:
 
 def _slot(name: str) -> str:
     return f"_forward_before_{name}"
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """While it is open, all modules are in evaluation; each is what it was after it."""
+    training = [module for module in model.modules() if module.training]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module in training:
+            module.training = True

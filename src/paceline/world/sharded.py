@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Protocol, TypeGuard
 
@@ -13,7 +13,7 @@ from paceline.torch_internals.dtensor import local_tensor
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
-    from torch.distributed.tensor import DTensor
+    from torch.distributed.tensor import DTensor, Placement
     from torch.optim import Optimizer
 
 
@@ -49,6 +49,31 @@ def _not_slow(record: logging.LogRecord) -> bool:
 def local(tensor: Any) -> Any:
     """This rank's part of a tensor, which shares its memory: the tensor itself where it is not divided."""
     return local_tensor(tensor) if is_sharded(tensor) else tensor
+
+
+def part_like(part: Tensor, like: Tensor | None, placements: Sequence[Placement] | None = None) -> Tensor:
+    """This rank's own tensor as a DTensor of the mesh and shape of `like`, where that is one.
+
+    Args:
+        placements: how it is divided; None: as `like` is.
+    """
+    if not is_sharded(like):
+        return part
+    from torch.distributed.tensor import DTensor
+
+    return DTensor.from_local(
+        part, like.device_mesh, placements or like.placements, run_check=False, shape=like.shape, stride=like.stride()
+    )
+
+
+def gradient_holder(parameter: Tensor) -> Tensor:
+    """A tensor whose gradient is this rank's part of the parameter's, for functions that look at `.grad` alone."""
+    if not is_sharded(parameter.grad):
+        return parameter
+    part: Tensor = local(parameter.grad)
+    holder = part.detach()
+    holder.grad = part
+    return holder
 
 
 class Division(Protocol):

@@ -6,7 +6,8 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard
 
-from paceline.torch_internals import tensors
+from paceline.torch_internals import dispatch, tensors
+from paceline.world.tree import tensors as tensors_in
 
 
 def test_views_are_told_from_tensors_of_their_own() -> None:
@@ -33,7 +34,7 @@ def test_a_mode_sees_which_tensors_an_operation_writes_to() -> None:
 
     class Mode(tensors.TorchDispatchMode):
         def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            written.extend(tensors.written_by(func, args, kwargs or {}))
+            written.extend(tensors_in(dispatch.written_arguments(func, args, kwargs or {})))
             assert not tensors.is_seen_by_a_mode()  # inside of it, the mode is off
             return func(*args, **(kwargs or {}))
 

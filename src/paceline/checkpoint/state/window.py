@@ -21,7 +21,7 @@ from paceline.base.errors import Problem
 from paceline.checkpoint.state.codec import Encoder
 from paceline.world.parts import Part, part_of_whole, regions
 from paceline.world.pending_gradients import PendingGradients
-from paceline.world.sharded import is_sharded, local
+from paceline.world.sharded import is_sharded, local, part_like
 
 Shapes = Mapping[str, tuple[torch.Size, torch.dtype]]
 Box = tuple[slice, ...]
@@ -169,7 +169,8 @@ class Window:
                     path = part["tensor"]["$tensor"]
                     read = torch.empty(shapes[path][0], dtype=shapes[path][1])
                     yield {path: read}
-                    _add(total, mine, read, _part(part["part"]), factor / part["share"])
+                    read_part = tuple(tuple((start, stop) for start, stop in runs) for runs in part["part"])
+                    _add(total, mine, read, read_part, factor / part["share"])
                 self._sums.append((parameter, total.to(parameter.dtype)))
 
     def apply(self, saved: Mapping[str, Any], tensors: Mapping[str, Tensor], rank: int, factor: float) -> None:
@@ -191,7 +192,7 @@ class Window:
             if own is not None:
                 self._give_back(model, gradients, own, tensors, factor)
         for parameter, total in self._sums:
-            parameter.grad = _like(total.to(local(parameter).device), parameter, None)
+            parameter.grad = part_like(total.to(local(parameter).device), parameter)
         self._sums = []
         self.counters.load_window({**saved["counters"], "items": self._items(saved, own)} if saved else None)
 
@@ -208,7 +209,7 @@ class Window:
                 tensor = tensor if factor == 1.0 else tensor * factor
                 placements = None if part["placements"] is None else tuple(map(_placement, part["placements"]))
                 if not strategy:
-                    parameter.grad = _like(tensor, parameter, placements)
+                    parameter.grad = part_like(tensor, parameter, placements)
                     continue
                 values, placements_of = pending_of.setdefault(strategy, ({}, {}))
                 values[parameter] = tensor
@@ -246,7 +247,7 @@ def _entry(encoder: Encoder, path: str, gradient: Tensor, ranks: int) -> dict[st
     share = ranks
     placed = gradient
     if is_sharded(gradient):
-        from torch.distributed.tensor import DTensor, Replicate
+        from torch.distributed.tensor import Replicate
 
         placements = []
         reduced: list[Any] = []
@@ -255,20 +256,13 @@ def _entry(encoder: Encoder, path: str, gradient: Tensor, ranks: int) -> dict[st
             reduced.append(Replicate() if placement.is_partial() else placement)
             if not (placement.is_replicate() or getattr(placement, "reduce_op", "sum") == "avg"):
                 share //= gradient.device_mesh.size(axis)
-        placed = DTensor.from_local(
-            local(gradient), gradient.device_mesh, reduced, run_check=False, shape=gradient.shape,
-            stride=gradient.stride(),
-        )  # fmt: skip
+        placed = part_like(local(gradient), gradient, reduced)
     return {
         "tensor": encoder.encode(local(gradient), path),
         "part": part_of_whole(placed),
         "share": share,
         "placements": placements,
     }
-
-
-def _part(saved: list[list[list[int]]]) -> Part:
-    return tuple(tuple((start, stop) for start, stop in runs) for runs in saved)
 
 
 def _add(total: Tensor, own_part: Part, read: Tensor, read_part: Part, weight: float) -> None:
@@ -289,18 +283,6 @@ def _shifted(box: Box, whole: Box, own: Box) -> Box:
     """A box of the whole, counted as in a rank's own tensor, where the box `whole` is `own`."""
     offsets = [b.start - a.start for a, b in zip(whole, own, strict=True)]
     return tuple(slice(run.start + offset, run.stop + offset) for run, offset in zip(box, offsets, strict=True))
-
-
-def _like(tensor: Tensor, parameter: Tensor, placements: tuple[Any, ...] | None) -> Tensor:
-    """A gradient on this rank's own tensor, divided as the parameter is unless `placements` say otherwise."""
-    if not is_sharded(parameter):
-        return tensor
-    from torch.distributed.tensor import DTensor
-
-    return DTensor.from_local(
-        tensor, parameter.device_mesh, placements or parameter.placements, run_check=False, shape=parameter.shape,
-        stride=parameter.stride(),
-    )  # fmt: skip
 
 
 def _described(placement: Any) -> list[Any]:

@@ -38,7 +38,8 @@ class DurableFile:
         """Writes bytes or any buffer."""
         view = memoryview(data).cast("B")
         length = len(view)
-        if not self._filled and length >= _COLLECT_BYTES and _address(view) % _PAGE == 0:
+        is_long = not self._filled and length >= _COLLECT_BYTES
+        if is_long and numpy.frombuffer(view, numpy.uint8).ctypes.data % _PAGE == 0:
             whole = length - length % _PAGE
             self._put(view[:whole], direct=True)
             view = view[whole:]
@@ -117,7 +118,3 @@ def sync_folder(folder: str) -> None:
         os.fsync(number)
     finally:
         os.close(number)
-
-
-def _address(view: memoryview) -> int:
-    return int(numpy.frombuffer(view, numpy.uint8).ctypes.data)

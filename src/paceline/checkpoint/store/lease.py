@@ -114,7 +114,8 @@ class Lease:
         A process of this very run was lost with its host, and may renew its own for some seconds yet.
         """
         lost = bool(self._who.get("run")) and owner.get("run") == self._who["run"]
-        if _lives(owner) and not lost:
+        lives = _is_local(owner) and process_name(int(owner["pid"])) == owner["process"]
+        if lives and not lost:
             return False
         pid, host = owner.get("pid"), owner.get("host")
         _log.info("%s was held by %s on %s; waiting for a sign of life", self.folder, pid, host)
@@ -172,10 +173,6 @@ def _is_local(owner: dict[str, str]) -> bool:
         and system_of_owner == process_name(os.getpid()).split()[:2]
         and owner.get("pid", "").isdigit()
     )
-
-
-def _lives(owner: dict[str, str]) -> bool:
-    return _is_local(owner) and process_name(int(owner["pid"])) == owner["process"]
 
 
 def _ended(owner: dict[str, str]) -> bool:

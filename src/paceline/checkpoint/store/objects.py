@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from paceline.base.errors import CheckpointError
-from paceline.checkpoint.store.remote_errors import coded_errors, no_bucket
+from paceline.checkpoint.store.remote_errors import causes_of, code_of, coded_errors, no_bucket
 
 ANSWER_S = 30.0
 _LISTING_S = 120.0
@@ -144,7 +144,8 @@ def write(url: str, content: bytes | bytearray, *, create: bool = False, within_
     except FileNotFoundError as error:
         raise no_bucket(url, str(error)) from error
     except CheckpointError as error:
-        if create and _exists_already(error.__cause__):
+        # Stores differ in how they say that a condition of a write did not hold.
+        if create and any(code_of(cause) in _CONDITION_FAILED for cause in causes_of(error)):
             return False
         raise
     return True
@@ -163,16 +164,6 @@ def _put(url: str, content: bytes | bytearray, create: bool, within_s: float) ->
 def is_s3(fs: Any) -> bool:
     """Whether requests of S3's own can be made: uploads in parts, conditions of a write."""
     return hasattr(fs, "_call_s3")
-
-
-def _exists_already(error: BaseException | None) -> bool:
-    """Stores differ in how they say that a condition of a write did not hold."""
-    while error is not None:
-        response = getattr(error, "response", None)
-        if isinstance(response, dict):
-            return response.get("Error", {}).get("Code") in _CONDITION_FAILED
-        error = error.__cause__
-    return False
 
 
 def delete(url: str) -> None:

@@ -20,7 +20,7 @@ import logging
 import re
 import secrets
 import threading
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, BinaryIO, cast
 
 from paceline.base.errors import CheckpointError
@@ -63,7 +63,10 @@ class RemoteStore:
 
     def exists(self, path: str) -> bool:
         """Whether an object or a prefix lies at `path`; the place of a save is there from its mark on."""
-        return bool(objects.kind(path)) or self._is_marked(path)
+        if objects.kind(path):
+            return True
+        home, name = self.parent(path)
+        return _SAVE.fullmatch(name) is not None and bool(objects.kind(self._mark(home, name)))
 
     def folder(self, path: str) -> bool:
         """Whether `path` is a prefix of objects."""
@@ -110,8 +113,10 @@ class RemoteStore:
         save = self.parent(staged)[1]
         with self.open(self.join(staged, last), "rb") as file:
             manifest: dict[str, Any] = json.loads(file.read())
-        for lease in self._over(path):
-            lease.check()
+        # Leases of this process on the checkpoint or on the folder that holds it.
+        for lease in list(self._leases.values()):
+            if lease.is_mine() and lease.folder in (path, self.parent(path)[0]):
+                lease.check()
         with self.open(self.join(path, last), "wb") as out:
             out.write(encoded({**manifest, "within": save}))
         try:
@@ -178,18 +183,9 @@ class RemoteStore:
 
         return release
 
-    def _over(self, path: str) -> Sequence[Lease]:
-        """Leases of this process on a checkpoint or on the folder that holds it."""
-        places = (path, self.parent(path)[0])
-        return [lease for lease in list(self._leases.values()) if lease.is_mine() and lease.folder in places]
-
     def _mark(self, path: str, what: str) -> str:
         folder, name = self.parent(path)
         return self.join(folder, _MARKS, f"{name}.{what}")
-
-    def _is_marked(self, path: str) -> bool:
-        home, name = self.parent(path)
-        return _SAVE.fullmatch(name) is not None and bool(objects.kind(self._mark(home, name)))
 
     def _within(self, home: str) -> str | None:
         """Which save the manifest names, empty where it names none; None where there is no manifest."""

@@ -49,8 +49,8 @@ def no_bucket(url: str, why: str) -> CheckpointError:
 
 
 def _coded(url: str, error: Exception) -> CheckpointError | None:
-    chain = list(_causes(error))
-    codes = {_code(cause) for cause in chain} - {""}
+    chain = list(causes_of(error))
+    codes = {code_of(cause) for cause in chain} - {""}
     reason = str(chain[-1]).strip() or "it gave no reason"
     why = f"{type(chain[-1]).__name__}: {reason}".split("\n", maxsplit=1)[0]
     if codes & _NO_BUCKET:
@@ -83,7 +83,7 @@ def _coded(url: str, error: Exception) -> CheckpointError | None:
     return None
 
 
-def _causes(error: BaseException) -> Iterator[BaseException]:
+def causes_of(error: BaseException) -> Iterator[BaseException]:
     """The error, and those it was raised from."""
     seen: set[int] = set()
     cause: BaseException | None = error
@@ -93,7 +93,7 @@ def _causes(error: BaseException) -> Iterator[BaseException]:
         cause = cause.__cause__
 
 
-def _code(error: BaseException) -> str:
+def code_of(error: BaseException) -> str:
     """The code of the store's answer: botocore keeps it in `response`, HTTP clients in `status`."""
     response: Any = getattr(error, "response", None)
     if isinstance(response, dict):

@@ -341,8 +341,12 @@ class Files:
             os.replace(partial, os.path.join(self.folder, name))
         if self.index_names:
             self._write_index({name: name for name in self.names})
+        # The file that a reader begins with, which is no part of several, goes first.
         old = before - set(self.names) - set(self.index_names)
-        for name in [*sorted(old, key=_leads, reverse=True), *temporary]:
+        for name in [
+            *sorted(old, key=lambda name: re.search(r"-\d+-of-\d+\.", name) is None, reverse=True),
+            *temporary,
+        ]:
             os.remove(os.path.join(self.folder, name))
         sync_folder(self.folder)
 
@@ -367,11 +371,6 @@ class Files:
         weight_map = {entry.name: called[self._file_names[entry.name]] for entry in self._entries}
         with replacing(os.path.join(self.folder, self.index_names[0])) as file:
             file.write(json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}, indent=1).encode())
-
-
-def _leads(name: str) -> bool:
-    """Whether a reader begins with this file: it goes first."""
-    return re.search(r"-\d+-of-\d+\.", name) is None
 
 
 def _check_dtypes(entries: Sequence[Entry], kind: type[WeightFile]) -> None:

@@ -105,7 +105,10 @@ class SafeWeights:
                 file = safe_open(path, framework="pt")
                 for name in file.keys():  # noqa: SIM118
                     tensor = file.get_slice(name)
-                    self.entries[name] = Entry(name, tuple(tensor.get_shape()), _dtype(tensor.get_dtype()))
+                    dtype_name = tensor.get_dtype()
+                    if dtype_name not in SAFETENSORS_DTYPES:
+                        raise ValueError(f"it holds numbers of type {dtype_name}, which torch does not know")
+                    self.entries[name] = Entry(name, tuple(tensor.get_shape()), SAFETENSORS_DTYPES[dtype_name])
                     self._files[name] = file
 
     def read(self, name: str, box: Box) -> Tensor:
@@ -113,12 +116,6 @@ class SafeWeights:
         if not box:
             return cast(Tensor, self._files[name].get_tensor(name))
         return cast(Tensor, self._files[name].get_slice(name)[box])
-
-
-def _dtype(name: str) -> torch.dtype:
-    if name not in SAFETENSORS_DTYPES:
-        raise ValueError(f"it holds numbers of type {name}, which torch does not know")
-    return SAFETENSORS_DTYPES[name]
 
 
 class TensorWeights:

@@ -123,12 +123,10 @@ class ContextParallel(Strategy):
         cp = plan.layout.cp
         activations = before.activations // cp
         pair = activations * 4 // 34
-        ring = (
-            _method(plan, facts)[0] == "ring"
-            if self.options(plan).method == "auto"
-            else self.options(plan).method == "ring"
-        )
-        sent = 3 * (cp - 1) * pair if ring else 4 * (cp - 1) * pair // cp
+        method = self.options(plan).method
+        if method == "auto":
+            method = _method(plan, facts)[0]
+        sent = 3 * (cp - 1) * pair if method == "ring" else 4 * (cp - 1) * pair // cp
         return replace(before, activations=activations, sent=before.sent + sent)
 
     def apply(self, model: nn.Module, context: Context) -> AppliedStrategy:
@@ -145,11 +143,13 @@ class ContextParallel(Strategy):
         begins = set(context.runner.first_blocks) if context.runner is not None else set()
         spans = _spans(model, options.blocks, context.facts.blocks, begins)
         if not spans and not begins:
+            names = context.facts.blocks
+            example = names[0].rpartition(".")[0] + ".*" if names else "layers.*"
             raise PlanError(
                 "context-blocks",
                 f"no module of {type(model).__name__} is called {options.blocks!r}.",
                 why="options={'context': {'blocks': ...}} is a pattern of the names that `model.named_modules()` gives",
-                fix=f"write {_example(context.facts)!r}",
+                fix=f"write {example!r}",
             )
         for blocks in spans:
             _Span(blocks, group, context.plan.layout.cp, replace(options, method=method), streams).hook()
@@ -184,10 +184,6 @@ def _heads(facts: ModelFacts) -> set[int]:
         for key, number in layer.numbers
         if key in _HEADS
     }
-
-
-def _example(facts: ModelFacts) -> str:
-    return facts.blocks[0].rpartition(".")[0] + ".*" if facts.blocks else "layers.*"
 
 
 def _spans(model: nn.Module, pattern: str, names: tuple[str, ...], begins: set[str]) -> list[list[nn.Module]]:

@@ -219,10 +219,15 @@ def piece_backward(
     key = _spread(key, query.shape[1])
     value = _spread(value, query.shape[1])
     if _has_kernel(query, value, mask):
-        parts = flash_attention_backward(gradient, query, key, value, out, lse, causal, scale)
+        d_query, d_key, d_value = flash_attention_backward(gradient, query, key, value, out, lse, causal, scale)
     else:
-        parts = _math_backward(gradient, query, key, value, out, lse, causal, mask, scale)
-    d_query, d_key, d_value = parts
+        weights = _weights(_scores(query, key, causal, mask, scale), lse)
+        gradient, query, key, value, out = (tensor.to(weights.dtype) for tensor in (gradient, query, key, value, out))
+        d_weights = gradient @ value.transpose(-1, -2)
+        d_scores = weights * (d_weights - (gradient * out).sum(-1, keepdim=True)) * scale
+        d_query = d_scores @ key
+        d_key = d_scores.transpose(-1, -2) @ query
+        d_value = weights.transpose(-1, -2) @ gradient
     return d_query, _collect(d_key, groups), _collect(d_value, groups)
 
 
@@ -262,21 +267,3 @@ def _scores(query: Tensor, key: Tensor, causal: bool, mask: Tensor | None, scale
 def _weights(scores: Tensor, lse: Tensor) -> Tensor:
     """exp(scores - lse), and 0 in rows that see no key."""
     return (scores - lse.masked_fill(lse == -math.inf, 0.0).unsqueeze(-1)).exp()
-
-
-def _math_backward(
-    gradient: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    causal: bool,
-    mask: Tensor | None,
-    scale: float,
-) -> tuple[Tensor, Tensor, Tensor]:
-    weights = _weights(_scores(query, key, causal, mask, scale), lse)
-    gradient, query, key, value, out = (tensor.to(weights.dtype) for tensor in (gradient, query, key, value, out))
-    d_value = weights.transpose(-1, -2) @ gradient
-    d_scores = weights * (gradient @ value.transpose(-1, -2) - (gradient * out).sum(-1, keepdim=True)) * scale
-    return d_scores @ key, d_scores.transpose(-1, -2) @ query, d_value

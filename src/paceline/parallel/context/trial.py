@@ -6,8 +6,6 @@ would be wrong without a word where the sequence is divided.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 
 import torch
@@ -18,6 +16,7 @@ from paceline.base.errors import TrainError
 from paceline.parallel.context.attention_calls import AttentionCalls
 from paceline.parallel.context.block_calls import BlockCall
 from paceline.parallel.context.sequence_split import Division, Region, Sizes, sequence_dim
+from paceline.world.forward import evaluating
 from paceline.world.tree import tensors
 
 _TRIED = 16  # positions on each rank, at most
@@ -53,7 +52,7 @@ def try_block(call: BlockCall, sample: Tensor, region: Region, sizes: Sizes, num
         return tensor if dim is None else short_region.split(tensor, dim)
 
     # Autocast would hide differences behind its rounding. A cache would be filled by the trial.
-    with torch.no_grad(), _evaluating(block), torch.autocast(sample.device.type, enabled=False):
+    with torch.no_grad(), evaluating(block), torch.autocast(sample.device.type, enabled=False):
         whole_call = call.without_caches().map(beginning)
         try:
             whole = _output(whole_call)
@@ -126,15 +125,3 @@ def _differ(whole: Tensor, divided: Tensor, sample: Tensor, region: Region, dim:
     rounding = 8 * torch.finfo(whole.dtype).eps * expected.abs().max()
     difference = (divided.float() - expected).abs().max()
     return difference > relative * added.abs().max() + rounding
-
-
-@contextmanager
-def _evaluating(block: nn.Module) -> Iterator[None]:
-    """Everything in evaluation, and back to what it was."""
-    training = [module for module in block.modules() if module.training]
-    block.eval()
-    try:
-        yield
-    finally:
-        for module in training:
-            module.training = True

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from paceline.world.sharded import is_sharded
+from paceline.parallel.data.division import batches
+from paceline.world.sharded import local
 
 CHUNK = 32 << 20  # bytes that are flattened at once
 
@@ -31,8 +30,8 @@ def average_gradients(parameters: list[nn.Parameter], group: dist.ProcessGroup) 
     for parameter in here:
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
-        gradients.append(parameter.grad.to_local() if is_sharded(parameter.grad) else parameter.grad)
-    for chunk in _chunks(gradients):
+        gradients.append(local(parameter.grad))
+    for chunk in batches(gradients, CHUNK):
         flat = torch.cat([gradient.reshape(-1) for gradient in chunk]).div_(ranks)
         dist.all_reduce(flat, group=group)
         for gradient, mean in zip(chunk, flat.split([g.numel() for g in chunk]), strict=True):
@@ -42,23 +41,8 @@ def average_gradients(parameters: list[nn.Parameter], group: dist.ProcessGroup) 
 def broadcast_tensors(tensors: list[torch.Tensor], group: dist.ProcessGroup) -> None:
     """The first rank's tensors for all, in place. Ranks: all of the group."""
     with torch.no_grad():
-        for chunk in _chunks(tensors):
+        for chunk in batches(tensors, CHUNK):
             flat = torch.cat([tensor.reshape(-1) for tensor in chunk])
             dist.broadcast(flat, group=group, group_src=0)
             for tensor, first in zip(chunk, flat.split([t.numel() for t in chunk]), strict=True):
                 tensor.copy_(first.view_as(tensor))
-
-
-def _chunks(tensors: list[torch.Tensor]) -> Iterable[list[torch.Tensor]]:
-    """Tensors of one dtype, of about `CHUNK` bytes together, in one order on all ranks."""
-    chunk: list[torch.Tensor] = []
-    size = 0
-    for tensor in sorted(tensors, key=lambda tensor: str(tensor.dtype)):
-        if chunk and (size + tensor.nbytes > CHUNK or chunk[0].dtype != tensor.dtype):
-            yield chunk
-            chunk = []
-            size = 0
-        chunk.append(tensor)
-        size += tensor.nbytes
-    if chunk:
-        yield chunk

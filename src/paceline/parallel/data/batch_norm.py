@@ -266,7 +266,9 @@ class _Normalise(Differentiable):
         peers: _Peers,
         idle: bool,
     ) -> Tensor:
-        like = weight if weight is not None else input.new_empty((), dtype=_wide(input.dtype))
+        like = (
+            weight if weight is not None else input.new_empty((), dtype=torch.promote_types(input.dtype, torch.float32))
+        )
         mean = mean.to(like.dtype)
         variance = variance.to(like.dtype)
         ctx.save_for_backward(input, weight, mean, variance, total)
@@ -278,7 +280,13 @@ class _Normalise(Differentiable):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
         if torch.is_grad_enabled():
-            raise _refuse_double_backward()
+            raise PlanError(
+                "batch-norm-double-backward",
+                "gradients of gradients cannot be computed through batch norms whose statistics are those of all ranks.",
+                why="a backward pass with create_graph=True went through one; batch_norm.statistics = synced",
+                fix="set options={'batch_norm': {'statistics': 'local'}}, or start with `paceline launch --option "
+                "batch_norm.statistics=local`",
+            )
         input, weight, mean, variance, total = ctx.saved_tensors
         scale = weight if weight is not None else torch.ones_like(mean)
         # As if mean and variance were constants, with the sums of dy * normalised x, and of dy, over this rank's rows.
@@ -299,21 +307,6 @@ class _Normalise(Differentiable):
         of_weight = of_weight if mine[1] else None
         of_bias = of_bias if mine[2] else None
         return direct, of_weight, of_bias, None, None, None, None, None, None
-
-
-def _wide(dtype: torch.dtype) -> torch.dtype:
-    """In which statistics of a layer without weights are kept."""
-    return torch.float32 if dtype.itemsize < 4 else dtype
-
-
-def _refuse_double_backward() -> PlanError:
-    return PlanError(
-        "batch-norm-double-backward",
-        "gradients of gradients cannot be computed through batch norms whose statistics are those of all ranks.",
-        why="a backward pass with create_graph=True went through one; batch_norm.statistics = synced",
-        fix="set options={'batch_norm': {'statistics': 'local'}}, or start with `paceline launch --option "
-        "batch_norm.statistics=local`",
-    )
 
 
 STRATEGY = BatchNorm()

@@ -29,6 +29,8 @@ class Bucket(Protocol):
 
 
 Hook = Callable[[Any, Bucket], Future[Tensor]]
+HOOKS = ("bf16", "fp16", "power_sgd")
+_HALVES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def _compressed(dtype: torch.dtype, group: dist.ProcessGroup, bucket: Bucket) -> Future[Tensor]:
@@ -38,16 +40,6 @@ def _compressed(dtype: torch.dtype, group: dist.ProcessGroup, bucket: Bucket) ->
     future = dist.all_reduce(small, group=group, async_op=True).get_future()
     averaged: Future[Tensor] = future.then(lambda done: buffer.copy_(done.value()[0]))
     return averaged
-
-
-def bf16_hook(group: dist.ProcessGroup, bucket: Bucket) -> Future[Tensor]:
-    """Averages gradients in bfloat16: half the bytes, range of float32."""
-    return _compressed(torch.bfloat16, group, bucket)
-
-
-def fp16_hook(group: dist.ProcessGroup, bucket: Bucket) -> Future[Tensor]:
-    """Averages gradients in float16: half the bytes, more digits than bfloat16, less range."""
-    return _compressed(torch.float16, group, bucket)
 
 
 def _wrapped(dtype: torch.dtype, hook: Hook, state: object, bucket: Bucket) -> Future[Tensor]:
@@ -60,9 +52,6 @@ def _wrapped(dtype: torch.dtype, hook: Hook, state: object, bucket: Bucket) -> F
 def _value(done: Future[Any]) -> Tensor:
     value: Tensor | list[Tensor] = done.value()
     return value[0] if isinstance(value, list) else value
-
-
-HOOKS = ("bf16", "fp16", "power_sgd")
 
 
 def install(
@@ -81,10 +70,10 @@ def install(
             group, **{"matrix_approximation_rank": 1, "start_powerSGD_iter": 2, **state}
         )
     else:
-        hook = bf16_hook if name == "bf16" else fp16_hook
+        hook = partial(_compressed, _HALVES[name])
         hook_state = group
-    if wrapper in ("bf16", "fp16"):
-        hook = partial(_wrapped, torch.bfloat16 if wrapper == "bf16" else torch.float16, hook)
+    if wrapper in _HALVES:
+        hook = partial(_wrapped, _HALVES[wrapper], hook)
     # torch reads a hook's annotations, which must be the classes themselves and not text.
     inner = hook
 

@@ -25,7 +25,7 @@ from paceline.base.errors import PlanError, PrepareError
 from paceline.parallel.data.agreement import END, Statement, announce
 from paceline.parallel.data.averages import average_gradients, broadcast_tensors
 from paceline.parallel.data.batch_norm import is_synchronised
-from paceline.parallel.divided_parameters import group_parameters, groups, part_like, units, whole_parameters
+from paceline.parallel.divided_parameters import group_parameters, groups, units, whole_parameters
 from paceline.parallel.stand_ins import step_held
 from paceline.parallel.strategy import AppliedStrategy
 from paceline.plan.plan import Decision
@@ -33,7 +33,7 @@ from paceline.torch_internals import fsdp as internals
 from paceline.torch_internals.tensors import has_gradient_hooks
 from paceline.world.mesh import cpu_group, register_unit
 from paceline.world.pending_gradients import PendingGradients
-from paceline.world.sharded import is_sharded, local
+from paceline.world.sharded import is_sharded, local, part_like
 from paceline.world.tree import map_tensors
 
 if TYPE_CHECKING:
@@ -173,7 +173,8 @@ class Units(AppliedStrategy):
             gradient = pending.gradients.get(shard)
             if gradient is not None:
                 like = internals.whole_parameter(parameter)
-                own = part_like(gradient, like, pending.placements.get(shard))
+                placements = pending.placements.get(shard)
+                own = gradient if placements is None else part_like(gradient, like, placements)
                 internals.set_pending_gradient(parameter, own)
 
     def agree(self) -> None:

@@ -93,7 +93,8 @@ class Reducer:
         self._reduced: dict[Tensor, Tensor] = {}
         self._earlier: dict[Tensor, Any] = {}  # reduced before this backward pass, and not cleared since
         self._outputs: list[Tensor] = []  # of the first round, in the order of buckets
-        broadcast_tensors(_tensors(model), self._all)
+        values = [tensor.detach() for tensor in (*model.parameters(), *model.buffers()) if tensor.numel()]
+        broadcast_tensors(values, self._all)
         self._parameters = [p for p in model.parameters() if p.requires_grad and p.numel()]
         self._frozen = [p for p in model.parameters() if not p.requires_grad]
         self._plan_buckets()
@@ -323,7 +324,3 @@ class Reducer:
             part.add_(local(earlier))
         parameter.grad = None
         parameter.grad = dtensor(part, self._mesh, parameter.shape)
-
-
-def _tensors(model: nn.Module) -> list[Tensor]:
-    return [tensor.detach() for tensor in (*model.parameters(), *model.buffers()) if tensor.numel()]

@@ -185,8 +185,10 @@ class AppliedDDP(AppliedStrategy):
             ddp.reduce_in_hook(wrapped)
         elif options.comm_hook != "none":
             install(wrapped, options.comm_hook, options.comm_wrapper, group, options.comm_state)
-        hooked = options.comm_hook != "none"
-        if not hooked and options.find_unused_parameters == "auto" and not options.static_graph and not _sparse(model):
+        # Sparse gradients DDP sums from the first step on, and we could not.
+        sparse = any(getattr(module, "sparse", False) is True for module in model.modules())
+        is_left_to_ddp = options.comm_hook != "none" or options.static_graph or sparse
+        if options.find_unused_parameters == "auto" and not is_left_to_ddp:
             self._in_first_window = True
             wrapped.require_backward_grad_sync = False
 
@@ -288,11 +290,6 @@ class AppliedDDP(AppliedStrategy):
 
     # -- the first window --------------------------------------------------------------------------------------
 
-    def _leave_first_window(self) -> None:
-        """From now on DDP communicates."""
-        self._in_first_window = self._touched = self._armed = False
-        self.wrapped.require_backward_grad_sync = True
-
     def _end_first_window(self) -> None:
         """Averages the gradients of the first window; turns DDP's search on if some rank left a parameter unused."""
         named = [(name, p) for name, p in self.module.named_parameters() if p.requires_grad]
@@ -300,7 +297,9 @@ class AppliedDDP(AppliedStrategy):
         if all(parameter.grad is None for parameter in trained):
             return  # this backward was not for this model
         self._refuse_bypass()
-        self._leave_first_window()
+        # From now on DDP communicates.
+        self._in_first_window = self._touched = self._armed = False
+        self.wrapped.require_backward_grad_sync = True
         if not self._others_answer:
             return  # which parameters were used is a value, and a rehearsal has none: all are taken as used
         group = self.wrapped.process_group
@@ -354,11 +353,6 @@ class AppliedDDP(AppliedStrategy):
         place = {id(parameter): at for at, parameter in enumerate(self._in_order())}
         final = bool(place) and not self.wrapped.find_unused_parameters and not self.wrapped.static_graph
         ddp.replace_reducer(self.wrapped, lambda parameter: place.get(id(parameter), len(place)), final)
-
-
-def _sparse(model: nn.Module) -> bool:
-    """Whether some gradient is sparse: DDP sums those from the first step on, and we could not."""
-    return any(getattr(module, "sparse", False) is True for module in model.modules())
 
 
 def _usage(

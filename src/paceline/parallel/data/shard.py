@@ -152,7 +152,7 @@ class Shard(Strategy):
 
     def apply(self, model: nn.Module, context: Context) -> AppliedStrategy:
         """Divides the model in place. Every rank calls it."""
-        from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+        from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 
         group = context.mesh.gradient_group
         broadcast_values(model, group)
@@ -160,15 +160,21 @@ class Shard(Strategy):
         options = context.options
         chosen = self.wrapping(plan, context.facts)
         alone = _left_alone(model, chosen)
-        _make_contiguous(model)
+        # FSDP2 divides rows, and wants them one after the other (channels-last weights are not).
+        for parameter in model.parameters():
+            if not parameter.is_contiguous():
+                parameter.data = parameter.data.contiguous()
         reshard, _ = _resolved_reshard(plan, options)
+        inner = ("shard", "cp") if plan.layout.cp > 1 else "shard"
+        output = None if options.output_dtype == "auto" else _DTYPES[options.output_dtype]
         named: dict[str, Any] = {
-            "mesh": _mesh(context),
-            "mp_policy": _precision(plan, options),
+            "mesh": context.mesh.along("replicate", inner) if plan.layout.replicate > 1 else context.mesh.along(inner),
+            "mp_policy": MixedPrecisionPolicy(_param_dtype(plan, options), _reduce_dtype(plan, options), output),
             "ignored_params": set(alone) or None,
-            **_offload(plan, context.device),
         }
-        present = dict(model.named_modules())
+        if plan.offload != "no" and context.device.type != "cpu":
+            named["offload_policy"] = CPUOffloadPolicy()
+        present: dict[str, Any] = dict(model.named_modules())
         norms = _norms_apart(plan, options, context.facts, chosen)
         units = [present[name] for name in chosen.units if name in present and name not in norms]
         if apart := [present[name] for name in norms if name in present]:
@@ -180,7 +186,9 @@ class Shard(Strategy):
         fully_shard(model, reshard_after_forward=False if reshard is False else None, **named)
         refuse_copies(model)
         if options.prefetch != "auto":
-            _prefetch(units, options.prefetch)
+            for at, unit in enumerate(units):
+                unit.set_modules_to_forward_prefetch(units[at + 1 : at + 1 + options.prefetch])
+                unit.set_modules_to_backward_prefetch(units[max(0, at - options.prefetch) : at][::-1])
         applied = DividedUnits(model, group, alone, keeps=reshard is False)
         applied.parameters_on_host = plan.offload != "no"
         if transport_of(group, context.device).is_pairwise or context.collectives.debug:
@@ -228,24 +236,6 @@ def _reduce_dtype(plan: Plan, options: ShardOptions) -> torch.dtype | None:
     return torch.float32 if _param_dtype(plan, options) in _HALVES.values() else None
 
 
-def _precision(plan: Plan, options: ShardOptions) -> Any:
-    from torch.distributed.fsdp import MixedPrecisionPolicy
-
-    output = None if options.output_dtype == "auto" else _DTYPES[options.output_dtype]
-    return MixedPrecisionPolicy(_param_dtype(plan, options), _reduce_dtype(plan, options), output)
-
-
-def _offload(plan: Plan, device: torch.device) -> dict[str, Any]:
-    from torch.distributed.fsdp import CPUOffloadPolicy
-
-    return {"offload_policy": CPUOffloadPolicy()} if plan.offload != "no" and device.type != "cpu" else {}
-
-
-def _mesh(context: Context) -> Any:
-    inner = ("shard", "cp") if context.plan.layout.cp > 1 else "shard"
-    return context.mesh.along("replicate", inner) if context.plan.layout.replicate > 1 else context.mesh.along(inner)
-
-
 def _left_alone(model: nn.Module, wrapping: Wrapping) -> list[nn.Parameter]:
     """Parameters of modules left alone, and those without rows to divide; in one order on all ranks."""
     alone = []
@@ -268,19 +258,6 @@ def _own_memory(module: nn.Module, args: object, output: Any) -> Any:
     if not torch.is_grad_enabled():
         return output
     return map_tensors(lambda t: t.clone() if t.requires_grad and is_view(t) else t, output)
-
-
-def _make_contiguous(model: nn.Module) -> None:
-    """FSDP2 divides rows, and wants them one after the other (channels-last weights are not)."""
-    for parameter in model.parameters():
-        if not parameter.is_contiguous():
-            parameter.data = parameter.data.contiguous()
-
-
-def _prefetch(units: list[Any], depth: int) -> None:
-    for at, unit in enumerate(units):
-        unit.set_modules_to_forward_prefetch(units[at + 1 : at + 1 + depth])
-        unit.set_modules_to_backward_prefetch(units[max(0, at - depth) : at][::-1])
 
 
 def _unit_sizes(wrapping: Wrapping, facts: ModelFacts) -> list[int]:

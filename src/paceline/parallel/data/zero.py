@@ -25,7 +25,7 @@ from paceline.config.kinds import YES_NO, one_of, positive
 from paceline.parallel.data.division import ByParameters, ByRows, keep_divided
 from paceline.parallel.data.fsdp import forget_with
 from paceline.parallel.data.reducer import Reducer
-from paceline.parallel.stand_ins import closure_refused, step_held, swap_in_steps
+from paceline.parallel.stand_ins import closure_refused, is_elementwise, step_held, swap_in_steps
 from paceline.parallel.strategy import AppliedStrategy, Context, Strategy
 from paceline.plan.cost import Bytes
 from paceline.plan.facts import ModelFacts
@@ -35,13 +35,6 @@ from paceline.plan.rules import origin
 from paceline.world.layout import GRADIENT_AXES
 from paceline.world.pending_gradients import PendingGradients
 from paceline.world.sharded import divide
-
-_optim = torch.optim
-# torch's do not say it themselves. Any other class does by `elementwise = True` in its own body: a subclass may step otherwise.
-_ELEMENTWISE_OF_TORCH = (
-    _optim.SGD, _optim.Adam, _optim.AdamW, _optim.Adagrad, _optim.Adadelta, _optim.Adamax, _optim.RMSprop,
-    _optim.NAdam, _optim.RAdam, _optim.ASGD, _optim.Rprop,
-)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -202,8 +195,7 @@ def _divided_by(optimizer: Optimizer, options: ZeroOptions, facts: ModelFacts) -
         return options.divide, f"zero.divide={options.divide}"
     if facts.sparse:
         return "parameters", "a sparse gradient has no rows to divide"
-    kind = type(optimizer)
-    if kind in _ELEMENTWISE_OF_TORCH or vars(kind).get("elementwise"):
+    if is_elementwise(optimizer):
         return "rows", "it treats each element by itself"
     return "parameters", "it may look at a whole parameter, as it does not say that it is elementwise"
 

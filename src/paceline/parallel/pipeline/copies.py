@@ -12,10 +12,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from paceline.parallel.divided_parameters import part_like
 from paceline.world.collectives import Collectives
 from paceline.world.pending_gradients import PendingGradients
-from paceline.world.sharded import is_sharded
+from paceline.world.sharded import is_sharded, part_like
 from paceline.world.works import wait_all
 
 Holders = dict[int, str]  # rank along pp -> the name under which it holds the parameter
@@ -81,7 +80,10 @@ class Copies:
         self._before = {}
         for group, parameter in zip(self.groups, self._own(), strict=True):
             if parameter is not None and parameter in pending.gradients:
-                gradient = part_like(pending.gradients[parameter], parameter, pending.placements.get(parameter))
+                placements = pending.placements.get(parameter)
+                gradient = pending.gradients[parameter]
+                if placements is not None:
+                    gradient = part_like(gradient, parameter, placements)
                 self._before[group[self.collectives.rank]] = gradient
 
     def sum(self) -> None:

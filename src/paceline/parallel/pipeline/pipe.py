@@ -179,8 +179,9 @@ class Pipe(Runner):
         self._batch = parts
         schedule = self._scheduled((name, count, describe(parts[0][:2])))
         numbers = torch.arange(count)
+        metered = nullcontext() if self.meter is None else self.meter.batch()
         try:
-            with self._metered(), _gathered(self.module, name):
+            with metered, _gathered(self.module, name):
                 schedule.step(micro=numbers, target=numbers, return_outputs=False)
         except RuntimeError as error:
             if isinstance(error.__cause__, PacelineError):
@@ -412,9 +413,6 @@ class Pipe(Runner):
         if self.meter is not None:
             return self.meter.computing()
         return nullcontext() if self._phase is None else self._phase(phase)
-
-    def _metered(self) -> Any:
-        return nullcontext() if self.meter is None else self.meter.batch()
 
 
 def _rows_of(batch: Part, rows: int, begin: int, end: int) -> Part:

@@ -127,7 +127,8 @@ def _divide(
         whole = derived.whole
         styles = {}
         for group in groups:
-            styles |= _styles(group)
+            first, last = ("colwise", "rowwise") if group.split else ("colwise_gather", "rowwise_split")
+            styles |= {**dict.fromkeys(group.first, first), group.last: last, **dict.fromkeys(group.partial, "partial")}
     indivisible: list[Problem] = []
     for group in groups:
         indivisible += _indivisible(group, layers, width)
@@ -146,11 +147,6 @@ def _divide(
     division = Division(source, styles, tuple(groups), whole, heads[-1] if heads else "", ())
     problems += _requests(division, facts, sequence, loss, table)
     return replace(division, problems=tuple(problems))
-
-
-def _styles(group: Group) -> dict[str, str]:
-    first, last = ("colwise", "rowwise") if group.split else ("colwise_gather", "rowwise_split")
-    return {**dict.fromkeys(group.first, first), group.last: last, **dict.fromkeys(group.partial, "partial")}
 
 
 def _in_block(name: str, facts: ModelFacts) -> bool:

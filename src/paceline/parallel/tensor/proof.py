@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from paceline.base.log import logger
 from paceline.parallel.divided_parameters import whole_parameters
 from paceline.parallel.tensor.styles import Region, is_divided
+from paceline.world.forward import evaluating
 
 _SIMPLE = (Tensor, int, float, bool, str, type(None))
 
@@ -70,7 +71,7 @@ class Proof:
         with ExitStack() as stack:
             stack.callback(last.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0])).remove)
             stack.enter_context(torch.no_grad())
-            stack.enter_context(_evaluating(module))
+            stack.enter_context(evaluating(module))
             with whole_parameters(module), whole_counts(self.every):
                 forward()
             reference = seen.pop()
@@ -108,14 +109,3 @@ def whole_counts(regions: list[Region]) -> Iterator[None]:
     finally:
         for region in regions:
             region.count(whole=not region.split)
-
-
-@contextmanager
-def _evaluating(module: nn.Module) -> Iterator[None]:
-    modes = [(submodule, submodule.training) for submodule in module.modules()]
-    module.eval()
-    try:
-        yield
-    finally:
-        for submodule, mode in modes:
-            submodule.training = mode

@@ -100,7 +100,7 @@ class _Split(Differentiable):
         return _gathered(gradient, ctx.dim, ctx.group), None, None
 
 
-class _SumSplit(Differentiable):
+class _SumSplit(_Split):
     """This rank's share along `dim` of the sum over the ranks; in the backward pass all shares."""
 
     @staticmethod
@@ -110,10 +110,6 @@ class _SumSplit(Differentiable):
         x = _free(x).contiguous()
         dist.all_reduce(x, group=group)
         return _share(x, dim, group)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:
-        return _gathered(gradient, ctx.dim, ctx.group), None, None
 
 
 def _free(x: Tensor) -> Tensor:

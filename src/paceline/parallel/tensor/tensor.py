@@ -25,6 +25,7 @@ from torch.optim import Optimizer
 from paceline.base.errors import PlanError, Problem
 from paceline.parallel.divided_parameters import whole_parameters
 from paceline.parallel.random_streams import RandomStreams
+from paceline.parallel.stand_ins import is_elementwise
 from paceline.parallel.strategy import AppliedStrategy, Context, Strategy
 from paceline.parallel.tensor import styles
 from paceline.parallel.tensor.names import HEADS, KV_HEADS, LOCAL_HEADS, Group, shape
@@ -112,7 +113,9 @@ class DividedLayers(AppliedStrategy):
 
     def bind(self, optimizer: Optimizer) -> list[Decision]:
         """Keeps an optimizer that holds plain tensors beside DTensors from stepping them in one call."""
-        decisions = []
+        decisions: list[Decision] = []
+        if is_elementwise(optimizer):  # it steps the local parts, which are plain
+            return decisions
         for group in optimizer.param_groups:
             meshes = {getattr(parameter, "device_mesh", None) for parameter in group["params"]}
             if len(meshes) > 1 and "foreach" in group and group["foreach"] is None and not group.get("fused"):
