@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import cycle
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -228,13 +229,19 @@ class Probes:
 class _OperationCount(dispatch.TorchDispatchMode):
     """Counts operations as a rehearsal does, backward passes and views included."""
 
-    count = 0
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
 
     def __torch_dispatch__(
-        self, operation: dispatch.Operation, types: object, args: tuple[object, ...] = (), kwargs: object = None
+        self,
+        operation: dispatch.Operation,
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> object:
         self.count += 1
-        return operation(*args, **(kwargs or {}))  # type: ignore[dict-item]
+        return operation(*args, **(kwargs or {}))
 
 
 def _linear_layer(inputs: Tensor, gradients: Tensor, weights: Iterator[Tensor]) -> None:
