@@ -40,7 +40,10 @@ for x, y in loader:
 def quick(monkeypatch, tmp_path):
     """Small probes, once each, and a folder of one's own for what they find."""
     monkeypatch.setattr(measure, "_MATRIX_ROWS", (16, 512))
+    monkeypatch.setattr(measure, "_WIDTH", 16)
     monkeypatch.setattr(measure, "_ELEMENTS", (1000, 10_000))
+    monkeypatch.setattr(measure, "_UNCACHED_ELEMENTS", 10_000)
+    monkeypatch.setattr(measure, "_TURNS", 1)
     monkeypatch.setattr(measure, "_LARGE_ELEMENTS", 10_000)
     monkeypatch.setattr(measure, "_OPTIMIZED", 1000)
     monkeypatch.setattr(measure, "_PROBE_S", 1e-4)

@@ -148,7 +148,7 @@ class Telemetry(Listener):
     def clipped(self, norm: torch.Tensor) -> None:
         """Takes the norm of the gradients before they were clipped."""
         if self._main:
-            self._norm = norm.detach()
+            self._norm = norm.detach() if norm.requires_grad else norm
 
     def finish(self) -> None:
         """Writes what is left, and ends; a second call, or one in a forked process, does nothing."""

@@ -1,11 +1,12 @@
 """`Calibration`: what one rank of this machine computes, moves and sends in a second, measured, and the file that keeps it.
 
-    matrix      FLOP/s by dtype and by the size of a product      all ranks measure at once, as they compute at once
+    matrix      FLOP/s by dtype and by FLOP for each byte moved   all ranks measure at once, as they compute at once
     memory      bytes/s by the size of an operation               outputs are new tensors, as those of eager PyTorch
     optimizer   bytes/s of a fused step over large tensors
-    overhead    seconds of an operation on a small tensor
+    overhead    seconds of an operation on a small tensor, with the Python and the autograd around it
     links       latency and bytes/s of each collective            among these ranks
     overlap     share of a collective's time that computing hides
+    waiting     seconds by which ranks reach a collective at different times
 
 A calibration is valid for one host, kind of device, number of ranks, number of threads and release of torch, and for a
 month. It has one file for each of these, below XDG_STATE_HOME (~/.local/state).
@@ -27,7 +28,7 @@ from paceline.base import env as environment
 from paceline.base.errors import PlanError
 from paceline.config.places import user_folder
 
-VERSION = 1
+VERSION = 2
 _VALID_DAYS = 30
 _DAY_S = 86400
 _NOISY = 0.25
@@ -88,12 +89,14 @@ class Calibration:
     Attributes:
         machine: where.
         measured: seconds since the epoch.
-        matrix: dtype -> FLOP/s by the floating-point operations of one product.
+        matrix: dtype -> FLOP/s of a product by its FLOP for each byte that it reads and writes: products of few rows
+            compute little with a weight that they read whole, and are slower (the roofline model of Williams et al., 2009).
         memory: bytes/s by the bytes that an operation reads and writes.
         optimizer: bytes/s of an optimizer's fused step; 0 where it was not measured.
         overhead_s: of one operation that has next to nothing to compute.
         links: collective -> its cost; empty where there was one rank.
         overlap: share of the time of a collective that is hidden where computing goes on, 0 to 1.
+        wait_s: that a rank waits for the others at a collective after some milliseconds of computing.
         missing: what could not be measured, and why.
         noise: by which share a probe took longer in the middle round than in the fastest one; half of the probes were worse.
     """
@@ -106,13 +109,14 @@ class Calibration:
     overhead_s: float
     links: Mapping[str, Link] = field(default_factory=dict)
     overlap: float = 0.0
+    wait_s: float = 0.0
     missing: tuple[str, ...] = ()
     noise: float = 0.0
 
-    def matrix_seconds(self, flops: float, dtype: str) -> float:
-        """Seconds of one matrix product; a dtype that was not measured is taken for float32."""
+    def matrix_seconds(self, flops: float, count: float, dtype: str) -> float:
+        """Seconds of one matrix product that moves `count` bytes; a dtype that was not measured is taken for float32."""
         curve = self.matrix.get(dtype) or self.matrix["float32"]
-        return flops / rate_at(curve, flops)
+        return flops / rate_at(curve, flops / max(1.0, count))
 
     def memory_seconds(self, count: float) -> float:
         """Seconds in which one operation reads and writes so many bytes."""
@@ -144,7 +148,9 @@ class Calibration:
         for dtype, curve in self.matrix.items():
             rates = ", ".join(f"{rate / 1e9:.0f}" for _, rate in curve)
             smallest, largest = curve[0][0], curve[-1][0]
-            lines.append(f"  matrix products, {dtype}: {rates} GFLOP/s, from {smallest:.2g} to {largest:.2g} FLOP each")
+            lines.append(
+                f"  matrix products, {dtype}: {rates} GFLOP/s, from {smallest:.2g} to {largest:.2g} FLOP for each byte moved"
+            )
         rates = ", ".join(f"{rate / 1e9:.1f}" for _, rate in self.memory)
         lines.append(f"  memory: {rates} GB/s, from {self.memory[0][0]:.2g} to {self.memory[-1][0]:.2g} bytes each")
         lines.append(f"  optimizer: {self.optimizer / 1e9:.1f} GB/s")
@@ -155,6 +161,9 @@ class Calibration:
             )
         if self.links:
             lines.append(f"  overlap: computing hides {self.overlap:.0%} of a collective's time")
+            lines.append(
+                f"  waiting: {self.wait_s * 1e6:.0f} us for the slowest rank, where computing stops for a collective"
+            )
         lines += [f"  not measured: {what}" for what in self.missing]
         if self.doubt:
             lines.append(f"  {self.doubt}")

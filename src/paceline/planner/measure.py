@@ -3,34 +3,42 @@
 All ranks run the same probe at the same time, since ranks of a host share its memory and, where there are fewer cores
 than threads, its cores too. What counts is the slowest rank, for which a step waits.
 
-    matrix     products of square matrices of 32 to 1024 rows, by dtype
-    memory     `a + b` with 64 kB to 64 MB read and written
+    matrix     the three products of a linear layer, for 4 to 1024 rows, by dtype
+    memory     `a + b` with 64 kB to 64 MB read and written, of tensors that no cache holds any more
     optimizer  a fused AdamW over 4 million parameters
-    overhead   `a + b` of one element, recorded by autograd
+    overhead   forward and backward passes of layers of 8 values, for each operation in them
     links      all-reduce and the other collectives of torch, and the sends in pairs of gloo's transport: small and large ones
     overlap    products of matrices while an all-reduce travels, beside either alone
+    waiting    products of matrices and small all-reduces in turns, beside either alone
 """
 
 from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import cycle
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from paceline.planner.calibration import Calibration, Curve, Link, Machine
+from paceline.torch_internals import dispatch
 from paceline.world.transport import Transport, all_gather_single, reduce_scatter_single, transport_of
 
-_MATRIX_ROWS = (32, 64, 128, 256, 512, 1024)
+_MATRIX_ROWS = (4, 16, 64, 256, 1024)
+_WIDTH = 512  # of the linear layer, which has four times as many outputs
+_LAYERS = 8  # of them in turn: a step finds none of its weights in a cache
 _DTYPES = (torch.float32, torch.bfloat16)
 _ELEMENTS = (5_400, 87_000, 1_400_000, 5_600_000)  # of each of the three tensors of `a + b`
 _SMALL_ELEMENTS, _LARGE_ELEMENTS = 256, 4 << 20
 _OPTIMIZED = 4 << 20
+_UNCACHED_ELEMENTS = 8 << 20  # which the operands of the memory's probes are spread over
+_TURNS = 4  # of computing and waiting
 _PROBE_S = 0.01  # a probe runs at least this long, so that the clock does not matter
 
 Rounds = Sequence[dict[str, float]]
@@ -45,11 +53,13 @@ class Probe:
         name: such as "matrix float32 512".
         amount: what it computes or moves, in FLOP or bytes.
         work: does it once.
+        bytes: that a probe reads and writes beside its arithmetic.
     """
 
     name: str
     amount: float
     work: Callable[[], object]
+    bytes: float = 0.0
 
 
 class Probes:
@@ -77,7 +87,7 @@ class Probes:
             self.missing.append("links and overlap: there is one rank; `--procs 2` starts two")
         else:
             self._probes += self._links(group)
-            self._probes.append(self._overlap(group))
+            self._probes += self._beside_computing(group)
         self._times = self._repetitions()
 
     def _repetitions(self) -> dict[str, int]:
@@ -118,8 +128,8 @@ class Probes:
         self, rounds: Rounds, machine: Machine, now: float, of_rounds: OfRounds = statistics.median
     ) -> Calibration:
         """What the rounds say; arguments as of `calibration_of`."""
-        amounts = {probe.name: probe.amount for probe in self._probes}
-        return replace(calibration_of(amounts, rounds, machine, now, of_rounds), missing=tuple(self.missing))
+        calibration = calibration_of(self._probes, rounds, machine, now, of_rounds)
+        return replace(calibration, missing=tuple(self.missing))
 
     # -- what is measured --------------------------------------------------------------------------------------
 
@@ -130,16 +140,22 @@ class Probes:
         probes: list[Probe] = []
         for dtype in _DTYPES:
             name = str(dtype).removeprefix("torch.")
+            weights = [self._new(4 * _WIDTH, _WIDTH, dtype=dtype) for _ in range(_LAYERS)]
             for rows in _MATRIX_ROWS:
-                left, right = self._new(rows, rows, dtype=dtype), self._new(rows, rows, dtype=dtype)
-                probes.append(Probe(f"matrix {name} {rows}", 2.0 * rows**3, partial(torch.mm, left, right)))
+                inputs = self._new(rows, _WIDTH, dtype=dtype)
+                gradients = self._new(rows, 4 * _WIDTH, dtype=dtype)
+                flops = 3 * 2.0 * rows * 4 * _WIDTH**2
+                moved = 3 * dtype.itemsize * (inputs.numel() + weights[0].numel() + gradients.numel())
+                work = partial(_linear_layer, inputs, gradients, cycle(weights))
+                probes.append(Probe(f"matrix {name} {rows}", flops, work, moved))
         return probes
 
     def _memory(self) -> list[Probe]:
         probes: list[Probe] = []
         for elements in _ELEMENTS:
-            work = partial(torch.add, self._new(elements), self._new(elements))
-            probes.append(Probe(f"memory {elements}", 12.0 * elements, work))
+            count = max(2, _UNCACHED_ELEMENTS // elements)
+            operands = cycle(self._new(count, elements).unbind())
+            probes.append(Probe(f"memory {elements}", 12.0 * elements, partial(_sum_of_next, operands)))
         return probes
 
     def _optimizer(self) -> Probe:
@@ -150,8 +166,19 @@ class Probes:
         return Probe("optimizer", 8.0 * 4 * _OPTIMIZED, step)
 
     def _overhead(self) -> Probe:
-        one = self._new(1).requires_grad_()
-        return Probe("overhead", 1.0, partial(torch.add, one, one))
+        layers: list[nn.Module] = []
+        for _ in range(4):
+            layers += [nn.LayerNorm(8), nn.Linear(8, 8), nn.GELU()]
+        model = nn.Sequential(*layers).to(self._device)
+        inputs = self._new(4, 8)
+        parameters = list(model.parameters())
+
+        def passes() -> None:
+            torch.autograd.grad(model(inputs).sum(), parameters)
+
+        with _OperationCount() as operations:
+            passes()
+        return Probe("overhead", operations.count, passes)
 
     def _links(self, group: dist.ProcessGroup) -> list[Probe]:
         probes: list[Probe] = []
@@ -176,17 +203,57 @@ class Probes:
                 probes.append(Probe(f"link {name} {size}", sent, work))
         return probes
 
-    def _overlap(self, group: dist.ProcessGroup) -> Probe:
+    def _beside_computing(self, group: dist.ProcessGroup) -> list[Probe]:
+        """Computing alone, beside a message that travels, and in turns with messages for which it waits."""
         left, right, whole = self._new(512, 512), self._new(512, 512), self._new(_LARGE_ELEMENTS)
+        small = self._new(_SMALL_ELEMENTS)
+
+        def computing() -> None:
+            for _ in range(4):
+                torch.mm(left, right)
 
         def both() -> None:
             under_way = dist.all_reduce(whole, group=group, async_op=True)
-            for _ in range(4):
-                torch.mm(left, right)
+            computing()
             assert under_way is not None
             under_way.wait()
 
-        return Probe("overlap", 4.0, both)
+        def in_turns() -> None:
+            for _ in range(_TURNS):
+                computing()
+                dist.all_reduce(small, group=group)
+
+        return [Probe("computing", 1.0, computing), Probe("overlap", 1.0, both), Probe("waiting", _TURNS, in_turns)]
+
+
+class _OperationCount(dispatch.TorchDispatchMode):
+    """Counts operations as a rehearsal does, backward passes and views included."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(
+        self,
+        operation: dispatch.Operation,
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> object:
+        self.count += 1
+        return operation(*args, **(kwargs or {}))
+
+
+def _linear_layer(inputs: Tensor, gradients: Tensor, weights: Iterator[Tensor]) -> None:
+    """The output of a linear layer, the gradient of its inputs and that of its weight: one product each."""
+    weight = next(weights)
+    torch.mm(inputs, weight.t())
+    torch.mm(gradients, weight)
+    torch.mm(gradients.t(), inputs)
+
+
+def _sum_of_next(operands: Iterator[Tensor]) -> Tensor:
+    return next(operands) + next(operands)
 
 
 def _exchange(transport: Transport, whole: Tensor, part: Tensor) -> None:
@@ -200,53 +267,57 @@ def _wait_for(device: torch.device) -> None:
 
 
 def calibration_of(
-    amounts: dict[str, float], rounds: Rounds, machine: Machine, now: float, of_rounds: OfRounds = statistics.median
+    probes: Sequence[Probe], rounds: Rounds, machine: Machine, now: float, of_rounds: OfRounds = statistics.median
 ) -> Calibration:
     """Rates from the seconds of probes. Pure.
 
     Args:
-        amounts: FLOP or bytes of each probe, by its name.
-        rounds: seconds of each probe, several times.
+        probes: what was run.
+        rounds: seconds of each probe by its name, several times.
         machine: where they were taken.
         now: seconds since the epoch.
         of_rounds: what counts of a probe's seconds in several rounds.
     """
     seconds: dict[str, float] = {}
     excesses: list[float] = []
-    for name in amounts:
-        of_probe = [one_round[name] for one_round in rounds]
-        seconds[name] = of_rounds(of_probe)
+    for probe in probes:
+        of_probe = [one_round[probe.name] for one_round in rounds]
+        seconds[probe.name] = of_rounds(of_probe)
         excesses.append(statistics.median(of_probe) / min(of_probe) - 1)
-    noise = statistics.median(excesses)
-    matrix: dict[str, list[tuple[float, float]]] = {}
-    memory: list[tuple[float, float]] = []
+    amounts = {probe.name: probe.amount for probe in probes}
+    matrix: dict[str, Curve] = {}
+    memory: Curve = ()
     links: dict[str, Link] = {}
-    for name, amount in amounts.items():
-        kind, *words = name.split()
+    for probe in probes:
+        kind, *words = probe.name.split()
+        rate = probe.amount / seconds[probe.name]
         if kind == "matrix":
-            matrix.setdefault(words[0], []).append((amount, amount / seconds[name]))
+            matrix[words[0]] = (*matrix.get(words[0], ()), (probe.amount / probe.bytes, rate))
         elif kind == "memory":
-            memory.append((amount, amount / seconds[name]))
+            memory = (*memory, (probe.amount, rate))
         elif kind == "link" and words[1] == "large":
             small = f"link {words[0]} small"
-            links[words[0]] = _link(amounts[small], seconds[small], amount, seconds[name])
+            links[words[0]] = _link(amounts[small], seconds[small], probe.amount, seconds[probe.name])
     overlap = 0.0
-    if "overlap" in seconds:
-        computing = amounts["overlap"] * seconds["matrix float32 512"]
+    wait_s = 0.0
+    if links:
+        computing = seconds["computing"]
         sending = seconds["link allreduce large"]
         saved = computing + sending - seconds["overlap"]
         overlap = min(1.0, max(0.0, saved / min(computing, sending)))
-    curves: dict[str, Curve] = {dtype: tuple(curve) for dtype, curve in matrix.items()}
+        turn = seconds["waiting"] / amounts["waiting"]
+        wait_s = max(0.0, turn - computing - seconds["link allreduce small"])
     return Calibration(
         machine,
         now,
-        curves,
-        tuple(memory),
+        matrix,
+        memory,
         amounts["optimizer"] / seconds["optimizer"],
-        seconds["overhead"],
+        seconds["overhead"] / amounts["overhead"],
         links,
         overlap,
-        noise=noise,
+        wait_s,
+        noise=statistics.median(excesses),
     )
 
 

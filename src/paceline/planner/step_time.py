@@ -1,7 +1,8 @@
 """`StepTime`: how long a step takes on a calibrated machine, as a sum of five terms. Pure.
 
     compute        every operation of forward and backward: max(FLOP / matrix rate, bytes / memory rate)
-    communication  every message: latency + bytes / link rate, less what the backward pass hides
+    communication  every message: latency + bytes / link rate, less what the backward pass hides, and more by the wait for
+                   the slowest rank where it hides nothing
     optimizer      bytes that its step reads and writes / optimizer rate
     bubble         how long a rank of a pipeline waits for the others
     overhead       operations x seconds of an empty one
@@ -78,7 +79,7 @@ def step_time(work: Work, calibration: Calibration, overlaps: bool = False, bubb
             continue
         arithmetic = 0.0
         if computation.flops:
-            arithmetic = calibration.matrix_seconds(computation.flops, computation.dtype)
+            arithmetic = calibration.matrix_seconds(computation.flops, computation.bytes, computation.dtype)
         moving = calibration.memory_seconds(computation.bytes)
         seconds[computation.phase] += count * max(arithmetic, moving)
     sending = 0.0
@@ -93,6 +94,8 @@ def step_time(work: Work, calibration: Calibration, overlaps: bool = False, bubb
         sending += spent
         if overlaps and message.phase == "backward":
             beside_backward += spent
+        else:
+            sending += count * calibration.wait_s
     hidden = calibration.overlap * min(beside_backward, seconds["backward"])
     compute = seconds["forward"] + seconds["backward"]
     overhead = operations * calibration.overhead_s

@@ -7,7 +7,7 @@ import pytest
 
 from paceline.base.errors import PlanError
 from paceline.planner.calibration import Calibration, Link, Machine, find, rate_at, save
-from paceline.planner.measure import calibration_of
+from paceline.planner.measure import Probe, calibration_of
 
 MACHINE = Machine("host1", "cpu", "2.13.0", 2, 1)
 CALIBRATION = Calibration(
@@ -33,8 +33,11 @@ def test_rates_between_measured_sizes(size, rate):
 
 
 def test_seconds_are_amounts_by_rates():
-    assert CALIBRATION.matrix_seconds(100, "float32") == 10
-    assert CALIBRATION.matrix_seconds(100, "float64") == 10  # not measured: as float32
+    assert CALIBRATION.matrix_seconds(100, 1, "float32") == 10
+    # The same product with a hundred times the bytes, as one of few rows, is slower.
+    assert CALIBRATION.matrix_seconds(60_000, 6, "float32") == 2000
+    assert CALIBRATION.matrix_seconds(60_000, 600, "float32") == 6000
+    assert CALIBRATION.matrix_seconds(60_000, 600, "float64") == 6000  # not measured: as float32
     assert CALIBRATION.memory_seconds(0) == 0
     assert CALIBRATION.memory_seconds(5000) == 2500
     assert CALIBRATION.optimizer_seconds(8) == 2
@@ -42,36 +45,45 @@ def test_seconds_are_amounts_by_rates():
     assert CALIBRATION.links["allreduce"].seconds(200, calls=3) == 2.75
 
 
+def probe(name, amount, moved=0.0):
+    return Probe(name, amount, lambda: None, moved)
+
+
 def test_the_medians_of_rounds_become_rates():
-    amounts = {
-        "matrix float32 512": 1000.0,
-        "memory 10": 120.0,
-        "optimizer": 80.0,
-        "overhead": 1.0,
-        "link allreduce small": 10.0,
-        "link allreduce large": 1010.0,
-        "overlap": 4.0,
-    }
+    probes = [
+        probe("matrix float32 512", 1000.0, 50.0),
+        probe("memory 10", 120.0),
+        probe("optimizer", 80.0),
+        probe("overhead", 20.0),
+        probe("link allreduce small", 10.0),
+        probe("link allreduce large", 1010.0),
+        probe("computing", 1.0),
+        probe("overlap", 1.0),
+        probe("waiting", 4.0),
+    ]
     seconds = {
         "matrix float32 512": 2.0,
         "memory 10": 6.0,
         "optimizer": 8.0,
-        "overhead": 0.001,
+        "overhead": 0.02,
         "link allreduce small": 1.0,
         "link allreduce large": 6.0,
-        "overlap": 11.0,  # 4 products take 8, the message 6: 3 of 6 are hidden
+        "computing": 8.0,
+        "overlap": 11.0,  # computing takes 8, the message 6: 3 of 6 are hidden
+        "waiting": 38.0,  # 4 times 8 and 1, and half a second more
     }
     fast = {name: value / 2 for name, value in seconds.items()}
-    rounds = [dict.fromkeys(amounts, 99.0), seconds, fast]
-    calibration = calibration_of(amounts, rounds, MACHINE, 7.0)
+    rounds = [dict.fromkeys(seconds, 99.0), seconds, fast]
+    calibration = calibration_of(probes, rounds, MACHINE, 7.0)
     assert calibration == Calibration(
         MACHINE,
         7.0,
-        {"float32": ((1000.0, 500.0),)},
+        {"float32": ((20.0, 500.0),)},
         ((120.0, 20.0),),
         10.0,
         0.001,
         {"allreduce": Link(0.95, 200.0)},
+        0.5,
         0.5,
         noise=1.0,
     )
@@ -79,9 +91,11 @@ def test_the_medians_of_rounds_become_rates():
 
 
 def test_one_rank_measures_no_links():
-    amounts = {"matrix float32 512": 1.0, "memory 10": 1.0, "optimizer": 1.0, "overhead": 1.0}
-    calibration = calibration_of(amounts, [dict.fromkeys(amounts, 1.0)], MACHINE, 0.0)
-    assert calibration.links == {} and calibration.overlap == 0.0
+    probes = [probe("matrix float32 512", 1.0, 1.0), probe("memory 10", 1.0), probe("optimizer", 1.0)]
+    probes.append(probe("overhead", 1.0))
+    rounds = [dict.fromkeys([one.name for one in probes], 1.0)]
+    calibration = calibration_of(probes, rounds, MACHINE, 0.0)
+    assert calibration.links == {} and (calibration.overlap, calibration.wait_s) == (0.0, 0.0)
 
 
 def test_what_was_saved_is_found_with_its_file_and_date(tmp_path):
@@ -108,7 +122,7 @@ def test_stale_and_foreign_files_are_not_used_and_the_reason_names_them(tmp_path
     assert nowhere.calibration is None and "there is no calibration" in nowhere.reason
 
 
-@pytest.mark.parametrize("damage", ["{", "[]", '{"version": 2}', '{"version": 1}', "no rate"])
+@pytest.mark.parametrize("damage", ["{", "[]", '{"version": 1}', '{"version": 2}', "no rate"])
 def test_a_damaged_file_is_named_and_not_used(tmp_path, damage):
     path = save(CALIBRATION, tmp_path)
     if damage == "no rate":

@@ -1,6 +1,7 @@
 """The time of a step from its work and a calibration: every term, by exact numbers."""
 
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 
@@ -50,6 +51,9 @@ def test_the_backward_pass_hides_a_part_of_its_messages():
     done = work(backward, messages=(gradients, buffers))
     waiting = step_time(done, CALIBRATION)
     assert (waiting.communication_s, waiting.hidden_s) == (6.5, 0)
+    late = replace(CALIBRATION, wait_s=0.25)
+    assert step_time(done, late).communication_s == 6.5 + 3 * 0.25
+    assert step_time(done, late, overlaps=True).communication_s == 5.0 + 0.25
     beside = step_time(done, CALIBRATION, overlaps=True)
     # Half of the 3 s that computing lasts.
     assert (beside.communication_s, beside.hidden_s) == (5.0, 1.5)
