@@ -42,13 +42,13 @@ def switches(pid: int, thread_id: int) -> int:
 
 def children(pid: int) -> list[int]:
     """The processes that a process has started, and that still run."""
-    found: list[int] = []
+    pids: list[int] = []
     for file in sorted((_PROC / str(pid) / "task").glob("*/children")):
         try:
-            found += map(int, file.read_text().split())
+            pids += map(int, file.read_text().split())
         except OSError:  # the thread has ended in the meantime
             continue
-    return sorted(found)
+    return sorted(pids)
 
 
 def descendants(pid: int) -> Iterator[int]:
