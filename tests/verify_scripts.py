@@ -257,6 +257,19 @@ BROKEN_ALONE: dict[str, tuple[str, Sequence[Edit]]] = {
     ),
 }  # fmt: skip
 
+_SEEDS_OF_RANKS: Edit = (_LOADER, "set_seed(1, device_specific=True)\n" + _LOADER)
+# What draws for each row, as it may, and so cannot be compared.
+DRAWING: dict[str, Sequence[Edit]] = {
+    "noise": ((_LOSS, "        loss = loss_of(model(x) + 0.1 * torch.randn(len(x), 1), y)\n"),),
+    "noise with seeds of the ranks": (
+        _SEEDS_OF_RANKS, (_LOSS, "        loss = loss_of(model(x) + 0.1 * torch.randn(len(x), 1), y)\n"),
+    ),
+    "stochastic depth": ((_LOSS, "        loss = loss_of(model(x) * torch.bernoulli(torch.full((len(x), 1), 0.8)), y)\n"),),
+    "noise of numpy": (
+        (_LOSS, "        import numpy\n        loss = loss_of(model(x) + torch.tensor(numpy.random.rand(len(x), 1)), y)\n"),
+    ),
+}  # fmt: skip
+
 # The same under accelerate's door, which lets more pass.
 BROKEN_ACCELERATE: dict[str, tuple[str, Sequence[Edit]]] = {
     "an optimizer of copies": (
@@ -276,6 +289,30 @@ BROKEN_ACCELERATE: dict[str, tuple[str, Sequence[Edit]]] = {
           "optimizer, loader, held_out, schedule = accelerator.prepare(optimizer, "),),
     ),
 }  # fmt: skip
+
+
+DEEPSPEED = """
+import deepspeed
+import torch
+from torch import nn
+
+torch.manual_seed(0)
+x = torch.randn(48, 6)
+data = torch.utils.data.TensorDataset(x, x.sum(1, keepdim=True).sin())
+config = {
+    "train_batch_size": 16,
+    "optimizer": {"type": "AdamW", "params": {"lr": 0.01}},
+    "zero_optimization": {"stage": 1},
+    "gradient_clipping": 1.0,
+}
+model = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 1))
+engine, _, loader, _ = deepspeed.initialize(
+    model=model, model_parameters=model.parameters(), config=config, training_data=data
+)
+for x, y in loader:
+    engine.backward(nn.functional.mse_loss(engine(x), y))
+    engine.step()
+"""
 
 
 def accelerate_script(edits: Sequence[Edit]) -> str:

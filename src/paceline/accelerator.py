@@ -389,6 +389,8 @@ class Accelerator(Participant):
         """Lets ranks take different numbers of steps over loaders that were NOT prepared; prepared ones are even already."""
         from torch.distributed.algorithms.join import Join, Joinable
 
+        if self._anomalies is not None and self.use_distributed:
+            self._anomalies.refuse_uneven_steps()
         wrapped = [model for model in joinables if isinstance(model, Joinable)]
         with ExitStack() as stack:
             for entry in self.run.prepared.models:

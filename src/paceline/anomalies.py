@@ -143,6 +143,22 @@ class Anomalies:
                 fix="choose skip or stop",
             )
 
+    def refuse_uneven_steps(self) -> None:
+        """Refuses that ranks take different numbers of steps: all judge each step together.
+
+        Raises:
+            ConfigError: `anomaly-uneven`.
+        """
+        raise ConfigError(
+            "anomaly-uneven",
+            "anomalies cannot be looked for where ranks take different numbers of steps.",
+            why=[
+                f"anomalies: {_said(self._options)}",
+                "`join_uneven_inputs` lets a rank take more steps than another, and all ranks judge each step together",
+            ],
+            fix="leave `join_uneven_inputs` out, and prepare the loader: it gives every rank as many batches",
+        )
+
     # -- what is known of a step ---------------------------------------------------------------------------------
 
     def _follow_loss(self, share: Tensor) -> None:
@@ -180,7 +196,8 @@ class Anomalies:
         self._is_partial = False
         return StepFacts(
             loss=math.fsum(row[1] for row in rows if row[0]) / len(rows) if is_judged else None,
-            norm=rows[0][2] if takes_norm and not bad_gradients else None,
+            # Of ranks that take steps of their own (LocalSGD), the largest; elsewhere all are the same.
+            norm=max(row[2] for row in rows) if takes_norm and not bad_gradients else None,
             bad_losses=len(bad_losses),
             bad_gradients=len(bad_gradients),
             first_bad_rank=min([*bad_losses, *bad_gradients], default=0),

@@ -13,9 +13,9 @@ from torch import nn
 from torch.nn import functional
 from torch.utils.data import DataLoader, TensorDataset
 
-from paceline import Accelerator
+from paceline import Accelerator, LocalSGD
 from paceline.base.exits import STOPPED
-from paceline.testing import run_ranks
+from paceline.testing import RankFailed, run_ranks
 
 Plan = dict[str, Any]
 PLANS = [{"replicate": 2}, {"shard": 2}, {"replicate": 2, "pp": 2}]
@@ -187,3 +187,37 @@ def test_the_loss_is_the_mean_over_the_window_and_all_ranks(tmp_path):
             "limit": pytest.approx(usual * 1.06, rel=1e-6), "action": "skip", "text": "",
         }  # fmt: skip
         assert gradient["what"] == "gradient-norm" and gradient["value"] == pytest.approx(norm, rel=1e-6)
+
+
+def test_ranks_that_take_different_numbers_of_steps_are_refused():
+    def joins() -> None:
+        accelerator = Accelerator(cpu=True, anomalies={"nan": "skip"})
+        with accelerator.join_uneven_inputs([]):
+            pass
+
+    with pytest.raises(RankFailed, match="anomaly-uneven"):
+        run_ranks(joins, 2)
+
+
+def test_ranks_with_steps_of_their_own_leave_out_the_same_ones():
+    """Rank 1's third gradient is too large, and its fifth loss is NaN."""
+
+    def trains() -> tuple[list[bool], list[int]]:
+        accelerator = Accelerator(
+            cpu=True, anomalies={"nan": "skip", "gradient_norm": {"factor": 3, "action": "skip"}, "warmup": 2}
+        )
+        model = nn.Linear(2, 1)
+        nn.init.ones_(model.weight)
+        model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=1e-4))
+        skips = []
+        with LocalSGD(accelerator, model, local_sgd_steps=4) as local:
+            for factor in (1.0, 1.0, 100.0, 1.0, torch.nan, 1.0):
+                accelerator.backward(model(torch.ones(1, 2) * (factor if accelerator.process_index else 1.0)).mean())
+                optimizer.step()
+                optimizer.zero_grad()
+                local.step()
+                skips.append(accelerator.optimizer_step_was_skipped)
+        counts = accelerator.anomaly_counts
+        return skips, [counts["nan"], counts["gradient_norm"], counts["skipped"]]
+
+    assert run_ranks(trains, 2) == [([False, False, True, False, True, False], [1, 1, 2])] * 2

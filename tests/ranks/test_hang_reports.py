@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from parity_models import GPT
 from warm_python import executable
 
 from paceline import Accelerator
@@ -148,6 +149,39 @@ def test_a_backward_pass_that_fails_on_one_rank_ends_the_others_before_the_timeo
     text = caught.value.output[0]
     assert "in backward at " in text and "accelerator.backward(output.mean())" in text
     assert "the backward pass of rank 1 failed: ValueError: bad gradient" in text
+
+
+# A rank that leaves out the step and goes on: its next forward pass takes messages of the others' backward pass for its own.
+GOES_ON = [({"tp": 2}, True)]
+WAITS = [({"shard": 2}, False), ({"shard": 2, "zero": 3}, False), ({"shard": 2, "zero": 1}, False), ({"cp": 2}, False),
+         ({"pp": 2}, False), ({"tp": 2}, False)]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("plan", "goes_on"), [*GOES_ON, *(pytest.param(*case, marks=pytest.mark.long) for case in WAITS)], ids=str
+)
+def test_a_rank_that_catches_the_error_of_its_backward_pass_is_named(plan: dict[str, int], goes_on: bool) -> None:
+    def work() -> None:
+        accelerator = Accelerator(plan=plan, cpu=True)
+        model = GPT(layers=2)
+        model, _ = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        tokens = torch.ones(2, 8, dtype=torch.long)
+        fails = [accelerator.process_index == 1, False, False, False]
+
+        def loss_of(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+            output = FailsInBackward.apply(output) if fails.pop(0) else output
+            return output.square().mean()
+
+        while fails:
+            try:
+                accelerator.forward_backward(model, (tokens, tokens), loss_of)
+            except (ValueError, RuntimeError):  # a pipeline raises the latter from the former
+                time.sleep(0 if goes_on else 30)
+
+    with pytest.raises(RankFailed, match="rank 0 of 2 died: ended with code 1") as caught:
+        run_ranks(work, 2, env=SETTINGS, timeout_s=30)
+    text = caught.value.output[0]
+    assert "rank 0 ends: it has waited for" in text and "the backward pass of rank 1 failed: " in text
 
 
 def test_works_that_nobody_waited_for_are_finished_or_told() -> None:

@@ -81,7 +81,7 @@ def launch(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Callable[
 
 def await_text(folder: Path, pattern: str) -> str:
     """The text of the first file of this name that has some."""
-    until = time.monotonic() + 40
+    until = time.monotonic() + 90
     while time.monotonic() < until:
         texts = [path.read_text() for path in sorted(folder.glob(pattern))]
         if any(texts):
@@ -168,6 +168,26 @@ def test_sigusr1_under_torchrun(tmp_path: Path) -> None:
     assert "==== rank 0, pid" in whole and "==== rank 1, pid" in whole
     assert (tmp_path / "said.txt").read_text().count("stacks of 2 ranks, as SIGUSR1 asked for") == 1
     assert not (tmp_path / "stacks-2.txt").exists()
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("what", ["worker", "stop"])
+def test_a_standstill_under_torchrun_is_reported_by_a_rank(what: str, tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(dedent(SCRIPT))
+    command = [executable(), "-m", "torch.distributed.run", "--nproc-per-node", "2", "train.py", what]
+    settings = {"OMP_NUM_THREADS": "1", "PATH": os.defpath, "TMPDIR": str(tmp_path), "PACELINE_STUCK_AFTER": "3"}
+    with (tmp_path / "said.txt").open("w") as said:
+        run = subprocess.Popen(command, cwd=tmp_path, env=os.environ | settings, stdout=said, stderr=said)
+        whole = await_text(tmp_path, "stacks-1.txt")
+        time.sleep(4)
+        os.kill(int((tmp_path / "1.pid").read_text()), signal.SIGCONT)
+        run.terminate()
+        run.wait(60)
+    text = (tmp_path / "said.txt").read_text()
+    assert text.count("no rank has made progress for") == 1 and not (tmp_path / "stacks-2.txt").exists(), text
+    assert "rank 0: in backward at train.py:" in text
+    assert ("its worker process" if what == "worker" else "rank 1: stopped by a signal") in text
+    assert "==== rank 0, pid" in whole and "==== rank 1, pid" in whole
 
 
 def test_a_watched_run_has_the_report_in_its_journal(tmp_path: Path, launch) -> None:

@@ -11,6 +11,8 @@ from verify_scripts import (
     BROKEN,
     BROKEN_ACCELERATE,
     BROKEN_ALONE,
+    DEEPSPEED,
+    DRAWING,
     GOOD,
     accelerate_script,
     script,
@@ -33,6 +35,7 @@ SHORT = {
     "a metric over padding",
     "evaluation in train mode",
     "an optimizer of copies",
+    "noise with seeds of the ranks",
 }
 TWO = (Case(2),)
 PLANS = [Case(2, {"zero": 2}), Case(2, {"shard": 2}), Case(4, {"zero": 3}), Case(4, {"shard": 2, "replicate": 2})]
@@ -89,6 +92,14 @@ def test_what_breaks_on_several_ranks(tmp_path, name):
     assert causes(verification)[:1] == [cause] and verification.exit_code == 1
 
 
+@pytest.mark.parametrize("name", names(DRAWING))
+def test_draws_in_the_forward_pass_are_not_called_a_mistake(tmp_path, name):
+    verification = verified(tmp_path, script(DRAWING[name]))
+    result = verification.results[1]
+    assert [finding.cause.name for finding in result.findings] == ["draws-in-forward"]
+    assert (result.status, result.causes, verification.exit_code) == ("failed", [], 2)
+
+
 @pytest.mark.parametrize("name", names(BROKEN_ALONE))
 def test_what_is_broken_on_one_process(tmp_path, name):
     cause, edits = BROKEN_ALONE[name]
@@ -110,6 +121,12 @@ def test_a_correct_script_under_accelerates_names(tmp_path):
     verification = verified(tmp_path, accelerate_script(()), compat="accelerate")
     assert verification.exit_code == 0
     assert [finding.cause.name for finding in verification.results[1].findings] == ["filler-in-training"]
+
+
+@pytest.mark.long
+def test_a_correct_script_for_deepspeed_whose_engine_makes_the_loader(tmp_path):
+    verification = verified(tmp_path, DEEPSPEED, compat="deepspeed")
+    assert [(result.status, result.findings) for result in verification.results] == [("same", [])] * 2
 
 
 @pytest.mark.long

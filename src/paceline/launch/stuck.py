@@ -64,7 +64,7 @@ class StuckWatch:
         pids = [worker.pid for worker in running]
         self._name_stopped(running)
         if self._host.was_asked(pids) or signals.stacks_wanted:
-            self._report(running, f"stacks of {_ranks(running)}, as SIGUSR1 asked for")
+            self._report(running, self._host.headline(pids))
             # The launcher has passed the signal on, so that each rank has got it too: that was the same request.
             signals.stacks_wanted = False
             self._host.was_asked(pids)
@@ -77,8 +77,7 @@ class StuckWatch:
         return False
 
     def _act(self, running: list[Worker], stuck_s: float) -> bool:
-        usual_s = max(self._host.progress_of(worker.pid).get("usual_s", 0.0) for worker in running)
-        headline = f"no rank has made progress for {stuck_s:.0f} s (a step usually takes {usual_s:.3g} s)"
+        headline = self._host.headline([worker.pid for worker in running], stuck_s)
         reported = self._report(running, headline)
         if self._job.on_hang == "report":
             return False
@@ -113,7 +112,3 @@ class StuckWatch:
                     file=sys.stderr,
                     flush=True,
                 )
-
-
-def _ranks(running: list[Worker]) -> str:
-    return f"{len(running)} rank{'s' * (len(running) > 1)}"

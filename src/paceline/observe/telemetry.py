@@ -26,6 +26,7 @@ from paceline.base.log import warn_once
 from paceline.observe.phases import NAMES, Listener
 from paceline.watch.journal import JournalWriter
 from paceline.watch.records import Record, Tick, Values
+from paceline.world.places import line_of
 
 _log = logging.getLogger("paceline.observe")
 _PERIOD_S = 1.0
@@ -259,7 +260,7 @@ class Telemetry(Listener):
         frame = frame or innermost
         if frame is None:
             return ""
-        return f"{frame.f_code.co_filename.rpartition('/')[2]}:{frame.f_lineno}"
+        return f"{frame.f_code.co_filename.rpartition('/')[2]}:{line_of(frame)}"
 
 
 def _is_of_library(frame: FrameType) -> bool:

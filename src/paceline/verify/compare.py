@@ -12,8 +12,9 @@ the norm of all tensors together, since a gradient that is zero but for rounding
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from paceline.verify.recording import Event, Recording
@@ -47,8 +48,8 @@ class Step:
         filler: rows beside them that only fill up batches.
         passes: backward passes on one rank.
         loss: of the global batch; None where there was no backward pass of ours.
-        given: the losses of each share, as the script gave them.
         divided: whether each loss was a quotient or a product when it was given.
+        draws: the generators from which the forward passes have drawn, other than for a dropout.
         rates: learning rates.
         gradients, weights, buffers: sketches by name.
         by_rank: the step's event of each rank.
@@ -61,8 +62,8 @@ class Step:
     filler: int = 0
     passes: int = 0
     loss: float | None = None
-    given: list[list[float]] = field(default_factory=list)
     divided: bool = False
+    draws: list[str] = field(default_factory=list)
     rates: list[float] = field(default_factory=list)
     gradients: Named = field(default_factory=dict)
     weights: Named = field(default_factory=dict)
@@ -142,10 +143,10 @@ def _step(number: int, of_readers: Sequence[Sequence[Event]], by_rank: Sequence[
         step.rows.update(rows)
         passes = [event for event in events if event["kind"] == "backward"]
         step.passes = max(step.passes, len(passes))
-        step.given.append([event["loss"] for event in passes])
         step.divided = step.divided or any(event["divided"] for event in passes)
         for event in passes:
             has_loss = True
+            step.draws += [name for name in event["draws"] if name not in step.draws]
             scaled += event["scaled"]
             if event["items"] is not None:
                 items += event["items"]
@@ -228,12 +229,12 @@ class Difference:
 def differences(run: Run, reference: Run) -> list[Difference]:
     """All differences, in the order in which the runs computed them."""
     result: list[Difference] = []
+    filled = first_filler(run, reference)
     for step, other in zip(run.steps, reference.steps, strict=False):
         number = step.number
-        if step.filler != other.filler and step.rows == other.rows:
-            return (
-                result  # filler is trained on: from here on the weights are others, by the script's choice of a loader
-            )
+        if number == filled:
+            # Filler is trained on: from here on the weights are others, by the script's choice of a loader.
+            return result
         if step.rows != other.rows:
             missing = sum((other.rows - step.rows).values())
             result.append(Difference(number, "rows", "", sum(step.rows.values()), sum(other.rows.values()), missing))
@@ -266,18 +267,17 @@ def _of_values(run: Run, reference: Run) -> list[Difference]:
             result += _of_numbers(step, "logged", name, event["values"][name], other["values"][name])
     pairs = zip(run.values("gathered"), reference.values("gathered"), strict=False)
     for number, (event, other) in enumerate(pairs, 1):
-        if event["how"] == other["how"] != "reduce" and event["got"] != other["got"]:
+        if event["how"] == other["how"] != "reduce" and event["num_rows"] != other["num_rows"]:
             name = f"call {number} of {event['how']}"
-            result.append(Difference(last, "gathered", name, event["got"], other["got"], 1.0))
+            result.append(Difference(last, "gathered", name, event["num_rows"], other["num_rows"], 1.0))
     return result
 
 
 def _of_numbers(step: int, kind: str, name: str, value: float, reference: float) -> list[Difference]:
     if value == reference or (math.isnan(value) and math.isnan(reference)):
         return []
-    relative = (
-        abs(value - reference) / max(abs(reference), _SMALL_PART) if math.isfinite(value - reference) else math.inf
-    )
+    apart = abs(value - reference)
+    relative = apart / max(abs(reference), _SMALL_PART) if math.isfinite(apart) else math.inf
     return [Difference(step, kind, name, value, reference, relative)]
 
 
@@ -306,11 +306,7 @@ def _norm(values: Sequence[float]) -> float:
 def judged_by_double(single: Sequence[Difference], double: Sequence[Difference]) -> list[Difference]:
     """The differences in float64, each with whether it is real, given those of the same runs in the script's precision."""
     largest = _largest_so_far(single)
-    result: list[Difference] = []
-    for difference in double:
-        limit = DOUBLE_FLOOR + SHRINKS * largest(difference)
-        result.append(replace(difference, is_real=difference.relative > limit or _is_exact(difference)))
-    return result
+    return _judged(double, lambda difference: DOUBLE_FLOOR + SHRINKS * largest(difference))
 
 
 def judged_by_growth(single: Sequence[Difference], nudged: Sequence[Difference], eps: float) -> list[Difference]:
@@ -321,10 +317,15 @@ def judged_by_growth(single: Sequence[Difference], nudged: Sequence[Difference],
         eps: of the precision in which the script computes.
     """
     largest = _largest_so_far(nudged)
+    return _judged(single, lambda difference: GROWTH_MARGIN * max(eps, largest(difference)))
+
+
+def _judged(apart: Sequence[Difference], limit_of: Callable[[Difference], float]) -> list[Difference]:
+    """Differences, each with whether it is above its limit."""
     result: list[Difference] = []
-    for difference in single:
-        limit = GROWTH_MARGIN * max(eps, largest(difference))
-        result.append(replace(difference, is_real=difference.relative > limit or _is_exact(difference)))
+    for difference in apart:
+        is_real = _is_exact(difference) or difference.relative > limit_of(difference)
+        result.append(replace(difference, is_real=is_real))
     return result
 
 
@@ -352,19 +353,19 @@ def _is_exact(difference: Difference) -> bool:
     return difference.field in ("rows", "gathered")
 
 
-class _LargestSoFar:
-    """For each field, the largest difference up to a step."""
+def _largest_so_far(differences: Sequence[Difference]) -> Callable[[Difference], float]:
+    """A function that gives the largest difference in the same field up to the same step."""
+    steps: dict[str, list[int]] = {}
+    largest: dict[str, list[float]] = {}
+    # Logged values come after all tensors, and their steps are those that the script names.
+    for difference in sorted(differences, key=lambda difference: difference.step):
+        if not _is_exact(difference) and math.isfinite(difference.relative):
+            steps.setdefault(difference.field, []).append(difference.step)
+            sizes = largest.setdefault(difference.field, [0.0])
+            sizes.append(max(sizes[-1], difference.relative))
 
-    def __init__(self, differences: Sequence[Difference]) -> None:
-        self._by_field: dict[str, list[Difference]] = {}
-        for difference in differences:
-            if not _is_exact(difference):
-                self._by_field.setdefault(difference.field, []).append(difference)
+    def largest_until(difference: Difference) -> float:
+        place = bisect_right(steps.get(difference.field, []), difference.step)
+        return largest.get(difference.field, [0.0])[place]
 
-    def __call__(self, difference: Difference) -> float:
-        earlier = [d.relative for d in self._by_field.get(difference.field, ()) if d.step <= difference.step]
-        return max((size for size in earlier if math.isfinite(size)), default=0.0)
-
-
-def _largest_so_far(differences: Sequence[Difference]) -> _LargestSoFar:
-    return _LargestSoFar(differences)
+    return largest_until

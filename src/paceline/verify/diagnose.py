@@ -125,7 +125,8 @@ CAUSES: tuple[Cause, ...] = (
     Cause(
         "batch-by-rank",
         "The global batch grows with the number of ranks",
-        "Let `prepare` divide the loader's batch, or divide the batch size by the number of ranks.",
+        "Let `prepare` divide the loader's batch, or divide the batch size by the number of ranks. If you want the batch to "
+        "grow, you also want other numbers than on one process, and there is nothing to correct.",
         predicates.batch_by_rank,
     ),
     Cause(
@@ -188,6 +189,14 @@ CAUSES: tuple[Cause, ...] = (
         "The loss is multiplied by the number of ranks",
         "Give `backward` the mean over this rank's rows; gradients are averaged for you.",
         predicates.loss_by_ranks,
+    ),
+    Cause(
+        "draws-in-forward",
+        "The forward pass draws random numbers, which are others for each number of processes",
+        "This may be right (noise, stochastic depth, sampling), but it cannot be compared: turn it off while you verify, for "
+        "example by a rate of 0.",
+        predicates.draws_in_forward,
+        is_error=False,
     ),
     Cause(
         "draws-by-rank",

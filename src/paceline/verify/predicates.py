@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from paceline.verify.compare import Difference, Run, Step, first_filler
 from paceline.verify.recording import Event
 
+GENERATORS = ("torch", "numpy", "python")
 _NEAR = 1e-3  # two factors are the same where they differ by less: a factor of 2 is not due to chance
 
 
@@ -36,6 +37,12 @@ class Evidence:
         """The first real difference."""
         return next((difference for difference in self.differences if difference.is_real), None)
 
+    @property
+    def difference(self) -> Difference:
+        """The same, for a predicate that is asked only where there is one."""
+        assert self.first is not None
+        return self.first
+
     def first_of(self, kind: str) -> Difference | None:
         """The first real difference of one field."""
         return next((d for d in self.differences if d.is_real and d.field == kind), None)
@@ -48,20 +55,28 @@ class Evidence:
     @property
     def step(self) -> Step:
         """The step of `run` with the first real difference."""
-        assert self.first is not None
-        return self.run.steps[min(self.first.step, len(self.run.steps)) - 1]
+        return self.run.steps[min(self.difference.step, len(self.run.steps)) - 1]
+
+    @property
+    def reference_step(self) -> Step:
+        """The same step of `reference`."""
+        return self.reference.steps[self.difference.step - 1]
 
 
 # -- a second run on one process differs ---------------------------------------------------------------------------
 
 
 def unseeded_model(evidence: Evidence) -> str:
-    own = evidence.run.values("initial")
-    other = evidence.reference.values("initial")
-    for event, reference in zip(own, other, strict=False):
+    name = _unequal_at_first(evidence.run.values("initial"), evidence.reference.values("initial"))
+    return f"{name} begins with other values in a second run on one process" if name else ""
+
+
+def _unequal_at_first(events: Sequence[Event], references: Sequence[Event]) -> str:
+    """The first weight with which the models of two recordings did not begin alike."""
+    for event, reference in zip(events, references, strict=False):
         for name, weight in event["weights"].items():
-            if weight != reference["weights"].get(name):
-                return f"{name} begins with other values in a second run on one process"
+            if weight != reference["weights"].get(name, weight):
+                return str(name)
     return ""
 
 
@@ -86,19 +101,17 @@ def data_by_clock(evidence: Evidence) -> str:
 
 
 def unseeded_draws(evidence: Evidence) -> str:
-    first = evidence.first
-    assert first is not None
-    step = evidence.step.by_rank[0]
-    reference = evidence.reference.steps[evidence.step.number - 1].by_rank[0]
-    changed = [name for name, state in step["random"].items() if state != reference["random"][name]]
+    first = evidence.difference
+    own = evidence.step.by_rank[0]["random"]
+    reference = evidence.reference_step.by_rank[0]["random"]
+    changed = [name for name in GENERATORS if own[name] != reference[name]]
     if changed:
         return f"the generator of {' and '.join(changed)} stands elsewhere in a second run at step {first.step}"
     return ""
 
 
 def nondeterministic_kernel(evidence: Evidence) -> str:
-    first = evidence.first
-    assert first is not None
+    first = evidence.difference
     return f"the same rows and weights give another {first.what} at step {first.step}"
 
 
@@ -112,13 +125,12 @@ def _all_alike(step: Step) -> bool:
 
 def model_unprepared(evidence: Evidence) -> str:
     names = [name for name in evidence.run.steps[0].weights if name.startswith("unprepared")]
-    if not names or (evidence.run.values("prepared") and not _drift(evidence.run, names)):
+    if not names:
+        return ""
+    drifts = any(_unequal(step, "weights", names) for step in evidence.run.steps)
+    if evidence.run.values("prepared") and not drifts:
         return ""
     return f"the optimizer steps {len(names)} parameters of a model that `prepare` has never seen"
-
-
-def _drift(run: Run, names: Sequence[str]) -> bool:
-    return any(bool(_unequal(step, "weights", names)) for step in run.steps)
 
 
 def _unequal(step: Step, kind: str, names: Sequence[str] | None = None) -> str:
@@ -133,27 +145,26 @@ def _unequal(step: Step, kind: str, names: Sequence[str] | None = None) -> str:
     return ""
 
 
-def _samplers(evidence: Evidence) -> list[str]:
-    return sorted({name for recording in evidence.run.recordings for name in recording.samplers})
+def _own_samplers(evidence: Evidence) -> list[str]:
+    """Classes of samplers that are not those of a plain loader."""
+    names = {name for recording in evidence.run.recordings for name in recording.samplers}
+    return sorted(names - {"SequentialSampler", "RandomSampler"})
 
 
 def loader_unprepared(evidence: Evidence) -> str:
-    own = [name for name in _samplers(evidence) if name not in ("SequentialSampler", "RandomSampler")]
-    if evidence.run.steps and _all_alike(evidence.run.steps[0]) and not own:
+    if evidence.run.steps and _all_alike(evidence.run.steps[0]) and not _own_samplers(evidence):
         return f"all {evidence.ranks} ranks read the same {len(evidence.run.steps[0].rows_of_rank[0])} rows at step 1"
     return ""
 
 
 def sampler_ignores_rank(evidence: Evidence) -> str:
-    own = [name for name in _samplers(evidence) if name not in ("SequentialSampler", "RandomSampler")]
     if evidence.run.steps and _all_alike(evidence.run.steps[0]):
-        return f"{', '.join(own)} gives all {evidence.ranks} ranks the same rows at step 1"
+        return f"{', '.join(_own_samplers(evidence))} gives all {evidence.ranks} ranks the same rows at step 1"
     return ""
 
 
 def batch_by_rank(evidence: Evidence) -> str:
-    first = evidence.first
-    assert first is not None
+    first = evidence.difference
     if first.field != "rows":
         return ""
     rows = int(first.value)
@@ -166,21 +177,19 @@ def batch_by_rank(evidence: Evidence) -> str:
 
 
 def order_by_width(evidence: Evidence) -> str:
-    first = evidence.first
-    assert first is not None
+    first = evidence.difference
     if first.field != "rows" or first.value != first.reference:
         return ""
     elsewhere = {row for step in evidence.reference.steps for row in step.rows}
     rows = evidence.step.rows
-    moved = sum(row in elsewhere for row in rows) - len(rows & evidence.reference.steps[first.step - 1].rows)
+    moved = sum(row in elsewhere for row in rows) - len(rows & evidence.reference_step.rows)
     if moved > 0:
         return f"{moved} of the {int(first.value)} rows of step {first.step} belong to other steps on one process"
     return ""
 
 
 def data_by_rank(evidence: Evidence) -> str:
-    first = evidence.first
-    assert first is not None
+    first = evidence.difference
     if first.field == "rows" and first.value == first.reference:
         changed = f"{int(first.relative)} of the {int(first.value)} rows of step {first.step}"
         return f"{changed} have other values than on one process"
@@ -188,16 +197,10 @@ def data_by_rank(evidence: Evidence) -> str:
 
 
 def rows_differ(evidence: Evidence) -> str:
-    first = evidence.first
-    assert first is not None
+    first = evidence.difference
     if first.field == "rows":
         return f"step {first.step} reads {int(first.value)} rows, and {int(first.reference)} on one process"
     return ""
-
-
-def _rates(evidence: Evidence) -> tuple[Difference, float] | None:
-    first = evidence.first_of("learning rate")
-    return None if first is None else (first, first.ratio)
 
 
 def _near(value: float, target: float) -> bool:
@@ -205,13 +208,13 @@ def _near(value: float, target: float) -> bool:
 
 
 def rate_by_ranks(evidence: Evidence) -> str:
-    found = _rates(evidence)
-    if found is None or found[0].step != 1:
+    difference = evidence.first_of("learning rate")
+    if difference is None or difference.step != 1:
         return ""
-    difference, ratio = found
-    steps = zip(evidence.run.steps, evidence.reference.steps, strict=False)
-    if not all(_near(step.rates[0], ratio * other.rates[0]) for step, other in steps if step.rates and other.rates[0]):
-        return ""
+    ratio = difference.ratio
+    for step, other in zip(evidence.run.steps, evidence.reference.steps, strict=False):
+        if step.rates and other.rates[0] and not _near(step.rates[0], ratio * other.rates[0]):
+            return ""
     for target, words in ((evidence.ranks, "the number of ranks"), (evidence.ranks**0.5, "its root")):
         if _near(ratio, target) or _near(ratio, 1 / target):
             return f"the learning rate is {difference.value:g}, {ratio:g} times that of one process: {words}"
@@ -219,10 +222,9 @@ def rate_by_ranks(evidence: Evidence) -> str:
 
 
 def scheduler_by_process(evidence: Evidence) -> str:
-    found = _rates(evidence)
-    if found is None:
+    difference = evidence.first_of("learning rate")
+    if difference is None:
         return ""
-    difference, _ = found
     schedule = [step.rates[:1] for step in evidence.reference.steps]
     later = 1 + (difference.step - 1) * evidence.ranks
     if later <= len(schedule) and schedule[later - 1] and _near(difference.value, schedule[later - 1][0]):
@@ -233,30 +235,23 @@ def scheduler_by_process(evidence: Evidence) -> str:
 
 
 def rate_differs(evidence: Evidence) -> str:
-    found = _rates(evidence)
-    if found is None:
+    difference = evidence.first_of("learning rate")
+    if difference is None:
         return ""
-    difference, ratio = found
-    return f"at step {difference.step} the learning rate is {difference.value:g}, {ratio:.4g} times that of one process"
+    times = f"{difference.ratio:.4g} times that of one process"
+    return f"at step {difference.step} the learning rate is {difference.value:g}, {times}"
 
 
 def model_by_width(evidence: Evidence) -> str:
-    own = evidence.run.values("initial")
-    reference = evidence.reference.values("initial")
-    for event, other in zip(own, reference, strict=False):
-        for name, weight in event["weights"].items():
-            if weight != other["weights"].get(name, weight):
-                return f"{name} of rank 0 begins with other values than on one process"
-    return ""
+    name = _unequal_at_first(evidence.run.values("initial"), evidence.reference.values("initial"))
+    return f"{name} of rank 0 begins with other values than on one process" if name else ""
 
 
 def model_by_rank(evidence: Evidence) -> str:
     first = evidence.run.values("initial")
     for recording in evidence.run.recordings[1:]:
-        for event, other in zip(recording.of_kind("initial"), first, strict=False):
-            for name, weight in event["weights"].items():
-                if weight != other["weights"].get(name, weight):
-                    return f"{name} of rank {recording.rank} was made with other values; `prepare` has taken those of rank 0"
+        if name := _unequal_at_first(recording.of_kind("initial"), first):
+            return f"{name} of rank {recording.rank} was made with other values; `prepare` has taken those of rank 0"
     return ""
 
 
@@ -273,31 +268,46 @@ def batch_norm(evidence: Evidence) -> str:
     return ""
 
 
+def draws_in_forward(evidence: Evidence) -> str:
+    first = evidence.difference
+    draws = evidence.step.draws
+    if evidence.ranks == 1 or first.field != "loss" or not draws:
+        return ""
+    # Where ranks have other seeds, a number that all rows share may have been drawn: then that is the mistake.
+    if "torch" not in draws and _seeds_differ(evidence, draws):
+        return ""
+    return f"the forward pass of step {first.step} draws from the generator of {' and '.join(draws)}"
+
+
+def _seeds_differ(evidence: Evidence, names: Sequence[str]) -> bool:
+    """Whether the generators of these names began with other states on the ranks."""
+    return any(len({random[name] for random in _random_at_first(evidence)}) > 1 for name in names)
+
+
+def _random_at_first(evidence: Evidence) -> list[dict[str, str]]:
+    """The generators of the ranks that read other rows, after `prepare`."""
+    return [event["random"] for reader in evidence.run.readers for event in reader.of_kind("prepared")[-1:]]
+
+
 def random_by_rank(evidence: Evidence) -> str:
     """The generators of ranks part at a step, although they were the same before."""
-    recordings = evidence.run.readers
-    if len(recordings) < 2:
+    if evidence.ranks < 2:
         return ""
-    began = [recording.of_kind("prepared")[-1:] for recording in recordings]
+    began_alike = [name for name in GENERATORS if not _seeds_differ(evidence, [name])]
     for step in evidence.run.steps[: evidence.step.number]:
-        for name in ("torch", "numpy", "python"):
-            states = {event["random"][name] for event in step.by_rank}
-            before = {event[0]["random"][name] for event in began if event}
-            if len(states) > 1 and len(before) <= 1:
+        for name in began_alike:
+            if len({event["random"][name] for event in step.by_rank}) > 1:
                 return f"the generators of {name} stand at other numbers on the ranks from step {step.number} on"
     return ""
 
 
 def seeds_by_rank(evidence: Evidence) -> str:
-    recordings = evidence.run.readers
-    first = evidence.first
-    assert first is not None
-    if first.field != "loss" or len(recordings) < 2:
+    first = evidence.difference
+    if first.field != "loss" or evidence.ranks < 2:
         return ""
-    began = [recording.of_kind("prepared")[-1]["random"] for recording in recordings if recording.of_kind("prepared")]
-    steps = [event["random"] for event in evidence.step.by_rank]
-    for name in ("torch", "numpy", "python"):
-        if len({state[name] for state in began}) > 1 and began and steps[0][name] != began[0][name]:
+    now = evidence.step.by_rank[0]["random"]
+    for name in GENERATORS:
+        if _seeds_differ(evidence, [name]) and now[name] != _random_at_first(evidence)[0][name]:
             return (
                 f"the generators of {name} have other seeds on the ranks, and have been drawn from by step {first.step}"
             )
@@ -305,16 +315,14 @@ def seeds_by_rank(evidence: Evidence) -> str:
 
 
 def sum_of_rows(evidence: Evidence) -> str:
-    first = evidence.first
-    assert first is not None
+    first = evidence.difference
     if first.field == "loss" and evidence.ranks > 1 and _near(first.ratio, 1 / evidence.ranks):
         return f"the loss of step {first.step} is 1/{evidence.ranks} of that of one process"
     return ""
 
 
 def loss_by_ranks(evidence: Evidence) -> str:
-    first = evidence.first
-    assert first is not None
+    first = evidence.difference
     if first.field == "loss" and evidence.ranks > 1 and _near(first.ratio, evidence.ranks):
         return f"the loss of step {first.step} is {evidence.ranks} times that of one process"
     return ""
@@ -325,7 +333,7 @@ def _gradient_factor(evidence: Evidence) -> float:
     first = evidence.first
     if first is None or first.field != "gradient":
         return 0.0
-    reference = evidence.reference.steps[first.step - 1].gradients
+    reference = evidence.reference_step.gradients
     factors: list[float] = []
     for name, value in evidence.step.gradients.items():
         own = sum(x * y for x, y in zip(value, reference.get(name, ()), strict=False))
@@ -339,38 +347,35 @@ def _gradient_factor(evidence: Evidence) -> float:
 
 def gradient_sum(evidence: Evidence) -> str:
     factor = _gradient_factor(evidence)
-    if evidence.ranks > 1 and (_near(factor, evidence.ranks) or _near(factor, 1 / evidence.ranks)):
-        first = evidence.first
-        assert first is not None
-        return f"with the same loss, all gradients of step {first.step} are {factor:.4g} times those of one process"
-    return ""
+    is_of_ranks = _near(factor, evidence.ranks) or _near(factor, 1 / evidence.ranks)
+    return _all_gradients(evidence, factor) if evidence.ranks > 1 and is_of_ranks else ""
+
+
+def _all_gradients(evidence: Evidence, factor: float) -> str:
+    step = evidence.difference.step
+    return f"with the same loss, all gradients of step {step} are {factor:.4g} times those of one process"
 
 
 def clip_by_part(evidence: Evidence) -> str:
     factor = _gradient_factor(evidence)
-    step = evidence.step
-    first = evidence.first
-    assert first is not None
     if factor:
-        return f"with the same loss, all gradients of step {first.step} are {factor:.4g} times those of one process"
-    if first.field == "gradient" and (unequal := _unequal(step, "gradients")):
+        return _all_gradients(evidence, factor)
+    first = evidence.difference
+    if first.field == "gradient" and (unequal := _unequal(evidence.step, "gradients")):
         return f"the gradient of {unequal} differs between ranks at step {first.step} where they are to be the same"
     return ""
 
 
 def micro_batches(evidence: Evidence) -> str:
-    first = evidence.first
-    assert first is not None
     own = evidence.step.passes
-    other = evidence.reference.steps[first.step - 1].passes
+    other = evidence.reference_step.passes
     if own != other:
-        return f"step {first.step} takes {own} backward passes on a rank, and {other} on one process"
+        return f"step {evidence.difference.step} takes {own} backward passes on a rank, and {other} on one process"
     return ""
 
 
 def uneven_mean(evidence: Evidence) -> str:
-    first = evidence.first
-    assert first is not None
+    first = evidence.difference
     if first.field != "loss" or evidence.ranks == 1:
         return ""
     return (
@@ -380,8 +385,7 @@ def uneven_mean(evidence: Evidence) -> str:
 
 
 def weights_by_rank(evidence: Evidence) -> str:
-    first = evidence.first
-    assert first is not None
+    first = evidence.difference
     # Gradients that one rank has changed make its weights differ in the same step.
     until = first.step - 1 if first.field == "gradient" else first.step
     for step in evidence.run.steps[:until]:
@@ -398,35 +402,26 @@ def metric_padding(evidence: Evidence) -> str:
             batch = event
         elif event["kind"] == "gathered" and event["how"] == "gather" and batch is not None:
             real = sum(batch["rank_rows"])
-            if event["got"] == len(batch["rows"]) * evidence.ranks > real:
-                filler += event["got"] - real
+            if event["num_rows"] == len(batch["rows"]) * evidence.ranks > real:
+                filler += event["num_rows"] - real
     return f"`gather` has given {filler} rows that only fill up the last batch" if filler else ""
 
 
-def _trains_otherwise(evidence: Evidence) -> bool:
-    return any(d.is_real and d.field not in ("logged", "gathered") for d in evidence.differences)
-
-
 def metric_of_rank(evidence: Evidence) -> str:
-    first = evidence.first_of("logged")
-    if first is None or _trains_otherwise(evidence) or evidence.run.values("gathered"):
-        return ""
-    return (
-        f"{first.name} is {first.value:.6g}, and {first.reference:.6g} on one process; training is the same, and nothing was "
-        "gathered"
-    )
+    sentence = metric_of_means(evidence)
+    return f"{sentence}, and nothing was gathered" if sentence and not evidence.run.values("gathered") else ""
 
 
 def metric_of_means(evidence: Evidence) -> str:
     first = evidence.first_of("logged")
-    if first is None or _trains_otherwise(evidence):
+    trains_otherwise = any(d.is_real and d.field not in ("logged", "gathered") for d in evidence.differences)
+    if first is None or trains_otherwise:
         return ""
     return f"{first.name} is {first.value:.6g}, and {first.reference:.6g} on one process; training is the same"
 
 
 def step_itself(evidence: Evidence) -> str:
-    first = evidence.first
-    assert first is not None
+    first = evidence.difference
     return f"{first.what} is the first that differs, at step {first.step}"
 
 
@@ -435,8 +430,7 @@ def step_itself(evidence: Evidence) -> str:
 
 def weights_stand_still(evidence: Evidence) -> str:
     run = evidence.run
-    began = run.values("prepared")
-    if not began or len(run.steps) < 1:
+    if not run.values("prepared"):
         return ""
     stepped = {name for step in run.steps for name in step.weights}
     copies = [name for name in stepped if name.startswith("unprepared")]

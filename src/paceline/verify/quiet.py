@@ -1,5 +1,6 @@
 """`Quiet`: while it is open, dropouts drop nothing. Two widths draw other masks for the same rows, so that with them no
-number could be compared; whether ranks would draw alike is told all the same, from the generator that they would use."""
+number could be compared; whether ranks would draw alike is told all the same, from the generator that they would use.
+Other draws are left as they are, and told."""
 
 from __future__ import annotations
 
@@ -26,6 +27,14 @@ _PYTHON: tuple[Callable[..., object], ...] = (
     functional.multi_head_attention_forward,
 )
 _NATIVE = (torch.dropout, torch.feature_dropout, torch.alpha_dropout, torch.feature_alpha_dropout, torch.rrelu)
+_DRAWING: frozenset[Callable[..., object]] = frozenset(
+    (
+        torch.bernoulli, torch.multinomial, torch.normal, torch.poisson, torch.rand, torch.rand_like, torch.randint,
+        torch.randint_like, torch.randn, torch.randn_like, torch.Tensor.bernoulli, torch.Tensor.bernoulli_,
+        torch.Tensor.exponential_, torch.Tensor.multinomial, torch.Tensor.normal_, torch.Tensor.random_,
+        torch.Tensor.uniform_, functional.gumbel_softmax,
+    )
+)  # fmt: skip
 
 
 class Quiet(TorchFunctionMode):
@@ -33,12 +42,14 @@ class Quiet(TorchFunctionMode):
 
     Attributes:
         tell: called with a digest of torch's generator for each dropout in training.
+        tell_draw: called with what another function has drawn.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.stream = ""
         self.tell: Callable[[str], object] = lambda stream: None
+        self.tell_draw: Callable[[torch.Tensor], object] = lambda drawn: None
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
@@ -65,7 +76,10 @@ class Quiet(TorchFunctionMode):
             elif len(args) > 4 and args[4]:
                 self._note()
                 args = (*args[:4], 0.0, *args[5:])
-        return func(*args, **named)
+        result = func(*args, **named)
+        if func in _DRAWING and isinstance(result, torch.Tensor):
+            self.tell_draw(result)
+        return result
 
     def _note(self) -> None:
         self.tell(digest(torch.get_rng_state().numpy().tobytes()))

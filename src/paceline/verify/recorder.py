@@ -74,6 +74,10 @@ class Recorder(Runtime):
         self._step: Event = {}
         self._run: PreparedRun | None = None
         self._looked = False
+        # Since the last backward pass: the generators at the first forward pass, and whether rows got draws of their own.
+        self._random_before: dict[str, str] = {}
+        self._has_drawn_for_rows = False
+        self._engine_divides = False
 
     # -- the run ---------------------------------------------------------------------------------------------
 
@@ -84,19 +88,12 @@ class Recorder(Runtime):
     def watch(self, work: Callable[[], object]) -> None:
         """Runs `work` and writes the recording, however it ends."""
         runtime.use(self)
-        recording = self.recording
-        recording.rank = environment.get("RANK") or 0
-        recording.size = environment.get("WORLD_SIZE") or 1
+        self.recording.rank = environment.get("RANK") or 0
         register_optimizer_step_pre_hook(self._before_step)
         register_optimizer_step_post_hook(self._after_step)
-        recording.ended = "script"
         try:
             with self._quiet:
                 work()
-        except Exception as error:
-            lines = str(error).strip().splitlines() or [""]
-            recording.ended = f"{type(error).__name__}: {lines[0]}"
-            raise
         finally:
             self._write()
 
@@ -113,14 +110,19 @@ class Recorder(Runtime):
     def settings(self, settings: RunSettings) -> RunSettings:
         """One global batch for every width; no lower precision where rounding is to vanish."""
         precision = "no" if self._double else settings.mixed_precision
-        return replace(settings, split_batches=True, mixed_precision=precision, resume="no")
+        return replace(settings, split_batches=not self._engine_divides, mixed_precision=precision, resume="no")
+
+    def foreign_config(self, library: str, config: Any) -> Any:
+        """The batches of an engine that has a config are divided by that: its loader already gives those of one rank."""
+        self._engine_divides = True
+        return config
 
     # -- what happens in the run -----------------------------------------------------------------------------
 
     def preparing(self, run: PreparedRun, models: Sequence[nn.Module]) -> None:
         """Records what the script has made, before anything is done to it."""
         for model in models:
-            if any(model is known for known in self._models):
+            if any(model is earlier for earlier in self._models):
                 continue
             on_meta = any(parameter.is_meta for parameter in model.parameters())
             prefix = f"model{len(self._models)}." if self._models else ""
@@ -146,11 +148,10 @@ class Recorder(Runtime):
                     parameter.mul_(1 + self._nudge * signs.to(parameter))
 
     def prepared(self, run: PreparedRun) -> None:
-        """Records the plan, and the weights that it begins with."""
+        """Records the plan."""
         self._run = run
         recording = self.recording
         layout = run.plan.layout
-        recording.layout = str(layout)
         recording.accumulate = run.plan.accumulate
         recording.width = layout.width
         recording.data_index = layout.data_index(recording.rank)
@@ -158,15 +159,14 @@ class Recorder(Runtime):
             if decision.field == "batch_norm.statistics":
                 recording.batch_norm_statistics = str(decision.value)
         self._names.clear()
-        trainable: dict[str, Tensor] = {}
+        recording.trainable = []
         for number, entry in enumerate(run.prepared.models):
             prefix = f"model{number}." if number else ""
             for name, parameter in _named(unwrap(entry.module).named_parameters(), prefix).items():
                 self._names[id(parameter)] = name
                 if parameter.requires_grad:
-                    trainable[name] = parameter
-        recording.trainable = list(trainable)
-        self._add("prepared", weights=_sketches(trainable), random=self._random())
+                    recording.trainable.append(name)
+        self._add("prepared", random=self._random())
 
     def batches(self, steps: Iterator[Any]) -> Iterator[Any]:
         """Records the rows of each batch; filler comes last."""
@@ -180,7 +180,16 @@ class Recorder(Runtime):
         self._look_for_loaders()
         items = None if num_items is None else float(num_items)  # type: ignore[arg-type]
         is_divided = type(loss.grad_fn).__name__ in _DIVIDING
-        self._add("backward", loss=_number(loss), scaled=_number(scaled), items=items, divided=is_divided)
+        draws = self._draws()
+        self._add("backward", loss=_number(loss), scaled=_number(scaled), items=items, divided=is_divided, draws=draws)
+
+    def _draws(self) -> list[str]:
+        """The generators from which this pass has drawn; torch's where it was for each row, as all rows may share a number."""
+        before, self._random_before = self._random_before, {}
+        draws = ["torch"] if self._has_drawn_for_rows else []
+        self._has_drawn_for_rows = False
+        state = self._random() if before else {}
+        return draws + [name for name in ("numpy", "python") if state.get(name) != before.get(name)]
 
     def logged(self, values: Mapping[str, object], step: int | None) -> None:
         """Records numbers that are logged."""
@@ -193,11 +202,10 @@ class Recorder(Runtime):
         self._add("logged", values=numbers, step=step)
 
     def gathered(self, how: str, values: object, result: object) -> None:
-        """Records how many rows went in and came out."""
-        got = [leaf for leaf in tensors(result) if leaf.dim() > 0]
-        count = len(got[0]) if got else 0
-        leaves = tensors(result)
-        self._add("gathered", how=how, got=count, sketch=sketch(leaves[0]) if leaves else [])
+        """Records how many rows came out."""
+        with_rows = [leaf for leaf in tensors(result) if leaf.dim() > 0]
+        num_rows = len(with_rows[0]) if with_rows else 0
+        self._add("gathered", how=how, num_rows=num_rows)
 
     def stepped(self, optimizer: torch.optim.Optimizer, window: Window) -> None:
         """Notes whether the loop declares its micro-batches."""
@@ -212,10 +220,17 @@ class Recorder(Runtime):
             rows=rows((args, kwargs)),
             training=module.training,
             grad=torch.is_grad_enabled(),
-            evaluated=not torch.is_grad_enabled(),
             stream="",
         )
         self._quiet.tell = lambda stream: event.__setitem__("stream", event["stream"] or stream)
+        if torch.is_grad_enabled() and not self._random_before:
+            self._random_before = self._random()
+        self._quiet.tell_draw = lambda drawn: self._note_draw(drawn, len(event["rows"]))
+
+    def _note_draw(self, drawn: Tensor, num_rows: int) -> None:
+        # In a model that takes all tokens of all rows together, the first dimension is a multiple of the rows.
+        if drawn.dim() and num_rows and len(drawn) % num_rows == 0 and torch.is_grad_enabled():
+            self._has_drawn_for_rows = True
 
     def _look_for_loaders(self) -> None:
         """Notes the samplers of loaders that the script iterates without having prepared them, once."""
@@ -228,9 +243,12 @@ class Recorder(Runtime):
 
     def _before_step(self, optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
         """Gradients are final here: averaged, corrected, unscaled and clipped."""
-        if not any(optimizer is known for known in self._optimizers):
+        # By `is`: what an optimizer equals is its own affair.
+        number = next(
+            (place for place, other in enumerate(self._optimizers) if other is optimizer), len(self._optimizers)
+        )
+        if number == len(self._optimizers):
             self._optimizers.append(optimizer)
-        number = next(place for place, known in enumerate(self._optimizers) if known is optimizer)
         gradients = {name: p.grad for name, p in self._parameters(optimizer).items() if p.grad is not None}
         rates = [float(group["lr"]) for group in optimizer.param_groups if "lr" in group]
         self._step = self._add("step", optimizer=number, rates=rates, gradients=_sketches(gradients))
@@ -246,7 +264,6 @@ class Recorder(Runtime):
         self._step |= {"weights": weights, "buffers": _sketches(buffers), "random": self._random()}
         taken = sum(event["optimizer"] == 0 for event in self.recording.of_kind("step"))
         if self._step["optimizer"] == 0 and taken >= self._steps:
-            self.recording.ended = "steps"
             self._write()
             if torch.distributed.is_initialized():
                 torch.distributed.barrier()  # nobody leaves while another needs its connections

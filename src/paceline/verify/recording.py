@@ -1,14 +1,15 @@
 """What one process has recorded of a run, as JSON: a header, and events in the order in which they happened.
 
-    {"kind": "initial",  "weights": {name: sketch}, "buffers": ...}     before `prepare` has touched the models
-    {"kind": "prepared", "weights": ..., "plan": text}                  after it
+    {"kind": "initial",  "weights": {name: sketch}}                     before `prepare` has touched the models
+    {"kind": "prepared", "random": {...}}                               after it; "random" as of a step
     {"kind": "batch",    "rows": [digest], "real": n}                   a prepared loader has given a batch
-    {"kind": "forward",  "rows": [digest], "training": b, "grad": b, "stream": digest, "model": name}
-    {"kind": "backward", "loss": x, "scaled": x, "items": n}            the loss as the script gave it, and as it counts
+    {"kind": "forward",  "rows": [digest], "training": b, "grad": b, "stream": digest}
+    {"kind": "backward", "loss": x, "scaled": x, "items": n,           the loss as the script gave it, and as it counts;
+                         "draws": [generator]}                          what the forward pass has drawn from
     {"kind": "step",     "optimizer": n, "rates": [x], "gradients": {name: sketch}, "weights": ..., "buffers": ...,
                          "random": {"torch": digest, "numpy": digest, "python": digest}}
     {"kind": "logged",   "values": {name: x}, "step": n}
-    {"kind": "gathered", "how": name, "given": rows, "got": rows, "sketch": sketch}
+    {"kind": "gathered", "how": name, "num_rows": n}
 
 A sketch is a short list of numbers that stands for a tensor (see `sketch.py`).
 """
@@ -29,9 +30,8 @@ class Recording:
     """One process' part of a run.
 
     Attributes:
-        rank, size: of the process.
+        rank: of the process.
         data_index, width: which share of each batch it read, of how many.
-        layout: the axes of the plan, as text.
         accumulate: micro-batches in a step, as the settings say.
         declared: whether the loop says where its micro-batches are.
         random_layers: modules that draw random numbers in training.
@@ -39,15 +39,12 @@ class Recording:
         samplers: classes of the samplers of loaders that the script iterates without having prepared them.
         trainable: trainable parameters of prepared models.
         dtype: in which most of the first model is computed, such as "float32".
-        ended: "steps" where enough steps were seen, "script" where the script has ended, else the error in one line.
         events: what happened, in order.
     """
 
     rank: int = 0
-    size: int = 1
     data_index: int = 0
     width: int = 1
-    layout: str = ""
     accumulate: int = 1
     declared: bool = False
     random_layers: list[str] = field(default_factory=list)
@@ -56,7 +53,6 @@ class Recording:
     samplers: list[str] = field(default_factory=list)
     trainable: list[str] = field(default_factory=list)
     dtype: str = "float32"
-    ended: str = ""
     events: list[Event] = field(default_factory=list)
 
     def write(self, path: Path) -> None:

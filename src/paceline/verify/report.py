@@ -72,7 +72,7 @@ def _details(result: Result, *, is_repeat: bool) -> list[str]:
     name = "1 process, twice" if is_repeat else result.case.name
     lines: list[str] = []
     if result.why:
-        lines.append(f"{name}: {result.status}")
+        lines.append(f"{name}: {_verdict(result)}")
         lines += [f"  {line}" for line in result.why.splitlines()]
     first = result.first
     if first is not None:

@@ -9,8 +9,6 @@ digest    a hash of a row's bytes: tells whether two rows are the same sample, a
 from __future__ import annotations
 
 import hashlib
-import math
-from collections.abc import Sequence
 from functools import cache
 
 import torch
@@ -47,11 +45,6 @@ def sketch(tensor: Tensor) -> list[float]:
 def _signs() -> Tensor:
     generator = torch.Generator().manual_seed(1729)
     return torch.randint(0, 2, (_CHUNK,), generator=generator).to(torch.float64) * 2 - 1
-
-
-def norm(values: Sequence[float]) -> float:
-    """The norm of the tensor behind a sketch, up to about a fifth."""
-    return math.sqrt(sum(value * value for value in values))
 
 
 def rows(tree: object) -> list[str]:

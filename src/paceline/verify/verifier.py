@@ -213,6 +213,9 @@ class Verifier:
         # What one process does by itself already is told once.
         findings = [finding for finding in diagnose(evidence) if finding.cause.name not in self._own]
         first = evidence.first
+        if any(finding.cause.of == "difference" and not finding.cause.is_error for finding in findings):
+            why = "what differs is drawn at random, so that it cannot be compared"
+            return Result(case, "failed", why, rule, first, findings, _largest(single, double), len(run.steps))
         is_wrong = first is not None or any(finding.cause.is_error for finding in findings)
         if len(run.steps) != len(reference.steps) and first is None:
             why = f"it took {len(run.steps)} steps, and one process {len(reference.steps)}"

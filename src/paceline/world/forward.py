@@ -12,8 +12,8 @@ from typing import Any
 from torch import nn
 
 
-def override_forward(module: nn.Module, name: str, forward: Callable[..., Any]) -> None:
-    """Puts `forward(module, original, *args, **kwargs)` in the place of the module's own forward, on the instance.
+def override_forward(module: nn.Module, name: str, replacement: Callable[..., Any]) -> None:
+    """Puts `replacement(module, original, *args, **kwargs)` in the place of the module's own forward, on the instance.
 
     Its signature stays that of the original. `copy.deepcopy(module)` computes with its own weights: both functions are bound
     methods, which a copy binds to the copy.
@@ -27,16 +27,17 @@ def override_forward(module: nn.Module, name: str, forward: Callable[..., Any]) 
     while slot in vars(module):  # the same was done before: the model was prepared once more
         slot += "_"
 
+    # A report of a waiting rank names this function.
     @wraps(original)
-    def overriding(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        return forward(self, getattr(self, slot), *args, **kwargs)
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return replacement(self, getattr(self, slot), *args, **kwargs)
 
     # A bound method hides its first parameter, so `self` must stand before those of the bound original.
     own = Parameter("self", Parameter.POSITIONAL_ONLY)
     others = signature(original).parameters.values()
-    overriding.__signature__ = signature(original).replace(parameters=[own, *others])  # type: ignore[attr-defined]
+    forward.__signature__ = signature(original).replace(parameters=[own, *others])  # type: ignore[attr-defined]
     setattr(module, slot, original)
-    module.forward = MethodType(overriding, module)
+    module.forward = MethodType(forward, module)
 
 
 def original_forward(module: nn.Module, name: str) -> Callable[..., Any] | None:

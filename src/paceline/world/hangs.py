@@ -228,7 +228,10 @@ class HangReports:
 
     def _end_if_hopeless(self, store: Store, state: State) -> None:
         """Ends this process where it waits for a rank whose backward pass has failed, and has not failed itself."""
-        if self.failure or "backward" not in state.operation or not store.check(["hangs/failed"]):
+        # Under plans whose forward pass communicates, a rank that skipped the step is in its next forward pass, whose messages
+        # the others may have taken for those of the backward pass: then they wait in the one after it.
+        is_in_pass = "backward" in state.operation or "forward" in state.operation
+        if self.failure or not is_in_pass or not store.check(["hangs/failed"]):
             return
         for rank in range(self.size):
             key = f"hangs/failed/{rank}"

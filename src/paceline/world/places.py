@@ -54,10 +54,27 @@ def call_site(frame: FrameType | None = None) -> Place:
     """
     for own in _users_frames(frame or sys._getframe(1)):
         code = own.f_code
-        line = linecache.getline(code.co_filename, own.f_lineno).strip()
-        where = f"{code.co_filename}:{own.f_lineno} in {code.co_name}"
-        return Place(_key(own), f"{where}: {line}" if line else where)
+        line = line_of(own)
+        source = linecache.getline(code.co_filename, line).strip()
+        where = f"{code.co_filename}:{line} in {code.co_name}"
+        return Place(_key(own), f"{where}: {source}" if source else where)
     return Place("", "an unknown place")
+
+
+def line_of(frame: FrameType) -> int:
+    """The line in which a frame is.
+
+    Python adds instructions that belong to no line, such as those at the end of `except ... as error`. The frame of another
+    thread may stand at one of them: it counts as being in the line before it.
+    """
+    line: int | None = frame.f_lineno
+    if line is not None:
+        return line
+    line = frame.f_code.co_firstlineno
+    for start, _, own_line in frame.f_code.co_lines():
+        if own_line is not None and start <= frame.f_lasti:
+            line = own_line
+    return line
 
 
 def user_frame() -> FrameType | None:
@@ -108,4 +125,4 @@ def _of_library(frame: FrameType) -> bool:
 
 def _key(frame: FrameType) -> str:
     code = frame.f_code
-    return f"{os.path.basename(code.co_filename)}:{frame.f_lineno} in {code.co_name}"
+    return f"{os.path.basename(code.co_filename)}:{line_of(frame)} in {code.co_name}"

@@ -1,7 +1,8 @@
 """The thread by which a rank says once a second whether it makes progress, in a file beside those of its stacks.
 
     under `paceline launch`   the launcher reads it, and decides
-    under torchrun            a rank that gets SIGUSR1 collects the stacks of the ranks of its host itself
+    under torchrun            a rank that gets SIGUSR1, or finds that no rank of its host makes progress, collects the stacks
+                              of these ranks itself
 
 The loop does not know of it, but for one call a step. Where there are several hosts and this rank has made no progress for
 half its limit, it asks over the store whether another is alive: until then nothing is sent.
@@ -24,6 +25,7 @@ from typing import TYPE_CHECKING
 from paceline.base.log import logger
 from paceline.torch_internals.flight_recorder import last_collectives
 from paceline.world import rendezvous
+from paceline.world.places import line_of
 from paceline.world.progress import Look, Progress, ProgressReport
 from paceline.world.stacks import dump, procfs
 from paceline.world.stacks.parse import Frame
@@ -140,6 +142,7 @@ class ProgressThread:
         self._checked_at = 0.0
         self._others_alive = world.nodes > 1
         self._host = HostWatch(folder)
+        self._is_reported = False  # this standstill
         self._stop = threading.Event()
         self._write()
         self._thread = threading.Thread(target=self._run, name="paceline-progress", daemon=True)
@@ -173,7 +176,7 @@ class ProgressThread:
             if self._world.nodes > 1:
                 self._ask_others()
             if not self._has_launcher:
-                self._serve_person()
+                self._report_if_due()
 
     def _look(self) -> None:
         assert self._main.ident is not None, "the main thread has begun"
@@ -181,11 +184,11 @@ class ProgressThread:
         frames: list[Frame] = []
         places: list[tuple[int, int]] = []
         while frame is not None:
-            frames.append(Frame(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name))
+            frames.append(Frame(frame.f_code.co_filename, line_of(frame), frame.f_code.co_name))
             places.append((id(frame), frame.f_lasti))
             frame = frame.f_back
         # Where the script has called a library, the library may poll: a loader looks every 5 s whether its workers live.
-        outside = next((index for index, frame in enumerate(frames) if _is_scripts(frame)), 0)
+        outside = next((index for index, frame in enumerate(frames) if frame.is_script), 0)
         self._progress.look(
             Look(
                 time.monotonic(),
@@ -233,21 +236,26 @@ class ProgressThread:
 
     # -- without our launcher ------------------------------------------------------------------------------------
 
-    def _serve_person(self) -> None:
-        """Reports the stacks of the ranks of this host, where this one has got SIGUSR1."""
-        if not self._host.was_asked([self._pid]):
+    def _report_if_due(self) -> None:
+        """Reports the stacks of the ranks of this host, where this one has got SIGUSR1, or all of them are stuck."""
+        if self._host.was_asked([self._pid]):
+            self._report(self._host.ranks())
+        # Nothing is read of the other ranks as long as this one makes progress.
+        if not self._progress.still_s:
+            self._is_reported = False
             return
         pid_of_rank = self._host.ranks()
+        pids = list(pid_of_rank.values())
+        # A rank that has ended its run, or has not yet begun it, is not waited for by mistake.
+        stuck_s = self._host.stuck_for(pids) if len(pids) == self._world.local_size else 0.0
+        if stuck_s and not self._is_reported:
+            self._is_reported = True
+            self._report(pid_of_rank, stuck_s)
+
+    def _report(self, pid_of_rank: Mapping[int, int], stuck_s: float = 0.0) -> None:
+        """Reports the stacks, unless another rank does so or has just done it."""
         with self._host.alone() as is_first:
             if is_first:
-                headline = f"stacks of {_ranks(pid_of_rank)}, as SIGUSR1 asked for"
+                headline = self._host.headline(pid_of_rank.values(), stuck_s)
                 reported = report_on(self._host, pid_of_rank, headline, Path())
                 logger("world").warning("%s", reported.text)
-
-
-def _ranks(pid_of_rank: Mapping[int, int]) -> str:
-    return f"{len(pid_of_rank)} rank{'s' * (len(pid_of_rank) > 1)}"
-
-
-def _is_scripts(frame: Frame) -> bool:
-    return not frame.is_library and not frame.is_stdlib

@@ -50,7 +50,12 @@ class Frame:
     @property
     def is_users(self) -> bool:
         """Whether it is probably the user's own: of no package that was installed, nor of Python."""
-        return not (self.is_library or self.is_stdlib or _PACKAGES.search(self.file))
+        return self.is_script and _PACKAGES.search(self.file) is None
+
+    @property
+    def is_script(self) -> bool:
+        """Whether it is of the script, or of another library that runs it."""
+        return not self.is_library and not self.is_stdlib
 
     @property
     def is_stdlib(self) -> bool:
@@ -129,18 +134,11 @@ def position(frames: Sequence[Frame]) -> Position | None:
     """
     if not frames:
         return None
-    index = _first(frames, lambda frame: frame.is_users)
-    if index is None:
-        index = _first(frames, lambda frame: not frame.is_library and not frame.is_stdlib)
-    if index is None:
-        index = 0
+    of_users = [index for index, frame in enumerate(frames) if frame.is_users]
+    of_others = [index for index, frame in enumerate(frames) if frame.is_script]
+    index = next(iter(of_users or of_others), 0)
     frame = frames[index]
     return Position(_operation(frames[:index]), frame.file, frame.line, frame.function)
-
-
-def _first(frames: Sequence[Frame], is_wanted: object) -> int | None:
-    assert callable(is_wanted)
-    return next((index for index, frame in enumerate(frames) if is_wanted(frame)), None)
 
 
 def _operation(inner: Sequence[Frame]) -> str:

@@ -30,25 +30,18 @@ def tree_cpu_s(pid: int) -> float:
 
 def switches(pid: int, thread_id: int) -> int:
     """How often a thread has waited for something and gone on; 0 where the system does not tell."""
-    try:
-        status = (_PROC / str(pid) / "task" / str(thread_id) / "status").read_text()
-    except OSError:
-        return 0
-    for line in status.splitlines():
-        if line.startswith("voluntary_ctxt_switches:"):
-            return int(line.split()[1])
-    return 0
+    return int(_field(_PROC / str(pid) / "task" / str(thread_id) / "status", "voluntary_ctxt_switches") or 0)
 
 
 def children(pid: int) -> list[int]:
     """The processes that a process has started, and that still run."""
-    found: list[int] = []
+    pids: list[int] = []
     for file in sorted((_PROC / str(pid) / "task").glob("*/children")):
         try:
-            found += map(int, file.read_text().split())
+            pids += map(int, file.read_text().split())
         except OSError:  # the thread has ended in the meantime
             continue
-    return sorted(found)
+    return sorted(pids)
 
 
 def descendants(pid: int) -> Iterator[int]:
@@ -69,14 +62,17 @@ def command(pid: int) -> str:
 
 def catches(pid: int, signum: int) -> bool:
     """Whether a process has a handler for a signal; another signal than its handlers' may end it."""
+    caught = int(_field(_PROC / str(pid) / "status", "SigCgt") or "0", 16)
+    return bool(caught >> (signum - 1) & 1)
+
+
+def _field(file: Path, name: str) -> str:
+    """A field of a status file; "" where the process has ended, or the system does not tell."""
     try:
-        status = (_PROC / str(pid) / "status").read_text()
+        lines = file.read_text().splitlines()
     except OSError:
-        return False
-    for line in status.splitlines():
-        if line.startswith("SigCgt:"):
-            return bool(int(line.split()[1], 16) >> (signum - 1) & 1)
-    return False
+        return ""
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith(f"{name}:")), "")
 
 
 def _stat(pid: int) -> list[str]:

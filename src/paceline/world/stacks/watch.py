@@ -71,6 +71,14 @@ class HostWatch:
             return {}
         return values
 
+    def headline(self, pids: Iterable[int], stuck_s: float = 0.0) -> str:
+        """What a report of these ranks is about: that they are stuck, or that somebody has asked for their stacks."""
+        if not stuck_s:
+            count = len(list(pids))
+            return f"stacks of {count} rank{'s' * (count > 1)}, as SIGUSR1 asked for"
+        usual_s = max(self.progress_of(pid).get("usual_s", 0.0) for pid in pids)
+        return f"no rank has made progress for {stuck_s:.0f} s (a step usually takes {usual_s:.3g} s)"
+
     def ranks(self) -> dict[int, int]:
         """The ranks that write into this folder, with their pids."""
         pids = [int(path.stem) for path in self.folder.glob("*.progress")]
