@@ -126,6 +126,11 @@ class RankState:
             self.lows[-1] = (step, memory)
         self._ticks += 1
 
+    @property
+    def memory_peak(self) -> int:
+        """The most bytes that it has held; 0 where that is not known."""
+        return 0 if self.tick is None else self.tick.memory_peak or 0
+
     def row(self, silent_s: float) -> dict[str, Any]:
         """The rank as the snapshot has it."""
         facts, tick = self.facts, self.tick or Tick()
