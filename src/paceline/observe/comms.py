@@ -108,7 +108,6 @@ class Comms:
     # -- what the tap tells --------------------------------------------------------------------------------------
 
     def issued(self, op: str, size_bytes: int, ranks: int, device: str) -> Callable[[], None]:
-        """See `observe.tap.Listener`."""
         if self.ops and op not in self.ops:
             return _nothing
         latencies = self._calls.setdefault((op, size_bytes, ranks), array("d"))

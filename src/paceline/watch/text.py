@@ -16,7 +16,16 @@ from rich.table import Table
 from rich.text import Text
 
 from paceline.watch.finding import duration, median, size
-from paceline.watch.plain import checkpoint_text, end_text, event_text, finding_text, number, speed_parts, step_text
+from paceline.watch.plain import (
+    checkpoint_text,
+    end_text,
+    event_text,
+    events_of,
+    finding_text,
+    number,
+    speed_parts,
+    step_text,
+)
 
 _BARS = "▁▂▃▄▅▆▇█"
 _NOT_FINITE = "✕"
@@ -236,10 +245,7 @@ def _events(snapshot: Mapping[str, Any]) -> list[Text]:
         lines.append(
             Text(f"{checkpoint_text(last)}, {duration(last['age_s'])} ago ({checkpoints['count']} so far{failed})")
         )
-    events = [("rounds", event) for event in snapshot["rounds"][1:]]
-    events += [("anomalies", event) for event in snapshot["anomalies"]["last"]]
-    events += [("stuck", event) for event in snapshot["stuck"]]
-    events += [("errors", event) for event in snapshot["errors"]]
+    events = [pair for pair in events_of(snapshot) if pair[0] != "checkpoints" and pair[1].get("number") != 0]
     events.sort(key=lambda pair: pair[1]["t"])
     for name, event in events[-_MOST_EVENTS:]:
         age = duration(max(0.0, snapshot["now"] - event["t"]))
