@@ -245,7 +245,9 @@ def _events(snapshot: Mapping[str, Any]) -> list[Text]:
         lines.append(
             Text(f"{checkpoint_text(last)}, {duration(last['age_s'])} ago ({checkpoints['count']} so far{failed})")
         )
-    events = [pair for pair in events_of(snapshot) if pair[0] != "checkpoints" and pair[1].get("number") != 0]
+    events = [pair for pair in events_of(snapshot) if pair[0] != "checkpoints"]
+    if snapshot["rounds"]:
+        del events[0]  # the start of the run
     events.sort(key=lambda pair: pair[1]["t"])
     for name, event in events[-_MOST_EVENTS:]:
         age = duration(max(0.0, snapshot["now"] - event["t"]))
