@@ -14,14 +14,13 @@ from pathlib import Path
 import numpy as np
 import torch
 from PIL import Image
+from report import Picture, Report, accuracy, confusion_matrix, per_class
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset
 from tqdm import tqdm
 
 from paceline import Accelerator, set_seed
-from paceline.observe.classes import accuracy, confusion_matrix, per_class
-from paceline.observe.report import Picture, Report
 
 LABELS = [str(digit) for digit in range(10)]
 
@@ -168,7 +167,7 @@ def choose_pictures(images: Digits, truth: list[int], predicted: list[int], coun
 
 
 def write_report(acc, args, history, matrix, pictures, seconds) -> Path:
-    """The page of the run; see `paceline.observe.report`."""
+    """The page of the run; see `report.py`."""
     _, _, loss, share = history[-1]
     wrong = int(matrix.sum() - matrix.trace())
     report = Report("Handwritten digits", f"{args.epochs} epochs on {where(acc)}")

@@ -26,7 +26,7 @@ def main(name: str, folder: str, life: str) -> None:
     for step in range(first_step, first_step + 5):
         trackers.log({"loss": 1.0 / (step + 1), "train/accuracy": step / 10, "steps": step}, step=step)
     if life == "first":
-        trackers.log({"odd": math.nan, "high": math.inf}, step=5)
+        trackers.log({"odd": math.nan, "high": math.inf, "low": -math.inf}, step=5)
     else:
         trackers.log({f"many/{number}": number for number in range(300)}, step=9)
         if hasattr(tracker, "log_images"):

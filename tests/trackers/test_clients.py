@@ -103,6 +103,7 @@ def test_wandb(tmp_path: Path) -> None:
     assert exits == [1, 0]
     assert points["many/299"] == [(9, 299)]
     assert math.isnan(float(points["odd"][0][1])) and float(points["high"][0][1]) == math.inf
+    assert float(points["low"][0][1]) == -math.inf
     assert config["lr"] == 0.1 and config["model"] == {"depth": 3}
     assert points["picture/count"] == [(10, 1)]
     assert list(tmp_path.glob("wandb/offline-run-*/files/media/images/picture*.png"))
@@ -133,7 +134,8 @@ def test_trackio(tmp_path: Path) -> None:
     database.close()
     check(points)
     assert points["many/299"] == [(9, 299)]
-    assert points["odd"] == [(5, "NaN")] and points["high"] == [(5, "Infinity")]
+    assert points["odd"] == [(5, "NaN")]
+    assert points["high"] == [(5, "Infinity")] and points["low"] == [(5, "-Infinity")]
     assert json.loads(config)["lr"] == 0.1
 
 
@@ -157,7 +159,8 @@ def test_comet(tmp_path: Path) -> None:
                 parameters |= {param["paramName"]: param["paramValue"] for param in payload["params"] or []}
     check(points)
     assert points["many/299"] == [(9, 299)]
-    assert points["odd"][0][1] == "NaN"
+    assert math.isnan(float(points["odd"][0][1])) and float(points["high"][0][1]) == math.inf
+    assert float(points["low"][0][1]) == -math.inf
     assert parameters["lr"] in (0.1, "0.1")
 
 
@@ -176,7 +179,7 @@ def test_clearml(tmp_path: Path) -> None:
         task = json.loads(archive.read("task.json"))
     check(points)
     assert points["many/299"] == [(9, 299)]
-    assert "odd" not in points  # it would have been 0
+    assert points.keys().isdisjoint({"odd", "high", "low"})  # they would have been 0
     assert any("picture" in name for name in names)
     assert "lr = 0.1" in task["configuration"]["General"]["value"]
 
@@ -199,7 +202,8 @@ def test_aim(tmp_path: Path) -> None:
     points, config, name = json.loads(done.stdout.splitlines()[-1])
     check(points)
     assert points["many/299"] == [[9, 299.0]]
-    assert math.isnan(points["odd"][0][1]) and points["high"][0][1] == math.inf
+    assert math.isnan(points["odd"][0][1])
+    assert (points["high"][0][1], points["low"][0][1]) == (math.inf, -math.inf)
     assert config == {"lr": 0.1, "model": {"depth": 3}, "optimizer": "sgd"} and name == "digits"
 
 

@@ -15,7 +15,6 @@ slowest tenth of the calls, of which the first ones, which connect, are some.
 from __future__ import annotations
 
 import math
-import time
 import weakref
 from array import array
 from collections import deque
@@ -25,6 +24,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from paceline.observe import tap
+from paceline.observe.clock import Clock, HostClock, Moment, clock_of
 from paceline.world.collectives import Collectives
 
 _TRIMMED = 0.1
@@ -65,7 +65,7 @@ class Comms:
         verbose: tells each call.
         tell: is given the lines of `verbose`.
         phase: says which part of the step is running.
-        clock: seconds.
+        clock: of the host.
     """
 
     def __init__(
@@ -75,15 +75,15 @@ class Comms:
         verbose: bool = False,
         tell: Callable[[str], None] | None = None,
         phase: Callable[[], str] = lambda: "",
-        clock: Callable[[], float] = time.perf_counter,
+        clock: Clock | None = None,
     ) -> None:
-        self.device = device or torch.device("cpu")
         self.ops, self.verbose = frozenset(ops), verbose
-        self._tell, self._phase, self._clock = tell, phase, clock
+        self._tell, self._phase = tell, phase
+        self._host = clock or HostClock()
+        self._clock = clock_of(device or torch.device("cpu"))
         self._calls: dict[Key, array[float]] = {}  # latencies in ms, in order of issue; nan: under way
         self._phases: dict[str, list[float]] = {}
-        self._pending: deque[tuple[torch.Event, torch.Event, Callable[[float], None]]] = deque()
-        self._free_events: list[torch.Event] = []
+        self._pending: deque[tuple[Moment, Moment, Callable[[float], None]]] = deque()
         self._stop_listening: Callable[[], object] | None = None
 
     def start(self) -> None:
@@ -108,7 +108,6 @@ class Comms:
     # -- what the tap tells --------------------------------------------------------------------------------------
 
     def issued(self, op: str, size_bytes: int, ranks: int, device: str) -> Callable[[], None]:
-        """See `observe.tap.Listener`."""
         if self.ops and op not in self.ops:
             return _nothing
         latencies = self._calls.setdefault((op, size_bytes, ranks), array("d"))
@@ -123,30 +122,22 @@ class Comms:
                 self._tell(self.line(op, size_bytes, ranks, ms))
 
         if device == "cpu":
-            begun = self._clock()
-            return lambda: took((self._clock() - begun) * 1e3)
+            begun = self._host.now()
+            return lambda: took(self._host.ms(begun, self._host.now()))
         if len(self._pending) > 256:
             self._drain()
-        begin = self._event()
-        end = self._event()
-        begin.record()
-
-        def completed() -> None:  # on a stream that waits for the collective
-            end.record()
-            self._pending.append((begin, end, took))
-
-        return completed
-
-    def _event(self) -> torch.Event:
-        return self._free_events.pop() if self._free_events else torch.Event(self.device.type, enable_timing=True)
+        begin = self._clock.now()
+        # It is called on a stream that waits for the collective.
+        return lambda: self._pending.append((begin, self._clock.now(), took))
 
     def _drain(self, wait: bool = False) -> None:
         """Reads the events of what the device has finished."""
-        while self._pending and (wait or self._pending[0][1].query()):
+        while self._pending and (wait or self._clock.come(self._pending[0][1])):
             begin, end, took = self._pending.popleft()
-            end.synchronize()
-            took(begin.elapsed_time(end))
-            self._free_events += (begin, end)
+            self._clock.wait(end)
+            took(self._clock.ms(begin, end))
+            self._clock.back(begin)
+            self._clock.back(end)
 
     # -- what it says --------------------------------------------------------------------------------------------
 

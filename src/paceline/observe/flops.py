@@ -89,7 +89,6 @@ class Flops(Listener):
     # -- what phases tell ----------------------------------------------------------------------------------------
 
     def to(self, phase: str) -> None:
-        """See `observe.phases.Listener`."""
         before = self._phase
         self._phase = phase
         if self._tree is None:
@@ -103,11 +102,9 @@ class Flops(Listener):
         self._tree.open = phase == "forward"
 
     def micro_batch(self) -> None:
-        """See `observe.phases.Listener`."""
         self._micro += 1
 
     def stepped(self) -> None:
-        """See `observe.phases.Listener`."""
         # Hooks are there before the step begins: it may begin in a call of the model, which would not see them.
         if self._number + 1 == self.step:
             self._follow()
@@ -119,7 +116,6 @@ class Flops(Listener):
             self.profile = Profile(self._tree.take(), parameters, self._number, self._micro, *counts)
 
     def ended(self) -> None:
-        """See `observe.phases.Listener`."""
         if self.profile is not None and not self.complete:
             self._take_times()
             if self._counter is None:

@@ -140,7 +140,6 @@ class Memory(Listener):
     # -- what phases tell ----------------------------------------------------------------------------------------
 
     def to(self, phase: str) -> None:
-        """See `observe.phases.Listener`."""
         device, device_peak = self._device.read()
         process, process_peak = self._resident.read()
         memory = self.phases.setdefault(self._phase, PhaseMemory())
@@ -149,7 +148,6 @@ class Memory(Listener):
         self._phase = phase
 
     def ended(self) -> None:
-        """See `observe.phases.Listener`."""
         self.to("rest")
         self.steps.append(self._peak)
         self._peak = 0

@@ -27,7 +27,6 @@ class StepFlops(Listener):
         self._counting = ExitStack()
 
     def to(self, phase: str) -> None:
-        """See `observe.phases.Listener`."""
         before = self._phase
         self._phase = phase
         if self._counter is None or (before in COUNTED) == (phase in COUNTED):
@@ -38,7 +37,6 @@ class StepFlops(Listener):
             self._counting.close()
 
     def ended(self) -> None:
-        """See `observe.phases.Listener`."""
         if self._counter is not None:
             self.to("rest")
             self._tell(self._counter.forward + self._counter.backward)

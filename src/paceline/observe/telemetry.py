@@ -103,14 +103,12 @@ class Telemetry(Listener):
     # -- what phases tell, on the training thread ------------------------------------------------------------------
 
     def to(self, phase: str) -> None:
-        """See `observe.phases.Listener`."""
         now = time.perf_counter_ns()
         ended, since = self._open
         self._ns[ended] += now - since
         self._open = (phase, now)
 
     def ended(self) -> None:
-        """See `observe.phases.Listener`."""
         self._steps += 1
 
     # -- what the run tells ----------------------------------------------------------------------------------------

@@ -75,16 +75,13 @@ class WallClock(Listener):
     # -- what phases tell ----------------------------------------------------------------------------------------
 
     def to(self, phase: str) -> None:
-        """See `observe.phases.Listener`."""
         self._now.moments.append(self._clock.now())
         self._now.names.append(phase)
 
     def micro_batch(self) -> None:
-        """See `observe.phases.Listener`."""
         self._now.micro.append(len(self._now.moments) - 1)
 
     def ended(self) -> None:
-        """See `observe.phases.Listener`."""
         done = self._now
         if self._finished:
             done.names.pop()

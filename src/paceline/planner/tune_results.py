@@ -15,13 +15,12 @@ import json
 import shlex
 from collections.abc import Mapping
 from dataclasses import asdict
-from importlib.resources import files
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 from paceline.base.errors import ConfigError
-from paceline.observe.charts import line_chart, plot_script, plot_style
+from paceline.observe.charts import line_chart, page_style, plot_script
 from paceline.planner.estimate import gib
 from paceline.planner.script_config import script_configs
 from paceline.planner.search import Candidate, Measured
@@ -282,8 +281,7 @@ def picture(tuned: Tuned) -> str:
             predicted.append((number, tuned.forecasts[candidate].seconds * scale * 1e3))
             names += f"<li value={number}>{candidate.name}</li>"
     chart = line_chart({"measured ms": measured, "predicted ms": predicted}, "trial")
-    style = files("paceline.observe").joinpath("report.css").read_text(encoding="utf-8")
     return (
-        f"<!doctype html><meta charset=utf-8><title>Tuning</title><style>{plot_style()}{style}</style>"
+        f"<!doctype html><meta charset=utf-8><title>Tuning</title><style>{page_style()}</style>"
         f"<body><h1>Measured against predicted</h1>{chart}<ol>{names}</ol>{plot_script()}</body>\n"
     )

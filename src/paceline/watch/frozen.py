@@ -5,12 +5,12 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
-import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from paceline.base.files import replace_text
 from paceline.watch.following import FollowedRun
 from paceline.watch.page_files import MODULES, PLOTS, STYLES, page_file
 
@@ -56,13 +56,7 @@ def write_frozen(snapshot: Mapping[str, Any], path: Path) -> Path:
     Raises:
         OSError: it cannot be written.
     """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        temporary.write_text(frozen_page(snapshot), encoding="utf-8")
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
+    replace_text(path, frozen_page(snapshot))
     return path
 
 

@@ -22,6 +22,7 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 
 from paceline.base.errors import ConfigError
+from paceline.base.files import replace_text
 from paceline.watch.records import VERSION, Record, Thinned, line_of, record_of
 from paceline.watch.thinning import thinned
 
@@ -71,10 +72,7 @@ def launcher_file(node: int) -> str:
 
 def write_header(folder: Path, header: RunHeader) -> None:
     """Makes the folder of a watched run and says in it what the run is."""
-    folder.mkdir(parents=True, exist_ok=True)
-    temporary = folder / f".{HEADER}.{os.getpid()}"
-    temporary.write_text(json.dumps(asdict(header), indent=1) + "\n", encoding="utf-8")
-    temporary.replace(folder / HEADER)
+    replace_text(folder / HEADER, json.dumps(asdict(header), indent=1) + "\n")
 
 
 def add_header(folder: Path, header: RunHeader) -> None:
@@ -179,12 +177,10 @@ class JournalWriter:
         """Writes whole lines. What a full disk or a crash left of a line is ended first, so that it spoils no other."""
         if self._broken:
             data = b"\n" + data
-        written = 0
         self._broken = True
-        while written < len(data):
-            written += os.write(self._file, data[written:])
+        _write_all(self._file, data)
         self._broken = False
-        self._size += written
+        self._size += len(data)
 
     def _end_of_file(self) -> tuple[float, bool]:
         """Moment of the last line of the file, and whether the file ends within a line."""
@@ -204,9 +200,7 @@ class JournalWriter:
         data = b"".join([head, *kept])
         new = os.open(temporary, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_TRUNC, 0o644)
         try:
-            written = 0
-            while written < len(data):
-                written += os.write(new, data[written:])
+            _write_all(new, data)
             temporary.replace(self.path)
         except OSError:
             os.close(new)
@@ -215,6 +209,12 @@ class JournalWriter:
         os.close(self._file)
         self._file = new
         self._size = len(data)
+
+
+def _write_all(file: int, data: bytes) -> None:
+    written = 0
+    while written < len(data):
+        written += os.write(file, data[written:])
 
 
 # -- reading -------------------------------------------------------------------------------------------------------

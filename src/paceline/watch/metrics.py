@@ -16,19 +16,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Literal
 
 from paceline.base.errors import LaunchError
+from paceline.watch import records
 from paceline.watch.journal import JournalReader, Line, RunHeader
-from paceline.watch.records import (
-    Anomaly,
-    CheckpointSaved,
-    End,
-    ErrorShown,
-    Hello,
-    PlanMade,
-    Round,
-    Stuck,
-    Tick,
-    Values,
-)
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 # A scrape of 10,000 names takes Prometheus a tenth of a second; a script that makes up names without end must not grow this.
@@ -104,29 +93,29 @@ class RunMetrics:
     def add(self, line: Line) -> None:
         """Takes the next line of the journal."""
         record = line.record
-        if isinstance(record, Tick):
+        if isinstance(record, records.Tick):
             self._add_tick(line.number, record, line.t)
-        elif isinstance(record, Values):
+        elif isinstance(record, records.Values):
             self._add_values(record)
-        elif isinstance(record, Hello):
+        elif isinstance(record, records.Hello):
             self._add_hello(record, line.t)
-        elif isinstance(record, PlanMade):
+        elif isinstance(record, records.PlanMade):
             self._set("paceline_step_flops", record.flops)
             self._set("paceline_planned_memory_bytes", record.memory_bytes)
             self._set("paceline_planned_step_seconds", None if record.step_ms is None else record.step_ms / 1000)
-        elif isinstance(record, CheckpointSaved):
+        elif isinstance(record, records.CheckpointSaved):
             self._add_checkpoint(record, line.t)
-        elif isinstance(record, Round):
+        elif isinstance(record, records.Round):
             self._set("paceline_processes", record.procs)
             self._set("paceline_nodes", record.nodes)
             self._set("paceline_restarts_total", record.restarts)
-        elif isinstance(record, Anomaly):
+        elif isinstance(record, records.Anomaly):
             self._count("paceline_anomalies_total", 1, what=record.what, action=record.action)
-        elif isinstance(record, Stuck):
+        elif isinstance(record, records.Stuck):
             self._count("paceline_stuck_total", 1)
-        elif isinstance(record, ErrorShown):
+        elif isinstance(record, records.ErrorShown):
             self._count("paceline_errors_total", 1, code=record.code)
-        elif isinstance(record, End):
+        elif isinstance(record, records.End):
             self._set("paceline_exit_code", record.exit_code, node=str(line.number))
 
     def text(self) -> str:
@@ -139,13 +128,13 @@ class RunMetrics:
                 lines += [f"{name}{_labels(labels)} {_number(value)}" for labels, value in samples.items()]
         return "\n".join(lines) + "\n"
 
-    def _add_hello(self, hello: Hello, t: float) -> None:
+    def _add_hello(self, hello: records.Hello, t: float) -> None:
         rank = str(hello.rank)
         self._set("paceline_last_report_time_seconds", t, rank=rank, host=hello.host)
         self._set("paceline_device_memory_bytes", hello.memory_bytes, rank=rank, host=hello.host)
         self._set("paceline_device_peak_flops", hello.peak_flops, rank=rank, host=hello.host)
 
-    def _add_tick(self, number: int, tick: Tick, t: float) -> None:
+    def _add_tick(self, number: int, tick: records.Tick, t: float) -> None:
         rank = str(number)
         for phase, milliseconds in tick.ms.items():
             self._count("paceline_phase_seconds_total", milliseconds / 1000, rank=rank, phase=phase)
@@ -154,7 +143,7 @@ class RunMetrics:
         self._report(rank, t)
         self._add_progress(number, tick)
 
-    def _add_progress(self, rank: int, tick: Tick) -> None:
+    def _add_progress(self, rank: int, tick: records.Tick) -> None:
         """All ranks do the same steps, and say it at different moments: the one that is ahead speaks for all."""
         reached = self._reached.setdefault(rank, {})
         steps = reached.get("paceline_step", 0)
@@ -183,7 +172,7 @@ class RunMetrics:
                 return
         self._set(name, t, rank=rank, host="")
 
-    def _add_values(self, record: Values) -> None:
+    def _add_values(self, record: records.Values) -> None:
         shown = self._samples["paceline_value"]
         for name, value in record.values.items():
             labels = (("name", name),)
@@ -194,7 +183,7 @@ class RunMetrics:
         if self._names_left_out:
             self._set("paceline_values_left_out", len(self._names_left_out))
 
-    def _add_checkpoint(self, saved: CheckpointSaved, t: float) -> None:
+    def _add_checkpoint(self, saved: records.CheckpointSaved, t: float) -> None:
         self._count("paceline_checkpoints_total", 1, complete=str(saved.ok).lower())
         self._count("paceline_checkpoint_stall_seconds_total", saved.stall_s or 0.0)
         if saved.ok:

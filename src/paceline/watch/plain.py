@@ -88,18 +88,11 @@ class PlainLog:
         return [f"{clock} {line}" for text in lines for line in text.splitlines()]
 
     def _events(self, snapshot: Mapping[str, Any]) -> Iterator[str]:
-        for name, events in (
-            ("rounds", snapshot["rounds"]),
-            ("checkpoints", snapshot["checkpoints"]["last"]),
-            ("anomalies", snapshot["anomalies"]["last"]),
-            ("stuck", snapshot["stuck"]),
-            ("errors", snapshot["errors"]),
-        ):
-            seen = self._seen.get(name, 0.0)
-            for event in events:
-                if event["t"] > seen:
-                    self._seen[name] = event["t"]
-                    yield event_text(name, event)
+        seen = dict(self._seen)
+        for name, event in events_of(snapshot):
+            if event["t"] > seen.get(name, 0.0):
+                self._seen[name] = event["t"]
+                yield event_text(name, event)
 
     def _changed_findings(self, snapshot: Mapping[str, Any]) -> Iterator[str]:
         """A finding is said when it comes and when it goes; not again when only its numbers change."""
@@ -121,6 +114,14 @@ def finding_text(finding: Mapping[str, Any]) -> str:
     """A finding, with what to do."""
     fix = f"\n   fix: {finding['fix']}" if finding["fix"] else ""
     return f"{_SIGNS[finding['level']]} {finding['text']}{fix}"
+
+
+def events_of(snapshot: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """All that has happened: the snapshot's key for such events, and the event."""
+    for name in ("rounds", "checkpoints", "anomalies", "stuck", "errors"):
+        events = snapshot[name]
+        for event in events["last"] if isinstance(events, Mapping) else events:
+            yield name, event
 
 
 def event_text(name: str, event: Mapping[str, Any]) -> str:

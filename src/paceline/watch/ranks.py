@@ -13,6 +13,7 @@ _COLUMN = {name: index for index, name in enumerate(PHASES)}
 # What takes longer than this, and than several of the usual steps, is an interruption: an evaluation, a rank that was stopped.
 _INTERRUPTION_S = 8.0
 _INTERRUPTION_STEPS = 5
+_FACTS = ("rank", "node", "host", "local_rank", "pid", "device", "restart", "memory_bytes")
 _WARM_UP = 3  # steps after a start that say nothing of those to come: compiling, first allocations, loaders that start
 
 
@@ -126,28 +127,22 @@ class RankState:
             self.lows[-1] = (step, memory)
         self._ticks += 1
 
+    @property
+    def memory_peak(self) -> int:
+        """The most bytes that it has held; 0 where that is not known."""
+        return 0 if self.tick is None else self.tick.memory_peak or 0
+
     def row(self, silent_s: float) -> dict[str, Any]:
         """The rank as the snapshot has it."""
         facts, tick = self.facts, self.tick or Tick()
         return {
-            "rank": facts.rank,
-            "node": facts.node,
-            "host": facts.host,
-            "local_rank": facts.local_rank,
-            "pid": facts.pid,
-            "device": facts.device,
-            "restart": facts.restart,
-            "step": tick.step,
-            "phase": tick.phase,
+            **{name: getattr(facts, name) for name in _FACTS},
+            **{name: getattr(tick, name) for name in ("step", "phase", "at", "memory", "memory_peak")},
             "phase_s": round(tick.phase_s, 1),
-            "at": tick.at,
             "silent_s": round(silent_s, 1),
             "steps": self.steps,
             "window_steps": self.window.steps,
             "window_s": round(self.window.seconds, 3),
-            "memory": tick.memory,
-            "memory_peak": tick.memory_peak,
-            "memory_bytes": facts.memory_bytes,
             "memory_growth": self._growth(),
             "process": self.process,
         }

@@ -11,7 +11,8 @@ import json
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
-from typing import Any, ClassVar
+from types import NoneType, UnionType
+from typing import Any, ClassVar, get_args, get_origin, get_type_hints
 
 # Raised when a reader of the older version would show something wrong; kinds and keys may be added without that.
 VERSION = 1
@@ -263,8 +264,10 @@ def record_of(line: bytes) -> tuple[float, Record | None]:
         raise ValueError("it is nested too deeply") from error
     if not isinstance(named, dict):
         raise ValueError("it is no object")
-    t = _finite(named.get("t"))
-    kind = KINDS.get(_text(named.get("kind")))
+    t = _number(named.get("t"))
+    if not math.isfinite(t):
+        raise ValueError("it has no moment")
+    kind = KINDS.get(_read_text(named.get("kind")))
     if kind is None:
         return t, None
     given = {name: read(named[name]) for name, read in _FIELDS[kind.kind].items() if name in named}
@@ -272,81 +275,43 @@ def record_of(line: bytes) -> tuple[float, Record | None]:
     return t, record
 
 
-_Reader = Callable[[object], Any]  # of one type, which the field of a class says
+_Reader = Callable[[object], Any]  # of values of one type
 
 
-def _finite(value: object) -> float:
-    number = _number(value)
-    if not math.isfinite(number):
-        raise ValueError(f"{value!r} is no moment")
-    return number
+def _reader_of(kind: Any) -> _Reader:
+    """What reads a value of the type that a field's annotation names."""
+    origin = get_origin(kind)
+    inner = [_reader_of(argument) for argument in get_args(kind) if argument is not NoneType]
+
+    def read(value: object) -> Any:
+        if origin is UnionType:
+            return None if value is None else inner[0](value)
+        if origin is list and isinstance(value, list):
+            return [inner[0](item) for item in value]
+        if origin is dict and isinstance(value, dict):
+            return {name: inner[1](item) for name, item in value.items()}
+        if type(value) is not kind:  # True is no integer
+            raise ValueError(f"{value!r} is not of the type {kind}")
+        return value
+
+    return _number if kind is float else read
 
 
 def _number(value: object) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float | str):
-        raise ValueError(f"{value!r} is no number")
-    if isinstance(value, str) and value not in ("nan", "inf", "-inf"):
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not is_number and value not in ("nan", "inf", "-inf"):
         raise ValueError(f"{value!r} is no number")
     try:
-        return float(value)
+        return float(value)  # type: ignore[arg-type]
     except OverflowError:
         return math.inf
 
 
-def _integer(value: object) -> int:
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise ValueError(f"{value!r} is no integer")
-    return value
-
-
-def _text(value: object) -> str:
-    if not isinstance(value, str):
-        raise ValueError(f"{value!r} is no text")
-    return value
-
-
-def _truth(value: object) -> bool:
-    if not isinstance(value, bool):
-        raise ValueError(f"{value!r} is neither true nor false")
-    return value
-
-
-def _list(read: _Reader) -> _Reader:
-    def read_list(value: object) -> list[Any]:
-        if not isinstance(value, list):
-            raise ValueError(f"{value!r} is no list")
-        return [read(inner) for inner in value]
-
-    return read_list
-
-
-def _numbers(value: object) -> dict[str, float]:
-    if not isinstance(value, dict):
-        raise ValueError(f"{value!r} is no object")
-    return {name: _number(inner) for name, inner in value.items()}
-
-
-def _maybe(read: _Reader) -> _Reader:
-    return lambda value: None if value is None else read(value)
-
-
-_READERS: dict[str, _Reader] = {
-    "str": _text,
-    "int": _integer,
-    "float": _number,
-    "bool": _truth,
-    "int | None": _maybe(_integer),
-    "float | None": _maybe(_number),
-    "dict[str, float]": _numbers,
-    "list[str]": _list(_text),
-    "list[int]": _list(_integer),
-    "list[list[str]]": _list(_list(_text)),
-}
-
-
 def _readers_of(kind: type[Record]) -> dict[str, _Reader]:
-    return {entry.name: _READERS[str(entry.type)] for entry in fields(kind)}
+    types = get_type_hints(kind)
+    return {entry.name: _reader_of(types[entry.name]) for entry in fields(kind)}
 
 
-# Kind -> field -> what reads its value, by the type that the class says.
+# Kind -> field -> what reads its value.
 _FIELDS = {name: _readers_of(record) for name, record in KINDS.items()}
+_read_text = _reader_of(str)

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.base import env as environment
+from paceline.base.files import replace_text
 from paceline.base.process_name import process_exists, process_name
 
 _MOST_ENDED = 100
@@ -84,7 +85,6 @@ def register(run: RegisteredRun, folder: Path | None = None) -> Path:
         OSError: the folder cannot be written to.
     """
     folder = registry_folder() if folder is None else folder
-    folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{run.pid}-{os.urandom(4).hex()}.json"
     _write(path, run)
     _remove_oldest(folder)
@@ -123,9 +123,7 @@ def registered_runs(folder: Path | None = None) -> list[RegisteredRun]:
 
 
 def _write(path: Path, run: RegisteredRun) -> None:
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    temporary.write_text(json.dumps(asdict(run)) + "\n", encoding="utf-8")
-    temporary.replace(path)
+    replace_text(path, json.dumps(asdict(run)) + "\n")
 
 
 def _read(path: Path) -> RegisteredRun | None:

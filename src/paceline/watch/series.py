@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 # (step, number of the value, value). Steps may repeat; numbers never do.
@@ -51,7 +52,7 @@ class Series:
         self._may_go_back = False
         point = (step, self.count, value)
         if self._buckets and self._in_last < self._width:
-            self._buckets[-1] = _kept([*self._buckets[-1], point])
+            self._buckets[-1] = _extremes([*self._buckets[-1], point])
             self._in_last += 1
         else:
             self._buckets.append([point])
@@ -92,21 +93,25 @@ class Series:
         return points
 
     def _halve(self) -> None:
-        pairs = range(0, len(self._buckets), 2)
-        self._in_last += self._width if len(self._buckets) % 2 == 0 else 0
-        self._buckets = [_kept([point for bucket in self._buckets[i : i + 2] for point in bucket]) for i in pairs]
+        if len(self._buckets) % 2 == 0:
+            self._in_last += self._width
+        halved = []
+        for first in range(0, len(self._buckets), 2):
+            pair = self._buckets[first : first + 2]
+            halved.append(_extremes(list(chain.from_iterable(pair))))
+        self._buckets = halved
         self._width *= 2
 
 
-def _kept(points: Sequence[_Point]) -> list[_Point]:
-    """The extremes of some points and the first non-finite one, in their order."""
+def _extremes(points: Sequence[_Point]) -> list[_Point]:
+    """The smallest, the largest and the first non-finite of some points, in their order."""
     finite = [point for point in points if math.isfinite(point[2])]
-    others = [point for point in points if not math.isfinite(point[2])]
-    kept = set(others[:1])
+    not_finite = [point for point in points if not math.isfinite(point[2])]
+    extremes = set(not_finite[:1])
     if finite:
-        kept.add(min(finite, key=lambda point: point[2]))
-        kept.add(max(finite, key=lambda point: point[2]))
-    return sorted(kept, key=lambda point: point[1])
+        extremes.add(min(finite, key=lambda point: point[2]))
+        extremes.add(max(finite, key=lambda point: point[2]))
+    return sorted(extremes, key=lambda point: point[1])
 
 
 class AllSeries:

@@ -16,7 +16,16 @@ from rich.table import Table
 from rich.text import Text
 
 from paceline.watch.finding import duration, median, size
-from paceline.watch.plain import checkpoint_text, end_text, event_text, finding_text, number, speed_parts, step_text
+from paceline.watch.plain import (
+    checkpoint_text,
+    end_text,
+    event_text,
+    events_of,
+    finding_text,
+    number,
+    speed_parts,
+    step_text,
+)
 
 _BARS = "▁▂▃▄▅▆▇█"
 _NOT_FINITE = "✕"
@@ -166,7 +175,9 @@ def _ranks(snapshot: Mapping[str, Any], rows: int) -> list[RenderableType]:
     shown = _shown_ranks(snapshot, rows)
     for place in shown:
         row = snapshot["ranks"][place]
-        cells = [str(row["rank"]), *([row["host"]] if several_hosts else [])]
+        cells = [str(row["rank"])]
+        if several_hosts:
+            cells.append(row["host"])
         shares = [_cell(heat["phases"][index], heat["share"][place][index], medians[index]) for index in used]
         ms = heat["ms_per_step"][place]
         table.add_row(*cells, *shares, "" if ms is None else f"{sum(ms):.0f}", _memory(row), _where(row))
@@ -188,11 +199,14 @@ def _shown_ranks(snapshot: Mapping[str, Any], rows: int) -> list[int]:
 def _cell(phase: str, share: float, usual: float) -> Text:
     """A share of the time. The more, the stronger its colour; far above the others' it is marked without colour too."""
     colours = _HEAT if phase in _COMPUTES else _LOST
-    level = min(len(colours) - 1, math.ceil(share * 10 - 0.2) if share > 0.02 else 0)
+    level = 0
+    if share > 0.02:
+        level = min(len(colours) - 1, math.ceil(share * 10 - 0.2))
     is_above = share > usual + 0.1
+    mark = ">" if is_above else ""
     # Its own colour of the letters: a terminal with a light background has dark ones.
     style = Style(color="grey93" if level else None, bgcolor=colours[level], bold=is_above)
-    return Text(f"{'>' if is_above else ''}{share:.0%}", style)
+    return Text(f"{mark}{share:.0%}", style)
 
 
 def _memory(row: Mapping[str, Any]) -> str:
@@ -231,10 +245,9 @@ def _events(snapshot: Mapping[str, Any]) -> list[Text]:
         lines.append(
             Text(f"{checkpoint_text(last)}, {duration(last['age_s'])} ago ({checkpoints['count']} so far{failed})")
         )
-    events = [("rounds", event) for event in snapshot["rounds"][1:]]
-    events += [("anomalies", event) for event in snapshot["anomalies"]["last"]]
-    events += [("stuck", event) for event in snapshot["stuck"]]
-    events += [("errors", event) for event in snapshot["errors"]]
+    events = [pair for pair in events_of(snapshot) if pair[0] != "checkpoints"]
+    if snapshot["rounds"]:
+        del events[0]  # the start of the run
     events.sort(key=lambda pair: pair[1]["t"])
     for name, event in events[-_MOST_EVENTS:]:
         age = duration(max(0.0, snapshot["now"] - event["t"]))

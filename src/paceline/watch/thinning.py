@@ -23,27 +23,27 @@ def thinned(lines: Sequence[bytes], limit_bytes: int) -> tuple[bytes, list[bytes
     Where even that is not enough, the oldest lines are left out, apart from those that begin a round.
     """
     mark, t = _mark_of(lines)
-    kept = list(lines[1:]) if mark.times else list(lines)
-    before = len(kept)
+    remaining = list(lines[1:]) if mark.times else list(lines)
+    before = len(remaining)
     for _ in range(_MOST_TURNS):
-        if sum(map(len, kept)) <= limit_bytes:
+        if sum(map(len, remaining)) <= limit_bytes:
             break
-        kept = _coarser(kept)
-    kept = _newest(kept, limit_bytes)
-    new = Thinned(mark.times + 1, mark.dropped + before - len(kept))
-    return line_of(new, t), kept
+        remaining = _coarser(remaining)
+    remaining = _newest(remaining, limit_bytes)
+    new = Thinned(mark.times + 1, mark.dropped + before - len(remaining))
+    return line_of(new, t), remaining
 
 
 def _newest(lines: list[bytes], limit_bytes: int) -> list[bytes]:
     """Leaves out the oldest lines until the others fit."""
     excess = sum(map(len, lines)) - limit_bytes
-    kept = []
+    newest = []
     for line in lines:
         if excess > 0 and not isinstance(_record(line)[1], _STARTS):
             excess -= len(line)
         else:
-            kept.append(line)
-    return kept
+            newest.append(line)
+    return newest
 
 
 def _mark_of(lines: Sequence[bytes]) -> tuple[Thinned, float]:
@@ -62,8 +62,8 @@ def _record(line: bytes) -> tuple[float, Record | None]:
 def _coarser(lines: Sequence[bytes]) -> list[bytes]:
     """Joins ticks in pairs and leaves out every second line of other frequent kinds, up to the last quarter."""
     recent = len(lines) * 3 // 4
-    kept: list[bytes] = []
-    waiting: tuple[Tick, int] | None = None  # a tick that the next joins, and its place in `kept`
+    coarser: list[bytes] = []
+    waiting: tuple[Tick, int] | None = None  # a tick that the next joins, and its place in `coarser`
     left_out: type[Record] | None = None
     for line in lines[:recent]:
         t, record = _record(line)
@@ -71,23 +71,23 @@ def _coarser(lines: Sequence[bytes]) -> list[bytes]:
             continue  # it is damaged, or was damaged by a crash
         if isinstance(record, Tick):
             if waiting is None:
-                waiting = record, len(kept)
-                kept.append(line)
+                waiting = record, len(coarser)
+                coarser.append(line)
             else:
                 first, place = waiting
-                kept[place] = b""
-                kept.append(line_of(_joined(first, record), t))
+                coarser[place] = b""
+                coarser.append(line_of(_joined(first, record), t))
                 waiting = None
         elif isinstance(record, _FREQUENT):
-            keep = left_out is type(record)
-            left_out = None if keep else type(record)
-            if keep:
-                kept.append(line)
+            stays = left_out is type(record)  # the one before it was left out
+            left_out = None if stays else type(record)
+            if stays:
+                coarser.append(line)
         else:
-            kept.append(line)
+            coarser.append(line)
             if isinstance(record, _STARTS):
                 waiting = None  # ticks of two rounds are not joined
-    return [line for line in (*kept, *lines[recent:]) if line]
+    return [line for line in (*coarser, *lines[recent:]) if line]
 
 
 def _joined(first: Tick, second: Tick) -> Tick:

@@ -59,29 +59,23 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict
 from typing import Any
 
+from paceline.watch import records
 from paceline.watch.findings import findings
 from paceline.watch.journal import Line, RunHeader
 from paceline.watch.progress import Progress
 from paceline.watch.ranks import PHASES, RankState
-from paceline.watch.records import (
-    Anomaly,
-    CheckpointSaved,
-    End,
-    ErrorShown,
-    Hello,
-    PlanMade,
-    Record,
-    Round,
-    Stuck,
-    Tick,
-    Values,
-)
 from paceline.watch.series import AllSeries, json_number
 
 FIRST_SERIES = 24
 # How far clocks of two hosts may differ, and how late a line of another host may come, before a host counts as silent.
 _CLOCKS_S = 10.0
-_KEPT = {CheckpointSaved: 100, Round: 100, Anomaly: 200, Stuck: 20, ErrorShown: 100}
+_MOST_EVENTS = {
+    records.CheckpointSaved: 100,
+    records.Round: 100,
+    records.Anomaly: 200,
+    records.Stuck: 20,
+    records.ErrorShown: 100,
+}
 
 
 class RunView:
@@ -97,12 +91,12 @@ class RunView:
         self._progress = Progress()
         self._values = AllSeries()
         self._history = AllSeries()
-        self._plan: PlanMade | None = None
-        self._events: dict[type[Record], deque[dict[str, Any]]] = {
-            kind: deque(maxlen=most) for kind, most in _KEPT.items()
+        self._plan: records.PlanMade | None = None
+        self._events: dict[type[records.Record], deque[dict[str, Any]]] = {
+            kind: deque(maxlen=most) for kind, most in _MOST_EVENTS.items()
         }
         self._counts = {"checkpoints": 0, "failed": 0, "anomalies": 0}
-        self._ends: dict[int, tuple[float, End]] = {}
+        self._ends: dict[int, tuple[float, records.End]] = {}
         self._first_launcher: int | None = None  # the one that wrote the latest round; the run ends when this one does
         self._latest = header.started
         self._heard_by_host: dict[str, float] = {}
@@ -117,18 +111,18 @@ class RunView:
         """Takes the next line of the journal."""
         record, t = line.record, line.t
         self._latest = max(self._latest, t)
-        if isinstance(record, Tick):
+        if isinstance(record, records.Tick):
             self._add_tick(line.number, record, t)
-        elif isinstance(record, Values):
+        elif isinstance(record, records.Values):
             self._values.add(record.step, record.values)
-        elif isinstance(record, Hello):
+        elif isinstance(record, records.Hello):
             self._add_hello(record, t)
-        elif isinstance(record, PlanMade):
+        elif isinstance(record, records.PlanMade):
             self._plan = record
-        elif isinstance(record, End):
+        elif isinstance(record, records.End):
             self._ends[line.number] = (t, record)
         elif type(record) in self._events:
-            if isinstance(record, Round):
+            if isinstance(record, records.Round):
                 self._first_launcher = line.number
             self._events[type(record)].append({"t": t, **_plain(record)})
             self._count(record)
@@ -146,7 +140,7 @@ class RunView:
         if rank in self._ranks:
             self._ranks[rank].process = process
 
-    def _add_hello(self, hello: Hello, t: float) -> None:
+    def _add_hello(self, hello: records.Hello, t: float) -> None:
         starts_again = hello.rank in self._ranks
         self._set_rank(RankState(hello, t))
         self._heard_by_host[hello.host] = max(t, self._heard_by_host.get(hello.host, 0.0))
@@ -164,10 +158,10 @@ class RunView:
         self._ranks[rank] = state
         self._lead = rank if self._lead is None else min(rank, self._lead)
 
-    def _add_tick(self, rank: int, tick: Tick, t: float) -> None:
+    def _add_tick(self, rank: int, tick: records.Tick, t: float) -> None:
         state = self._ranks.get(rank)
         if state is None:  # its hello is of a time that a thinned file has lost
-            state = RankState(Hello(rank=rank), t)
+            state = RankState(records.Hello(rank=rank), t)
             self._set_rank(state)
         state.add(tick, t)
         host = state.facts.host
@@ -189,10 +183,10 @@ class RunView:
             known["memory"] = float(max(memories))
         self._history.add(round(t - self.header.started, 1), known)
 
-    def _count(self, record: Record) -> None:
-        if isinstance(record, CheckpointSaved):
+    def _count(self, record: records.Record) -> None:
+        if isinstance(record, records.CheckpointSaved):
             self._counts["checkpoints" if record.ok else "failed"] += 1
-        elif isinstance(record, Anomaly):
+        elif isinstance(record, records.Anomaly):
             self._counts["anomalies"] += 1
 
     # -- the snapshot ------------------------------------------------------------------------------------------------
@@ -233,12 +227,12 @@ class RunView:
             "ranks": [state.row(self._silent_s(state, now, end is not None)) for state in ranks],
             "memory": self._memory(ranks),
             "checkpoints": self._checkpoints(now),
-            "rounds": list(self._events[Round]),
+            "rounds": list(self._events[records.Round]),
             "restart_steps": list(self._restart_steps),
-            "restarts": max([self._restart, *(event["restarts"] for event in self._events[Round])]),
-            "anomalies": {"count": self._counts["anomalies"], "last": list(self._events[Anomaly])},
-            "stuck": list(self._events[Stuck]),
-            "errors": list(self._events[ErrorShown]),
+            "restarts": max([self._restart, *(event["restarts"] for event in self._events[records.Round])]),
+            "anomalies": {"count": self._counts["anomalies"], "last": list(self._events[records.Anomaly])},
+            "stuck": list(self._events[records.Stuck]),
+            "errors": list(self._events[records.ErrorShown]),
             "plan": None if self._plan is None else _plain(self._plan),
         }
         if end is not None:
@@ -251,7 +245,7 @@ class RunView:
             snapshot["progress"]["seconds_left"] = None
         return snapshot
 
-    def _end(self) -> tuple[float, End | None] | None:
+    def _end(self) -> tuple[float, records.End | None] | None:
         """When and how the run has ended; None while it goes on. A host that has left before does not end it."""
         if self._first_launcher in self._ends:
             return self._ends[self._first_launcher]
@@ -261,7 +255,7 @@ class RunView:
 
     def _current_ranks(self) -> list[RankState]:
         """Ranks of the latest round, by rank; those of an earlier one that had more processes are left out."""
-        rounds = self._events[Round]
+        rounds = self._events[records.Round]
         procs = rounds[-1]["procs"] if rounds else 0
         ranks = [self._ranks[rank] for rank in sorted(self._ranks)]
         return [state for state in ranks if not procs or state.facts.rank < procs]
@@ -323,7 +317,7 @@ class RunView:
         }
 
     def _world(self, ranks: list[RankState]) -> dict[str, Any]:
-        rounds = self._events[Round]
+        rounds = self._events[records.Round]
         return {
             "procs": rounds[-1]["procs"] if rounds else self.header.procs,
             "nodes": rounds[-1]["nodes"] if rounds else self.header.nodes,
@@ -332,18 +326,19 @@ class RunView:
         }
 
     def _memory(self, ranks: list[RankState]) -> dict[str, Any]:
-        peaks = {state.facts.rank: state.tick.memory_peak or 0 for state in ranks if state.tick is not None}
-        peak_rank = max(peaks, key=lambda rank: peaks[rank], default=None)
+        forecast = None if self._plan is None else self._plan.memory_bytes
         devices = [state.facts.memory_bytes for state in ranks if state.facts.memory_bytes]
+        reporting = [state for state in ranks if state.memory_peak]
+        fullest = max(reporting, key=lambda state: state.memory_peak, default=None)
         return {
-            "peak": None if peak_rank is None else peaks[peak_rank] or None,
-            "peak_rank": peak_rank,
-            "forecast": None if self._plan is None else self._plan.memory_bytes,
+            "peak": None if fullest is None else fullest.memory_peak,
+            "peak_rank": None if fullest is None else fullest.facts.rank,
+            "forecast": forecast,
             "device": min(devices, default=None),
         }
 
     def _checkpoints(self, now: float) -> dict[str, Any]:
-        last = [{**event, "age_s": round(now - event["t"], 1)} for event in self._events[CheckpointSaved]]
+        last = [{**event, "age_s": round(now - event["t"], 1)} for event in self._events[records.CheckpointSaved]]
         return {"count": self._counts["checkpoints"], "failed": self._counts["failed"], "last": last}
 
 
@@ -356,6 +351,6 @@ def _heat(ranks: list[RankState]) -> dict[str, Any]:
     }
 
 
-def _plain(record: Record) -> dict[str, Any]:
+def _plain(record: records.Record) -> dict[str, Any]:
     """A record's fields as JSON has them."""
     return {name: json_number(value) if isinstance(value, float) else value for name, value in asdict(record).items()}

@@ -143,20 +143,16 @@ class NativeTransport(Transport):
     is_pairwise = False
 
     def reduce_scatter(self, output: Tensor, input: Tensor, average: bool = False, tag: int = 0) -> Handle:
-        """As in `Transport`."""
         operation = dist.ReduceOp.AVG if average else dist.ReduceOp.SUM
         return _started(reduce_scatter_single(output, input, operation, group=self.group, async_op=True))
 
     def all_gather(self, output: Tensor, input: Tensor, tag: int = 0) -> Handle:
-        """As in `Transport`."""
         return _started(all_gather_single(output, input, group=self.group, async_op=True))
 
     def reduce_parts(self, output: Tensor, parts: Sequence[Tensor], tag: int = 0) -> Handle:
-        """As in `Transport`."""
         return _started(dist.reduce_scatter(output, list(parts), group=self.group, async_op=True))
 
     def gather_parts(self, parts: Sequence[Tensor]) -> Handle:
-        """As in `Transport`."""
         return _started(dist.all_gather(list(parts), parts[self.rank], group=self.group, async_op=True))
 
 
@@ -180,11 +176,9 @@ class PairwiseTransport(Transport):
     is_pairwise = True
 
     def reduce_scatter(self, output: Tensor, input: Tensor, average: bool = False, tag: int = 0) -> Handle:
-        """As in `Transport`."""
         return _PairwiseSum(self, output, input.view(self.size, -1).unbind(), average, tag)
 
     def all_gather(self, output: Tensor, input: Tensor, tag: int = 0) -> Handle:
-        """As in `Transport`."""
         parts = output.view(self.size, -1).unbind()
         own = parts[self.rank]
         if own.data_ptr() != input.data_ptr():
@@ -192,11 +186,9 @@ class PairwiseTransport(Transport):
         return self._gather(parts, tag)
 
     def reduce_parts(self, output: Tensor, parts: Sequence[Tensor], tag: int = 0) -> Handle:
-        """As in `Transport`."""
         return _PairwiseSum(self, output, parts, False, tag)
 
     def gather_parts(self, parts: Sequence[Tensor]) -> Handle:
-        """As in `Transport`."""
         return self._gather(parts, tag=0)
 
     def _gather(self, parts: Sequence[Tensor], tag: int) -> Handle:

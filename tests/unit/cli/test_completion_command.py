@@ -1,5 +1,6 @@
 """`paceline completion`: a real bash completes with what it prints."""
 
+import shutil
 import subprocess
 import sys
 
@@ -51,6 +52,19 @@ def test_other_shells(shell, capsys):
     assert main(["completion", shell]) == 0
     script = capsys.readouterr().out
     assert "paceline" in script and "checkpoint" in script and "launch" in script
+
+
+@pytest.mark.skipif(shutil.which("fish") is None, reason="fish is not installed")
+def test_fish_completes_commands_options_and_files(tmp_path, capsys):
+    assert main(["completion", "fish"]) == 0
+    (tmp_path / "paceline.fish").write_text(capsys.readouterr().out)
+    (tmp_path / "train.py").touch()
+    ask = "source paceline.fish; complete -C 'paceline la'; complete -C 'paceline launch --mixed-p'; "
+    ask += "complete -C 'paceline launch tr'; complete -C 'paceline checkpoint ver'"
+    done = subprocess.run(["fish", "-c", ask], cwd=tmp_path, capture_output=True, text=True, timeout=30)
+    assert not done.stderr
+    words = [line.split("\t")[0] for line in done.stdout.splitlines()]
+    assert words == ["launch", "--mixed-precision", "train.py", "verify"]
 
 
 def test_without_shtab_it_is_named(monkeypatch, capsys):

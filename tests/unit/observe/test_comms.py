@@ -4,7 +4,18 @@ import pytest
 import torch
 
 from paceline.observe import tap
+from paceline.observe.clock import HostClock
 from paceline.observe.comms import Comms, bandwidth, trimmed_mean
+
+
+class Ticks(HostClock):
+    """A clock that the test sets."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+
+    def now(self) -> float:
+        return self.seconds
 
 
 def test_bandwidths_are_those_of_the_formulas():
@@ -24,11 +35,11 @@ def test_a_mean_leaves_out_the_extremes():
 
 
 def test_each_call_has_its_own_latency():
-    now = [0.0]
-    comms = Comms(clock=lambda: now[0], phase=lambda: "backward")
+    clock = Ticks()
+    comms = Comms(clock=clock, phase=lambda: "backward")
     for number in range(1, 4):
         done = comms.issued("all_reduce", 4096, 2, "cpu")
-        now[0] += number / 1e3
+        clock.seconds += number / 1e3
         done()
     comms.issued("all_reduce", 4096, 2, "cpu")  # under way
     assert comms.latencies_ms("all_reduce") == pytest.approx([1, 2, 3])  # and not 1, 3, 6
@@ -43,7 +54,7 @@ def test_each_call_has_its_own_latency():
 
 def test_operations_are_chosen_and_told():
     told = []
-    comms = Comms(ops=["broadcast"], verbose=True, tell=told.append, clock=lambda: 0.0)
+    comms = Comms(ops=["broadcast"], verbose=True, tell=told.append, clock=Ticks())
     comms.issued("all_reduce", 8, 2, "cpu")()
     comms.issued("broadcast", 8, 2, "cpu")()
     assert [one.op for one in comms.traffic()] == ["broadcast"]

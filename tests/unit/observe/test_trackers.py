@@ -158,10 +158,13 @@ def test_tensorboard_writes_scalars_text_groups_and_settings(tmp_path):
     tracker = TRACKERS.get("tensorboard")(tmp_path)
     tracker.start("run", {"lr": 0.1, "model": {"depth": 3}, "none": None})
     tracker.log({"loss": 0.5, "note": "hello", "heads": {"a": 1, "b": torch.tensor(2.0)}}, step=3)
+    tracker.log({"loss": math.nan, "odd": math.inf, "low": -math.inf}, step=4)
     assert tracker.native.log_dir == str(tmp_path / "run")
     tracker.finish()
     events = EventAccumulator(str(tmp_path / "run")).Reload()
-    assert [(e.step, e.value) for e in events.Scalars("loss")] == [(3, 0.5)]
+    values = {name: [event.value for event in events.Scalars(name)] for name in ("loss", "odd", "low")}
+    assert values["loss"][0] == 0.5 and math.isnan(values["loss"][1])
+    assert values["odd"] == [math.inf] and values["low"] == [-math.inf]
     assert {"note/text_summary", "status/text_summary"} <= set(events.Tags()["tensors"])
     assert {path.name for path in (tmp_path / "run").iterdir() if path.is_dir()} == {"heads_a", "heads_b"}
     assert "_hparams_/session_start_info" in events.summary_metadata

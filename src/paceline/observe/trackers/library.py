@@ -6,6 +6,7 @@ import sys
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from importlib import import_module
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -120,6 +121,46 @@ class LibraryTracker(ABC):
         if others:
             warn_once("observe", f"{self.name} takes numbers only: {', '.join(others)} are left out.")
         return numbers
+
+
+class InitTracker(LibraryTracker):
+    """For libraries with the functions of wandb: `init` begins a run of a project, `config.update` stores its settings.
+
+    Attributes:
+        failed: arguments of the run's `finish` after an error.
+    """
+
+    failed: ClassVar[Mapping[str, Any]] = {}
+
+    @property
+    def library(self) -> Any:
+        """The library's module."""
+        return import_module(self.requires[0])
+
+    def open_run(self, run: str) -> Any:
+        """Begins a run."""
+        return self.library.init(**{"project": run, **self.options})
+
+    def store_config(self, values: Mapping[str, Any]) -> None:
+        """Stores the settings; those of a run that is continued may change."""
+        self.library.config.update(dict(values), allow_val_change=True)
+
+    def log(self, values: Mapping[str, Any], step: int | None = None, **options: object) -> None:
+        """Writes values of any kind that the library takes."""
+        self.native.log(dict(values), step=step, **options)
+
+    def run_id(self) -> str | None:
+        """The run's id."""
+        return str(self.native.id)
+
+    @staticmethod
+    def resume_options(run_id: str) -> Mapping[str, Any]:
+        """Goes on with a run."""
+        return {"id": run_id, "resume": "allow"}
+
+    def close_run(self, status: Status) -> None:
+        """Ends the run; after an error as a failed one."""
+        self.native.finish(**({} if status == "finished" else self.failed))
 
 
 @contextmanager

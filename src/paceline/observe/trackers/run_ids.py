@@ -6,11 +6,11 @@ runs/digits/trackers.json      {"version": 1, "launched": "a1b2", "ids": {"mlflo
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Mapping
 from pathlib import Path
 
 from paceline.base import env
+from paceline.base.files import replace_text
 from paceline.base.log import logger
 
 VERSION = 1
@@ -47,10 +47,7 @@ class RunIds:
     def write(self, ids: Mapping[str, str]) -> None:
         """Keeps the ids of this process's runs, beside those of the same launch. The file is replaced as a whole."""
         record = {"version": VERSION, "launched": _launched(), "ids": {**self.earlier(goes_on=False), **ids}}
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        beside = self.path.with_suffix(".tmp")
-        beside.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
-        os.replace(beside, self.path)
+        replace_text(self.path, json.dumps(record, indent=1) + "\n")
 
 
 def _launched() -> str:

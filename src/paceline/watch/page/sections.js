@@ -3,18 +3,8 @@
 import { bytes, clock, count, duration, milliseconds, number, percent, plural } from "./format.js";
 import { element, sentence } from "./dom.js";
 
-// What a reader calls the phases: over a column, on a narrow screen, and in a sentence.
-const PHASES = {
-  data: ["data", "data", "data"],
-  forward: ["forward", "fwd", "forward"],
-  backward: ["backward", "bwd", "backward"],
-  reduce: ["comm.", "comm", "communication"],
-  pipeline: ["pipeline", "pipe", "pipeline"],
-  clip: ["clip", "clip", "clipping"],
-  step: ["optimizer", "opt", "optimizer"],
-  checkpoint: ["ckpt.", "ckpt", "checkpoint"],
-  rest: ["other", "other", "other work"],
-};
+// What a reader calls the phases whose own name says too little.
+const PHASES = { reduce: "communication", clip: "clipping", step: "optimizer", rest: "other work" };
 const HIDDEN_SHARE = 0.005; // a phase of which every rank has less is not shown
 const OVER_OTHERS = 0.1; // a rank that has so much more of a phase than the median of all stands out
 const LONG_WAIT = 0.25; // and so does one that waits for its data, or for a checkpoint, for so much of its time
@@ -22,8 +12,8 @@ const MARGIN = 512 * 2 ** 20; // what a process holds besides tensors, which the
 const DENSE_RANKS = 48; // from so many on, a rank is a thin line
 const FIRST_ROWS = 8;
 
-function phaseWords(phase) {
-  return PHASES[phase] ?? [phase, phase, phase];
+function phaseName(phase) {
+  return PHASES[phase] ?? phase;
 }
 
 /** What the state is called, and how it is coloured. */
@@ -168,15 +158,8 @@ export function phases(run) {
     "tr",
     {},
     element("th", { scope: "col" }, "rank"),
-    shown.map((column) => {
-      const [long, short, name] = phaseWords(names[column]);
-      return element(
-        "th",
-        { scope: "col", title: name },
-        element("span", { class: "long-word" }, long),
-        element("span", { class: "short", "aria-hidden": true }, short),
-      );
-    }),
+    // The words stand upright, so that they fit however many columns there are and however narrow the window is.
+    shown.map((column) => element("th", { scope: "col" }, element("span", {}, phaseName(names[column])))),
   );
   const caption = element(
     "caption",
@@ -211,7 +194,7 @@ function phaseCell(rank, phase, share, median, ms, ranks) {
   const time = ms === undefined || ms === null ? "" : `, ${milliseconds(ms)} a step`;
   return element(
     "td",
-    { class: kind, style: { "--share": share }, title: `rank ${rank.rank}, ${phaseWords(phase)[2]}: ${percent(share)}${time}` },
+    { class: kind, style: { "--share": share }, title: `rank ${rank.rank}, ${phaseName(phase)}: ${percent(share)}${time}` },
     share < HIDDEN_SHARE ? "" : String(Math.round(100 * share)),
   );
 }
@@ -231,7 +214,7 @@ function standing(run) {
       "li",
       {},
       element("time", {}, duration(rank.phase_s)),
-      `rank ${rank.rank} in ${phaseWords(rank.phase)[2]} at ${rank.at}`,
+      `rank ${rank.rank} in ${phaseName(rank.phase)} at ${rank.at}`,
     ),
   );
   return [element("h3", {}, "Waiting now"), element("ul", { class: "events" }, rows)];

@@ -69,9 +69,7 @@ def is_task(env: Mapping[str, str]) -> bool:
 def _first_host(read: Reading, env: Mapping[str, str], nodes: int) -> str | None:
     if nodes == 1:
         return "127.0.0.1"  # names of nodes do not resolve everywhere
-    hosts = next(
-        (env[name] for name in ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST") if name in env), ""
-    )
+    hosts = next((env[name] for name in _HOSTS if name in env), "")
     names = expand(hosts)
     if not names:
         read.wrong(f"no host can be read from the node list {hosts!r}.", "export MASTER_ADDR=<host of rank 0>")
