@@ -113,8 +113,8 @@ check: setup  ## format, lint, types, shape and unit tests: run it before each c
 ranks: setup  ## tests on several real processes, over gloo on this machine
 	$(PYTEST) tests/ranks $(ARGS)
 
-hosts: setup  ## tests on several hosts of this machine (root; tests/hosts/install.sh), mpirun, SLURM, Ray; says what is missing
-	$(PYTEST) tests/hosts -rs $(ARGS)
+hosts: setup  ## tests on several hosts of this machine (root; tests/hosts/install.sh), mpirun, SLURM, Ray, Kubernetes; says what is missing
+	$(PYTEST) tests/hosts tests/ranks/test_launch_kubernetes.py -rs $(ARGS)
 
 # Clients of trackers, which are no dependencies: over 1 GB. MLflow's server and an OTLP receiver run on loopback, all others
 # offline. Prometheus is tried where it is installed (apt-get install prometheus).

@@ -37,8 +37,9 @@ for entry in /*; do
         mount --rbind "$entry" {root}"$entry"
     fi
 done
-mkdir -p {root}/paceline/script
+mkdir -p {root}/paceline/script {root}/paceline/tls
 mount --bind {folder}/script {root}/paceline/script
+mount --bind {folder}/tls {root}/paceline/tls
 mount --bind {folder}/hosts {root}/etc/hosts
 mount --bind {folder}/nsswitch.conf {root}/etc/nsswitch.conf
 cd {folder}/work
@@ -120,8 +121,12 @@ class Pod:
     def _as_process(self, pod: Pod) -> int:
         folder = self._cluster.folder / self.name
         root = tempfile.mkdtemp(prefix="pod-", dir=self._cluster.folder)
-        for part in ("script", "work"):
+        for part in ("script", "tls", "work"):
             (folder / part).mkdir(parents=True)
+        for volume in self.manifest["spec"]["volumes"]:
+            for secret in self._cluster.api.find("secrets", volume.get("secret", {}).get("secretName", "none")):
+                for name, text in secret["stringData"].items():
+                    (folder / "tls" / name).write_text(text)
         for name, text in self._cluster.config_map().items():
             (folder / "script" / name).write_text(text)
         (folder / "hosts").write_text(self._cluster.hosts(self))

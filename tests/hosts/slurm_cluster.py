@@ -51,6 +51,8 @@ _CONFIG = """
     InactiveLimit=0
     SlurmdParameters=config_overrides
     EnforcePartLimits={limits}
+    PreemptType=preempt/partition_prio
+    PreemptMode=REQUEUE
 """
 
 
@@ -60,7 +62,8 @@ def lacking() -> list[str]:
 
 
 class Cluster:
-    """A SLURM with all hosts of a network in the partition `all`; `short` has the first one alone, for a minute at most.
+    """A SLURM with all hosts of a network in the partition `all`, whose jobs those of the partition `urgent` preempt; the
+    partition `short` has the first host alone, for a minute at most.
 
     Args:
         network: its hosts are the nodes.
@@ -185,6 +188,7 @@ class Cluster:
         names = ",".join(host.name for host in hosts)
         config += f"PartitionName=all Nodes={names} Default=YES State=UP MaxTime=1-0\n"
         config += f"PartitionName=short Nodes={hosts[0].name} MaxTime=1 State=UP\n"
+        config += f"PartitionName=urgent Nodes={names} PriorityTier=10 MaxTime=1-0 State=UP\n"
         (self.folder / "slurm.conf").write_text(config)
         # `ip netns exec` hides /sys/fs/cgroup, without which slurmd does not start unless it is told so.
         (self.folder / "cgroup.conf").write_text("CgroupPlugin=cgroup/v1\n")

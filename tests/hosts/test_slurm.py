@@ -341,9 +341,9 @@ def test_cancelled(cluster: Cluster, folder: Path) -> None:
     assert cluster.job(job)["JobState"] == "CANCELLED"
 
 
-def second_node(cluster: Cluster, job: str) -> Host:
-    """The node of a running job that does not run its batch script."""
-    name = expand(cluster.job(job)["NodeList"])[1]
+def node_of(cluster: Cluster, job: str, number: int) -> Host:
+    """A node of a running job; the first one, number 0, runs its batch script."""
+    name = expand(cluster.job(job)["NodeList"])[number]
     return next(host for host in cluster.network.hosts if host.name == name)
 
 
@@ -351,7 +351,7 @@ def second_node(cluster: Cluster, job: str) -> Host:
 def test_a_node_fails(cluster: Cluster, folder: Path) -> None:
     """The others notice it, and the job goes on with another node."""
     follower, job, shown = started(cluster, folder)
-    lost = second_node(cluster, job)
+    lost = node_of(cluster, job, 1)
     begun = time.monotonic()
     cluster.power_off(lost)
     until(lambda: "restart 1" in shown.read_text(), f"the job is put back: {shown.read_text()}", 60)
@@ -373,7 +373,7 @@ def test_a_node_fails_and_the_others_go_on(cluster: Cluster, folder: Path) -> No
     follower = cluster.start(*command, log=shown, cwd=folder, env={"PACELINE_CPU": "1"})
     until(lambda: len(ranks(shown.read_text())) == 2, "two ranks", 40)
     job = re.findall(r"^paceline: job (\d+):", shown.read_text(), re.MULTILINE)[0]
-    lost = second_node(cluster, job)
+    lost = node_of(cluster, job, 1)
     cluster.power_off(lost)
     until(lambda: len(ranks(shown.read_text())) == 3, "a rank that goes on alone", 60)
     assert any(" of 1, restart 0" in line for line in ranks(shown.read_text()))
@@ -412,38 +412,72 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[int, float]:
     return {row.step: row.loss for row in Run(folder, str).rows()}
 
 
+class Lossless:
+    """A training run on two nodes, whose job goes back into the queue again and again."""
+
+    def __init__(self, cluster: Cluster, folder: Path, *words: object) -> None:
+        script, self.shown = Path(__file__).parent / "scripts" / "lossless.py", folder / "shown"
+        self._run, self._folder, self._restarts = Run(folder, str), folder, -1
+        command = (*ON, "--nodes", 2, "--procs", 1, "--wait", "--cpu", "--threads", 1, *words, script, folder)
+        self._follower = cluster.start(*command, "--pause-s", 0.1, log=self.shown, cwd=folder)
+
+    def goes_on(self) -> str:
+        """Waits until 12 steps were done since the last restart, which must be a new one; returns the job's number."""
+        self._restarts += 1
+
+        def done() -> bool:
+            begun = sorted({row.begun for row in self._run.rows() if row.rank == 0})
+            if len(begun) <= self._restarts:
+                return False
+            return len([row for row in self._run.rows() if row.begun == begun[self._restarts]]) >= 12
+
+        until(done, f"steps after restart {self._restarts}: {self.shown.read_text()[-3000:]}", 150)
+        return re.findall(r"^paceline: job (\d+):", self.shown.read_text(), re.MULTILINE)[0]
+
+    def ends_as(self, undisturbed: dict[int, float]) -> None:
+        """Lets it end; each step must have the loss that it has in a run that nothing happens to."""
+        (self._folder / "enough").touch()
+        assert self._follower.wait(120) == 0, self.shown.read_text()
+        rows = self._run.rows()
+        assert max(row.step for row in rows) <= 2000, "the undisturbed run is too short"
+        assert [row for row in rows if abs(row.loss - undisturbed[row.step]) > 3e-6 or row.batch != 12] == []
+
+
 @pytest.mark.long
 @pytest.mark.timeout(400)
 def test_an_exact_resume(cluster: Cluster, folder: Path, undisturbed: dict[int, float]) -> None:
-    """Preempted, warned of the time limit, and with a node lost: each step has the loss of an undisturbed run."""
-    script, shown = Path(__file__).parent / "scripts" / "lossless.py", folder / "shown"
-    words = ("--nodes", 2, "--procs", 1, "--time", 2, "--warning-s", 85, "--wait", "--cpu", "--threads", 1)
-    run = Run(folder, str)
-    follower = cluster.start(*ON, *words, script, folder, "--pause-s", 0.1, log=shown, cwd=folder)
-
-    def steps(restart: int) -> None:
-        """Waits until 12 steps were done after so many restarts."""
-
-        def done() -> bool:
-            begun = sorted({row.begun for row in run.rows() if row.rank == 0})
-            return len(begun) > restart and len([r for r in run.rows() if r.begun == begun[restart]]) >= 12
-
-        until(done, f"steps after restart {restart}: {shown.read_text()[-3000:]}", 120)
-
-    steps(0)
-    job = re.findall(r"^paceline: job (\d+):", shown.read_text(), re.MULTILINE)[0]
+    """Requeued by hand, warned of the time limit, and with a node lost."""
+    run = Lossless(cluster, folder, "--time", 2, "--warning-s", 85)
+    job = run.goes_on()
     cluster.run("scontrol", "requeue", job)
-    steps(1)
-    until(lambda: f"job {job} goes back into the queue (restart 2)" in shown.read_text(), "the warning", 120)
-    steps(2)
-    cluster.power_off(second_node(cluster, job))
-    steps(3)
-    (folder / "enough").touch()
-    assert follower.wait(120) == 0, shown.read_text()
-    rows = run.rows()
-    assert max(row.step for row in rows) <= 2000, "the undisturbed run is too short"
-    wrong = [row for row in rows if abs(row.loss - undisturbed[row.step]) > 3e-6 or row.batch != 12]
-    assert wrong == []
+    run.goes_on()
+    warned = f"job {job} goes back into the queue (restart 2)"
+    until(lambda: warned in run.shown.read_text(), "the warning", 120)
+    run.goes_on()
+    cluster.power_off(node_of(cluster, job, 1))
+    run.goes_on()
+    run.ends_as(undisturbed)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(500)
+def test_an_exact_resume_after_preemption_and_without_the_batch_host(
+    cluster: Cluster, folder: Path, undisturbed: dict[int, float]
+) -> None:
+    """A job of a partition of higher priority takes the nodes for a while; then the node with the batch script is lost."""
+    run = Lossless(cluster, folder)
+    job = run.goes_on()
+    urgent = ("sbatch", "--partition=urgent", "--nodes=3", "--exclusive", "--output=urgent.log", "--wrap=sleep 3")
+    assert cluster.run(*urgent, cwd=folder).returncode == 0
+    run.goes_on()
+    assert cluster.job(job)["Restarts"] == "1"
+    lost = node_of(cluster, job, 0)
+    begun = time.monotonic()
+    cluster.power_off(lost)
+    run.goes_on()
+    print(f"steps on other nodes {time.monotonic() - begun:.1f} s after the loss of the batch host")
+    assert lost.name not in expand(cluster.job(job)["NodeList"])
+    run.ends_as(undisturbed)
 
 
 def test_a_failing_rank(cluster: Cluster, folder: Path) -> None:

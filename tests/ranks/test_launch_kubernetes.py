@@ -90,8 +90,14 @@ def test_the_launcher_in_a_pod_finds_its_world(
     api: ApiServer, tmp_path: Path, kind: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "who.py").write_text(dedent(WHO))
-    with Controllers(api, tmp_path):
-        assert launch("--procs", "2", "--cpu", "--kind", kind, "who.py") == 0
+    encrypts = ("--tls", "yes") if kind == "jobset" else ()
+    # An image without openssl, in whose place this one fails.
+    openssl = tmp_path / "openssl"
+    openssl.write_text("#!/bin/sh\nexit 1\n")
+    openssl.chmod(0o755)
+    with Controllers(api, tmp_path) as controllers:
+        controllers.image["PATH"] = f"{tmp_path}:{controllers.image['PATH']}"
+        assert launch("--procs", "2", "--cpu", "--kind", kind, *encrypts, "who.py") == 0
     out = capfd.readouterr().out
     found = sorted(re.findall(r"^(node\d): \[rank\d\]: (rank .*)$", out, re.MULTILINE))
     expected = [f"rank {rank}/4 local {rank % 2}/2 node {rank // 2}: 10" for rank in range(4)]

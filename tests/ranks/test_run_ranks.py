@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from paceline import Accelerator
 from paceline.base import env as environment
 from paceline.testing import Fault, InjectedFault, RankFailed, run_ranks
 
@@ -33,6 +34,18 @@ def test_the_environment_is_a_launchers() -> None:
 
     assert run_ranks(work, 2, env={"COLOUR": "red"}) == [(0, 2, "red", 1), (1, 2, "red", 1)]
     assert "COLOUR" not in os.environ and "RANK" not in os.environ
+
+
+def test_a_function_may_end_one_training_and_begin_another() -> None:
+    def work() -> list[float]:
+        totals = []
+        for value in (1.0, 2.0):
+            accelerator = Accelerator(cpu=True)
+            totals.append(accelerator.reduce(torch.tensor([value]), "sum").item())
+            accelerator.end_training()
+        return totals
+
+    assert run_ranks(work, 2) == [[2.0, 4.0]] * 2
 
 
 def test_large_values_and_tensors_come_back() -> None:

@@ -6,6 +6,7 @@ Adding a strategy, launcher, tracker or store is adding a file; there is no list
 from __future__ import annotations
 
 import contextlib
+import difflib
 import importlib
 import os
 import pkgutil
@@ -66,11 +67,14 @@ class Registry:
         point = _points(self.entry_points).get(name)
         if point is not None:
             return point.load()
+        close = difflib.get_close_matches(name, self.names(), n=1)
         raise ConfigError(
             "unknown-name",
             f"there is no {self.attribute.lower()} called {name!r}.",
             why=f"known: {', '.join(self.names())}",
-            fix="use one of these names, or add a file of that name to " + self.package,
+            fix=f"write {close[0]}"
+            if close
+            else f"use one of these names, or add a file of that name to {self.package}",
         )
 
     def __iter__(self) -> Iterator[Any]:

@@ -56,7 +56,7 @@ def job_on_hosts(
     """
     launch, cwd = settings.launch, os.getcwd()
     launcher = LAUNCHERS.get(launch.launcher)
-    missing = launcher.available()
+    missing = "" if launch.dry_run else launcher.available()
     if missing:
         usable = [other.name for other in LAUNCHERS if other.name != "local" and not other.available()]
         others = ", ".join(usable)
@@ -144,7 +144,8 @@ def _of_a_hostfile(settings: Launch) -> list[Problem]:
             problems.append(Problem("host-flags", what, why, f"leave --{name.replace('_', '-')} out"))
     if launch.procs == "auto" and not launch.gpus_per_node:
         what = f"the launcher {launch.launcher} has to be told how many processes each host runs."
-        problems.append(Problem("host-flags", what, "--procs is not set", "say --procs N"))
+        fix = "say --procs N; on hosts with GPUs --gpus-per-node N is enough: one process for each"
+        problems.append(Problem("host-flags", what, "--procs is not set", fix))
     return problems
 
 

@@ -31,7 +31,7 @@ from paceline.launch import cores, host, worker
 from paceline.launch.failure import AFTER_FAILURE_S, end_frozen, first_failure, stuck
 from paceline.launch.launcher import Failure, Hosts, Job, Outcome, Process, Rendered
 from paceline.launch.nodes import Nodes
-from paceline.launch.output import Output
+from paceline.launch.output import Output, say
 from paceline.launch.processes import PARCEL, Reaper, Worker, ask, settle, spawn, stop, sweep
 from paceline.launch.recording import Recording
 from paceline.launch.report import begun, describe
@@ -143,7 +143,7 @@ class LocalHandle:
         self.recording = Recording(self.job)
         self.nodes = Nodes.open_for(self.job)
         if self.job.core_files and (obstacle := cores.allow()):
-            _say(obstacle)
+            say(obstacle)
         folder = Path(tempfile.mkdtemp(prefix="paceline-", dir=place))
         self.reaper = Reaper(folder)
         if self.job.start == "fork":
@@ -226,20 +226,20 @@ class LocalHandle:
             asked = self.signals.ending[0]
             saved = self.report.kind == "preempted"
             if saved:
-                _say("all processes have saved and left, as they were asked to")
+                say("all processes have saved and left, as they were asked to")
             late = [
                 str(child.process.rank) for child in self.workers if child.stopped and child.code == -signal.SIGKILL
             ]
             if late and asked in (signal.SIGTERM, signal.SIGINT):
                 ranks = f"rank{'s' * (len(late) > 1)} {', '.join(late)}"
                 why = f"{self.job.grace_s:g} s (--grace-s)" if not self._asked_again() else "a second signal"
-                _say(f"{ranks} had not ended after {why}: killed, without a save")
+                say(f"{ranks} had not ended after {why}: killed, without a save")
             return Outcome(PREEMPTED if saved and asked != signal.SIGINT else 128 + asked, restarts=self._restarts)
         if end.code == 0:
             value = worker.value_of(self.workers[0].report)
             return Outcome(0, restarts=self._restarts, value=value)
         if end.code == PREEMPTED:
-            _say(end.why)
+            say(end.why)
             return Outcome(PREEMPTED, restarts=self._restarts)
         return self._failed(end.why)
 
@@ -346,7 +346,7 @@ class LocalHandle:
             if ask(self.workers, asked, _INTERRUPT_S, self.nodes.pause, self._asked_again):
                 return self._report()
             if not self._asked_again():
-                _say(f"processes have {self.job.grace_s:g} s to save (--grace-s); Ctrl-C again ends them at once")
+                say(f"processes have {self.job.grace_s:g} s to save (--grace-s); Ctrl-C again ends them at once")
             # Of a process that saves this changes nothing; one that ignores Ctrl-C, or hangs outside of Python, ends.
             asked = signal.SIGTERM
         stop(self.workers, asked, self.job.grace_s, self.nodes.pause, self._asked_again)
@@ -422,10 +422,6 @@ def import_before_forking(libraries: Iterable[str]) -> None:
         for library in script_libraries(libraries):
             for name in library.imports:
                 importlib.import_module(name)
-
-
-def _say(line: str) -> None:
-    print(f"paceline: {line}", file=sys.stderr, flush=True)
 
 
 def _end_of(pid: int) -> int | None:

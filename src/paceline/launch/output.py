@@ -16,6 +16,16 @@ _BITS = {1: "out", 2: "err"}  # by file descriptor, which is also the bit of `te
 _CHUNK = 1 << 16
 
 
+def say(line: str) -> None:
+    """A line of the launcher's own, for whoever watches."""
+    print(f"paceline: {line}", file=sys.stderr, flush=True)
+
+
+def say_error(error: object) -> None:
+    """An error or a problem that does not end the command by itself."""
+    print(f"paceline.LaunchError: {error}", file=sys.stderr, flush=True)
+
+
 @dataclass
 class _Pipe:
     """A process's stream that the launcher copies."""

@@ -10,7 +10,6 @@ paceline launch --on slurm train.py
 from __future__ import annotations
 
 import shutil
-import sys
 from collections.abc import Mapping
 from dataclasses import replace
 
@@ -20,6 +19,7 @@ from paceline.base.exits import PREEMPTED
 from paceline.launch import host, slurm_queue
 from paceline.launch.batch import PYTHON
 from paceline.launch.launcher import Handle, Hosts, Job, Outcome, Rendered
+from paceline.launch.output import say, say_error
 from paceline.launch.slurm_allocation import Allocation, allocation_of
 from paceline.launch.slurm_script import batch_script, settings_of_job, wanted
 from paceline.launch.slurm_step import Step
@@ -36,7 +36,8 @@ class SlurmLauncher:
     def available(self) -> str:
         """What is missing on this host."""
         missing = [name for name in ("srun", "sbatch", "scontrol") if shutil.which(name) is None]
-        return f"there is no {' and no '.join(missing)} on this host" if missing else ""
+        has_none = f"there is no {' and no '.join(missing)} on this host; login nodes of a SLURM cluster have them"
+        return has_none if missing else ""
 
     def placed(self, job: Job, env: Mapping[str, str]) -> Job:
         """The job on the nodes of the allocation that this process is in; unchanged where it is in none.
@@ -143,7 +144,7 @@ class StepHandle:
         except LaunchError as error:
             if not requeues or error.code != "launch-host-lost":
                 raise
-            print(f"paceline.LaunchError: {error}", file=sys.stderr, flush=True)
+            say_error(error)
             return PREEMPTED
 
 
@@ -188,8 +189,7 @@ def put_back(allocation: Allocation) -> None:
             "slurm-requeue", f"job {allocation.job} has saved, and SLURM does not put it back into the queue.",
             f"SLURM says: {problem}", "submit it again: it goes on from its checkpoint",
         )  # fmt: skip
-    restart = allocation.restarts + 1
-    print(f"paceline: job {allocation.job} goes back into the queue (restart {restart})", file=sys.stderr, flush=True)
+    say(f"job {allocation.job} goes back into the queue (restart {allocation.restarts + 1})")
 
 
 LAUNCHER = SlurmLauncher()

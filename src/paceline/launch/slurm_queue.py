@@ -16,7 +16,7 @@ from paceline.base import env as environment
 from paceline.base.errors import LaunchError
 from paceline.base.exits import INTERRUPTED
 from paceline.launch.launcher import Outcome
-from paceline.launch.output import show
+from paceline.launch.output import say, show
 from paceline.launch.signals import Signals
 
 _LOOK_S = 1.0
@@ -89,6 +89,15 @@ def submit(script: str, wanted: Sequence[str], env: Mapping[str, str]) -> str:
     Raises:
         LaunchError: `slurm-unreachable`; `slurm-refused`, where SLURM does not take the job, or would never start it.
     """
+    config = environment.snapshot().get("SLURM_CONF")
+    if config and not Path(config).is_file():
+        # SLURM's commands would look for it for a minute each, without a word.
+        raise LaunchError(
+            "slurm-unreachable",
+            "the configuration of SLURM is not there; nothing was submitted.",
+            why=f"SLURM_CONF={config}",
+            fix="unset SLURM_CONF, or set it to the file of a cluster with which `sinfo` works",
+        )
     done = _run(["sbatch", "--parsable"], script, env)
     if done.returncode:
         _raise_refused(_said_by(done), wanted)
@@ -155,11 +164,11 @@ def follow(job: str) -> Outcome:
         while follower.look():
             for number in signals.take_new():
                 if number == signal.SIGHUP:
-                    _say(f"job {job} goes on; cancel it with: scancel {job}")
+                    say(f"job {job} goes on; cancel it with: scancel {job}")
                     return Outcome(128 + number)
                 if len(signals.ending) > 1:
                     return Outcome(INTERRUPTED)
-                _say(f"cancelling job {job}; its processes have SLURM's KillWait to save")
+                say(f"cancelling job {job}; its processes have SLURM's KillWait to save")
                 cancel(job)
             time.sleep(_LOOK_S)
     finally:
@@ -196,7 +205,7 @@ class _Follower:
             log.copy()
             line = _state_of(record)
             if line != self._news.get(record.job) and not record.has_ended:
-                _say(line)
+                say(line)
             self._news[record.job] = line
         return not all(record.has_ended for record in self._records)
 
@@ -205,7 +214,7 @@ class _Follower:
         for log in self._logs.values():
             log.finish()
             if not log.is_there and log.record.has_ended:
-                _say(f"the log {log.record.log} is not there, or cannot be read from this host")
+                say(f"the log {log.record.log} is not there, or cannot be read from this host")
 
     def outcome(self) -> Outcome:
         """What came of the job.
@@ -362,10 +371,6 @@ def _unreachable_error(said: str) -> LaunchError:
         why=[f"SLURM says: {said}", *answers, f"slurm.conf: {config}"],
         fix="see with `scontrol ping` whether it is up, and whether this host is one that may submit jobs",
     )
-
-
-def _say(line: str) -> None:
-    print(f"paceline: {line}", file=sys.stderr, flush=True)
 
 
 def tell(job: str) -> None:

@@ -15,8 +15,8 @@ from paceline.base.errors import ConfigError
 from paceline.base.version import VERSION
 from paceline.config.clusters.slurm import SlurmSettings
 from paceline.config.settings import settings_of
-from paceline.config.sources import Launch
 from paceline.launch.assignment import Assignment
+from paceline.launch.flags import flags_of
 from paceline.launch.launcher import Job
 
 _SIGNAL_LATE_S = 60.0  # SLURM sends the warning up to this much earlier than it was asked to
@@ -47,7 +47,7 @@ def batch_script(job: Job, settings: SlurmSettings) -> str:
     assignment = job.assigned
     nodes = f"{job.least}-{job.nodes}" if job.least else str(job.nodes)
     requeue = settings.requeue is not False
-    words = [f"--job-name={_name_of(job)}", f"--nodes={nodes}"]
+    words = [f"--job-name={PurePath(job.target.name).stem}", f"--nodes={nodes}"]
     if job.least:
         words.append("--no-kill")  # the nodes that are left go on
     else:
@@ -132,32 +132,7 @@ def command_in_allocation(assignment: Assignment, job: Job, requeue: bool) -> tu
     if job.least:
         words += ["--nodes", f"{job.least}:{job.nodes}"]
     words.append("--requeue" if requeue else "--no-requeue")
-    return (*words, *_flags_of(assignment.settings), assignment.script, *assignment.args)
-
-
-def _flags_of(settings: Launch) -> list[str]:
-    """The flags that say the same as the settings which somebody has set."""
-    known = settings_of()
-    words: list[str] = []
-    for row in settings.decisions:
-        if row.source == "default" or row.field in _OF_SUBMISSION:
-            continue
-        if row.field not in known:  # an option of a strategy: options.shard.reshard
-            words += ["--option", f"{row.field.partition('.')[2]}={row.value}"]
-            continue
-        flag = known[row.field].flag
-        if row.value is True or row.value is False:
-            words.append(flag if row.value else f"--no-{flag.removeprefix('--')}")
-        elif str(row.value).startswith("-"):
-            words.append(f"{flag}={row.value}")
-        else:
-            words += [flag, str(row.value)]
-    return words
-
-
-def _name_of(job: Job) -> str:
-    """What the queue calls the job."""
-    return PurePath(job.target.name).stem
+    return (*words, *flags_of(assignment.settings, _OF_SUBMISSION), assignment.script, *assignment.args)
 
 
 def _options(words: list[str]) -> list[list[str]]:

@@ -14,6 +14,8 @@ import shutil
 import ssl
 import subprocess
 import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -46,13 +48,8 @@ class Tls:
         """
         if setting == "no":
             return None
-        if setting != "yes":
-            certificate, key, *authority = setting.split(",")
-            return cls._from(Path(certificate), Path(key), authority[0] if authority else "", setting)
-        with tempfile.TemporaryDirectory(prefix="paceline-tls-", dir=temporary_folder()) as folder:
-            certificate_path, key_path = Path(folder, "certificate"), Path(folder, "key")
-            _make(certificate_path, key_path)
-            return cls._from(certificate_path, key_path, "", setting)
+        with _files(setting) as (certificate, key, *authority):
+            return cls._from(certificate, key, str(authority[0]) if authority else "", setting)
 
     @classmethod
     def _from(cls, certificate: Path, key: Path, authority: str, setting: str) -> Tls:
@@ -78,6 +75,37 @@ class Tls:
                 fix="give PEM files that this user may read, or `--tls yes`, for which no files are needed",
             ) from None
         return cls(listener, caller, hashlib.sha256(der).digest())
+
+
+@contextmanager
+def _files(setting: str) -> Iterator[Sequence[Path]]:
+    """Certificate, key and, where it was named, CA; those of "yes" are made, and last as long as the context.
+
+    Raises:
+        LaunchError: `launch-tls`, where no certificate can be made.
+    """
+    if setting != "yes":
+        yield [Path(path) for path in setting.split(",")]
+        return
+    with tempfile.TemporaryDirectory(prefix="paceline-tls-", dir=temporary_folder()) as folder:
+        certificate, key = Path(folder, "certificate"), Path(folder, "key")
+        _make(certificate, key)
+        yield [certificate, key]
+
+
+def contents_for_run(setting: str) -> list[str]:
+    """Text of certificate, key and CA, for launchers that get their files from whoever starts the run.
+
+    Those of `--tls yes` are then one pair for the whole run. The certificate has signed itself, and is its own CA.
+
+    Raises:
+        LaunchError: `launch-tls`, where a file cannot be used, or no certificate can be made.
+    """
+    if setting != "yes":
+        Tls.of(setting)
+    with _files(setting) as paths:
+        contents = [path.read_text(encoding="ascii") for path in paths]
+    return [*contents, contents[0]] if setting == "yes" else contents
 
 
 def fingerprint_of(sock: ssl.SSLSocket) -> bytes:

@@ -39,7 +39,7 @@ from paceline.config.keywords import checked_keywords
 from paceline.config.sources import resolve_run
 from paceline.launch.signals import kill_with_parent
 from paceline.parallel.strategy import STRATEGIES
-from paceline.world import rendezvous
+from paceline.world import rendezvous, tcp_store
 from paceline.world.world import World
 
 Result = TypeVar("Result")
@@ -216,7 +216,9 @@ def _run(job: _Job, rank: int) -> dict[str, Any]:
         if job.group:
             me = World(rank, job.world, rank, job.world, source="run_ranks", address="127.0.0.1", port=job.port)
             limit = job.timeout_s + _LATER_S
-            rendezvous.join(me, cpu=True, timeout_s=limit, store=_store(job, rank))
+            # A second `Accelerator` of the function joins again, at the same store.
+            tcp_store.keep(me, _store(job, rank))
+            rendezvous.join(me, cpu=True, timeout_s=limit)
         value = job.fn(*job.args)
         rendezvous.leave()
         return {"value": value}

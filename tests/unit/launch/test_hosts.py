@@ -127,6 +127,8 @@ def test_hosts_without_a_hostfile(hostfile: str) -> None:
         job(hostfile="none")
     with pytest.raises(ConfigError, match="unknown-name"):
         job(hostfile=hostfile, launcher="pigeon")
+    with pytest.raises(ConfigError, match="fix: write kubernetes"):
+        job(hostfile=hostfile, launcher="kuberntes")
 
 
 def test_a_launcher_that_is_not_installed(hostfile: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -135,6 +137,9 @@ def test_a_launcher_that_is_not_installed(hostfile: str, monkeypatch: pytest.Mon
         job(hostfile=hostfile, launcher="pdsh")
     assert caught.value.code == "launch-launcher"
     assert "openmpi" in str(caught.value)
+    assert job(hostfile=hostfile, launcher="pdsh", dry_run=True).nodes > 0, (
+        "to see what it would do, it need not be here"
+    )
 
 
 def test_a_launcher_of_ones_own(hostfile: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -113,7 +113,8 @@ def test_a_restart_is_followed_and_counted(
 ) -> None:
     def run(pod: Pod) -> int:
         pod.say(f"attempt {pod.attempt}")
-        time.sleep(0.1)
+        # Its pods are gone soon after it, and their logs with them.
+        until(lambda: any(f"/{pod.name}/log" in path for _, path, *_ in api.requests), "somebody reads the log")
         return 5 if pod.number == 1 else 0 if pod.attempt or kind == "job" else pod.asked_to_end.wait(5) * 1
 
     with Controllers(api, tmp_path, run) as controllers:
@@ -465,19 +466,26 @@ def test_a_script_that_cannot_go_along(api: ApiServer, tmp_path: Path, capfd) ->
 
 
 def test_which_scripts_go_along(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from paceline.launch.kubernetes.run import local_script
+    from paceline.launch.kubernetes.run import script_to_send
 
     monkeypatch.chdir(tmp_path)
     (tmp_path / "alone.py").write_text("import os, json.decoder\nfrom torch import nn\n")
     (tmp_path / "model.py").write_text("")
     (tmp_path / "both.py").write_text("from model import Model\n")
     (tmp_path / "broken.py").write_text("def")
-    assert local_script("script", "alone.py", "auto").startswith("import os")
-    assert local_script("script", "both.py", "auto") == "" != local_script("script", "both.py", "here")
-    assert local_script("script", "broken.py", "auto") == "def"
-    for name in ("none.py", "/app/train.py", str(tmp_path / "alone.py")):
-        assert local_script("script", name, "auto") == "", "it is in the image"
-    assert local_script("script", "alone.py", "image") == local_script("module", "alone", "auto") == ""
+    assert script_to_send("script", "alone.py", "auto")[0].startswith("import os")
+    assert script_to_send("script", "both.py", "auto") == ("", "it imports model beside it")
+    assert script_to_send("script", "both.py", "here")[0].startswith("from model")
+    assert script_to_send("script", "broken.py", "auto") == ("def", "")
+    for name, why in (("none.py", "there is no file"), ("/app/train.py", "absolute"), ("x/alone.py", "no file")):
+        text, reason = script_to_send("script", name, "auto")
+        assert text == "" and why in reason, "it is in the image"
+    assert script_to_send("script", "alone.py", "image")[0] == script_to_send("module", "alone", "auto")[0] == ""
+
+
+def test_a_script_that_is_not_here_has_to_be_in_the_image(api: ApiServer, tmp_path: Path, capfd) -> None:
+    assert launch("--procs", "1", "--dry-run", "trian.py") == 0
+    assert f"# trian.py has to be in the image: there is no file {tmp_path}/trian.py." in capfd.readouterr().out
 
 
 def test_the_client_is_an_extra(api: ApiServer, capfd, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -512,7 +520,8 @@ def test_what_a_server_answers(status: int, body: bytes, code: str, said: str) -
 def test_settings_become_flags_of_the_command_in_the_pod() -> None:
     from paceline.config import schema
     from paceline.config.sources import resolve_launch
-    from paceline.launch.kubernetes.run import flags_of, forwarded_to_pods, variables_of
+    from paceline.launch.flags import flags_of
+    from paceline.launch.kubernetes.run import OF_SUBMISSION, forwarded_to_pods, variables_of
 
     parser = argparse.ArgumentParser()
     schema.add_options(parser)
@@ -520,7 +529,7 @@ def test_settings_become_flags_of_the_command_in_the_pod() -> None:
     said += " --grace-s 5"
     env = {"PACELINE_MIXED_PRECISION": "bf16"}
     given = resolve_launch(schema.given(parser.parse_args(said.split())), env, search=False)
-    words = list(flags_of(given))
+    words = flags_of(given, OF_SUBMISSION)
     again = resolve_launch(schema.given(parser.parse_args(words)), {}, search=False)
     assert again.run == given.run
     assert (again.launch.grace_s, again.launch.tee, again.launch.nodes, again.launch.launcher) == (5, "1", 1, "ssh")

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import jsonschema
+import kubernetes_schemas
 import pytest
 import yaml
 
@@ -26,6 +28,7 @@ RUN = PodRun(
     words=("launch", "--mixed-precision", "bf16", "/paceline/script/train.py", "--lr", "0.1"),
     env={"PYTHONUNBUFFERED": "1"},
     secrets={"PACELINE_RUN_SECRET": "nobody reads this", "MLFLOW_TRACKING_PASSWORD": "nor this"},
+    tls={"tls.crt": "a certificate", "tls.key": "nobody reads this either"},
     script="print('hello')\n",
     script_name="train.py",
     max_restarts=3,
@@ -65,6 +68,11 @@ def check(manifest: dict[str, Any]) -> None:
         "TrainJob": models.TrainerV1alpha1TrainJob,
         "TrainingRuntime": models.TrainerV1alpha1TrainingRuntime,
     }
+    if manifest["kind"] in ("JobSet", "PyTorchJob"):
+        assert manifest["apiVersion"] == {"JobSet": "jobset.x-k8s.io/v1alpha2"}.get(manifest["kind"], "kubeflow.org/v1")
+        kubernetes_schemas.check_spec(manifest["kind"], manifest["spec"])
+    if manifest["kind"] == "TrainingRuntime":
+        kubernetes_schemas.check_spec("JobSet", manifest["spec"]["template"]["spec"])
     if manifest["kind"] in own:
         # A key that a model does not know is dropped without a word, so what comes back is compared.
         assert own[manifest["kind"]].from_dict(manifest).to_dict() == manifest
@@ -90,10 +98,28 @@ def test_each_manifest_fits_its_schema(kind: Kind, run: PodRun) -> None:
 @pytest.mark.parametrize("kind", KINDS.values(), ids=list(KINDS))
 def test_a_misspelt_field_would_be_found(kind: Kind) -> None:
     manifest = kind.main(RUN)
-    if kind.name == "pytorchjob":
-        pytest.skip("its project publishes no schema as a Python package; its pods are checked as pods")
     manifest["spec"]["sucessPolicy"] = {}
-    with pytest.raises((AssertionError, kubernetes_validate.ValidationError)):
+    with pytest.raises((AssertionError, kubernetes_validate.ValidationError, jsonschema.ValidationError)):
+        check(manifest)
+
+
+@pytest.mark.parametrize(
+    ("kind", "path"),
+    [
+        ("jobset", ("failurePolicy", "rules", 0, "action")),
+        ("jobset", ("failurePolicy", "rules", 0, "onJobFailureReasons", 0)),
+        ("jobset", ("successPolicy", "operator")),
+        ("pytorchjob", ("runPolicy", "cleanPodPolicy")),
+        ("pytorchjob", ("pytorchReplicaSpecs", "Worker", "restartPolicy")),
+    ],
+)
+def test_a_misspelt_word_would_be_found(kind: str, path: tuple[str | int, ...]) -> None:
+    manifest = KINDS[kind].main(RUN)
+    place = manifest["spec"]
+    for step in path[:-1]:
+        place = place[step]
+    place[path[-1]] = "Restrat"
+    with pytest.raises(jsonschema.ValidationError, match="Restrat"):
         check(manifest)
 
 
@@ -119,8 +145,9 @@ def test_what_a_pod_gets(kind: Kind) -> None:
         assert container["args"] == list(RUN.words)
         assert container["envFrom"] == [{"secretRef": {"name": RUN.name}}]
         mounts = {mount["mountPath"]: mount["name"] for mount in container["volumeMounts"]}
-        assert mounts == {"/dev/shm": "shm", "/paceline/script": "script", "/ckpt": "ckpt"}
+        assert mounts == {"/dev/shm": "shm", "/paceline/script": "script", "/paceline/tls": "tls", "/ckpt": "ckpt"}
         volumes = {volume["name"]: volume for volume in template["spec"]["volumes"]}
+        assert volumes["tls"]["secret"] == {"secretName": f"{RUN.name}-tls"}
         assert volumes["shm"]["emptyDir"] == {"medium": "Memory", "sizeLimit": "16Gi"}
         assert volumes["ckpt"]["persistentVolumeClaim"] == {"claimName": "runs"}
         assert template["spec"]["nodeSelector"] == {"pool": "a100"}

@@ -272,6 +272,15 @@ def test_no_controller(slurm: Slurm) -> None:
     assert "Slurmctld(primary) at head is DOWN" in str(error.value)
 
 
+def test_a_configuration_that_is_not_there(slurm: Slurm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """SLURM's commands look for it for a minute each: none is called."""
+    monkeypatch.setenv("SLURM_CONF", str(tmp_path / "none"))
+    calls = slurm()
+    with pytest.raises(LaunchError, match=f"SLURM_CONF={tmp_path}/none") as error:
+        slurm_queue.submit("#!/bin/bash\n", [], {})
+    assert (error.value.code, calls) == ("slurm-unreachable", [])
+
+
 def test_a_record(slurm: Slurm) -> None:
     slurm(scontrol=[state("FAILED", reason="NonZeroExitCode", code="3:0", restarts=2)])
     (record,) = slurm_queue.records("12")

@@ -7,11 +7,11 @@ Job --pod_run--> PodRun --Kind.main, before, beside--> manifests       pure (run
 
 from __future__ import annotations
 
-import sys
 from typing import TYPE_CHECKING
 
 from paceline.launch.job import shown_ranks
 from paceline.launch.launcher import Hosts, Job, Rendered
+from paceline.launch.output import say
 
 if TYPE_CHECKING:
     from paceline.launch.kubernetes.submission import Submission
@@ -51,7 +51,7 @@ class KubernetesLauncher:
         from paceline.base.errors import LaunchError
         from paceline.launch.kubernetes import checks
         from paceline.launch.kubernetes.client import Cluster
-        from paceline.launch.kubernetes.refusals import Refusal
+        from paceline.launch.kubernetes.refusals import as_error
         from paceline.launch.kubernetes.run import pod_run
         from paceline.launch.kubernetes.submission import Submission
 
@@ -61,15 +61,14 @@ class KubernetesLauncher:
         wait = rendered.job.assigned.settings.launch.wait is not False
         cluster = Cluster.open(settings.kube_context or "", settings.namespace or "")
         try:
-            kind = checks.kind_of(cluster, settings.kind)
-            notices = checks.check(cluster, run, kind, wait)
-        except (Refusal, LaunchError) as error:
+            with as_error(cluster.namespace):
+                kind = checks.kind_of(cluster, settings.kind)
+                notices = checks.check(cluster, run, kind, wait)
+        except LaunchError:
             cluster.close()
-            if isinstance(error, Refusal):
-                raise LaunchError.of([error.problem(cluster.namespace)]) from None
             raise
-        for notice in notices:
-            print(f"paceline: {notice}", file=sys.stderr, flush=True)
+        for notice in filter(None, [run.notice, *notices]):
+            say(notice)
         submission = Submission(cluster, run, kind, wait, _shown_nodes(rendered.job))
         submission.make()
         return submission

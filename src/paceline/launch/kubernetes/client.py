@@ -92,7 +92,7 @@ class Cluster:
                 fix="set KUBECONFIG to a file with which `kubectl get pods` works"
                 + (", or leave --kube-context out" if context else ""),
             ) from None
-        chosen = next((one for one in contexts if one["name"] == context), current)
+        chosen = next((entry for entry in contexts if entry["name"] == context), current)
         own = chosen["context"].get("namespace") or "default"
         source = _source(f"context {chosen['name']} of {files}", namespace)
         return cls(ApiClient(configuration), namespace or own, source)
@@ -139,8 +139,8 @@ class Cluster:
     def create(self, resource: Resource, manifest: Mapping[str, Any]) -> dict[str, Any]:
         """Makes an object; a field that the cluster does not know is an error, and not dropped without a word."""
         query = {"fieldValidation": "Strict", "fieldManager": "paceline"}
-        made: dict[str, Any] = json.loads(self._call("POST", resource.path(self.namespace), query, manifest).data)
-        return made
+        created: dict[str, Any] = json.loads(self._call("POST", resource.path(self.namespace), query, manifest).data)
+        return created
 
     def delete(self, resource: Resource, name: str, grace_s: int | None = None) -> None:
         """Deletes an object and what belongs to it; one that is not there is no error."""
@@ -173,12 +173,12 @@ class Cluster:
     def has(self, resource: Resource) -> bool:
         """Whether the cluster knows a kind of object."""
         try:
-            known = self.get(f"/apis/{resource.group}/{resource.version}")
+            api_group = self.get(f"/apis/{resource.group}/{resource.version}")
         except Refusal as refusal:
             if refusal.status == 404:
                 return False
             raise
-        return any(entry["name"] == resource.plural for entry in known["resources"])
+        return any(entry["name"] == resource.plural for entry in api_group["resources"])
 
     def watch(
         self, resource: Resource, present: dict[str, dict[str, Any]], **selectors: str

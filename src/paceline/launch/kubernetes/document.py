@@ -5,7 +5,7 @@ from __future__ import annotations
 import yaml
 
 from paceline.launch.kubernetes.kinds.kind import SECRETS, Kind
-from paceline.launch.kubernetes.pod import Manifest
+from paceline.launch.kubernetes.pod import Manifest, tls_name
 from paceline.launch.kubernetes.run import PodRun
 
 
@@ -34,6 +34,14 @@ def document(run: PodRun, kind: Kind) -> str:
         f"# The Secret {run.name} ({names}) is made when the run is submitted. To apply these manifests by hand, make it:\n"
         f"# kubectl create secret generic {run.name}{namespace} --from-literal=PACELINE_RUN_SECRET=$(openssl rand -hex 32)\n"
     )
+    if run.notice:
+        remark = f"# {run.notice}\n{remark}"
+    if run.tls:
+        files = " ".join(f"--from-file={name}" for name in run.tls)
+        remark += (
+            f"# The Secret {tls_name(run)} too, from files of these names (without a CA of your own, ca.crt is tls.crt):\n"
+            f"# kubectl create secret generic {tls_name(run)}{namespace} {files}\n"
+        )
     return remark + "---\n".join(_yaml(manifest) for manifest in objects)
 
 

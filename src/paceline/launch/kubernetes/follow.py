@@ -14,7 +14,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
 from typing import Any
 
 from paceline.base.errors import LaunchError, Problem
@@ -24,6 +23,7 @@ from paceline.launch.kubernetes.kinds.kind import PODS, Kind, State
 from paceline.launch.kubernetes.pod import selector
 from paceline.launch.kubernetes.refusals import Refusal
 from paceline.launch.kubernetes.run import NO_PACELINE, PodRun
+from paceline.launch.output import say
 
 _RETRY_S = 1.0
 _PATIENCE_S = 120.0  # how long the cluster may not answer
@@ -39,16 +39,6 @@ _MAY_PASS_S = {
     "CreateContainerError": 60.0,
     "RunContainerError": 60.0,
 }
-
-
-@dataclass
-class Container:
-    """One start of a container: a restart is another one."""
-
-    pod: str
-    node: int
-    thread: threading.Thread
-    ended: threading.Event = field(default_factory=threading.Event)
 
 
 class Follower:
@@ -76,8 +66,9 @@ class Follower:
         self.state = State()
         self.deleted = False
         self._events: queue.Queue[tuple[str, Any]] = queue.Queue()
-        self._containers: dict[tuple[str, int], Container] = {}
-        self._told: set[str] = set()
+        # By pod and number of its container's start: whether the log was read to its end.
+        self._logs: dict[tuple[str, int], threading.Event] = {}
+        self._notices: set[str] = set()
         self._last_stamps: dict[str, str] = {}  # by pod: a restarted container goes on where the one before it ended
         self._odd_since: dict[str, float] = {}
         self._lost: LaunchError | None = None
@@ -107,7 +98,7 @@ class Follower:
         """Shows what is still on its way, after the end."""
         deadline = time.monotonic() + _LAST_LINES_S
         while time.monotonic() < deadline:
-            reading = [container for container in self._containers.values() if not container.ended.is_set()]
+            reading = [key for key, read_to_end in self._logs.items() if not read_to_end.is_set()]
             # The status of a pod comes by another way than that of the run, and may come after it.
             unexplained = self.state.failed and not self._failures()
             if not reading and not unexplained and self._events.empty():
@@ -140,19 +131,18 @@ class Follower:
             return
         self.present.add(uid)
         node = self._kind.node_of(pod)
-        scheduled = next((c for c in _conditions(pod) if c.get("type") == "PodScheduled"), {})
-        if scheduled.get("reason") == "Unschedulable":
-            self._say(f"node{node} waits for a place: {scheduled.get('message', '')}")
+        for condition in pod.get("status", {}).get("conditions") or ():
+            if condition.get("type") == "PodScheduled" and condition.get("reason") == "Unschedulable":
+                self._say_once(f"node{node} waits for a place: {condition.get('message', '')}")
         status = _container(pod, self._kind.container)
         started = any(status.get("state", {}).get(phase) for phase in ("running", "terminated"))
         key = (uid, int(status.get("restartCount", 0)))
-        if not started or key in self._containers:
+        if not started or key in self._logs:
             return
         where = pod["spec"].get("nodeName", "")
-        self._say(f"node{node} is pod {name}{f' on {where}' if where else ''}")
-        thread = threading.Thread(target=self._read_log, args=(key, name, node), daemon=True)
-        self._containers[key] = Container(name, node, thread)
-        thread.start()
+        self._say_once(f"node{node} is pod {name}{f' on {where}' if where else ''}")
+        self._logs[key] = threading.Event()
+        threading.Thread(target=self._read_log, args=(key, name, node), daemon=True).start()
 
     def check_started(self) -> None:
         """Finds pods that will never start.
@@ -250,10 +240,10 @@ class Follower:
             newest[self._kind.node_of(pod)] = pod
         return list(newest.values())
 
-    def _say(self, line: str) -> None:
-        if line not in self._told:
-            self._told.add(line)
-            print(f"paceline: {line}", file=sys.stderr, flush=True)
+    def _say_once(self, line: str) -> None:
+        if line not in self._notices:
+            self._notices.add(line)
+            say(line)
 
     # -- threads ------------------------------------------------------------------------------------------------
 
@@ -291,7 +281,6 @@ class Follower:
 
     def _read_log(self, key: tuple[str, int], pod: str, node: int) -> None:
         """Puts the lines of one container into the queue, each once, over as many connections as it takes."""
-        container = self._containers[key]
         mark = f"node{node}: ".encode()
         shown = self._shown is None or node in self._shown
         uid = key[0]
@@ -312,7 +301,7 @@ class Follower:
                     return
                 time.sleep(_RETRY_S)
         finally:
-            container.ended.set()
+            self._logs[key].set()
 
     def _is_over(self, key: tuple[str, int]) -> bool:
         """Whether a container has ended, so that its log holds no more."""
@@ -332,7 +321,3 @@ def _container(pod: Mapping[str, Any], name: str) -> dict[str, Any]:
     """Status of a pod's container; {} before there is one."""
     statuses = pod.get("status", {}).get("containerStatuses") or ()
     return next((status for status in statuses if status["name"] == name), {})
-
-
-def _conditions(pod: Mapping[str, Any]) -> list[dict[str, Any]]:
-    return pod.get("status", {}).get("conditions") or []

@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from paceline.launch.kubernetes.run import FIRST_WORDS, SCRIPT_FOLDER, PodRun
+from paceline.launch.kubernetes.run import FIRST_WORDS, SCRIPT_FOLDER, TLS_FOLDER, PodRun
 
 Manifest = dict[str, Any]
 MANAGED_BY = "app.kubernetes.io/managed-by"
@@ -84,6 +84,9 @@ def pod_template(
     if run.script:
         mounts.append({"name": "script", "mountPath": SCRIPT_FOLDER})
         volumes.append({"name": "script", "configMap": {"name": run.name}})
+    if run.tls:
+        mounts.append({"name": "tls", "mountPath": TLS_FOLDER})
+        volumes.append({"name": "tls", "secret": {"secretName": tls_name(run)}})
     variables = [{"name": name, "value": value} for name, value in run.env.items()]
     described: Manifest = {
         **own,
@@ -144,6 +147,18 @@ def secret(run: PodRun) -> Manifest:
     """The Secret, with what nobody else is to read."""
     content = dict(run.secrets)
     return {"apiVersion": "v1", "kind": "Secret", "metadata": metadata(run), "type": "Opaque", "stringData": content}
+
+
+def tls_name(run: PodRun) -> str:
+    """The Secret with key and certificate has a name of its own: all of the other one becomes variables of the processes."""
+    return f"{run.name}-tls"
+
+
+def tls_secret(run: PodRun) -> Manifest:
+    """The Secret with the files by which the launchers encrypt."""
+    about = {**metadata(run), "name": tls_name(run)}
+    content = dict(run.tls)
+    return {"apiVersion": "v1", "kind": "Secret", "metadata": about, "type": "kubernetes.io/tls", "stringData": content}
 
 
 def config_map(run: PodRun) -> Manifest:

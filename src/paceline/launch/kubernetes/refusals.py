@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from paceline.base.errors import LaunchError, Problem
@@ -70,6 +72,19 @@ class Refusal(Exception):
             what = "the cluster does not allow this run."
             return Problem("kubernetes-forbidden", what, why, "ask for less, or those who set the quota or the rule")
         return may_not([(verb[1], verb[2], verb[3])], namespace, why)
+
+
+@contextmanager
+def as_error(namespace: str) -> Iterator[None]:
+    """Turns a refusal into the error for the user.
+
+    Raises:
+        LaunchError: that of `Refusal.problem`.
+    """
+    try:
+        yield
+    except Refusal as refusal:
+        raise LaunchError.of([refusal.problem(namespace)]) from None
 
 
 def may_not(verbs: list[tuple[str, str, str]], namespace: str, why: str) -> Problem:

@@ -4,29 +4,33 @@ from __future__ import annotations
 
 import ast
 import hashlib
-import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from paceline.base.errors import ConfigError, Problem
-from paceline.config.kinds import YES_NO
-from paceline.config.settings import LaunchSettings, RunSettings, settings_of
+from paceline.config.clusters.kubernetes import KubernetesSettings
+from paceline.config.settings import settings_of
 from paceline.config.sources import HANDED, Launch
+from paceline.launch.flags import flags_of
 from paceline.launch.kubernetes import values as values_file
 from paceline.launch.kubernetes.values import Values
 from paceline.launch.launcher import Job
+from paceline.launch.tls import contents_for_run
 
 NO_PACELINE = 127  # what a shell says of a command that is not there
 SCRIPT_FOLDER = "/paceline/script"
+TLS_FOLDER = "/paceline/tls"
+_TLS_FILES = ("tls.crt", "tls.key", "ca.crt")
 _PORT = 29500
 _LONGEST_NAME = 40  # the names of pods begin with it, and have 63 characters at most
 _LARGEST_SCRIPT = 512 * 1024  # a ConfigMap holds 1 MiB
-# Said to this command, or told to each pod in another way.
-_SAID_HERE = {
+# For this command, or given to each pod in another way.
+OF_SUBMISSION = {
     "config", "dry_run", "exclude", "hostfile", "include", "launcher", "launcher_args", "main_address", "main_port",
-    "gpus_per_node", "max_restarts", "module", "no_python", "node_rank", "nodes", "procs", "ssh_port", "wait",
+    "gpus_per_node", "max_restarts", "module", "no_python", "node_rank", "nodes", "procs", "ssh_port", "tls", "wait",
+    *settings_of(KubernetesSettings),
 }  # fmt: skip
 FIRST_WORDS = f"""\
 import importlib.util, runpy, sys
@@ -51,8 +55,10 @@ class PodRun:
         port: where pod 0 listens.
         env: variables in the manifest, which everybody may read who may read pods.
         secrets: variables in the Secret.
+        tls: files of the Secret with which the launchers encrypt, by name; {} for none.
         script: text of the script, where it goes along; "" where the image has it.
         script_name: what that script is called.
+        notice: what the user should know about the script; "" for nothing.
         max_restarts: how often all pods are started again.
         grace_s: seconds that a pod has to save.
         queue: Kueue's queue; "" for none.
@@ -69,8 +75,10 @@ class PodRun:
     port: int = _PORT
     env: Mapping[str, str] = field(default_factory=dict)
     secrets: Mapping[str, str] = field(default_factory=dict, repr=False)
+    tls: Mapping[str, str] = field(default_factory=dict, repr=False)
     script: str = field(default="", repr=False)
     script_name: str = ""
+    notice: str = ""
     max_restarts: int = 0
     grace_s: float = 30.0
     queue: str = ""
@@ -82,6 +90,7 @@ def pod_run(job: Job) -> PodRun:
 
     Raises:
         ConfigError: `host-flags`, `kubernetes-values`, `kubernetes-image`, `kubernetes-script`.
+        LaunchError: `launch-tls`.
     """
     assignment, cluster = job.assigned, job.cluster
     settings = assignment.settings
@@ -94,11 +103,17 @@ def pod_run(job: Job) -> PodRun:
             fix="say --image IMAGE: one that holds Python, torch, Paceline and what the script imports",
         )
     target = job.target
-    script = local_script(target.kind, target.name, cluster.script_from)
+    script, not_sent = script_to_send(target.kind, target.name, cluster.script_from)
     script_name = Path(target.name).name if script else ""
+    # Whoever has misspelt the name of a script would learn so from a pod, after a while in a queue.
+    is_guess = not_sent and cluster.script_from == "auto" and target.kind == "script"
     shown_target = f"{SCRIPT_FOLDER}/{script_name}" if script else target.name
     switches = {"module": ("--module",), "program": ("--no-python",)}.get(target.kind, ())
-    words = ("launch", *flags_of(settings), *switches, shown_target, *target.args)
+    tls, tls_flags = tls_of(settings.launch.tls)
+    flags = [*flags_of(settings, OF_SUBMISSION), *tls_flags]
+    if "--tee" not in flags:
+        flags += ["--tee", "3"]  # the lines of all ranks come together in one log
+    words = ("launch", *flags, *switches, shown_target, *target.args)
     return PodRun(
         name=name_of(target.name, assignment.secret),
         namespace=cluster.namespace or "",
@@ -110,8 +125,10 @@ def pod_run(job: Job) -> PodRun:
         port=job.main_port or _PORT,
         env=variables_of(settings),
         secrets={**forwarded_to_pods(assignment.env), "PACELINE_RUN_SECRET": assignment.secret},
+        tls=tls,
         script=script,
         script_name=script_name,
+        notice=f"{target.name} has to be in the image: {not_sent}." if is_guess else "",
         max_restarts=settings.launch.max_restarts,
         grace_s=job.grace_s,
         queue=cluster.queue or "",
@@ -155,26 +172,21 @@ def name_of(target: str, secret: str) -> str:
     return f"{stem[: _LONGEST_NAME - 6].strip('-')}-{hashlib.sha256(secret.encode()).hexdigest()[:5]}"
 
 
-def flags_of(settings: Launch) -> tuple[str, ...]:
-    """The settings that somebody has set, as flags of the command in the pod, wherever they were said."""
-    known = settings_of(LaunchSettings, RunSettings)
-    words: list[str] = []
-    for row in settings.decisions:
-        setting = known.get(row.field)
-        if row.source == "default" or row.field in _SAID_HERE or row.value is None:
-            continue
-        if row.field.startswith("options."):
-            value = row.value if isinstance(row.value, str) else json.dumps(row.value)
-            words += ["--option", f"{row.field.removeprefix('options.')}={value}"]
-        elif setting is None:
-            continue  # a setting of this launcher itself
-        elif setting.kind is YES_NO:
-            words.append(setting.flag if row.value else setting.flag.replace("--", "--no-", 1))
-        else:
-            words += [setting.flag, str(row.value)]
-    if "--tee" not in words:
-        words += ["--tee", "3"]  # the lines of all ranks come together in one log
-    return tuple(words)
+def tls_of(setting: str) -> tuple[dict[str, str], tuple[str, ...]]:
+    """The files that go along for `--tls`, by name, and the flag of the command in the pod.
+
+    An image need not have `openssl`, so the certificate of `--tls yes` is made here. Files of which none is on this host
+    are those of the image, or of a volume.
+
+    Raises:
+        LaunchError: `launch-tls`.
+    """
+    if setting == "no":
+        return {}, ()
+    if setting != "yes" and not any(Path(path).is_file() for path in setting.split(",")):
+        return {}, ("--tls", setting)
+    files = dict(zip(_TLS_FILES, contents_for_run(setting), strict=False))
+    return files, ("--tls", ",".join(f"{TLS_FOLDER}/{name}" for name in files))
 
 
 def variables_of(settings: Launch) -> dict[str, str]:
@@ -194,8 +206,8 @@ def forwarded_to_pods(env: Mapping[str, str]) -> dict[str, str]:
     return {name: env[name] for name in env if name not in of_this_host and not name.startswith("PYTHON")}
 
 
-def local_script(kind: str, name: str, source: str) -> str:
-    """Text of a script of this machine that goes along with the run; "" where the image has it.
+def script_to_send(kind: str, name: str, source: str) -> tuple[str, str]:
+    """Text of a script of this machine that goes along with the run; or "", and why the image has to have it.
 
     Args:
         kind: of the target: "script", "module" or "program".
@@ -206,22 +218,26 @@ def local_script(kind: str, name: str, source: str) -> str:
         ConfigError: `kubernetes-script`, where it is to go along and cannot.
     """
     path = Path(name)
-    if source == "image" or (source == "auto" and (kind != "script" or path.is_absolute() or not path.is_file())):
-        return ""
-    why = ""
-    if kind != "script":
+    why, text = "", ""
+    if source == "image":
+        why = "--script-from image"
+    elif kind != "script":
         why = f"a {kind} is no file"
+    elif source == "auto" and path.is_absolute():
+        why = "its path is absolute"
     elif not path.is_file():
         why = f"there is no file {path.absolute()}"
     elif path.stat().st_size > _LARGEST_SCRIPT:
         why = f"it has {path.stat().st_size:,} bytes; at most {_LARGEST_SCRIPT:,} go along"
-    if not why:
+    else:
         text = path.read_text(encoding="utf-8", errors="replace")
-        return "" if source == "auto" and neighbours(path, text) else text
-    if source == "auto":
-        return ""
-    fix = "put it into the image and say --script-from image"
-    raise ConfigError("kubernetes-script", f"{name} cannot go along with the run.", why, fix)
+        beside = neighbours(path, text) if source == "auto" else []
+        if beside:
+            why = f"it imports {', '.join(beside)} beside it"
+    if why and source == "here":
+        fix = "put it into the image and say --script-from image"
+        raise ConfigError("kubernetes-script", f"{name} cannot go along with the run.", why, fix)
+    return ("", why) if why else (text, "")
 
 
 def neighbours(path: Path, text: str) -> list[str]:

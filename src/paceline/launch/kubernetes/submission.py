@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import signal
-import sys
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -13,9 +12,10 @@ from paceline.base.exits import PREEMPTED
 from paceline.launch.kubernetes.client import Cluster
 from paceline.launch.kubernetes.follow import Follower
 from paceline.launch.kubernetes.kinds.kind import PODS, Kind, Resource
-from paceline.launch.kubernetes.refusals import Refusal
+from paceline.launch.kubernetes.refusals import Refusal, as_error
 from paceline.launch.kubernetes.run import PodRun
 from paceline.launch.launcher import Outcome
+from paceline.launch.output import say, say_error
 from paceline.launch.signals import Signals
 
 _TICK_S = 0.2
@@ -37,7 +37,7 @@ class Submission:
         self, cluster: Cluster, run: PodRun, kind: Kind, wait: bool, shown: frozenset[int] | None = None
     ) -> None:
         self._cluster, self._run, self._kind, self._wait, self._shown = cluster, run, kind, wait, shown
-        self._made: list[tuple[Resource, str]] = []
+        self._objects: list[tuple[Resource, str]] = []
         self._main: dict[str, Any] = {}
         self._signals = Signals(lambda number: None)
 
@@ -49,35 +49,37 @@ class Submission:
         """
         self._signals.enter()  # from here on Ctrl-C is noted, so that nothing is left half made
         try:
-            for resource, manifest in self._kind.before(self._run):
-                self._create(resource, manifest)
-            main = self._create(self._kind.resource, self._kind.main(self._run))
-            self._main = main
-            # They end with the run's object, whoever deletes that.
-            owner = {
-                "apiVersion": main["apiVersion"],
-                "kind": main["kind"],
-                "name": main["metadata"]["name"],
-                "uid": main["metadata"]["uid"],
-            }
-            for resource, manifest in self._kind.beside(self._run):
-                owned = {**manifest, "metadata": {**manifest["metadata"], "ownerReferences": [owner]}}
-                self._create(resource, owned)
-        except BaseException as error:
+            with as_error(self._cluster.namespace):
+                self._make()
+        except BaseException:
             self._take_away()
             self._cluster.close()
             self._signals.leave()
-            if isinstance(error, Refusal):
-                raise LaunchError.of([error.problem(self._cluster.namespace)]) from None
             raise
+
+    def _make(self) -> None:
+        for resource, manifest in self._kind.before(self._run):
+            self._create(resource, manifest)
+        main = self._create(self._kind.resource, self._kind.main(self._run))
+        self._main = main
+        # They end with the run's object, whoever deletes that.
+        owner = {
+            "apiVersion": main["apiVersion"],
+            "kind": main["kind"],
+            "name": main["metadata"]["name"],
+            "uid": main["metadata"]["uid"],
+        }
+        for resource, manifest in self._kind.beside(self._run):
+            owned = {**manifest, "metadata": {**manifest["metadata"], "ownerReferences": [owner]}}
+            self._create(resource, owned)
 
     def _create(self, resource: Resource, manifest: Mapping[str, Any]) -> dict[str, Any]:
         # Noted beforehand: where the answer does not arrive, the object may be there all the same.
-        self._made.append((resource, manifest["metadata"]["name"]))
+        self._objects.append((resource, manifest["metadata"]["name"]))
         try:
             return self._cluster.create(resource, manifest)
         except Refusal:
-            self._made.pop()  # whoever has such an object, it is not ours
+            self._objects.pop()  # whoever has such an object, it is not ours
             raise
 
     def wait(self) -> Outcome:
@@ -88,27 +90,26 @@ class Submission:
         """
         namespace = self._cluster.namespace
         pods = f"{self._run.nodes} pod{'s' * (self._run.nodes > 1)}"
-        _say(f"{self._kind.kind} {self._run.name} in namespace {namespace}: {pods}")
+        say(f"{self._kind.kind} {self._run.name} in namespace {namespace}: {pods}")
         if not self._wait:
             self._signals.leave()
             self._cluster.close()
             objects = " ".join(f"{resource.plural}/{name}" for resource, name in self._lasting())
-            _say(f"`kubectl delete {objects} -n {namespace}` ends it and takes it away")
+            say(f"`kubectl delete {objects} -n {namespace}` ends it and takes it away")
             return Outcome(0)
         follower = Follower(self._cluster, self._run, self._kind, self._main, self._shown)
         lost = False
         try:
-            while not (follower.state.ended or follower.deleted or self._signals.ending):
-                follower.next(_TICK_S)
-            if self._signals.ending:
-                return self._asked_to_end(follower)
-            follower.drain()
-            return self._outcome(follower)
+            with as_error(namespace):
+                while not (follower.state.ended or follower.deleted or self._signals.ending):
+                    follower.next(_TICK_S)
+                if self._signals.ending:
+                    return self._asked_to_end(follower)
+                follower.drain()
+                return self._outcome(follower)
         except LaunchError as error:
             lost = error.code == "kubernetes-lost"
             raise
-        except Refusal as refusal:
-            raise LaunchError.of([refusal.problem(namespace)]) from None
         finally:
             # A run that cannot be reached is left to go on: this command does not know what has become of it.
             if not lost:
@@ -119,7 +120,7 @@ class Submission:
     def _lasting(self) -> Sequence[tuple[Resource, str]]:
         """The objects that nothing else takes along when it is deleted."""
         owned = {resource.plural for resource, _ in self._kind.beside(self._run)}
-        return [(resource, name) for resource, name in self._made if resource.plural not in owned]
+        return [(resource, name) for resource, name in self._objects if resource.plural not in owned]
 
     def _outcome(self, follower: Follower) -> Outcome:
         """What came of a run that has ended by itself.
@@ -132,7 +133,7 @@ class Submission:
         follower.check_started()
         code = follower.exit_code()
         if code == PREEMPTED:
-            _say("the pods have saved and left, and the cluster does not start them again")
+            say("the pods have saved and left, and the cluster does not start them again")
             return Outcome(PREEMPTED)
         what = f"the run {self._run.name} has failed."
         fix = "correct the error that is shown above"
@@ -140,13 +141,13 @@ class Submission:
             what = f"somebody has deleted {self._kind.resource.plural}/{self._run.name}."
             fix = "start the command again; with checkpoints the run goes on from the newest"
         problem = Problem("kubernetes-failed", what, follower.why(), fix)
-        print(f"paceline.LaunchError: {problem}", file=sys.stderr, flush=True)
+        say_error(problem)
         return Outcome(code)
 
     def _asked_to_end(self, follower: Follower) -> Outcome:
         """A signal asks to end: the pods are deleted, which gives them time to save; a second one waits no longer."""
         (asked, *_) = self._signals.ending
-        _say(f"the pods have {self._run.grace_s:g} s to save (--grace-s); Ctrl-C again ends them at once")
+        say(f"the pods have {self._run.grace_s:g} s to save (--grace-s); Ctrl-C again ends them at once")
         self._cluster.delete(self._kind.resource, self._run.name)
         deadline = time.monotonic() + self._run.grace_s + _LATE_S
         while follower.present and len(self._signals.ending) == 1 and time.monotonic() < deadline:
@@ -158,13 +159,13 @@ class Submission:
             follower.drain()
         saved = follower.all_saved()
         if saved:
-            _say("all pods have saved and left, as they were asked to")
+            say("all pods have saved and left, as they were asked to")
         return Outcome(PREEMPTED if saved and asked != signal.SIGINT else 128 + asked)
 
     def _take_away(self) -> None:
         """Deletes what was made, the last first; what cannot be deleted is told, with how to do it."""
         left = []
-        for resource, name in reversed(self._made):
+        for resource, name in reversed(self._objects):
             try:
                 self._cluster.delete(resource, name)
             except (Refusal, LaunchError) as error:
@@ -177,9 +178,5 @@ class Submission:
                 left,
                 f"kubectl delete {names} -n {self._cluster.namespace}",
             )
-            print(f"paceline.LaunchError: {problem}", file=sys.stderr, flush=True)
-        self._made.clear()
-
-
-def _say(line: str) -> None:
-    print(f"paceline: {line}", file=sys.stderr, flush=True)
+            say_error(problem)
+        self._objects.clear()

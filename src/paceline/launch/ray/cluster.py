@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 import socket
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,6 +17,7 @@ from paceline.base import env as environment
 from paceline.base.errors import LaunchError
 from paceline.config.clusters.ray import RaySettings
 from paceline.launch.launcher import Job
+from paceline.launch.output import say
 
 _CONNECT_S = 5.0
 _SAY_S = 5.0  # how long a command waits for room before it says so
@@ -116,7 +116,7 @@ def connect(address: str | None) -> bool:
             address=named or "auto",
             log_to_driver=False,
             logging_level=logging.ERROR,
-            include_dashboard=_dashboard(named),
+            include_dashboard=False if named == "local" else None,
         )
     except (ConnectionError, RuntimeError, ValueError, ray.exceptions.RayError) as error:
         text = " ".join(str(error).split())
@@ -128,10 +128,6 @@ def connect(address: str | None) -> bool:
             fix = "give this command the cluster's token: RAY_AUTH_TOKEN, or the file ~/.ray/auth_token"
         raise LaunchError("ray-cluster", "no Ray cluster could be joined.", [where, text], fix) from None
     return True
-
-
-def _dashboard(named: str) -> bool | None:
-    return False if named == "local" else None
 
 
 def _knock(named: str, source: str) -> None:
@@ -220,8 +216,3 @@ def no_room(nodes: Sequence[Node], bundle: Bundle, strategy: str, least: int, wa
     why = [f"{least} x ({shown(bundle)}), strategy {strategy}", f"free now, on all nodes together: {shown(free)}"]
     what = f"the Ray cluster had no room for {wait_s:g} s."
     return LaunchError("ray-resources", what, why, "wait longer (--ray-wait-s), or ask for less")
-
-
-def say(line: str) -> None:
-    """A line for whoever watches."""
-    print(f"paceline: {line}", file=sys.stderr, flush=True)

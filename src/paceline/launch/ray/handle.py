@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from paceline.config.clusters.ray import RaySettings
 from paceline.launch.launcher import Job, Outcome
+from paceline.launch.output import say
 from paceline.launch.ray import cluster
 from paceline.launch.ray.hosts import Demand, RayHosts, lost_error
 from paceline.launch.signals import Signals
@@ -62,7 +63,7 @@ class RayHandle:
                 if restarts == 0:
                     raise lost_error(list(self._hosts.hosts.values()))
                 restarts -= 1
-                cluster.say(f"all hosts were lost: starting all again ({restarts} restarts are left)")
+                say(f"all hosts were lost: starting all again ({restarts} restarts are left)")
                 self._hosts.close()
                 self._hosts = None
                 self._demand = self._demand.with_restarts(restarts)

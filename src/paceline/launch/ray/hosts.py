@@ -19,7 +19,8 @@ from paceline.base.exits import PREEMPTED
 from paceline.launch.assignment import Assignment
 from paceline.launch.hostfile import Slots
 from paceline.launch.job import range_of_nodes
-from paceline.launch.ray.cluster import Bundle, say
+from paceline.launch.output import say
+from paceline.launch.ray.cluster import Bundle
 from paceline.launch.ray.host import RayHost, reason
 from paceline.launch.ray.node import NodeActor
 from paceline.launch.signals import Signals

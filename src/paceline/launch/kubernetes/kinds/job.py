@@ -8,7 +8,6 @@ from paceline.launch.kubernetes.pod import (
     Manifest,
     headless_service,
     indexed_job,
-    main_metadata,
     pod_template,
     torchrun_variables,
 )
@@ -22,18 +21,12 @@ class IndexedJob(Kind):
     kind = "Job"
     resource = Resource("batch", "v1", "jobs")
 
-    def main(self, run: PodRun) -> Manifest:
-        """The Job."""
+    def spec(self, run: PodRun) -> Manifest:
+        """The Job's."""
         template = pod_template(run, torchrun_variables(run, f"{run.name}-0.{run.name}"), subdomain=run.name)
         # One restart of the run is a failure of each of its pods.
         spec = indexed_job(run, template, "Ignore", run.max_restarts * run.nodes)
-        spec["ttlSecondsAfterFinished"] = KEEP_S
-        return {
-            "apiVersion": self.resource.api_version,
-            "kind": self.kind,
-            "metadata": main_metadata(run),
-            "spec": spec,
-        }
+        return {**spec, "ttlSecondsAfterFinished": KEEP_S}
 
     def beside(self, run: PodRun) -> list[tuple[Resource, Manifest]]:
         """The Secret, the script and the service."""

@@ -7,7 +7,6 @@ from paceline.launch.kubernetes.pod import (
     KEEP_S,
     Manifest,
     indexed_job,
-    main_metadata,
     pod_template,
     torchrun_variables,
 )
@@ -42,16 +41,10 @@ class JobSet(Kind):
     resource = Resource("jobset.x-k8s.io", "v1alpha2", "jobsets")
     succeeded = "Completed"
 
-    def main(self, run: PodRun) -> Manifest:
-        """The JobSet."""
+    def spec(self, run: PodRun) -> Manifest:
+        """The JobSet's."""
         template = pod_template(run, torchrun_variables(run, f"{run.name}-node-0-0.{run.name}"))
-        spec = {**jobset_spec(run, template), "ttlSecondsAfterFinished": KEEP_S}
-        return {
-            "apiVersion": self.resource.api_version,
-            "kind": self.kind,
-            "metadata": main_metadata(run),
-            "spec": spec,
-        }
+        return {**jobset_spec(run, template), "ttlSecondsAfterFinished": KEEP_S}
 
 
 JOBSET = JobSet()

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from paceline.launch.kubernetes.pod import Manifest, config_map, secret
+from paceline.launch.kubernetes.pod import Manifest, config_map, main_metadata, secret, tls_secret
 from paceline.launch.kubernetes.run import PodRun
 
 
@@ -77,6 +77,15 @@ class Kind:
 
     def main(self, run: PodRun) -> Manifest:
         """The object that makes the pods."""
+        return {
+            "apiVersion": self.resource.api_version,
+            "kind": self.kind,
+            "metadata": main_metadata(run),
+            "spec": self.spec(run),
+        }
+
+    def spec(self, run: PodRun) -> Manifest:
+        """Its specification."""
         raise NotImplementedError
 
     def before(self, run: PodRun) -> list[tuple[Resource, Manifest]]:
@@ -86,6 +95,8 @@ class Kind:
     def beside(self, run: PodRun) -> list[tuple[Resource, Manifest]]:
         """Objects that belong to it, and are deleted with it."""
         objects = [(SECRETS, secret(run))]
+        if run.tls:
+            objects.append((SECRETS, tls_secret(run)))
         if run.script:
             objects.append((CONFIG_MAPS, config_map(run)))
         return objects

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from paceline.launch.kubernetes.kinds.kind import Kind, Resource
-from paceline.launch.kubernetes.pod import KEEP_S, Manifest, main_metadata, pod_template
+from paceline.launch.kubernetes.pod import KEEP_S, Manifest, pod_template
 from paceline.launch.kubernetes.run import PodRun
 
 
@@ -19,8 +19,8 @@ class PyTorchJob(Kind):
     container = "pytorch"
     succeeded = "Succeeded"
 
-    def main(self, run: PodRun) -> Manifest:
-        """The PyTorchJob."""
+    def spec(self, run: PodRun) -> Manifest:
+        """The PyTorchJob's."""
         # The operator starts pods by a policy of its own, and counts the restarts of all containers together. It fails
         # the job when their number reaches the limit, so the limit is one more than what is allowed.
         restart = "OnFailure" if run.max_restarts else "Never"
@@ -30,12 +30,7 @@ class PyTorchJob(Kind):
         if run.nodes > 1:
             replicas["Worker"] = {"replicas": run.nodes - 1, "restartPolicy": restart, "template": template}
         policy = {"backoffLimit": limit, "cleanPodPolicy": "Running", "ttlSecondsAfterFinished": KEEP_S}
-        return {
-            "apiVersion": self.resource.api_version,
-            "kind": self.kind,
-            "metadata": main_metadata(run),
-            "spec": {"nprocPerNode": str(run.procs), "runPolicy": policy, "pytorchReplicaSpecs": replicas},
-        }
+        return {"nprocPerNode": str(run.procs), "runPolicy": policy, "pytorchReplicaSpecs": replicas}
 
     def node_of(self, pod: Mapping[str, Any]) -> int:
         """The master is node 0."""

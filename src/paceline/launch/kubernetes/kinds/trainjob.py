@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from paceline.launch.kubernetes.kinds.jobset import jobset_spec
 from paceline.launch.kubernetes.kinds.kind import Kind, Resource
-from paceline.launch.kubernetes.pod import Manifest, main_metadata, metadata, pod_template
+from paceline.launch.kubernetes.pod import Manifest, metadata, pod_template
 from paceline.launch.kubernetes.run import PodRun
 
 RUNTIMES = Resource("trainer.kubeflow.org", "v1alpha1", "trainingruntimes")
@@ -20,16 +20,11 @@ class TrainJob(Kind):
     kind = "TrainJob"
     resource = Resource("trainer.kubeflow.org", "v1alpha1", "trainjobs")
 
-    def main(self, run: PodRun) -> Manifest:
-        """The TrainJob."""
+    def spec(self, run: PodRun) -> Manifest:
+        """The TrainJob's."""
         return {
-            "apiVersion": self.resource.api_version,
-            "kind": self.kind,
-            "metadata": main_metadata(run),
-            "spec": {
-                "runtimeRef": {"apiGroup": self.resource.group, "kind": "TrainingRuntime", "name": run.name},
-                "trainer": {"numNodes": run.nodes, "numProcPerNode": run.procs},
-            },
+            "runtimeRef": {"apiGroup": self.resource.group, "kind": "TrainingRuntime", "name": run.name},
+            "trainer": {"numNodes": run.nodes, "numProcPerNode": run.procs},
         }
 
     def before(self, run: PodRun) -> list[tuple[Resource, Manifest]]:
