@@ -79,19 +79,25 @@ def predict(
 
 
 def _fastest(reports: Sequence[Report]) -> Report:
-    """The report of the plan with the shortest step; of equal ones, and where no time is known, the first.
+    """The report of the plan that takes the least time for a sample; of equal ones, and where no time is known, the first.
 
     The others become plans that were rejected.
     """
 
-    def seconds(report: Report) -> float:
-        return report.time.total_s if report.time is not None else inf
+    def seconds_per_sample(report: Report) -> float:
+        # Every rank reads batches of the same size, but ranks that divide the model read the same ones.
+        return report.time.total_s / report.plan.layout.width if report.time is not None else inf
 
-    best = min(reports, key=seconds)
+    best = min(reports, key=seconds_per_sample)
     slower: list[Rejected] = []
     for report in reports:
-        if report is not best and report.time is not None and report.chosen is not None and report.chosen.settings:
-            slower.append(Rejected(report.chosen.settings, f"fits, and a step takes {1e3 * seconds(report):.1f} ms"))
+        if report is best or report.time is None or report.chosen is None or not report.chosen.settings:
+            continue
+        reason = f"fits, and a step takes {1e3 * report.time.total_s:.1f} ms"
+        width, best_width = report.plan.layout.width, best.plan.layout.width
+        if width != best_width:
+            reason += f", with {width} / {best_width} of the samples"
+        slower.append(Rejected(report.chosen.settings, reason))
     return replace(best, rejected=(*best.rejected, *slower))
 
 
