@@ -229,9 +229,7 @@ class Probes:
 class _OperationCount(dispatch.TorchDispatchMode):
     """Counts operations as a rehearsal does, backward passes and views included."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.count = 0
+    count = 0
 
     def __torch_dispatch__(
         self,
