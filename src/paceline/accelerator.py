@@ -586,10 +586,14 @@ class Accelerator(Participant):
         With `log_system` it adds throughput since the last call, utilisation and memory: see `paceline.system_values`.
         """
         runtime.current().logged(values, step)
-        if self._system_values is not None:
-            values = {**values, **self._system_values.read()}
+        values = self._with_system_values(values)
         self.run.events.logged(values, step)
         self.trackers.log(values, step)
+
+    def _with_system_values(self, values: Mapping[str, Any]) -> Mapping[str, Any]:
+        if self._system_values is None:
+            return values
+        return {**values, **self._system_values.read()}
 
     def end_training(self) -> None:
         """Waits for a save that is under way, finishes trackers and leaves the process group. Ranks: all.

@@ -349,14 +349,16 @@ def test_a_page_left_open_for_days_does_not_grow(watched: Watched, server: PageS
         heap = session.send("Runtime.getHeapUsage")["usedSize"]
         return heap, counts["nodes"], counts["jsEventListeners"]
 
-    page.evaluate(UPDATES, [200, 1])
+    # The browser's own compiled code grows during the first thousands of updates.
+    page.evaluate(UPDATES, [2000, 1])
     heap, nodes, listeners = weigh()
-    page.evaluate(UPDATES, [4000, 1001])
-    becomes(page, lambda: "Step 5,000" in text_of(page, "#progress"))
+    for first in (2001, 4001):
+        page.evaluate(UPDATES, [2000, first])
+    becomes(page, lambda: "Step 6,000" in text_of(page, "#progress"))
     heap_later, nodes_later, listeners_later = weigh()
     # What one update or one drawing leaves behind would be there thousands or hundreds of times.
     assert nodes_later < nodes + 50 and listeners_later < listeners + 50
-    assert heap_later < heap + 1e6
+    assert heap_later < heap + 0.5e6
     assert watched.errors == []
 
 
