@@ -60,7 +60,7 @@ WAYS: dict[str, Way] = {
 
 
 def rank(way: Way, task: Task, turns: int, clock: Callable[[], float]) -> list[tuple[Calibration, float]]:
-    """By medians and by the fastest of all turns: the calibration, and the seconds of a step, which its slowest rank ends."""
+    """By medians, by the fastest of all turns, and of each turn: the calibration, and the seconds of a step's slowest rank."""
     torch.set_num_threads(1)
     step = way(task)
     probes = Probes(torch.device("cpu"), dist.group.WORLD, clock)
@@ -76,7 +76,12 @@ def rank(way: Way, task: Task, turns: int, clock: Callable[[], float]) -> list[t
         dist.all_reduce(slowest, dist.ReduceOp.MAX)
         steps.append(float(slowest))
     machine = Machine("", "cpu", torch.__version__, RANKS, 1)
-    return [(probes.calibration(rounds, machine, 0.0, pick), pick(steps)) for pick in (statistics.median, min)]
+    results: list[tuple[Calibration, float]] = []
+    for pick in (statistics.median, min):
+        results.append((probes.calibration(rounds, machine, 0.0, pick), pick(steps)))
+    for measured_round, step_s in zip(rounds, steps, strict=True):
+        results.append((probes.calibration([measured_round], machine, 0.0, min), step_s))
+    return results
 
 
 def rehearsed(way: Way, task: Task) -> Rehearsal:
@@ -126,8 +131,15 @@ def main() -> None:
             continue
         results = run_ranks(rank, world=RANKS, args=(way, task, options.turns, clock), timeout_s=900, output=[])[0]
         rehearsal = rehearsed(way, task)
-        for by, (calibration, measured) in zip(("median", "fastest"), results, strict=True):
-            print(_row(name, by, measured, forecast(rehearsal, calibration, waits=options.clock == "wall")), flush=True)
+        waits = options.clock == "wall"
+        for by, (calibration, measured) in zip(("median", "fastest"), results[:2], strict=True):
+            print(_row(name, by, measured, forecast(rehearsal, calibration, waits=waits)), flush=True)
+        errors = [
+            forecast(rehearsal, calibration, waits=waits).total_s / measured - 1
+            for calibration, measured in results[2:]
+        ]
+        lower, middle, upper = statistics.quantiles(errors)
+        print(f"| {name} | turn by turn | | | {middle:+.0%} ({lower:+.0%} .. {upper:+.0%}) |{' |' * 5}", flush=True)
 
 
 def _row(name: str, by: str, measured: float, predicted: StepTime) -> str:
