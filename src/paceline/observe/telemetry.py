@@ -235,18 +235,18 @@ class Telemetry(Listener):
         lines: list[tuple[Record, float | None]] = []
         for t, step, values in pending:
             lines.append((Values(step, {name: float(value) for name, value in values.items()}), t))
-        known: dict[str, float] = {}
+        numbers: dict[str, float] = {}
         norm, self._norm = self._norm, None
         if norm is not None:
-            known["grad_norm"] = float(norm)
+            numbers["grad_norm"] = float(norm)
             if progress.loss_scale is not None:
-                known["loss_scale"] = progress.loss_scale
+                numbers["loss_scale"] = progress.loss_scale
             if progress.skipped_steps is not None:
-                known["skipped_steps"] = float(progress.skipped_steps)
+                numbers["skipped_steps"] = float(progress.skipped_steps)
         elif progress.loss_scale is not None and self._steps > self._written_steps:
-            known = {"loss_scale": progress.loss_scale, "skipped_steps": float(progress.skipped_steps or 0)}
-        if known:
-            lines.append((Values(progress.step, known), None))
+            numbers = {"loss_scale": progress.loss_scale, "skipped_steps": float(progress.skipped_steps or 0)}
+        if numbers:
+            lines.append((Values(progress.step, numbers), None))
         return lines
 
     def _line(self) -> str:

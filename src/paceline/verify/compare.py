@@ -96,15 +96,20 @@ class Run:
         width = max((recording.width for recording in recordings), default=1)
         # A script that has prepared no model has no plan: each of its ranks may read rows of its own.
         planned = any(recording.of_kind("prepared") for recording in recordings)
-        readers = [by_share[index] for index in sorted(by_share)] if planned and width > 1 else list(recordings)
-        if planned and width == 1:
+        if not planned:
+            readers = list(recordings)
+        elif width == 1:
             readers = list(recordings[:1])
-        parts = [_steps(recording) for recording in readers]
-        all_parts = [_steps(recording) for recording in recordings]
+        else:
+            readers = [by_share[index] for index in sorted(by_share)]
+        steps_by_reader = [_steps(recording) for recording in readers]
+        steps_by_rank = [_steps(recording) for recording in recordings]
+        shortest = min(map(len, steps_by_rank), default=0)
         steps: list[Step] = []
-        for number in range(min(map(len, all_parts), default=0)):
-            of_readers = [part[number] for part in parts]
-            steps.append(_step(number + 1, of_readers, [part[number][-1] for part in all_parts]))
+        for number in range(shortest):
+            of_readers = [steps_of_reader[number] for steps_of_reader in steps_by_reader]
+            ends = [steps_of_rank[number][-1] for steps_of_rank in steps_by_rank]
+            steps.append(_step(number + 1, of_readers, ends))
         return cls(name, list(recordings), readers, steps)
 
     @property

@@ -115,11 +115,15 @@ def mark_watched(path: Path, watch: str) -> None:
 
 def registered_runs(folder: Path | None = None) -> list[RegisteredRun]:
     """All runs that have a file, those that began last first. Files that cannot be read are left out."""
-    folder = registry_folder() if folder is None else folder
-    entries = [_read(path) for path in folder.glob("*.json")]
-    readable = [entry for entry in entries if entry is not None]
-    readable.sort(key=lambda run: run.started, reverse=True)
-    return readable
+    if folder is None:
+        folder = registry_folder()
+    runs: list[RegisteredRun] = []
+    for path in folder.glob("*.json"):
+        run = _read(path)
+        if run is not None:
+            runs.append(run)
+    runs.sort(key=lambda run: run.started, reverse=True)
+    return runs
 
 
 def _write(path: Path, run: RegisteredRun) -> None:

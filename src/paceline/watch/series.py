@@ -105,8 +105,13 @@ class Series:
 
 def _extremes(points: Sequence[_Point]) -> list[_Point]:
     """The smallest, the largest and the first non-finite of some points, in their order."""
-    finite = [point for point in points if math.isfinite(point[2])]
-    not_finite = [point for point in points if not math.isfinite(point[2])]
+    finite: list[_Point] = []
+    not_finite: list[_Point] = []
+    for point in points:
+        if math.isfinite(point[2]):
+            finite.append(point)
+        else:
+            not_finite.append(point)
     extremes = set(not_finite[:1])
     if finite:
         extremes.add(min(finite, key=lambda point: point[2]))

@@ -326,16 +326,16 @@ class RunView:
         }
 
     def _memory(self, ranks: list[RankState]) -> dict[str, Any]:
-        forecast = None if self._plan is None else self._plan.memory_bytes
-        devices = [state.facts.memory_bytes for state in ranks if state.facts.memory_bytes]
+        memory: dict[str, Any] = {"peak": None, "peak_rank": None, "forecast": None}
+        if self._plan is not None:
+            memory["forecast"] = self._plan.memory_bytes
         reporting = [state for state in ranks if state.memory_peak]
-        fullest = max(reporting, key=lambda state: state.memory_peak, default=None)
-        return {
-            "peak": None if fullest is None else fullest.memory_peak,
-            "peak_rank": None if fullest is None else fullest.facts.rank,
-            "forecast": forecast,
-            "device": min(devices, default=None),
-        }
+        if reporting:
+            fullest = max(reporting, key=lambda state: state.memory_peak)
+            memory |= {"peak": fullest.memory_peak, "peak_rank": fullest.facts.rank}
+        devices = [state.facts.memory_bytes for state in ranks if state.facts.memory_bytes]
+        memory["device"] = min(devices, default=None)
+        return memory
 
     def _checkpoints(self, now: float) -> dict[str, Any]:
         last = [{**event, "age_s": round(now - event["t"], 1)} for event in self._events[records.CheckpointSaved]]

@@ -235,19 +235,24 @@ class DeepSpeedFolder:
 
     def moments(self) -> tuple[dict[str, Pieces], dict[str, dict[str, Any]]]:
         """States of the parameters' shapes, by key; and what else the optimizer keeps of each parameter. Not at stage 0."""
-        ranks = [state[self._optimizer_key]["state"] for state in self._states]
-        flat_groups = "fp32_flat_groups" if self.stage == 3 else "single_partition_of_fp32_groups"
+        states_by_rank = [state[self._optimizer_key]["state"] for state in self._states]
+        is_stage_3 = self.stage == 3
+        flat_groups = "fp32_flat_groups" if is_stage_3 else "single_partition_of_fp32_groups"
         sizes = [flat.numel() for flat in self._states[0][flat_groups]]
         keys: set[str] = set()
-        for number, state in ranks[0].items():
-            keys |= {key for key, value in state.items() if _is_flat(value, sizes[number])}
+        for number, state in states_by_rank[0].items():
+            for key, value in state.items():
+                if _is_flat(value, sizes[number]):
+                    keys.add(key)
         pieces: dict[str, Pieces] = {}
         for key in sorted(keys):
-            flats = [[states[number][key] for number in sorted(states)] for states in ranks]
-            parts = self._of_thirds(flats) if self.stage == 3 else self._of_groups(flats)
+            flats: list[list[Tensor]] = []
+            for states in states_by_rank:
+                flats.append([states[number][key] for number in sorted(states)])
+            parts = self._of_thirds(flats) if is_stage_3 else self._of_groups(flats)
             pieces[key] = Pieces(self.trained, parts)
         # What is no vector (a count of steps) is the same for all parameters of a group, and of all groups.
-        first = next(iter(ranks[0].values()), {})
+        first = next(iter(states_by_rank[0].values()), {})
         others = {key: value for key, value in first.items() if key not in keys}
         return pieces, {name: dict(others) for name in self.trained}
 

@@ -281,21 +281,29 @@ class Pipe(Runner):
         """The whole model's state: each rank's part, under the user's names, in the user's order."""
         # Every rank says what it holds; the tensors follow one rank at a time, so that no rank ever holds more than the
         # full state plus one rank's part.
-        own = {name: Described.of(value) if isinstance(value, Tensor) else value for name, value in state.items()}
+        own: dict[str, Any] = {}
+        for name, value in state.items():
+            own[name] = Described.of(value) if isinstance(value, Tensor) else value
         full: dict[str, Any] = {}
         for rank, part in enumerate(self.owners.gather_object(own)):
-            missing = {name: value for name, value in part.items() if name not in full}
-            full |= missing
-            tensors_of_rank = {name: value for name, value in missing.items() if isinstance(value, Described)}
+            described: dict[str, Described] = {}
+            for name, value in part.items():
+                if name in full:
+                    continue
+                full[name] = value
+                if isinstance(value, Described):
+                    described[name] = value
             if self.owners.rank == rank:
-                sent = [state[name] for name in tensors_of_rank]
+                sent = [state[name] for name in described]
             else:
-                sent = [described.empty(self._device) for described in tensors_of_rank.values()]
-            full |= zip(tensors_of_rank, self.owners.broadcast(sent, src=rank), strict=True)
+                sent = [description.empty(self._device) for description in described.values()]
+            full |= zip(described, self.owners.broadcast(sent, src=rank), strict=True)
         for names_of_one in self._tied:
             present = [name for name in names_of_one if name in full]
-            full |= {name: full[present[0]] for name in present}
-        return {name: full[name] for name in (*self._names, *full) if name in full}
+            for name in present:
+                full[name] = full[present[0]]
+        in_order = (*self._names, *full)
+        return {name: full[name] for name in in_order if name in full}
 
     # -- shapes, and evaluation ----------------------------------------------------------------------------------
 

@@ -100,8 +100,12 @@ def expand(hosts: str) -> list[str]:
     names: list[str] = []
     for part in re.findall(r"(?:[^,\[]|\[[^\]]*\])+", hosts):
         pieces = re.split(r"\[([^\]]*)\]", part.strip())
-        choices = [_range(piece) if odd % 2 else [piece] for odd, piece in enumerate(pieces)]
-        names += ["".join(chosen) for chosen in itertools.product(*choices)]
+        # The pieces at odd places stood in brackets.
+        choices: list[list[str]] = []
+        for place, piece in enumerate(pieces):
+            in_brackets = place % 2 == 1
+            choices.append(_range(piece) if in_brackets else [piece])
+        names += map("".join, itertools.product(*choices))
     return [name for name in names if name]
 
 

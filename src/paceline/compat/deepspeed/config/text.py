@@ -77,7 +77,9 @@ def plain(value: Any) -> Any:
         return {name: plain(item) for name, item in value}
     if isinstance(value, Block):
         return {item.name: plain(item.value) for item in value}
-    return [plain(item) for item in value] if isinstance(value, list) else value
+    if isinstance(value, list):
+        return [plain(item) for item in value]
+    return value
 
 
 def _of_dict(block: Mapping[Any, Any], code: str, *above: str) -> Block:
