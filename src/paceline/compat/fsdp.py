@@ -47,21 +47,28 @@ def plan_from(**keywords: Any) -> dict[str, Any]:
         ConfigError: `config-key`, `accelerate-feature`, `config-value`, `fsdp-object`: all that apply, at once.
 
     Example:
-        found = plan_from(sharding_strategy=ShardingStrategy.SHARD_GRAD_OP)
-        accelerator = Accelerator(plan=found["plan"], options=found["options"])
+        settings = plan_from(sharding_strategy=ShardingStrategy.SHARD_GRAD_OP)
+        accelerator = Accelerator(plan=settings["plan"], options=settings["options"])
     """
     problems: list[Problem] = []
     said = [Given("use_fsdp", "true", "code", "FSDP(...)")] if not keywords.get("sharding_strategy") else []
     for name, value in keywords.items():
         said += _read(_NAMES.get(name, name), value, f"FSDP({name}=...)", problems)
-    found = engines.translate(said, nodes_of(environment.snapshot()))
-    problems += found.problems
+    translated = engines.translate(said, nodes_of(environment.snapshot()))
+    problems += translated.problems
     if problems:
         raise ConfigError.of(problems)
-    plan = {each.name: each.value for each in found.given if not each.name.startswith(f"{options.NAME}.")}
+    plan: dict[str, Any] = {}
+    for given in translated.given:
+        if not given.name.startswith(f"{options.NAME}."):
+            plan[given.name] = given.value
     if "mixed_precision" in plan:
         plan["mixed_precision"] = _PRECISIONS.get(plan["mixed_precision"], plan["mixed_precision"])
-    return {"plan": plan, "options": options.merge(found.given)[0], "notes": list(engines.notices(found.unused))}
+    return {
+        "plan": plan,
+        "options": options.merge(translated.given)[0],
+        "notes": list(engines.notices(translated.unused)),
+    }
 
 
 def said_by(plugin: Any, place: str = "") -> list[Given]:
@@ -128,8 +135,8 @@ def _read(name: str, value: Any, where: str, problems: list[Problem]) -> list[Gi
     """One keyword of torch's as rows of the table have it."""
     row = f"{TORCH.rpartition('.')[2]}.{name}"
     if row not in FIELDS:
-        known = [each.attribute for each in FIELDS.values() if each.owner == TORCH]
-        near = nearest(name, known)
+        keywords = [entry.attribute for entry in FIELDS.values() if entry.owner == TORCH]
+        near = nearest(name, keywords)
         fix = f"write {near!r}" if near else "leave it out"
         problems.append(Problem("config-key", f"FSDP has no keyword {name!r}.", f"it stands in {where}", fix))
         return []
@@ -147,34 +154,34 @@ def _read(name: str, value: Any, where: str, problems: list[Problem]) -> list[Gi
 def _policy(value: Any, where: str, owner: str) -> list[Given]:
     """The fields of a `MixedPrecision`, a `MixedPrecisionPolicy`, a mapping of such, or one dtype for all."""
     if isinstance(value, Mapping):
-        held = dict(value)
+        dtypes = dict(value)
     elif is_dataclass(value):
-        held = {each.name: getattr(value, each.name) for each in fields(value)}
+        dtypes = {field.name: getattr(value, field.name) for field in fields(value)}
     else:
-        held = dict.fromkeys(("param_dtype", "reduce_dtype", "output_dtype"), value)
+        dtypes = dict.fromkeys(("param_dtype", "reduce_dtype", "output_dtype"), value)
     given = []
-    for name, one in held.items():
+    for name, dtype in dtypes.items():
         row = f"{owner}.{name}" if f"{owner}.{name}" in FIELDS else f"{MIXED.rpartition('.')[2]}.{name}"
-        if one is not None:
-            given.append(Given(row, plain(one), "code", where))
+        if dtype is not None:
+            given.append(Given(row, plain(dtype), "code", where))
     return given
 
 
 def _wrapping(policy: Any, where: str, problems: list[Problem]) -> list[Given]:
     """What torch's wrapping policies say; functions of a script's own cannot be read."""
-    held = dict(policy.keywords) if isinstance(policy, functools.partial) else {}
+    arguments = dict(policy.keywords) if isinstance(policy, functools.partial) else {}
     function = policy.func if isinstance(policy, functools.partial) else policy
     name, torchs = getattr(function, "__name__", type(function).__name__), TORCH.rpartition(".")[2]
-    classes = held.pop("transformer_layer_cls", None) or held.pop("module_classes", None)
+    classes = arguments.pop("transformer_layer_cls", None) or arguments.pop("module_classes", None)
     classes = classes or getattr(policy, "_module_classes", None)
-    if name == "size_based_auto_wrap_policy" and not held.keys() - {"min_num_params"}:
-        least = held.get("min_num_params")
+    if name == "size_based_auto_wrap_policy" and not arguments.keys() - {"min_num_params"}:
+        least = arguments.get("min_num_params")
         size = [Given(f"{torchs}.min_num_params", int(least), "code", where)] if least is not None else []
         return [Given(f"{torchs}.auto_wrap_policy", "size", "code", where), *size]
-    if classes and not held:
-        names = sorted(each.__name__ for each in classes)
+    if classes and not arguments:
+        names = sorted(kind.__name__ for kind in classes)
         return [Given(f"{torchs}.auto_wrap_policy", names, "code", where)]
-    if name == "transformer_auto_wrap_policy" and not held:
+    if name == "transformer_auto_wrap_policy" and not arguments:
         return [Given(f"{torchs}.auto_wrap_policy", "auto", "code", where)]
     problems.append(
         Problem(
@@ -189,11 +196,14 @@ def _wrapping(policy: Any, where: str, problems: list[Problem]) -> list[Given]:
 
 def _ignored(row: str, value: Any, where: str, problems: list[Problem]) -> list[Given]:
     """Names or patterns; modules and parameters of a model that nobody has seen yet have no names."""
-    held = [value] if isinstance(value, str) else list(value) if isinstance(value, Iterable) else [value]
-    if all(isinstance(each, str) for each in held):
-        patterns = [each.replace(r"\.", ".").replace(".*", "*") for each in held]
+    if isinstance(value, Iterable) and not isinstance(value, str):
+        entries = list(value)
+    else:
+        entries = [value]
+    if all(isinstance(entry, str) for entry in entries):
+        patterns = [entry.replace(r"\.", ".").replace(".*", "*") for entry in entries]
         return [Given(row, patterns, "code", where)] if patterns else []
-    kinds = sorted({type(each).__name__ for each in held})
+    kinds = sorted({type(entry).__name__ for entry in entries})
     problems.append(
         Problem(
             "fsdp-object",
