@@ -141,8 +141,9 @@ def swap_in_steps(optimizer: Optimizer, swap: Swap, *, closure_first: bool = Fal
                 raise closure_refused(self)
             with torch.enable_grad():
                 loss = closures[0]()
-            args = ()
-            kwargs = {}
+            # Other arguments of a script's own optimizer stay.
+            args = tuple(None if argument is closures[0] else argument for argument in args)
+            kwargs = {name: value for name, value in kwargs.items() if value is not closures[0]}
         opened = ExitStack()
         entered = False
 
