@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import signal
 import sys
 import tempfile
 import threading
@@ -27,6 +28,9 @@ os.environ.pop("PYTHONUNBUFFERED", None)
 # Launchers write down their runs below it.
 _state_folder = tempfile.TemporaryDirectory(prefix="paceline-state-")
 os.environ["XDG_STATE_HOME"] = _state_folder.name
+# A shell starts a background command with SIGINT ignored, which all its children inherit: tests of Ctrl-C would wait in vain.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.hookimpl(tryfirst=True)
