@@ -219,8 +219,8 @@ class Accumulation:
     # -- the scale -------------------------------------------------------------------------------------------
 
     @staticmethod
-    def checked(loss: object, named: Mapping[str, object]) -> Tensor:
-        """The loss, if `backward` can begin there; `named` are the keywords of `Tensor.backward`.
+    def checked(loss: object, keywords: Mapping[str, object]) -> Tensor:
+        """The loss, if `backward` can begin there; `keywords` are the keywords of `Tensor.backward`.
 
         Raises:
             TrainError: `backward-loss`.
@@ -231,7 +231,7 @@ class Accumulation:
         elif not loss.requires_grad:
             why = "no parameter that requires a gradient took part in it, or it was computed under torch.no_grad()"
             fix = "compute the loss from the prepared model's output, with gradients on; unfreeze what should learn"
-        elif loss.numel() != 1 and named.get("gradient") is None:
+        elif loss.numel() != 1 and keywords.get("gradient") is None:
             why = f"it has the shape {tuple(loss.shape)}, and a gradient is that of one number"
             fix = "take its mean: `accelerator.backward(loss.mean())`"
         else:

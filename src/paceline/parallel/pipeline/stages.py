@@ -70,7 +70,7 @@ class Stub(nn.Module):
     """Stands where a module is that another stage holds; keeps its plain attributes (a layer's type or number)."""
 
     def __init__(
-        self, name: str, stands_for: nn.Module, call: Callable[..., Any], held: nn.Module | None = None
+        self, name: str, stands_for: nn.Module, call: Callable[..., Any], held_module: nn.Module | None = None
     ) -> None:
         super().__init__()
         for key, value in vars(stands_for).items():
@@ -80,8 +80,8 @@ class Stub(nn.Module):
         own = {key: Spec.of(parameter) for key, parameter in stands_for.named_parameters(recurse=False)}
         # Code around may read `pos.weight[:9]`.
         self.__dict__["_tables"] = own or vars(stands_for).get("_tables", {})
-        if held is not None:
-            self._modules["held"] = held  # of another stage of this rank: to be found, not to be called
+        if held_module is not None:
+            self._modules["held"] = held_module  # of another stage of this rank: to be found, not to be called
 
     def forward(self, *args: object, **kwargs: object) -> Any:
         """What the module would have given, or the end of the pass."""
@@ -195,8 +195,8 @@ class Stages:
                 unit.module = unit.slots[unit.key] = self._stub(unit)
         self._swaps: dict[tuple[int, bool], list[Swap]] = {}
 
-    def _stub(self, unit: Unit, held: nn.Module | None = None) -> Stub:
-        return Stub(unit.name, unit.module, self._at_stub, held)
+    def _stub(self, unit: Unit, held_module: nn.Module | None = None) -> Stub:
+        return Stub(unit.name, unit.module, self._at_stub, held_module)
 
     def holds(self, name: str, stages: Sequence[int]) -> bool:
         """Whether a parameter or buffer, by its name, is held by some of `stages`: those outside of units are by all."""
