@@ -283,9 +283,9 @@ class Preparation:
 
     def _note_draws(self, facts: ModelFacts, names: list[str]) -> None:
         """Adds to the plan the modules that drew random numbers, and do not say so."""
-        said = dict(facts.random_layers)
+        random_layers = dict(facts.random_layers)
         kinds = dict(facts.modules)
-        others = [(name, kinds.get(name, "module")) for name in names if name not in said]
+        others = [(name, kinds.get(name, "module")) for name in names if name not in random_layers]
         if others:
             decision = randomness.decision(facts.name, others, "seen in the first pass")
             self.run.note(decision)
@@ -369,13 +369,15 @@ class Preparation:
             PlanError: `plan-open`. DataError: those of `prepare_loader`.
         """
         run = self.run
-        known = self.known_loader(loader)
-        if known is not None:
-            return known
+        prepared_loader = self.known_loader(loader)
+        if prepared_loader is not None:
+            return prepared_loader
         self.check_width()
         if self._seed is None:
-            said = run.settings.data_seed
-            self._seed = int(run.collectives.broadcast_object(torch.initial_seed() if said is None else said))
+            given_seed = run.settings.data_seed
+            self._seed = int(
+                run.collectives.broadcast_object(torch.initial_seed() if given_seed is None else given_seed)
+            )
         options = {
             "tail": "pad" if run.settings.even_batches else "divide",
             "dispatch": run.settings.dispatch_batches,
@@ -400,9 +402,9 @@ class Preparation:
         """The prepared loader, where this is one or was prepared before."""
         if isinstance(loader, PreparedLoader):
             return loader
-        for known in self.run.prepared.loaders:
-            if getattr(known, "original", None) is loader:
-                return known
+        for prepared_loader in self.run.prepared.loaders:
+            if getattr(prepared_loader, "original", None) is loader:
+                return prepared_loader
         return None
 
     def check_width(self) -> None:

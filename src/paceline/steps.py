@@ -37,7 +37,7 @@ class Steps:
         """Says nothing of loops over loaders that were never prepared: the script divides samples itself."""
         self._unprepared = None
 
-    def backward(self, loss: torch.Tensor, num_items: int | torch.Tensor | None, **named: object) -> None:
+    def backward(self, loss: torch.Tensor, num_items: int | torch.Tensor | None, **keywords: object) -> None:
         """See `Accelerator.backward`."""
         if any(entry.chain.runner is not None for entry in self._prepared.models):
             raise PlanError(
@@ -46,7 +46,7 @@ class Steps:
                 why=f"pp={self._run.plan.layout.pp}",
                 fix="use `accelerator.forward_backward(model, batch, loss_fn)`, which works under every plan",
             )
-        self._back(self.scaled(self._gradients.checked(loss, named), num_items), **named)
+        self._back(self.scaled(self._gradients.checked(loss, keywords), num_items), **keywords)
         with self._run.explaining_memory("backward"):
             self.finish_reduction()
 
@@ -104,10 +104,10 @@ class Steps:
         self.finish_reduction()
         return total / len(parts) if mean else total
 
-    def _back(self, loss: torch.Tensor, **named: object) -> None:
+    def _back(self, loss: torch.Tensor, **keywords: object) -> None:
         phase = self._run.events.phase("backward", loss)
         with self._run.explaining_memory("backward"), phase, self._failures_announced():
-            loss.backward(**named)
+            loss.backward(**keywords)
 
     @contextmanager
     def _failures_announced(self) -> Iterator[None]:

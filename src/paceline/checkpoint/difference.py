@@ -126,23 +126,23 @@ class Difference:
         return bool(self.only[0] or self.only[1] or self.unlike or self.values)
 
 
-def difference(one: Side, other: Side, atol: float = 0.0, seen: Callable[[int], None] | None = None) -> Difference:
+def difference(first: Side, other: Side, atol: float = 0.0, seen: Callable[[int], None] | None = None) -> Difference:
     """Compares two sides; where one is a model alone, the other's models alone count.
 
     Args:
-        one, other: `side(path)`.
+        first, other: `side(path)`.
         atol: values that differ by no more count as equal.
         seen: told how many bytes were compared, again and again.
     """
-    names, other_names = set(one.facts), set(other.facts)
-    value_names = one.values.keys() | other.values.keys()
-    if not (one.values and other.values):
+    names, other_names = set(first.facts), set(other.facts)
+    value_names = first.values.keys() | other.values.keys()
+    if not (first.values and other.values):
         names = {name for name in names if name.startswith(_MODELS)}
         other_names = {name for name in other_names if name.startswith(_MODELS)}
         value_names = set()
     unlike = []
     for name in sorted(names & other_names):
-        tensor = one.read(name)
+        tensor = first.read(name)
         differs = _compare(name, tensor, other.read(name), atol)
         if differs is not None:
             unlike.append(differs)
@@ -150,28 +150,28 @@ def difference(one: Side, other: Side, atol: float = 0.0, seen: Callable[[int], 
             seen(tensor.nbytes)
     values = {}
     for name in sorted(value_names):
-        pair = one.values.get(name, ...), other.values.get(name, ...)
+        pair = first.values.get(name, ...), other.values.get(name, ...)
         if not _same(*pair, atol):
             values[name] = pair
     only = tuple(sorted(names - other_names)), tuple(sorted(other_names - names))
     return Difference(only, tuple(unlike), values, len(names & other_names))
 
 
-def _compare(name: str, one: Tensor, other: Tensor, atol: float) -> Unlike | None:
-    dtypes = str(one.dtype).removeprefix("torch."), str(other.dtype).removeprefix("torch.")
-    shapes_ = tuple(one.shape), tuple(other.shape)
-    if one.shape != other.shape:
+def _compare(name: str, tensor: Tensor, other: Tensor, atol: float) -> Unlike | None:
+    dtypes = str(tensor.dtype).removeprefix("torch."), str(other.dtype).removeprefix("torch.")
+    shapes_ = tuple(tensor.shape), tuple(other.shape)
+    if tensor.shape != other.shape:
         return Unlike(name, shapes_, dtypes)
-    if one.dtype == other.dtype and torch.equal(one, other):
+    if tensor.dtype == other.dtype and torch.equal(tensor, other):
         return None
-    wide = torch.complex128 if one.is_complex() or other.is_complex() else torch.float64
-    first = one.to(wide)
+    wide = torch.complex128 if tensor.is_complex() or other.is_complex() else torch.float64
+    first = tensor.to(wide)
     second = other.to(wide)
     # Where both are NaN, or infinite alike, their difference is NaN and they are equal.
     equal = (first == second) | (first.isnan() & second.isnan())
     distances = (first - second).abs().masked_fill(equal, 0.0)
     beyond = ~(distances <= atol)
-    if one.dtype == other.dtype and not beyond.any():
+    if tensor.dtype == other.dtype and not beyond.any():
         return None
     if not first.numel():
         return Unlike(name, shapes_, dtypes, 0.0, 0.0)
@@ -184,11 +184,11 @@ def _compare(name: str, one: Tensor, other: Tensor, atol: float) -> Unlike | Non
     return Unlike(name, shapes_, dtypes, largest, relative, int(beyond.sum()))
 
 
-def _same(one: Any, other: Any, atol: float) -> bool:
-    if one == other or (one != one and other != other):  # NaN is no number that equals itself
+def _same(value: Any, other: Any, atol: float) -> bool:
+    if value == other or (value != value and other != other):  # NaN is no number that equals itself
         return True
     numbers = (int, float)
-    return type(one) in numbers and type(other) in numbers and bool(abs(one - other) <= atol)
+    return type(value) in numbers and type(other) in numbers and bool(abs(value - other) <= atol)
 
 
 def leaves(tree: object, path: str = "") -> Iterator[tuple[str, Any]]:

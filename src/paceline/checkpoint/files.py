@@ -57,11 +57,11 @@ def reading(path: str) -> Iterator[None]:
     except OSError as error:
         raise CheckpointError.of([os_problem(error, "reading")]) from None
     except pickle.UnpicklingError as error:
-        named = re.search(r"GLOBAL (\S+)", str(error))
+        global_name = re.search(r"GLOBAL (\S+)", str(error))
         raise CheckpointError(
             "checkpoint-unsafe",
             f"{path} holds more than tensors and plain values.",
-            why=f"it asks for {named[1]}" if named else str(error).split("\n", maxsplit=1)[0],
+            why=f"it asks for {global_name[1]}" if global_name else str(error).split("\n", maxsplit=1)[0],
             fix="if you trust whoever wrote it, read it with torch.load(path, weights_only=False) yourself",
         ) from None
     except (SafetensorError, EOFError, ValueError, RuntimeError, KeyError) as error:

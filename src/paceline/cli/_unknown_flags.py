@@ -112,19 +112,19 @@ def _behind_script(parser: Parser, words: Sequence[str], flags: Sequence[str]) -
     """Flags before the script that most probably are the script's own."""
     left = list(words)
     moved: list[str] = []
-    named: list[str] = []
+    known_flags: list[str] = []
     # The value of an unknown flag was taken for the script, so that what follows it has not been looked at yet.
     while flags:
         for flag in flags:
             value = "" if "=" in flag else _value_after(left, flag)
             place = left.index(flag)
             moved += [flag, value] if value else [flag]
-            named.append(flag.partition("=")[0])
+            known_flags.append(flag.partition("=")[0])
             del left[place : place + (2 if value else 1)]
         args, unknown = parser.parse_known_args(left)
         flags = [word for word in unknown if word.startswith("-")]
     script = [] if args.script else ["train.py"]
-    names = [f"`{flag}`" for flag in dict.fromkeys(named)]
+    names = [f"`{flag}`" for flag in dict.fromkeys(known_flags)]
     command = f"{parser.prog} {shlex.join([*left, *script, *moved])}"
     if len(names) == 1:
         what = f"{names[0]} is not a flag of `{parser.prog}`."

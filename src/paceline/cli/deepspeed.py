@@ -116,8 +116,8 @@ def _check(args: argparse.Namespace) -> None:
     if args.module and args.no_python:
         fix = "a module needs Python: leave --no_python out"
         problems.append(Problem("deepspeed-flag", "--module and --no_python cannot both be given.", fix=fix))
-    named = args.launcher.lower()
-    if named not in LAUNCHERS.names() or named == "local":
+    launcher_name = args.launcher.lower()
+    if launcher_name not in LAUNCHERS.names() or launcher_name == "local":
         launchers = ", ".join(name for name in LAUNCHERS.names() if name != "local")
         why, fix = f"known: {launchers}", "use one of these; openmpi serves for any MPI that mpirun belongs to"
         problems.append(Problem("deepspeed-flag", f"there is no launcher {args.launcher!r}.", why, fix))

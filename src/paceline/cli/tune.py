@@ -173,12 +173,12 @@ def _search_arguments(args: argparse.Namespace) -> tuple[dict[str, Any], dict[st
     return values, places
 
 
-def _whole(text: str, said: str) -> int:
+def _whole(text: str, message: str) -> int:
     if text.isdigit():
         return int(text)
     raise ConfigError(
         "tune-value",
-        f"--micro cannot be {said!r}.",
+        f"--micro cannot be {message!r}.",
         why="expected: MIN:MAX, two numbers of samples",
         fix="--micro 1:64",
     )

@@ -75,7 +75,7 @@ def _serve_children(name: str) -> None:
         return
     folder = str(FOR_CHILDREN / name)
     inherited = environment.snapshot().get("PYTHONPATH", "")
-    others = [each for each in inherited.split(os.pathsep) if each and each != folder]
+    others = [path for path in inherited.split(os.pathsep) if path and path != folder]
     environment.export({"PYTHONPATH": os.pathsep.join([folder, *others])})
     # Workers of `multiprocessing` take over the parent's path instead. Its first entry is the script's folder.
     if folder not in sys.path:

@@ -16,36 +16,36 @@ def refuse(name: str, why: str, fix: str) -> NoReturn:
 class _Absence(type):
     """Type of all stand-ins. A class, because scripts inherit from names and ask `isinstance` of them."""
 
-    _told: tuple[str, str, str]
+    _refusal: tuple[str, str, str]
 
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:
-        refuse(*cls._told)
+        refuse(*cls._refusal)
 
     def __getattr__(cls, name: str) -> Any:
         if name.startswith("_"):  # asked by inspection, not by a script
             raise AttributeError(name)
-        told, why, fix = cls._told
-        refuse(f"{told}.{name}", why, fix)
+        what, why, fix = cls._refusal
+        refuse(f"{what}.{name}", why, fix)
 
     def __iter__(cls) -> Any:
-        refuse(*cls._told)
+        refuse(*cls._refusal)
 
     def __len__(cls) -> int:
-        refuse(*cls._told)
+        refuse(*cls._refusal)
 
     def __getitem__(cls, key: Any) -> Any:
-        refuse(*cls._told)
+        refuse(*cls._refusal)
 
     def __contains__(cls, key: Any) -> bool:
-        refuse(*cls._told)
+        refuse(*cls._refusal)
 
     def __repr__(cls) -> str:
-        return f"<{cls._told[0]}, not carried by Paceline>"
+        return f"<{cls._refusal[0]}, not carried by Paceline>"
 
 
 def absent(name: str, why: str, fix: str) -> type:
     """A stand-in for `name` (written with its module, for messages)."""
-    return _Absence(name.rpartition(".")[2], (), {"_told": (name, why, fix), "__doc__": f"{name}: {why}. {fix}."})
+    return _Absence(name.rpartition(".")[2], (), {"_refusal": (name, why, fix), "__doc__": f"{name}: {why}. {fix}."})
 
 
 class AbsentModule(ModuleType):
@@ -53,9 +53,9 @@ class AbsentModule(ModuleType):
 
     def __init__(self, name: str, why: str, fix: str) -> None:
         super().__init__(name, f"{name}: {why}. {fix}.")
-        self._told = (why, fix)
+        self._refusal = (why, fix)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):
             raise AttributeError(name)
-        refuse(f"{self.__name__}.{name}", *self._told)
+        refuse(f"{self.__name__}.{name}", *self._refusal)

@@ -45,7 +45,8 @@ class Mender(MetaPathFinder):
         if name not in self.mend:
             return None
         others = (finder for finder in sys.meta_path if finder is not self)
-        spec = next((found for finder in others if (found := finder.find_spec(name, path, target))), None)
+        specs = (finder.find_spec(name, path, target) for finder in others)
+        spec = next((spec for spec in specs if spec), None)
         if spec is not None and spec.loader is not None:
             load = spec.loader.exec_module
 
@@ -62,8 +63,8 @@ class AbsentFinder(MetaPathFinder, Loader):
 
     def find_spec(self, name: str, path: Sequence[str] | None = None, target: Any = None) -> ModuleSpec | None:
         """A spec for the libraries of the table and what lies in them."""
-        known = name.partition(".")[0] in _ABSENT
-        return ModuleSpec(name, self, is_package=True) if known and not only_asked() else None
+        is_absent = name.partition(".")[0] in _ABSENT
+        return ModuleSpec(name, self, is_package=True) if is_absent and not only_asked() else None
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
         """A module that raises."""

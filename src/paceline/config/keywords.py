@@ -69,12 +69,12 @@ def _checked_function(function: Any) -> Any:
         return function  # it takes every name, and passes them on
 
     @wraps(function)
-    def call(*args: object, **named: object) -> Any:
+    def call(*args: object, **keywords: object) -> Any:
         try:
-            return function(*args, **named)
+            return function(*args, **keywords)
         except TypeError:
             accepted = [parameter.name for parameter in parameters if parameter.kind in _NAMED]
-            refuse_unknown(_shown(function), named, [name for name in accepted if name != "self"])
+            refuse_unknown(_shown(function), keywords, [name for name in accepted if name != "self"])
             raise
 
     return call

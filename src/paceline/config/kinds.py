@@ -133,12 +133,12 @@ def some_of(*words: str, none: str = "", every: str = "") -> Kind:
     alone = [word for word in (none, every) if word]
 
     def parse(text: str) -> str:
-        said = [word.strip().lower() for word in text.split(",")]
-        if said == [every] and every:
+        given_words = [word.strip().lower() for word in text.split(",")]
+        if given_words == [every] and every:
             return ",".join(words)
-        if said != [none] and not set(said) <= {*words}:
+        if given_words != [none] and not set(given_words) <= {*words}:
             raise ValueError(text)
-        return ",".join(dict.fromkeys(said))
+        return ",".join(dict.fromkeys(given_words))
 
     expected = ", ".join([*alone, *words]) + "; several joined by commas"
     return Kind(expected, parse, "|".join([*alone, *words]))

@@ -80,7 +80,7 @@ def merge(given: Iterable[Given]) -> tuple[dict[str, dict[str, Any]], tuple[Choi
     """Takes for each option the value of the strongest source, and says which one that was."""
     choices: dict[str, Choice] = {}
     own = [value for value in given if value.name.startswith(f"{NAME}.")]
-    for value in sorted(own, key=lambda one: SOURCES.index(one.source)):
+    for value in sorted(own, key=lambda given_option: SOURCES.index(given_option.source)):
         before = choices.get(value.name)
         instead = f"instead of {before.value} ({before.where})" if before else ""
         choices[value.name] = Choice(value.name, value.value, value.source, value.where, instead)

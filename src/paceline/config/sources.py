@@ -372,9 +372,9 @@ def _file_for(given: Sequence[Given], env: Mapping[str, str], search: bool) -> s
         candidates = [value for value in given if own_name(value.name) == name]
         return str(sorted(candidates, key=_strength)[-1].value) if candidates else None
 
-    named = strongest("config")
-    if named is not None or not search:
-        return named
+    config_choice = strongest("config")
+    if config_choice is not None or not search:
+        return config_choice
     from paceline.config.places import default_file
 
     return default_file(env, compat=strongest("compat"))

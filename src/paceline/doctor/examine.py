@@ -303,9 +303,9 @@ class Examiner:
             return {}
         first = next(iter(self._active))
         self._ask_all("folder", {"do": "folder", "step": "look"}, _FOLDER_S)
-        made = self._ask("folder", {first: {"do": "folder", "step": "make"}}, _FOLDER_S)
-        if first not in made or made[first]["result"]:
-            error = made[first]["result"] if first in made else "it did not answer"
+        answers = self._ask("folder", {first: {"do": "folder", "step": "make"}}, _FOLDER_S)
+        if first not in answers or answers[first]["result"]:
+            error = answers[first]["result"] if first in answers else "it did not answer"
             return {first: FolderUse(error)}
         uses: dict[str, FolderUse] = {}
         for name, answer in self._ask_all("folder", {"do": "folder", "step": "use"}, _FOLDER_S).items():

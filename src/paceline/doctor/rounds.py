@@ -34,10 +34,10 @@ def rounds(hosts: Sequence[str], budget_s: float) -> tuple[float, list[list[Pair
     for _ in range(len(places) - 1):
         there: list[Pair] = []
         half = len(places) // 2
-        for one, other in zip(places[:half], reversed(places[half:]), strict=True):
-            if one is not None and other is not None:
-                there.append((one, other))
-        back = [(other, one) for one, other in there]
+        for first, other in zip(places[:half], reversed(places[half:]), strict=True):
+            if first is not None and other is not None:
+                there.append((first, other))
+        back = [(other, first) for first, other in there]
         plan += [pairs for pairs in (there, back) if pairs]
         places = [places[0], places[-1], *places[1:-1]]
     each_s = budget_s / max(len(plan), 1) - _OVERHEAD_S

@@ -16,7 +16,7 @@ def flags_of(settings: Launch, leave_out: Collection[str]) -> list[str]:
         settings: the merged settings.
         leave_out: names of settings that the other command learns in another way, or that are not for it.
     """
-    known = settings_of()
+    table = settings_of()
     words: list[str] = []
     for row in settings.decisions:
         if row.source == "default" or row.field in leave_out or row.value is None:
@@ -25,7 +25,7 @@ def flags_of(settings: Launch, leave_out: Collection[str]) -> list[str]:
             value = row.value if isinstance(row.value, str) else json.dumps(row.value)
             words += ["--option", f"{row.field.removeprefix('options.')}={value}"]
             continue
-        flag = known[row.field].flag
+        flag = table[row.field].flag
         if isinstance(row.value, bool):
             words.append(flag if row.value else f"--no-{flag.removeprefix('--')}")
         elif str(row.value).startswith("-"):

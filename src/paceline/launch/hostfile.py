@@ -91,7 +91,7 @@ def choose(
     problems = list(_conflicts(include, exclude, nodes, procs))
     slots_by_host = {slots.host: slots for slots in hosts}
     flag = "--include" if include else "--exclude"
-    named = {} if problems else _parsed(include or exclude, flag, slots_by_host, problems, open_ended)
+    slots_of_filter = {} if problems else _parsed(include or exclude, flag, slots_by_host, problems, open_ended)
     if nodes is not None and nodes > len(hosts):
         problems.append(
             Problem(
@@ -107,7 +107,7 @@ def choose(
         hosts = [Slots(slots.host, tuple(range(procs))) for slots in hosts]
     chosen = []
     for slots in hosts[:nodes]:
-        filtered = named.get(slots.host)
+        filtered = slots_of_filter.get(slots.host)
         if include and filtered is not None:
             chosen.append(Slots(slots.host, filtered or slots.ids))
         elif not include and filtered is None:
@@ -135,29 +135,31 @@ def _conflicts(include: str, exclude: str, nodes: int | None, procs: int | None)
 
 
 def _parsed(
-    text: str, flag: str, known: Mapping[str, Slots], problems: list[Problem], open_ended: bool
+    text: str, flag: str, slots_by_host: Mapping[str, Slots], problems: list[Problem], open_ended: bool
 ) -> dict[str, tuple[int, ...]]:
     """A filter's slots by host; none for a host alone."""
-    named: dict[str, tuple[int, ...]] = {}
+    slots_of_filter: dict[str, tuple[int, ...]] = {}
     for part in text.split("@") if text else []:
         name, colon, numbers = part.strip().partition(":")
         if not name or (colon and not re.fullmatch(r"\d+(,\d+)*", numbers)):
             form = "expected: HOST[:SLOT,SLOT...], several joined by @"
             problems.append(Problem("host-filter", f"{flag}: {part!r} cannot be read.", form, "node0:0,1@node1"))
-        elif name not in known:
-            close = nearest(name, known)
+        elif name not in slots_by_host:
+            close = nearest(name, slots_by_host)
             fix = f"write {close}" if close else "name one of these"
-            problems.append(Problem("host-filter", f"there is no host {name!r}.", f"hosts: {', '.join(known)}", fix))
-        elif name in named:
+            problems.append(
+                Problem("host-filter", f"there is no host {name!r}.", f"hosts: {', '.join(slots_by_host)}", fix)
+            )
+        elif name in slots_of_filter:
             problems.append(Problem("host-filter", f"{flag} names {name} twice.", text, "join its slots with commas"))
         else:
             ids = tuple(sorted({int(number) for number in numbers.split(",") if number}))
-            missing = [number for number in ids if number not in known[name].ids]
-            named[name] = ids
+            missing = [number for number in ids if number not in slots_by_host[name].ids]
+            slots_of_filter[name] = ids
             if missing and not open_ended:
-                there = ",".join(map(str, known[name].ids))
+                there = ",".join(map(str, slots_by_host[name].ids))
                 what = f"the host {name} has no slot {', '.join(map(str, missing))}."
                 problems.append(
                     Problem("host-filter", what, f"{flag} {part}; its slots: {there}", "name some of these")
                 )
-    return named
+    return slots_of_filter

@@ -94,17 +94,17 @@ def chosen(settings: Launch) -> tuple[Slots, ...]:
         ConfigError: `hostfile`, `host-filter`, `host-flags`; all problems of flags at once.
     """
     launch, said = settings.launch, _said(settings)
-    named = _hosts_of(settings) == "named"
-    by_whom = f"--hostfile {launch.hostfile}" if named else f"--on {launch.launcher}"
+    are_named = _hosts_of(settings) == "named"
+    by_whom = f"--hostfile {launch.hostfile}" if are_named else f"--on {launch.launcher}"
     problems = of_other_launchers(settings, launch.launcher)
     for name in _OF_ONE_NODE:
         if name in said:
             fix = "leave it out: the order of the hostfile numbers the nodes, --include chooses their slots"
-            if not named:
+            if not are_named:
                 fix = "leave it out: the launcher chooses the hosts and numbers them"
-            what = f"{name} is of one node, and {'a hostfile names' if named else 'the launcher starts'} all."
+            what = f"{name} is of one node, and {'a hostfile names' if are_named else 'the launcher starts'} all."
             problems.append(Problem("host-flags", what, f"{said[name]}; {by_whom}", fix))
-    if isinstance(launch.nodes, str) and named:
+    if isinstance(launch.nodes, str) and are_named:
         fix = "give one number, or start the command on each host without --hostfile"
         what = "a range of nodes cannot be started from one host."
         problems.append(Problem("host-flags", what, f"nodes={launch.nodes} ({said['nodes']})", fix))
@@ -114,11 +114,11 @@ def chosen(settings: Launch) -> tuple[Slots, ...]:
         )
         fix = "leave it out, or start the command on each host without --hostfile"
         problems.append(Problem("host-flags", what, f"store ({said['store']}); {by_whom}", fix))
-    if not named:
+    if not are_named:
         problems += _of_a_hostfile(settings)
     if problems:
         raise ConfigError.of(problems)
-    if not named:
+    if not are_named:
         procs = launch.gpus_per_node if launch.procs == "auto" else launch.procs
         slots = tuple(range(int(procs or 1)))
         return tuple(Slots(f"node{number}", slots) for number in range(range_of_nodes(launch.nodes)[1]))

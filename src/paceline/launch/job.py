@@ -45,8 +45,8 @@ def job_of(settings: Launch, script: str, args: Sequence[str], env: Mapping[str,
         )
     accelerators = _accelerators(settings, env)
     procs = launch.procs if isinstance(launch.procs, int) else launch.gpus_per_node or max(accelerators.count, 1)
-    said = {row.field for row in settings.decisions if row.source != "default"}
-    misplaced = "" if "procs" in said else flag_for_script(args, _WIDTH_FLAGS)
+    given_fields = {row.field for row in settings.decisions if row.source != "default"}
+    misplaced = "" if "procs" in given_fields else flag_for_script(args, _WIDTH_FLAGS)
     if misplaced:
         number = f"{procs} process{'es' * (procs > 1)}"
         notices.append(
@@ -107,9 +107,9 @@ def _nodes(settings: Launch, env: Mapping[str, str], notices: list[str]) -> tupl
     As said, or as srun or mpirun says that started them.
     """
     launch, most = settings.launch, range_of_nodes(settings.launch.nodes)[1]
-    said = {row.field for row in settings.decisions if row.source != "default"}
+    given_fields = {row.field for row in settings.decisions if row.source != "default"}
     by_processes = "RANK" in env and not counts_pods(env)
-    around = World() if "nodes" in said or by_processes else World.detect(env)
+    around = World() if "nodes" in given_fields or by_processes else World.detect(env)
     if around.size > 1:
         if around.local_size > 1:
             raise LaunchError(
@@ -122,10 +122,10 @@ def _nodes(settings: Launch, env: Mapping[str, str], notices: list[str]) -> tupl
         port = launch.main_port or around.port
         return World(node=around.rank, nodes=around.size, address=around.address, port=port), True
     # torchrun's c10d numbers no nodes, nor do config files that name it: their rank of the machine says nothing then.
-    numbered = "node_rank" in said and launch.rdzv_backend == "static"
+    numbered = "node_rank" in given_fields and launch.rdzv_backend == "static"
     node_rank = launch.node_rank
     index = env.get("JOB_COMPLETION_INDEX", "")
-    if most > 1 and "node_rank" not in said and launch.rdzv_backend == "static" and index.isdecimal():
+    if most > 1 and "node_rank" not in given_fields and launch.rdzv_backend == "static" and index.isdecimal():
         # An Indexed Job numbers its pods. One node alone is no part of a run: its number counts something else.
         numbered, node_rank = True, int(index)
     if launch.store and launch.main_address is not None:
@@ -166,22 +166,22 @@ def _cores(settings: Launch, procs: int) -> tuple[int, ...]:
     if text == "no":
         return ()
     ours = host.core_numbers()
-    named = ours if text == "all" else tuple(sorted({core for part in text.split(",") for core in _span(part)}))
-    strange = [core for core in named if core not in ours]
+    cores = ours if text == "all" else tuple(sorted({core for part in text.split(",") for core in _span(part)}))
+    strange = [core for core in cores if core not in ours]
     where = next(row.where for row in settings.decisions if row.field == "bind_cores")
-    if strange or len(named) < procs:
+    if strange or len(cores) < procs:
         raise ConfigError(
             "bind-cores",
             f"{procs} processes cannot each have cores of their own.",
             why=[
-                f"bind_cores={text} ({where}) means {len(named)} cores",
+                f"bind_cores={text} ({where}) means {len(cores)} cores",
                 f"there is no core {strange[0]} for this command: it may use {len(ours)} ({_listed(ours)})"
                 if strange
                 else "",
             ],
             fix="name cores that are there, at least one for each process, or leave it out",
         )
-    return named
+    return cores
 
 
 def _span(part: str) -> range:
@@ -242,8 +242,8 @@ def _threads(
 def _streams(settings: Launch, procs: int) -> dict[int, int] | None:
     """`--tee` by local rank; with a log directory and no word about it, both streams of all."""
     text = settings.launch.tee
-    said = next(row for row in settings.decisions if row.field == "tee").source != "default"
-    if not said:
+    is_given = next(row for row in settings.decisions if row.field == "tee").source != "default"
+    if not is_given:
         # Several ranks that somebody chose to see are to be told apart.
         several = len(shown_ranks(settings, procs) or ()) > 1
         return dict.fromkeys(range(procs), 3) if settings.launch.log_dir or several else None

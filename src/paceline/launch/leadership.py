@@ -142,6 +142,7 @@ class Leadership:
         if member_id in self.members:  # it has lost us, and ended its processes, before we noticed
             why = f"{self.membership.name_of(member_id)} lost its connection"
             self._remove(member_id, Cause("lost", why, member_id), now)
+        # It waits, also if it was a member a moment ago: a new round begins only after all processes of this one have ended.
         self.waiting.setdefault(member_id, now)
         self.peers.send(member_id, Joined(self.membership.me, self.number, is_member=False))
 
@@ -154,6 +155,7 @@ class Leadership:
     def on_closed(self, member_id: str, now: float) -> None:
         """A connection has ended: asks at once whether that launcher is still there."""
         if member_id in self.members:
+            # The end of a connection proves nothing (the link may have been cut), so the launcher is asked at its own port.
             self.suspects.add(member_id)
             self.peers.ask(self._place(member_id), member_id, Probe(), now)
         why = f"{self.membership.name_of(member_id)} was lost (its connection ended)"
@@ -187,6 +189,7 @@ class Leadership:
             self._watch_round(now)
         # Lengths first: this is looked at after every message of a member.
         has_all_reports = len(self.reports) >= len(self.members) and self.reports.keys() >= set(self.members)
+        # While a suspect may still be alive, nobody knows whether a quorum is left.
         if self.stage == "halt" and not self.suspects and has_all_reports:
             self._decide(now)
         if self.stage == "gather" and self.membership.end is None:

@@ -213,13 +213,13 @@ def decode(line: bytes) -> Message:
         ValueError: it is no message.
     """
     try:
-        said = json.loads(line, parse_constant=_no_number)
+        content = json.loads(line, parse_constant=_no_number)
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
-    kind = said.pop("kind", None) if isinstance(said, dict) else None
+    kind = content.pop("kind", None) if isinstance(content, dict) else None
     if not isinstance(kind, str) or kind not in _KINDS:
         raise ValueError("there is no message of that kind")
-    message: Any = read(_KINDS[kind], said, kind)
+    message: Any = read(_KINDS[kind], content, kind)
     return message  # type: ignore[no-any-return]
 
 

@@ -89,8 +89,8 @@ def notebook_launcher(
         with environment.patched(handed):
             return function(*args)
     if rdzv_endpoint:
-        master_addr, _, named = rdzv_endpoint.partition(":")
-        use_port = named or use_port
+        master_addr, _, port_text = rdzv_endpoint.partition(":")
+        use_port = port_text or use_port
     job = replace(
         _job(function, args, procs, accelerators, handed),
         nodes=num_nodes,
@@ -136,8 +136,8 @@ def _job(
     accelerators: host.Accelerators,
     handed: Mapping[str, str],
 ) -> Job:
-    said = environment.get("OMP_NUM_THREADS")
-    threads = said or max(host.cores() // procs, 1)
+    given_threads = environment.get("OMP_NUM_THREADS")
+    threads = given_threads or max(host.cores() // procs, 1)
     if accelerators.count and (place := who_touched(accelerators.kind)):
         print(
             f"paceline: {accelerators.kind} is in use in this session already ({place}). The processes start afresh, so they "

@@ -175,11 +175,11 @@ class End:
     error: Problem | None = None
 
 
-def member_name(member_id: str, decided: Round | None, known: Mapping[str, Member]) -> str:
+def member_name(member_id: str, decided: Round | None, members: Mapping[str, Member]) -> str:
     """What to call a launcher in messages: by its number in the last round, or by the one that it was given."""
     if decided is not None and member_id in decided.ids:
         return decided.name(member_id)
-    member = known.get(member_id)
+    member = members.get(member_id)
     if member is None:
         return "?"
     return f"node {member.node} ({member.host})" if member.node >= 0 else member.host

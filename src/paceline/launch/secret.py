@@ -32,17 +32,17 @@ def of_user() -> str:
     Raises:
         LaunchError: `launch-secret`, where it is too short, cannot be read or made, or may be read by others.
     """
-    said = environment.get("PACELINE_RUN_SECRET")
-    if said:
-        return _checked(said, "PACELINE_RUN_SECRET")
-    named = environment.get("PACELINE_RUN_SECRET_FILE")
+    given_secret = environment.get("PACELINE_RUN_SECRET")
+    if given_secret:
+        return _checked(given_secret, "PACELINE_RUN_SECRET")
+    given_path = environment.get("PACELINE_RUN_SECRET_FILE")
     try:
-        path = Path(named) if named else Path.home() / ".paceline" / "secret"
-        if not named and not path.exists():
+        path = Path(given_path) if given_path else Path.home() / ".paceline" / "secret"
+        if not given_path and not path.exists():
             _make(path)
         return _checked(_read(path), str(path))
     except (OSError, RuntimeError) as error:  # RuntimeError: this user has no home
-        why = f"{named or '~/.paceline/secret'}: {getattr(error, 'strerror', None) or error}"
+        why = f"{given_path or '~/.paceline/secret'}: {getattr(error, 'strerror', None) or error}"
         raise LaunchError("launch-secret", "the secret of this run cannot be read or made.", why, _FIX) from None
 
 

@@ -342,14 +342,16 @@ def _said_by(done: subprocess.CompletedProcess[str]) -> str:
     return "; ".join(line for line in lines if line) or f"exit code {done.returncode}"
 
 
-def _raise_refused(said: str, wanted: Sequence[str]) -> None:
-    if _UNREACHABLE.search(said):
-        raise _unreachable_error(said)
-    fix = next((fix for words, fix in _FIXES if words in said.lower()), "ask for something else, or see --sbatch-args")
+def _raise_refused(message: str, wanted: Sequence[str]) -> None:
+    if _UNREACHABLE.search(message):
+        raise _unreachable_error(message)
+    fix = next(
+        (fix for words, fix in _FIXES if words in message.lower()), "ask for something else, or see --sbatch-args"
+    )
     raise LaunchError(
         "slurm-refused",
         "SLURM does not take the job; nothing is in its queue.",
-        why=[f"SLURM says: {said}", *wanted, *_partitions()],
+        why=[f"SLURM says: {message}", *wanted, *_partitions()],
         fix=fix,
     )
 
@@ -361,14 +363,14 @@ def _partitions() -> list[str]:
     return done.stdout.replace("(null)", "none").splitlines() if done.returncode == 0 else []
 
 
-def _unreachable_error(said: str) -> LaunchError:
+def _unreachable_error(message: str) -> LaunchError:
     config = environment.snapshot().get("SLURM_CONF", "its default place")
     done = subprocess.run(["scontrol", "ping"], capture_output=True, text=True, timeout=_COMMAND_S, check=False)
     answers = [" ".join(line.split()) for line in done.stdout.splitlines() if " at " in line]
     return LaunchError(
         "slurm-unreachable",
         "SLURM's controller cannot be reached; nothing was submitted.",
-        why=[f"SLURM says: {said}", *answers, f"slurm.conf: {config}"],
+        why=[f"SLURM says: {message}", *answers, f"slurm.conf: {config}"],
         fix="see with `scontrol ping` whether it is up, and whether this host is one that may submit jobs",
     )
 

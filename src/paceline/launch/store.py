@@ -87,15 +87,19 @@ class Endpoint:
             problems.append("c10d:// has one host, and neither user nor password")
         user, _, password = login.partition(":")
         password = unquote(password) or str(environment.get("PACELINE_STORE_PASSWORD") or "")
-        named = {name: options[name] for name in _TLS_OPTIONS if name in options}
+        tls_options = {name: options[name] for name in _TLS_OPTIONS if name in options}
         tls = None
         if scheme == "etcds":
-            tls = {"ca": named.get("cacert", ""), "cert": named.get("cert", ""), "key": named.get("key", "")}
+            tls = {
+                "ca": tls_options.get("cacert", ""),
+                "cert": tls_options.get("cert", ""),
+                "key": tls_options.get("key", ""),
+            }
             problems += [
-                f"{name}={path} cannot be read" for name, path in named.items() if not os.access(path, os.R_OK)
+                f"{name}={path} cannot be read" for name, path in tls_options.items() if not os.access(path, os.R_OK)
             ]
-        elif named:
-            problems.append(f"{', '.join(named)} (--rdzv-conf) needs TLS: etcds://")
+        elif tls_options:
+            problems.append(f"{', '.join(tls_options)} (--rdzv-conf) needs TLS: etcds://")
         if problems:
             shown = re.sub(r"://[^@/]*@", "://...@", text)
             raise ConfigError(
@@ -187,8 +191,8 @@ class StoreLink:
         *lines, self._rest = (self._rest + data).split(b"\n")
         answers = []
         for line in lines:
-            said = json.loads(line)
-            answers.append((int(said["key"]), said["value"], str(said["trouble"]), bool(said["refused"])))
+            message = json.loads(line)
+            answers.append((int(message["key"]), message["value"], str(message["trouble"]), bool(message["refused"])))
         if answers:
             self._unanswered_since = None
         return answers, bool(data) and len(self._rest) < _LONGEST_ANSWER

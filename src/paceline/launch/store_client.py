@@ -138,10 +138,14 @@ class Etcd:
             text = answer.read(_LONGEST)
         finally:
             link.close()
-        said = json.loads(text) if answer.status != _TOO_OLD else {}
-        if answer.status == http.client.OK and isinstance(said, dict):
-            return said
-        why = str(said.get("message") or said.get("error")) if isinstance(said, dict) else f"status {answer.status}"
+        message = json.loads(text) if answer.status != _TOO_OLD else {}
+        if answer.status == http.client.OK and isinstance(message, dict):
+            return message
+        why = (
+            str(message.get("message") or message.get("error"))
+            if isinstance(message, dict)
+            else f"status {answer.status}"
+        )
         if any(word in why for word in ("auth", "permission", "token", "user name is empty")):
             raise Refused(why)
         if answer.status == _TOO_OLD:

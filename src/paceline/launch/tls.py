@@ -134,9 +134,11 @@ def _make(certificate: Path, key: Path) -> None:
         words = ["req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes", "-batch"]
         names = ["-subj", "/CN=paceline", "-days", str(_DAYS), "-keyout", str(key), "-out", str(certificate)]
         try:
-            made = subprocess.run([program, *words, *names], capture_output=True, text=True, timeout=_MAKE_S)
+            completed = subprocess.run([program, *words, *names], capture_output=True, text=True, timeout=_MAKE_S)
             problem = (
-                "" if made.returncode == 0 else f"openssl: {made.stderr.strip().splitlines()[-1:] or made.returncode}"
+                ""
+                if completed.returncode == 0
+                else f"openssl: {completed.stderr.strip().splitlines()[-1:] or completed.returncode}"
             )
         except (OSError, subprocess.TimeoutExpired) as error:
             problem = f"openssl: {error}"

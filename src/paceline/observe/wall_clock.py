@@ -67,7 +67,7 @@ class WallClock(Listener):
         self._clock = clock or HostClock()
         self._sums = dict.fromkeys(("total", *NAMES), 0.0)
         self._counted = 0  # steps in the sums
-        self._told = dict(self._sums), 0  # sums and steps in them at the last line
+        self._last_report = dict(self._sums), 0  # sums and steps in them at the last line
         self._ended: deque[_Taken] = deque()
         self._now = _Taken(1)
         self._finished = False
@@ -105,7 +105,7 @@ class WallClock(Listener):
             times = self._times(taken)
             if times.step == 2:  # the first one connected and built: it counts only while there is no other
                 self._sums = dict.fromkeys(self._sums, 0.0)
-                self._told = dict(self._sums), 0
+                self._last_report = dict(self._sums), 0
                 self._counted = 0
             for moment in taken.moments:
                 self._clock.back(moment)
@@ -142,10 +142,10 @@ class WallClock(Listener):
         return {name: ms / self._counted for name, ms in self._sums.items()} if self._counted else {}
 
     def _line(self, step: int) -> str:
-        before, counted = self._told
+        before, counted = self._last_report
         count = self._counted - counted
         since = {name: (ms - before[name]) / count for name, ms in self._sums.items()}
-        self._told = dict(self._sums), self._counted
+        self._last_report = dict(self._sums), self._counted
         phases = ", ".join(f"{name} {since[name]:.2f}" for name in NAMES if since[name] >= 0.005)
         over = f" (mean of {count})" if count > 1 else ""
         return f"step {step}{over}: {since['total']:.2f} ms = {phases}"

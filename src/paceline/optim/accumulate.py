@@ -145,6 +145,7 @@ class Accumulation:
             self._micro = 0
         self._micro += 1
         batch = self.batch
+        # The last batch of a loader ends its window early; the rest of the window would come from the next epoch.
         ends = self.sync_at_end and batch is not None and batch.last
         self.sync = ends or self._micro >= self.steps
         if self._micro == 1:
@@ -201,6 +202,7 @@ class Accumulation:
         self._divisor = state["divisor"]
         if self.sync:
             return
+        # A run with another number of ranks may have another number of micro-batches: the same share of the window is done.
         micro, rest = divmod(state["micro"] * self.steps, state["steps"])
         if rest:
             warn_once(
@@ -219,8 +221,8 @@ class Accumulation:
     # -- the scale -------------------------------------------------------------------------------------------
 
     @staticmethod
-    def checked(loss: object, named: Mapping[str, object]) -> Tensor:
-        """The loss, if `backward` can begin there; `named` are the keywords of `Tensor.backward`.
+    def checked(loss: object, keywords: Mapping[str, object]) -> Tensor:
+        """The loss, if `backward` can begin there; `keywords` are the keywords of `Tensor.backward`.
 
         Raises:
             TrainError: `backward-loss`.
@@ -231,7 +233,7 @@ class Accumulation:
         elif not loss.requires_grad:
             why = "no parameter that requires a gradient took part in it, or it was computed under torch.no_grad()"
             fix = "compute the loss from the prepared model's output, with gradients on; unfreeze what should learn"
-        elif loss.numel() != 1 and named.get("gradient") is None:
+        elif loss.numel() != 1 and keywords.get("gradient") is None:
             why = f"it has the shape {tuple(loss.shape)}, and a gradient is that of one number"
             fix = "take its mean: `accelerator.backward(loss.mean())`"
         else:
@@ -271,6 +273,7 @@ class Accumulation:
             batch = self._batch()
             # This rank has no sample in the global batch, but a row that other ranks hold.
             if batch is not None and batch.weights[batch.index] == 0:
+                # Times zero, and not left out: the backward pass of this rank takes part in the collectives of the others.
                 loss = loss * 0.0
                 num_items = 0
             return loss / self._items_divisor(int(num_items))
@@ -285,17 +288,21 @@ class Accumulation:
             loss = loss if share == 1.0 else loss * share
             return loss if self.steps == 1 else loss / self.steps
         rows = sum(batch.weights)
+        # A micro-batch may have several losses, each with its own `backward`; its rows count once.
         if self._counted != self._micro:
             self._counted = self._micro
             self._rows += rows
         window: float | None = self._window
         if window is None:
+            # The loader does not know how long the window will be. The first micro-batch gives an estimate, which all others of
+            # the window use too; the end of the window corrects it.
             if self._planned is None:
                 self._planned = float(rows * (1 if self.sync else self.steps))
             window = self._planned
         own = batch.weights[batch.index]
         if own == 0:
             return loss * 0.0
+        # Gradients are averaged over `width` ranks afterwards; times `width` here makes that average a sum over rows.
         divisor = window / (own * self.width)
         return loss if divisor == 1.0 else loss / divisor
 
@@ -324,6 +331,8 @@ class Accumulation:
         self._items = (self._items or 0) + num_items
         if self._divisor is None:
             (seen,) = self._collectives.sum_ints([num_items])
+            # Close to the number of items, so that gradients keep an ordinary size. A power of two divides without rounding,
+            # and the exact number replaces it at the end of the window.
             self._divisor = 2.0 ** round(max(1, seen * self.steps)).bit_length()
         return self._divisor
 

@@ -62,10 +62,12 @@ class Chain:
         wrapped = model
         for name in context.plan.strategies:
             strategy: Strategy = STRATEGIES.get(name)
+            # Each strategy wraps what the one before it returned, so the order of the plan is the order of nesting.
             context = replace(context, options=strategy.options(context.plan))
             outcome = strategy.apply(wrapped, context)
             applied[name] = outcome
             wrapped = outcome.wrapped
+            # Strategies that follow must know it: under a pipeline they work on stages, and not on the whole model.
             if isinstance(outcome, Runner):
                 context = replace(context, runner=outcome)
         return cls(context.plan, model, applied)

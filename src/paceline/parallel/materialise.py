@@ -42,9 +42,9 @@ class _Written(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Callable[..., Any], types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        named = kwargs or {}
-        self.memory.update(map(memory_of, tensors(written_arguments(func, args, named))))
-        return func(*args, **named)
+        keywords = kwargs or {}
+        self.memory.update(map(memory_of, tensors(written_arguments(func, args, keywords))))
+        return func(*args, **keywords)
 
 
 @dataclass

@@ -57,14 +57,14 @@ def read(
     problems = []
     for name, value in given.items():
         place = (places or {}).get(f"options.{strategy}.{name}", "")
-        said = f"it comes from {place}; " if place else ""
+        origin = f"it comes from {place}; " if place else ""
         if name not in options:
             close = get_close_matches(name, options, 1)
             problems.append(
                 Problem(
                     "strategy-option",
                     f"{strategy} has no option called {name!r}.",
-                    why=f"{said}options: {', '.join(options) or 'none'}",
+                    why=f"{origin}options: {', '.join(options) or 'none'}",
                     fix=f"write {close[0]!r}" if close else "use one of these, or leave it out",
                 )
             )
@@ -82,7 +82,7 @@ def read(
                 Problem(
                     "strategy-value",
                     f"{strategy}.{name} cannot be {short_repr(value)}.",
-                    why=f"{said}expected: {error}",
+                    why=f"{origin}expected: {error}",
                     fix=f"give it such a value{otherwise}",
                 )
             )

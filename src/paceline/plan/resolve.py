@@ -103,9 +103,11 @@ def _sizes(settings: Mapping[str, Any], world_size: int) -> tuple[dict[str, int]
 
 def _open(settings: Mapping[str, Any], decisions: Iterable[Decision]) -> tuple[str, ...]:
     """What somebody left to be chosen: "auto" that was said, and what follows from it where nothing else was."""
-    said = {decision.field for decision in decisions if decision.value == "auto" and decision.source != "default"}
+    auto_fields = {
+        decision.field for decision in decisions if decision.value == "auto" and decision.source != "default"
+    }
     searched = {axis.name for axis in AXES.values() if axis.searched}
-    left_open = said & {"shard", "zero", *searched}
+    left_open = auto_fields & {"shard", "zero", *searched}
     follows = ["shard", "zero"] if left_open & {"shard", "zero"} else []
     if left_open:
         follows.append("replicate")
@@ -128,7 +130,7 @@ def _stage(settings: Mapping[str, Any], layout: Layout) -> tuple[int, str]:
 
 
 def resolve(
-    plan: Plan, models: Iterable[ModelFacts], strategies: Iterable[Pass], found: Iterable[Problem] = ()
+    plan: Plan, models: Iterable[ModelFacts], strategies: Iterable[Pass], problems_before: Iterable[Problem] = ()
 ) -> Plan:
     """Chooses the chain of strategies for these models and checks everything before anything is touched.
 
@@ -136,7 +138,7 @@ def resolve(
         plan: the draft.
         models: facts of those that are prepared together.
         strategies: all there are.
-        found: problems that are known already, to be told together with those found here.
+        problems_before: problems that are known already, to be told together with those found here.
 
     Raises:
         PlanError: every problem of the plan with these models, in one error.
@@ -145,7 +147,7 @@ def resolve(
     strategies = sorted(strategies, key=lambda strategy: strategy.stage)
     chosen = [strategy for strategy in strategies if strategy.wanted(plan) and strategy.concerns(models)]
 
-    problems = [*found, *model_problems(plan, models), *_unserved_axes(plan, chosen, strategies)]
+    problems = [*problems_before, *model_problems(plan, models), *_unserved_axes(plan, chosen, strategies)]
     problems += option_problems(plan.options, plan.decisions, strategies)
     for strategy in chosen:
         for facts in models:

@@ -176,7 +176,7 @@ class Calibration:
 
 def rate_at(curve: Curve, size: float) -> float:
     """The rate at a size: between two measured sizes by a straight line over the sizes' logarithms, beyond them the nearest."""
-    place = bisect_left([known for known, _ in curve], size)
+    place = bisect_left([measured_size for measured_size, _ in curve], size)
     if place == 0:
         return curve[0][1]
     if place == len(curve):

@@ -355,13 +355,13 @@ class Progress:
         result = self.results[candidate]
         return score(self.tuning.metric, result.seconds, result.batch, self.flops.get(candidate, 0.0))
 
-    def _tie(self, one: Candidate, other: Candidate) -> bool:
+    def _tie(self, first: Candidate, other: Candidate) -> bool:
         """Whether two differ by no more than their own steps do among themselves, and by no more than a tenth."""
-        return self._difference(one, other) <= min(self._noise(one, other), 0.1)
+        return self._difference(first, other) <= min(self._noise(first, other), 0.1)
 
-    def _difference(self, one: Candidate, other: Candidate) -> float:
+    def _difference(self, first: Candidate, other: Candidate) -> float:
         """By what share of the better one two differ."""
-        one_score = self.score(one)
+        one_score = self.score(first)
         other_score = self.score(other)
         return abs(one_score - other_score) / max(abs(one_score), abs(other_score), 1e-12)
 

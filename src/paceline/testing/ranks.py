@@ -349,8 +349,10 @@ def _raise_failure(job: _Job, children: list[_Child], hung: list[_Child], printe
         what, detail = f"failed: {type(cause).__name__}: {cause}", child.result["trace"]
     elif hung:
         child, cause = hung[0], None
-        what = f"did not end within {job.timeout_s:g} s (hanging: rank {', '.join(str(one.rank) for one in hung)})"
-        detail = "".join(f"--- stacks of rank {one.rank}\n{_text(job, one.rank, 'stacks')}" for one in hung)
+        what = (
+            f"did not end within {job.timeout_s:g} s (hanging: rank {', '.join(str(hanging.rank) for hanging in hung)})"
+        )
+        detail = "".join(f"--- stacks of rank {hanging.rank}\n{_text(job, hanging.rank, 'stacks')}" for hanging in hung)
     else:
         return
     shown = f"\n--- printed by rank {child.rank}\n{printed[child.rank]}" if printed[child.rank] else ""

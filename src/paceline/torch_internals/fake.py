@@ -70,9 +70,9 @@ def swappable(mode: FakeTensorMode) -> Iterator[None]:
     """
     swap: Callable[[torch.Tensor, torch.Tensor], None] = torch.utils.swap_tensors
 
-    def forget_and_swap(one: torch.Tensor, other: torch.Tensor) -> None:
+    def forget_and_swap(first: torch.Tensor, other: torch.Tensor) -> None:
         mode.fake_tensor_converter.meta_converter.tensor_memo.clear()
-        swap(one, other)
+        swap(first, other)
 
     with replaced(torch.utils, "swap_tensors", forget_and_swap):
         yield

@@ -54,9 +54,9 @@ class Quiet(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        named = dict(kwargs or {})
+        keywords = dict(kwargs or {})
         if func in _PYTHON_SIGNATURES:
-            bound = _PYTHON_SIGNATURES[func].bind(*args, **named)
+            bound = _PYTHON_SIGNATURES[func].bind(*args, **keywords)
             if bound.arguments.get("training", _default(func)):
                 self._note()
                 bound.arguments["training"] = False
@@ -66,17 +66,17 @@ class Quiet(TorchFunctionMode):
             if len(args) > place and args[place]:
                 self._note()
                 args = (*args[:place], False, *args[place + 1 :])
-            elif named.get("train") or named.get("training"):
+            elif keywords.get("train") or keywords.get("training"):
                 self._note()
-                named["train" if "train" in named else "training"] = False
+                keywords["train" if "train" in keywords else "training"] = False
         elif func is functional.scaled_dot_product_attention:
-            if named.get("dropout_p"):
+            if keywords.get("dropout_p"):
                 self._note()
-                named["dropout_p"] = 0.0
+                keywords["dropout_p"] = 0.0
             elif len(args) > 4 and args[4]:
                 self._note()
                 args = (*args[:4], 0.0, *args[5:])
-        result = func(*args, **named)
+        result = func(*args, **keywords)
         if func in _DRAWING and isinstance(result, torch.Tensor):
             self.tell_draw(result)
         return result

@@ -270,11 +270,11 @@ class Recorder(Runtime):
             self._end(0)
 
     def _parameters(self, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-        named: dict[str, Tensor] = {}
+        tensors: dict[str, Tensor] = {}
         for parameter in (p for group in optimizer.param_groups for p in group["params"]):
-            name = self._names.get(id(parameter), f"unprepared[{len(named)}]")
-            named[name] = parameter
-        return named
+            name = self._names.get(id(parameter), f"unprepared[{len(tensors)}]")
+            tensors[name] = parameter
+        return tensors
 
     def _random(self) -> dict[str, str]:
         """Digests of the generators of this process."""
@@ -290,8 +290,8 @@ def _named(pairs: Iterator[tuple[str, Tensor]], prefix: str) -> dict[str, Tensor
     return {prefix + clean(name): tensor for name, tensor in pairs}
 
 
-def _sketches(named: Mapping[str, Tensor]) -> dict[str, list[float]]:
-    return {name: sketch(tensor) for name, tensor in named.items()}
+def _sketches(tensors: Mapping[str, Tensor]) -> dict[str, list[float]]:
+    return {name: sketch(tensor) for name, tensor in tensors.items()}
 
 
 def _double(tensor: Tensor) -> Tensor:

@@ -89,8 +89,8 @@ def read_header(folder: Path) -> RunHeader:
     """
     path = folder / HEADER
     try:
-        named = json.loads(path.read_text(encoding="utf-8"))
-        if not isinstance(named, dict) or not isinstance(named.get("version"), int):
+        header_values = json.loads(path.read_text(encoding="utf-8"))
+        if not isinstance(header_values, dict) or not isinstance(header_values.get("version"), int):
             raise ValueError("it has no version")
     except (OSError, ValueError) as error:
         raise ConfigError(
@@ -99,15 +99,15 @@ def read_header(folder: Path) -> RunHeader:
             why=f"{path}: {error.strerror if isinstance(error, OSError) else error}",
             fix="name the folder that `paceline launch --watch` printed; `paceline ps` lists the runs of this machine",
         ) from None
-    if named["version"] > VERSION:
+    if header_values["version"] > VERSION:
         raise ConfigError(
             "watch-version",
             f"the run in {folder} was recorded by a newer Paceline.",
-            why=f"{path} says version {named['version']}, and this Paceline reads up to version {VERSION}",
+            why=f"{path} says version {header_values['version']}, and this Paceline reads up to version {VERSION}",
             fix="show it with the Paceline that recorded it, or update this one",
         )
-    known = {entry.name for entry in fields(RunHeader)}
-    return RunHeader(**{name: value for name, value in named.items() if name in known})
+    field_names = {entry.name for entry in fields(RunHeader)}
+    return RunHeader(**{name: value for name, value in header_values.items() if name in field_names})
 
 
 def watch_folder(path: str | Path) -> Path:
@@ -196,8 +196,8 @@ class JournalWriter:
         """Replaces the file by one with fewer lines; a reader sees either, as a whole."""
         temporary = self.path.with_name(f".{self.path.name}.{self._pid}")
         lines = os.pread(self._file, self._size, 0).splitlines(keepends=True)
-        head, kept = thinned(lines, self._limit // 2)
-        data = b"".join([head, *kept])
+        head, kept_lines = thinned(lines, self._limit // 2)
+        data = b"".join([head, *kept_lines])
         new = os.open(temporary, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_TRUNC, 0o644)
         try:
             _write_all(new, data)

@@ -232,10 +232,10 @@ KINDS: dict[str, type[Record]] = {
 
 def line_of(record: Record, t: float) -> bytes:
     """A line of the journal, with its end."""
-    named: dict[str, Any] = {"t": round(t, 6), "kind": record.kind}
+    contents: dict[str, Any] = {"t": round(t, 6), "kind": record.kind}
     for name in _FIELDS[record.kind]:
-        named[name] = _plain(getattr(record, name))
-    return json.dumps(named, separators=(",", ":"), allow_nan=False).encode() + b"\n"
+        contents[name] = _plain(getattr(record, name))
+    return json.dumps(contents, separators=(",", ":"), allow_nan=False).encode() + b"\n"
 
 
 def _plain(value: object) -> object:
@@ -259,18 +259,18 @@ def record_of(line: bytes) -> tuple[float, Record | None]:
         ValueError: the line is damaged.
     """
     try:
-        named = json.loads(line)
+        contents = json.loads(line)
     except RecursionError as error:
         raise ValueError("it is nested too deeply") from error
-    if not isinstance(named, dict):
+    if not isinstance(contents, dict):
         raise ValueError("it is no object")
-    t = _number(named.get("t"))
+    t = _number(contents.get("t"))
     if not math.isfinite(t):
         raise ValueError("it has no moment")
-    kind = KINDS.get(_read_text(named.get("kind")))
+    kind = KINDS.get(_read_text(contents.get("kind")))
     if kind is None:
         return t, None
-    given = {name: read(named[name]) for name, read in _FIELDS[kind.kind].items() if name in named}
+    given = {name: read(contents[name]) for name, read in _FIELDS[kind.kind].items() if name in contents}
     record: Record = kind(**given)
     return t, record
 

@@ -132,13 +132,13 @@ def _write(path: Path, run: RegisteredRun) -> None:
 
 def _read(path: Path) -> RegisteredRun | None:
     try:
-        named: Any = json.loads(path.read_text(encoding="utf-8"))
+        contents: Any = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return None  # another command has removed it, or a crash of the system has damaged it
-    if not isinstance(named, dict) or not isinstance(named.get("pid"), int):
+    if not isinstance(contents, dict) or not isinstance(contents.get("pid"), int):
         return None
-    known = {entry.name for entry in fields(RegisteredRun)}
-    return RegisteredRun(**{name: value for name, value in named.items() if name in known})
+    field_names = {entry.name for entry in fields(RegisteredRun)}
+    return RegisteredRun(**{name: value for name, value in contents.items() if name in field_names})
 
 
 def _remove_oldest(folder: Path) -> None:

@@ -191,8 +191,8 @@ def _ranks(snapshot: Mapping[str, Any], rows: int) -> list[RenderableType]:
 def _shown_ranks(snapshot: Mapping[str, Any], rows: int) -> list[int]:
     """Places of the ranks that are shown: where not all fit, those that findings name, then the first ones."""
     rows_by_rank = {row["rank"]: place for place, row in enumerate(snapshot["ranks"])}
-    named = [rank for finding in snapshot["findings"] for rank in finding["ranks"] if rank in rows_by_rank]
-    wanted = list(dict.fromkeys([*named, *rows_by_rank]))[:rows]
+    blamed_ranks = [rank for finding in snapshot["findings"] for rank in finding["ranks"] if rank in rows_by_rank]
+    wanted = list(dict.fromkeys([*blamed_ranks, *rows_by_rank]))[:rows]
     return sorted(rows_by_rank[rank] for rank in wanted)
 
 

@@ -177,11 +177,11 @@ class RunView:
 
     def _note_history(self, t: float) -> None:
         speed = self._with_step_time(self._progress.recent(t))
-        known = {name: value for name, value in speed.items() if value is not None}
+        values = {name: value for name, value in speed.items() if value is not None}
         memories = [state.tick.memory or 0 for state in self._ranks.values() if state.tick is not None]
         if max(memories, default=0):
-            known["memory"] = float(max(memories))
-        self._history.add(round(t - self.header.started, 1), known)
+            values["memory"] = float(max(memories))
+        self._history.add(round(t - self.header.started, 1), values)
 
     def _count(self, record: records.Record) -> None:
         if isinstance(record, records.CheckpointSaved):

@@ -23,14 +23,14 @@ _WORD_S = 0.5  # how long a rank waits to learn who has left: the word and the c
 _POLL_S = 0.02
 
 
-def communicate(operation: str, call: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
+def communicate(operation: str, call: Callable[..., Any], *arguments: Any, **keywords: Any) -> Any:
     """Calls a collective of torch.distributed, whose errors name an address at best; gives what it gives.
 
     Raises:
         CollectiveError: `collective-failed`.
     """
     try:
-        return call(*arguments, **named)
+        return call(*arguments, **keywords)
     except RuntimeError as error:
         explanation = explain(operation, error)
         if explanation is None:

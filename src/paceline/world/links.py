@@ -207,8 +207,8 @@ class Links:
                 connection = _accepted(listener)
                 if connection is None:
                     continue
-                said, rank = _heard(connection)
-                if secrets.compare_digest(said, bytes.fromhex(word)) and rank in distance_of:
+                greeting, rank = _heard(connection)
+                if secrets.compare_digest(greeting, bytes.fromhex(word)) and rank in distance_of:
                     self._above[distance_of[rank]] = connection
                 else:
                     connection.close()
@@ -254,12 +254,12 @@ def _accepted(listener: socket.socket) -> socket.socket | None:
 def _heard(connection: socket.socket) -> tuple[bytes, int]:
     """What a caller says: the word, and its rank. A stranger may say anything."""
     connection.settimeout(_CALL_S)
-    said = bytearray(_CALL.size)
+    greeting = bytearray(_CALL.size)
     try:
-        _receive(connection, memoryview(said))
+        _receive(connection, memoryview(greeting))
     except OSError:
         return b"", -1
-    word, rank = _CALL.unpack(said)
+    word, rank = _CALL.unpack(greeting)
     return word, rank
 
 

@@ -77,6 +77,7 @@ class Messages:
             self._links.exchange(distance, outgoing, self.view[end:] if agreed else self._incoming)
             for _ in range(count if agreed else 0):
                 (size,) = WORD.unpack_from(self.view, end)
+                # No size: the other rank combines, or has learnt that a rank does.
                 if size <= 0:
                     agreed = False
                     break
@@ -111,6 +112,7 @@ class Messages:
                 layout.pack_into(self.view, 0, _COMBINED, topic, *window, *rest)
             self._links.exchange(distance, outgoing if agreed else self._disagreed, self._incoming)
             kind, their_topic, *their_numbers = layout.unpack_from(self.view, self.limit)
+            # A rank that has learnt of a disagreement goes on with the rounds, or the ranks after it would never hear of it.
             agreed = agreed and kind == _COMBINED and their_topic == topic
             if not agreed or not count:
                 continue

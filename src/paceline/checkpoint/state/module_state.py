@@ -104,11 +104,11 @@ def own_names(module: nn.Module, tied: Mapping[str, str]) -> dict[str, Tensor]:
         tied: the other names of tied parameters -> the first.
     """
     own = {clean(name): parameter for name, parameter in unwrap(module).named_parameters()}
-    named: dict[str, Tensor] = {}
+    tensors_by_name: dict[str, Tensor] = {}
     for name, parameter in own.items():
         first = tied.get(name, name)
-        named[name if first in own else first] = parameter
-    return named
+        tensors_by_name[name if first in own else first] = parameter
+    return tensors_by_name
 
 
 def parameter_names(
@@ -129,7 +129,7 @@ def parameter_names(
     for model, module in models.items():
         for name, parameter in own_names(module, (tied or {}).get(model, {})).items():
             owners.setdefault(parameter, (model, name))
-    named = {parameter: owners[parameter] for parameter in wanted if parameter in owners}
-    if len({name for _, name in named.values()}) == len(named):
-        return {parameter: name for parameter, (_, name) in named.items()}
-    return {parameter: f"{model}.{name}" for parameter, (model, name) in named.items()}
+    owner_of = {parameter: owners[parameter] for parameter in wanted if parameter in owners}
+    if len({name for _, name in owner_of.values()}) == len(owner_of):
+        return {parameter: name for parameter, (_, name) in owner_of.items()}
+    return {parameter: f"{model}.{name}" for parameter, (model, name) in owner_of.items()}

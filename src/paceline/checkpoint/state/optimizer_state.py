@@ -53,18 +53,18 @@ class OptimizerState:
         for group in groups:
             del group["params"]
         encoded_groups = encoder.items(groups, f"{path}/groups")
-        named: dict[str, Any] = {}
+        state_by_name: dict[str, Any] = {}
         other: dict[Any, Any] = {}  # what an optimizer of the user's own keeps beside its parameters
         for key, item in state.pop("state").items():
             if isinstance(key, int):
-                named[names[key]] = encoder.encode(item, f"{path}/{names[key]}")
+                state_by_name[names[key]] = encoder.encode(item, f"{path}/{names[key]}")
             else:
                 other[key] = item
         return {
             "type": type(self.optimizer).__qualname__,
             "groups": encoded_groups,
             "members": self.groups,
-            "state": named,
+            "state": state_by_name,
             "other": encoder.encode(other, f"{path}/other"),
             "extra": encoder.encode(state, f"{path}/extra"),
         }

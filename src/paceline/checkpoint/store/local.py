@@ -178,12 +178,12 @@ def _relative_files(folder: str) -> list[str]:
     return [os.path.relpath(os.path.join(base, name), folder) for base, _, names in os.walk(folder) for name in names]
 
 
-def _exchange(one: str, other: str) -> bool:
+def _exchange(path: str, other: str) -> bool:
     """Lets two paths change places at once; false where the system or the file system cannot."""
     rename = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None) if sys.platform == "linux" else None
     if rename is None:
         return False
-    if rename(_AT_FDCWD, os.fsencode(one), _AT_FDCWD, os.fsencode(other), _RENAME_EXCHANGE) == 0:
+    if rename(_AT_FDCWD, os.fsencode(path), _AT_FDCWD, os.fsencode(other), _RENAME_EXCHANGE) == 0:
         return True
     number = ctypes.get_errno()
     if number in (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP):

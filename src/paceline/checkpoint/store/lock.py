@@ -48,8 +48,8 @@ def this_run() -> dict[str, str]:
 
 def locked(folder: str, other: Mapping[str, str]) -> CheckpointError:
     """The error for a folder that another run holds."""
-    named = [f"{key} {other[key]}" for key in ("host", "pid", "since") if other.get(key)]
-    reasons = [", ".join(named) or "it has not said which"]
+    holder = [f"{key} {other[key]}" for key in ("host", "pid", "since") if other.get(key)]
+    reasons = [", ".join(holder) or "it has not said which"]
     if other.get("command"):
         reasons.append(f"its command: {other['command']}")
     return CheckpointError(

@@ -23,7 +23,7 @@ def scheme(url: str) -> str:
     return url.partition("://")[0] if "://" in url else ""
 
 
-def known(protocol: str) -> bool:
+def is_known(protocol: str) -> bool:
     """Whether fsspec knows a protocol, or was given it; its package may be missing still."""
     from fsspec.registry import known_implementations, registry
 

@@ -46,7 +46,7 @@ class RemoteStore:
     def serves(self, path: str) -> bool:
         """URLs of every protocol that fsspec knows, but for files of this machine."""
         protocol = objects.scheme(path)
-        return bool(protocol) and protocol not in _LOCAL and objects.known(protocol)
+        return bool(protocol) and protocol not in _LOCAL and objects.is_known(protocol)
 
     def resolve(self, path: str) -> str:
         """The URL without slashes at its end."""

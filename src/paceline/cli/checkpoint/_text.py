@@ -29,7 +29,7 @@ def age(created: float) -> str:
     return f"{seconds:.0f} s ago"
 
 
-def known(value: object) -> str:
+def or_dash(value: object) -> str:
     """A value in a table; "-" where it is not known."""
     return "-" if value is None else str(value)
 

@@ -21,7 +21,7 @@ _WIDEST = 60
 
 def configure(parser: argparse.ArgumentParser) -> None:
     parser.usage = "paceline checkpoint diff [--atol X] [--json] A B"
-    parser.add_argument("one", metavar="A", help="a checkpoint, or a folder of safetensors")
+    parser.add_argument("first", metavar="A", help="a checkpoint, or a folder of safetensors")
     parser.add_argument("other", metavar="B", help="what it is compared with")
     parser.add_argument("--atol", type=float, default=0.0, metavar="X", help="values this close count as equal [0]")
     parser.add_argument("--json", action="store_true", help="print JSON")
@@ -30,15 +30,15 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     from paceline.checkpoint.difference import difference, side
 
-    one = side(args.one)
+    first = side(args.first)
     other = side(args.other)
-    progress = _text.Progress(sum(shape.numel() * dtype.itemsize for shape, dtype in one.facts.values()))
-    result = difference(one, other, args.atol, progress)
+    progress = _text.Progress(sum(shape.numel() * dtype.itemsize for shape, dtype in first.facts.values()))
+    result = difference(first, other, args.atol, progress)
     progress.clear()
     if args.json:
         print(json.dumps(_json(result), indent=2))
     else:
-        print("\n".join(_lines(result, args.one, args.other)))
+        print("\n".join(_lines(result, args.first, args.other)))
     return 1 if result else 0
 
 
@@ -55,11 +55,11 @@ def _json(result: Difference) -> dict[str, Any]:
     }
 
 
-def _lines(result: Difference, one: str, other: str) -> list[str]:
+def _lines(result: Difference, first_path: str, other: str) -> list[str]:
     if not result:
         return [f"the same: {result.compared} tensors, and every value"]
     lines = []
-    for names, path in zip(result.only, (one, other), strict=True):
+    for names, path in zip(result.only, (first_path, other), strict=True):
         if names:
             lines += [f"only in {path}: {len(names)} tensors", *(f"  {name}" for name in names)]
     if result.unlike:

@@ -44,10 +44,10 @@ def _row(checkpoint: Entry) -> tuple[str, ...]:
         state = f"damaged: {facts['problems'][0]}"
     return (
         checkpoint.name,
-        _text.known(summary.step),
+        _text.or_dash(summary.step),
         "-" if summary.created is None else _text.age(summary.created),
         _text.size(checkpoint.bytes),
-        _text.known(summary.world_size),
-        _text.known(facts["plan"]),
+        _text.or_dash(summary.world_size),
+        _text.or_dash(facts["plan"]),
         state,
     )

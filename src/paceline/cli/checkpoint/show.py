@@ -32,7 +32,7 @@ def run(args: argparse.Namespace) -> int:
     else:
         summary, sizes = checkpoint_format.summary(store, home), store.files(home)
         as_json = {"format": checkpoint_format.name, **asdict(summary), "files": sizes}
-        lines = [_text.table([("format", checkpoint_format.name), ("step", _text.known(summary.step))])]
+        lines = [_text.table([("format", checkpoint_format.name), ("step", _text.or_dash(summary.step))])]
         lines += [f"files: {len(sizes)}, {_text.size(sum(sizes.values()))}"]
         lines += [_text.table([(name, _text.size(size)) for name, size in sizes.items()])]
     tensors = _tensors(home) if args.tensors else {}

@@ -19,7 +19,7 @@ class KwargsHandler:
 
     def to_dict(self) -> dict[str, Any]:
         """All fields."""
-        return {each.name: getattr(self, each.name) for each in fields(self)}  # type: ignore[arg-type]
+        return {entry.name: getattr(self, entry.name) for entry in fields(self)}  # type: ignore[arg-type]
 
     def to_kwargs(self) -> dict[str, Any]:
         """Fields that differ from those of an object for which nobody has said anything, in code or by a variable."""
@@ -161,11 +161,11 @@ class InitProcessGroupKwargs(KwargsHandler, SaidFields):
     timeout: timedelta | None = None
 
     def __post_init__(self) -> None:
-        said = {name: value for name, value in self.to_dict().items() if value is not None}
+        given_values = {name: value for name, value in self.to_dict().items() if value is not None}
         if self.timeout is None:
             # torch's own, for NCCL and for all others.
             self.timeout = timedelta(minutes=10 if self.backend == "nccl" else 30)
-        self.remember(said)
+        self.remember(given_values)
 
 
 @dataclass

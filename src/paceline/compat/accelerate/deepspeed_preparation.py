@@ -130,25 +130,25 @@ class DeepSpeedPreparation:
     def _accumulation_steps(self, plugin: DeepSpeedPlugin) -> int:
         """Micro-batches in a step: the config's, which the accelerator follows; else the accelerator's."""
         accelerator = self._accelerator
-        said = plugin.get_value("gradient_accumulation_steps")
-        if said is None or said == "auto":
+        given_steps = plugin.get_value("gradient_accumulation_steps")
+        if given_steps is None or given_steps == "auto":
             return int(accelerator.gradient_accumulation_steps)
-        if said != accelerator.gradient_accumulation_steps:
+        if given_steps != accelerator.gradient_accumulation_steps:
             warn_once(
                 "compat",
-                f"gradient_accumulation_steps is {accelerator.gradient_accumulation_steps} for the accelerator and {said} in "
-                "the DeepSpeed config: the config's counts.",
+                f"gradient_accumulation_steps is {accelerator.gradient_accumulation_steps} for the accelerator and "
+                f"{given_steps} in the DeepSpeed config: the config's counts.",
             )
-            accelerator.gradient_accumulation_steps = said
-        return int(said)
+            accelerator.gradient_accumulation_steps = given_steps
+        return int(given_steps)
 
     def _micro_batch(self, plugin: DeepSpeedPlugin, loaders: Sequence[Any]) -> int:
         """Rows of one rank's micro-batch: the config's, else the batch size of the loaders."""
-        said = plugin.get_value(_MICRO)
-        if said is not None and said != "auto":
-            return int(said)
+        given_size = plugin.get_value(_MICRO)
+        if given_size is not None and given_size != "auto":
+            return int(given_size)
         whole = plugin.get_value("train_batch_size")
-        if said is None and isinstance(whole, int):
+        if given_size is None and isinstance(whole, int):
             return whole // self._accelerator.num_processes // self._accumulation_steps(plugin)
         sizes = [loader.batch_size for loader in loaders if isinstance(getattr(loader, "batch_size", None), int)]
         if not sizes:

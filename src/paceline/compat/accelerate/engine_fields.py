@@ -171,8 +171,8 @@ def _axis(name: str, *cases: Case, owner: str = AXES, default: str = "", needs: 
 
 
 def _size(name: str, **means: Any) -> Field:
-    named = {key.replace("__", "."): value for key, value in means.items()}
-    return _axis(name, _asks_nothing("1|none"), Case("*", named), default="1|none")
+    dotted = {key.replace("__", "."): value for key, value in means.items()}
+    return _axis(name, _asks_nothing("1|none"), Case("*", dotted), default="1|none")
 
 
 _PARALLELISM = (

@@ -212,8 +212,8 @@ def get_max_memory(max_memory: Memory | None = None) -> Memory:
             why="devices are numbers (of accelerators, from 0), 'mps', 'cpu' and 'disk'",
             fix="write it as max_memory={0: '10GB', 'cpu': '30GB'}",
         )
-    named = [device for device in _NAMED_DEVICES if device in max_memory]
-    return {device: max_memory[device] for device in (*accelerators, *named)}
+    named_devices = [device for device in _NAMED_DEVICES if device in max_memory]
+    return {device: max_memory[device] for device in (*accelerators, *named_devices)}
 
 
 def _free_host_memory() -> int:

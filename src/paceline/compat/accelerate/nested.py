@@ -77,8 +77,8 @@ def recursively_apply(
     values = trees.children(data)
     # A leaf may be a dataclass, such as a `TensorInformation`.
     if values is not None and (isinstance(data, list | tuple | Mapping) or not test_type(data)):
-        named = {"test_type": test_type, "error_on_other_type": error_on_other_type, **kwargs}
-        return trees.rebuild(data, [recursively_apply(func, value, *args, **named) for value in values])
+        keywords = {"test_type": test_type, "error_on_other_type": error_on_other_type, **kwargs}
+        return trees.rebuild(data, [recursively_apply(func, value, *args, **keywords) for value in values])
     if test_type(data):
         return func(data, *args, **kwargs)
     if error_on_other_type:

@@ -169,7 +169,7 @@ def gather_tensor_shape(tensor: torch.Tensor | None) -> tuple[torch.Tensor, int]
     Returns the shape as a column, and the dtype's number in `TENSOR_TYPE_TO_INT`.
     """
     own = None if tensor is None else (list(tensor.shape), TENSOR_TYPE_TO_INT[tensor.dtype])
-    announced = [known for known in PartialState().collectives.gather_object(own) if known is not None]
+    announced = [spec for spec in PartialState().collectives.gather_object(own) if spec is not None]
     shape, dtype = announced[0]
     return torch.tensor(shape, dtype=torch.int32).unsqueeze(1), dtype
 
@@ -178,7 +178,7 @@ def copy_tensor_to_devices(tensor: torch.Tensor | None = None) -> torch.Tensor:
     """A tensor that one process has, on the device of each. Ranks: all; those that have none pass None."""
     state = PartialState()
     own = None if tensor is None else tensor.detach().cpu()
-    announced = [known for known in state.collectives.gather_object(own) if known is not None]
+    announced = [spec for spec in state.collectives.gather_object(own) if spec is not None]
     return cast(torch.Tensor, announced[0]).to(state.device)
 
 

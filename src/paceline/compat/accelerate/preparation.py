@@ -43,8 +43,8 @@ class AcceleratePreparation(Preparation):
     _rng_types: Sequence[Any] = ("generator",)
     _steps_with_optimizer = True
 
-    def __init__(self, *args: Any, **named: Any) -> None:
-        super().__init__(*args, **named)
+    def __init__(self, *args: Any, **keywords: Any) -> None:
+        super().__init__(*args, **keywords)
         self.elsewhere: list[nn.Module] = []
 
     def step_schedulers(self, splits_batches: bool, with_optimizer: bool) -> None:
@@ -109,9 +109,9 @@ class AcceleratePreparation(Preparation):
             return None
         return super().recipe_of(module, facts)
 
-    def prepare(self, objects: Sequence[Any], *args: Any, **named: Any) -> list[Any]:
+    def prepare(self, objects: Sequence[Any], *args: Any, **keywords: Any) -> list[Any]:
         """Prepares objects; the models among them are marked as prepared."""
-        results = super().prepare(objects, *args, **named)
+        results = super().prepare(objects, *args, **keywords)
         for result in results:
             if isinstance(result, nn.Module):
                 result._is_accelerate_prepared = True  # type: ignore[assignment]

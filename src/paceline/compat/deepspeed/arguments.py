@@ -88,13 +88,13 @@ def _mpu(mpu: Any, pipeline: bool) -> list[Problem]:
 
 
 def _local_rank(args: Any) -> list[Problem]:
-    said, world = getattr(args, "local_rank", None), World.detect()
-    if said is None or said == -1 or said == world.local_rank:
+    given_rank, world = getattr(args, "local_rank", None), World.detect()
+    if given_rank is None or given_rank == -1 or given_rank == world.local_rank:
         return []
     return [
         Problem(
             "deepspeed-local-rank",
-            f"args.local_rank is {said!r}, but this process is number {world.local_rank} on its host.",
+            f"args.local_rank is {given_rank!r}, but this process is number {world.local_rank} on its host.",
             f"LOCAL_RANK={world.local_rank} ({world.source}); {world.local_size} processes run on this host",
             "leave the default of `--local_rank` at -1, or start the script with `paceline launch --compat deepspeed`",
         )

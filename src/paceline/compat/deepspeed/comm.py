@@ -28,10 +28,10 @@ def _served(function: Callable[..., Any], **theirs: str) -> Callable[..., Any]:
     """A function of torch's that takes DeepSpeed's arguments, some of them under other names."""
 
     @wraps(function)
-    def call(*args: Any, **named: Any) -> Any:
+    def call(*args: Any, **keywords: Any) -> Any:
         for name in _LOGGED:
-            named.pop(name, None)
-        return function(*args, **{theirs.get(name, name): value for name, value in named.items()})
+            keywords.pop(name, None)
+        return function(*args, **{theirs.get(name, name): value for name, value in keywords.items()})
 
     return call
 

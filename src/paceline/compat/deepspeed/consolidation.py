@@ -82,14 +82,17 @@ def convert_zero_checkpoint_to_fp32_state_dict(
 
 
 def convert_zero_checkpoint_to_state_dict(
-    checkpoint_dir: str | os.PathLike[str], output_dir: str | os.PathLike[str], dtype: Any = torch.float32, **named: Any
+    checkpoint_dir: str | os.PathLike[str],
+    output_dir: str | os.PathLike[str],
+    dtype: Any = torch.float32,
+    **keywords: Any,
 ) -> None:
     """The same; weights stay in the precision in which they were kept."""
     if dtype not in (torch.float32, "float32", "fp32", None):
         warn_once(
             "compat", f"weights are written as they were kept, and not as {dtype}: use `engine.save_16bit_model`."
         )
-    convert_zero_checkpoint_to_fp32_state_dict(checkpoint_dir, output_dir, **named)
+    convert_zero_checkpoint_to_fp32_state_dict(checkpoint_dir, output_dir, **keywords)
 
 
 def load_state_dict_from_zero_checkpoint(

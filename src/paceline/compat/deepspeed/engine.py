@@ -161,20 +161,20 @@ class DeepSpeedEngine(Getters, nn.Module):
 
     # -- forward and backward --------------------------------------------------------------------------------------
 
-    def forward(self, *inputs: Any, **named: Any) -> Any:
+    def forward(self, *inputs: Any, **keywords: Any) -> Any:
         """Runs the model."""
         if not (self.training and torch.is_grad_enabled()):
-            return self._wrapped[0](*inputs, **named)
-        self._compare_rows(inputs, named)
-        runtime.current().micro_batch((inputs, named), self.batch.train)
+            return self._wrapped[0](*inputs, **keywords)
+        self._compare_rows(inputs, keywords)
+        runtime.current().micro_batch((inputs, keywords), self.batch.train)
         self.attendance.begins(self.micro_steps + 1)
         with self._hold():
-            return self._wrapped[0](*inputs, **named)
+            return self._wrapped[0](*inputs, **keywords)
 
-    def train(self, *inputs: Any, **named: Any) -> Any:
+    def train(self, *inputs: Any, **keywords: Any) -> Any:
         """Training mode, as for any module. Called with a batch, it runs the model and returns the loss."""
-        if named.keys() <= {"mode"} and all(isinstance(value, bool) for value in inputs):
-            super().train(*inputs, **named)
+        if keywords.keys() <= {"mode"} and all(isinstance(value, bool) for value in inputs):
+            super().train(*inputs, **keywords)
             self._wrapped[0].train(self.training)
             return self
         warn_once(
@@ -182,16 +182,16 @@ class DeepSpeedEngine(Getters, nn.Module):
             "`engine.train(**batch)` was called with a batch: it runs the model, as `engine(**batch)` does. Write that one.",
         )
         self.train(True)
-        output = self(*inputs, **named)
+        output = self(*inputs, **keywords)
         loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
         return output if loss is None else loss
 
-    def _compare_rows(self, inputs: tuple[Any, ...], named: Mapping[str, Any]) -> None:
+    def _compare_rows(self, inputs: tuple[Any, ...], keywords: Mapping[str, Any]) -> None:
         """Says where the batch of a whole step seems to be fed as one micro-batch."""
         batch = self.batch
         if batch.train == batch.micro:
             return
-        first = next((v for v in (*inputs, *named.values()) if isinstance(v, torch.Tensor) and v.dim()), None)
+        first = next((v for v in (*inputs, *keywords.values()) if isinstance(v, torch.Tensor) and v.dim()), None)
         if first is not None and first.shape[0] == batch.train:
             warn_once(
                 "compat",
@@ -377,7 +377,7 @@ class DeepSpeedEngine(Getters, nn.Module):
     def train_batch(self, data_iter: Any = None) -> Any:
         self._no_pipeline("train_batch")
 
-    def eval_batch(self, data_iter: Any = None, **named: Any) -> Any:
+    def eval_batch(self, data_iter: Any = None, **keywords: Any) -> Any:
         self._no_pipeline("eval_batch")
 
     def _no_pipeline(self, what: str) -> NoReturn:

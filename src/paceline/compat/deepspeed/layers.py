@@ -37,17 +37,17 @@ class Tied(nn.Module):
         return self._forward_fn(self.layer, hidden)
 
 
-def sharing(module: nn.Module, known: dict[int, nn.Module] | None = None) -> nn.Module:
+def sharing(module: nn.Module, twins: dict[int, nn.Module] | None = None) -> nn.Module:
     """Another module with the very parameters and buffers of `module`, so that it can stand in another stage too."""
-    known = {} if known is None else known
-    if id(module) not in known:
-        twin = known[id(module)] = copy.copy(module)
+    twins = {} if twins is None else twins
+    if id(module) not in twins:
+        twin = twins[id(module)] = copy.copy(module)
         for name in ("_parameters", "_buffers"):
             twin.__dict__[name] = dict(getattr(module, name))
         twin.__dict__["_modules"] = {
-            name: None if child is None else sharing(child, known) for name, child in module._modules.items()
+            name: None if child is None else sharing(child, twins) for name, child in module._modules.items()
         }
-    return known[id(module)]
+    return twins[id(module)]
 
 
 def tie(layer: nn.Module, first: nn.Module, names: Sequence[str], key: str) -> None:
@@ -84,9 +84,9 @@ def trim() -> None:
             release(0)
 
 
-def give_up(layers: Iterable[nn.Module], kept: Iterable[nn.Module]) -> None:
-    """Puts tensors of names and shapes alone in the place of those of `layers`, except what `kept` shares with them."""
-    stays = {id(tensor) for layer in kept for tensor in (*layer.parameters(), *layer.buffers())}
+def give_up(layers: Iterable[nn.Module], kept_layers: Iterable[nn.Module]) -> None:
+    """Puts tensors of names and shapes alone in the place of those of `layers`, except what `kept_layers` share with them."""
+    stays = {id(tensor) for layer in kept_layers for tensor in (*layer.parameters(), *layer.buffers())}
     replaced: dict[int, tuple[Tensor, Tensor]] = {}  # by id, so the old one must live as long
     for module in (inner for layer in layers for inner in layer.modules()):
         for slots in (module._parameters, module._buffers):

@@ -32,13 +32,13 @@ class _StandsFor(type):
     torch's own classes, and no subclasses of them: they step in fused kernels and are divided by rows.
     """
 
-    made: tuple[type, ...]
+    instance_types: tuple[type, ...]
 
-    def __call__(cls, *args: Any, **named: Any) -> Any:
-        return super().__call__(*args, **named) if "build" not in vars(cls) else cls.build(*args, **named)  # type: ignore[attr-defined]
+    def __call__(cls, *args: Any, **keywords: Any) -> Any:
+        return super().__call__(*args, **keywords) if "build" not in vars(cls) else cls.build(*args, **keywords)  # type: ignore[attr-defined]
 
     def __instancecheck__(cls, value: Any) -> bool:
-        return isinstance(value, cls.made) if "build" in vars(cls) else super().__instancecheck__(value)
+        return isinstance(value, cls.instance_types) if "build" in vars(cls) else super().__instancecheck__(value)
 
 
 def _refuse(name: str, why: str, fix: str) -> ConfigError:
@@ -63,19 +63,24 @@ def _clipped(name: str, max_grad_norm: float) -> None:
 
 
 def _adam(
-    name: str, params: Params, decoupled: bool, bias_correction: bool = True, max_grad_norm: float = 0.0, **named: Any
+    name: str,
+    params: Params,
+    decoupled: bool,
+    bias_correction: bool = True,
+    max_grad_norm: float = 0.0,
+    **keywords: Any,
 ) -> Optimizer:
     _clipped(name, max_grad_norm)
     if not bias_correction:
         raise _refuse(name, "bias_correction=False: torch's Adam always corrects its averages", "leave it out")
-    named = {"weight_decay": 0.0, **named, "betas": tuple(named.get("betas", (0.9, 0.999)))}
-    return (torch.optim.AdamW if decoupled else torch.optim.Adam)(params, **named)
+    keywords = {"weight_decay": 0.0, **keywords, "betas": tuple(keywords.get("betas", (0.9, 0.999)))}
+    return (torch.optim.AdamW if decoupled else torch.optim.Adam)(params, **keywords)
 
 
 class FusedAdam(torch.optim.Adam, metaclass=_StandsFor):
     """torch's AdamW (Adam, with `adam_w_mode=False`)."""
 
-    made = (torch.optim.Adam,)
+    instance_types = (torch.optim.Adam,)
 
     @staticmethod
     def build(params: Params, lr: float = 1e-3, bias_correction: bool = True, betas: tuple[float, float] = (0.9, 0.999),
@@ -88,7 +93,7 @@ class FusedAdam(torch.optim.Adam, metaclass=_StandsFor):
 class DeepSpeedCPUAdam(torch.optim.Adam, metaclass=_StandsFor):
     """torch's AdamW; where its states live, the config's `offload_optimizer` says."""
 
-    made = (torch.optim.Adam,)
+    instance_types = (torch.optim.Adam,)
 
     @staticmethod
     def build(model_params: Params, lr: float = 1e-3, bias_correction: bool = True,
@@ -101,7 +106,7 @@ class DeepSpeedCPUAdam(torch.optim.Adam, metaclass=_StandsFor):
 class DeepSpeedCPUAdagrad(torch.optim.Adagrad, metaclass=_StandsFor):
     """torch's Adagrad."""
 
-    made = (torch.optim.Adagrad,)
+    instance_types = (torch.optim.Adagrad,)
 
     @staticmethod
     def build(model_params: Params, lr: float = 1e-2, eps: float = 1e-10, weight_decay: float = 0.0, amsgrad: bool = False,
@@ -109,17 +114,17 @@ class DeepSpeedCPUAdagrad(torch.optim.Adagrad, metaclass=_StandsFor):
         return torch.optim.Adagrad(model_params, lr=lr, eps=eps, weight_decay=weight_decay)
 
 
-def _lamb(params: Params, max_grad_norm: float = 0.0, amsgrad: bool = False, **named: Any) -> Optimizer:
+def _lamb(params: Params, max_grad_norm: float = 0.0, amsgrad: bool = False, **keywords: Any) -> Optimizer:
     _clipped("Lamb", max_grad_norm)
     if amsgrad:
         raise _refuse("Lamb", "amsgrad=True: Lamb has no such form", "leave it out")
-    return Lamb(params, **named)
+    return Lamb(params, **keywords)
 
 
 class FusedLamb(Lamb, metaclass=_StandsFor):
     """Our `Lamb`."""
 
-    made = (Lamb,)
+    instance_types = (Lamb,)
 
     @staticmethod
     def build(params: Params, lr: float = 1e-3, bias_correction: bool = True, betas: tuple[float, float] = (0.9, 0.999),
@@ -130,7 +135,7 @@ class FusedLamb(Lamb, metaclass=_StandsFor):
                      min_coeff=min_coeff)  # fmt: skip
 
 
-def _muon(params: Params, lr: float = 1e-3, muon_lr: float | None = None, **named: Any) -> Optimizer:
+def _muon(params: Params, lr: float = 1e-3, muon_lr: float | None = None, **keywords: Any) -> Optimizer:
     """torch's Muon, which steps matrices alone."""
     groups = list(params)
     parameters = []
@@ -142,7 +147,9 @@ def _muon(params: Params, lr: float = 1e-3, muon_lr: float | None = None, **name
         why = f"Muon steps matrices, and {which} are none (biases, norms, embeddings of more axes)"
         raise _refuse("Muon", why, "use AdamW; or hand `initialize` an optimizer of your own that steps both kinds")
     accepted = inspect.signature(torch.optim.Muon).parameters
-    return torch.optim.Muon(groups, lr=muon_lr or lr, **{key: value for key, value in named.items() if key in accepted})
+    return torch.optim.Muon(
+        groups, lr=muon_lr or lr, **{key: value for key, value in keywords.items() if key in accepted}
+    )
 
 
 # What makes the types that DeepSpeed has, whatever their capital letters; all others are torch's, by their exact names.
@@ -171,14 +178,14 @@ def build(
     Raises:
         ConfigError: `deepspeed-optimizer`.
     """
-    said = {name: value for name, value in params.items() if value != "auto"}
-    _clipped(type, said.pop("max_grad_norm", 0.0))
-    named = {name: tuple(v) if isinstance(v, list) else v for name, v in said.items() if name not in _IDLE}
+    given_params = {name: value for name, value in params.items() if value != "auto"}
+    _clipped(type, given_params.pop("max_grad_norm", 0.0))
+    keywords = {name: tuple(v) if isinstance(v, list) else v for name, v in given_params.items() if name not in _IDLE}
     if type.lower() in ("adam", "adamw"):
-        mode = bool(said.get("adam_w_mode", said.get("adamw_mode", True)))
-        named["decoupled"] = mode or type.lower() == "adamw"
-        if said.get("torch_adam") and named["decoupled"]:
-            named.setdefault("weight_decay", 0.01)  # torch's own default then
+        mode = bool(given_params.get("adam_w_mode", given_params.get("adamw_mode", True)))
+        keywords["decoupled"] = mode or type.lower() == "adamw"
+        if given_params.get("torch_adam") and keywords["decoupled"]:
+            keywords.setdefault("weight_decay", 0.01)  # torch's own default then
     make = _OF_CONFIG.get(type.lower()) or getattr(torch.optim, type, None)
     if make is None or (inspect.isclass(make) and not issubclass(make, Optimizer)):
         why = f"{config.places.get('optimizer.type', config.source) if config else 'optimizer.type'} names it; neither "
@@ -186,6 +193,6 @@ def build(
             type, f"{why}DeepSpeed nor torch.optim has it", "write AdamW, or the name of a class in torch.optim"
         )
     try:
-        return make(list(parameters), **named)
+        return make(list(parameters), **keywords)
     except TypeError as error:
         raise _refuse(type, f"its params are {dict(params)}: {error}", "leave out what it does not take") from error

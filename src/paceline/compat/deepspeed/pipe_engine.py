@@ -56,8 +56,8 @@ class PipelineEngine(DeepSpeedEngine):
     module: PipelineModule
     _metric_fix = "leave `scheduler` out, and step one of the script's own: `ReduceLROnPlateau(engine.optimizer)`"
 
-    def __init__(self, *args: Any, **named: Any) -> None:
-        super().__init__(*args, **named)
+    def __init__(self, *args: Any, **keywords: Any) -> None:
+        super().__init__(*args, **keywords)
         self.grid: PipelineParallelGrid = self.module.mpu()
         interval = self.config["pipeline.activation_checkpoint_interval"]
         if interval:
@@ -216,7 +216,7 @@ class PipelineEngine(DeepSpeedEngine):
         shapes = group.broadcast_object(own_shapes)
         return batches or [(inputs, None) for inputs in shapes]
 
-    def _compare_rows(self, inputs: tuple[Any, ...], named: Any) -> None:
+    def _compare_rows(self, inputs: tuple[Any, ...], keywords: Any) -> None:
         """Says once where micro-batches are larger than the config's."""
         rows, batch = first_rows(inputs), self.batch
         if rows is not None and rows > batch.micro:

@@ -267,8 +267,8 @@ class FlopsProfiler:
             run()
         finally:
             tree.remove()
-        for (_, known), (_, other) in zip(self._profile.model.walk(), tree.take().walk(), strict=True):
-            known.latency_ms = other.latency_ms
+        for (_, counted_node), (_, other) in zip(self._profile.model.walk(), tree.take().walk(), strict=True):
+            counted_node.latency_ms = other.latency_ms
         self._profile.forward_ms = self._profile.model.latency_ms
 
     def end_profile(self) -> None:

@@ -26,11 +26,11 @@ def parse_args(args: Sequence[str] | None = None) -> argparse.Namespace:
     parser.set_defaults(
         hostfile=DLTS_HOSTFILE, master_port=_PORT, master_addr="", launcher="pdsh", enable_each_rank_log="None", autotuning=""
     )  # fmt: skip
-    said = parser.parse_args(args)
-    if said.script is None:
+    options = parser.parse_args(args)
+    if options.script is None:
         parser.error("the following arguments are required: user_script, user_args")
-    said.user_script, said.user_args = said.script, said.script_args
-    return said
+    options.user_script, options.user_args = options.script, options.script_args
+    return options
 
 
 def fetch_hostfile(hostfile_path: str | Path) -> dict[str, int] | None:

@@ -18,13 +18,13 @@ class EngineScheduler:
         self.calls = 0  # of the script's own, to `step`
         self._engine = engine
 
-    def step(self, *args: Any, **named: Any) -> None:
+    def step(self, *args: Any, **keywords: Any) -> None:
         """Does nothing without arguments; with them (a position, a metric) it is the scheduler's own.
 
         Once a script has called it as often as the engine stepped, this says so, with both numbers.
         """
-        if args or named:
-            self.prepared.scheduler.step(*args, **named)
+        if args or keywords:
+            self.prepared.scheduler.step(*args, **keywords)
             return
         self.calls += 1
         if self.calls == 1:

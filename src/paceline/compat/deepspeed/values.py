@@ -45,17 +45,17 @@ def safe_get_full_optimizer_state(param: Tensor, optim_state_key: str) -> Tensor
     return _of_owner(param, division, state)
 
 
-def _of_owner(param: Tensor, division: Any, held: Any) -> Any:
+def _of_owner(param: Tensor, division: Any, own_state: Any) -> Any:
     """A state that one rank along `shard` keeps whole, on all of them; a number is the same everywhere."""
     owners = getattr(division, "_owners", None)
     if owners is None:
-        return held
-    shape = torch.tensor([-1] if held is None else [held.dim()])
+        return own_state
+    shape = torch.tensor([-1] if own_state is None else [own_state.dim()])
     dist.broadcast(shape, group=division.group, group_src=owners[param])
     if shape.item() < 0:
         return None
     like = param.detach() if shape.item() else torch.zeros(())
-    data = torch.empty_like(like, dtype=torch.float32) if held is None else held.detach().float().clone()
+    data = torch.empty_like(like, dtype=torch.float32) if own_state is None else own_state.detach().float().clone()
     dist.broadcast(data, group=division.group, group_src=owners[param])
     return data
 
@@ -115,12 +115,12 @@ def _full(tensor: Tensor) -> Tensor:
     return full.float() if full.is_floating_point() else full  # type: ignore[no-any-return]
 
 
-def _put(held: Any, value: Tensor) -> None:
+def _put(target: Any, value: Tensor) -> None:
     with torch.no_grad():
-        if is_sharded(held):
-            local(held).copy_(part_of(value.to(local(held).dtype), held))
+        if is_sharded(target):
+            local(target).copy_(part_of(value.to(local(target).dtype), target))
         else:
-            held.copy_(value)
+            target.copy_(value)
 
 
 def _kept(optimizer: Any, param: Tensor, key: str) -> Any:

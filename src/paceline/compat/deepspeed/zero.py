@@ -55,7 +55,7 @@ class Init:
         module: nn.Module | None = None,
         *args: object,
         remote_device: str | torch.device | None = None,
-        **named: object,
+        **keywords: object,
     ) -> None:
         if remote_device not in (None, "none", "cpu"):
             warn_once(
@@ -139,11 +139,11 @@ def _gathered(params: list[Tensor], modifier: int | None) -> Iterator[None]:
     own = _of_engines(params)
     again = [_WHOLE[id(p)] for p in own if id(p) in _WHOLE]  # in a block around this one, which puts them back
     own = [p for p in own if id(p) not in _WHOLE]
-    held: list[tuple[Any, Tensor, Any]] = [(p, local(p), p._spec) for p in own if is_sharded(p)]
-    places = {id(p): _places(p) for p, _, _ in held}
+    sharded_parameters: list[tuple[Any, Tensor, Any]] = [(p, local(p), p._spec) for p in own if is_sharded(p)]
+    places = {id(p): _places(p) for p, _, _ in sharded_parameters}
     for parameter in own:
         _WHOLE[id(parameter)] = _Whole(whole(parameter.detach()), modifier)
-    for parameter, _, spec in held:
+    for parameter, _, spec in sharded_parameters:
         value = _WHOLE[id(parameter)].value
         plain = nn.Parameter(value, parameter.requires_grad)
         for module, name in places[id(parameter)]:
@@ -151,16 +151,16 @@ def _gathered(params: list[Tensor], modifier: int | None) -> Iterator[None]:
         parameter._local_tensor, parameter._spec = value, _replicated(spec)
     try:
         with ExitStack() as stack:
-            if held:
+            if sharded_parameters:
                 from torch.distributed.tensor.experimental import implicit_replication
 
                 stack.enter_context(implicit_replication())
-                for each in _models():
-                    stack.enter_context(undisturbed(each.module))
+                for prepared in _models():
+                    stack.enter_context(undisturbed(prepared.module))
             yield
     finally:
         ended = {id(p): _WHOLE.pop(id(p)) for p in own}
-        for parameter, part, spec in held:
+        for parameter, part, spec in sharded_parameters:
             for module, name in places[id(parameter)]:
                 module._parameters[name] = parameter
             parameter._local_tensor, parameter._spec = part, spec
@@ -168,7 +168,7 @@ def _gathered(params: list[Tensor], modifier: int | None) -> Iterator[None]:
         for outer in again:
             outer.modifier = modifier
             _broadcast(outer.value, modifier)
-    parts = {id(p): part for p, part, _ in held}
+    parts = {id(p): part for p, part, _ in sharded_parameters}
     with torch.no_grad():
         for parameter in own:
             seen = ended[id(parameter)]
@@ -193,14 +193,14 @@ def _broadcast(tensor: Tensor, src: int) -> None:
 def _of_engines(params: list[Tensor]) -> list[Any]:
     """Those that belong to a prepared model; ready to be gathered."""
     wanted = {id(p) for p in params}
-    known = set()
-    for each in _models():
-        own = {id(p) for p in each.module.parameters()} & wanted
+    prepared_ids = set()
+    for prepared in _models():
+        own = {id(p) for p in prepared.module.parameters()} & wanted
         if own:
-            each.chain.reshard()
-        known |= own
-    known |= wanted & _WHOLE.keys()
-    return [p for p in params if id(p) in known]
+            prepared.chain.reshard()
+        prepared_ids |= own
+    prepared_ids |= wanted & _WHOLE.keys()
+    return [p for p in params if id(p) in prepared_ids]
 
 
 def _models() -> Iterator[Any]:
@@ -209,5 +209,5 @@ def _models() -> Iterator[Any]:
 
 
 def _places(parameter: Tensor) -> list[tuple[nn.Module, str]]:
-    modules = (module for each in _models() for module in each.module.modules())
+    modules = (module for prepared in _models() for module in prepared.module.modules())
     return [(m, name) for m in modules for name, own in m._parameters.items() if own is parameter]

@@ -87,7 +87,7 @@ def _described(examination: Examination) -> str:
         return "no accelerator: runs use the CPU, and NCCL is not needed"
     parts = [f"{_counted(devices.names)} on each host"]
     if devices.no_peer_access:
-        pairs = listed(f"{one}-{other}" for one, other in devices.no_peer_access if one < other)
+        pairs = listed(f"{first}-{other}" for first, other in devices.no_peer_access if first < other)
         parts.append(f"no direct access between {pairs}")
     if not devices.health:
         parts.append("no tool that knows their health")

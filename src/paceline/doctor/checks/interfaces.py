@@ -20,9 +20,9 @@ def gloo_choice(network: Network) -> Choice:
     """What gloo does: GLOO_SOCKET_IFNAME, else the address of the host's own name, else loopback."""
     if network.gloo_variable:
         wanted = tuple(name.strip() for name in network.gloo_variable.split(","))
-        known = {card.name for card in network.interfaces}
+        interface_names = {card.name for card in network.interfaces}
         reason = f"GLOO_SOCKET_IFNAME={network.gloo_variable}"
-        return Choice(wanted, reason) if known.issuperset(wanted) else Choice((), reason)
+        return Choice(wanted, reason) if interface_names.issuperset(wanted) else Choice((), reason)
     for address in network.hostname_addresses:
         card = _with_address(network, address)
         if card is not None:

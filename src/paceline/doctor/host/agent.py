@@ -125,11 +125,11 @@ class Agent:
 
     def free_port(self) -> dict[str, Any]:
         """A port at which rank 0 may listen."""
-        held = host.hold_port(0)
+        listener = host.hold_port(0)
         try:
-            return {"port": int(held.getsockname()[1])}
+            return {"port": int(listener.getsockname()[1])}
         finally:
-            held.close()
+            listener.close()
 
     def all_reduce(self, request: dict[str, Any], first_rank: int, processes: int, timeout_s: float) -> dict[str, Any]:
         """Takes part in all-reduces with several processes, one for each device; see `torch_process.all_reduce`.

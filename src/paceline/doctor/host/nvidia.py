@@ -28,8 +28,8 @@ def device_health() -> tuple[tuple[DeviceHealth, ...], str]:
     except OSError as error:
         return (), f"nvidia-smi cannot be run ({error.strerror})"
     if done.returncode:
-        said = " ".join((done.stdout + done.stderr).split())
-        return (), f"nvidia-smi ended with {done.returncode}: {said[:200]}"
+        output = " ".join((done.stdout + done.stderr).split())
+        return (), f"nvidia-smi ended with {done.returncode}: {output[:200]}"
     try:
         return parse(done.stdout), ""
     except ElementTree.ParseError as error:

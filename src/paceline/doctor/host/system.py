@@ -105,13 +105,13 @@ def limits() -> dict[str, Limit]:
         "processes": "RLIMIT_NPROC",
         "core_files": "RLIMIT_CORE",
     }
-    known = {}
+    limits_by_field = {}
     for field, constant in names.items():
         number = getattr(resource, constant, None)
         if number is not None:
             soft, hard = resource.getrlimit(number)
-            known[field] = Limit(_limit(soft), _limit(hard))
-    return known
+            limits_by_field[field] = Limit(_limit(soft), _limit(hard))
+    return limits_by_field
 
 
 def _limit(value: int) -> int:

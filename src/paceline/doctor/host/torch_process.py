@@ -71,7 +71,7 @@ def _no_peer_access(module: Any, count: int) -> tuple[tuple[int, int], ...]:
     can_access = getattr(module, "can_device_access_peer", None)
     if can_access is None:
         return ()
-    pairs = [(one, other) for one in range(count) for other in range(count) if one != other]
+    pairs = [(first, other) for first in range(count) for other in range(count) if first != other]
     return tuple(pair for pair in pairs if not can_access(*pair))
 
 
@@ -128,11 +128,13 @@ def _time_all_reduce(num_bytes: int, device: torch.device) -> float:
 def main() -> int:
     """Answers the agent until the end of its input."""
     channel = StarterChannel()
-    found = versions()
+    installed = versions()
     while True:
         request = channel.receive()
         if request["do"] == "facts":
-            channel.answer(versions=asdict(found), devices=asdict(Devices() if found.torch_error else devices()))
+            channel.answer(
+                versions=asdict(installed), devices=asdict(Devices() if installed.torch_error else devices())
+            )
         else:
             try:
                 backend, times = all_reduce(request)

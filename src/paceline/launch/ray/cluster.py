@@ -106,21 +106,21 @@ def connect(address: str | None) -> bool:
 
     if ray.is_initialized():
         return False
-    named = address or environment.snapshot().get("RAY_ADDRESS") or ""
+    given_address = address or environment.snapshot().get("RAY_ADDRESS") or ""
     source = "--ray-address" if address else "RAY_ADDRESS"
-    if named and named not in ("auto", "local"):
-        _knock(named, source)
+    if given_address and given_address not in ("auto", "local"):
+        _knock(given_address, source)
     try:
         # Output comes through `remote.py`, with ranks; Ray's own way of showing it would drop repeated lines.
         ray.init(
-            address=named or "auto",
+            address=given_address or "auto",
             log_to_driver=False,
             logging_level=logging.ERROR,
-            include_dashboard=False if named == "local" else None,
+            include_dashboard=False if given_address == "local" else None,
         )
     except (ConnectionError, RuntimeError, ValueError, ray.exceptions.RayError) as error:
         text = " ".join(str(error).split())
-        where = f"{source}={named}" if named else "neither --ray-address nor RAY_ADDRESS is set"
+        where = f"{source}={given_address}" if given_address else "neither --ray-address nor RAY_ADDRESS is set"
         fix = "start one (`ray start --head`), or name its head: --ray-address HOST:6379"
         if "ersion mismatch" in text:
             fix = "run the command with the same Ray and Python as the cluster"
@@ -130,19 +130,19 @@ def connect(address: str | None) -> bool:
     return True
 
 
-def _knock(named: str, source: str) -> None:
+def _knock(given_address: str, source: str) -> None:
     """Sees whether anybody listens at an address: Ray itself would try for a minute, and log each time."""
-    host, _, port = named.rpartition("://")[2].rpartition(":")
+    host, _, port = given_address.rpartition("://")[2].rpartition(":")
     fix = "see that the cluster is up (`ray status` there), and that this host reaches that port"
     if not host or not port.isdigit():
-        why = f"{source}={named}; expected: HOST:PORT, such as 10.0.0.1:6379"
+        why = f"{source}={given_address}; expected: HOST:PORT, such as 10.0.0.1:6379"
         raise LaunchError("ray-cluster", "the address of the Ray cluster cannot be read.", why, "correct it")
     try:
         socket.create_connection((host.strip("[]"), int(port)), _CONNECT_S).close()
     except (OSError, OverflowError) as error:
         reason = (getattr(error, "strerror", None) or str(error)).lower()
-        why = f"{source}={named}: {reason}"
-        raise LaunchError("ray-cluster", f"no Ray cluster answers at {named}.", why, fix) from None
+        why = f"{source}={given_address}: {reason}"
+        raise LaunchError("ray-cluster", f"no Ray cluster answers at {given_address}.", why, fix) from None
 
 
 def nodes_of_cluster() -> list[Node]:
@@ -183,7 +183,7 @@ def reserve(bundle: Bundle, settings: RaySettings, least: int, most: int, asked_
     # This one keeps its place among those who wait, and tells a cluster that grows by itself what is wanted.
     group = _placed(bundle, strategy, least)
     begun = time.monotonic()
-    said = False
+    was_logged = False
     while not group.wait(_POLL_S):
         waited_s = time.monotonic() - begun
         if asked_to_end():
@@ -192,8 +192,8 @@ def reserve(bundle: Bundle, settings: RaySettings, least: int, most: int, asked_
         if settings.ray_wait_s is not None and waited_s > settings.ray_wait_s:
             remove_placement_group(group)
             raise no_room(nodes_of_cluster(), bundle, strategy, least, settings.ray_wait_s)
-        if not said and waited_s > _SAY_S:
-            said = True
+        if not was_logged and waited_s > _SAY_S:
+            was_logged = True
             needed = f"{least} x ({shown(bundle)})"
             say(f"waiting for room in the Ray cluster: {needed}, {strategy}")
     return group

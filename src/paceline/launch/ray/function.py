@@ -47,8 +47,8 @@ def run(
             of `paceline launch --on ray`.
         ConfigError: as `paceline launch`.
     """
-    named = {"launcher": "ray", "procs": procs, "nodes": nodes, "module": True, **settings}
-    given = [Given(name, value, "command line", f"run({name}=...)") for name, value in named.items()]
+    given_settings = {"launcher": "ray", "procs": procs, "nodes": nodes, "module": True, **settings}
+    given = [Given(name, value, "command line", f"run({name}=...)") for name, value in given_settings.items()]
     job = job_on_hosts(resolve_launch(given), _MODULE, (), environment.snapshot())
     handle = RayHandle(job, _packed(partial(function, *args)))
     outcome = handle.wait()

@@ -229,19 +229,19 @@ class Delivery:
 
     def _note_outage(self, error: Exception) -> None:
         if self.error is None:
-            said = str(error).strip().splitlines() or [type(error).__name__]
-            text = f"{self.tracker.name} does not answer: {said[0]}. Training goes on; values are kept in {self.path}."
+            lines = str(error).strip().splitlines() or [type(error).__name__]
+            text = f"{self.tracker.name} does not answer: {lines[0]}. Training goes on; values are kept in {self.path}."
             logger("observe").warning(text)
         self.error = error
 
     def _unsent(self, timeout_s: float) -> Problem:
-        said = str(self.error).strip().splitlines()[:1] if self.error else ["it is slower than the values come"]
+        lines = str(self.error).strip().splitlines()[:1] if self.error else ["it is slower than the values come"]
         lost = f" {self.lost:,} values were lost before, since the file was full." if self.lost else ""
         return Problem(
             "tracker-unsent",
             f"the last values for {self.tracker.name} could not be sent; they are kept in {self.path}.{lost}",
             why=[
-                f"the last attempt: {' '.join(said)}",
+                f"the last attempt: {' '.join(lines)}",
                 f"tried for {timeout_s:g} s after the end (PACELINE_TRACKER_FLUSH_S)",
             ],
             fix=f"once the server answers: `paceline trackers {self.path}`",

@@ -68,9 +68,9 @@ class LibraryTracker(ABC):
         except (PacelineError, TypeError):  # a TypeError is of an option in init_kwargs that there is not
             raise
         except Exception as error:  # each library has its own; what it says is the reason
-            said = " ".join(str(error).split()) or type(error).__name__
+            message = " ".join(str(error).split()) or type(error).__name__
             what = f"the tracker {self.name!r} cannot begin its run {run!r}."
-            why = [f"{self.package} says: {said}"]
+            why = [f"{self.package} says: {message}"]
             if self._earlier_run is not None:
                 why.append(f"it was to go on with its run {self._earlier_run}, which it wrote before")
             raise TrackerError("tracker-start", what, why=why, fix=self.without_server) from error

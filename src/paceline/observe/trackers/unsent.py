@@ -50,9 +50,9 @@ def _send(path: Path, file: int) -> int:
         sender.send(entries)
     except Exception as error:  # each client has its own errors for a server that does not answer
         what = f"the values in {path} could not be sent to {tracker}; they are still there."
-        said = " ".join(str(error).split()) or type(error).__name__
+        message = " ".join(str(error).split()) or type(error).__name__
         fix = f"once the server answers: `paceline trackers {path}`"
-        raise TrackerError("tracker-unsent", what, why=f"it says: {said}", fix=fix) from error
+        raise TrackerError("tracker-unsent", what, why=f"it says: {message}", fix=fix) from error
     path.unlink()
     if sender.refused:
         why = [f"{name}: {reason}" for name, reason in list(sender.refused.items())[:5]]

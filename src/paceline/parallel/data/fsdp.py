@@ -224,8 +224,8 @@ def forget_with(owner: nn.Module | Optimizer, forget: Callable[[], None]) -> Non
     plain: Callable[..., None] = type(owner).zero_grad
 
     @wraps(plain)
-    def zero_grad(self: nn.Module | Optimizer, *args: bool, **named: bool) -> None:
-        plain(self, *args, **named)
+    def zero_grad(self: nn.Module | Optimizer, *args: bool, **keywords: bool) -> None:
+        plain(self, *args, **keywords)
         forget()
 
     owner.zero_grad = MethodType(zero_grad, owner)  # type: ignore[method-assign]

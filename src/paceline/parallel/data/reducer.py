@@ -152,6 +152,7 @@ class Reducer:
             parameter.grad = None
 
     def _gradient_came(self, parameter: Tensor) -> None:
+        # Reductions of the failed pass are waited for although their results are dropped: the other ranks take part in them.
         if self._failed:
             self._failed = False
             self._wait_for_all()
@@ -160,6 +161,8 @@ class Reducer:
         if self._holding or bucket is None or bucket.launched:
             return
         bucket.arrived.add(parameter)
+        # Buckets are launched in one fixed order, also where a later one is complete first: collectives of all ranks must
+        # follow each other in the same order.
         while self._next_bucket < len(self._buckets):
             bucket = self._buckets[self._next_bucket]
             if len(bucket.arrived) < len(bucket.parameters):
@@ -169,12 +172,14 @@ class Reducer:
 
     @torch.no_grad()
     def _launch(self, bucket: _Bucket) -> None:
+        # Each reduction needs memory for its input until it is done, so the oldest ones are waited for first.
         while self._under_way and sum(other.bytes for other in self._under_way) + bucket.bytes > self._cap:
             self._wait_for(self._under_way.popleft())
         for parameter in bucket.parameters:
             self._set_aside(parameter)
         gradients = []
         for parameter in bucket.parameters:
+            # A rank that did not use a parameter takes part with zeros, since the other ranks reduce the whole bucket.
             gradients.append(torch.zeros_like(parameter) if parameter.grad is None else parameter.grad)
             parameter.grad = None
         bucket.launched = True
@@ -226,6 +231,7 @@ class Reducer:
             if not bucket.launched and not used_anywhere.isdisjoint(bucket.parameters):
                 self._launch(bucket)
         self._wait_for_all()
+        # A gradient may come after its bucket was launched (a second backward pass in the window): a second round adds it.
         for bucket, num_ranks in zip(self._buckets, late, strict=True):
             if num_ranks:
                 self._launch(bucket)
@@ -309,6 +315,7 @@ class Reducer:
         for parameter in self._parameters:
             if parameter.dim() or parameter not in used_anywhere:
                 continue
+            # A parameter without dimensions has no rows to divide, so every rank gets its whole gradient.
             whole = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad / 1
             whole.div_(self._width)
             self._reduced[parameter] = whole

@@ -157,7 +157,7 @@ class AppliedDDP(AppliedStrategy):
         group = context.mesh.gradient_group
         # PowerSGD waits inside its callbacks: with more than one bucket it deadlocks on gloo's two threads.
         one_bucket = options.comm_hook == "power_sgd" and context.device.type == "cpu"
-        named: dict[str, Any] = {} if options.broadcast_buffers else {"broadcast_buffers": False}
+        keywords: dict[str, Any] = {} if options.broadcast_buffers else {"broadcast_buffers": False}
         wrapped = DistributedDataParallel(
             model,
             device_ids=None if context.device.index is None else [context.device.index],
@@ -166,7 +166,7 @@ class AppliedDDP(AppliedStrategy):
             find_unused_parameters=options.find_unused_parameters is True,
             gradient_as_bucket_view=options.gradient_as_bucket_view,
             static_graph=options.static_graph,
-            **named,
+            **keywords,
         )
         super().__init__(wrapped, model)
         self._context = context
@@ -292,8 +292,8 @@ class AppliedDDP(AppliedStrategy):
 
     def _end_first_window(self) -> None:
         """Averages the gradients of the first window; turns DDP's search on if some rank left a parameter unused."""
-        named = [(name, p) for name, p in self.module.named_parameters() if p.requires_grad]
-        trained = [parameter for _, parameter in named]
+        named_parameters = [(name, p) for name, p in self.module.named_parameters() if p.requires_grad]
+        trained = [parameter for _, parameter in named_parameters]
         if all(parameter.grad is None for parameter in trained):
             return  # this backward was not for this model
         self._refuse_bypass()
@@ -304,7 +304,11 @@ class AppliedDDP(AppliedStrategy):
             return  # which parameters were used is a value, and a rehearsal has none: all are taken as used
         group = self.wrapped.process_group
         counts, places = _usage(trained, self._in_order(), group)
-        unused = [name for (name, _), count in zip(named, counts, strict=True) if count < dist.get_world_size(group)]
+        unused = [
+            name
+            for (name, _), count in zip(named_parameters, counts, strict=True)
+            if count < dist.get_world_size(group)
+        ]
         if unused:
             shown = ", ".join(unused[:3]) + (", ..." if len(unused) > 3 else "")
             logger("parallel").info("DDP searches for unused parameters: the loss did not reach %s", shown)

@@ -167,23 +167,23 @@ class Shard(Strategy):
         reshard, _ = _resolved_reshard(plan, options)
         inner = ("shard", "cp") if plan.layout.cp > 1 else "shard"
         output = None if options.output_dtype == "auto" else _DTYPES[options.output_dtype]
-        named: dict[str, Any] = {
+        keywords: dict[str, Any] = {
             "mesh": context.mesh.along("replicate", inner) if plan.layout.replicate > 1 else context.mesh.along(inner),
             "mp_policy": MixedPrecisionPolicy(_param_dtype(plan, options), _reduce_dtype(plan, options), output),
             "ignored_params": set(alone) or None,
         }
         if plan.offload != "no" and context.device.type != "cpu":
-            named["offload_policy"] = CPUOffloadPolicy()
+            keywords["offload_policy"] = CPUOffloadPolicy()
         present: dict[str, Any] = dict(model.named_modules())
         norms = _norms_apart(plan, options, context.facts, chosen)
         units = [present[name] for name in chosen.units if name in present and name not in norms]
         if apart := [present[name] for name in norms if name in present]:
-            fully_shard(apart, reshard_after_forward=False, **{**named, "mp_policy": MixedPrecisionPolicy()})
+            fully_shard(apart, reshard_after_forward=False, **{**keywords, "mp_policy": MixedPrecisionPolicy()})
         for unit in (*units, model):
             unit.register_forward_hook(_own_memory)
         for unit in reversed(units):
-            fully_shard(unit, reshard_after_forward=reshard, **named)
-        fully_shard(model, reshard_after_forward=False if reshard is False else None, **named)
+            fully_shard(unit, reshard_after_forward=reshard, **keywords)
+        fully_shard(model, reshard_after_forward=False if reshard is False else None, **keywords)
         refuse_copies(model)
         if options.prefetch != "auto":
             for at, unit in enumerate(units):

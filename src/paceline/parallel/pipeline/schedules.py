@@ -43,6 +43,7 @@ def order(name: str, ranks: int, stages_per_rank: int, microbatches: int) -> dic
         }
     placement = SCHEDULES[name].placement
     count = ranks * stages_per_rank
+    # torch makes its table from stages; these have the attributes that it reads, so that no model and no group is needed.
     own = [
         SimpleNamespace(
             stage_index=stage, num_stages=count, group_size=ranks, group_rank=0, is_last=stage == count - 1,
@@ -54,6 +55,7 @@ def order(name: str, ranks: int, stages_per_rank: int, microbatches: int) -> dic
     table = build(name, own, microbatches, lambda output, target: output).pipeline_order
     of_rank: dict[int, list[Action]] = {}
     for rank, actions in table.items():
+        # Schedules that overlap passes list two actions as one with parts.
         flat = [step for action in actions if action is not None for step in (action.sub_actions or (action,))]
         of_rank[rank] = [
             (step.computation_type.value, step.stage_index, step.microbatch_index)

@@ -70,7 +70,7 @@ class Stub(nn.Module):
     """Stands where a module is that another stage holds; keeps its plain attributes (a layer's type or number)."""
 
     def __init__(
-        self, name: str, stands_for: nn.Module, call: Callable[..., Any], held: nn.Module | None = None
+        self, name: str, stands_for: nn.Module, call: Callable[..., Any], held_module: nn.Module | None = None
     ) -> None:
         super().__init__()
         for key, value in vars(stands_for).items():
@@ -80,8 +80,8 @@ class Stub(nn.Module):
         own = {key: Spec.of(parameter) for key, parameter in stands_for.named_parameters(recurse=False)}
         # Code around may read `pos.weight[:9]`.
         self.__dict__["_tables"] = own or vars(stands_for).get("_tables", {})
-        if held is not None:
-            self._modules["held"] = held  # of another stage of this rank: to be found, not to be called
+        if held_module is not None:
+            self._modules["held"] = held_module  # of another stage of this rank: to be found, not to be called
 
     def forward(self, *args: object, **kwargs: object) -> Any:
         """What the module would have given, or the end of the pass."""
@@ -195,8 +195,8 @@ class Stages:
                 unit.module = unit.slots[unit.key] = self._stub(unit)
         self._swaps: dict[tuple[int, bool], list[Swap]] = {}
 
-    def _stub(self, unit: Unit, held: nn.Module | None = None) -> Stub:
-        return Stub(unit.name, unit.module, self._at_stub, held)
+    def _stub(self, unit: Unit, held_module: nn.Module | None = None) -> Stub:
+        return Stub(unit.name, unit.module, self._at_stub, held_module)
 
     def holds(self, name: str, stages: Sequence[int]) -> bool:
         """Whether a parameter or buffer, by its name, is held by some of `stages`: those outside of units are by all."""
@@ -226,13 +226,17 @@ class Stages:
             with begin:
                 yield visit
         finally:
+            # Also after an error: the user may go on with the model, and look at its modules.
             self.visit = None
             for slots, key, _, back in swaps:
                 slots[key] = back
 
     def arguments(self, received: Hidden | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """What the model is called with: the batch, or what the stage before sent where the model can begin there."""
-        return (args, kwargs) if self._begin_at is None or received is None else ((received,), {})
+        starts_at_first_block = self._begin_at is not None and received is not None
+        if starts_at_first_block:
+            return (received,), {}
+        return args, kwargs
 
     def _swaps_of(self, stage: int, record: bool) -> list[Swap]:
         """What stands where while a stage runs. Made at the first pass: strategies may have changed modules until then."""
@@ -261,6 +265,7 @@ class Stages:
                 why=f"{name} is in stage {owner}",
                 fix="call the prepared model as a whole; every rank gets its output",
             )
+        # The next stage begins here: an exception leaves the user's `forward`, and carries the hidden state out of it.
         if owner == visit.stage + 1 and name == self.first[owner] and (visit.entered or visit.stage == 0):
             raise Leave(args[0] if args else next(iter(kwargs.values()), None))
         if owner > visit.stage or visit.entered:
@@ -271,7 +276,10 @@ class Stages:
                 f"with {self.first[visit.stage]}",
                 fix=f"define it in the model where it runs, or set options={{'pipeline': {{'keep': ['{name}']}}}}",
             )
-        number = visit.calls[name] = visit.calls.get(name, 0) + 1
+        # An earlier stage has computed this module. `forward` still needs an output to go on with; a placeholder of the same
+        # shape is enough, as the first block of this stage takes the hidden state that was received in its place.
+        number = visit.calls.get(name, 0) + 1
+        visit.calls[name] = number
         given = self.outputs[name][number - 1]
         if args and isinstance(given, Spec) and isinstance(args[0], Tensor) and Spec.of(args[0]) == given:
             return args[0]  # is a placeholder already
@@ -315,6 +323,7 @@ class Stages:
             )
         if isinstance(output, Tensor):
             return output.contiguous()
+        # torch.distributed sends contiguous tensors only.
         return tuple(tensor.contiguous() for tensor in tensors_sent)
 
     def check(self, stage: int, output: object, received: Hidden | None) -> None:

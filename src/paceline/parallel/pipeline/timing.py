@@ -64,7 +64,9 @@ def measure(model: nn.Module) -> Iterator[Meter]:
         pipe.meter = None
 
 
-def measure_blocks(model: nn.Module, blocks: Sequence[str], *inputs: Any, turns: int = 3, **named: Any) -> list[float]:
+def measure_blocks(
+    model: nn.Module, blocks: Sequence[str], *inputs: Any, turns: int = 3, **keywords: Any
+) -> list[float]:
     """Seconds that each block takes forward and backward, for `split="time"`.
 
     Args:
@@ -85,7 +87,7 @@ def measure_blocks(model: nn.Module, blocks: Sequence[str], *inputs: Any, turns:
             for at, name in enumerate(blocks)
         ]
         with torch.no_grad():
-            model(*inputs, **named)
+            model(*inputs, **keywords)
         for handle in handles:
             handle.remove()
         for at, args, kwargs in calls:

@@ -36,17 +36,17 @@ class Meaning(Translation):
     kept: list[Choice] = field(default_factory=list)
 
 
-def meaning_of(said: Said) -> Meaning:
+def meaning_of(config_values: Said) -> Meaning:
     """Applies the table, in its order: of two rows that mean the same setting the later one counts."""
-    meaning = Meaning(problems=_conflicts(said))
+    meaning = Meaning(problems=_conflicts(config_values))
     for row in rows():
         switch = f"{row.name.rpartition('.')[0]}.enabled"
-        is_on = row.name == switch or bool(said.values.get(switch, True))  # a block without a switch is on
-        where = said.places.get(row.name)
+        is_on = row.name == switch or bool(config_values.values.get(switch, True))  # a block without a switch is on
+        where = config_values.places.get(row.name)
         if where is None and row.always:
-            where = said.places.get(switch)
-        if where and is_on and said.values[row.name] is not None:
-            _apply(row, where, said, meaning)
+            where = config_values.places.get(switch)
+        if where and is_on and config_values.values[row.name] is not None:
+            _apply(row, where, config_values, meaning)
 
     # One setting holds all that is measured.
     measured = [given for given in meaning.given if given.name == "profile"]
@@ -58,22 +58,22 @@ def meaning_of(said: Said) -> Meaning:
     return meaning
 
 
-def _apply(row: Key, where: str, said: Said, meaning: Meaning) -> None:
-    value = said.values[row.name]
+def _apply(row: Key, where: str, given: Said, meaning: Meaning) -> None:
+    value = given.values[row.name]
     needed, _, wanted = row.needs.partition("=")
-    if needed and word(said.values[needed]) != wanted:
+    if needed and word(given.values[needed]) != wanted:
         why = f"it counts only together with {needed} {wanted}"
         meaning.unused.append(_unused(row, value, where, why))
         return
     # A block asks for something unless it is switched off.
     asked = value.get("enabled", True) if isinstance(value, Mapping) else value
-    stage = str(said.values[_STAGE])
+    stage = str(given.values[_STAGE])
     at_stage = [case for case in row.cases if not isinstance(case, Staged) or stage in case.stages]
     case = next((case for case in at_stage if fits(case, asked)), None)
     if case is None:
         meaning.kept.append(Choice(row.name, value, "code", where))
         return
-    says_it = next((name for name in case.unless if name in said.places), None)
+    says_it = next((name for name in case.unless if name in given.places), None)
     if case.fix:
         shown = row.name if isinstance(value, Mapping | bool) else f"{row.name} {value}"
         what = f"{shown} is not supported."
@@ -81,7 +81,7 @@ def _apply(row: Key, where: str, said: Said, meaning: Meaning) -> None:
     elif not case.means:
         meaning.unused.append(_unused(row, value, where, case.why))
     elif says_it:
-        meaning.unused.append(_unused(row, value, where, f"{says_it} ({said.places[says_it]}) says it"))
+        meaning.unused.append(_unused(row, value, where, f"{says_it} ({given.places[says_it]}) says it"))
     else:
         for name, ours in case.means.items():
             if isinstance(ours, Derived):
@@ -95,13 +95,13 @@ def _unused(row: Key, value: Any, where: str, why: str) -> Choice:
     return Choice(row.name, value, "code", where, f"no effect here: {why}")
 
 
-def _conflicts(said: Said) -> list[Problem]:
+def _conflicts(given: Said) -> list[Problem]:
     """Pairs of keys that cannot both count."""
-    values = said.values
+    values = given.values
     problems: list[Problem] = []
 
     def add(first: str, second: str, why: str, fix: str) -> None:
-        shown = [f"{name} = {values[name]} ({said.places.get(name, 'the default')})" for name in (first, second)]
+        shown = [f"{name} = {values[name]} ({given.places.get(name, 'the default')})" for name in (first, second)]
         problems.append(Problem("deepspeed-conflict", f"{first} and {second} fight.", [*shown, why], fix))
 
     precisions = [name for name in ("fp16.enabled", "bf16.enabled", "torch_autocast.enabled") if values[name]]
@@ -110,7 +110,7 @@ def _conflicts(said: Said) -> list[Problem]:
     for older, newer in (("cpu_offload", "offload_optimizer"), ("cpu_offload_param", "offload_param")):
         old_key = f"{_ZERO}.{older}"
         new_key = f"{_ZERO}.{newer}.device"
-        if old_key in said.places and new_key in said.places:
+        if old_key in given.places and new_key in given.places:
             add(old_key, new_key, "they say the same in two ways", f"keep {newer}, the newer one")
     if values["gradient_allreduce_op"] == "sum" and values[_STAGE] == 3:
         fix = "leave gradient_allreduce_op out, or take a lower stage"

@@ -149,5 +149,6 @@ PARTS: Mapping[str, tuple[Part, ...]] = MappingProxyType({
 
 def part(role: str, name: str) -> Part | None:
     """The optimizer or scheduler of that type; None where there is none."""
-    exact = {each.name: each for each in PARTS[role]}
-    return exact.get(name) or {each.lower(): found for each, found in exact.items()}.get(name.lower())
+    by_name = {part.name: part for part in PARTS[role]}
+    by_lower_case = {part.name.lower(): part for part in PARTS[role]}
+    return by_name.get(name) or by_lower_case.get(name.lower())

@@ -135,8 +135,8 @@ def _parse_loosely(text: str, source: str, strict: Exception) -> Any:
         return hjson.loads(text, object_pairs_hook=Pairs)
     except (ValueError, RecursionError) as error:
         line, column = getattr(error, "lineno", 1), getattr(error, "colno", 1)
-        said = str(getattr(error, "msg", error)).replace("%r", repr(text[getattr(error, "pos", 0) :][:1]))
-        why = [f"{said[:1].lower()}{said[1:]}"]
+        message = str(getattr(error, "msg", error)).replace("%r", repr(text[getattr(error, "pos", 0) :][:1]))
+        why = [f"{message[:1].lower()}{message[1:]}"]
         if isinstance(strict, json.JSONDecodeError) and (strict.lineno, strict.colno) != (line, column):
             why.append(
                 f"strict JSON ends at line {strict.lineno}, column {strict.colno}: {strict.msg[:1].lower()}{strict.msg[1:]}"
@@ -171,9 +171,9 @@ def _with_lines(text: str, pairs: Pairs, source: str) -> Block:
 def _bare(text: str) -> str:
     """The text with comments and quoted values blank, so that what is left before a colon is a key."""
 
-    def blank(found: re.Match[str]) -> str:
-        is_key = found[0][0] in "\"'" and _COLON.match(text, found.end())
-        return found[0] if is_key else re.sub(r"[^\n]", " ", found[0])
+    def blank(match: re.Match[str]) -> str:
+        is_key = match[0][0] in "\"'" and _COLON.match(text, match.end())
+        return match[0] if is_key else re.sub(r"[^\n]", " ", match[0])
 
     return _TOKENS.sub(blank, text)
 

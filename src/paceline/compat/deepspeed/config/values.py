@@ -40,59 +40,59 @@ def values_of(block: Block, hints: Mapping[str, Any]) -> Said:
         block: the whole config.
         hints: what "auto" stands for, by dotted name or by TrainingArguments' name.
     """
-    said = Said({row.name: copy.copy(row.default) for row in rows()})
-    _walk(block, "", hints, said)
+    given = Said({row.name: copy.copy(row.default) for row in rows()})
+    _walk(block, "", hints, given)
     for role in PARTS:
-        _read_part(role, hints, said)
-    return said
+        _read_part(role, hints, given)
+    return given
 
 
-def _walk(block: Block, above: str, hints: Mapping[str, Any], said: Said) -> None:
+def _walk(block: Block, above: str, hints: Mapping[str, Any], given: Said) -> None:
     for entry in block:
         name = f"{above}{_OLD_BLOCKS.get(entry.name, entry.name) if not above else entry.name}"
         if name in by_name():
-            _read_key(by_name()[name], entry, hints, said)
+            _read_key(by_name()[name], entry, hints, given)
         elif name not in blocks():
-            said.problems.append(_unknown(entry, above))
+            given.problems.append(_unknown(entry, above))
         elif isinstance(entry.value, Block):
-            _walk(entry.value, f"{name}.", hints, said)
+            _walk(entry.value, f"{name}.", hints, given)
         elif name in _SHORT_BLOCKS and isinstance(entry.value, bool):
             short = f"{name}.{_SHORT_BLOCKS[name]}"
-            _read_key(by_name()[short], entry, hints, said)
+            _read_key(by_name()[short], entry, hints, given)
         elif entry.value is not None and not _is_auto(entry.value):
-            said.problems.append(wrong_value(name, entry.value, entry.where, "a block of keys"))
+            given.problems.append(wrong_value(name, entry.value, entry.where, "a block of keys"))
 
 
-def _read_key(row: Key, entry: Entry, hints: Mapping[str, Any], said: Said) -> None:
-    if row.name in said.places:
+def _read_key(row: Key, entry: Entry, hints: Mapping[str, Any], given: Said) -> None:
+    if row.name in given.places:
         what = f"{entry.where} sets {row.name} a second time."
-        said.problems.append(Problem("config-twice", what, f"first: {said.places[row.name]}", "keep one of the two"))
+        given.problems.append(Problem("config-twice", what, f"first: {given.places[row.name]}", "keep one of the two"))
         return
-    said.places[row.name] = entry.where
+    given.places[row.name] = entry.where
     value = plain(entry.value)
     if _is_auto(value) and row.default != "auto":
         value = _hint(row.name, row.hint, hints)
         if value is None and row.required:
-            said.problems.append(_no_default(row.name, entry.where))
+            given.problems.append(_no_default(row.name, entry.where))
     if value is None:
         return
     try:
-        said.values[row.name] = row.kind.read(value)
+        given.values[row.name] = row.kind.read(value)
     except ValueError as error:
-        said.problems.append(wrong_value(row.name, value, entry.where, str(error), row.default))
+        given.problems.append(wrong_value(row.name, value, entry.where, str(error), row.default))
 
 
-def _read_part(role: str, hints: Mapping[str, Any], said: Said) -> None:
+def _read_part(role: str, hints: Mapping[str, Any], given: Said) -> None:
     """The parameters of the optimizer or the scheduler, by the rules of its type."""
-    name = said.values[f"{role}.type"]
-    params = said.values[f"{role}.params"]
-    where = said.places.get(f"{role}.params", "")
-    place = said.places.get(f"{role}.type", "")
+    name = given.values[f"{role}.type"]
+    params = given.values[f"{role}.params"]
+    where = given.places.get(f"{role}.params", "")
+    place = given.places.get(f"{role}.type", "")
     if name is None:
         if params:
             what = f"{role}.params ({where}) are given without a type."
             fix = f'say which {role}: "type": "{PARTS[role][0].name}"'
-            said.problems.append(Problem("config-value", what, "", fix))
+            given.problems.append(Problem("config-value", what, "", fix))
         return
     kind = part(role, name)
     if kind is None:
@@ -101,14 +101,14 @@ def _read_part(role: str, hints: Mapping[str, Any], said: Said) -> None:
         what = f"{role}.type cannot be {short_repr(name)}."
         why = f"it comes from {place}; there are: {names}"
         fix = f"write {close!r}" if close else f"use one of these, or hand `initialize` the {role} itself"
-        said.problems.append(Problem("config-value", what, why, fix))
+        given.problems.append(Problem("config-value", what, why, fix))
     elif kind.why:
         what = f"{role}.type {kind.name} is not supported."
-        said.problems.append(Problem("deepspeed-feature", what, f"{place}: {kind.why}", kind.fix))
+        given.problems.append(Problem("deepspeed-feature", what, f"{place}: {kind.why}", kind.fix))
     elif kind.params is None:
-        said.values[f"{role}.params"] = _of_torch(role, params, hints)
+        given.values[f"{role}.params"] = _of_torch(role, params, hints)
     else:
-        said.values[f"{role}.params"] = _params(role, kind, params, where, hints, said)
+        given.values[f"{role}.params"] = _params(role, kind, params, where, hints, given)
 
 
 def _of_torch(role: str, params: Mapping[str, Any], hints: Mapping[str, Any]) -> dict[str, Any]:
@@ -123,7 +123,7 @@ def _of_torch(role: str, params: Mapping[str, Any], hints: Mapping[str, Any]) ->
 
 
 def _params(
-    role: str, kind: Part, params: Mapping[str, Any], where: str, hints: Mapping[str, Any], said: Said
+    role: str, kind: Part, params: Mapping[str, Any], where: str, hints: Mapping[str, Any], config_values: Said
 ) -> dict[str, Any]:
     """The parameters of one of the types that we build."""
     read: dict[str, Any] = {}
@@ -136,26 +136,26 @@ def _params(
             taken = [parameter for parameter, other in rows.items() if not other.why]
             what = f"{where}: {kind.name} has no parameter {name!r}."
             fix = f"write {close!r}" if close else "leave it out"
-            said.problems.append(Problem("config-key", what, f"it takes: {', '.join(taken)}", fix))
+            config_values.problems.append(Problem("config-key", what, f"it takes: {', '.join(taken)}", fix))
         elif row.why:
             what = f"{full_name} is not supported."
-            said.problems.append(Problem("deepspeed-feature", what, f"{where}: {row.why}", row.fix))
+            config_values.problems.append(Problem("deepspeed-feature", what, f"{where}: {row.why}", row.fix))
         else:
             value = _hint(full_name, row.hint, hints) if _is_auto(given) else given
             if value is not None:
                 try:
                     read[name] = row.kind.read(value)
                 except ValueError as error:
-                    said.problems.append(wrong_value(full_name, value, where, str(error), row.default))
+                    config_values.problems.append(wrong_value(full_name, value, where, str(error), row.default))
             elif _is_auto(given) and row.required:
-                said.problems.append(_no_default(full_name, where))
+                config_values.problems.append(_no_default(full_name, where))
             elif given is None and row.default is None:
                 read[name] = None
     for name, row in rows.items():
         if row.required and name not in params:
             what = f"{role}.params lacks {name}, which {kind.name} needs."
-            why = f"{kind.name} stands in {said.places[f'{role}.type']}"
-            said.problems.append(Problem("config-value", what, why, f'say it: "{name}": ...'))
+            why = f"{kind.name} stands in {config_values.places[f'{role}.type']}"
+            config_values.problems.append(Problem("config-value", what, why, f'say it: "{name}": ...'))
     return read
 
 
