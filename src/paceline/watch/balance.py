@@ -1,9 +1,9 @@
 """Findings about where the time of the steps goes: a slow rank, a slow loader, communication.
 
 Ranks that train together end their steps together. So what one rank takes longer in a phase, the others spend waiting for
-it, mostly in "reduce", and under some plans in "forward", "backward" or "step": these are the victims. What ranks were seen to wait
-inside of collectives counts as "reduce", in whichever phase it was. The cause is the rank
-that is above the others in one phase, and below them in the phases in which one waits.
+it, mostly in "reduce", and under some plans in "forward", "backward" or "step": these are the victims. What ranks were seen to
+wait inside of collectives counts as "reduce", in whichever phase it was. The cause is the rank that is above the others in one
+phase, and below them in the phases in which one waits.
 """
 
 from __future__ import annotations
