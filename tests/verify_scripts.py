@@ -75,6 +75,10 @@ GOOD: dict[str, Sequence[Edit]] = {
     "dropout": (_layer("nn.Dropout(0.3)"),),
     "batch norm": (_layer("nn.BatchNorm1d(8)"),),
     "accumulation": (("cpu=True,", "cpu=True, gradient_accumulation_steps=2,"),),
+    "a gather of several processes alone": (
+        ("        errors.append(", "        if accelerator.num_processes > 1:\n"
+         "            accelerator.gather_for_metrics(torch.ones(3))\n        errors.append("),
+    ),
     "augmented data": (("return x, x.sum()", "return x + 0.1 * torch.randn(6, generator=draw), x.sum()"),),
     "sampler": (
         (_LOADER, "loader = DataLoader(Points(), batch_size=8, sampler=list(range(44, -1, -1)))"),
@@ -128,6 +132,10 @@ BROKEN: dict[str, tuple[str, Sequence[Edit]]] = {
         ),
     ),
     "the learning rate times the ranks": ("rate-by-ranks", (("lr=0.1", "lr=0.1 * accelerator.num_processes"),)),
+    "a long schedule is stretched by the processes": (
+        "rate-differs",
+        (("ExponentialLR(optimizer, 0.9)", "ExponentialLR(optimizer, 1 - 1e-5 / accelerator.num_processes)"),),
+    ),
     "the scheduler steps per process": (
         "scheduler-by-process",
         (("        schedule.step()\n", "        for _ in range(accelerator.num_processes):\n            schedule.step()\n"),),
@@ -301,6 +309,7 @@ x = torch.randn(48, 6)
 data = torch.utils.data.TensorDataset(x, x.sum(1, keepdim=True).sin())
 config = {
     "train_batch_size": 16,
+    "gradient_accumulation_steps": 2,
     "optimizer": {"type": "AdamW", "params": {"lr": 0.01}},
     "zero_optimization": {"stage": 1},
     "gradient_clipping": 1.0,

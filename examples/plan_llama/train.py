@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset
 
-from paceline import Accelerator
+from paceline import Accelerator, set_seed
 
 
 def rotate(x: Tensor) -> Tensor:
@@ -103,6 +103,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=100)
     args = parser.parse_args()
 
+    set_seed(0)
     accelerator = Accelerator()
     model = Llama(args.vocabulary, args.width, args.layers, args.heads, args.hidden)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4)

@@ -26,7 +26,8 @@ from torch.utils.data import DataLoader, Dataset
 from paceline import Accelerator
 
 fault, slow_rank = sys.argv[1], int(sys.argv[2])
-accelerator = Accelerator(cpu=True)
+divided = {"plan": {"up": "colwise", "down": "rowwise"}}
+accelerator = Accelerator(cpu=True, options={"tensor": divided})
 is_slow = accelerator.process_index == slow_rank
 
 
@@ -40,14 +41,19 @@ class Data(Dataset):
         return torch.ones(4)
 
 
-class Model(torch.nn.Linear):
+class Model(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up = torch.nn.Linear(4, 8)
+        self.down = torch.nn.Linear(8, 4)
+
     def forward(self, batch):
         if fault == "forward" and is_slow:
             time.sleep(0.08)
-        return super().forward(batch)
+        return self.down(self.up(batch).relu())
 
 
-model = Model(4, 4)
+model = Model()
 optimizer = torch.optim.SGD(model.parameters(), 0.01)
 model, optimizer, loader = accelerator.prepare(model, optimizer, DataLoader(Data(), batch_size=4))
 for step, batch in enumerate(loader):
@@ -65,10 +71,11 @@ for step, batch in enumerate(loader):
 
 
 @contextmanager
-def started(folder: Path, fault: str, slow_rank: int, procs: int) -> Iterator[FollowedRun]:
-    """A run that goes on until the end of the `with`."""
+def started(folder: Path, fault: str, slow_rank: int, procs: int, *plan: str) -> Iterator[FollowedRun]:
+    """A run that goes on until the end of the `with`; `plan` are flags of the launcher."""
     (folder / "train.py").write_text(SCRIPT)
-    words = ["launch", "--cpu", "--procs", str(procs), "--watch-dir", "run", "train.py", fault, str(slow_rank)]
+    options = ["--cpu", "--procs", str(procs), *plan, "--watch-dir", "run"]
+    words = ["launch", *options, "train.py", fault, str(slow_rank)]
     run = subprocess.Popen(
         [executable(), "-m", "paceline", *words], cwd=folder, env={**os.environ, "OMP_NUM_THREADS": "1"}
     )
@@ -113,6 +120,21 @@ def test_one_loader_is_slow(tmp_path: Path) -> None:
     assert finding["ranks"] == [1]
     assert finding["evidence"]["share"] > 0.5
     assert run.snapshot()["state"] == "ended"
+
+
+FOUR = [("--tp", "4"), ("--shard", "4"), ("--zero", "3")]
+
+
+# The others wait in the forward and backward pass too, as long as the slow rank computes.
+@pytest.mark.parametrize(
+    ("procs", "plan"),
+    [(2, ("--tp", "2")), (2, ("--shard", "2")), *(pytest.param(4, plan, marks=pytest.mark.long) for plan in FOUR)],
+)
+def test_one_rank_is_slow_where_all_take_as_long(tmp_path: Path, procs: int, plan: tuple[str, ...]) -> None:
+    with started(tmp_path, "forward", 1, procs, *plan) as run:
+        finding = until_found(run, "slow-rank")
+        assert (finding["ranks"], finding["evidence"]["phase"]) == ([1], "forward")
+        assert "Rank 1 is slow: the forward pass takes" in once(tmp_path)
 
 
 @pytest.mark.long

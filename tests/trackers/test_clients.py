@@ -6,7 +6,9 @@ import importlib.util
 import json
 import math
 import os
+import re
 import sqlite3
+import struct
 import subprocess
 import sys
 import zipfile
@@ -116,6 +118,10 @@ def test_swanlab(tmp_path: Path) -> None:
     content = b"".join(record for path in (first, second) for record in log_records(next(path.glob("*.swanlab"))))
     assert all(next(path.glob("*.swanlab")).name == f"run-{said['id']}.swanlab" for path in (first, second))
     assert b"train/accuracy" in content and b"many/299" in content and b"the run ended by an error" in content
+    for name, value in (("odd", math.nan), ("high", math.inf), ("low", -math.inf)):
+        # A scalar at step 5: its name, and at the end of the record its value.
+        named = b"\x0a" + bytes([len(name)]) + name.encode() + b"\x10\x05"
+        assert re.search(re.escape(named) + b".{,40}" + re.escape(struct.pack("<d", value)), content, re.DOTALL)
     assert "lr" in (first / "files" / "config.yaml").read_text()
     assert list(second.glob("media/image/*.png"))
 

@@ -124,13 +124,21 @@ def _dispatch(words: list[str]) -> int:
 
 
 def _no_command(name: str, words: Sequence[str], commands: Mapping[str, str]) -> ConfigError:
+    from difflib import get_close_matches
+
     from paceline.config.given import nearest
 
-    close = nearest(name, [*commands, "--version", "--help"])
+    # A wrong guess costs little here, as all commands are listed beside it: so more letters may differ than in a flag.
+    candidates = [*commands, "--version", "--help"]
+    similar = get_close_matches(name, candidates, 1, 0.75)
+    close = nearest(name, candidates) or "".join(similar)
+    if name == "run":  # torchrun's users expect it
+        close = "launch"
     if name.endswith(".py"):
         fix = f"write `{shlex.join(['paceline', 'launch', *words])}`"
     elif close:
-        fix = f"write `paceline {close}`"
+        arguments = words[len(name.split()) :]
+        fix = f"write `{shlex.join(['paceline', *close.split(), *arguments])}`"
     else:
         fix = "choose one of these"
     return ConfigError("command-line", f"there is no command {name!r}.", f"commands: {', '.join(commands)}", fix)

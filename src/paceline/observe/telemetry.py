@@ -1,7 +1,8 @@
 """`Telemetry`: what one rank writes into the journal of a watched run, once a second.
 
     training thread   Phases -> `to`: one reading of the clock and one addition of integers for each change of phase
-    thread            once a second: what was added since -> a `Tick`; on the main rank logged values too -> one write
+    thread            20 times a second: whether the training thread waits for other ranks
+                      once a second: what was added since -> a `Tick`; on the main rank logged values too -> one write
 
 The times are the host's. On an accelerator, whose work the host only queues, the time of a step shows in the phase in
 which the host waits for the device. Nothing here waits for it: a value that lies there is copied where it is logged, and
@@ -26,10 +27,11 @@ from paceline.base.log import warn_once
 from paceline.observe.phases import NAMES, Listener
 from paceline.watch.journal import JournalWriter
 from paceline.watch.records import Record, Tick, Values
-from paceline.world.places import line_of
+from paceline.world.places import line_of, waits_for_ranks
 
 _log = logging.getLogger("paceline.observe")
 _PERIOD_S = 1.0
+_LOOKS = 20  # at the training thread in a period, whether it waits for other ranks
 _WAITS_S = 5.0  # a phase that lasts longer is said to wait, and where
 _LINES_A_SECOND = 20
 _MOST_NAMES = 1000
@@ -96,6 +98,8 @@ class Telemetry(Listener):
         self._norm: torch.Tensor | None = None
         self._lock = threading.Lock()
         self._tick_lock = threading.Lock()
+        self._looks = dict.fromkeys(NAMES, 0)  # of the thread at the training thread, since the last tick
+        self._waiting_looks = dict.fromkeys(NAMES, 0)  # those at which it waited for other ranks
         self._over = threading.Event()
         self._thread: threading.Thread | None = None
         self._failing = False
@@ -174,10 +178,19 @@ class Telemetry(Listener):
 
     def _run(self) -> None:
         due = time.monotonic() + _PERIOD_S
-        while not self._over.wait(max(0.0, due - time.monotonic())):
+        while not self._over.wait(_PERIOD_S / _LOOKS):
+            self._look()
+            if time.monotonic() < due:
+                continue
             # After the process was stopped for a while, one tick tells of all of it.
             due = max(due, time.monotonic() - _PERIOD_S) + _PERIOD_S
             self._tick()
+
+    def _look(self) -> None:
+        """Under a plan that divides the model all ranks take as long in each phase: what differs is who waits in it."""
+        phase = self._open[0]
+        self._looks[phase] += 1
+        self._waiting_looks[phase] += waits_for_ranks(sys._current_frames().get(self._trains))
 
     def _tick(self) -> None:
         with self._tick_lock:
@@ -204,6 +217,12 @@ class Telemetry(Listener):
         for name, total in ns.items():
             if total > self._written_ns[name]:
                 ms[name] = round((total - self._written_ns[name]) / 1e6, 2)
+        waits: dict[str, float] = {}
+        for name, count in self._waiting_looks.items():
+            if count and name in ms:
+                waits[name] = round(ms[name] * count / self._looks[name], 2)
+        self._looks = dict.fromkeys(NAMES, 0)
+        self._waiting_looks = dict.fromkeys(NAMES, 0)
         steps = self._steps
         steps_of_tick = steps - self._written_steps
         self._written_ns, self._written_steps = ns, steps
@@ -211,7 +230,7 @@ class Telemetry(Listener):
         memory, peak = self._memory()
         return Tick(
             progress.step, progress.total, progress.samples, progress.tokens, phase, round(phase_s, 3), ms, steps_of_tick,
-            memory, peak, self._line() if phase_s > _WAITS_S else "",
+            memory, peak, self._line() if phase_s > _WAITS_S else "", waits,
         )  # fmt: skip
 
     def _read(self) -> tuple[dict[str, int], tuple[str, int]]:

@@ -270,7 +270,9 @@ def _of_values(run: Run, reference: Run) -> list[Difference]:
         step = event["step"] or min(number, last)
         for name in event["values"].keys() & other["values"].keys():
             result += _of_numbers(step, "logged", name, event["values"][name], other["values"][name])
-    pairs = zip(run.values("gathered"), reference.values("gathered"), strict=False)
+    gathered, others = run.values("gathered"), reference.values("gathered")
+    # Where several processes gather something more, as transformers' Trainer does, no call can be told to be that of the other.
+    pairs = zip(gathered, others, strict=True) if len(gathered) == len(others) else ()
     for number, (event, other) in enumerate(pairs, 1):
         if event["how"] == other["how"] != "reduce" and event["num_rows"] != other["num_rows"]:
             name = f"call {number} of {event['how']}"

@@ -13,6 +13,7 @@ from paceline.verify.compare import Difference, Run, Step, first_filler
 from paceline.verify.recording import Event
 
 GENERATORS = ("torch", "numpy", "python")
+_SMALL_CHANGE = 0.1  # a rate is that of another step where it is so much nearer to it than to that of its own
 _NEAR = 1e-3  # two factors are the same where they differ by less: a factor of 2 is not due to chance
 
 
@@ -227,7 +228,12 @@ def scheduler_by_process(evidence: Evidence) -> str:
         return ""
     schedule = [step.rates[:1] for step in evidence.reference.steps]
     later = 1 + (difference.step - 1) * evidence.ranks
-    if later <= len(schedule) and schedule[later - 1] and _near(difference.value, schedule[later - 1][0]):
+    if later > len(schedule) or not schedule[later - 1]:
+        return ""
+    expected = schedule[later - 1][0]
+    # In the first steps of a long schedule all rates are nearly the same.
+    is_apart = abs(difference.value - expected) < _SMALL_CHANGE * abs(difference.reference - expected)
+    if is_apart and _near(difference.value, expected):
         return (
             f"at step {difference.step} the learning rate is {difference.value:g}: that of step {later} on one process"
         )

@@ -209,7 +209,8 @@ class Recorder(Runtime):
 
     def stepped(self, optimizer: torch.optim.Optimizer, window: Window) -> None:
         """Notes whether the loop declares its micro-batches."""
-        self.recording.declared = window.declared
+        # An engine divides losses by the micro-batches of its config.
+        self.recording.declared = window.declared or self._engine_divides
 
     # -- forward passes ----------------------------------------------------------------------------------------
 

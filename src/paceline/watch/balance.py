@@ -1,8 +1,9 @@
 """Findings about where the time of the steps goes: a slow rank, a slow loader, communication.
 
 Ranks that train together end their steps together. So what one rank takes longer in a phase, the others spend waiting for
-it, mostly in "reduce", and under some plans in "forward", "backward" or "step": these are the victims. The cause is the rank
-that is above the others in one phase, and below them in the phases in which one waits.
+it, mostly in "reduce", and under some plans in "forward", "backward" or "step": these are the victims. What ranks were seen to
+wait inside of collectives counts as "reduce", in whichever phase it was. The cause is the rank that is above the others in one
+phase, and below them in the phases in which one waits.
 """
 
 from __future__ import annotations
@@ -62,7 +63,7 @@ def balance(snapshot: Mapping[str, Any]) -> list[Finding]:
     }
     if not table or len(table) < len(snapshot["ranks"]):
         return []
-    causes = _causes(snapshot["ranks"], table)
+    causes = _causes(snapshot["ranks"], _without_waits(table, heat["waits_per_step"]))
     problems = [_slow(group, snapshot) for group in _groups(causes)]
     shares = {rank: {phase: ms[phase] / _whole(ms) for phase in ms} for rank, ms in table.items()}
     data = [share["data"] for share in shares.values()]
@@ -73,6 +74,18 @@ def balance(snapshot: Mapping[str, Any]) -> list[Finding]:
     if len(table) > 1 and min(communication) > _COMMUNICATION_SHARE:
         problems.append(_communication(communication))
     return problems
+
+
+def _without_waits(
+    table: Mapping[int, Mapping[str, float]], waits_per_step: Sequence[Sequence[float]]
+) -> dict[int, dict[str, float]]:
+    """The table, with the waits of all phases in "reduce". `waits_per_step` has the order of the table."""
+    moved = {}
+    for (rank, ms), waits in zip(table.items(), waits_per_step, strict=True):
+        own = {phase: value - wait for (phase, value), wait in zip(ms.items(), waits, strict=True)}
+        own["reduce"] += sum(waits)
+        moved[rank] = own
+    return moved
 
 
 def _causes(rows: Sequence[Mapping[str, Any]], table: Mapping[int, Mapping[str, float]]) -> list[_Excess]:

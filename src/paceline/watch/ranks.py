@@ -23,7 +23,7 @@ class Window:
     Attributes:
         seconds: how long it is.
         steps: steps that ended in it.
-        ms: milliseconds of each of `PHASES`.
+        ms: milliseconds of each of `PHASES`, then those of them that were waits for other ranks.
     """
 
     LENGTH = 30
@@ -35,7 +35,7 @@ class Window:
         """Forgets everything."""
         self.seconds = 0.0
         self.steps = 0
-        self.ms = [0.0] * len(PHASES)
+        self.ms = [0.0] * 2 * len(PHASES)
         self._entries: deque[tuple[float, int, list[float]]] = deque()
         self._is_open = False
 
@@ -67,13 +67,22 @@ class Window:
     @property
     def shares(self) -> list[float]:
         """Of each phase, its share of the time that all phases took; zeros before there is any."""
-        whole = sum(self.ms)
-        return [round(ms / whole, 4) if whole else 0.0 for ms in self.ms]
+        own = self.ms[: len(PHASES)]
+        whole = sum(own)
+        return [round(ms / whole, 4) if whole else 0.0 for ms in own]
 
     @property
     def ms_per_step(self) -> list[float] | None:
         """Of each phase, milliseconds in a step; None before a step has ended."""
-        return [round(ms / self.steps, 3) for ms in self.ms] if self.steps else None
+        return self._per_step(self.ms[: len(PHASES)])
+
+    @property
+    def waits_per_step(self) -> list[float] | None:
+        """Of each phase, milliseconds in a step in which the rank waited for others; None before a step has ended."""
+        return self._per_step(self.ms[len(PHASES) :])
+
+    def _per_step(self, sums: list[float]) -> list[float] | None:
+        return [round(ms / self.steps, 3) for ms in sums] if self.steps else None
 
 
 class RankState:
@@ -104,9 +113,10 @@ class RankState:
 
     def add(self, tick: Tick, t: float) -> None:
         """Takes a tick."""
-        ms = [0.0] * len(PHASES)
-        for name, value in tick.ms.items():
-            ms[_COLUMN.get(name, _COLUMN["rest"])] += value
+        ms = [0.0] * 2 * len(PHASES)
+        for place, durations in ((0, tick.ms), (len(PHASES), tick.waits)):
+            for name, value in durations.items():
+                ms[place + _COLUMN.get(name, _COLUMN["rest"])] += value
         self.window.add(max(0.0, t - self.heard), tick.steps, ms)
         if self.steps < _WARM_UP <= self.steps + tick.steps:
             self.window.clear()

@@ -79,6 +79,7 @@ class Tick(Record):
         phase: which part of a step runs now.
         phase_s: for how long it has run.
         ms: phase -> milliseconds since the last tick.
+        waits: the same, of the time inside collectives alone; it is estimated, by looks at the training thread.
         steps: steps that have ended since the last tick.
         memory, memory_peak: bytes of the device, or of the process where the device is the CPU.
         at: file and line where the rank waits, where it has waited for more than 5 seconds; else "".
@@ -96,6 +97,7 @@ class Tick(Record):
     memory: int | None = None
     memory_peak: int | None = None
     at: str = ""
+    waits: dict[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

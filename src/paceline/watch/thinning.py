@@ -7,7 +7,7 @@ first days by the minute.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from paceline.watch.records import Anomaly, Hello, PlanMade, Record, Thinned, Tick, Values, line_of, record_of
@@ -92,7 +92,10 @@ def _coarser(lines: Sequence[bytes]) -> list[bytes]:
 
 def _joined(first: Tick, second: Tick) -> Tick:
     """One tick over the time of two."""
-    ms = dict(first.ms)
-    for phase, duration in second.ms.items():
-        ms[phase] = ms.get(phase, 0.0) + duration
-    return replace(second, ms=ms, steps=first.steps + second.steps)
+    ms, waits = _sum(first.ms, second.ms), _sum(first.waits, second.waits)
+    return replace(second, ms=ms, waits=waits, steps=first.steps + second.steps)
+
+
+def _sum(first: Mapping[str, float], second: Mapping[str, float]) -> dict[str, float]:
+    names = [*first, *(name for name in second if name not in first)]
+    return {name: first.get(name, 0.0) + second.get(name, 0.0) for name in names}

@@ -32,7 +32,7 @@ not_finite      name -> [value, step since when], of names whose latest value is
 latest          {loss, grad_norm, loss_scale, skipped_steps}: the latest values of the names; None where never logged
 world           {procs, nodes, hosts: [names], heard: ranks that have said hello}
 heat            {phases: [names], ranks: [numbers], share: [[of each phase] of each rank] (0 to 1, of recent time),
-                ms_per_step: [[of each phase] or None, of each rank]}
+                ms_per_step: [[of each phase] or None, of each rank], waits_per_step: of these, inside collectives}
 ranks           [{rank, node, host, local_rank, pid, device, restart, step, phase, phase_s, at, silent_s, steps, window_steps,
                 window_s, memory, memory_peak, memory_bytes, memory_growth, process}], by rank
                   silent_s: for how long it has written nothing although it should (about 1 is usual)
@@ -348,6 +348,7 @@ def _heat(ranks: list[RankState]) -> dict[str, Any]:
         "ranks": [state.facts.rank for state in ranks],
         "share": [state.window.shares for state in ranks],
         "ms_per_step": [state.window.ms_per_step for state in ranks],
+        "waits_per_step": [state.window.waits_per_step for state in ranks],
     }
 
 

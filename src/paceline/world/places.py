@@ -30,6 +30,12 @@ _MAY_WAIT = (
     f"{_TORCH}autograd{os.sep}graph.py",  # calls the engine, which runs the hooks that reduce gradients
 )
 _TORCH_CALLS = (f"{_TORCH}_ops.py", f"{_TORCH}utils{os.sep}")  # between an operator and whoever calls it
+# What blocks until other ranks have come. Elsewhere it is a line that calls `wait`: of a work, which is compiled code and has
+# no frame of its own.
+_COLLECTIVES = (
+    f"{_TORCH}distributed{os.sep}distributed_c10d.py",
+    f"{_TORCH}distributed{os.sep}_functional_collectives.py",
+)
 _NO_NAMES = frozenset({"wrapper", "inner", "call", "decorate_context"})  # of functions around the one that was called
 
 
@@ -97,6 +103,18 @@ def waiting_frame(frame: FrameType | None) -> FrameType | None:
             return None
         frame = frame.f_back
     return None
+
+
+def waits_for_ranks(frame: FrameType | None) -> bool:
+    """Whether a thread is inside a collective now, or waits for one.
+
+    The hooks of a backward pass cannot be told from it where they run in compiled code, as those of DDP do: they count as no.
+    """
+    waiting = waiting_frame(frame)
+    if waiting is None:
+        return False
+    file = waiting.f_code.co_filename
+    return file.startswith(_COLLECTIVES) or ".wait(" in linecache.getline(file, line_of(waiting))
 
 
 def operation(frame: FrameType) -> str:

@@ -68,6 +68,9 @@ def test_version(capsys):
     ("words", "said"),
     [
         (["lanch"], "write `paceline launch`" if "launch" in COMMANDS else "there is no command 'lanch'"),
+        (["run", "--procs", "2", "train.py"], "write `paceline launch --procs 2 train.py`"),
+        (["explane"], "write `paceline explain`"),
+        (["explian"], "write `paceline explain`"),
         (["explain", "--prcs", "2"], "write --procs"),
         (["explain", "--procs"], "expected one argument"),
         (["explain", "--use_megatron_lm"], "[accelerate-feature]"),
