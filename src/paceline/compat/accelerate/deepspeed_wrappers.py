@@ -91,7 +91,8 @@ class DeepSpeedEngineWrapper:
 
     def get_global_grad_norm(self) -> float | None:
         """Norm of the last window's gradients, before they were clipped; None where it was not taken."""
-        return self.engine.get_global_grad_norm()
+        norm = self.engine.get_global_grad_norm()
+        return None if norm is None else norm.item()
 
 
 class DeepSpeedOptimizerWrapper(PreparedOptimizer):

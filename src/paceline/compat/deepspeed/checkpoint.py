@@ -172,7 +172,8 @@ def load_checkpoint(
     Args:
         tag: None takes what `latest` says.
         load_module_strict: whether names of parameters must agree; shapes must always.
-        load_optimizer_states, load_lr_scheduler_states: whether these are loaded.
+        load_optimizer_states, load_lr_scheduler_states: whether these are loaded, where the engine has an optimizer and a
+            scheduler.
         load_module_only: the model alone.
         custom_load_fn: called with `src=` (the saved state, whole tensors by name) and `dst=` (the module) in place of a
             load of the model.
@@ -200,9 +201,10 @@ def load_checkpoint(
     path = store.join(folder, tag)
     states = accelerator.states
     only = {"models"} if load_module_only else set(_ALL)
-    if not load_optimizer_states:
+    # An engine for evaluation has no optimizer, and another one may have no scheduler: their states are left out.
+    if not load_optimizer_states or engine.optimizer is None:
         only -= {"optimizers", "scaler", "window"}
-    if not load_lr_scheduler_states:
+    if not load_lr_scheduler_states or engine.lr_scheduler is None:
         only.discard("schedulers")
     if custom_load_fn is not None:
         only.discard("models")

@@ -320,10 +320,9 @@ class DeepSpeedEngine(Getters, nn.Module):
         for parameter in self.module.parameters():
             parameter.grad = None
 
-    def get_global_grad_norm(self) -> float | None:
+    def get_global_grad_norm(self) -> torch.Tensor | None:
         """Norm of the last window's gradients, before clipping; -1 where it overflowed, None where it was not taken."""
-        norm = None if self._norm is None else float(self._norm)
-        return norm if norm is None or math.isfinite(norm) else -1.0
+        return None if self._norm is None else torch.where(torch.isfinite(self._norm), self._norm, -1.0)
 
     # -- the optimizer's numbers -----------------------------------------------------------------------------------
 

@@ -16,7 +16,7 @@ from functools import cache
 from types import MappingProxyType
 
 from paceline.compat.cases import VALUE, Case
-from paceline.compat.deepspeed.config.kinds import ANY, BLOCK, DTYPE, LIST, SWITCH, TEXT, count, number, word
+from paceline.compat.deepspeed.config.kinds import ANY, BLOCK, DTYPE, INTERVAL, LIST, SWITCH, TEXT, count, number, word
 from paceline.compat.deepspeed.config.row import NOTHING, Key, Staged, gone, idle, key
 from paceline.config.kinds import YES_NO
 
@@ -36,7 +36,7 @@ _BATCH = (
 _STEP = (
     key("gradient_clipping", number(), 1.0, "largest norm of all gradients together, which a step clips to; 0: no clipping",
         hint="max_grad_norm"),
-    key("steps_per_print", count(1), None, "the engine prints a line every so many steps"),
+    key("steps_per_print", INTERVAL, None, "the engine prints a line every so many steps"),
     key("managed_gradient_accumulation", YES_NO, True, "no: every `engine.step()` ends a window"),
     idle("prescale_gradients", YES_NO, False, _MEAN),
     idle("gradient_predivide_factor", number(), 1.0, _MEAN),

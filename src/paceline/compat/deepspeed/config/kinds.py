@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from math import isfinite
+from math import inf, isfinite
 from typing import Any
 
 from paceline.config.kinds import YES_NO, Kind
@@ -52,6 +52,10 @@ def count(minimum: int = 0, maximum: int | None = None) -> Kind:
 
     bound = f"from {minimum} to {maximum}" if maximum is not None else f"of at least {minimum}"
     return Kind(f"a whole number {bound}", parse)
+
+
+def _interval(text: str) -> float:
+    return inf if text.lower() in ("inf", "infinity") else count(1).read(text)
 
 
 def number(minimum: float | None = 0.0) -> Kind:
@@ -115,6 +119,7 @@ def _switch(value: Any) -> Any:
 
 
 TEXT = Kind("a text", str)
+INTERVAL = Kind("a whole number of at least 1, or Infinity for never", _interval)
 BLOCK = Structure("a block of keys", str, check=_block)
 LIST = Structure("a list", str, check=_list)
 SWITCH = Structure("yes, no, or a block of keys", str, check=_switch)
