@@ -27,8 +27,8 @@ _CARRIED: dict[str, str | dict[str, str]] = {
     f"{_HERE}.initialize": "add_config_arguments initialize",
     f"{_HERE}.processes": "init_distributed",
     f"{_HERE}.engine": "DeepSpeedEngine",
-    f"{_HERE}.optimizers": "DeepSpeedCPUAdagrad DeepSpeedCPUAdam FusedAdam FusedLamb",
-    "paceline.optim.lion": "DeepSpeedCPULion=Lion FusedLion=Lion",
+    f"{_HERE}.optimizers": "DeepSpeedCPUAdagrad DeepSpeedCPUAdam DeepSpeedCPULion=FusedLion FusedAdam "
+    "FusedLamb FusedLion",
     "paceline.optim.optimizer": "DeepSpeedOptimizer=PreparedOptimizer",
     "paceline.data.loader": "DeepSpeedDataLoader=PreparedLoader",
     "paceline.data.seed": "set_random_seed=set_seed",

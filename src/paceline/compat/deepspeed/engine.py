@@ -365,11 +365,20 @@ class DeepSpeedEngine(Getters, nn.Module):
 
     _zero3_consolidated_16bit_state_dict = module_state_dict  # what transformers and accelerate call at stage 3
 
-    def load_module_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True, **ignored: Any) -> None:
-        """Loads the whole state of the model: the dict itself, or one that holds it as "module". Ranks: all."""
+    def load_module_state_dict(
+        self, checkpoint: Mapping[str, Any], strict: bool = True, custom_load_fn: Any = None, **ignored: Any
+    ) -> None:
+        """Loads the whole state of the model: the dict itself, or one that holds it as "module". Ranks: all.
+
+        Args:
+            custom_load_fn: called as `custom_load_fn(src=state, dst=module)`, and loads in place of torch.
+        """
         state = checkpoint.get("module", checkpoint)
         with self.accelerator.full_parameters(self._wrapped[0], writeback=True):
-            self.module.load_state_dict(state, strict=strict)
+            if custom_load_fn is None:
+                self.module.load_state_dict(state, strict=strict)
+            else:
+                custom_load_fn(src=state, dst=self.module)
 
     # -- what only a pipeline has ----------------------------------------------------------------------------------
 

@@ -135,6 +135,17 @@ class FusedLamb(Lamb, metaclass=_StandsFor):
                      min_coeff=min_coeff)  # fmt: skip
 
 
+class FusedLion(Lion, metaclass=_StandsFor):
+    """Our `Lion`, with DeepSpeed's default for the second beta."""
+
+    instance_types = (Lion,)
+
+    @staticmethod
+    def build(params: Params, lr: float = 1e-3, betas: tuple[float, float] = (0.9, 0.999), weight_decay: float = 0.0,
+              set_grad_none: bool = True, fp32_optimizer_states: bool = True) -> Optimizer:  # fmt: skip
+        return Lion(params, lr=lr, betas=betas, weight_decay=weight_decay)
+
+
 def _muon(params: Params, lr: float = 1e-3, muon_lr: float | None = None, **keywords: Any) -> Optimizer:
     """torch's Muon, which steps matrices alone."""
     groups = list(params)
@@ -157,7 +168,7 @@ _OF_CONFIG: dict[str, Callable[..., Optimizer]] = {
     "adam": partial(_adam, "Adam"),
     "adamw": partial(_adam, "AdamW"),
     "lamb": _lamb,
-    "lion": Lion,
+    "lion": FusedLion,
     "muon": _muon,
     "adagrad": torch.optim.Adagrad,
     "sgd": torch.optim.SGD,

@@ -89,7 +89,7 @@ _OWN_OPTIMIZERS = (
     _adam("Adam", **_ADAMS),
     _adam("AdamW", **_ADAMS),
     _adam("Lamb", max_coeff=Param(number(), 10.0), min_coeff=Param(number(), 0.01), eps_inside_sqrt=Param(YES_NO, False)),
-    _optimizer("Lion", betas=Param(PAIR, (0.9, 0.99), "adam_betas")),
+    _optimizer("Lion", betas=Param(PAIR, (0.9, 0.999), "adam_betas")),
     _optimizer("Adagrad", eps=Param(number(), 1e-10), amsgrad=Param(YES_NO, False), lr_decay=Param(number(), 0.0),
                initial_accumulator_value=Param(number(), 0.0), foreach=Param(YES_NO), fused=Param(YES_NO),
                maximize=Param(YES_NO), differentiable=Param(YES_NO)),
