@@ -99,3 +99,18 @@ def test_steps_per_print_may_be_infinite(tmp_path: Path) -> None:
     path = tmp_path / "ds_config.json"
     path.write_text(json.dumps(config), encoding="utf-8")
     assert read(config)["steps_per_print"] == read(path)["steps_per_print"] == math.inf
+
+
+def own_loaders() -> list[Any]:
+    engine, rows = engine_of(**ADAM), list(range(22))
+    training, evaluation = engine.deepspeed_io(rows), engine.deepspeed_io(rows, batch_size=5, route="eval")
+    return [[batch.tolist() for batch in training], [batch.tolist() for batch in evaluation]]
+
+
+def test_a_script_makes_further_loaders() -> None:
+    seen = run_ranks(own_loaders, 2)
+    training, evaluation = seen[0]
+    assert [len(batch) for batch in training][:-1] == [2] * (len(training) - 1)
+    assert {row for training, _ in seen for batch in training for row in batch} == set(range(22))
+    assert training[0] != [0, 1]
+    assert evaluation[0] == [0, 1, 2, 3, 4] and seen[1][1][0] == [5, 6, 7, 8, 9]

@@ -23,6 +23,7 @@ from paceline.compat.deepspeed import checkpoint
 from paceline.compat.deepspeed.attendance import Attendance
 from paceline.compat.deepspeed.config import Batch, DeepSpeedConfig
 from paceline.compat.deepspeed.getters import Getters
+from paceline.compat.deepspeed.loader import deepspeed_io
 from paceline.compat.deepspeed.monitors import Events
 from paceline.compat.deepspeed.scheduler import EngineScheduler
 from paceline.config.given import Given
@@ -348,6 +349,8 @@ class DeepSpeedEngine(Getters, nn.Module):
                 why=f"neither `initialize(optimizer=...)` nor {self.config.source} names one",
                 fix='write `"optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}` in the config',
             )
+
+    deepspeed_io = deepspeed_io
 
     # -- checkpoints -----------------------------------------------------------------------------------------------
 
