@@ -213,12 +213,12 @@ class DataLoaderAdapter(PreparedLoader, DataLoader[Any]):
             state["generators_now"] = [generator.get_state() for generator in self._feed.generators()]
         return state
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Lets the next `for` go on where `state` was taken, with the batch size that this script has."""
-        super().load_state_dict(state)
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Lets the next `for` go on where `state_dict` was taken, with the batch size that this script has."""
+        super().load_state_dict(state_dict)
         resume = getattr(self._feed, "resume", None)
         if resume is not None:
-            resume(int(state["epoch"]), state)
+            resume(int(state_dict["epoch"]), state_dict)
         self.takes_part |= self.trains
 
     def _resize(self, saved: Mapping[str, Any]) -> None:
