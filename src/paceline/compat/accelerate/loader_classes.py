@@ -90,6 +90,7 @@ class DataLoaderAdapter(PreparedLoader, DataLoader[Any]):
     use_stateful_dataloader = False
     source: DataLoader[Any] | None = None  # what the script prepared
     _drop_last = False
+    _has_begun = False
     _is_accelerate_prepared = False
     _feed: Any
 
@@ -158,6 +159,7 @@ class DataLoaderAdapter(PreparedLoader, DataLoader[Any]):
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
         if self.skip_batches:
             self.start_after(self.skip_batches)
+        self._has_begun = True
         self.begin()
         try:
             yield from super().__iter__()
@@ -230,6 +232,9 @@ class DataLoaderAdapter(PreparedLoader, DataLoader[Any]):
                 "under accelerate's names, so the number of processes decides. The order of samples goes on.",
             )
 
+    def adjust_state_dict_for_prefetch(self) -> None:
+        """Nothing: what was read ahead does not count in a position."""
+
     # -- what scripts ask ------------------------------------------------------------------------------------
 
     def get_sampler(self) -> Any:
@@ -242,8 +247,11 @@ class DataLoaderAdapter(PreparedLoader, DataLoader[Any]):
 
     @property
     def remainder(self) -> int:
-        """Real samples in a last global batch that is not full; 0 where it is, -1 where nobody knows or it is dropped."""
-        return -1 if self._drop_last else super().remainder
+        """Real samples in a last global batch that is not full; 0 where it is.
+
+        It is -1 before the first loop, and where nobody knows or the last batch is dropped.
+        """
+        return super().remainder if self._has_begun and not self._drop_last else -1
 
     @property
     def total_dataset_length(self) -> int:

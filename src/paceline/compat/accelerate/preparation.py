@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -20,6 +20,7 @@ from paceline.compat.accelerate.samplers import BatchSamplerShard
 from paceline.compat.accelerate.scheduler import AcceleratedScheduler
 from paceline.data.loader import PreparedLoader
 from paceline.optim.optimizer import PreparedOptimizer
+from paceline.optim.rebind import parameter_names
 from paceline.optim.schedule import PreparedScheduler, is_scheduler
 from paceline.parallel.materialise import Recipe
 from paceline.plan.facts import ModelFacts
@@ -46,6 +47,7 @@ class AcceleratePreparation(Preparation):
     def __init__(self, *args: Any, **keywords: Any) -> None:
         super().__init__(*args, **keywords)
         self.elsewhere: list[nn.Module] = []
+        self._names_before: Names = {}
 
     def step_schedulers(self, splits_batches: bool, with_optimizer: bool) -> None:
         """How schedulers prepared from now on step; see `AcceleratedScheduler`."""
@@ -117,6 +119,28 @@ class AcceleratePreparation(Preparation):
                 result._is_accelerate_prepared = True  # type: ignore[assignment]
         return results
 
+    def one_by_one(self, objects: Sequence[Any], places: Sequence[bool], prepare: Callable[..., Any]) -> list[Any]:
+        """Has `prepare` prepare each object alone: models first, and schedulers in a second pass.
+
+        Args:
+            prepare: called as `prepare(object, first_pass=True, device_placement=...)`, then without `first_pass`.
+
+        Ranks: all.
+        """
+        are_models = [self.kind_of(value) == "model" for value in objects]
+        models = [value for value, is_model in zip(objects, are_models, strict=True) if is_model]
+        # A plan may replace parameters with their model, and the optimizer comes later: it holds those from before.
+        self._names_before = parameter_names([*(entry.module for entry in self.run.prepared.models), *models])
+        results = list(objects)
+        try:
+            for position in sorted(range(len(results)), key=lambda position: not are_models[position]):
+                results[position] = prepare(results[position], first_pass=True, device_placement=places[position])
+            for position, place in enumerate(places):
+                results[position] = prepare(results[position], device_placement=place)
+        finally:
+            self._names_before = {}
+        return results
+
     @contextmanager
     def tails(self, tail: Any) -> Iterator[None]:
         """Epochs begun inside fill up their last global batch ("pad"), or let it be short ("divide"; None: as ever).
@@ -144,6 +168,7 @@ class AcceleratePreparation(Preparation):
         earlier = self.run.prepared.optimizer_of(optimizer)
         if earlier is not None:
             return earlier
+        names = {**self._names_before, **names}
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         are_prepared = {id(parameter) for parameter in parameters} <= names.keys()
         if are_prepared and any(parameter.requires_grad for parameter in parameters):
