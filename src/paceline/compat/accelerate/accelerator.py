@@ -56,7 +56,7 @@ from paceline.compat.accelerate.preparation import AcceleratePreparation
 from paceline.compat.accelerate.split import split_part
 from paceline.compat.accelerate.state import AcceleratorState, PartialState, deepspeed_plugins_of
 from paceline.compat.accelerate.tracking import TrackerList
-from paceline.compat.accelerate.wrapping import extract_model_from_parallel, get_model_tp_size
+from paceline.compat.accelerate.wrapping import extract_model_from_parallel
 from paceline.config.settings import PRECISIONS
 from paceline.run import live_runs
 from paceline.world import runtime
@@ -288,7 +288,7 @@ class Accelerator(NativeAccelerator):
             )
         for position, argument in enumerate(args):
             if isinstance(argument, nn.Module):
-                self._check_undivided(argument)
+                self.preparation.check_undivided(argument)
             if isinstance(argument, nn.Module) and self.verify_device_map(argument):
                 check_alone(self.num_processes)
                 # Its modules are where its map says.
@@ -318,7 +318,7 @@ class Accelerator(NativeAccelerator):
         self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
     ) -> nn.Module:
         """Prepares one model. Ranks: all."""
-        self._check_undivided(model)
+        self.preparation.check_undivided(model)
         place = self.device_placement if device_placement is None else device_placement
         return super().prepare_model(model, place and not self.verify_device_map(model), evaluation_mode)
 
@@ -332,22 +332,6 @@ class Accelerator(NativeAccelerator):
     def prepare_optimizer(self, optimizer: torch.optim.Optimizer, device_placement: bool | None = None) -> Any:
         """Prepares one optimizer."""
         return super().prepare_optimizer(optimizer)
-
-    def _check_undivided(self, model: nn.Module) -> None:
-        """Refuses a model that transformers has divided while it loaded it.
-
-        Raises:
-            CompatValueError: `compat-argument`.
-        """
-        ways = get_model_tp_size(model) or 1
-        if ways > 1 and self.run.prepared.find(model) is None:
-            raise CompatValueError(
-                "compat-argument",
-                f"{type(model).__name__} was divided over {ways} processes before it was prepared.",
-                why="transformers divides a model that is loaded with `tp_plan` or `distributed_config`, in a form that the "
-                "plan of this run does not know",
-                fix=f"load it without them, and let the plan divide it: `paceline launch --tp {ways} ...`",
-            )
 
     def verify_device_map(self, model: nn.Module) -> bool:
         """Whether a model, or one inside it, was spread by a map of more than one entry."""

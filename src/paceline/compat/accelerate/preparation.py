@@ -12,12 +12,14 @@ from torch.utils.data import DataLoader
 
 from paceline.compat.accelerate.arguments import DataLoaderConfiguration
 from paceline.compat.accelerate.data_loader import prepare_data_loader
+from paceline.compat.accelerate.errors import CompatValueError
 from paceline.compat.accelerate.gradient_state import GradientState
 from paceline.compat.accelerate.hooks import has_offloaded_params
 from paceline.compat.accelerate.loader_classes import DataLoaderAdapter
 from paceline.compat.accelerate.optimizer import AcceleratedOptimizer
 from paceline.compat.accelerate.samplers import BatchSamplerShard
 from paceline.compat.accelerate.scheduler import AcceleratedScheduler
+from paceline.compat.accelerate.wrapping import get_model_tp_size
 from paceline.data.loader import PreparedLoader
 from paceline.optim.optimizer import PreparedOptimizer
 from paceline.optim.rebind import parameter_names
@@ -118,6 +120,22 @@ class AcceleratePreparation(Preparation):
             if isinstance(result, nn.Module):
                 result._is_accelerate_prepared = True  # type: ignore[assignment]
         return results
+
+    def check_undivided(self, model: nn.Module) -> None:
+        """Refuses a model that transformers has divided while it loaded it.
+
+        Raises:
+            CompatValueError: `compat-argument`.
+        """
+        ways = get_model_tp_size(model) or 1
+        if ways > 1 and self.run.prepared.find(model) is None:
+            raise CompatValueError(
+                "compat-argument",
+                f"{type(model).__name__} was divided over {ways} processes before it was prepared.",
+                why="transformers divides a model that is loaded with `tp_plan` or `distributed_config`, in a form that the "
+                "plan of this run does not know",
+                fix=f"load it without them, and let the plan divide it: `paceline launch --tp {ways} ...`",
+            )
 
     def one_by_one(self, objects: Sequence[Any], places: Sequence[bool], prepare: Callable[..., Any]) -> list[Any]:
         """Has `prepare` prepare each object alone: models first, and schedulers in a second pass.
