@@ -17,8 +17,9 @@ from paceline.compat.accelerate import errors, nested
 from paceline.compat.accelerate.accelerator import Accelerator
 from paceline.compat.accelerate.arguments import ProfileKwargs
 from paceline.compat.accelerate.gradient_state import GradientState
-from paceline.compat.accelerate.kinds import BaseEnum, DynamoBackend, LoggerType, PrecisionType, RNGType
+from paceline.compat.accelerate.kinds import BaseEnum, CustomDtype, DynamoBackend, LoggerType, PrecisionType, RNGType
 from paceline.compat.accelerate.launch_environment import _filter_args
+from paceline.compat.accelerate.module_sizes import dtype_byte_size
 from paceline.compat.accelerate.state import AcceleratorState
 from paceline.compat.accelerate.tracking import GeneralTracker, MLflowTracker
 from paceline.launch.notebook import notebook_launcher
@@ -187,6 +188,7 @@ def test_an_unknown_activity_and_an_unknown_node_are_value_errors() -> None:
 def test_which_enumerations_hold_strings() -> None:
     assert not issubclass(BaseEnum, str) and issubclass(BaseEnum, enum.Enum)
     assert LoggerType.WANDB != "wandb" and "wandb" in LoggerType and str(RNGType.TORCH) == "torch"
+    assert CustomDtype.FP8 != "fp8" and dtype_byte_size(CustomDtype.INT4) == 0.5
     assert PrecisionType.BF16 == "bf16" and DynamoBackend.INDUCTOR == "INDUCTOR"
 
 

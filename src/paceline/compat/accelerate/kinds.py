@@ -53,7 +53,7 @@ ComputeEnvironment = _enum("ComputeEnvironment", "LOCAL_MACHINE AMAZON_SAGEMAKER
 PrecisionType = _enum("PrecisionType", "NO=no FP8=fp8 FP16=fp16 BF16=bf16", _Texts)
 RNGType = _enum("RNGType", "TORCH=torch CUDA=cuda MLU=mlu SDAA=sdaa MUSA=musa NPU=npu XLA=xla XPU=xpu HPU=hpu "
                 "NEURON=neuron GENERATOR=generator")  # fmt: skip
-CustomDtype = _enum("CustomDtype", "FP8=fp8 INT4=int4 INT2=int2", _Named)
+CustomDtype = _enum("CustomDtype", "FP8=fp8 INT4=int4 INT2=int2", Enum)
 FP8BackendType = _enum("FP8BackendType", "NO TE MSAMP AO", _Named)
 LoggerType = _enum("LoggerType", "ALL=all AIM=aim TENSORBOARD=tensorboard WANDB=wandb TRACKIO=trackio COMETML=comet_ml "
                    "MLFLOW=mlflow CLEARML=clearml DVCLIVE=dvclive SWANLAB=swanlab")  # fmt: skip
