@@ -144,6 +144,10 @@ class States:
         """Calls `hook` before each save or load."""
         return Hook(self._hooks[kind], hook)
 
+    def hooks_by_number(self, kind: str) -> dict[int, Callable[..., None]]:
+        """The same with the numbers that hooks are removed by; what is put in or taken out counts."""
+        return self._hooks[kind]
+
     def hooks(self, kind: str) -> list[Callable[..., None]]:
         """The hooks that are called before each save or load."""
         return list(self._hooks[kind].values())

@@ -619,3 +619,11 @@ def test_errors_of_the_door_travel_between_processes() -> None:
         error = kind(*first, why="a reason", fix="a way")
         copied = pickle.loads(pickle.dumps(error))
         assert (type(copied), str(copied)) == (kind, str(error))
+
+
+def test_a_loader_takes_its_state_by_keyword() -> None:
+    import inspect
+
+    from paceline.compat.accelerate.loader_classes import DataLoaderAdapter
+
+    assert "state_dict" in inspect.signature(DataLoaderAdapter.load_state_dict).parameters

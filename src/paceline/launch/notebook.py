@@ -82,6 +82,13 @@ def notebook_launcher(
     _alone()
     _check_arguments(args)
     handed = _handed(mixed_precision=mixed_precision) if mixed_precision != "no" else {}
+    if node_rank >= num_nodes:
+        raise ConfigError(
+            "config-value",
+            f"node_rank cannot be {node_rank}: there are {num_nodes} nodes, numbered from 0.",
+            why=f"it comes from notebook_launcher(node_rank={node_rank}, num_nodes={num_nodes})",
+            fix=f"give each node its own node_rank, 0 to {num_nodes - 1}",
+        )
     accelerators = host.accelerators()
     procs = _count(num_processes, accelerators)
     print(_announce(procs * num_nodes, accelerators), flush=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from inspect import signature
 from typing import Any, Protocol
 
 import torch
@@ -60,6 +61,8 @@ class PreparedOptimizer(Optimizer):
         self._guard = guard
         self._admits = admits
         self._runtime = runtime.current()
+        # An optimizer of a script's own may have a `zero_grad` without arguments.
+        self._takes_set_to_none = "set_to_none" in signature(optimizer.zero_grad).parameters
         self._corrected = False
         self._passes_done = 0  # backward passes whose gradients were stepped or cleared
 
@@ -146,10 +149,13 @@ class PreparedOptimizer(Optimizer):
         self._runtime.stepped(self, self._accumulation)
         return result
 
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clears gradients where the window ends; nothing in between."""
+    def zero_grad(self, set_to_none: bool | None = None) -> None:
+        """Clears gradients where the window ends; nothing in between. They become None, unless the script says otherwise."""
         if self._accumulation.sync:
-            self.optimizer.zero_grad(set_to_none)
+            if set_to_none is None and not self._takes_set_to_none:
+                self.optimizer.zero_grad()
+            else:
+                self.optimizer.zero_grad(set_to_none is not False)
             self._corrected = False
             self._passes_done = self._accumulation.passes
 

@@ -131,7 +131,7 @@ _CARRIED = {
     f"{_COMMANDS}.to_fsdp2": """ARGUMENT_KEY_MAPPING ARGUMENT_VALUE_MAPPING ConversionStatus convert_config_to_fsdp2
         load_config to_fsdp2_command to_fsdp2_command_parser""",
     f"{_COMMANDS}.tpu": "accelerate.commands.tpu.main=main tpu_command_launcher tpu_command_parser",
-    f"{_HERE}.launch_environment": """PrepareForLaunch convert_dict_to_env_variables env_var_path_add
+    f"{_HERE}.launch_environment": """_filter_args PrepareForLaunch convert_dict_to_env_variables env_var_path_add
         prepare_deepspeed_cmd_env prepare_extend_env_parallelism_config prepare_multi_gpu_env
         prepare_simple_launcher_cmd_env setup_fp8_env""",
     "paceline.data.seed": "set_seed",

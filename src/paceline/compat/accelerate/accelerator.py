@@ -56,7 +56,7 @@ from paceline.compat.accelerate.preparation import AcceleratePreparation
 from paceline.compat.accelerate.split import split_part
 from paceline.compat.accelerate.state import AcceleratorState, PartialState, deepspeed_plugins_of
 from paceline.compat.accelerate.tracking import TrackerList
-from paceline.compat.accelerate.wrapping import extract_model_from_parallel, get_model_tp_size
+from paceline.compat.accelerate.wrapping import extract_model_from_parallel
 from paceline.config.settings import PRECISIONS
 from paceline.run import live_runs
 from paceline.world import runtime
@@ -176,7 +176,7 @@ class Accelerator(NativeAccelerator):
         self.preparation.step_schedulers(self.settings.split_batches, self.step_scheduler_with_optimizer)
         self.preparation.load_as(self.dataloader_config, self.rng_types)
         self.trackers = TrackerList(log_with, self.logging_dir, is_main=self.is_main_process)
-        self.log_with = self.trackers.names
+        self.log_with = self.trackers.asked
         self.step = 0
         self.native_amp = self.run.precision.name != "no"
         self.state = AcceleratorState.of(self)
@@ -216,6 +216,8 @@ class Accelerator(NativeAccelerator):
         lambda self: [*(self.deepspeed.schedulers if self.deepspeed else ()), *self.run.prepared.schedulers]
     )
     _dataloaders = property(lambda self: self.run.prepared.loaders)
+    _save_model_state_pre_hook = property(lambda self: self.states.hooks_by_number("save"))
+    _load_model_state_pre_hook = property(lambda self: self.states.hooks_by_number("load"))
     flag_tensor: torch.Tensor | None = None
 
     def _coordinate(self, axis: str) -> int:
@@ -286,19 +288,37 @@ class Accelerator(NativeAccelerator):
             )
         for position, argument in enumerate(args):
             if isinstance(argument, nn.Module):
-                self._check_undivided(argument)
+                self.preparation.check_undivided(argument)
             if isinstance(argument, nn.Module) and self.verify_device_map(argument):
                 check_alone(self.num_processes)
                 # Its modules are where its map says.
                 places[position] = False
         objects = args if self.deepspeed is None else self.deepspeed.prepare(args)
-        return super().prepare(*objects, device_placement=places)
+        if not self._prepares_its_own_way():
+            return super().prepare(*objects, device_placement=places)
+        results = self.preparation.one_by_one(objects, places, self._prepare_one)
+        return results[0] if len(results) == 1 else tuple(results)
+
+    def _prepares_its_own_way(self) -> bool:
+        """Whether a class of a script's own, or the script itself, has replaced a method that `prepare` consists of."""
+        parts = ("prepare_model", "prepare_data_loader", "prepare_optimizer", "prepare_scheduler", "_prepare_one")
+        return any(getattr(getattr(self, name), "__func__", None) is not getattr(Accelerator, name) for name in parts)
+
+    def _prepare_one(self, obj: Any, first_pass: bool = False, device_placement: bool | None = None) -> Any:
+        """Prepares one object: a scheduler in the second pass, anything else in the first. Ranks: all."""
+        kind = self.preparation.kind_of(obj)
+        if kind == "scheduler":
+            return obj if first_pass else self.prepare_scheduler(obj)
+        if kind == "done" or not first_pass:
+            return obj
+        ways = {"model": self.prepare_model, "loader": self.prepare_data_loader, "optimizer": self.prepare_optimizer}
+        return ways[kind](obj, device_placement=device_placement)
 
     def prepare_model(
         self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
     ) -> nn.Module:
         """Prepares one model. Ranks: all."""
-        self._check_undivided(model)
+        self.preparation.check_undivided(model)
         place = self.device_placement if device_placement is None else device_placement
         return super().prepare_model(model, place and not self.verify_device_map(model), evaluation_mode)
 
@@ -312,22 +332,6 @@ class Accelerator(NativeAccelerator):
     def prepare_optimizer(self, optimizer: torch.optim.Optimizer, device_placement: bool | None = None) -> Any:
         """Prepares one optimizer."""
         return super().prepare_optimizer(optimizer)
-
-    def _check_undivided(self, model: nn.Module) -> None:
-        """Refuses a model that transformers has divided while it loaded it.
-
-        Raises:
-            CompatValueError: `compat-argument`.
-        """
-        ways = get_model_tp_size(model) or 1
-        if ways > 1 and self.run.prepared.find(model) is None:
-            raise CompatValueError(
-                "compat-argument",
-                f"{type(model).__name__} was divided over {ways} processes before it was prepared.",
-                why="transformers divides a model that is loaded with `tp_plan` or `distributed_config`, in a form that the "
-                "plan of this run does not know",
-                fix=f"load it without them, and let the plan divide it: `paceline launch --tp {ways} ...`",
-            )
 
     def verify_device_map(self, model: nn.Module) -> bool:
         """Whether a model, or one inside it, was spread by a map of more than one entry."""

@@ -10,6 +10,7 @@ from typing import Any
 
 from paceline.base import env as environment
 from paceline.base.errors import CompatError
+from paceline.compat.accelerate.errors import CompatValueError
 from paceline.compat.accelerate.kinds import DDPCommunicationHookType
 from paceline.compat.accelerate.said_fields import SaidFields
 
@@ -191,10 +192,23 @@ class ProfileKwargs(KwargsHandler):
     output_trace_dir: str | None = None
 
     def build(self) -> Any:
-        """torch's profiler with these options."""
+        """torch's profiler with these options.
+
+        Raises:
+            CompatValueError: `compat-argument`, for an activity that the profiler does not know.
+        """
         from torch import profiler
 
-        activities = [getattr(profiler.ProfilerActivity, name.upper()) for name in self.activities or []]
+        kinds = {name.lower(): kind for name, kind in profiler.ProfilerActivity.__members__.items()}
+        strange = [name for name in self.activities or [] if name.lower() not in kinds]
+        if strange:
+            raise CompatValueError(
+                "compat-argument",
+                f"ProfileKwargs: activities cannot hold {strange!r}.",
+                why=f"torch's profiler knows: {', '.join(kinds)}",
+                fix='write activities=["cpu"]',
+            )
+        activities = [kinds[name.lower()] for name in self.activities or []]
         schedule = profiler.schedule(**self.schedule_option) if self.schedule_option else None
         return profiler.profile(
             activities=activities or None,

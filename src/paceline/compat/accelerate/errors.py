@@ -52,6 +52,8 @@ class DistributedOperationException(CollectiveError):
     def __init__(self, what: str, why: str = "", fix: str = "") -> None:
         super().__init__("collective-mismatch", what, why, fix)
         self._arguments = (what, why, fix)
+        if not why and not fix:  # a script's own, which says what it was given
+            self.args = (what,)
 
     def __reduce__(self) -> tuple[object, ...]:
         return type(self), self._arguments

@@ -1,4 +1,4 @@
-"""accelerate's enumerations: members are strings, so that they compare with plain ones."""
+"""accelerate's enumerations; where its members are strings, which compare with plain ones, they are here."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ class EnumWithContains(EnumMeta):
         return any(item is member or item == member.value for member in cls)  # type: ignore[var-annotated]
 
 
-class BaseEnum(str, Enum, metaclass=EnumWithContains):  # noqa: UP042 - a StrEnum lets no metaclass in between
-    """An enumeration of strings that prints as its values."""
+class BaseEnum(Enum, metaclass=EnumWithContains):
+    """An enumeration that prints as its values, which are strings."""
 
     def __str__(self) -> str:
         return str(self.value)
@@ -23,6 +23,10 @@ class BaseEnum(str, Enum, metaclass=EnumWithContains):  # noqa: UP042 - a StrEnu
     def list(cls) -> Any:
         """All values."""
         return [member.value for member in cls]
+
+
+class _Texts(str, BaseEnum):
+    """One whose members are strings, too."""
 
 
 class _Named(str, Enum):  # noqa: UP042 - a StrEnum prints as its values
@@ -46,14 +50,14 @@ WORD_OF_DEVICE = {"cpu": "MULTI_CPU", "cuda": "MULTI_GPU", "npu": "MULTI_NPU", "
                   "hpu": "MULTI_HPU", "musa": "MULTI_MUSA", "sdaa": "MULTI_SDAA"}  # fmt: skip
 SageMakerDistributedType = _enum("SageMakerDistributedType", "NO DATA_PARALLEL MODEL_PARALLEL", _Named)
 ComputeEnvironment = _enum("ComputeEnvironment", "LOCAL_MACHINE AMAZON_SAGEMAKER", _Named)
-PrecisionType = _enum("PrecisionType", "NO=no FP8=fp8 FP16=fp16 BF16=bf16")
+PrecisionType = _enum("PrecisionType", "NO=no FP8=fp8 FP16=fp16 BF16=bf16", _Texts)
 RNGType = _enum("RNGType", "TORCH=torch CUDA=cuda MLU=mlu SDAA=sdaa MUSA=musa NPU=npu XLA=xla XPU=xpu HPU=hpu "
                 "NEURON=neuron GENERATOR=generator")  # fmt: skip
-CustomDtype = _enum("CustomDtype", "FP8=fp8 INT4=int4 INT2=int2", _Named)
+CustomDtype = _enum("CustomDtype", "FP8=fp8 INT4=int4 INT2=int2", Enum)
 FP8BackendType = _enum("FP8BackendType", "NO TE MSAMP AO", _Named)
 LoggerType = _enum("LoggerType", "ALL=all AIM=aim TENSORBOARD=tensorboard WANDB=wandb TRACKIO=trackio COMETML=comet_ml "
                    "MLFLOW=mlflow CLEARML=clearml DVCLIVE=dvclive SWANLAB=swanlab")  # fmt: skip
 DynamoBackend = _enum("DynamoBackend", "NO EAGER AOT_EAGER INDUCTOR AOT_TS_NVFUSER NVPRIMS_NVFUSER CUDAGRAPHS OFI FX2TRT "
-                      "ONNXRT TENSORRT AOT_TORCHXLA_TRACE_ONCE TORCHXLA_TRACE_ONCE TVM HPU_BACKEND NEURON")  # fmt: skip
+                      "ONNXRT TENSORRT AOT_TORCHXLA_TRACE_ONCE TORCHXLA_TRACE_ONCE TVM HPU_BACKEND NEURON", _Texts)  # fmt: skip
 DDPCommunicationHookType = _enum("DDPCommunicationHookType", "NO=no FP16=fp16 BF16=bf16 POWER_SGD=power_sgd "
                                  "BATCHED_POWER_SGD=batched_power_sgd")  # fmt: skip

@@ -11,7 +11,7 @@ import logging
 import os
 import socket
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from paceline.base import env as environment
@@ -269,3 +269,13 @@ class PrepareForLaunch:
             variables |= {"LOCAL_RANK": str(index), "RANK": str(first + index)}
         environment.export(variables)
         self.launcher(*args)
+
+
+def _filter_args(
+    args: argparse.Namespace, parser: argparse.ArgumentParser, default_args: Sequence[str] = ()
+) -> argparse.Namespace:
+    """The arguments that another parser knows: as in `args` where they are there, else its own defaults."""
+    known, _ = parser.parse_known_args(default_args)
+    for name in vars(known).keys() & vars(args).keys():
+        setattr(known, name, getattr(args, name))
+    return known

@@ -90,6 +90,7 @@ class DataLoaderAdapter(PreparedLoader, DataLoader[Any]):
     use_stateful_dataloader = False
     source: DataLoader[Any] | None = None  # what the script prepared
     _drop_last = False
+    _has_begun = False
     _is_accelerate_prepared = False
     _feed: Any
 
@@ -158,6 +159,7 @@ class DataLoaderAdapter(PreparedLoader, DataLoader[Any]):
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
         if self.skip_batches:
             self.start_after(self.skip_batches)
+        self._has_begun = True
         self.begin()
         try:
             yield from super().__iter__()
@@ -213,12 +215,12 @@ class DataLoaderAdapter(PreparedLoader, DataLoader[Any]):
             state["generators_now"] = [generator.get_state() for generator in self._feed.generators()]
         return state
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Lets the next `for` go on where `state` was taken, with the batch size that this script has."""
-        super().load_state_dict(state)
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Lets the next `for` go on where `state_dict` was taken, with the batch size that this script has."""
+        super().load_state_dict(state_dict)
         resume = getattr(self._feed, "resume", None)
         if resume is not None:
-            resume(int(state["epoch"]), state)
+            resume(int(state_dict["epoch"]), state_dict)
         self.takes_part |= self.trains
 
     def _resize(self, saved: Mapping[str, Any]) -> None:
@@ -229,6 +231,9 @@ class DataLoaderAdapter(PreparedLoader, DataLoader[Any]):
                 f"a global batch is {now} now, and was {was} where the position was saved: a process's batch keeps its size "
                 "under accelerate's names, so the number of processes decides. The order of samples goes on.",
             )
+
+    def adjust_state_dict_for_prefetch(self) -> None:
+        """Nothing: what was read ahead does not count in a position."""
 
     # -- what scripts ask ------------------------------------------------------------------------------------
 
@@ -242,8 +247,11 @@ class DataLoaderAdapter(PreparedLoader, DataLoader[Any]):
 
     @property
     def remainder(self) -> int:
-        """Real samples in a last global batch that is not full; 0 where it is, -1 where nobody knows or it is dropped."""
-        return -1 if self._drop_last else super().remainder
+        """Real samples in a last global batch that is not full; 0 where it is.
+
+        It is -1 before the first loop, and where nobody knows or the last batch is dropped.
+        """
+        return super().remainder if self._has_begun and not self._drop_last else -1
 
     @property
     def total_dataset_length(self) -> int:

@@ -123,7 +123,7 @@ def concatenate(data: Any, dim: int = 0) -> Any:
     """Batches of one structure, joined tensor by tensor.
 
     Raises:
-        CompatTypeError: `compat-argument`, for a leaf that is no tensor.
+        CompatTypeError: `compat-argument`, for several leaves that are no tensors.
     """
     first = data[0]
     values = trees.children(first)
@@ -131,6 +131,8 @@ def concatenate(data: Any, dim: int = 0) -> Any:
         columns = zip(*(trees.children(batch) or () for batch in data), strict=True)
         return trees.rebuild(first, [concatenate(column, dim) for column in columns])
     if not isinstance(first, torch.Tensor):
+        if len(data) == 1:
+            return first
         raise other_type(concatenate, first)
     return torch.cat(tuple(data), dim=dim)
 

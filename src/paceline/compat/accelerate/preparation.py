@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -12,14 +12,17 @@ from torch.utils.data import DataLoader
 
 from paceline.compat.accelerate.arguments import DataLoaderConfiguration
 from paceline.compat.accelerate.data_loader import prepare_data_loader
+from paceline.compat.accelerate.errors import CompatValueError
 from paceline.compat.accelerate.gradient_state import GradientState
 from paceline.compat.accelerate.hooks import has_offloaded_params
 from paceline.compat.accelerate.loader_classes import DataLoaderAdapter
 from paceline.compat.accelerate.optimizer import AcceleratedOptimizer
 from paceline.compat.accelerate.samplers import BatchSamplerShard
 from paceline.compat.accelerate.scheduler import AcceleratedScheduler
+from paceline.compat.accelerate.wrapping import get_model_tp_size
 from paceline.data.loader import PreparedLoader
 from paceline.optim.optimizer import PreparedOptimizer
+from paceline.optim.rebind import parameter_names
 from paceline.optim.schedule import PreparedScheduler, is_scheduler
 from paceline.parallel.materialise import Recipe
 from paceline.plan.facts import ModelFacts
@@ -46,6 +49,7 @@ class AcceleratePreparation(Preparation):
     def __init__(self, *args: Any, **keywords: Any) -> None:
         super().__init__(*args, **keywords)
         self.elsewhere: list[nn.Module] = []
+        self._names_before: Names = {}
 
     def step_schedulers(self, splits_batches: bool, with_optimizer: bool) -> None:
         """How schedulers prepared from now on step; see `AcceleratedScheduler`."""
@@ -117,6 +121,44 @@ class AcceleratePreparation(Preparation):
                 result._is_accelerate_prepared = True  # type: ignore[assignment]
         return results
 
+    def check_undivided(self, model: nn.Module) -> None:
+        """Refuses a model that transformers has divided while it loaded it.
+
+        Raises:
+            CompatValueError: `compat-argument`.
+        """
+        ways = get_model_tp_size(model) or 1
+        if ways > 1 and self.run.prepared.find(model) is None:
+            raise CompatValueError(
+                "compat-argument",
+                f"{type(model).__name__} was divided over {ways} processes before it was prepared.",
+                why="transformers divides a model that is loaded with `tp_plan` or `distributed_config`, in a form that the "
+                "plan of this run does not know",
+                fix=f"load it without them, and let the plan divide it: `paceline launch --tp {ways} ...`",
+            )
+
+    def one_by_one(self, objects: Sequence[Any], places: Sequence[bool], prepare: Callable[..., Any]) -> list[Any]:
+        """Has `prepare` prepare each object alone: models first, and schedulers in a second pass.
+
+        Args:
+            prepare: called as `prepare(object, first_pass=True, device_placement=...)`, then without `first_pass`.
+
+        Ranks: all.
+        """
+        are_models = [self.kind_of(value) == "model" for value in objects]
+        models = [value for value, is_model in zip(objects, are_models, strict=True) if is_model]
+        # A plan may replace parameters with their model, and the optimizer comes later: it holds those from before.
+        self._names_before = parameter_names([*(entry.module for entry in self.run.prepared.models), *models])
+        results = list(objects)
+        try:
+            for position in sorted(range(len(results)), key=lambda position: not are_models[position]):
+                results[position] = prepare(results[position], first_pass=True, device_placement=places[position])
+            for position, place in enumerate(places):
+                results[position] = prepare(results[position], device_placement=place)
+        finally:
+            self._names_before = {}
+        return results
+
     @contextmanager
     def tails(self, tail: Any) -> Iterator[None]:
         """Epochs begun inside fill up their last global batch ("pad"), or let it be short ("divide"; None: as ever).
@@ -144,6 +186,7 @@ class AcceleratePreparation(Preparation):
         earlier = self.run.prepared.optimizer_of(optimizer)
         if earlier is not None:
             return earlier
+        names = {**self._names_before, **names}
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         are_prepared = {id(parameter) for parameter in parameters} <= names.keys()
         if are_prepared and any(parameter.requires_grad for parameter in parameters):

@@ -10,6 +10,7 @@ begin a run in `start`, and store the settings in `store_init_configuration`.
 from __future__ import annotations
 
 import functools
+import json
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -80,10 +81,13 @@ class _LibraryTracker(GeneralTracker):
     """
 
     def __init__(self, run_name: str, **kwargs: Any) -> None:
+        self._stand_for(run_name, kwargs)
+
+    def _stand_for(self, run_name: str, options: dict[str, Any]) -> None:
         super().__init__()
         self.run_name = run_name
-        self.init_kwargs = kwargs
-        self._ours = TRACKERS.get(str(self.name))(".", **kwargs)
+        self.init_kwargs = options
+        self._ours = TRACKERS.get(str(self.name))(".", **options)
 
     @property
     def tracker(self) -> Any:
@@ -175,8 +179,25 @@ class MLflowTracker(_LibraryTracker):
     log_artifacts = _passed_on("log_artifacts")
     log_figure = _passed_on("log_figure")
 
-    def __init__(self, experiment_name: str | None = None, **kwargs: Any) -> None:
-        super().__init__(experiment_name or "Default", **kwargs)
+    def __init__(
+        self,
+        experiment_name: str | None = None,
+        logging_dir: str | Path | None = None,
+        run_id: str | None = None,
+        tags: dict[str, Any] | str | None = None,
+        nested_run: bool | None = False,
+        run_name: str | None = None,
+        description: str | None = None,
+    ) -> None:
+        options = {
+            "logging_dir": logging_dir,
+            "run_id": run_id,
+            "tags": json.loads(tags) if isinstance(tags, str) else tags,
+            "nested_run": nested_run,
+            "run_name": run_name,
+            "description": description,
+        }
+        self._stand_for(experiment_name or "Default", options)
 
 
 class ClearMLTracker(_LibraryTracker):
@@ -350,9 +371,10 @@ class TrackerList(Trackers):
             raise TrackerChoiceError.of(list(error.problems)) from None
 
     @property
-    def names(self) -> list[str]:
-        """Names of the trackers asked for; those of accelerate as members of its enumeration, which are texts too."""
-        return [LoggerType(name) if name in LoggerType else name for name in super().names]
+    def asked(self) -> list[Any]:
+        """What `log_with` asked for: accelerate's trackers as members of its enumeration, those of scripts as they are."""
+        own = {name: chosen.shown for name, chosen in self._wanted.items() if isinstance(chosen, _Adapted)}
+        return [LoggerType(name) if name in LoggerType else own.get(name, name) for name in self.names]
 
     def folder_of(self, run: str) -> Path:
         """Of a run that has no folder, what a later process needs lies where ours would."""
@@ -373,11 +395,13 @@ class TrackerList(Trackers):
             tracker.log(dict(values), step, **options.get(name, {}))
 
     def get_tracker(self, name: str, unwrap: bool = False) -> Any:
-        """The tracker as the script knows it, or with `unwrap` what it wraps.
+        """The tracker as the script knows it, or with `unwrap` what it wraps; a blank one where none was started.
 
         Raises:
             TrackerChoiceError: `tracker-unknown`.
         """
+        if not self.started:
+            return GeneralTracker(_blank=True)
         try:
             tracker = super().get_tracker(str(getattr(name, "value", name)))
         except TrackerError as error:

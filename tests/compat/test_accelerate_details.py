@@ -1,0 +1,216 @@
+"""Small answers of accelerate's that scripts may lean on: overridden methods, odd optimizers, refusals, private names."""
+
+from __future__ import annotations
+
+import argparse
+import enum
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from paceline.compat.accelerate import errors, nested
+from paceline.compat.accelerate.accelerator import Accelerator
+from paceline.compat.accelerate.arguments import ProfileKwargs
+from paceline.compat.accelerate.gradient_state import GradientState
+from paceline.compat.accelerate.kinds import BaseEnum, CustomDtype, DynamoBackend, LoggerType, PrecisionType, RNGType
+from paceline.compat.accelerate.launch_environment import _filter_args
+from paceline.compat.accelerate.module_sizes import dtype_byte_size
+from paceline.compat.accelerate.state import AcceleratorState
+from paceline.compat.accelerate.tracking import GeneralTracker, MLflowTracker
+from paceline.launch.notebook import notebook_launcher
+from paceline.testing import run_ranks
+
+
+@pytest.fixture(autouse=True)
+def fresh_states():
+    """Views of accelerators do not outlive a test."""
+    yield
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
+
+
+def rows(count: int = 10) -> DataLoader:
+    return DataLoader(TensorDataset(torch.arange(3.0 * count).view(count, 3)), batch_size=4)
+
+
+def parts() -> tuple[nn.Module, torch.optim.Optimizer, DataLoader, Any]:
+    model = nn.Linear(3, 2)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    return model, optimizer, rows(), torch.optim.lr_scheduler.StepLR(optimizer, 1)
+
+
+# -- prepare -------------------------------------------------------------------------------------------------
+
+
+class Noting(Accelerator):
+    """Notes which of its methods `prepare` calls."""
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+        super().__init__(cpu=True)
+
+    def prepare_model(self, model: Any, **options: Any) -> Any:
+        self.calls.append("model")
+        return super().prepare_model(model, **options)
+
+    def prepare_optimizer(self, optimizer: Any, **options: Any) -> Any:
+        self.calls.append("optimizer")
+        return super().prepare_optimizer(optimizer, **options)
+
+    def prepare_data_loader(self, data_loader: Any, **options: Any) -> Any:
+        self.calls.append("loader")
+        return super().prepare_data_loader(data_loader, **options)
+
+    def prepare_scheduler(self, scheduler: Any) -> Any:
+        self.calls.append("scheduler")
+        return super().prepare_scheduler(scheduler)
+
+
+def test_prepare_calls_the_methods_of_a_scripts_own_class() -> None:
+    accelerator = Noting()
+    model, optimizer, loader, scheduler = accelerator.prepare(*parts(), device_placement=[True] * 4)
+    assert accelerator.calls == ["model", "optimizer", "loader", "scheduler"]
+    before = model.weight.detach().clone()
+    for (batch,) in loader:
+        accelerator.backward(model(batch).sum())
+        optimizer.step()
+        scheduler.step()
+        optimizer.zero_grad()
+    assert not torch.equal(before, model.weight) and scheduler.get_last_lr() != [0.1]
+    assert accelerator.prepare(model) is model and accelerator.calls.count("model") == 1
+
+
+def test_prepare_calls_prepare_one_twice_for_each_object() -> None:
+    passes = []
+
+    class Own(Accelerator):
+        def _prepare_one(self, obj: Any, first_pass: bool = False, device_placement: bool | None = None) -> Any:
+            passes.append(first_pass)
+            return super()._prepare_one(obj, first_pass, device_placement)
+
+    results = Own(cpu=True).prepare(*parts())
+    assert passes == [True] * 4 + [False] * 4 and len(results) == 4
+
+
+def optimizer_of_a_divided_model() -> tuple[list[str], bool]:
+    accelerator = Noting()
+    model, optimizer = parts()[:2]
+    optimizer, model = accelerator.prepare(optimizer, model)
+    own = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    return accelerator.calls, own == {id(parameter) for parameter in model.parameters()}
+
+
+@pytest.mark.slow
+def test_an_optimizer_follows_parameters_that_a_plan_replaces_with_their_model() -> None:
+    assert (
+        run_ranks(optimizer_of_a_divided_model, 2, env={"PACELINE_SHARD": "2"}) == [(["model", "optimizer"], True)] * 2
+    )
+
+
+# -- optimizers and loaders ----------------------------------------------------------------------------------
+
+
+class Plain(torch.optim.SGD):
+    """An optimizer whose `zero_grad` takes nothing."""
+
+    def zero_grad(self) -> None:  # type: ignore[override]
+        super().zero_grad()
+
+
+def test_an_optimizer_whose_zero_grad_takes_nothing() -> None:
+    accelerator = Accelerator(cpu=True)
+    model = nn.Linear(3, 2)
+    model, optimizer = accelerator.prepare(model, Plain(model.parameters(), 0.1))
+    for prepared in (optimizer, pickle.loads(pickle.dumps(optimizer))):
+        for group in prepared.param_groups:
+            for parameter in group["params"]:
+                parameter.grad = torch.ones_like(parameter)
+        prepared.zero_grad()
+        assert all(parameter.grad is None for group in prepared.param_groups for parameter in group["params"])
+
+
+def test_a_loader_has_no_remainder_before_its_first_loop() -> None:
+    loader = Accelerator(cpu=True).prepare(rows())
+    assert loader.remainder == -1
+    list(loader)
+    assert loader.remainder == 2
+    assert loader.adjust_state_dict_for_prefetch() is None
+
+
+# -- trackers ------------------------------------------------------------------------------------------------
+
+
+class Mine(GeneralTracker):
+    """A script's own tracker."""
+
+    name = "mine"
+    tracker = "wrapped"
+
+
+def test_without_trackers_there_is_a_blank_one() -> None:
+    accelerator = Accelerator(cpu=True)
+    tracker = accelerator.get_tracker("wandb")
+    assert type(tracker) is GeneralTracker and tracker.log({"loss": 1.0}) is None
+    assert type(accelerator.get_tracker("wandb", unwrap=True)) is GeneralTracker
+
+
+def test_log_with_holds_a_scripts_own_tracker_itself() -> None:
+    accelerator = Accelerator(cpu=True, log_with=[mine := Mine()])
+    assert accelerator.log_with == [mine]
+    accelerator.init_trackers("project")
+    with pytest.raises(ValueError, match="tracker-unknown"):
+        accelerator.get_tracker("other")
+
+
+def test_mlflows_arguments_go_by_position() -> None:
+    tracker = MLflowTracker("experiment", "folder", "run", {"a": "b"}, True, "name", "text")
+    assert tracker.init_kwargs == {
+        "logging_dir": "folder", "run_id": "run", "tags": {"a": "b"}, "nested_run": True, "run_name": "name",
+        "description": "text",
+    }  # fmt: skip
+
+
+# -- refusals, values and private names ----------------------------------------------------------------------
+
+
+def test_an_unknown_activity_and_an_unknown_node_are_value_errors() -> None:
+    with pytest.raises(ValueError, match="zz"):
+        ProfileKwargs(activities=["zz"]).build()
+    with pytest.raises(ValueError, match="node_rank cannot be 5"):
+        notebook_launcher(print, num_processes=2, node_rank=5, num_nodes=2)
+
+
+def test_which_enumerations_hold_strings() -> None:
+    assert not issubclass(BaseEnum, str) and issubclass(BaseEnum, enum.Enum)
+    assert LoggerType.WANDB != "wandb" and "wandb" in LoggerType and str(RNGType.TORCH) == "torch"
+    assert CustomDtype.FP8 != "fp8" and dtype_byte_size(CustomDtype.INT4) == 0.5
+    assert PrecisionType.BF16 == "bf16" and DynamoBackend.INDUCTOR == "INDUCTOR"
+
+
+def test_one_value_is_concatenated_to_itself_and_an_exception_says_what_it_was_given() -> None:
+    assert nested.concatenate([1]) == 1
+    with pytest.raises(TypeError):
+        nested.concatenate([1, 2])
+    error = errors.DistributedOperationException("hi")
+    assert str(error) == "hi" and error.args == ("hi",) and str(pickle.loads(pickle.dumps(error))) == "hi"
+
+
+def test_arguments_that_another_parser_knows() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--steps", type=int, default=1)
+    parser.add_argument("--name", default="none")
+    args = argparse.Namespace(steps=5, other=3)
+    assert vars(_filter_args(args, parser, ["--name", "x"])) == {"steps": 5, "name": "x"}
+
+
+def test_save_hooks_can_be_looked_at_and_taken_out(tmp_path: Path) -> None:
+    accelerator = Accelerator(cpu=True)
+    accelerator.register_save_state_pre_hook(lambda *arguments: pytest.fail("it was taken out"))
+    assert len(accelerator._save_model_state_pre_hook) == 1 and not accelerator._load_model_state_pre_hook
+    accelerator._save_model_state_pre_hook.clear()
+    accelerator.save_state(tmp_path / "state")
