@@ -32,7 +32,12 @@ class SharedOrder(Sampler[int]):
 
 
 def loader_of(
-    dataset: Any, batch_size: int, collate_fn: Callable[[Any], Any] | None, drop_last: bool, shuffle: bool = True
+    dataset: Any,
+    batch_size: int,
+    collate_fn: Callable[[Any], Any] | None,
+    drop_last: bool,
+    shuffle: bool = True,
+    workers: int = 0,
 ) -> DataLoader[Any]:
     """A loader of one rank's micro-batches, yet to be prepared, which divides its samples over ranks."""
     ordered = shuffle and not isinstance(dataset, IterableDataset)
@@ -42,4 +47,5 @@ def loader_of(
         sampler=SharedOrder(len(dataset)) if ordered else None,
         collate_fn=collate_fn,
         drop_last=drop_last,
+        num_workers=workers,
     )
