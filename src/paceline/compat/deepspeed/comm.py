@@ -5,7 +5,6 @@ The group is up after `deepspeed.init_distributed()` or `deepspeed.initialize()`
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import wraps
@@ -16,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import P2POp, ProcessGroup, ReduceOp
 
+from paceline.base import env as environment
 from paceline.base.log import warn_once
 from paceline.compat.deepspeed import profiling
 from paceline.world import rendezvous
@@ -210,17 +210,17 @@ def reset_log() -> None:
 
 def in_aml() -> bool:
     """Whether Azure Machine Learning started this process."""
-    return "AZUREML_EXPERIMENT_ID" in os.environ
+    return "AZUREML_EXPERIMENT_ID" in environment.snapshot()
 
 
 def in_aws_sm() -> bool:
     """Whether SageMaker started this process."""
-    return "SM_TRAINING_ENV" in os.environ
+    return "SM_TRAINING_ENV" in environment.snapshot()
 
 
 def in_dlts() -> bool:
     """Whether a DLTS cluster started this process."""
-    return "DLTS_JOB_ID" in os.environ
+    return "DLTS_JOB_ID" in environment.snapshot()
 
 
 def has_all_gather_into_tensor() -> bool:
