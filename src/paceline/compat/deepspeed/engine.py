@@ -16,7 +16,6 @@ from typing import Any, NoReturn
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
-from torch.utils.data import DataLoader
 
 from paceline.accelerator import Accelerator
 from paceline.base.errors import ConfigError, TrainError
@@ -26,7 +25,7 @@ from paceline.compat.deepspeed import checkpoint
 from paceline.compat.deepspeed.attendance import Attendance
 from paceline.compat.deepspeed.config import Batch, DeepSpeedConfig
 from paceline.compat.deepspeed.getters import Getters
-from paceline.compat.deepspeed.loader import loader_of
+from paceline.compat.deepspeed.loader import deepspeed_io
 from paceline.compat.deepspeed.monitors import Events
 from paceline.compat.deepspeed.scheduler import EngineScheduler
 from paceline.config.given import Given
@@ -447,30 +446,7 @@ class DeepSpeedEngine(Getters, nn.Module):
 
     # -- data ------------------------------------------------------------------------------------------------------
 
-    def deepspeed_io(
-        self,
-        dataset: Any,
-        batch_size: int | None = None,
-        route: str = "train",
-        pin_memory: bool = True,
-        data_sampler: Any = None,
-        collate_fn: Any = None,
-        num_local_io_workers: int | None = None,
-    ) -> Any:
-        """A loader of micro-batches; samples are divided over ranks on the route "train", where no sampler is given."""
-        size, drop_last = batch_size or self.batch.micro, self.config["dataloader_drop_last"]
-        if route == "train" and data_sampler is None:
-            loader = loader_of(dataset, size, collate_fn, drop_last, self.shuffles(), workers=num_local_io_workers or 0)
-            return self.accelerator.preparation.prepare([loader])[0]
-        return DataLoader(
-            dataset,
-            size,
-            sampler=data_sampler,
-            collate_fn=collate_fn,
-            drop_last=drop_last,
-            num_workers=num_local_io_workers or 0,
-            pin_memory=pin_memory and self.device.type != "cpu",
-        )
+    deepspeed_io = deepspeed_io
 
     # -- what only a pipeline has ----------------------------------------------------------------------------------
 

@@ -49,3 +49,29 @@ def loader_of(
         drop_last=drop_last,
         num_workers=workers,
     )
+
+
+def deepspeed_io(
+    engine: Any,
+    dataset: Any,
+    batch_size: int | None = None,
+    route: str = "train",
+    pin_memory: bool = True,
+    data_sampler: Any = None,
+    collate_fn: Any = None,
+    num_local_io_workers: int | None = None,
+) -> Any:
+    """A loader of micro-batches; samples are divided over ranks on the route "train", where no sampler is given."""
+    size, drop_last = batch_size or engine.batch.micro, engine.config["dataloader_drop_last"]
+    if route == "train" and data_sampler is None:
+        loader = loader_of(dataset, size, collate_fn, drop_last, engine.shuffles(), workers=num_local_io_workers or 0)
+        return engine.accelerator.preparation.prepare([loader])[0]
+    return DataLoader(
+        dataset,
+        size,
+        sampler=data_sampler,
+        collate_fn=collate_fn,
+        drop_last=drop_last,
+        num_workers=num_local_io_workers or 0,
+        pin_memory=pin_memory and engine.device.type != "cpu",
+    )
