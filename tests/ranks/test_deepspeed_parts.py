@@ -42,7 +42,7 @@ def parameters() -> list[nn.Parameter]:
         ("AdamW", {"betas": [0.8, 0.9], "eps": "auto"}, torch.optim.AdamW, {"betas": (0.8, 0.9), "eps": 1e-8}),
         ("Adam", {"torch_adam": True}, torch.optim.AdamW, {"weight_decay": 0.01}),
         ("Lamb", {"max_coeff": 5.0}, Lamb, {"max_coeff": 5.0}),
-        ("Lion", {"weight_decay": 0.1}, Lion, {"betas": (0.9, 0.99)}),
+        ("Lion", {"weight_decay": 0.1}, Lion, {"betas": (0.9, 0.999)}),
         ("Adagrad", {"lr": 0.5}, torch.optim.Adagrad, {"lr": 0.5}),
         ("SGD", {"lr": 0.5, "momentum": 0.9}, torch.optim.SGD, {"momentum": 0.9}),
         ("RMSprop", {"alpha": 0.5}, torch.optim.RMSprop, {"alpha": 0.5}),

@@ -27,8 +27,7 @@ _CARRIED: dict[str, str | dict[str, str]] = {
     f"{_HERE}.initialize": "add_config_arguments initialize",
     f"{_HERE}.processes": "init_distributed",
     f"{_HERE}.engine": "DeepSpeedEngine",
-    f"{_HERE}.optimizers": "DeepSpeedCPUAdagrad DeepSpeedCPUAdam DeepSpeedCPULion=FusedLion FusedAdam "
-    "FusedLamb FusedLion",
+    f"{_HERE}.optimizers": "DeepSpeedCPUAdagrad DeepSpeedCPUAdam DeepSpeedCPULion FusedAdam FusedLamb FusedLion",
     "paceline.optim.optimizer": "DeepSpeedOptimizer=PreparedOptimizer",
     "paceline.data.loader": "DeepSpeedDataLoader=PreparedLoader",
     "paceline.data.seed": "set_random_seed=set_seed",
@@ -44,8 +43,9 @@ _CARRIED: dict[str, str | dict[str, str]] = {
         "destroy_process_group gather get_all_ranks_from_group get_global_rank get_local_rank get_local_rank_from_launcher "
         "get_rank get_world_group get_world_rank_from_launcher get_world_size get_world_size_from_launcher "
         "has_all_gather_into_tensor has_all_reduce_coalesced has_coalescing_manager has_reduce_scatter_tensor "
-        "inference_all_reduce initialize_mesh_device irecv is_available is_initialized isend monitored_barrier new_group "
-        "recv reduce reduce_scatter reduce_scatter_fn reduce_scatter_tensor scatter send"
+        "get_logged_comm_ops has_comm_data in_aml in_aws_sm in_dlts inference_all_reduce initialize_mesh_device irecv "
+        "is_available is_initialized isend monitored_barrier new_group "
+        "recv reduce reduce_scatter reduce_scatter_fn reduce_scatter_tensor reset_log scatter send"
     },
     f"{_HERE}.zero": "GatheredParameters Init ZeroParamStatus ZeroParamType register_external_parameter "
     "unregister_external_parameter",

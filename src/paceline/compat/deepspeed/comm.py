@@ -15,7 +15,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import P2POp, ProcessGroup, ReduceOp
 
+from paceline.base import env as environment
 from paceline.base.log import warn_once
+from paceline.compat.deepspeed import profiling
 from paceline.world import rendezvous
 from paceline.world.world import World
 
@@ -161,13 +163,64 @@ def initialize_mesh_device(mesh_shape: Sequence[int], mesh_dim_names: Sequence[s
     return init_device_mesh(kind, tuple(mesh_shape), mesh_dim_names=tuple(mesh_dim_names))
 
 
-def configure(deepspeed_config: Any = None, **options: Any) -> None:
-    """Says that the communication log is asked for in the config."""
-    warn_once(
-        "compat",
-        "deepspeed.comm.configure() does nothing: write a `comms_logger` block into the config of `initialize`, or run "
-        "`paceline launch --profile comms`.",
-    )
+def configure(
+    deepspeed_config: Any = None,
+    enabled: bool | None = None,
+    prof_all: bool | None = None,
+    prof_ops: Sequence[str] | None = None,
+    verbose: bool | None = None,
+    debug: bool | None = None,
+) -> None:
+    """Switches the log of an engine's communication on or off, where its config asked for one.
+
+    Args:
+        enabled: whether calls are recorded from here on.
+        deepspeed_config, prof_all, prof_ops, verbose, debug: what the config's `comms_logger` says counts; others warn.
+    """
+    others = {"prof_all": prof_all, "prof_ops": prof_ops, "verbose": verbose, "debug": debug}
+    given = [name for name, value in others.items() if value is not None]
+    log = profiling.communication_log()
+    if enabled is not None and log is not None:
+        (log.start if enabled else log.stop)()
+    if given or (log is None and enabled is not False):
+        warn_once(
+            "compat",
+            f"deepspeed.comm.configure({', '.join(given)}) makes no log: write a `comms_logger` block into the config of "
+            "`initialize`, or run `paceline launch --profile comms`.",
+        )
+
+
+def get_logged_comm_ops() -> list[str]:
+    """The operations that were recorded, by their names; none without a log."""
+    log = profiling.communication_log()
+    return [] if log is None else sorted({row.op for row in log.traffic()})
+
+
+def has_comm_data() -> bool:
+    """Whether anything was recorded."""
+    return bool(get_logged_comm_ops())
+
+
+def reset_log() -> None:
+    """Forgets what was recorded."""
+    log = profiling.communication_log()
+    if log is not None:
+        log.reset()
+
+
+def in_aml() -> bool:
+    """Whether Azure Machine Learning started this process."""
+    return "AZUREML_EXPERIMENT_ID" in environment.snapshot()
+
+
+def in_aws_sm() -> bool:
+    """Whether SageMaker started this process."""
+    return "SM_TRAINING_ENV" in environment.snapshot()
+
+
+def in_dlts() -> bool:
+    """Whether a DLTS cluster started this process."""
+    return "DLTS_JOB_ID" in environment.snapshot()
 
 
 def has_all_gather_into_tensor() -> bool:

@@ -8,17 +8,19 @@ engine.step()           at a boundary: norm, clip, optimizer, scheduler, counter
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any, NoReturn
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 
 from paceline.accelerator import Accelerator
 from paceline.base.errors import ConfigError, TrainError
 from paceline.base.log import warn_once
+from paceline.compat.absent import refuse
 from paceline.compat.deepspeed import checkpoint
 from paceline.compat.deepspeed.attendance import Attendance
 from paceline.compat.deepspeed.config import Batch, DeepSpeedConfig
@@ -309,6 +311,23 @@ class DeepSpeedEngine(Getters, nn.Module):
         self._norm = self.accelerator.clip_grad_norm_(parameters, clip or math.inf)
         return not checks or bool(torch.isfinite(self._norm))
 
+    def allreduce_gradients(self, bucket_size: int = 500_000_000) -> None:
+        """At a boundary, averages gradients that the last backward pass held back; `bucket_size` is the plan's. Ranks: all."""
+        if self.is_gradient_accumulation_boundary() and self._unreduced and not self._held_back:
+            self.accelerator.gradients.sync = True
+            self.accelerator.steps.finish_reduction()
+            self._unreduced = False
+
+    def empty_partition_cache(self) -> None:
+        """Gives up the whole parameters that stage 3 keeps gathered between a forward and a backward pass."""
+        for module in self._wrapped[0].modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
+
+    @property
+    def is_compiled(self) -> bool:
+        return self._compiled_call_impl is not None or self.module._compiled_call_impl is not None
+
     def was_step_applied(self) -> bool:
         """Whether the last `step()` changed the weights: not inside a window, and not after an overflow."""
         return self._applied
@@ -338,6 +357,10 @@ class DeepSpeedEngine(Getters, nn.Module):
         """Betas (or momentum) of each group."""
         return [group.get("betas", group.get("momentum", 0.0)) for group in self._groups()]
 
+    def get_type(self) -> list[Any]:
+        """The kind of each group, where it has one; else 0.0, as DeepSpeed says it."""
+        return [group.get("type", 0.0) for group in self._groups()]
+
     def _groups(self) -> list[dict[str, Any]]:
         return [] if self.optimizer is None else self.optimizer.param_groups
 
@@ -357,29 +380,68 @@ class DeepSpeedEngine(Getters, nn.Module):
     save_checkpoint, load_checkpoint = checkpoint.save_checkpoint, checkpoint.load_checkpoint
     save_16bit_model = save_fp16_model = checkpoint.save_16bit_model
 
-    def module_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Any]:
-        """The whole state of the model, at every stage. Ranks: all."""
+    def module_state_dict(
+        self,
+        destination: dict[str, Any] | None = None,
+        prefix: str = "",
+        keep_vars: bool = False,
+        exclude_frozen_parameters: bool = False,
+    ) -> dict[str, Any]:
+        """The whole state of the model, at every stage. Ranks: all.
+
+        Args:
+            destination: a dict that takes the entries, and is returned.
+            prefix: stands before each name.
+            keep_vars: leaves the parameters attached to the graph; refused, since whole parameters are copies.
+            exclude_frozen_parameters: leaves out what is not trained.
+
+        Raises:
+            CompatError: `compat-name`.
+        """
+        if keep_vars:
+            fix = "leave it out, and read gradients with `deepspeed.utils.safe_get_full_grad(parameter)`"
+            refuse("module_state_dict(keep_vars=True)", "the state of a divided model is a copy", fix)
         state = self.accelerator.get_state_dict(self._wrapped[0])
         if exclude_frozen_parameters:
             for name, parameter in self.module.named_parameters():
                 if not parameter.requires_grad:
                     state.pop(name, None)
-        return state
+        entries = {prefix + name: value for name, value in state.items()}
+        if destination is None:
+            return entries
+        destination.update(entries)
+        return destination
 
-    _zero3_consolidated_16bit_state_dict = module_state_dict  # what transformers and accelerate call at stage 3
+    def _zero3_consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Any]:
+        """What transformers and accelerate call at stage 3."""
+        return self.module_state_dict(exclude_frozen_parameters=exclude_frozen_parameters)
 
     def load_module_state_dict(
-        self, checkpoint: Mapping[str, Any], strict: bool = True, custom_load_fn: Any = None, **ignored: Any
+        self,
+        checkpoint: Mapping[str, Any],
+        strict: bool = True,
+        custom_load_fn: Any = None,
+        fetch_z3_params: bool = False,
+        z3_params_to_fetch: Any = None,
+        allowed_missing_keys: Collection[str] = (),
     ) -> None:
         """Loads the whole state of the model: the dict itself, or one that holds it as "module". Ranks: all.
 
         Args:
             custom_load_fn: called as `custom_load_fn(src=state, dst=module)`, and loads in place of torch.
+            allowed_missing_keys: names that the state may lack although it is strict.
+            fetch_z3_params, z3_params_to_fetch: not needed; all parameters are whole while it loads.
+
+        Raises:
+            RuntimeError: torch's, for a state that does not fit.
         """
         state = checkpoint.get("module", checkpoint)
         with self.accelerator.full_parameters(self._wrapped[0], writeback=True):
             if custom_load_fn is None:
-                self.module.load_state_dict(state, strict=strict)
+                allowed = set(allowed_missing_keys or ()) - state.keys() if strict else set()
+                own = self.module.state_dict() if allowed else {}
+                kept_values = {name: own[name] for name in allowed & own.keys()}
+                self.module.load_state_dict({**state, **kept_values}, strict=strict)
             else:
                 custom_load_fn(src=state, dst=self.module)
 

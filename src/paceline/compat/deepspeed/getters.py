@@ -3,39 +3,106 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, NoReturn
 
 import torch
 
 from paceline.accelerator import Accelerator
+from paceline.compat.absent import refuse
+from paceline.compat.deepspeed import native_way
 from paceline.compat.deepspeed.config import Batch, DeepSpeedConfig
 
 # Name of a method of DeepSpeed's -> key of the config.
 _KEYS = {
+    "autotuning_enabled": "autotuning.enabled",
+    "autotuning_end_profile_step": "autotuning.end_profile_step",
+    "autotuning_metric": "autotuning.metric",
+    "autotuning_start_profile_step": "autotuning.start_profile_step",
+    "bf16_master_weights_and_gradients": "bf16.bf16_master_weights_and_grads",
+    "bf16_optimizer_states": "bf16.bf16_optimizer_states",
     "bfloat16_enabled": "bf16.enabled",
+    "checkpoint_serialization_enabled": "checkpoint.checkpoint_serialization",
     "dataloader_drop_last": "dataloader_drop_last",
     "dump_state": "dump_state",
+    "flops_profiler_detailed": "flops_profiler.detailed",
     "flops_profiler_enabled": "flops_profiler.enabled",
+    "flops_profiler_module_depth": "flops_profiler.module_depth",
+    "flops_profiler_output_file": "flops_profiler.output_file",
     "flops_profiler_profile_step": "flops_profiler.profile_step",
+    "flops_profiler_recompute_fwd_factor": "flops_profiler.recompute_fwd_factor",
+    "flops_profiler_top_modules": "flops_profiler.top_modules",
+    "fp16_auto_cast": "fp16.auto_cast",
     "fp16_enabled": "fp16.enabled",
+    "fp16_master_weights_and_gradients": "fp16.fp16_master_weights_and_grads",
     "gradient_clipping": "gradient_clipping",
     "gradient_predivide_factor": "gradient_predivide_factor",
+    "is_sanity_checks_enabled": "zero_optimization.enable_sanity_checks",
     "load_universal_checkpoint": "checkpoint.load_universal",
-    "log_level": "log_level",
     "managed_gradient_accumulation": "managed_gradient_accumulation",
     "memory_breakdown": "memory_breakdown",
-    "optimizer_name": "optimizer.type",
-    "optimizer_params": "optimizer.params",
+    "optimizer_legacy_fusion": "optimizer.legacy_fusion",
     "scheduler_name": "scheduler.type",
-    "scheduler_params": "scheduler.params",
     "steps_per_print": "steps_per_print",
-    "wall_clock_breakdown": "wall_clock_breakdown",
+    "super_offload": "zero_optimization.offload_optimizer.super_offload",
+    "torch_autocast_enabled": "torch_autocast.enabled",
+    "use_node_local_storage": "checkpoint.use_node_local_storage",
+    "zenflow_config": "zero_optimization.zenflow",
+    "zero_allgather_bucket_size": "zero_optimization.allgather_bucket_size",
+    "zero_allgather_partitions": "zero_optimization.allgather_partitions",
+    "zero_allgather_sequential": "zero_optimization.stage3_allgather_sequential",
     "zero_allow_untested_optimizer": "zero_allow_untested_optimizer",
-    "zero_optimization_stage": "zero_optimization.stage",
-    "zero_overlap_comm": "zero_optimization.overlap_comm",
-    "zero_reduce_bucket_size": "zero_optimization.reduce_bucket_size",
+    "zero_compute_grad_norm": "zero_optimization.compute_grad_norm",
+    "zero_contiguous_gradients": "zero_optimization.contiguous_gradients",
+    "zero_elastic_checkpoint": "zero_optimization.elastic_checkpoint",
+    "zero_force_ds_cpu_optimizer": "zero_force_ds_cpu_optimizer",
     "zero_gather_16bit_weights_on_model_save": "zero_optimization.stage3_gather_16bit_weights_on_model_save",
+    "zero_hpz_partition_size": "zero_optimization.zero_hpz_partition_size",
+    "zero_ignore_unused_parameters": "zero_optimization.ignore_unused_parameters",
+    "zero_legacy_stage1": "zero_optimization.legacy_stage1",
+    "zero_load_from_fp32_weights": "zero_optimization.load_from_fp32_weights",
+    "zero_log_trace_cache_warnings": "zero_optimization.log_trace_cache_warnings",
+    "zero_max_live_parameters": "zero_optimization.stage3_max_live_parameters",
+    "zero_max_reuse_distance": "zero_optimization.stage3_max_reuse_distance",
+    "zero_model_persistence_threshold": "zero_optimization.stage3_model_persistence_threshold",
+    "zero_module_granularity_threshold": "zero_optimization.stage3_module_granularity_threshold",
+    "zero_multi_rank_bucket_allreduce": "zero_optimization.use_multi_rank_bucket_allreduce",
+    "zero_optimization_stage": "zero_optimization.stage",
+    "zero_param_persistence_threshold": "zero_optimization.stage3_param_persistence_threshold",
+    "zero_parameter_alignment": "zero_optimization.parameter_alignment",
+    "zero_partial_offload": "zero_optimization.offload_optimizer.ratio",
+    "zero_prefetch_bucket_size": "zero_optimization.stage3_prefetch_bucket_size",
+    "zero_quantized_gradients": "zero_optimization.zero_quantized_gradients",
+    "zero_quantized_nontrainable_weights": "zero_optimization.zero_quantized_nontrainable_weights",
+    "zero_quantized_weights": "zero_optimization.zero_quantized_weights",
+    "zero_reduce_bucket_size": "zero_optimization.reduce_bucket_size",
+    "zero_reduce_scatter": "zero_optimization.reduce_scatter",
+    "zero_round_robin_gradients": "zero_optimization.round_robin_gradients",
+    "zero_save_muon_momentum_buffer_in_memory": "zero_optimization.save_muon_momentum_buffer_in_memory",
+    "zero_sub_group_size": "zero_optimization.sub_group_size",
 }
+
+# Methods that ask whether something runs which a config cannot switch on here.
+_OFF = (
+    "checkpoint_writer_enabled curriculum_learning_enabled data_efficiency_enabled data_sampling_enabled is_deepcompile_active "
+    "is_deepcompile_enabled random_ltd_enabled uses_parallelization_pass_only"
+)
+
+# Methods on ZeRO's own buffers and on features that are not carried: using one is refused.
+_REFUSED = (
+    "aio_config all_gather_scalar allreduce_and_copy allreduce_bucket allreduce_no_retain buffered_allreduce_fallback "
+    "clip_fp32_gradients coalesce_grad_reduction compile_autosp compile_autotp compile_zero_optimization_stage "
+    "cpuadam_cores_perc curriculum_learning_config data_efficiency_config data_sampling_config get_autosp_backend "
+    "get_autotp_backend get_compile_time get_deepcompile_backend get_deepspeed_compile_backend get_optimizer_configuration "
+    "get_sequence_parallel_group load_moe_state_dict offload_states print_forward_breakdown random_ltd_config "
+    "random_ltd_initialize register_compile_pass reload_states set_custom_curriculum_learning_schedule "
+    "set_data_post_process_func sparse_all_gather sparse_allreduce sparse_allreduce_bucket sparse_allreduce_no_retain "
+    "swap_tensor_config tensor_parallel_config"
+)
+
+_DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+_CAST_MODULES = ["Linear", "Conv1d", "Conv2d", "Conv3d"]  # what DeepSpeed's autocast covers by itself
 
 
 class Getters:
@@ -76,10 +143,78 @@ class Getters:
         return int(self.config["zero_optimization.stage"]) >= 3
 
     def zero_cpu_offload(self) -> bool:
-        return self.config["zero_optimization.offload_optimizer.device"] == "cpu"
+        return self._offload_device() == "cpu"
+
+    def zero_nvme_offload_optimizer(self) -> bool:
+        return self._offload_device() == "nvme"
+
+    def zero_use_cpu_optimizer(self) -> bool:
+        return self._offload_device() != "none"
+
+    def _offload_device(self) -> str:
+        moved_by_older_key = self.config["zero_optimization.cpu_offload"]
+        return "cpu" if moved_by_older_key else str(self.config["zero_optimization.offload_optimizer.device"])
+
+    def zero_offload_optimizer(self) -> SimpleNamespace | None:
+        """The block of the config; None where optimizer states are not moved."""
+        return self._offload("optimizer", self._offload_device())
+
+    def zero_offload_param(self) -> SimpleNamespace | None:
+        """The block of the config; None where parameters are not moved."""
+        device = self.config["zero_optimization.offload_param.device"]
+        return self._offload("param", "cpu" if self.config["zero_optimization.cpu_offload_param"] else device)
+
+    def _offload(self, what: str, device: str) -> SimpleNamespace | None:
+        if device == "none":
+            return None
+        block = self.config[f"zero_optimization.offload_{what}"].values
+        return SimpleNamespace(**{**block, "device": device})
+
+    def zero_overlap_comm(self) -> bool:
+        """By default at stage 3 alone."""
+        chosen = self.config["zero_optimization.overlap_comm"]
+        return self.zero_optimization_partition_weights() if chosen is None else bool(chosen)
+
+    def get_data_types(self) -> tuple[torch.dtype, torch.dtype]:
+        """Of the model and of its gradients' sums, as the config says them; masters are float32 here."""
+        model = self._model_dtype()
+        return _DTYPES[model], _DTYPES[self.config["data_types.grad_accum_dtype"] or model]
+
+    def _model_dtype(self) -> str:
+        if self.config["fp16.enabled"]:
+            return "fp16"
+        return "bf16" if self.config["bf16.enabled"] else "fp32"
+
+    @property
+    def communication_data_type(self) -> torch.dtype:
+        return _DTYPES[self.config["communication_data_type"] or self._model_dtype()]
+
+    def postscale_gradients(self) -> bool:
+        return not self.config["prescale_gradients"]
+
+    def torch_autocast_dtype(self) -> torch.dtype | None:
+        """None where autocast is not asked for."""
+        return _DTYPES[self.config["torch_autocast.dtype"]] if self.config["torch_autocast.enabled"] else None
+
+    def torch_autocast_lower_precision_safe_modules(self) -> list[str]:
+        """Names of classes."""
+        return self.config["torch_autocast.lower_precision_safe_modules"] or [
+            f"{getattr(torch.nn, name).__module__}.{name}" for name in _CAST_MODULES
+        ]
 
     def dynamic_loss_scale(self) -> bool:
-        return bool(self.config["fp16.enabled"]) and not self.config["fp16.loss_scale"]
+        return not self.config["fp16.loss_scale"]
+
+    def dynamic_loss_scale_args(self) -> dict[str, Any]:
+        """How the loss scale is found."""
+        fp16 = self.config["fp16"]
+        return {
+            "init_scale": 2 ** fp16["initial_scale_power"],
+            "scale_window": fp16["loss_scale_window"],
+            "delayed_shift": fp16["hysteresis"],
+            "consecutive_hysteresis": fp16["consecutive_hysteresis"],
+            "min_scale": fp16["min_loss_scale"],
+        }
 
     def initial_dynamic_scale(self) -> float:
         return float(self.config["fp16.loss_scale"] or 2.0 ** self.config["fp16.initial_scale_power"])
@@ -93,6 +228,46 @@ class Getters:
     def amp_enabled(self) -> bool:
         """apex's mixed precision is not carried."""
         return False
+
+    # -- other parts of the config ---------------------------------------------------------------------------------
+
+    def optimizer_name(self) -> str | None:
+        """In small letters where it is one of DeepSpeed's own."""
+        name = self.config["optimizer.type"]
+        own = name is not None and name.lower() in ("adam", "adamw", "lamb", "lion", "muon", "adagrad")
+        return name.lower() if own else name
+
+    def optimizer_params(self) -> Any:
+        """None where the config names no optimizer."""
+        return self.config["optimizer.params"] if self.config["optimizer.type"] else None
+
+    def scheduler_params(self) -> Any:
+        """None where the config names no scheduler."""
+        return self.config["scheduler.params"] if self.config["scheduler.type"] else None
+
+    def wall_clock_breakdown(self) -> bool:
+        """Also where operations are counted."""
+        return bool(self.config["wall_clock_breakdown"] or self.config["flops_profiler.enabled"])
+
+    def log_level(self) -> str | None:
+        """None where the config does not say it."""
+        return self.config["log_level"] if "log_level" in self.config.places else None
+
+    def checkpoint_tag_validation_enabled(self) -> bool:
+        return str(self.config["checkpoint.tag_validation"]).upper() != "IGNORE"
+
+    def checkpoint_tag_validation_fail(self) -> bool:
+        return str(self.config["checkpoint.tag_validation"]).upper() == "FAIL"
+
+    def autotuning_metric_path(self) -> str:
+        return self.config["autotuning.metric_path"] or str(Path.cwd() / "autotuning_metric.json")
+
+    def autotuning_model_info_path(self) -> str:
+        return self.config["autotuning.model_info_path"] or str(Path.cwd() / "autotuning_model_info.json")
+
+    def autotuning_profile_model_info(self) -> bool:
+        info = self.config["autotuning.model_info"] or {}
+        return bool(self.config["autotuning.enabled"] and info.get("profile", False))
 
     # -- the ranks -------------------------------------------------------------------------------------------------
 
@@ -124,6 +299,20 @@ class Getters:
         """How many ranks share the layers of a model."""
         return self.accelerator.plan.layout.tp
 
+    def get_model_parallel_rank(self) -> int:
+        """Its place among the ranks that share the layers of a model."""
+        return self.accelerator.plan.layout.coordinate(self.accelerator.process_index)["tp"]
+
+    get_tensor_parallel_rank = get_model_parallel_rank
+
+    def autotp_size(self) -> int:
+        """The `tensor_parallel` block is not carried."""
+        return 0
+
+    def is_first_weights_partition_group(self) -> bool:
+        """Whether this rank keeps a part of the first copy of the parameters: all do at stage 3, which has one copy."""
+        return self.zero_optimization_partition_weights()
+
     def get_data_parallel_rank(self) -> int:
         """Which share of each batch this rank reads."""
         return self.accelerator.plan.layout.data_index(self.accelerator.process_index)
@@ -139,3 +328,22 @@ def _getter(key: str) -> Callable[[Any], Any]:
 
 for _name, _key in _KEYS.items():
     setattr(Getters, _name, _getter(_key))
+
+
+def _never(self: Getters) -> bool:
+    """False: no config switches this on here."""
+    return False
+
+
+def _refusal(name: str) -> Callable[..., NoReturn]:
+    def refused(self: Getters, *args: Any, **named: Any) -> NoReturn:
+        refuse(f"DeepSpeedEngine.{name}", *native_way(name))
+
+    refused.__doc__ = "Is not carried."
+    return refused
+
+
+for _name in _OFF.split():
+    setattr(Getters, _name, _never)
+for _name in _REFUSED.split():
+    setattr(Getters, _name, _refusal(_name))

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.utils.data import DataLoader, IterableDataset, Sampler
-
-if TYPE_CHECKING:
-    from paceline.compat.deepspeed.engine import DeepSpeedEngine
 
 
 class SharedOrder(Sampler[int]):
@@ -40,47 +37,41 @@ def loader_of(
     collate_fn: Callable[[Any], Any] | None,
     drop_last: bool,
     shuffle: bool = True,
-    **keywords: Any,
+    workers: int = 0,
 ) -> DataLoader[Any]:
-    """A loader of one rank's micro-batches, yet to be prepared, which divides its samples over ranks.
-
-    Args:
-        keywords: for `DataLoader`; a `sampler` among them wins over `shuffle`.
-    """
-    if shuffle and not isinstance(dataset, IterableDataset):
-        keywords = {"sampler": SharedOrder(len(dataset))} | keywords
+    """A loader of one rank's micro-batches, yet to be prepared, which divides its samples over ranks."""
+    ordered = shuffle and not isinstance(dataset, IterableDataset)
     return DataLoader(
         dataset,
         batch_size=batch_size,
+        sampler=SharedOrder(len(dataset)) if ordered else None,
         collate_fn=collate_fn,
         drop_last=drop_last,
-        **keywords,
+        num_workers=workers,
     )
 
 
 def deepspeed_io(
-    engine: DeepSpeedEngine,
+    engine: Any,
     dataset: Any,
     batch_size: int | None = None,
     route: str = "train",
     pin_memory: bool = True,
-    data_sampler: Sampler[int] | None = None,
-    collate_fn: Callable[[Any], Any] | None = None,
+    data_sampler: Any = None,
+    collate_fn: Any = None,
     num_local_io_workers: int | None = None,
 ) -> Any:
-    """A prepared loader of a data set, which gives each rank its share.
-
-    Args:
-        batch_size: of one rank; None is the engine's micro-batch.
-        route: "train" shuffles; "eval" and "predict" keep the order.
-        pin_memory: as under `DataLoader`; without an accelerator nothing is pinned.
-        data_sampler: gives the order in place of `route`.
-        num_local_io_workers: processes that load; None is none.
-    """
-    keywords: dict[str, Any] = {"num_workers": num_local_io_workers or 0}
-    keywords["pin_memory"] = pin_memory and engine.device.type != "cpu"
-    if data_sampler is not None:
-        keywords["sampler"] = data_sampler
-    size = batch_size or engine.batch.micro
-    loader = loader_of(dataset, size, collate_fn, engine.dataloader_drop_last(), route == "train", **keywords)
-    return engine.accelerator.prepare(loader)
+    """A loader of micro-batches; samples are divided over ranks on the route "train", where no sampler is given."""
+    size, drop_last = batch_size or engine.batch.micro, engine.config["dataloader_drop_last"]
+    if route == "train" and data_sampler is None:
+        loader = loader_of(dataset, size, collate_fn, drop_last, engine.shuffles(), workers=num_local_io_workers or 0)
+        return engine.accelerator.preparation.prepare([loader])[0]
+    return DataLoader(
+        dataset,
+        size,
+        sampler=data_sampler,
+        collate_fn=collate_fn,
+        drop_last=drop_last,
+        num_workers=num_local_io_workers or 0,
+        pin_memory=pin_memory and engine.device.type != "cpu",
+    )

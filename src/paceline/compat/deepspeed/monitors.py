@@ -178,6 +178,6 @@ class Events:
         events: list[Event] = [("Train/Samples/lr", float(engine.get_lr()[0]), samples)]
         if engine.fp16_enabled():
             events.append(("Train/Samples/loss_scale", engine.loss_scale(), samples))
-        if engine.wall_clock_breakdown():
+        if engine.config["wall_clock_breakdown"]:
             events += [(f"Train/Samples/{name}", ms, samples) for name, ms in self.timers.values()]
         return events

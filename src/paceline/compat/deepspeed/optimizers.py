@@ -146,6 +146,15 @@ class FusedLion(Lion, metaclass=_StandsFor):
         return Lion(params, lr=lr, betas=betas, weight_decay=weight_decay)
 
 
+class DeepSpeedCPULion(FusedLion):
+    """The same with DeepSpeed's name of its first argument."""
+
+    @staticmethod
+    def build(model_params: Params, lr: float = 1e-3, betas: tuple[float, float] = (0.9, 0.999),
+              weight_decay: float = 0.0, fp32_optimizer_states: bool = True) -> Optimizer:  # fmt: skip
+        return Lion(model_params, lr=lr, betas=betas, weight_decay=weight_decay)
+
+
 def _muon(params: Params, lr: float = 1e-3, muon_lr: float | None = None, **keywords: Any) -> Optimizer:
     """torch's Muon, which steps matrices alone."""
     groups = list(params)

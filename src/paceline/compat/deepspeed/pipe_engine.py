@@ -66,6 +66,7 @@ class PipelineEngine(DeepSpeedEngine):
             runner = self.accelerator.run.prepared.find(self._wrapped[0]).chain.runner
             self.module.parts = [*runner.begins, len(self.module.layer_names)]
         self._data: Iterator[Any] | None = None
+        self._batch_fn: Callable[[Any], Any] | None = None
         self._since = time.perf_counter()
         self.agg_train_loss: torch.Tensor | None = None
         if self.training_dataloader is not None:
@@ -133,10 +134,28 @@ class PipelineEngine(DeepSpeedEngine):
     def is_last_stage(self) -> bool:
         return self.grid.is_last_stage()
 
+    def get_pipeline_parallel_rank(self) -> int:
+        return self.stage_id
+
+    # -- what DeepSpeed's stages are told about their messages: ours find it out at every step --
+
+    def reset_activation_shape(self) -> None:
+        """Nothing to forget: shapes are exchanged with the tensors."""
+
+    def set_has_attention_mask(self, value: bool) -> None:
+        """Not needed: a mask travels like any other tensor."""
+
+    def log_for_device(self, *msg: Any) -> None:
+        """Prints nothing, as DeepSpeed does unless its own source is changed."""
+
     # -- data ------------------------------------------------------------------------------------------------------
 
     def set_dataiterator(self, iterator: Iterator[Any]) -> None:
         self._data = iterator
+
+    def set_batch_fn(self, fn: Callable[[Any], Any]) -> None:
+        """Takes a function that makes `(inputs, labels)` of what an iterator gives."""
+        self._batch_fn = fn
 
     def set_dataloader(self, loader: Any) -> None:
         """Takes a loader for the steps to come, over and over. On ranks between the first and the last stage it may lack."""
@@ -157,7 +176,9 @@ class PipelineEngine(DeepSpeedEngine):
         error: Exception | None = None
         try:
             while iterator is not None and len(batches) < count:
-                batches.append(to_device(_pair(next(iterator)), self.accelerator.device))
+                batch = next(iterator)
+                batch = batch if self._batch_fn is None else self._batch_fn(batch)
+                batches.append(to_device(_pair(batch), self.accelerator.device))
         except StopIteration:
             pass
         except Exception as raised:
@@ -264,6 +285,9 @@ class PipelineEngine(DeepSpeedEngine):
         super().step()
         self._tell(loss)
         return loss
+
+    def get_additional_losses(self) -> None:
+        """None: a loss function gives one loss here."""
 
     def _loss(self, output: Any, labels: Any) -> Any:
         return output if self.module.loss_fn is None else self.module.loss_fn(output, labels)

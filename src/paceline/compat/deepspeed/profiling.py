@@ -19,7 +19,7 @@ from torch import nn
 
 from paceline.config.given import Given
 from paceline.observe.clock import clock_of
-from paceline.observe.comms import size
+from paceline.observe.comms import Comms, size
 from paceline.observe.flops import Counter, Tree, count_parameters
 from paceline.observe.flops_text import by_depth, number, share
 from paceline.observe.operations import Part, Profile
@@ -369,6 +369,12 @@ def get_model_profile(
 # -- communication -------------------------------------------------------------------------------------------------
 
 _latest: weakref.ref[Profiles] | None = None  # of the engine that was made last: `deepspeed.comm` knows no engine
+
+
+def communication_log() -> Comms | None:
+    """The record of what is sent; None where nobody asked for it."""
+    profiles = _latest() if _latest is not None else None
+    return None if profiles is None else profiles.comms
 
 
 def log_summary(show_straggler: bool = False, return_dict: bool = False) -> dict[str, Any] | None:
