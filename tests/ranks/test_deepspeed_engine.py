@@ -294,7 +294,7 @@ def test_what_a_script_sees_of_the_engine() -> None:
         assert (
             engine.device.type == "cpu" and engine.zero_optimization_stage() == 0 and engine.train_batch_size() == ROWS
         )
-        assert engine.gradient_clipping() == 0.0 and engine.optimizer_name() == "Adam" and engine.dynamic_loss_scale()
+        assert engine.gradient_clipping() == 0.0 and engine.optimizer_name() == "adam" and engine.dynamic_loss_scale()
         assert engine.train(False) is engine and not engine.module.training and engine.train().module.training
         x, labels = batches(1)[0]
         loss = engine.train(x=x, labels=labels)

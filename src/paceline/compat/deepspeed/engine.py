@@ -15,7 +15,6 @@ from typing import Any, NoReturn
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
 
 from paceline.accelerator import Accelerator
 from paceline.base.errors import ConfigError, TrainError
@@ -320,6 +319,8 @@ class DeepSpeedEngine(Getters, nn.Module):
 
     def empty_partition_cache(self) -> None:
         """Gives up the whole parameters that stage 3 keeps gathered between a forward and a backward pass."""
+        from torch.distributed.fsdp import FSDPModule
+
         for module in self._wrapped[0].modules():
             if isinstance(module, FSDPModule):
                 module.reshard()
