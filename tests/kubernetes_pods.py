@@ -18,7 +18,6 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -150,15 +149,24 @@ class Pod:
     def signal(self, number: int) -> None:
         """Signals process 1 of the container."""
         self.asked_to_end.set()
-        if self._process is not None and self._process.poll() is None:
-            with suppress(OSError, ValueError):
-                children = Path(f"/proc/{self._process.pid}/task/{self._process.pid}/children").read_text()
-                os.kill(int(children.split()[0]), number)
+        self._to_first_process(number)
 
     def kill(self) -> None:
         """Ends the container at once, as a lost node does."""
-        if self._process is not None:
+        # Killing `unshare` alone would count the container as ended while its processes still have their ports.
+        if self._process is not None and not self._to_first_process(signal.SIGKILL):
             self._process.kill()
+
+    def _to_first_process(self, number: int) -> bool:
+        """Signals process 1 of the container, where there is one; `unshare` ends after it and all its children."""
+        if self._process is None or self._process.poll() is not None:
+            return False
+        try:
+            children = Path(f"/proc/{self._process.pid}/task/{self._process.pid}/children").read_text()
+            os.kill(int(children.split()[0]), number)
+        except (OSError, IndexError):
+            return False
+        return True
 
 
 class Controllers:
