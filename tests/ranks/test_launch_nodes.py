@@ -250,6 +250,7 @@ class Hosts:
             time.sleep(0.05)
         assert self.rounds() == list(rounds), [each.poll() for each in self.running]
         begun = time.time()
+        deadline = time.monotonic() + 60
         while self.step() < begun and time.monotonic() < deadline:
             time.sleep(0.05)
         assert self.step() >= begun
