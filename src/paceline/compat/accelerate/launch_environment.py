@@ -275,7 +275,7 @@ def _filter_args(
     args: argparse.Namespace, parser: argparse.ArgumentParser, default_args: Sequence[str] = ()
 ) -> argparse.Namespace:
     """The arguments that another parser knows: as in `args` where they are there, else its own defaults."""
-    known, _ = parser.parse_known_args(default_args)
-    for name in vars(known).keys() & vars(args).keys():
-        setattr(known, name, getattr(args, name))
-    return known
+    own_arguments, _ = parser.parse_known_args(default_args)
+    for name in vars(own_arguments).keys() & vars(args).keys():
+        setattr(own_arguments, name, getattr(args, name))
+    return own_arguments

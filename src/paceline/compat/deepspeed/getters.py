@@ -336,7 +336,7 @@ def _never(self: Getters) -> bool:
 
 
 def _refusal(name: str) -> Callable[..., NoReturn]:
-    def refused(self: Getters, *args: Any, **named: Any) -> NoReturn:
+    def refused(self: Getters, *args: Any, **keywords: Any) -> NoReturn:
         refuse(f"DeepSpeedEngine.{name}", *native_way(name))
 
     refused.__doc__ = "Is not carried."
