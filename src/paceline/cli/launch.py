@@ -60,8 +60,7 @@ def check_plan(resolved: Launch, job: Job) -> None:
         PlanError: `plan-size`, `plan-zero`.
     """
     axes = {"shard", "zero", *AXES}
-    given_fields = {row.field for row in resolved.decisions if row.source != "default"}
-    if job.least or not axes & given_fields:
+    if job.least or axes.isdisjoint(resolved.given):
         return  # nobody divides anything, or the number of nodes may change
     from paceline.plan.plan import Decision
     from paceline.plan.resolve import draft

@@ -69,6 +69,11 @@ class Launch:
     variables: Mapping[str, str] = field(default_factory=dict)
     cluster: Mapping[str, Any] = field(default_factory=dict)
 
+    @property
+    def given(self) -> dict[str, str]:
+        """Where each setting comes from that somebody has set: setting -> "--procs", "run.yaml:3" and the like."""
+        return {row.field: row.where or row.source for row in self.decisions if row.source != "default"}
+
     def hand_over(self) -> dict[str, str]:
         """The variables that carry flags and file values to the workers."""
         variables = {HANDED: hand_over(self.decisions)}

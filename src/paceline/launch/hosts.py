@@ -21,13 +21,8 @@ _OF_ONE_NODE = ("node_rank", "gpu_ids")
 # Variables whose names begin so go along to the other hosts, as do the lines of `.deepspeed_env` in the home and in the
 # working directory. They travel inside the connection: no value stands on a command line, and none is logged.
 PREFIXES = ("PACELINE_", "PYTHON", "OMP_", "NCCL", "GLOO", "TORCH", "UCX", "MV2", "MLFLOW")
-_OURS = (
-    "TORCHELASTIC_",
-    "PACELINE_RUN",
-    "PACELINE_STACKS_DIR",
-    "PACELINE_SETTINGS",
-    "PACELINE_ORDERS",
-)  # of one process, not of the user
+# These begin so too, and are of one process: a launcher inside of a run would hand its own place to other hosts.
+_OURS = ("TORCHELASTIC_", "PACELINE_RUN", "PACELINE_STACKS_DIR", "PACELINE_SETTINGS", "PACELINE_ORDERS")
 _FILE = ".deepspeed_env"
 
 
@@ -43,7 +38,7 @@ def job_on_hosts(
     """The job, for the launcher that the settings name.
 
     Args:
-        told: the merged settings; they name a hostfile, or a launcher that chooses hosts.
+        settings: the merged settings; they name a hostfile, or a launcher that chooses hosts.
         script: path of a file, name of a module, or a program.
         args: the script's own arguments.
         env: the environment of this process.
@@ -54,8 +49,10 @@ def job_on_hosts(
         ConfigError: `hostfile`, `host-filter`, `host-flags`, `unknown-name`.
         LaunchError: `launch-launcher`, where the launcher cannot be used here; `launch-env-file`.
     """
-    launch, cwd = settings.launch, os.getcwd()
+    launch = settings.launch
+    cwd = os.getcwd()
     launcher = LAUNCHERS.get(launch.launcher)
+    # What is only shown may be written down on a host that has no such cluster.
     missing = "" if launch.dry_run else launcher.available()
     if missing:
         usable = [other.name for other in LAUNCHERS if other.name != "local" and not other.available()]
@@ -66,25 +63,31 @@ def job_on_hosts(
             f"--on {launch.launcher}",
             f"install it, or choose another: {others}" if others else "install it",
         )
-    assignment = Assignment(settings, script, tuple(args), cwd, forwarded(env, cwd), chosen(settings), local_rank)
-    least = range_of_nodes(launch.nodes)[0]
-    target = replace(target_of(launch, script, args), local_rank=local_rank)
+    variables = forwarded(env, cwd)
+    hosts = chosen(settings)
+    least, _ = range_of_nodes(launch.nodes)
     job = Job(
-        target, max(len(at.ids) for at in assignment.hosts),
-        len(assignment.hosts), main_address=launch.main_address or "", main_port=launch.main_port, grace_s=launch.grace_s,
-        least=least if least < len(assignment.hosts) else 0,
-        assignment=assignment, reach=Reach(launch.ssh_port, tuple(shlex.split(launch.launcher_args)), activate),
+        replace(target_of(launch, script, args), local_rank=local_rank),
+        procs=max(len(slots.ids) for slots in hosts),
+        nodes=len(hosts),
+        least=least if least < len(hosts) else 0,
+        main_address=launch.main_address or "",
+        main_port=launch.main_port,
+        grace_s=launch.grace_s,
+        assignment=Assignment(settings, script, tuple(args), cwd, variables, hosts, local_rank),
+        reach=Reach(launch.ssh_port, tuple(shlex.split(launch.launcher_args)), activate),
         cluster=settings.cluster.get(launch.launcher),
-    )  # fmt: skip
-    is_placed = _hosts_of(settings) == "chosen" and hasattr(launcher, "placed")
-    return launcher.placed(job, env) if is_placed else job
+    )
+    if _hosts_of(settings) == "chosen" and hasattr(launcher, "placed"):
+        return launcher.placed(job, env)
+    return job
 
 
 def starts_elsewhere(settings: Launch) -> bool:
     """Whether other hosts run the job: those that a hostfile names, or those that the launcher chooses."""
     if settings.launch.hostfile is not None:
         return True
-    return "launcher" in _said(settings) and _hosts_of(settings) == "chosen"
+    return "launcher" in settings.given and _hosts_of(settings) == "chosen"
 
 
 def chosen(settings: Launch) -> tuple[Slots, ...]:
@@ -93,54 +96,78 @@ def chosen(settings: Launch) -> tuple[Slots, ...]:
     Raises:
         ConfigError: `hostfile`, `host-filter`, `host-flags`; all problems of flags at once.
     """
-    launch, said = settings.launch, _said(settings)
-    are_named = _hosts_of(settings) == "named"
-    by_whom = f"--hostfile {launch.hostfile}" if are_named else f"--on {launch.launcher}"
+    if _hosts_of(settings) == "named":
+        return _from_hostfile(settings)
+    return _to_be_chosen(settings)
+
+
+def _from_hostfile(settings: Launch) -> tuple[Slots, ...]:
+    launch, given = settings.launch, settings.given
+    fix = "leave it out: the order of the hostfile numbers the nodes, --include chooses their slots"
+    problems = _of_each_node(settings, f"--hostfile {launch.hostfile}", "a hostfile names all", fix)
+    if isinstance(launch.nodes, str):
+        what = "a range of nodes cannot be started from one host."
+        fix = "give one number, or start the command on each host without --hostfile"
+        problems.append(Problem("host-flags", what, f"nodes={launch.nodes} ({given['nodes']})", fix))
+    if problems:
+        raise ConfigError.of(problems)
+    assert launch.hostfile is not None, "asked for where there is one"
+    # What was not said is as the hostfile has it, and not as the defaults of the settings.
+    counts: dict[str, int | None] = {"nodes": None, "procs": None}
+    for name in counts:
+        value = getattr(launch, name)
+        if name in given and value != "auto":
+            counts[name] = value
+    hosts = hostfile.read(text_of(launch.hostfile), launch.hostfile)
+    return hostfile.choose(hosts, include=launch.include, exclude=launch.exclude, **counts)
+
+
+def _to_be_chosen(settings: Launch) -> tuple[Slots, ...]:
+    """As many hosts as are asked for; the names stand for those that the launcher will choose."""
+    launch = settings.launch
+    fix = "leave it out: the launcher chooses the hosts and numbers them"
+    problems = _of_each_node(settings, f"--on {launch.launcher}", "the launcher starts all", fix)
+    problems += _of_a_hostfile(settings)
+    if problems:
+        raise ConfigError.of(problems)
+    procs = launch.gpus_per_node if launch.procs == "auto" else launch.procs
+    slots = tuple(range(int(procs or 1)))
+    _, most = range_of_nodes(launch.nodes)
+    return tuple(Slots(f"node{number}", slots) for number in range(most))
+
+
+def _of_each_node(settings: Launch, by_whom: str, all_nodes: str, fix: str) -> list[Problem]:
+    """What was said that means something only to a launcher of one node, or to another launcher.
+
+    Args:
+        settings: the merged settings.
+        by_whom: the flag by which all nodes are started.
+        all_nodes: the end of a sentence that says who starts them.
+        fix: what to do about a setting of one node.
+    """
+    launch, given = settings.launch, settings.given
     problems = of_other_launchers(settings, launch.launcher)
     for name in _OF_ONE_NODE:
-        if name in said:
-            fix = "leave it out: the order of the hostfile numbers the nodes, --include chooses their slots"
-            if not are_named:
-                fix = "leave it out: the launcher chooses the hosts and numbers them"
-            what = f"{name} is of one node, and {'a hostfile names' if are_named else 'the launcher starts'} all."
-            problems.append(Problem("host-flags", what, f"{said[name]}; {by_whom}", fix))
-    if isinstance(launch.nodes, str) and are_named:
-        fix = "give one number, or start the command on each host without --hostfile"
-        what = "a range of nodes cannot be started from one host."
-        problems.append(Problem("host-flags", what, f"nodes={launch.nodes} ({said['nodes']})", fix))
+        if name in given:
+            what = f"{name} is of one node, and {all_nodes}."
+            problems.append(Problem("host-flags", what, f"{given[name]}; {by_whom}", fix))
     if launch.store is not None:
         what = (
             "a store is for launchers that are started on each host: here one command starts them, and ends with them."
         )
         fix = "leave it out, or start the command on each host without --hostfile"
-        problems.append(Problem("host-flags", what, f"store ({said['store']}); {by_whom}", fix))
-    if not are_named:
-        problems += _of_a_hostfile(settings)
-    if problems:
-        raise ConfigError.of(problems)
-    if not are_named:
-        procs = launch.gpus_per_node if launch.procs == "auto" else launch.procs
-        slots = tuple(range(int(procs or 1)))
-        return tuple(Slots(f"node{number}", slots) for number in range(range_of_nodes(launch.nodes)[1]))
-    assert launch.hostfile is not None, "asked for where there is one"
-    counts: dict[str, int] = {}
-    for name in ("nodes", "procs"):
-        value = getattr(launch, name)
-        if name in said and value != "auto":
-            counts[name] = value
-    hosts = hostfile.read(text_of(launch.hostfile), launch.hostfile)
-    nodes, procs = counts.get("nodes"), counts.get("procs")
-    return hostfile.choose(hosts, include=launch.include, exclude=launch.exclude, nodes=nodes, procs=procs)
+        problems.append(Problem("host-flags", what, f"store ({given['store']}); {by_whom}", fix))
+    return problems
 
 
 def _of_a_hostfile(settings: Launch) -> list[Problem]:
     """What was said that means nothing to a launcher which takes no hostfile, and what it has to be told instead."""
-    launch, said = settings.launch, _said(settings)
+    launch, given = settings.launch, settings.given
     problems = []
     for name in ("hostfile", "include", "exclude", "ssh_port"):
-        if name in said:
+        if name in given:
             what = f"the launcher {launch.launcher} takes no hostfile."
-            why = f"{name}={getattr(launch, name)} ({said[name]})"
+            why = f"{name}={getattr(launch, name)} ({given[name]})"
             problems.append(Problem("host-flags", what, why, f"leave --{name.replace('_', '-')} out"))
     if launch.procs == "auto" and not launch.gpus_per_node:
         what = f"the launcher {launch.launcher} has to be told how many processes each host runs."
@@ -158,9 +185,10 @@ def without_hostfile(settings: Launch) -> None:
     problems = of_other_launchers(settings, "local")
     if problems:
         raise ConfigError.of(problems)
-    said = _said(settings)
-    names = [name for name in _NEEDS_HOSTS if name in said]
-    idle = [f"{name}={getattr(settings.launch, name)} ({said[name]})" for name in names]
+    idle = []
+    for name in _NEEDS_HOSTS:
+        if name in settings.given:
+            idle.append(f"{name}={getattr(settings.launch, name)} ({settings.given[name]})")
     if idle:
         raise ConfigError(
             "host-flags", "there are no hosts to choose from or to reach.", idle, "name them: --hostfile FILE"
@@ -176,7 +204,9 @@ def text_of(path: str) -> str:
     try:
         return Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        why = (error.strerror or "").lower() if isinstance(error, OSError) else "it is no text"
+        why = "it is no text"
+        if isinstance(error, OSError):
+            why = (error.strerror or "").lower()
         fix = "write one: a line `HOST slots=N` for each host"
         raise ConfigError("hostfile", f"the hostfile {path} cannot be read.", why, fix) from None
 
@@ -196,20 +226,15 @@ def of_other_launchers(settings: Launch, launcher: str) -> list[Problem]:
         settings: the merged settings.
         launcher: the name of the one that does.
     """
-    said = _said(settings)
+    given = settings.given
     problems = []
     for other, values in settings.cluster.items():
         for name in vars(values):
-            if other != launcher and name in said:
-                why = f"{name}={getattr(values, name)} ({said[name]}); the launcher is {launcher}"
+            if other != launcher and name in given:
+                why = f"{name}={getattr(values, name)} ({given[name]}); the launcher is {launcher}"
                 fix = f"leave it out, or say --on {other}"
                 problems.append(Problem("host-flags", f"{name} is a setting of the launcher {other}.", why, fix))
     return problems
-
-
-def _said(settings: Launch) -> dict[str, str]:
-    """Where each setting comes from that somebody has set."""
-    return {row.field: row.where or row.source for row in settings.decisions if row.source != "default"}
 
 
 def forwarded(env: Mapping[str, str], cwd: str) -> dict[str, str]:
@@ -222,16 +247,20 @@ def forwarded(env: Mapping[str, str], cwd: str) -> dict[str, str]:
     Raises:
         LaunchError: `launch-env-file`, with each line that is wrong.
     """
-    chosen = {name: env[name] for name in sorted(env) if name.startswith(PREFIXES) and not name.startswith(_OURS)}
-    name = env.get("DS_ENV_FILE") or _FILE
-    paths = dict.fromkeys(os.path.join(folder, name) for folder in (env.get("HOME", ""), cwd) if folder)
+    variables: dict[str, str] = {}
+    for name in sorted(env):
+        if name.startswith(PREFIXES) and not name.startswith(_OURS):
+            variables[name] = env[name]
+    file_name = env.get("DS_ENV_FILE") or _FILE
+    # The working directory is last, so that it wins. Both are one file where the name is a whole path.
+    paths = dict.fromkeys(Path(folder, file_name) for folder in (env.get("HOME"), cwd) if folder)
     problems: list[Problem] = []
-    for path in map(Path, paths):
+    for path in paths:
         if path.is_file():
-            chosen |= _lines(path, problems)
+            variables |= _lines(path, problems)
     if problems:
         raise LaunchError.of(problems)
-    return chosen
+    return variables
 
 
 def _lines(path: Path, problems: list[Problem]) -> dict[str, str]:

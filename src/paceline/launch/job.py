@@ -25,63 +25,88 @@ def job_of(settings: Launch, script: str, args: Sequence[str], env: Mapping[str,
     """The job, and what the user should know about it.
 
     Args:
-        told: the merged settings.
+        settings: the merged settings.
         script: path of a file, name of a module, or a program.
         args: the script's own arguments.
         env: the environment of the launcher.
 
     Raises:
         ConfigError: `host-flags`, where a hostfile names other hosts; `bind-cores`; `config-value`.
-        LaunchError: `launch-tasks`, `launch-address`.
+        LaunchError: `launch-tasks`, `launch-address`, `launch-store`.
     """
-    launch, notices = settings.launch, list[str]()
+    launch, run = settings.launch, settings.run
     if launch.hostfile is not None:
-        where = next(row.where for row in settings.decisions if row.field == "hostfile")
         raise ConfigError(
             "host-flags",
             "this starts processes of this host alone, and a hostfile names others.",
-            f"hostfile={launch.hostfile} ({where})",
+            f"hostfile={launch.hostfile} ({settings.given['hostfile']})",
             "leave it out, or start the script with `paceline launch --hostfile`",
         )
-    accelerators = _accelerators(settings, env)
-    procs = launch.procs if isinstance(launch.procs, int) else launch.gpus_per_node or max(accelerators.count, 1)
-    given_fields = {row.field for row in settings.decisions if row.source != "default"}
-    misplaced = "" if "procs" in given_fields else flag_for_script(args, _WIDTH_FLAGS)
-    if misplaced:
-        number = f"{procs} process{'es' * (procs > 1)}"
+    notices: list[str] = []
+    accelerators = _accelerators(settings)
+    procs = launch.procs
+    if isinstance(procs, str):  # "auto"
+        procs = launch.gpus_per_node or max(accelerators.count, 1)
+    misplaced = flag_for_script(args, _WIDTH_FLAGS)
+    if misplaced and "procs" not in settings.given:
+        corrected = shlex.join(["paceline", "launch", *misplaced.split(), script])
         notices.append(
-            f"{number}, as `{misplaced}` stands after the script, which gets it; for more processes write it before the "
-            f"script: `{shlex.join(['paceline', 'launch', *misplaced.split(), script])}`."
+            f"{procs} process{'es' * (procs > 1)}, as `{misplaced}` stands after the script, which gets it; "
+            f"for more processes write it before the script: `{corrected}`."
         )
     elif launch.procs == "auto" and not launch.gpus_per_node and not accelerators.count:
         notices.append("1 process, as there is no accelerator; `--procs 2` starts two on the CPU.")
-    target = target_of(launch, script, args)
     cores = _cores(settings, procs)
     variables = {**settings.hand_over(), **_threads(settings, procs, env, notices, cores)}
     if launch.gpu_ids != "all":
         variables[_VISIBLE.get(accelerators.kind, "CUDA_VISIBLE_DEVICES")] = launch.gpu_ids
     if launch.compat:
         variables["PACELINE_COMPAT"] = launch.compat
-    nodes, numbered = _nodes(settings, env, notices)
-    least = range_of_nodes(launch.nodes)[0]
+    place, numbered = _place(settings, env, notices)
+    least, _ = range_of_nodes(launch.nodes)
+    watch = run.watch_dir or ""
+    if not watch and (launch.watch or launch.metrics_port is not None):
+        watch = NEW_FOLDER
     job = Job(
-        target, procs, nodes.nodes, least if least < nodes.nodes else 0, nodes.node, numbered,
-        nodes.address or "127.0.0.1", nodes.port or 0, grace_s=launch.grace_s, on_hang=launch.on_hang,
+        target_of(launch, script, args),
+        procs=procs,
+        nodes=place.nodes,
+        least=least if least < place.nodes else 0,
+        node_rank=place.node,
+        numbered=numbered,
+        main_address=place.address or "127.0.0.1",
+        main_port=place.port or 0,
+        # A driver that an import has touched in the parent cannot be used in its forks (CUDA refuses it).
         start="exec" if accelerators.count or launch.no_python else "fork",
-        env=variables, max_restarts=launch.max_restarts, monitor_interval_s=launch.monitor_interval_s,
-        timeout_s=settings.run.timeout_s or 600.0,
-        log_dir=launch.log_dir, tee=_streams(settings, procs), ranks=shown_ranks(settings, procs), backend=launch.rdzv_backend,
-        options=dict(pair.split("=", 1) for pair in launch.rdzv_conf.split(",") if pair), compat=launch.compat or "",
-        cores=cores, core_files=launch.cores, store=launch.store or "", tls=launch.tls,
-        watch=settings.run.watch_dir or (NEW_FOLDER if launch.watch or launch.metrics_port is not None else ""),
+        env=variables,
+        max_restarts=launch.max_restarts,
+        grace_s=launch.grace_s,
+        monitor_interval_s=launch.monitor_interval_s,
+        timeout_s=run.timeout_s or 600.0,
+        log_dir=launch.log_dir,
+        tee=_streams(settings, procs),
+        ranks=shown_ranks(settings, procs),
+        backend=launch.rdzv_backend,
+        options=dict(pair.split("=", 1) for pair in launch.rdzv_conf.split(",") if pair),
+        compat=launch.compat or "",
+        cores=cores,
+        core_files=launch.cores,
+        on_hang=launch.on_hang,
+        store=launch.store or "",
+        tls=launch.tls,
+        watch=watch,
         metrics_port=launch.metrics_port,
-    )  # fmt: skip
+    )
     return job, notices
 
 
 def target_of(launch: LaunchSettings, script: str, args: Sequence[str]) -> Target:
     """What each process is to run."""
-    kind = "program" if launch.no_python else "module" if launch.module else "script"
+    kind = "script"
+    if launch.no_python:
+        kind = "program"
+    elif launch.module:
+        kind = "module"
     return Target(kind, script, tuple(args))
 
 
@@ -101,31 +126,29 @@ def range_of_nodes(nodes: int | str) -> tuple[int, int]:
     return int(least), int(most or least)
 
 
-def _nodes(settings: Launch, env: Mapping[str, str], notices: list[str]) -> tuple[World, bool]:
+def _place(settings: Launch, env: Mapping[str, str], notices: list[str]) -> tuple[World, bool]:
     """This launcher's place among those of all nodes, and whether that is a number that it was given.
 
-    As said, or as srun or mpirun says that started them.
+    Flags and config file decide; where they do not say how many nodes there are, srun or mpirun does, under which it runs.
+
+    Raises:
+        LaunchError: `launch-tasks`, `launch-address`, `launch-store`.
     """
-    launch, most = settings.launch, range_of_nodes(settings.launch.nodes)[1]
-    given_fields = {row.field for row in settings.decisions if row.source != "default"}
-    by_processes = "RANK" in env and not counts_pods(env)
-    around = World() if "nodes" in given_fields or by_processes else World.detect(env)
-    if around.size > 1:
-        if around.local_size > 1:
-            raise LaunchError(
-                "launch-tasks",
-                f"{around.local_size} tasks of this host each start a launcher.",
-                why=f"the environment of {around.source} says that this is one of {around.size} tasks",
-                fix="one launcher on each node (srun --ntasks-per-node=1), or the script itself: srun python train.py",
-            )
-        notices.append(f"node {around.rank} of {around.size}, as {around.source} says.")
-        port = launch.main_port or around.port
-        return World(node=around.rank, nodes=around.size, address=around.address, port=port), True
+    launch, given = settings.launch, settings.given
+    # RANK says that another launcher has started this process as one of its ranks: what it numbers are not launchers. The
+    # training operator of Kubernetes sets it too, and means a pod.
+    is_rank = "RANK" in env and not counts_pods(env)
+    if "nodes" not in given and not is_rank:
+        around = World.detect(env)
+        if around.size > 1:
+            return _place_among_tasks(around, launch, notices), True
+    _, most = range_of_nodes(launch.nodes)
     # torchrun's c10d numbers no nodes, nor do config files that name it: their rank of the machine says nothing then.
-    numbered = "node_rank" in given_fields and launch.rdzv_backend == "static"
+    counts_nodes = launch.rdzv_backend == "static"
+    numbered = "node_rank" in given and counts_nodes
     node_rank = launch.node_rank
     index = env.get("JOB_COMPLETION_INDEX", "")
-    if most > 1 and "node_rank" not in given_fields and launch.rdzv_backend == "static" and index.isdecimal():
+    if most > 1 and "node_rank" not in given and counts_nodes and index.isdecimal():
         # An Indexed Job numbers its pods. One node alone is no part of a run: its number counts something else.
         numbered, node_rank = True, int(index)
     if launch.store and launch.main_address is not None:
@@ -151,7 +174,24 @@ def _nodes(settings: Launch, env: Mapping[str, str], notices: list[str]) -> tupl
     return World(node=node, nodes=most, address=launch.main_address, port=port), numbered
 
 
-def _accelerators(settings: Launch, env: Mapping[str, str]) -> host.Accelerators:
+def _place_among_tasks(task: World, launch: LaunchSettings, notices: list[str]) -> World:
+    """The place of a launcher that srun or mpirun has started, once on each node.
+
+    Raises:
+        LaunchError: `launch-tasks`, where there are several on this host.
+    """
+    if task.local_size > 1:
+        raise LaunchError(
+            "launch-tasks",
+            f"{task.local_size} tasks of this host each start a launcher.",
+            why=f"the environment of {task.source} says that this is one of {task.size} tasks",
+            fix="one launcher on each node (srun --ntasks-per-node=1), or the script itself: srun python train.py",
+        )
+    notices.append(f"node {task.rank} of {task.size}, as {task.source} says.")
+    return World(node=task.rank, nodes=task.size, address=task.address, port=launch.main_port or task.port)
+
+
+def _accelerators(settings: Launch) -> host.Accelerators:
     if settings.run.cpu:
         return host.Accelerators()
     accelerators = host.accelerators()
@@ -161,40 +201,47 @@ def _accelerators(settings: Launch, env: Mapping[str, str]) -> host.Accelerators
 
 
 def _cores(settings: Launch, procs: int) -> tuple[int, ...]:
-    """The cores that are divided among the processes; () where none is bound."""
+    """The cores that are divided among the processes; () where none is bound.
+
+    Raises:
+        ConfigError: `bind-cores`.
+    """
     text = settings.launch.bind_cores
     if text == "no":
         return ()
-    ours = host.core_numbers()
-    cores = ours if text == "all" else tuple(sorted({core for part in text.split(",") for core in _span(part)}))
-    strange = [core for core in cores if core not in ours]
-    where = next(row.where for row in settings.decisions if row.field == "bind_cores")
+    usable = host.core_numbers()
+    cores = usable if text == "all" else tuple(sorted(_numbers(text)))
+    strange = [core for core in cores if core not in usable]
     if strange or len(cores) < procs:
+        why = [f"bind_cores={text} ({settings.given['bind_cores']}) means {len(cores)} cores"]
+        if strange:
+            may_use = f"it may use {len(usable)} ({_listed(usable)})"
+            why.append(f"there is no core {strange[0]} for this command: {may_use}")
         raise ConfigError(
             "bind-cores",
             f"{procs} processes cannot each have cores of their own.",
-            why=[
-                f"bind_cores={text} ({where}) means {len(cores)} cores",
-                f"there is no core {strange[0]} for this command: it may use {len(ours)} ({_listed(ours)})"
-                if strange
-                else "",
-            ],
+            why=why,
             fix="name cores that are there, at least one for each process, or leave it out",
         )
     return cores
 
 
-def _span(part: str) -> range:
-    """The numbers of "3" or "0-7"."""
-    first, _, last = part.partition("-")
-    # What lies beyond the cores of any host is refused by its first number; there is no need to list the rest.
-    return range(int(first), min(int(last or first), int(first) + _MOST_CORES) + 1)
+def _numbers(text: str) -> set[int]:
+    """The numbers of a list such as "0,2-3"."""
+    numbers: set[int] = set()
+    for part in text.split(","):
+        first, _, last = part.partition("-")
+        # What lies beyond the cores of any host is refused by its first number; there is no need to list the rest.
+        end = min(int(last or first), int(first) + _MOST_CORES)
+        numbers.update(range(int(first), end + 1))
+    return numbers
 
 
 def _listed(cores: Sequence[int]) -> str:
-    """Numbers, as ranges where they can be written so."""
-    whole = len(cores) > 1 and cores == tuple(range(cores[0], cores[-1] + 1))
-    return f"{cores[0]}-{cores[-1]}" if whole else ",".join(map(str, cores))
+    """Numbers, as a range where they can be written so."""
+    if len(cores) > 1 and cores == tuple(range(cores[0], cores[-1] + 1)):
+        return f"{cores[0]}-{cores[-1]}"
+    return ",".join(map(str, cores))
 
 
 def shown_ranks(settings: Launch, procs: int) -> frozenset[int] | None:
@@ -206,18 +253,18 @@ def shown_ranks(settings: Launch, procs: int) -> frozenset[int] | None:
     text = settings.launch.ranks
     if text == "all":
         return None
-    ranks = frozenset(rank for part in text.split(",") for rank in _span(part))
-    size = procs * range_of_nodes(settings.launch.nodes)[1]
-    missing = sorted(rank for rank in ranks if rank >= size)
+    ranks = _numbers(text)
+    _, most_nodes = range_of_nodes(settings.launch.nodes)
+    size = procs * most_nodes
+    missing = [rank for rank in ranks if rank >= size]
     if missing or not ranks:
-        where = next(row.where for row in settings.decisions if row.field == "ranks")
         raise ConfigError(
             "config-value",
-            f"ranks names rank {missing[0]}, and there are {size}." if missing else "ranks names no rank.",
-            why=f"ranks={text} ({where})",
+            f"ranks names rank {min(missing)}, and there are {size}." if missing else "ranks names no rank.",
+            why=f"ranks={text} ({settings.given['ranks']})",
             fix=f"name ranks from 0 to {size - 1}, such as `--ranks 0`, or leave it out to see the output of all",
         )
-    return ranks
+    return frozenset(ranks)
 
 
 def _threads(
@@ -230,6 +277,7 @@ def _threads(
         return {"OMP_NUM_THREADS": str(len(bound) // procs)}
     if env.get("OMP_NUM_THREADS"):
         return {}
+    # Without the variable each process would start as many threads as there are cores, and they would take turns.
     cores = host.cores()
     share = max(cores // procs, 1)
     if procs > 1:
@@ -240,17 +288,23 @@ def _threads(
 
 
 def _streams(settings: Launch, procs: int) -> dict[int, int] | None:
-    """`--tee` by local rank; with a log directory and no word about it, both streams of all."""
+    """`--tee` by local rank; with a log directory and no word about it, both streams of all.
+
+    Raises:
+        ConfigError: `config-value`, for a local rank that there is not.
+    """
     text = settings.launch.tee
-    is_given = next(row for row in settings.decisions if row.field == "tee").source != "default"
-    if not is_given:
+    if "tee" not in settings.given:
         # Several ranks that somebody chose to see are to be told apart.
         several = len(shown_ranks(settings, procs) or ()) > 1
         return dict.fromkeys(range(procs), 3) if settings.launch.log_dir or several else None
     if ":" not in text:
         return dict.fromkeys(range(procs), int(text))
-    chosen = {int(rank): int(streams) for rank, streams in (pair.split(":") for pair in text.split(","))}
-    strange = [rank for rank in chosen if rank >= procs]
+    streams_by_rank: dict[int, int] = {}
+    for pair in text.split(","):
+        rank, _, streams = pair.partition(":")
+        streams_by_rank[int(rank)] = int(streams)
+    strange = [rank for rank in streams_by_rank if rank >= procs]
     if strange:
         raise ConfigError(
             "config-value",
@@ -258,4 +312,4 @@ def _streams(settings: Launch, procs: int) -> dict[int, int] | None:
             why=f"--tee {text}",
             fix=f"name local ranks 0 to {procs - 1}",
         )
-    return chosen
+    return streams_by_rank

@@ -60,14 +60,14 @@ def completed(settings: Launch, env: Mapping[str, str]) -> Launch:
     where nobody has to be started elsewhere.
     """
     launch, allocation = settings.launch, allocation_of(env)
-    given_fields = {row.field for row in settings.decisions if row.source != "default"}
-    if allocation is None or given_fields.intersection(_BY_HAND):
+    given = settings.given
+    if allocation is None or not given.keys().isdisjoint(_BY_HAND):
         return settings
-    if "launcher" in given_fields and launch.launcher != "slurm":
+    if "launcher" in given and launch.launcher != "slurm":
         return settings
     count = len(allocation.nodes)
-    least, most = range_of_nodes(launch.nodes if "nodes" in given_fields else count)
-    if "launcher" not in given_fields and most == 1 and allocation.on_node:
+    least, most = range_of_nodes(launch.nodes if "nodes" in given else count)
+    if "launcher" not in given and most == 1 and allocation.on_node:
         return settings
     values: dict[str, Any] = {"launcher": "slurm", "nodes": most}
     if least < most:

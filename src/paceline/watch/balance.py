@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from paceline.watch.finding import Finding, median, milliseconds, named
+from paceline.watch.finding import Finding, capital, median, milliseconds, named
 
 _FEWEST_STEPS = 5
 _SLOW_LOADER = 0.10  # of a step, above the others
@@ -28,6 +28,9 @@ _WAITING = ("reduce", "pipeline", "forward", "backward", "step", "clip", "rest")
 # waits for its device, and through it for other ranks, where it reads a number: in "clip", in "step", or in the script.
 _CAUSES = (("data",), ("rest", "clip"), ("forward",), ("step", "backward"))
 _CAUSES_OF_HOST = (("data",), ("forward",), ("backward",), ("rest", "clip", "step"))
+
+
+_PHASE_NAMES = {"forward": "forward pass", "backward": "backward pass", "step": "optimizer's step"}
 
 
 @dataclass(frozen=True)
@@ -56,21 +59,24 @@ class _Excess:
 def balance(snapshot: Mapping[str, Any]) -> list[Finding]:
     """What the recent time was lost to."""
     heat = snapshot["heat"]
-    table = {
-        row["rank"]: dict(zip(heat["phases"], ms, strict=True))
-        for row, ms in zip(snapshot["ranks"], heat["ms_per_step"], strict=True)
-        if ms is not None and row["window_steps"] >= _FEWEST_STEPS
-    }
-    if not table or len(table) < len(snapshot["ranks"]):
+    table: dict[int, dict[str, float]] = {}  # rank -> phase -> milliseconds in a step
+    for row, ms in zip(snapshot["ranks"], heat["ms_per_step"], strict=True):
+        if ms is None or row["window_steps"] < _FEWEST_STEPS:
+            return []  # the others may wait for the one that nothing is known of
+        table[row["rank"]] = dict(zip(heat["phases"], ms, strict=True))
+    if not table:
         return []
     causes = _causes(snapshot["ranks"], _without_waits(table, heat["waits_per_step"]))
     problems = [_slow(group, snapshot) for group in _groups(causes)]
-    shares = {rank: {phase: ms[phase] / _whole(ms) for phase in ms} for rank, ms in table.items()}
-    data = [share["data"] for share in shares.values()]
+    data = []
+    communication = []
+    for ms in table.values():
+        whole = _whole(ms)
+        data.append(ms["data"] / whole)
+        communication.append(ms["reduce"] / whole + ms["pipeline"] / whole)
     limit = _DATA_SHARE_OF_HOST if _has_accelerator(snapshot["ranks"][0]) else _DATA_SHARE
     if min(data) > 0.8 * limit and median(data) > limit:
         problems.append(_all_wait_for_data(data))
-    communication = [share["reduce"] + share["pipeline"] for share in shares.values()]
     if len(table) > 1 and min(communication) > _COMMUNICATION_SHARE:
         problems.append(_communication(communication))
     return problems
@@ -122,11 +128,17 @@ def _excess(
         least = _SLOW_LOADER if phase == "data" else _SLOW_RANK
         waits = sum(max(0.0, others[name] - own[name]) for name in _WAITING if name != phase)
         if above > least * step_ms and waits > _COMPENSATED * above:
-            whole, others_whole = _whole(own), sum(others.values()) or 1.0
+            others_whole = _whole(others)
             return _Excess(
-                row, phase, own[phase], others[phase], own[phase] / whole, others[phase] / others_whole,
-                waits / others_whole, certainty,
-            )  # fmt: skip
+                row,
+                phase,
+                ms=own[phase],
+                others_ms=others[phase],
+                share=own[phase] / _whole(own),
+                others_share=others[phase] / others_whole,
+                waits=waits / others_whole,
+                certainty=certainty,
+            )
     return None
 
 
@@ -148,10 +160,11 @@ def _groups(causes: Sequence[_Excess]) -> list[list[_Excess]]:
 
 def _slow(group: Sequence[_Excess], snapshot: Mapping[str, Any]) -> Finding:
     rows = [excess.row for excess in group]
-    who = named(rows, snapshot)
-    who = who[:1].upper() + who[1:]
+    who = capital(named(rows, snapshot))
     worst = max(group, key=lambda excess: excess.share)
-    plural = len(group) > 1
+    s, is_, its, it = "s", "is", "its", "it"
+    if len(group) > 1:
+        s, is_, its, it = "", "are", "their", "them"
     numbers = [row["rank"] for row in rows]
     evidence: dict[str, float | str] = {
         "phase": worst.phase,
@@ -161,27 +174,26 @@ def _slow(group: Sequence[_Excess], snapshot: Mapping[str, Any]) -> Finding:
         "others_ms": round(worst.others_ms, 2),
         "waits": round(worst.waits, 3),
     }
-    it = "them" if plural else "it"
     wait = f"The others wait for {it}: {worst.waits:.0%} of their time."
     if worst.phase == "data":
         text = (
-            f"{who} wait{'' if plural else 's'} {worst.share:.0%} of {'their' if plural else 'its'} time for "
-            f"{'their' if plural else 'its'} data, the others {worst.others_share:.0%}. {wait}"
+            f"{who} wait{s} {worst.share:.0%} of {its} time for {its} data, the others {worst.others_share:.0%}. {wait}"
         )
         return Finding("slow-loader", "warning", text, _LOADER_FIX, numbers, evidence)
     if worst.phase == "rest":
         text = (
-            f"{who} spend{'' if plural else 's'} {worst.share:.0%} of the time outside of the training step (logging, "
+            f"{who} spend{s} {worst.share:.0%} of the time outside of the training step (logging, "
             f"evaluation, the script's own code), the others {worst.others_share:.0%}. {wait}"
         )
         return Finding("slow-rank", "warning", text, "do it less often, or on all ranks", numbers, evidence)
-    phase = {"forward": "forward pass", "backward": "backward pass", "step": "optimizer's step"}.get(
-        worst.phase, worst.phase
-    )
-    times = worst.ms / worst.others_ms if worst.others_ms else 0.0
-    factor = f" ({times:.{0 if times > 10 else 1}f} times as long)" if times else ""
+    phase = _PHASE_NAMES.get(worst.phase, worst.phase)
+    factor = ""
+    if worst.others_ms:
+        times = worst.ms / worst.others_ms
+        digits = 0 if times > 10 else 1
+        factor = f" ({times:.{digits}f} times as long)"
     text = (
-        f"{who} {'are' if plural else 'is'} slow: the {phase} takes {milliseconds(worst.ms)}, that of the others "
+        f"{who} {is_} slow: the {phase} takes {milliseconds(worst.ms)}, that of the others "
         f"{milliseconds(worst.others_ms)}{factor}. {wait}"
     )
     fix = "look for another program on its device or cores, a throttled device, or larger batches: `paceline doctor`"

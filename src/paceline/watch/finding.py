@@ -38,8 +38,14 @@ def numbered(ranks: Sequence[int]) -> str:
         return f"rank {ranks[0]}"
     words = [str(rank) for rank in ranks[:_NAMED_RANKS]]
     rest = len(ranks) - _NAMED_RANKS
-    words.append(f"{words.pop()}" if rest <= 0 else f"{rest} others")
+    if rest > 0:
+        words.append(f"{rest} others")
     return f"ranks {', '.join(words[:-1])} and {words[-1]}"
+
+
+def capital(text: str) -> str:
+    """A text that begins a sentence."""
+    return text[:1].upper() + text[1:]
 
 
 def counted(number: int) -> str:

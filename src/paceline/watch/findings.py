@@ -56,11 +56,10 @@ def _not_finite(snapshot: Mapping[str, Any]) -> list[Finding]:
     """Values that are not finite now; the loss first."""
     problems = []
     for name, (value, since) in snapshot["not_finite"].items():
-        level = "error" if "loss" in name and name != "loss_scale" else "warning"
+        level, fix = "warning", ""
+        if "loss" in name and name != "loss_scale":
+            level, fix = "error", "a lower learning rate, a clipped gradient norm, or bfloat16 instead of float16"
         text = f"`{name}` has been {value} since step {since:.0f}."
-        fix = (
-            "a lower learning rate, a clipped gradient norm, or bfloat16 instead of float16" if level == "error" else ""
-        )
         problems.append(Finding("not-finite", level, text, fix, [], {"name": name, "since_step": since}))
     problems.sort(key=lambda problem: LEVELS.index(problem.level))
     return problems[:3]
@@ -81,7 +80,8 @@ def _checkpoints(snapshot: Mapping[str, Any]) -> list[Finding]:
     last = snapshot["checkpoints"]["last"]
     problems = []
     if last and not last[-1]["ok"]:
-        text = f"The last checkpoint, at step {last[-1]['step']}, was not written: {last[-1]['reason'] or 'no reason is known'}"
+        reason = last[-1]["reason"] or "no reason is known"
+        text = f"The last checkpoint, at step {last[-1]['step']}, was not written: {reason}"
         problems.append(Finding("checkpoint-failed", "error", text, "", [], {"step": last[-1]["step"]}))
     recent = last[-10:]
     if len(recent) >= 3:

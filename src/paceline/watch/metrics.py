@@ -213,9 +213,11 @@ def _escaped(text: str) -> str:
 
 
 def _number(value: float) -> str:
-    if math.isfinite(value):
-        return repr(value)
-    return "NaN" if math.isnan(value) else "+Inf" if value > 0 else "-Inf"
+    if math.isnan(value):
+        return "NaN"
+    if math.isinf(value):
+        return "+Inf" if value > 0 else "-Inf"
+    return repr(value)
 
 
 class MetricsServer:

@@ -58,7 +58,9 @@ def number(value: float | str) -> str:
     for least, unit, suffix in ((1e12, 1e12, "T"), (1e9, 1e9, "G"), (1e6, 1e6, "M"), (1e4, 1e3, "k")):
         if abs(value) >= least:
             digits = f"{value / unit:.3g}"
-            return f"{digits if 'e' not in digits else f'{value / unit:.0f}'}{suffix}"
+            if "e" in digits:  # as of 1e15 / 1e12
+                digits = f"{value / unit:.0f}"
+            return f"{digits}{suffix}"
     return f"{value:.3g}" if abs(value) < 100 else f"{value:.0f}"
 
 
@@ -85,7 +87,10 @@ class PlainLog:
             self._next = now + self._interval_s
             lines.insert(0, status(snapshot))
         clock = time.strftime("%H:%M:%S", time.localtime(now))
-        return [f"{clock} {line}" for text in lines for line in text.splitlines()]
+        stamped = []
+        for text in lines:
+            stamped += [f"{clock} {line}" for line in text.splitlines()]
+        return stamped
 
     def _events(self, snapshot: Mapping[str, Any]) -> Iterator[str]:
         seen = dict(self._seen)
@@ -171,5 +176,6 @@ def end_text(snapshot: Mapping[str, Any]) -> str:
     """How the run has ended."""
     code, why = snapshot["exit_code"], snapshot["why"]
     after = f"after {duration(snapshot['elapsed_s'])}"
+    with_code = f" with exit code {code}" if code is not None else ""
     reason = f": {why}" if why else ""
-    return f"ended {after} with exit code {code}{reason}" if code is not None else f"ended {after}{reason}"
+    return f"ended {after}{with_code}{reason}"

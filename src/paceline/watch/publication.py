@@ -15,6 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 from paceline.base.log import logger
@@ -103,8 +104,11 @@ class Publication:
             self._refresh()
             version = self._version_of(seen)
             shown = set(choice or self._first_names)
-            newer = (path for path, part in self._parts.items() if part.version > version)
-            changed = [self._text(path) for path in newer if path[0] != "series" or path[-1] in shown]
+            changed = []
+            for path, part in self._parts.items():
+                is_shown = path[0] != "series" or path[-1] in shown
+                if part.version > version and is_shown:
+                    changed.append(f"[{json.dumps(path)},{part.text}]")
             if version >= 0 and not changed:
                 return None
             return Update(f"{self._life}-{self._newest}", version < 0, f"[{','.join(changed)}]")
@@ -116,15 +120,13 @@ class Publication:
             return -1
         return int(number)
 
-    def _text(self, path: Path) -> str:
-        return f"[{json.dumps(path)},{self._parts[path].text}]"
-
     def _refresh(self) -> None:
         began = time.monotonic()
         if began < self._next_refresh:
             return
         texts = self._new_texts()
-        if any(path not in texts for path in self._parts if path[0] != "series"):
+        gone = self._parts.keys() - texts.keys()
+        if any(path[0] != "series" for path in gone):
             # A part has gone: rather than to say which, everything is sent anew. A series goes when no page shows it.
             self._life = secrets.token_hex(4)
             self._parts.clear()
@@ -155,9 +157,10 @@ class Publication:
 
     def _asked(self) -> list[str] | None:
         """Names whose series some page shows."""
-        chosen = [name for choice in self._choices for name in choice]
+        chosen = list(chain.from_iterable(self._choices))
         if () not in self._choices:
             return chosen
+        # Before the first snapshot nobody knows the first names: None asks for them.
         return [*self._first_names, *chosen] if self._first_names else None
 
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections import deque
 from itertools import pairwise
-from typing import Any
+from operator import itemgetter
+from typing import Any, NamedTuple
 
 from paceline.watch.records import Hello, Tick
 
@@ -14,7 +15,16 @@ _COLUMN = {name: index for index, name in enumerate(PHASES)}
 _INTERRUPTION_S = 8.0
 _INTERRUPTION_STEPS = 5
 _FACTS = ("rank", "node", "host", "local_rank", "pid", "device", "restart", "memory_bytes")
+_OF_TICK = ("step", "phase", "at", "memory", "memory_peak")
 _WARM_UP = 3  # steps after a start that say nothing of those to come: compiling, first allocations, loaders that start
+
+
+class _Entry(NamedTuple):
+    """What went on in a part of a window: one step or more, or less than a step where it is the last entry."""
+
+    seconds: float
+    steps: int
+    ms: list[float]
 
 
 class Window:
@@ -36,40 +46,40 @@ class Window:
         self.seconds = 0.0
         self.steps = 0
         self.ms = [0.0] * 2 * len(PHASES)
-        self._entries: deque[tuple[float, int, list[float]]] = deque()
-        self._is_open = False
+        self._entries: deque[_Entry] = deque()
 
     def add(self, seconds: float, steps: int, ms: list[float]) -> None:
         """Adds what went on between two ticks. Ticks without a step go into one entry with the next that has one.
 
         After an interruption the window begins anew: what it was lost to says nothing of the steps.
         """
-        if self._is_open:
-            last_seconds, last_steps, last_ms = self._entries.pop()
-            entry = (last_seconds + seconds, last_steps + steps, [a + b for a, b in zip(last_ms, ms, strict=True)])
-        else:
-            entry = (seconds, steps, ms)
-        usual_s = (self.seconds + seconds - entry[0]) / max(1, len(self._entries))
-        if self._entries and entry[1] and entry[0] > max(_INTERRUPTION_S, _INTERRUPTION_STEPS * usual_s):
+        entry = _Entry(seconds, steps, ms)
+        if self._entries and self._entries[-1].steps == 0:
+            last = self._entries.pop()
+            entry = _Entry(last.seconds + seconds, steps, _added(last.ms, ms))
+        complete_s = self.seconds + seconds - entry.seconds
+        usual_s = complete_s / max(1, len(self._entries))
+        interruption_s = max(_INTERRUPTION_S, _INTERRUPTION_STEPS * usual_s)
+        if self._entries and entry.steps and entry.seconds > interruption_s:
             self.clear()
             return
         self._entries.append(entry)
-        self._is_open = entry[1] == 0
         self.seconds += seconds
         self.steps += steps
-        self.ms = [a + b for a, b in zip(self.ms, ms, strict=True)]
+        self.ms = _added(self.ms, ms)
         if len(self._entries) > self.LENGTH:
-            old_seconds, old_steps, old_ms = self._entries.popleft()
-            self.seconds -= old_seconds
-            self.steps -= old_steps
-            self.ms = [max(0.0, a - b) for a, b in zip(self.ms, old_ms, strict=True)]
+            oldest = self._entries.popleft()
+            self.seconds -= oldest.seconds
+            self.steps -= oldest.steps
+            # Sums from which much was taken away may end a little below zero.
+            self.ms = [max(0.0, total - ms) for total, ms in zip(self.ms, oldest.ms, strict=True)]
 
     @property
     def shares(self) -> list[float]:
         """Of each phase, its share of the time that all phases took; zeros before there is any."""
         own = self.ms[: len(PHASES)]
-        whole = sum(own)
-        return [round(ms / whole, 4) if whole else 0.0 for ms in own]
+        whole = sum(own) or 1.0
+        return [round(ms / whole, 4) for ms in own]
 
     @property
     def ms_per_step(self) -> list[float] | None:
@@ -82,7 +92,13 @@ class Window:
         return self._per_step(self.ms[len(PHASES) :])
 
     def _per_step(self, sums: list[float]) -> list[float] | None:
-        return [round(ms / self.steps, 3) for ms in sums] if self.steps else None
+        if not self.steps:
+            return None
+        return [round(ms / self.steps, 3) for ms in sums]
+
+
+def _added(first: list[float], second: list[float]) -> list[float]:
+    return [a + b for a, b in zip(first, second, strict=True)]
 
 
 class RankState:
@@ -90,7 +106,7 @@ class RankState:
 
     Attributes:
         facts: what it said of itself at its start.
-        tick: its last tick; None before there is one.
+        tick: its last tick; an empty one before there is any.
         heard: when it wrote last, by its host's clock (unix seconds).
         steps: steps since its start.
         window: where its recent time went.
@@ -102,7 +118,7 @@ class RankState:
 
     def __init__(self, facts: Hello, t: float) -> None:
         self.facts = facts
-        self.tick: Tick | None = None
+        self.tick = Tick()
         self.heard = t
         self.steps = 0
         self.window = Window()
@@ -129,8 +145,8 @@ class RankState:
     def _note_memory(self, step: int, memory: int) -> None:
         if self._ticks % self._lows_every == 0:
             if len(self.lows) == self._LOWS:
-                pairs = [self.lows[index : index + 2] for index in range(0, self._LOWS, 2)]
-                self.lows = [min(pair, key=lambda low: low[1]) for pair in pairs]
+                neighbours = zip(self.lows[::2], self.lows[1::2], strict=True)
+                self.lows = [min(pair, key=itemgetter(1)) for pair in neighbours]
                 self._lows_every *= 2
             self.lows.append((step, memory))
         elif memory < self.lows[-1][1]:
@@ -140,15 +156,14 @@ class RankState:
     @property
     def memory_peak(self) -> int:
         """The most bytes that it has held; 0 where that is not known."""
-        return 0 if self.tick is None else self.tick.memory_peak or 0
+        return self.tick.memory_peak or 0
 
     def row(self, silent_s: float) -> dict[str, Any]:
         """The rank as the snapshot has it."""
-        facts, tick = self.facts, self.tick or Tick()
         return {
-            **{name: getattr(facts, name) for name in _FACTS},
-            **{name: getattr(tick, name) for name in ("step", "phase", "at", "memory", "memory_peak")},
-            "phase_s": round(tick.phase_s, 1),
+            **{name: getattr(self.facts, name) for name in _FACTS},
+            **{name: getattr(self.tick, name) for name in _OF_TICK},
+            "phase_s": round(self.tick.phase_s, 1),
             "silent_s": round(silent_s, 1),
             "steps": self.steps,
             "window_steps": self.window.steps,
@@ -161,7 +176,9 @@ class RankState:
         """Since when and by how much the least memory has grown; None where it has not always grown."""
         # What comes first fills caches and pools; the last entry is not complete.
         recent = self.lows[len(self.lows) // 3 : -1]
-        if len(recent) < 8 or any(later <= earlier for (_, earlier), (_, later) in pairwise(recent)):
+        memories = [memory for _, memory in recent]
+        grows = all(earlier < later for earlier, later in pairwise(memories))
+        if len(recent) < 8 or not grows:
             return None
         first_step, first = recent[0]
         last_step, last = recent[-1]

@@ -66,20 +66,17 @@ def _readable(folder: Path) -> Path:
 
 def _no_run(what: str, runs: Sequence[RegisteredRun]) -> ConfigError:
     watched = _shown(runs)
-    why = [
-        f"{entry.name} (process {entry.pid}, {entry.state}, {_ago(entry.started)}): {entry.watch}" for entry in watched
-    ]
-    others = len([entry for entry in runs if not entry.watch])
     if not watched:
-        why = [
-            f"{others} run{'s were' if others != 1 else ' was'} started here without --watch"
-            if others
-            else "nothing was started"
-        ]
-    elif len(why) > _MOST_NAMED:
-        why[_MOST_NAMED:] = [f"and {len(why) - _MOST_NAMED} older ones"]
-    fix = f"paceline watch {watched[0].watch}" if watched else "start it with `paceline launch --watch`"
-    return ConfigError("watch-no-run", what, why, fix)
+        others = len([entry for entry in runs if not entry.watch])
+        runs_were = "run was" if others == 1 else "runs were"
+        reason = f"{others} {runs_were} started here without --watch" if others else "nothing was started"
+        return ConfigError("watch-no-run", what, reason, "start it with `paceline launch --watch`")
+    why = []
+    for entry in watched[:_MOST_NAMED]:
+        why.append(f"{entry.name} (process {entry.pid}, {entry.state}, {_ago(entry.started)}): {entry.watch}")
+    if len(watched) > _MOST_NAMED:
+        why.append(f"and {len(watched) - _MOST_NAMED} older ones")
+    return ConfigError("watch-no-run", what, why, f"paceline watch {watched[0].watch}")
 
 
 def _ago(moment: float) -> str:

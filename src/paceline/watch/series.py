@@ -175,6 +175,4 @@ class AllSeries:
 
 def json_number(value: float) -> float | str:
     """A float as JSON has it; "nan", "inf" and "-inf" stand for those that it has no word for."""
-    if math.isfinite(value):
-        return value
-    return "nan" if math.isnan(value) else "inf" if value > 0 else "-inf"
+    return value if math.isfinite(value) else str(value)

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from paceline.watch.finding import Finding, counted, duration, named
+from paceline.watch.finding import Finding, capital, counted, duration, named
 
 _SILENT_S = 8.0  # ticks come every second; a call that holds Python's lock for a few is nothing to speak of
 _STANDING_S = 10.0
@@ -64,7 +64,8 @@ def _missing(snapshot: Mapping[str, Any]) -> list[Finding]:
     if heard == 0:
         text = f"No rank has written anything in {duration(elapsed)}: the script has not made its Accelerator yet."
         return [Finding("not-begun", "note", text, "only scripts that use Paceline are watched", [], evidence)]
-    missing = [rank for rank in range(procs) if rank not in {row["rank"] for row in snapshot["ranks"]}]
+    begun = {row["rank"] for row in snapshot["ranks"]}
+    missing = [rank for rank in range(procs) if rank not in begun]
     text = f"{counted(len(missing))} of {procs} have not begun after {duration(elapsed)}."
     return [Finding("not-begun", "warning", text, "look at their output (`--log-dir`)", missing, evidence)]
 
@@ -82,15 +83,14 @@ def _silence(silent: Sequence[_Row], snapshot: Mapping[str, Any]) -> Finding:
         return Finding("silent-rank", "error", text, "look at the launcher's terminal", [], evidence, stops)
     first = silent[0]
     stopped = [row for row in silent if row["process"] == "stopped"]
-    is_one = len(silent) == 1
-    process = f"its process ({first['pid']})" if is_one else "their processes"
+    processes_are, has = f"its process ({first['pid']}) is", "has"
+    if len(silent) > 1:
+        processes_are, has = "their processes are", "have"
     if len(stopped) == len(silent):
-        why = f"{process} {'is' if is_one else 'are'} stopped by a signal (SIGSTOP)."
+        why = f"{processes_are} stopped by a signal (SIGSTOP)."
     else:
-        why = f"{process} {'is' if is_one else 'are'} stopped (SIGSTOP), or one call lets no other thread run."
-    text = (
-        f"{named(silent, snapshot)} {'has' if is_one else 'have'} given no sign of life for {duration(seconds)}: {why}"
-    )
+        why = f"{processes_are} stopped (SIGSTOP), or one call lets no other thread run."
+    text = f"{named(silent, snapshot)} {has} given no sign of life for {duration(seconds)}: {why}"
     if others and stops:
         text += f" {_waiters(others)}"
     where = f"on {first['host']}: " if first["host"] else ""
@@ -99,12 +99,14 @@ def _silence(silent: Sequence[_Row], snapshot: Mapping[str, Any]) -> Finding:
         fix = (
             f"{where}`ps -o pid,stat,wchan -p {first['pid']}`; `kill -CONT {first['pid']}` lets a stopped one (T) go on"
         )
-    return Finding("silent-rank", "error", _capital(text), fix, numbers, evidence, stops)
+    return Finding("silent-rank", "error", capital(text), fix, numbers, evidence, stops)
 
 
 def _standing(rows: Sequence[_Row], snapshot: Mapping[str, Any]) -> list[Finding]:
     usual_ms = snapshot["speed"]["recent"]["usual_step_ms"]
-    limit = _FIRST_STEP_S if usual_ms is None else max(_STANDING_S, _STANDING_STEPS * usual_ms / 1e3)
+    limit = _FIRST_STEP_S
+    if usual_ms is not None:
+        limit = max(_STANDING_S, _STANDING_STEPS * usual_ms / 1e3)
     since = snapshot["standing_s"]
     stands = [row for row in rows if row["phase_s"] > limit]
     if not stands or (since is not None and since < limit):
@@ -124,14 +126,15 @@ def _standing(rows: Sequence[_Row], snapshot: Mapping[str, Any]) -> list[Finding
         verb = "has" if len(causes) == 1 else "have"
         text = f"{named(causes, snapshot)} {verb} been {_in(phase)} for {duration(seconds)}{place}. {_waiters(waiters)}"
         numbers = [row["rank"] for row in causes]
-        return [Finding("standing-rank", "error", _capital(text), _FIX, numbers, evidence, stops=True)]
-    behind = [row for row in rows if row["step"] < max(row["step"] for row in rows)]
-    who = "the rank has" if len(rows) == 1 else f"all {counted(len(rows))} have"
-    text = f"{_capital(who)} been {_in(phase)} for {duration(seconds)}{place}."
+        return [Finding("standing-rank", "error", capital(text), _FIX, numbers, evidence, stops=True)]
+    furthest = max(row["step"] for row in rows)
+    behind = [row for row in rows if row["step"] < furthest]
+    who = "The rank has" if len(rows) == 1 else f"All {counted(len(rows))} have"
+    text = f"{who} been {_in(phase)} for {duration(seconds)}{place}."
     if phase in ("rest", "checkpoint"):
         return [Finding("outside-step", "note", text, "", [], evidence)]
     if behind and len(rows) > 1:
-        text += f" {_capital(named(behind, snapshot))} is a step behind: not all ranks call the same collectives."
+        text += f" {capital(named(behind, snapshot))} is a step behind: not all ranks call the same collectives."
     return [Finding("standing-rank", "error", text, _FIX, [row["rank"] for row in behind], evidence, stops=True)]
 
 
@@ -146,7 +149,7 @@ def _elsewhere(
     text = f"{named(moving, snapshot)} {verb} something else ({_in(phase)}). {_waiters(stands)}"
     fix = "all ranks must do the same number of steps: a loader that is not prepared, or a loop under `is_main_process`"
     numbers = [row["rank"] for row in moving]
-    return Finding("standing-rank", "error", _capital(text), fix, numbers, evidence, stops=True)
+    return Finding("standing-rank", "error", capital(text), fix, numbers, evidence, stops=True)
 
 
 def _in(phase: str) -> str:
@@ -154,9 +157,6 @@ def _in(phase: str) -> str:
 
 
 def _waiters(rows: Sequence[_Row]) -> str:
-    phases = list(dict.fromkeys(row["phase"] for row in rows))
-    return f"{counted(len(rows))} {'waits' if len(rows) == 1 else 'wait'} for it in {' and '.join(sorted(phases))}."
-
-
-def _capital(text: str) -> str:
-    return text[:1].upper() + text[1:]
+    phases = sorted({row["phase"] for row in rows})
+    wait = "waits" if len(rows) == 1 else "wait"
+    return f"{counted(len(rows))} {wait} for it in {' and '.join(phases)}."

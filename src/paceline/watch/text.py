@@ -75,29 +75,30 @@ def sparkline(values: Sequence[float | str], width: int) -> str:
             shown.append(broken[0] if broken else max(part))
         values = shown
     finite = [value for value in values if not isinstance(value, str)]
-    largest = max(map(abs, finite), default=1.0) or 1.0  # the difference of two huge numbers would be infinite
-    low = min((value / largest for value in finite), default=0.0)
-    spread = max((value / largest for value in finite), default=0.0) - low
+    # Of shares of the largest, since the difference of two huge numbers would be infinite.
+    largest = max(map(abs, finite), default=1.0) or 1.0
+    low = min(finite, default=0.0) / largest
+    spread = max(finite, default=0.0) / largest - low
     bars = []
     for value in values:
         if isinstance(value, str):
             bars.append(_NOT_FINITE)
-        else:
-            share = (value / largest - low) / spread if spread else 0.0
-            bars.append(_BARS[min(len(_BARS) - 1, max(0, int(share * len(_BARS))))])
+            continue
+        height = 0
+        if spread:
+            height = int((value / largest - low) / spread * len(_BARS))
+        bars.append(_BARS[min(height, len(_BARS) - 1)])
     return "".join(bars)
 
 
 def _title(snapshot: Mapping[str, Any]) -> RenderableType:
     world = snapshot["world"]
     state = snapshot["state"]
+    name = snapshot["name"] or snapshot["script"] or "run"
+    processes = "process" if world["procs"] == 1 else "processes"
     hosts = f" on {world['nodes']} hosts" if world["nodes"] > 1 else ""
-    title = Text.assemble(
-        (snapshot["name"] or snapshot["script"] or "run", "bold"),
-        "  ",
-        (state, _STATES[state]),
-        f"  {world['procs']} process{'' if world['procs'] == 1 else 'es'}{hosts}  {duration(snapshot['elapsed_s'])}",
-    )
+    size_and_time = f"  {world['procs']} {processes}{hosts}  {duration(snapshot['elapsed_s'])}"
+    title = Text.assemble((name, "bold"), "  ", (state, _STATES[state]), size_and_time)
     if snapshot["restarts"]:
         title.append(f"  restarts: {snapshot['restarts']}", "yellow")
     return Rule(title, align="left", style="dim")
@@ -131,20 +132,25 @@ def _bar(share: float, width: int) -> Text:
 def _curves(snapshot: Mapping[str, Any], width: int) -> list[Text]:
     """The loss, or what was logged first, and the gradient norm, each with its latest value."""
     series = snapshot["series"]
-    names = [name for name in series if "loss" in name and name != "loss_scale"][:2]
-    names = names or [name for name in series if name not in ("grad_norm", "loss_scale", "skipped_steps")][:1]
+    others = [name for name in series if name not in ("grad_norm", "loss_scale", "skipped_steps")]
+    losses = [name for name in others if "loss" in name]
+    names = losses[:2] or others[:1]
     if "grad_norm" in series:
         names.append("grad_norm")
+    bar_width = max(10, min(80, width - 32))
     curves = []
     for name in names:
         values = [value for _, value in series[name]["points"]]
         last = series[name]["last"]
         label = name if len(name) <= 20 else f"{name[:19]}…"
         curve = Text.assemble((f"{label:<21}", "dim"), f"{number(last):<9}")
-        curve.append(sparkline(values, max(10, min(80, width - 32))), "red" if isinstance(last, str) else "cyan")
+        curve.append(sparkline(values, bar_width), "red" if isinstance(last, str) else "cyan")
         curves.append(curve)
-    extra = [(name, snapshot["latest"][name]) for name in ("loss_scale", "skipped_steps")]
-    shown = [f"{name.replace('_', ' ')} {number(value)}" for name, value in extra if value]
+    shown = []
+    for name in ("loss_scale", "skipped_steps"):
+        value = snapshot["latest"][name]
+        if value:
+            shown.append(f"{name.replace('_', ' ')} {number(value)}")
     if shown:
         curves.append(Text("  ".join(shown), "dim"))
     return curves
@@ -158,8 +164,12 @@ def _ranks(snapshot: Mapping[str, Any], rows: int) -> list[RenderableType]:
     heat = snapshot["heat"]
     if not heat["ranks"]:
         return []
-    used = [index for index, _ in enumerate(heat["phases"]) if any(share[index] > 0.001 for share in heat["share"])]
-    medians = [median(share[index] for share in heat["share"]) for index, _ in enumerate(heat["phases"])]
+    used = []  # columns of phases that took some time on some rank
+    medians = []
+    for index, shares_of_phase in enumerate(zip(*heat["share"], strict=True)):
+        medians.append(median(shares_of_phase))
+        if max(shares_of_phase) > 0.001:
+            used.append(index)
     table = Table(box=None, padding=(0, 1, 0, 0), header_style="dim")
     several_hosts = len(snapshot["world"]["hosts"]) > 1
     table.add_column("rank", justify="right", no_wrap=True, min_width=4)
@@ -180,7 +190,8 @@ def _ranks(snapshot: Mapping[str, Any], rows: int) -> list[RenderableType]:
             cells.append(row["host"])
         shares = [_cell(heat["phases"][index], heat["share"][place][index], medians[index]) for index in used]
         ms = heat["ms_per_step"][place]
-        table.add_row(*cells, *shares, "" if ms is None else f"{sum(ms):.0f}", _memory(row), _where(row))
+        step_ms = "" if ms is None else f"{sum(ms):.0f}"
+        table.add_row(*cells, *shares, step_ms, _memory(row), _where(row))
     parts: list[RenderableType] = [table]
     left_out = len(snapshot["ranks"]) - len(shown)
     if left_out:
@@ -190,10 +201,14 @@ def _ranks(snapshot: Mapping[str, Any], rows: int) -> list[RenderableType]:
 
 def _shown_ranks(snapshot: Mapping[str, Any], rows: int) -> list[int]:
     """Places of the ranks that are shown: where not all fit, those that findings name, then the first ones."""
-    rows_by_rank = {row["rank"]: place for place, row in enumerate(snapshot["ranks"])}
-    blamed_ranks = [rank for finding in snapshot["findings"] for rank in finding["ranks"] if rank in rows_by_rank]
-    wanted = list(dict.fromkeys([*blamed_ranks, *rows_by_rank]))[:rows]
-    return sorted(rows_by_rank[rank] for rank in wanted)
+    place_of = {row["rank"]: place for place, row in enumerate(snapshot["ranks"])}
+    ranks: list[int] = []
+    for finding in snapshot["findings"]:
+        ranks += finding["ranks"]
+    ranks += place_of
+    # A finding may name a rank that has not begun, and has no row.
+    places = dict.fromkeys(place_of[rank] for rank in ranks if rank in place_of)
+    return sorted(list(places)[:rows])
 
 
 def _cell(phase: str, share: float, usual: float) -> Text:

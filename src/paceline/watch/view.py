@@ -56,7 +56,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from paceline.watch import records
@@ -69,6 +69,9 @@ from paceline.watch.series import AllSeries, json_number
 FIRST_SERIES = 24
 # How far clocks of two hosts may differ, and how late a line of another host may come, before a host counts as silent.
 _CLOCKS_S = 10.0
+_HEADER = ("name", "script", "command", "host", "pid", "started")
+_LATEST = ("loss", "grad_norm", "loss_scale", "skipped_steps")
+_NO_PLAN = records.PlanMade()
 _MOST_EVENTS = {
     records.CheckpointSaved: 100,
     records.Round: 100,
@@ -76,6 +79,15 @@ _MOST_EVENTS = {
     records.Stuck: 20,
     records.ErrorShown: 100,
 }
+
+
+@dataclass(frozen=True)
+class _Ended:
+    """When and how a run has ended. `exit_code` is None where its launcher has gone without a word."""
+
+    t: float
+    exit_code: int | None
+    why: str
 
 
 class RunView:
@@ -91,12 +103,12 @@ class RunView:
         self._progress = Progress()
         self._values = AllSeries()
         self._history = AllSeries()
-        self._plan: records.PlanMade | None = None
+        self._plan = _NO_PLAN
         self._events: dict[type[records.Record], deque[dict[str, Any]]] = {
             kind: deque(maxlen=most) for kind, most in _MOST_EVENTS.items()
         }
         self._counts = {"checkpoints": 0, "failed": 0, "anomalies": 0}
-        self._ends: dict[int, tuple[float, records.End]] = {}
+        self._ends: dict[int, _Ended] = {}  # by launcher
         self._first_launcher: int | None = None  # the one that wrote the latest round; the run ends when this one does
         self._latest = header.started
         self._heard_by_host: dict[str, float] = {}
@@ -120,7 +132,7 @@ class RunView:
         elif isinstance(record, records.PlanMade):
             self._plan = record
         elif isinstance(record, records.End):
-            self._ends[line.number] = (t, record)
+            self._ends[line.number] = _Ended(t, record.exit_code, record.why)
         elif type(record) in self._events:
             if isinstance(record, records.Round):
                 self._first_launcher = line.number
@@ -143,9 +155,9 @@ class RunView:
     def _add_hello(self, hello: records.Hello, t: float) -> None:
         starts_again = hello.rank in self._ranks
         self._set_rank(RankState(hello, t))
-        self._heard_by_host[hello.host] = max(t, self._heard_by_host.get(hello.host, 0.0))
+        self._note_host(hello.host, t)
         # A job that was queued again may go on in the folder of the one before.
-        self._ends = {number: end for number, end in self._ends.items() if end[0] > t}
+        self._ends = {number: end for number, end in self._ends.items() if end.t > t}
         self._gone = None
         if starts_again and hello.rank == self._lead:
             self._restart_steps.append(self._progress.done()["step"])
@@ -158,14 +170,16 @@ class RunView:
         self._ranks[rank] = state
         self._lead = rank if self._lead is None else min(rank, self._lead)
 
+    def _note_host(self, host: str, t: float) -> None:
+        self._heard_by_host[host] = max(t, self._heard_by_host.get(host, 0.0))
+
     def _add_tick(self, rank: int, tick: records.Tick, t: float) -> None:
         state = self._ranks.get(rank)
         if state is None:  # its hello is of a time that a thinned file has lost
             state = RankState(records.Hello(rank=rank), t)
             self._set_rank(state)
         state.add(tick, t)
-        host = state.facts.host
-        self._heard_by_host[host] = max(t, self._heard_by_host.get(host, 0.0))
+        self._note_host(state.facts.host, t)
         if rank != self._lead:
             return
         before = self._progress.tick
@@ -178,9 +192,9 @@ class RunView:
     def _note_history(self, t: float) -> None:
         speed = self._with_step_time(self._progress.recent(t))
         values = {name: value for name, value in speed.items() if value is not None}
-        memories = [state.tick.memory or 0 for state in self._ranks.values() if state.tick is not None]
-        if max(memories, default=0):
-            values["memory"] = float(max(memories))
+        memory = max((state.tick.memory or 0 for state in self._ranks.values()), default=0)
+        if memory:
+            values["memory"] = float(memory)
         self._history.add(round(t - self.header.started, 1), values)
 
     def _count(self, record: records.Record) -> None:
@@ -199,44 +213,45 @@ class RunView:
             names: whose series it carries; None for the first 24 names.
         """
         end = self._end()
-        now = end[0] if end is not None else max(now, self._latest)
+        now = max(now, self._latest) if end is None else end.t
         names_in_order = list(self._values.by_name)
         if names is None:
             names = names_in_order[:FIRST_SERIES]
         ranks = self._current_ranks()
+        rounds = self._events[records.Round]
         snapshot: dict[str, Any] = {
             "version": 1,
             "now": now,
-            **{name: getattr(self.header, name) for name in ("name", "script", "command", "host", "pid", "started")},
+            **{name: getattr(self.header, name) for name in _HEADER},
             "standing_s": self._standing_s(now),
             "elapsed_s": round(now - self.header.started, 1),
             "state": "starting",
-            "exit_code": None if end is None or end[1] is None else end[1].exit_code,
-            "why": "" if end is None else "its launcher has gone" if end[1] is None else end[1].why,
+            "exit_code": None,
+            "why": "",
             "progress": self._progress_at(now),
             "speed": self._speed_at(now),
-            "flops": {"step": None if self._plan is None else self._plan.flops, "peak": self._peak_flops()},
+            "flops": {"step": self._plan.flops, "peak": self._peak_flops()},
             "history": {name: series.points() for name, series in self._history.by_name.items()},
             "names": names_in_order,
             "names_left_out": self._values.left_out,
             "series": self._series(names),
             "not_finite": self._values.not_finite(),
-            "latest": {name: self._values.last(name) for name in ("loss", "grad_norm", "loss_scale", "skipped_steps")},
+            "latest": {name: self._values.last(name) for name in _LATEST},
             "world": self._world(ranks),
             "heat": _heat(ranks),
             "ranks": [state.row(self._silent_s(state, now, end is not None)) for state in ranks],
             "memory": self._memory(ranks),
             "checkpoints": self._checkpoints(now),
-            "rounds": list(self._events[records.Round]),
+            "rounds": list(rounds),
             "restart_steps": list(self._restart_steps),
-            "restarts": max([self._restart, *(event["restarts"] for event in self._events[records.Round])]),
+            "restarts": max([self._restart, *(event["restarts"] for event in rounds)]),
             "anomalies": {"count": self._counts["anomalies"], "last": list(self._events[records.Anomaly])},
             "stuck": list(self._events[records.Stuck]),
             "errors": list(self._events[records.ErrorShown]),
-            "plan": None if self._plan is None else _plain(self._plan),
+            "plan": None if self._plan is _NO_PLAN else _plain(self._plan),
         }
         if end is not None:
-            snapshot["state"] = "ended"
+            snapshot |= {"state": "ended", "exit_code": end.exit_code, "why": end.why}
         elif self._progress.stepped_at is not None:
             snapshot["state"] = "running"
         snapshot["findings"] = findings(snapshot)
@@ -245,20 +260,23 @@ class RunView:
             snapshot["progress"]["seconds_left"] = None
         return snapshot
 
-    def _end(self) -> tuple[float, records.End | None] | None:
+    def _end(self) -> _Ended | None:
         """When and how the run has ended; None while it goes on. A host that has left before does not end it."""
         if self._first_launcher in self._ends:
             return self._ends[self._first_launcher]
         if self._ends and self._first_launcher is None:
             return self._ends[min(self._ends)]
-        return None if self._gone is None else (max(self._latest, self.header.started), None)
+        if self._gone is None:
+            return None
+        return _Ended(max(self._latest, self.header.started), None, "its launcher has gone")
 
     def _current_ranks(self) -> list[RankState]:
         """Ranks of the latest round, by rank; those of an earlier one that had more processes are left out."""
-        rounds = self._events[records.Round]
-        procs = rounds[-1]["procs"] if rounds else 0
         ranks = [self._ranks[rank] for rank in sorted(self._ranks)]
-        return [state for state in ranks if not procs or state.facts.rank < procs]
+        rounds = self._events[records.Round]
+        if not rounds or not rounds[-1]["procs"]:
+            return ranks
+        return [state for state in ranks if state.facts.rank < rounds[-1]["procs"]]
 
     def _silent_s(self, state: RankState, now: float, has_ended: bool) -> float:
         """For how long a rank has written nothing, compared with the others of its host: hosts' clocks differ."""
@@ -269,19 +287,23 @@ class RunView:
 
     def _standing_s(self, now: float) -> float | None:
         stepped_at = self._progress.stepped_at
-        return None if stepped_at is None or self._end() is not None else round(max(0.0, now - stepped_at), 1)
+        if stepped_at is None or self._end() is not None:
+            return None
+        return round(max(0.0, now - stepped_at), 1)
 
     def _progress_at(self, now: float) -> dict[str, Any]:
-        done = self._progress.done()
+        progress = self._progress.done()
+        progress["seconds_left"] = None
         rate = self._progress.recent(now)["steps_per_s"]
-        is_known = rate and done["total"] and self._end() is None
-        done["seconds_left"] = round(max(0, done["total"] - done["step"]) / rate, 1) if is_known and rate else None
-        return done
+        if rate and progress["total"] and self._end() is None:
+            steps_left = max(0, progress["total"] - progress["step"])
+            progress["seconds_left"] = round(steps_left / rate, 1)
+        return progress
 
     def _speed_at(self, now: float) -> dict[str, dict[str, float | None]]:
         until = self._progress.t if self._end() is not None else now
         forecast: dict[str, float | None] = dict.fromkeys(("steps_per_s", "samples_per_s", "tokens_per_s"))
-        if self._plan is not None and self._plan.step_ms:
+        if self._plan.step_ms:
             forecast["steps_per_s"] = 1e3 / self._plan.step_ms
         speed = {
             "recent": self._with_step_time(self._progress.recent(until)),
@@ -294,41 +316,43 @@ class RunView:
 
     def _with_step_time(self, rates: Mapping[str, float | None]) -> dict[str, float | None]:
         rate = rates["steps_per_s"]
-        peak = self._peak_flops()
-        flops = None if self._plan is None else self._plan.flops
-        mfu = flops * rate / peak if flops and rate and peak else None
-        return {"step_ms": 1e3 / rate if rate else None, **rates, "mfu": mfu}
+        if not rate:
+            return {"step_ms": None, **rates, "mfu": None}
+        flops, peak = self._plan.flops, self._peak_flops()
+        mfu = flops * rate / peak if flops and peak else None
+        return {"step_ms": 1e3 / rate, **rates, "mfu": mfu}
 
     def _peak_flops(self) -> float | None:
         return None if self._lead is None else self._ranks[self._lead].facts.peak_flops
 
     def _series(self, names: Iterable[str]) -> dict[str, Any]:
-        by_name = self._values.by_name
-        return {
-            name: {
-                "points": by_name[name].points(),
-                "by": "step" if by_name[name].is_by_step else "number",
-                "last": json_number(by_name[name].last),
-                "last_step": by_name[name].last_step,
-                "count": by_name[name].count,
-            }
-            for name in names
-            if name in by_name
-        }
+        shown = {}
+        for name in names:
+            series = self._values.by_name.get(name)
+            if series is not None:
+                shown[name] = {
+                    "points": series.points(),
+                    "by": "step" if series.is_by_step else "number",
+                    "last": json_number(series.last),
+                    "last_step": series.last_step,
+                    "count": series.count,
+                }
+        return shown
 
     def _world(self, ranks: list[RankState]) -> dict[str, Any]:
+        procs, nodes = self.header.procs, self.header.nodes
         rounds = self._events[records.Round]
+        if rounds:
+            procs, nodes = rounds[-1]["procs"], rounds[-1]["nodes"]
         return {
-            "procs": rounds[-1]["procs"] if rounds else self.header.procs,
-            "nodes": rounds[-1]["nodes"] if rounds else self.header.nodes,
+            "procs": procs,
+            "nodes": nodes,
             "hosts": list(dict.fromkeys(state.facts.host for state in ranks)),
             "heard": len(ranks),
         }
 
     def _memory(self, ranks: list[RankState]) -> dict[str, Any]:
-        memory: dict[str, Any] = {"peak": None, "peak_rank": None, "forecast": None}
-        if self._plan is not None:
-            memory["forecast"] = self._plan.memory_bytes
+        memory: dict[str, Any] = {"peak": None, "peak_rank": None, "forecast": self._plan.memory_bytes}
         reporting = [state for state in ranks if state.memory_peak]
         if reporting:
             fullest = max(reporting, key=lambda state: state.memory_peak)
@@ -354,4 +378,8 @@ def _heat(ranks: list[RankState]) -> dict[str, Any]:
 
 def _plain(record: records.Record) -> dict[str, Any]:
     """A record's fields as JSON has them."""
-    return {name: json_number(value) if isinstance(value, float) else value for name, value in asdict(record).items()}
+    values = asdict(record)
+    for name, value in values.items():
+        if isinstance(value, float):
+            values[name] = json_number(value)
+    return values

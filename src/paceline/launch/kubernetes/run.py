@@ -142,19 +142,20 @@ def _without_effect(job: Job) -> None:
     Raises:
         ConfigError: `host-flags`, all at once.
     """
-    rows = {row.field: row for row in job.assigned.settings.decisions if row.source != "default"}
+    settings = job.assigned.settings
+    launch, given = settings.launch, settings.given
     reasons = {
         "main_address": "pod 0 is where the others find it",
         "launcher_args": "pods are described by the file of --values",
     }
     problems = []
     for name, why in reasons.items():
-        if name in rows:
+        if name in given:
             what = f"{name} has no meaning in a cluster of Kubernetes: {why}."
-            problems.append(Problem("host-flags", what, f"{rows[name].value} ({rows[name].where})", "leave it out"))
-    if isinstance(job.assigned.settings.launch.nodes, str):
+            problems.append(Problem("host-flags", what, f"{getattr(launch, name)} ({given[name]})", "leave it out"))
+    if isinstance(launch.nodes, str):
         what = "the number of pods cannot be a range: when one is lost, the cluster starts all again."
-        why = f"nodes={rows['nodes'].value} ({rows['nodes'].where})"
+        why = f"nodes={launch.nodes} ({given['nodes']})"
         problems.append(Problem("host-flags", what, why, "give one number, and --max-restarts"))
     if job.target.local_rank:
         what = "the script would have to get --local_rank=N before its arguments, which it does not in pods."
