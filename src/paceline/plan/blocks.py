@@ -29,8 +29,9 @@ def _search(module: torch.nn.Module, prefix: str, blocks: list[str]) -> None:
     for name, child in module.named_children():
         path = f"{prefix}.{name}" if prefix else name
         # Layers such as a lone ReLU repeat too, and are no blocks: a block has children, and parameters in them.
-        has_both = any(True for _ in child.children()) and any(True for _ in child.parameters())
-        if in_container and counts[type(child)] > 1 and has_both:
+        has_children = next(child.children(), None) is not None
+        has_parameters = next(child.parameters(), None) is not None
+        if in_container and counts[type(child)] > 1 and has_children and has_parameters:
             blocks.append(path)
         else:
             _search(child, path, blocks)

@@ -37,8 +37,13 @@ class DataPlan:
     def rows(self, samples: int) -> tuple[int, ...]:
         """Real samples of each data index in a global batch of `samples` real samples."""
         if samples < self.global_batch and self.tail == "pad":
-            full = self.rows(self.global_batch)
-            return tuple(max(0, min(full[i], samples - sum(full[:i]))) for i in range(self.width))
+            # The filler comes last: the first ranks' batches are full of real samples, the last ones' may have none.
+            rows = []
+            left = samples
+            for loaded in self.rows(self.global_batch):
+                rows.append(min(loaded, left))
+                left -= rows[-1]
+            return tuple(rows)
         share, extra = divmod(min(samples, self.global_batch), self.width)
         return tuple(share + (i < extra) for i in range(self.width))
 

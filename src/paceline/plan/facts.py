@@ -82,21 +82,19 @@ class ModelFacts:
 
 def model_facts(model: torch.nn.Module) -> ModelFacts:
     """Reads the facts of a model; changes nothing and computes nothing on its device."""
-    # A tied parameter stands under several names, and counts once.
-    names: dict[int, list[str]] = {}
-    parameters: list[torch.nn.Parameter] = []
+    # A tied parameter stands under several names, and counts once, under the first.
+    names: dict[torch.nn.Parameter, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
-        if id(parameter) not in names:
-            parameters.append(parameter)
-        names.setdefault(id(parameter), []).append(name)
-    trainable = [parameter for parameter in parameters if parameter.requires_grad]
+        names.setdefault(parameter, []).append(name)
+    trainable = [parameter for parameter in names if parameter.requires_grad]
+    parameter_bytes = 0
     half_names = []
     hooked = []
-    for parameter in trainable:
-        name = names[id(parameter)][0]
-        if str(parameter.dtype) == "torch.float16":
+    for parameter, (name, *_) in names.items():
+        parameter_bytes += parameter.numel() * parameter.element_size()
+        if parameter.requires_grad and str(parameter.dtype) == "torch.float16":
             half_names.append(name)
-        if _has_foreign_hook(parameter):
+        if parameter.requires_grad and _has_foreign_hook(parameter):
             hooked.append(name)
 
     sparse = False
@@ -117,13 +115,13 @@ def model_facts(model: torch.nn.Module) -> ModelFacts:
             callables.append((name, type(module).__name__))
 
     buffers = list(model.buffers())
-    tensors = [*parameters, *buffers]
+    tensors = [*names, *buffers]
     apart = bool(getattr(model, "pipeline_apart", False))
     return ModelFacts(
         name=type(model).__name__,
-        parameters=sum(parameter.numel() for parameter in parameters),
+        parameters=sum(parameter.numel() for parameter in names),
         trainable=sum(parameter.numel() for parameter in trainable),
-        parameter_bytes=sum(parameter.numel() * parameter.element_size() for parameter in parameters),
+        parameter_bytes=parameter_bytes,
         tied=tuple(tuple(group) for group in names.values() if len(group) > 1),
         dtypes=_sorted_text(parameter.dtype for parameter in trainable),
         half_names=tuple(half_names),
@@ -163,10 +161,12 @@ def _randomness(module: torch.nn.Module) -> str:
 
 def _has_foreign_hook(parameter: torch.nn.Parameter) -> bool:
     """Whether a hook on its gradient is anybody's but ours."""
-    before = parameter._backward_hooks or {}
-    after = parameter._post_accumulate_grad_hooks or {}
-    owners = [str(getattr(hook, "__module__", "")) for hook in (*before.values(), *after.values())]
-    return not all(owner.startswith("paceline.") for owner in owners)
+    for hooks in (parameter._backward_hooks, parameter._post_accumulate_grad_hooks):
+        for hook in (hooks or {}).values():
+            owner = str(getattr(hook, "__module__", ""))
+            if not owner.startswith("paceline."):
+                return True
+    return False
 
 
 def _layer(name: str, module: torch.nn.Module) -> Layer | None:
@@ -211,8 +211,11 @@ def _tensor_plan(model: torch.nn.Module) -> tuple[tuple[str, str], ...]:
     own = getattr(model, "tp_plan", None) or getattr(model, "_tp_plan", None)
     if not own:
         own = getattr(getattr(model, "config", None), "base_model_tp_plan", None)
-    return tuple((str(key), str(value)) for key, value in own.items()) if isinstance(own, dict) else ()
+    if not isinstance(own, dict):
+        return ()
+    return tuple((str(pattern), str(style)) for pattern, style in own.items())
 
 
 def _sorted_text(values: Iterable[torch.dtype | torch.device]) -> tuple[str, ...]:
-    return tuple(sorted({str(value).removeprefix("torch.") for value in values}))
+    texts = {str(value).removeprefix("torch.") for value in values}
+    return tuple(sorted(texts))

@@ -33,7 +33,8 @@ def option(default: Any, kind: Kind | None, doc: str) -> Any:
 def names_of(value: str | Iterable[object]) -> tuple[str, ...]:
     """The names in the value of an option that takes several: a list of them, or text with commas."""
     parts = value.split(",") if isinstance(value, str) else value
-    return tuple(name for part in parts if (name := str(part).strip()))
+    names = [str(part).strip() for part in parts]
+    return tuple(filter(None, names))
 
 
 @dataclass(frozen=True)
@@ -94,6 +95,7 @@ def rows(cls: type) -> list[tuple[str, Any, str, str]]:
     table = []
     for option in fields(cls):
         kind = option.metadata["kind"]
+        expected = kind.expected if kind else "any"
         default = option.default if option.default_factory is MISSING else option.default_factory()
-        table.append((option.name, default, kind.expected if kind else "any", option.metadata["doc"]))
+        table.append((option.name, default, expected, option.metadata["doc"]))
     return table

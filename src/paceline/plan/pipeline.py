@@ -77,7 +77,8 @@ SCHEDULES = {schedule.name: schedule for schedule in _TABLE}
 def rank_of(stage: int, ranks: int, placement: str) -> int:
     """The rank along `pp` that runs a stage."""
     lap, place = divmod(stage, ranks)
-    return ranks - 1 - place if placement == "v" and lap % 2 else place
+    goes_back = placement == "v" and lap % 2 == 1
+    return ranks - 1 - place if goes_back else place
 
 
 def choose(schedule: str, wanted: int, rows: int, ranks: int) -> tuple[str, int]:
@@ -169,14 +170,16 @@ class Timeline:
     @property
     def bubble(self) -> float:
         """The share of time in which ranks wait."""
-        busy = sum(cell.length for cells in self.ranks for cell in cells)
+        busy = 0
+        for cells in self.ranks:
+            busy += sum(cell.length for cell in cells)
         return 1 - busy / (self.length * len(self.ranks))
 
     def text(self) -> str:
         """One row a rank: F forward, B backward, I and W its halves (inputs, weights), with the micro-batch's number;
         small letters for the rank's later stages, dots while it waits."""
-        widest = max(len(str(cell.microbatch)) for cells in self.ranks for cell in cells)
-        unit = widest + 2
+        last_microbatch = max(cell.microbatch for cells in self.ranks for cell in cells)
+        unit = len(str(last_microbatch)) + 2
         waiting = ".".ljust(unit)
         rows = []
         for rank, cells in enumerate(self.ranks):
@@ -215,9 +218,12 @@ def simulate(order: Mapping[int, Sequence[Action]]) -> Timeline:
                 needs.append(("B", stage + 1, microbatch))
         elif op == "W":
             needs.append(("B", stage, microbatch))
-        if any(need not in ended for need in needs):
-            return None
-        return max((ended[need] for need in needs), default=0)
+        earliest = 0
+        for need in needs:
+            if need not in ended:
+                return None
+            earliest = max(earliest, ended[need])
+        return earliest
 
     while any(left.values()):
         moved = False
@@ -232,7 +238,8 @@ def simulate(order: Mapping[int, Sequence[Action]]) -> Timeline:
                     ended[passed, stage, microbatch] = free[rank]
                 moved = True
         assert moved, "an order in which every rank waits for another"
-    return Timeline(tuple(tuple(cells[rank]) for rank in sorted(cells)), max(free.values()))
+    rows = [tuple(cells[rank]) for rank in sorted(cells)]
+    return Timeline(tuple(rows), max(free.values()))
 
 
 # -- of a model ------------------------------------------------------------------------------------------------
@@ -246,7 +253,9 @@ def chain(facts: ModelFacts, patterns: Sequence[str], stages: int) -> tuple[str,
     """
     names = [name for name, _ in facts.modules]
     if patterns:
-        chosen = {name for pattern in patterns for name in matching(pattern, names)}
+        chosen: set[str] = set()
+        for pattern in patterns:
+            chosen.update(matching(pattern, names))
         return tuple(name for name in names if name in chosen)
     if facts.modules[:1] == (("", "Sequential"),) and len(facts.blocks) < stages:
         return tuple(name for name in names if name and "." not in name)

@@ -30,7 +30,8 @@ class Decision:
 
     def __str__(self) -> str:
         origin = f"{self.source} ({self.where})" if self.where else self.source
-        return f"{self.field} = {self.value}  <- {origin}" + (f": {self.reason}" if self.reason else "")
+        reason = f": {self.reason}" if self.reason else ""
+        return f"{self.field} = {self.value}  <- {origin}{reason}"
 
 
 @dataclass(frozen=True)

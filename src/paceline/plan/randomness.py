@@ -50,5 +50,8 @@ def _shown(layers: Iterable[tuple[str, str]]) -> str:
 
 def _common_pattern(names: Iterable[str]) -> str:
     """One name for several of equally many parts: `layers.*.dropout`, with a star only where they differ."""
-    columns = zip(*(name.split(".") for name in names), strict=True)
-    return ".".join(column[0] if len(set(column)) == 1 else "*" for column in columns)
+    parts_of_names = [name.split(".") for name in names]
+    pattern = []
+    for parts in zip(*parts_of_names, strict=True):
+        pattern.append(parts[0] if len(set(parts)) == 1 else "*")
+    return ".".join(pattern)

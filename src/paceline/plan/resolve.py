@@ -55,7 +55,9 @@ def draft(
         PlanError: `plan-size`, `plan-precision`, `plan-accumulate`; all that apply, at once.
     """
     decisions = list(decisions)
-    of_strategies = {name: values for name, values in (options or {}).items() if name not in OTHER_OPTIONS}
+    of_strategies = dict(options or {})
+    for name in OTHER_OPTIONS:
+        of_strategies.pop(name, None)
     sizes, derived = _sizes(settings, world_size)
     by_field = {decision.field: decision for decision in decisions} | derived
     plan = Plan(
@@ -103,12 +105,16 @@ def _sizes(settings: Mapping[str, Any], world_size: int) -> tuple[dict[str, int]
 
 def _open(settings: Mapping[str, Any], decisions: Iterable[Decision]) -> tuple[str, ...]:
     """What somebody left to be chosen: "auto" that was said, and what follows from it where nothing else was."""
-    auto_fields = {
-        decision.field for decision in decisions if decision.value == "auto" and decision.source != "default"
-    }
-    searched = {axis.name for axis in AXES.values() if axis.searched}
-    left_open = auto_fields & {"shard", "zero", *searched}
-    follows = ["shard", "zero"] if left_open & {"shard", "zero"} else []
+    may_be_open = {"shard", "zero"}
+    may_be_open.update(axis.name for axis in AXES.values() if axis.searched)
+    left_open = set()
+    for decision in decisions:
+        if decision.field in may_be_open and decision.value == "auto" and decision.source != "default":
+            left_open.add(decision.field)
+    # How many ranks divide the model, and what they divide, are chosen together; the rest of the ranks replicates.
+    follows = []
+    if left_open & {"shard", "zero"}:
+        follows += ["shard", "zero"]
     if left_open:
         follows.append("replicate")
     for name in follows:
@@ -171,7 +177,9 @@ def resolve(
 
 def _unserved_axes(plan: Plan, chosen: Iterable[Pass], strategies: Iterable[Pass]) -> list[Problem]:
     """Axes that are asked for and that no chosen strategy serves."""
-    served = {axis for strategy in chosen for axis in strategy.axes}
+    served: set[str] = set()
+    for strategy in chosen:
+        served.update(strategy.axes)
     names = ", ".join(strategy.name for strategy in strategies)
     problems = []
     for axis in AXES:
@@ -199,14 +207,17 @@ def option_problems(
         if name in by_name:
             problems += read(by_name[name].Options, given, name, places)[1]
             continue
-        where = next((place for field, place in places.items() if field.startswith(f"options.{name}.")), "")
-        why = f"they come from {where}; " if where else ""
+        origin_of_first = ""
+        for field, place in places.items():
+            if field.startswith(f"options.{name}."):
+                origin_of_first = f"they come from {place}; "
+                break
         close = nearest(name, by_name)
         problems.append(
             Problem(
                 "plan-option",
                 f"options are given for {name!r}, which is no strategy.",
-                why=f"{why}strategies: {', '.join(by_name)}",
+                why=f"{origin_of_first}strategies: {', '.join(by_name)}",
                 fix=f"write {close!r}" if close else "use one of these names",
             )
         )

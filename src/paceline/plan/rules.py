@@ -26,11 +26,13 @@ def run_problems(plan: Plan, world_size: int) -> list[Problem]:
     # The product of the axes is the number of processes.
     needed = plan.layout.size()
     if needed != world_size:
-        given = [axis for axis in AXES if getattr(plan.layout, axis) > 1] or ["replicate"]
+        given = [axis for axis in AXES if getattr(plan.layout, axis) > 1]
+        given = given or ["replicate"]
+        there_are = "there is" if world_size == 1 else "there are"
         problems.append(
             Problem(
                 "plan-size",
-                f"the plan needs {needed} processes, but there {'is' if world_size == 1 else 'are'} {world_size}.",
+                f"the plan needs {needed} processes, but {there_are} {world_size}.",
                 why=" x ".join(origin(plan, axis) for axis in given),
                 fix=f"start {needed} processes (`--procs {needed}` on one node), or change {' or '.join(given)}",
             )
@@ -66,11 +68,13 @@ def model_problems(plan: Plan, models: Iterable[ModelFacts]) -> list[Problem]:
     for facts in models:
         # The loss scaler needs float32 weights: gradients held in float16 cannot be unscaled safely.
         if plan.precision == "fp16" and facts.half_names:
-            shown = ", ".join(facts.half_names[:3]) + (", ..." if len(facts.half_names) > 3 else "")
+            shown = list(facts.half_names[:3])
+            if len(facts.half_names) > 3:
+                shown.append("...")
             problems.append(
                 Problem(
                     "fp16-parameters",
-                    f"{facts.name} holds {len(facts.half_names)} trainable parameters in float16 ({shown}).",
+                    f"{facts.name} holds {len(facts.half_names)} trainable parameters in float16 ({', '.join(shown)}).",
                     why=f"{origin(plan, 'mixed_precision')}: the loss scaler can only unscale float32 gradients",
                     fix="call `model.float()` before `prepare`, freeze those parameters, or use mixed_precision='bf16'",
                 )
