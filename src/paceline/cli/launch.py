@@ -118,7 +118,7 @@ def carry_out(job: Job, resolved: Launch) -> int:
         outcome = handle.wait()
     else:
         outcome = wait_recorded(handle, job)  # what starts processes here records them itself
-    if not outcome.in_worker and (outcome.failure or outcome.elsewhere):
+    if not outcome.in_worker and outcome.reason:
         print(describe(outcome, job), file=sys.stderr, flush=True)
     return int(outcome.exit_code)
 

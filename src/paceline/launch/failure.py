@@ -35,12 +35,19 @@ def first_failure(
     until = time.monotonic() + _SETTLE_S
     while time.monotonic() < until and any([worker.poll() is None for worker in workers]):
         pause(0.01)
-    failed = {worker.pid: at for worker in workers if (at := worker.failed_at()) is not None}
-    # Nobody is killed because a peer has failed, but many a peer fails because somebody is killed.
-    first = min(
-        (worker for worker in workers if worker.pid in failed),
-        key=lambda worker: (worker.code != -signal.SIGKILL, failed[worker.pid]),
-    )
+    failed: list[Worker] = []
+    failed_at: dict[int, float] = {}  # by pid
+    for worker in workers:
+        at = worker.failed_at()
+        if at is not None:
+            failed.append(worker)
+            failed_at[worker.pid] = at
+
+    def order(worker: Worker) -> tuple[bool, float]:
+        # Nobody is killed because a peer has failed, but many a peer fails because somebody is killed.
+        return worker.code != -signal.SIGKILL, failed_at[worker.pid]
+
+    first = min(failed, key=order)
     leaving_s = max(core_s, _LEAVING_S) if _CRASHED in first.report_text() else _LEAVING_S
     while first.poll() is None and first.failing_s() < leaving_s:
         pause(0.01)
@@ -48,23 +55,35 @@ def first_failure(
     until = time.monotonic() + _LEAVING_S
     while LEFT in first.report_text() and time.monotonic() < until and _left_before(first, until, workers) is None:
         pause(0.01)
-    code = first.code if first.code else 1
+    code = first.code or 1
     frozen = [str(worker.process.rank) for worker in workers if worker.frozen_s()]
     left = _left_before(first, until, workers)
     stop(workers, signal.SIGTERM, AFTER_FAILURE_S, pause)
+    report = first.report_text()
     if left is not None:
-        waiting = tuple(worker.process.rank for worker in workers if worker.pid in failed)
         return Failure(
-            left.process.rank, left.process.local_rank, node, left.pid, left.code or 0, left.alive, first.report_text(),
-            tuple(_after("", [worker for worker in workers if worker.pid in failed])), waiting,
-        )  # fmt: skip
+            left.process.rank,
+            left.process.local_rank,
+            node,
+            left.pid,
+            left.code or 0,
+            at=left.alive,
+            report=report,
+            later=tuple(_after("", failed)),
+            waiting=tuple(worker.process.rank for worker in failed),
+        )
+    later = list(_after(report, [worker for worker in failed if worker is not first]))
+    later += [f"rank {rank} did not run: a signal had stopped it" for rank in frozen]
     return Failure(
-        first.process.rank, first.process.local_rank, node, first.pid, code, failed[first.pid], first.report_text(),
-        (
-            *_after(first.report_text(), [worker for worker in workers if worker.pid in failed and worker is not first]),
-            *(f"rank {rank} did not run: a signal had stopped it" for rank in frozen),
-        ),
-    )  # fmt: skip
+        first.process.rank,
+        first.process.local_rank,
+        node,
+        first.pid,
+        code,
+        at=failed_at[first.pid],
+        report=report,
+        later=tuple(later),
+    )
 
 
 def _left_before(first: Worker, until: float, workers: list[Worker]) -> Worker | None:
@@ -94,16 +113,21 @@ def stuck(running: Worker) -> bool:
 
 def _after(report: str, later: list[Worker]) -> Iterator[str]:
     """What to say of those that failed after the first: errors that all ranks raise together are told once."""
-    alike = [str(worker.process.rank) for worker in later if report and worker.report_text() == report]
-    if alike:
-        yield f"the same error on rank{'s' if len(alike) > 1 else ''} {', '.join(alike)}"
+    alike = []
+    others = []
     for worker in later:
-        if not report or worker.report_text() != report:
-            yield f"failed after it: rank {worker.process.rank}: {_headline(worker)}"
+        if report and worker.report_text() == report:
+            alike.append(str(worker.process.rank))
+        else:
+            others.append(worker)
+    if alike:
+        yield f"the same error on rank{'s' * (len(alike) > 1)} {', '.join(alike)}"
+    for worker in others:
+        yield f"failed after it: rank {worker.process.rank}: {_headline(worker)}"
 
 
 def _headline(ended: Worker) -> str:
     """The line of its report that says of a crash which it was, else the last that begins the message of an exception."""
     lines = [line for line in ended.report_text().splitlines() if line[:1].strip()]
-    lines += [line for line in lines if line.startswith(_CRASHED)]
+    lines = [line for line in lines if line.startswith(_CRASHED)] or lines
     return lines[-1][:_LINE] if lines else f"ended with {ended.code}"

@@ -45,7 +45,9 @@ class Target:
 
     def on(self, local_rank: int) -> Target:
         """What the process of this local rank runs."""
-        return replace(self, args=(f"--local_rank={local_rank}", *self.args)) if self.local_rank else self
+        if not self.local_rank:
+            return self
+        return replace(self, args=(f"--local_rank={local_rank}", *self.args))
 
     @property
     def command(self) -> tuple[str, ...]:
@@ -183,23 +185,22 @@ class Rendered:
         job = self.job
         if job.assignment is not None:
             return self._text_on(job.assignment)
-        free = "" if job.main_port else "  (a free one is found at the start)"
-        common = dict.fromkeys(sorted({name for process in self.processes for name in process.env}))
-        shared = {n: self.processes[0].env.get(n) for n in common if len({p.env.get(n) for p in self.processes}) == 1}
+        nodes = f"{job.least} to {job.nodes}" if job.least else str(job.nodes)
         lines = [
             f"command: {shlex.join(self.command)}",
-            f"start:   {job.start}, {job.procs} on each of {f'{job.least} to ' if job.least else ''}{job.nodes} nodes, "
+            f"start:   {job.start}, {job.procs} on each of {nodes} nodes, "
             f"up to {job.max_restarts} restarts, rendezvous {job.backend}",
             "",
             "environment of every process:",
-            *(
-                f"  {name}={shlex.quote(value or '')}{free if name == 'MASTER_PORT' else ''}"
-                for name, value in shared.items()
-            ),
-            "",
-            "rank  local rank  node  host",
         ]
-        lines += [f"{p.rank:>4}  {p.local_rank:>10}  {job.node_rank:>4}  {host}" for p in self.processes]
+        shared = set.intersection(*(set(process.env.items()) for process in self.processes))
+        for name, value in sorted(shared):
+            is_chosen_later = name == "MASTER_PORT" and not job.main_port
+            note = "  (a free one is found at the start)" if is_chosen_later else ""
+            lines.append(f"  {name}={shlex.quote(value)}{note}")
+        lines += ["", _TABLE_HEAD]
+        for process in self.processes:
+            lines.append(_table_row(process.rank, process.local_rank, job.node_rank, host))
         if job.nodes > 1:
             lines.append(f"      and those of the other {job.nodes - 1} nodes, found when they meet")
         return "\n".join(lines)
@@ -208,15 +209,21 @@ class Rendered:
         """Of a job that other hosts run; no value of a variable is shown, as it may be a secret."""
         lines = [f"command: {shlex.join(self.command)}", "", "started by:"]
         lines += [f"  {shlex.join(step)}" for step in self.steps]
-        lines += [
-            "",
-            f"variables that go along: {', '.join(assignment.env) or 'none'}",
-            "",
-            "rank  local rank  node  host",
-        ]
-        rows = [(node, at.host, local) for node, at in enumerate(assignment.hosts) for local in range(len(at.ids))]
-        lines += [f"{rank:>4}  {local:>10}  {node:>4}  {host}" for rank, (node, host, local) in enumerate(rows)]
+        names = ", ".join(assignment.env) or "none"
+        lines += ["", f"variables that go along: {names}", "", _TABLE_HEAD]
+        rank = 0
+        for node, slots in enumerate(assignment.hosts):
+            for local_rank in range(len(slots.ids)):
+                lines.append(_table_row(rank, local_rank, node, slots.host))
+                rank += 1
         return "\n".join(lines)
+
+
+_TABLE_HEAD = "rank  local rank  node  host"
+
+
+def _table_row(rank: int, local_rank: int, node: int, host: str) -> str:
+    return f"{rank:>4}  {local_rank:>10}  {node:>4}  {host}"
 
 
 @dataclass(frozen=True)
@@ -254,10 +261,11 @@ class Failure:
             return f"rank {self.rank} left with exit code {self.code} while {others} still waited for it."
         if self.code >= 0:
             return f"rank {self.rank} failed with exit code {self.code}."
-        has_name = -self.code in set(signal.Signals)
-        return (
-            f"rank {self.rank} was ended by {signal.Signals(-self.code).name if has_name else f'signal {-self.code}'}."
-        )
+        try:
+            name = signal.Signals(-self.code).name
+        except ValueError:  # real-time signals have none
+            name = f"signal {-self.code}"
+        return f"rank {self.rank} was ended by {name}."
 
     @property
     def exit_code(self) -> int:
@@ -288,6 +296,13 @@ class Outcome:
     restarts: int = 0
     value: Any = None
     in_worker: bool = False
+
+    @property
+    def reason(self) -> str:
+        """What failed first, in a sentence; "" where nothing has failed."""
+        if self.elsewhere:
+            return self.elsewhere
+        return self.failure.what if self.failure is not None else ""
 
 
 class Handle(Protocol):

@@ -89,31 +89,27 @@ def world_table(
     expected_by_script: dict[str, str] = {}
     for library in script_libraries(job.compat.split(",")):
         expected_by_script |= library.variables(local_size, node, len(procs))
-    return tuple(
-        Process(
-            first + local_rank,
-            local_rank,
-            {
-                **job.env,
-                "RANK": str(first + local_rank),
-                "WORLD_SIZE": str(size),
-                "LOCAL_RANK": str(local_rank),
-                "LOCAL_WORLD_SIZE": str(local_size),
-                "GROUP_RANK": str(node),
-                "GROUP_WORLD_SIZE": str(len(procs)),
-                "MASTER_ADDR": store[0],
-                "MASTER_PORT": str(store[1]),
-                "TORCHELASTIC_RUN_ID": job.options.get("run_id", "paceline"),
-                "TORCHELASTIC_RESTART_COUNT": str(restarts),
-                "TORCHELASTIC_MAX_RESTARTS": str(job.max_restarts),
-                "TORCHELASTIC_USE_AGENT_STORE": "False",  # rank 0 holds the store: a new one for each round
-                **({"PACELINE_RUN": run} if run else {}),
-                **expected_by_script,
-            },
-            job.cores[local_rank * share : (local_rank + 1) * share],
-        )
-        for local_rank in range(local_size)
-    )
+    common = {
+        "WORLD_SIZE": str(size),
+        "LOCAL_WORLD_SIZE": str(local_size),
+        "GROUP_RANK": str(node),
+        "GROUP_WORLD_SIZE": str(len(procs)),
+        "MASTER_ADDR": store[0],
+        "MASTER_PORT": str(store[1]),
+        "TORCHELASTIC_RUN_ID": job.options.get("run_id", "paceline"),
+        "TORCHELASTIC_RESTART_COUNT": str(restarts),
+        "TORCHELASTIC_MAX_RESTARTS": str(job.max_restarts),
+        "TORCHELASTIC_USE_AGENT_STORE": "False",  # rank 0 holds the store: a new one for each round
+    }
+    if run:
+        common["PACELINE_RUN"] = run
+    table = []
+    for local_rank in range(local_size):
+        rank = first + local_rank
+        own = {"RANK": str(rank), "LOCAL_RANK": str(local_rank)}
+        own_cores = job.cores[local_rank * share : (local_rank + 1) * share]
+        table.append(Process(rank, local_rank, {**job.env, **own, **common, **expected_by_script}, own_cores))
+    return tuple(table)
 
 
 class LocalHandle:
@@ -168,10 +164,9 @@ class LocalHandle:
                 self.report = self._attempt()
                 self.nodes.rest(self.report)
             outcome = self._outcome(self.nodes.membership.end)
-            if outcome.failure or outcome.elsewhere:
+            if outcome.reason:
                 self.recording.failed(outcome)
-            what = outcome.elsewhere or (outcome.failure.what if outcome.failure is not None else "")
-            self.recording.end(outcome.exit_code, what)
+            self.recording.end(outcome.exit_code, outcome.reason)
             return outcome
         except LaunchError as error:
             self.recording.refused(error)
@@ -218,23 +213,13 @@ class LocalHandle:
         Raises:
             LaunchError: as `wait`.
         """
-        if end is not None and end.error is not None:
-            raise LaunchError.of([end.error])
-        if end is None and not self.signals.ending:
+        if end is None:
+            # The nodes have not agreed on an end: this launcher has left by itself.
+            if self.signals.ending:
+                return self._outcome_of_signal(self.signals.ending[0])
             return Outcome(STUCK, self.failure, restarts=self._restarts)
-        if end is None:  # a signal
-            asked = self.signals.ending[0]
-            saved = self.report.kind == "preempted"
-            if saved:
-                say("all processes have saved and left, as they were asked to")
-            late = [
-                str(child.process.rank) for child in self.workers if child.stopped and child.code == -signal.SIGKILL
-            ]
-            if late and asked in (signal.SIGTERM, signal.SIGINT):
-                ranks = f"rank{'s' * (len(late) > 1)} {', '.join(late)}"
-                why = f"{self.job.grace_s:g} s (--grace-s)" if not self._asked_again() else "a second signal"
-                say(f"{ranks} had not ended after {why}: killed, without a save")
-            return Outcome(PREEMPTED if saved and asked != signal.SIGINT else 128 + asked, restarts=self._restarts)
+        if end.error is not None:
+            raise LaunchError.of([end.error])
         if end.code == 0:
             value = worker.value_of(self.workers[0].report)
             return Outcome(0, restarts=self._restarts, value=value)
@@ -242,6 +227,25 @@ class LocalHandle:
             say(end.why)
             return Outcome(PREEMPTED, restarts=self._restarts)
         return self._failed(end.why)
+
+    def _outcome_of_signal(self, asked: int) -> Outcome:
+        """What came of a run that a signal has asked to end.
+
+        A scheduler starts a run again that ended with `PREEMPTED`; whoever types Ctrl-C does not want that.
+        """
+        saved = self.report.kind == "preempted"
+        if saved:
+            say("all processes have saved and left, as they were asked to")
+        late = []
+        for child in self.workers:
+            if child.stopped and child.code == -signal.SIGKILL:
+                late.append(str(child.process.rank))
+        if late and asked in (signal.SIGTERM, signal.SIGINT):
+            ranks = f"rank{'s' * (len(late) > 1)} {', '.join(late)}"
+            why = "a second signal" if self._asked_again() else f"{self.job.grace_s:g} s (--grace-s)"
+            say(f"{ranks} had not ended after {why}: killed, without a save")
+        code = PREEMPTED if saved and asked != signal.SIGINT else 128 + asked
+        return Outcome(code, restarts=self._restarts)
 
     def _work(self, report: str) -> int:
         """In a forked process: runs the target; a function's process does not come back from here."""
@@ -257,11 +261,14 @@ class LocalHandle:
         """Starts all processes of a round; in a forked process, returns the file for its report."""
         assert self.round is not None, "a round has begun"
         decided = self.round
-        store = (decided.members[0].address, decided.store_port)
+        # Rank 0 holds the store. Where the leader is its host, the others reach it at the address at which they reach the
+        # leader already; a host's own idea of its address may be one that they cannot reach.
+        address = decided.members[0].address
         if not self.nodes.several:
-            store = (self.job.main_address, decided.store_port)
+            address = self.job.main_address
         elif decided.ids[0] == self.nodes.membership.leader_id:
-            store = (self.nodes.membership.known_members[decided.ids[0]].address, decided.store_port)
+            address = self.nodes.membership.known_members[decided.ids[0]].address
+        store = (address, decided.store_port)
         node = decided.index_of(self.nodes.membership.me.id)
         self.workers = []
         run = f"{self.job.options.get('run_id', 'paceline')}@{decided.founded_at!r}"
@@ -275,6 +282,7 @@ class LocalHandle:
                 sys.stderr.flush()
                 pid = os.fork()
                 if pid == 0:
+                    # A copy of the launcher, and no launcher: what it inherits of one would act a second time.
                     self._leave()
                     settle(process, streams, self._mine, leads=leads)
                     self.output.leave()
@@ -380,8 +388,9 @@ class LocalHandle:
         others = self.nodes.fileno()
         for number in (self.signals.read, *ends, *self.output.pipes, others):
             poll.register(number, select.POLLIN)
-        # Where the system tells of each end at once, the interval is only a safety net.
-        interval_s = self.job.monitor_interval_s * (10 if len(ends) == len(self.workers) else 1)
+        interval_s = self.job.monitor_interval_s
+        if len(ends) == len(self.workers):
+            interval_s *= 10  # the system tells of each end at once, and the interval is only a safety net
         if self.nodes.several:
             interval_s = min(interval_s, _SIGN_OF_LIFE_S)
         try:
@@ -397,9 +406,11 @@ class LocalHandle:
                 end_frozen(self.workers, self.job.timeout_s)
                 if self.stuck.look(self.workers, self.signals):
                     return
-                codes = [child.poll() for child in self.workers]
-                failed = any(code not in (None, 0, PREEMPTED) for code in codes) or any(map(stuck, self.workers))
-                if failed or None not in codes or self.nodes.membership.stop_request is not None or self._left_behind():
+                codes = {child.poll() for child in self.workers}
+                have_ended = None not in codes
+                failed = bool(codes - {None, 0, PREEMPTED}) or any(map(stuck, self.workers))
+                asked = self.nodes.membership.stop_request is not None
+                if have_ended or failed or asked or self._left_behind():
                     return
         finally:
             for number in ends:

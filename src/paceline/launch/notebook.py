@@ -98,12 +98,14 @@ def notebook_launcher(
     if rdzv_endpoint:
         master_addr, _, port_text = rdzv_endpoint.partition(":")
         use_port = port_text or use_port
+    # On one node nobody has to know the port beforehand, and the usual one may belong to another notebook's run.
+    is_any_port = num_nodes == 1 and str(use_port) == _USUAL_PORT
     job = replace(
         _job(function, args, procs, accelerators, handed),
         nodes=num_nodes,
         node_rank=node_rank,
         main_address=master_addr,
-        main_port=0 if num_nodes == 1 and str(use_port) == _USUAL_PORT else int(use_port),
+        main_port=0 if is_any_port else int(use_port),
         max_restarts=max_restarts,
         monitor_interval_s=monitor_interval,
         mark=log_line_prefix_template or "",
@@ -157,26 +159,32 @@ def _job(
     finders = [getattr(finder, "library", "") for finder in sys.meta_path]
     served = [library for library in DIALECTS.own_names() if library in finders]
     return Job(
-        target, procs, start="exec", env={**handed, "OMP_NUM_THREADS": str(threads)},
-        tee=dict.fromkeys(range(procs), 3), mark="", compat=",".join(served),
-    )  # fmt: skip
+        target,
+        procs,
+        start="exec",  # a fork would share threads and devices that the session has used
+        env={**handed, "OMP_NUM_THREADS": str(threads)},
+        tee=dict.fromkeys(range(procs), 3),
+        mark="",
+        compat=",".join(served),
+    )
 
 
 def _carry_out(job: Job) -> Any:
     launcher = LAUNCHERS.get("local")
     handle = launcher.submit(launcher.render(job))
     outcome: Outcome = handle.wait()
-    asked = outcome.exit_code - 128
-    if outcome.failure is None and not outcome.elsewhere and outcome.exit_code:
-        if asked == signal.SIGINT:
-            raise KeyboardInterrupt
-        if outcome.exit_code == PREEMPTED:
-            raise SystemExit(PREEMPTED)  # its processes saved, and whoever started this one may start it again
-        os.kill(os.getpid(), asked)  # it was meant for this process, too
-    if outcome.failure is not None or outcome.elsewhere:
+    if outcome.reason:
         if outcome.failure is not None and not outcome.elsewhere:
             print(outcome.failure.report, file=sys.stderr, flush=True)
         raise LaunchError.of([problem_of(outcome, job)])
+    if outcome.exit_code == PREEMPTED:
+        raise SystemExit(PREEMPTED)  # its processes saved, and whoever started this one may start it again
+    if outcome.exit_code:
+        # A signal asked the processes to end, and was meant for this one too.
+        asked = outcome.exit_code - 128
+        if asked == signal.SIGINT:
+            raise KeyboardInterrupt
+        os.kill(os.getpid(), asked)
     return outcome.value
 
 
@@ -213,7 +221,9 @@ def _check_arguments(args: Any) -> None:
 
 
 def _count(num_processes: int | None, accelerators: host.Accelerators) -> int:
-    procs = num_processes if num_processes is not None else max(accelerators.count, 1)
+    procs = num_processes
+    if procs is None:
+        procs = max(accelerators.count, 1)
     if isinstance(procs, int) and procs >= 1:
         return procs
     raise ConfigError(
@@ -244,4 +254,5 @@ def _announce(size: int, accelerators: host.Accelerators) -> str:
     kind = {"cuda": "GPU", "": "CPU"}.get(accelerators.kind, accelerators.kind.upper())
     if size == 1:
         return f"Launching training on one {kind}."
-    return f"Launching training on {size} {'CPU processes' if kind == 'CPU' else kind + 's'}."
+    processes = "CPU processes" if kind == "CPU" else f"{kind}s"
+    return f"Launching training on {size} {processes}."
