@@ -1,7 +1,7 @@
 """Who takes part in a run: one launcher's view of all launchers, as a state machine without sockets or clocks.
 
     seek    asks every place it knows for a run to join (`search.py`); the launcher at the first of these places founds one
-    follow  has joined: heartbeats to the leader and back; starts and ends its processes as the leader says
+    follow  has joined: heartbeats to the leader and back; starts and ends its processes as the leader says (`following.py`)
     lead    decides (`leadership.py`): there is one leader, the first member in the order of joining
 
     follow -- the leader's connection ends, or is silent for silence_limit_s --> seek
@@ -19,13 +19,11 @@ from collections.abc import Collection, Sequence
 from dataclasses import replace
 
 from paceline.launch import membership_errors
+from paceline.launch.following import Following
 from paceline.launch.leadership import Leadership
 from paceline.launch.membership_store import StoreOfRun
 from paceline.launch.messages import (
-    Accept,
     Announce,
-    Commit,
-    Decline,
     Draining,
     Expelled,
     Heartbeat,
@@ -37,15 +35,11 @@ from paceline.launch.messages import (
     NoLeader,
     Probe,
     ProcessesEnded,
-    Proposal,
     Redirect,
     Refused,
-    RunEnded,
     Status,
     StopMode,
-    StopProcesses,
-    SwitchRun,
-)  # fmt: skip
+)
 from paceline.launch.peers import NEVER, Peers, Request
 from paceline.launch.rounds import (
     End,
@@ -78,6 +72,8 @@ class Membership:
 
     Attributes:
         search: how it finds a leader, while it has none.
+        following: its part under another leader; None while there is none.
+        leadership: its part while it leads itself; None while it does not.
         peers: the connections; its `actions` are for the network.
         round_to_start: a round whose processes are to be started; the launcher sets it to None as it does so.
         stop_request: how and why the processes are to be ended; None where they may run.
@@ -116,10 +112,9 @@ class Membership:
         self.known_members: dict[str, Member] = {me.id: me}
 
         self.leaving = ""
-        self.leader_id = ""
-        self.leader_connection = -1
-        self.is_member = False  # of the leader's rounds; else it waits for a place
+        self.following: Following | None = None
         self.leadership: Leadership | None = None
+        # Until when a refused call at the place of the lost leader proves that it is dead (`Peers.death_proof_until`).
         self.leader_death_proof_until = NEVER
 
     # What comes in
@@ -136,8 +131,8 @@ class Membership:
                 return  # it decides nothing, and a leader of thousands gets thousands a second
             elif self.leadership is not None:
                 self.leadership.on_message(member_id, message, now)
-            elif member_id == self.leader_id:
-                self._on_leader_message(message, now)
+            elif self.following is not None and member_id == self.following.leader_id:
+                self.following.on_message(message, now)
         elif isinstance(message, Join):
             self._on_join(key, message, now)
         elif isinstance(message, Probe):
@@ -156,9 +151,9 @@ class Membership:
             del self.peers.connection_of[member_id]
             if self.leadership is not None:
                 self.leadership.on_closed(member_id, now)
-        elif member_id is not None and key == self.leader_connection:
+        elif member_id is not None and self.following is not None and key == self.following.connection:
             why = f"{self.name_of(member_id)} was lost (its connection ended)"
-            self._lose_leader("lost", why, now, connection_ended=True)
+            self.lose_leader("lost", why, now, connection_ended=True)
         self._step(now)
 
     def tick(self, now: float) -> None:
@@ -180,13 +175,18 @@ class Membership:
         self.leaving = f"{self.name_of(self.me.id)} {why}"
         if self.leadership is not None:
             self.leadership.member_drains(self.me.id, how, self.leaving, now)
-        elif self.leader_id:
-            self.peers.send_over(self.leader_connection, Draining(how, self.leaving))
+        elif self.following is not None:
+            self.following.send(Draining(how, self.leaving))
 
     def leave(self) -> None:
         """This launcher ends now: a planned end, that needs no majority of those who stay."""
         for key in self.peers.member_of:
             self.peers.send_over(key, Leave(self.leaving))
+
+    @property
+    def leader_id(self) -> str:
+        """Which other launcher leads; "" while none does."""
+        return self.following.leader_id if self.following is not None else ""
 
     @property
     def latest_round(self) -> Round | None:
@@ -207,13 +207,15 @@ class Membership:
             if silent_s > self.rules.silence_limit_s:
                 if self.leadership is not None:
                     self.leadership.on_silence(member_id, now)
-                elif key == self.leader_connection:
-                    self._lose_leader("lost", f"{self.name_of(member_id)} was lost (silent for {silent_s:.0f} s)", now)
+                elif self.following is not None and key == self.following.connection:
+                    why = f"{self.name_of(member_id)} was lost (silent for {silent_s:.0f} s)"
+                    self.lose_leader("lost", why, now)
             elif silent_s > 2 * self.rules.heartbeat_s and now - self.peers.last_asked_at(member_id) >= _ASK_AGAIN_S:
                 self.peers.ask(self.known_members[member_id].place, member_id, Probe(), now)
 
     def _status(self) -> Status:
-        return Status(self.me.id, self.round.number if self.round else 0, self.leadership is not None, self.founded_at)
+        number = self.round.number if self.round is not None else 0
+        return Status(self.me.id, number, self.leadership is not None, self.founded_at)
 
     def name_of(self, member_id: str) -> str:
         """What to call a launcher in messages to the user."""
@@ -226,7 +228,7 @@ class Membership:
         member = message.member
         if member.id == self.me.id:
             return
-        if self.leader_id:
+        if self.following is not None:
             self.peers.send_over(key, Redirect(self.known_members[self.leader_id].place, self.me.id))
             return
         members = self.leadership.members if self.leadership is not None else [self.me.id]
@@ -248,7 +250,7 @@ class Membership:
     def _on_announce(self, key: int, message: Announce, now: float) -> None:
         """A run that began through this launcher's place, and went on elsewhere, asks who is here now."""
         self.peers.send_over(key, self._status())
-        if self.leader_id or message.run != self.rules.run:
+        if self.following is not None or message.run != self.rules.run:
             return
         if self.leadership is not None and message.founded_at < self.founded_at and message.id != self.me.id:
             self.notes.append("another run of this name is older: this one ends, and its nodes join that one")
@@ -268,22 +270,23 @@ class Membership:
         self.configurations = []
         self.round = self.proposed = None
         self.search.begin_at(place)
-        self._lose_leader("lost", "another run of this name goes on", now)
+        self.lose_leader("lost", "another run of this name goes on", now)
 
-    def _lose_leader(self, how: LossKind, why: str, now: float, *, connection_ended: bool = False) -> None:
+    def lose_leader(self, how: LossKind, why: str, now: float, *, connection_ended: bool = False) -> None:
         """There is no leader any more: ends the processes, and seeks one."""
-        # While this launcher waited for a place, the leader may have begun a round with others, who go on without it.
-        proof_counts = connection_ended and self.is_member
-        self.leader_death_proof_until = self.peers.death_proof_until(self.leader_id) if proof_counts else NEVER
-        if how == "left" and self.is_member:
-            self.dead.add(self.leader_id)
-        if self.leader_id:
-            self.peers.close(self.leader_connection)
+        self.leader_death_proof_until = NEVER
+        following = self.following
+        if following is not None:
+            # While this launcher waited for a place, the leader may have begun a round with others, who go on without it:
+            # then its end says nothing.
+            if following.is_member and connection_ended:
+                self.leader_death_proof_until = self.peers.death_proof_until(following.leader_id)
+            if following.is_member and how == "left":
+                self.dead.add(following.leader_id)
+            self.peers.close(following.connection)
         for member_id in list(self.peers.connection_of):
             self.peers.disconnect(member_id, Expelled())
-        self.leader_id = ""
-        self.leader_connection = -1
-        self.is_member = False
+        self.following = None
         self.leadership = None
         self.peers.end_requests()
         self.search.begin(how, why, now)
@@ -292,7 +295,7 @@ class Membership:
     def step_down(self, note: str, why: str, now: float) -> None:
         """Leads no more: too few are left to go on."""
         self.notes.append(note)
-        self._lose_leader("lost", why or note, now)
+        self.lose_leader("lost", why or note, now)
 
     def request_stop(self, how: StopMode, why: str) -> None:
         """Has this launcher's own processes ended."""
@@ -304,7 +307,7 @@ class Membership:
             return
         if self.leadership is not None:
             self.leadership.step(now)
-        elif not self.leader_id:
+        elif self.following is None:
             self._seek(now)
         if self.store is not None:
             self.store.step(now)
@@ -380,9 +383,7 @@ class Membership:
         address, port = request.place
         leader = replace(message.leader, address=address, port=port)
         self.known_members[leader.id] = leader
-        self.leader_id = leader.id
-        self.leader_connection = key
-        self.is_member = message.is_member
+        self.following = Following(self, leader.id, key, message.is_member)
         self.peers.follow(key, leader.id, now)
         # What this launcher knows of earlier rounds stays: a leader may itself have been left behind and not know it yet.
         self.search.highest_round = max(self.search.highest_round, message.round)
@@ -395,49 +396,8 @@ class Membership:
         """Tells the leader that this launcher's processes have ended."""
         if self.report is not None and self.leadership is not None:
             self.leadership.member_stopped(self.me.id, self.report, now)
-        elif self.report is not None and self.leader_id:
-            self.peers.send_over(self.leader_connection, ProcessesEnded(self.report))
-
-    def _on_leader_message(self, message: Message, now: float) -> None:
-        """What the leader says."""
-        if isinstance(message, Proposal):
-            self._on_proposal(message)
-        elif isinstance(message, Commit) and self.proposed is not None and message.round == self.proposed.number:
-            self.begin_round(replace(self.proposed, reason=message.reason))
-        elif isinstance(message, StopProcesses):
-            self.request_stop(message.how, message.why)
-        elif isinstance(message, RunEnded):
-            self.end = message.end
-        elif isinstance(message, SwitchRun):
-            self.switch_run(message.place, now)
-        elif isinstance(message, Leave):
-            self._lose_leader("left", message.why, now, connection_ended=True)
-        elif isinstance(message, Expelled):
-            self._lose_leader("lost", f"{self.name_of(self.leader_id)} took this node for lost", now)
-
-    def _on_proposal(self, message: Proposal) -> None:
-        """Accepts a round, or says what its leader must count before."""
-        proposed = message.round
-        if self.me.id not in proposed.ids or self.leader_id not in proposed.ids:
-            return
-        # A leader that was away may not know of a round that was begun without it. Where it counts this launcher towards
-        # its quorum, it needs a quorum of that round too. What the same leader has proposed before is given up.
-        to_count = self.configurations
-        if self.proposed_by == self.leader_id:
-            to_count = to_count[:-1]
-        uncounted = [ids for ids in to_count if ids not in message.configurations]
-        is_counted = any(self.me.id in ids for ids in message.configurations)
-        if is_counted and uncounted:
-            self.peers.send_over(self.leader_connection, Decline(proposed.number, tuple(uncounted)))
-            return
-        self.proposed = proposed
-        self.proposed_by = self.leader_id
-        self.is_member = True
-        for member in proposed.members:
-            if member.id != self.leader_id:  # its address is known by what reached it
-                self.known_members[member.id] = member
-        self.configurations = [*message.configurations, proposed.ids]
-        self.peers.send_over(self.leader_connection, Accept(proposed.number))
+        elif self.report is not None and self.following is not None:
+            self.following.send(ProcessesEnded(self.report))
 
     def begin_round(self, decided: Round) -> None:
         """A round begins."""
