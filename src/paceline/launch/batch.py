@@ -84,17 +84,16 @@ def check(job: Job, command: Sequence[str]) -> tuple[str, int] | None:
                 answers[answer["node"]] = answer
     except subprocess.TimeoutExpired:
         why = f"{command[0]} did not end within {job.reach.timeout_s:g} s"
-    missing = [number for number in range(len(assignment.hosts)) if number not in answers]
-    lines = [
-        f"{assignment.hosts[number].host}: {problem}" for number in answers for problem in answers[number]["problems"]
-    ]
-    bad = [number for number in answers if answers[number]["problems"]]
+    names = [slots.host for slots in assignment.hosts]
+    lines = []
+    for node, answer in answers.items():
+        lines += [f"{names[node]}: {problem}" for problem in answer["problems"]]
+    missing = [name for node, name in enumerate(names) if node not in answers]
     if missing:
-        lines.append(f"{', '.join(assignment.hosts[number].host for number in missing)}: no answer; {why}")
+        lines.append(f"{', '.join(missing)}: no answer; {why}")
     if lines:
-        raise unfit_hosts_error(
-            assignment, [assignment.hosts[number].host for number in sorted((*bad, *missing))], lines
-        )
+        unfit = [name for node, name in enumerate(names) if node not in answers or answers[node]["problems"]]
+        raise unfit_hosts_error(assignment, unfit, lines)
     if len(assignment.hosts) == 1:
         return None
     address = job.main_address or next(iter(answers[0]["addresses"]), assignment.hosts[0].host)

@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 
 _TOUCHES = re.compile(
     r"\.cuda\(|\.to\(\s*['\"]?(?:cuda|xpu|npu|device)|device\s*=\s*['\"](?:cuda|xpu|npu)|\bAccelerator\(|"
@@ -22,11 +23,13 @@ def who_touched(kind: str) -> str:
     Args:
         kind: "cuda", "xpu", ...
     """
-    torch = sys.modules.get("torch")
-    module = getattr(torch, kind, None) if torch is not None else None
-    if module is None or not getattr(module, "is_initialized", lambda: False)():
+    # Looked up, not imported: a session that has not imported torch has touched nothing.
+    module = getattr(sys.modules.get("torch"), kind, None)
+    is_initialized = getattr(module, "is_initialized", None)
+    if is_initialized is None or not is_initialized():
         return ""
-    return search(_cells()[:-1], lambda statement: _imports_touch(statement, kind)) or "no cell shows where"
+    earlier_cells = _cells()[:-1]  # the last one is this call's
+    return search(earlier_cells, partial(_imports_touch, kind=kind)) or "no cell shows where"
 
 
 def place_of(file: str, line: int) -> str:
@@ -65,25 +68,31 @@ def search(cells: Sequence[str], touches: Callable[[str], bool]) -> str:
 
 def _cells() -> list[str]:
     """The cells that were run, by their numbers; none outside of a notebook."""
-    shell = sys.modules["IPython"].get_ipython() if "IPython" in sys.modules else None
-    return list(shell.user_ns.get("In", [])) if shell is not None else []
+    if "IPython" not in sys.modules:
+        return []
+    shell = sys.modules["IPython"].get_ipython()
+    return [] if shell is None else list(shell.user_ns.get("In", []))
 
 
 def _tree(cell: str) -> ast.Module:
     try:
         return ast.parse(cell)
     except SyntaxError:  # magics, shell commands
-        plain = "\n".join(line for line in cell.splitlines() if not line.lstrip().startswith(("%", "!", "?")))
+        lines = [line for line in cell.splitlines() if not line.lstrip().startswith(("%", "!", "?"))]
         try:
-            return ast.parse(plain)
+            return ast.parse("\n".join(lines))
         except SyntaxError:
             return ast.parse("")
 
 
 def _in_function(cell: str, line: str) -> bool:
     """Whether a line stands in a function's body, where it has not run by itself."""
-    bodies = [node for node in ast.walk(_tree(cell)) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
-    return any(line.strip() in (ast.get_source_segment(cell, body) or "") for body in bodies)
+    for node in ast.walk(_tree(cell)):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            source = ast.get_source_segment(cell, node) or ""
+            if line.strip() in source:
+                return True
+    return False
 
 
 def _imports(cell: str) -> list[str]:

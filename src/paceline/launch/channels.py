@@ -245,10 +245,9 @@ class HostChannels(Channels):
 
     def _raise_if_any(self, problems: Mapping[int, list[str]]) -> None:
         """Raises one error for all hosts that cannot take part, if any."""
-        unfit = [node for node in sorted(problems) if problems[node]]
-        lines = [f"{self.hosts[node]}: {problem}" for node in unfit for problem in problems[node]]
-        if lines:
-            raise unfit_hosts_error(self.assignment, [self.hosts[node] for node in unfit], lines)
+        unfit, lines = unfit_hosts(self.hosts, problems)
+        if unfit:
+            raise unfit_hosts_error(self.assignment, unfit, lines)
 
     def follow(self, place: Place | None) -> int:
         """Has all hosts begin, shows what they write, and waits for their end; returns the first exit code that is not 0.
@@ -339,6 +338,22 @@ def place_of_node_0(
     raise AssertionError("an address that nobody misses is one that all reach")
 
 
+def unfit_hosts(hosts: Sequence[str], problems: Mapping[int, Sequence[str]]) -> tuple[list[str], list[str]]:
+    """Hosts that cannot take part, and a line for each reason.
+
+    Args:
+        hosts: names of all, by node.
+        problems: reasons by node; () where there are none.
+    """
+    unfit = []
+    lines = []
+    for node in sorted(problems):
+        if problems[node]:
+            unfit.append(hosts[node])
+            lines += [f"{hosts[node]}: {problem}" for problem in problems[node]]
+    return unfit, lines
+
+
 def unfit_hosts_error(
     assignment: Assignment, hosts: Sequence[str], lines: Sequence[str], leave_out: str = ""
 ) -> LaunchError:
@@ -351,13 +366,16 @@ def unfit_hosts_error(
         leave_out: the flag that leaves these hosts out; "" for that of a hostfile.
     """
     total = len(assignment.hosts)
-    flag = leave_out or f"--exclude {'@'.join(hosts)}"
-    left = f", or leave {'it' if len(hosts) == 1 else 'them'} out: {flag}"
+    fix = "mend what is named"
+    if len(hosts) < total:
+        them = "it" if len(hosts) == 1 else "them"
+        flag = leave_out or f"--exclude {'@'.join(hosts)}"
+        fix += f", or leave {them} out: {flag}"
     return LaunchError(
         "launch-hosts",
         f"{len(hosts)} of {total} host{'s' * (total > 1)} cannot take part; nothing was started on any.",
         why=lines,
-        fix=f"mend what is named{left if len(hosts) < total else ''}",
+        fix=fix,
     )
 
 

@@ -73,7 +73,9 @@ def _pattern() -> str:
 
 def _to_a_program(pattern: str, pid: int | None = None) -> str:
     program = pattern[1:].split()[0]
-    look = f"`coredumpctl gdb {pid or 'PID'}`" if "systemd-coredump" in program else f"the documentation of {program}"
+    look = f"the documentation of {program}"
+    if "systemd-coredump" in program:
+        look = f"`coredumpctl gdb {pid or 'PID'}`"
     return (
         f"the kernel gives core files to {program} and writes none itself: look with {look}; for files in the working "
         "directory, run as root: sysctl -w kernel.core_pattern=core.%p"
@@ -82,11 +84,14 @@ def _to_a_program(pattern: str, pid: int | None = None) -> str:
 
 def _core_file(pattern: str, pid: int, since: float) -> Path | None:
     """The newest file of the kernel's pattern that was written since."""
-    names_pid = "%p" in pattern
-    parts = re.split(r"(%.)", pattern)
     meanings = {"%p": str(pid), "%%": "%"}
-    wanted = "".join(meanings.get(part, "*") if part.startswith("%") else glob.escape(part) for part in parts)
-    if not names_pid and _USES_PID.exists() and _USES_PID.read_text().strip() != "0":
+    wanted = ""
+    for part in re.split(r"(%.)", pattern):
+        if part.startswith("%"):
+            wanted += meanings.get(part, "*")
+        else:
+            wanted += glob.escape(part)
+    if "%p" not in pattern and _USES_PID.exists() and _USES_PID.read_text().strip() != "0":
         wanted += f".{pid}"
     files = [Path(name).absolute() for name in glob.glob(wanted)]
     fresh = [file for file in files if file.stat().st_mtime >= since]

@@ -204,10 +204,13 @@ def _unusable_module(name: str, fix: str) -> Problem | None:
             return None
         spec = importlib.machinery.PathFinder.find_spec(full, search)
         if spec is None:
-            why = f"looked for {full} in {'its package' if depth > 1 else f'{os.getcwd()} and on the path of Python'}"
-            neighbours = [module.name for module in pkgutil.iter_modules(search if depth > 1 else ["."])]
-            close = nearest(part, neighbours) if depth == len(parts) else ""
-            fix = f"write {'.'.join([*parts[:-1], close])}" if close else fix
+            where, folders = "its package", search
+            if depth == 1:
+                where, folders = f"{os.getcwd()} and on the path of Python", ["."]
+            why = f"looked for {full} in {where}"
+            if depth == len(parts):
+                close = nearest(part, [module.name for module in pkgutil.iter_modules(folders)])
+                fix = f"write {'.'.join([*parts[:-1], close])}" if close else fix
             return Problem("launch-script", f"there is no module {name!r}.", why, fix)
         if spec.origin is not None and "__path__" in Path(spec.origin).read_text(encoding="utf-8", errors="replace"):
             return None  # such a package says itself where its modules are
@@ -221,13 +224,15 @@ def _port(job: Job) -> Problem | None:
     try:
         hold_port(job.main_port).close()
     except OSError as error:
+        reason = os.strerror(error.errno or 0).lower()
+        fix = "give another --main-port on all nodes"
+        if job.nodes == 1:
+            fix = "leave --main-port out (a free one is found)"
         return Problem(
             "launch-port",
-            f"port {job.main_port} cannot be used on this host: {os.strerror(error.errno or 0).lower()}.",
+            f"port {job.main_port} cannot be used on this host: {reason}.",
             f"--main-port {job.main_port}; another program, perhaps an earlier run, may be listening there",
-            "leave --main-port out (a free one is found)"
-            if job.nodes == 1
-            else "give another --main-port on all nodes",
+            fix,
         )
     return None
 

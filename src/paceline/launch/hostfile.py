@@ -90,13 +90,16 @@ def choose(
     """
     problems = list(_conflicts(include, exclude, nodes, procs))
     slots_by_host = {slots.host: slots for slots in hosts}
-    flag = "--include" if include else "--exclude"
-    slots_of_filter = {} if problems else _parsed(include or exclude, flag, slots_by_host, problems, open_ended)
+    slots_of_filter: dict[str, tuple[int, ...]] = {}
+    if not problems:
+        flag = "--include" if include else "--exclude"
+        slots_of_filter = _parsed(include or exclude, flag, slots_by_host, problems, open_ended)
     if nodes is not None and nodes > len(hosts):
+        there_are = "there is" if len(hosts) == 1 else "there are"
         problems.append(
             Problem(
                 "host-filter",
-                f"{nodes} hosts are asked for, and there {'is' if len(hosts) == 1 else 'are'} {len(hosts)}.",
+                f"{nodes} hosts are asked for, and {there_are} {len(hosts)}.",
                 f"hosts: {', '.join(slots_by_host)}",
                 "add hosts to the hostfile, or ask for fewer",
             )

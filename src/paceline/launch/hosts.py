@@ -79,7 +79,7 @@ def job_on_hosts(
         cluster=settings.cluster.get(launch.launcher),
     )
     if _hosts_of(settings) == "chosen" and hasattr(launcher, "placed"):
-        return launcher.placed(job, env)
+        job = launcher.placed(job, env)
     return job
 
 
@@ -113,13 +113,10 @@ def _from_hostfile(settings: Launch) -> tuple[Slots, ...]:
         raise ConfigError.of(problems)
     assert launch.hostfile is not None, "asked for where there is one"
     # What was not said is as the hostfile has it, and not as the defaults of the settings.
-    counts: dict[str, int | None] = {"nodes": None, "procs": None}
-    for name in counts:
-        value = getattr(launch, name)
-        if name in given and value != "auto":
-            counts[name] = value
+    nodes = int(launch.nodes) if "nodes" in given else None
+    procs = None if launch.procs == "auto" or "procs" not in given else int(launch.procs)
     hosts = hostfile.read(text_of(launch.hostfile), launch.hostfile)
-    return hostfile.choose(hosts, include=launch.include, exclude=launch.exclude, **counts)
+    return hostfile.choose(hosts, include=launch.include, exclude=launch.exclude, nodes=nodes, procs=procs)
 
 
 def _to_be_chosen(settings: Launch) -> tuple[Slots, ...]:

@@ -185,9 +185,9 @@ class Nodes:
     def _hear_store(self, link: StoreLink) -> None:
         """Answers of the store; a client that has ended is started again for the next request."""
         answers, is_there = link.receive()
-        for key, value, trouble, _ in answers:
+        for answer in answers:
             if self.membership.store is not None:
-                self.membership.store.on_answer(key, value, trouble, time.monotonic())
+                self.membership.store.on_answer(answer.key, answer.value, answer.trouble, time.monotonic())
         if not is_there:
             self._end_client(link)
 
@@ -372,7 +372,8 @@ def rules_of(job: Job) -> Rules:
             why=f"--rdzv-conf run_id={run[:40]}...; expected: at most {_LONGEST_NAME}",
             fix="give it a shorter name",
         )
-    heartbeat_s, attempts = float(options.get("keep_alive_interval", 1)), int(options.get("keep_alive_max_attempt", 5))
+    heartbeat_s = float(options.get("keep_alive_interval", 1))
+    attempts = int(options.get("keep_alive_max_attempt", 5))
     if attempts < _FEWEST_KEEP_ALIVES:
         raise LaunchError(
             "launch-keep-alive",
@@ -380,11 +381,18 @@ def rules_of(job: Job) -> Rules:
             why="--rdzv-conf",
             fix=f"say {_FEWEST_KEEP_ALIVES} or more, with a shorter keep_alive_interval",
         )
+    join_timeout_s = options.get("timeout", options.get("join_timeout", _PATIENCE_S))
     return Rules(
-        job.least or job.nodes, job.nodes, job.max_restarts, run, heartbeat_s, heartbeat_s * attempts,
-        float(options.get("timeout", options.get("join_timeout", _PATIENCE_S))),
-        float(options.get("last_call_timeout", 2)), job.grace_s,
-    )  # fmt: skip
+        least=job.least or job.nodes,
+        most=job.nodes,
+        max_restarts=job.max_restarts,
+        run=run,
+        heartbeat_s=heartbeat_s,
+        silence_limit_s=heartbeat_s * attempts,
+        join_timeout_s=float(join_timeout_s),
+        last_call_timeout_s=float(options.get("last_call_timeout", 2)),
+        grace_s=job.grace_s,
+    )
 
 
 def _places(job: Job) -> list[Place]:
@@ -424,10 +432,10 @@ def _addresses(name: str, port: int) -> list[Place]:
 
 def _listen(job: Job, places: list[Place]) -> tuple[socket.socket, int | None]:
     """Where this launcher listens, and which of the places that is, if any."""
+    mine = list(range(len(places)))
     if job.numbered:
-        mine = [job.node_rank] if job.node_rank < len(places) and (job.node_rank == 0 or len(places) > 1) else []
-    else:
-        mine = list(range(len(places)))
+        # The places are those of the first nodes; one alone is node 0's.
+        mine = [job.node_rank] if job.node_rank < len(places) else []
     for number in mine:
         address, port = places[number]
         listener = _bind(address, port, anywhere=job.numbered)

@@ -164,7 +164,8 @@ def _marked(data: bytes, pipe: _Pipe) -> bytes:
     """`data` with the pipe's mark at the start of each line; a line may come in pieces."""
     if not pipe.mark:
         return data
-    lines = data.splitlines(keepends=True)
-    first = pipe.fresh
+    marked = [pipe.mark + line for line in data.splitlines(keepends=True)]
+    if marked and not pipe.fresh:  # the first is the rest of a line
+        marked[0] = marked[0].removeprefix(pipe.mark)
     pipe.fresh = data.endswith((b"\n", b"\r"))
-    return b"".join(line if number == 0 and not first else pipe.mark + line for number, line in enumerate(lines))
+    return b"".join(marked)

@@ -67,8 +67,7 @@ class PdshHandle:
     def wait(self) -> Outcome:
         """Runs the job to its end."""
         port = ["-p", str(self._job.reach.port)] if self._job.reach.port else []
-        options = [word for option in OPTIONS for word in ("-o", option)]
-        words = [*self._job.reach.args, *options, *port]
+        words = [*self._job.reach.args, *OPTIONS, *port]
         env = {**environment.snapshot(), "PDSH_SSH_ARGS_APPEND": " ".join(words)}
         return Outcome(follow(self._command, env))
 

@@ -61,7 +61,8 @@ class Worker:
                 self.code = self.popen.poll()
             else:
                 pid, status = os.waitpid(self.pid, os.WNOHANG)
-                self.code = os.waitstatus_to_exitcode(status) if pid else None
+                if pid:
+                    self.code = os.waitstatus_to_exitcode(status)
             if self.code is not None:
                 self.ended = time.monotonic()
             else:
@@ -71,7 +72,9 @@ class Worker:
     def frozen_s(self) -> float:
         """How long SIGSTOP, or a signal like it, has kept it from running; 0 where none does or the system cannot tell."""
         try:
-            state = Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()[0]
+            # "pid (name) state ...": the name may hold spaces and brackets.
+            _, _, fields = Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")
+            state = fields.split()[0]
         except (OSError, IndexError):
             state = ""
         if state != "T" or self.code is not None:
@@ -98,7 +101,9 @@ class Worker:
         """How long it has been known that its script failed; 0 where it did not."""
         if self.failing is None and self.failed_at() is not None:
             self.failing = time.monotonic()
-        return time.monotonic() - self.failing if self.failing is not None else 0.0
+        if self.failing is None:
+            return 0.0
+        return time.monotonic() - self.failing
 
     def failed_at(self) -> float | None:
         """When it failed by itself (seconds since the epoch): as it wrote its report, else as it was last seen; or None.
@@ -112,7 +117,9 @@ class Worker:
             status = self.report.stat()
             if status.st_size:
                 return status.st_mtime
-        return self.alive if self.code not in (None, 0) and not self.stopped else None
+        if self.code in (None, 0) or self.stopped:
+            return None
+        return self.alive
 
     def report_text(self) -> str:
         """Its traceback, or ""."""
@@ -160,8 +167,11 @@ class Reaper:
 def spawn(job: Job, process: Process, report: Path, streams: Mapping[int, int], *, leads: bool, shared: bool) -> Worker:
     """Starts a fresh process; `shared` as in `worker.run`."""
     target = job.target.on(process.local_rank)
+    kill_first = None
     if target.kind == "program":
         command = [target.name, *target.args]
+        # Our own worker asks for this itself; another program cannot.
+        kill_first = partial(kill_with_parent, os.getpid())
     else:
         name = str(report.with_name(PARCEL)) if target.kind == "function" else target.name
         words = ["lines"] * bool(job.tee) + ["shared"] * shared
@@ -174,7 +184,7 @@ def spawn(job: Job, process: Process, report: Path, streams: Mapping[int, int], 
         stdout=streams.get(1),
         stderr=streams.get(2),
         process_group=0 if leads else None,
-        preexec_fn=partial(kill_with_parent, os.getpid()) if target.kind == "program" else None,
+        preexec_fn=kill_first,
     )
     if process.cores:  # before it has had the time to start a thread
         os.sched_setaffinity(popen.pid, process.cores)
@@ -259,6 +269,7 @@ def sweep(workers: list[Worker], pause: Callable[[float], object] = time.sleep, 
     deadline = time.monotonic() + grace_s
     while left and time.monotonic() < deadline:
         pause(0.01)
+        # Signal 0 reaches nobody, and says whether somebody of the group is there.
         left = [worker for worker in left if worker.poll() is None or worker.send(0, everyone=True)]
     for worker in left:
         worker.send(signal.SIGKILL, everyone=True)

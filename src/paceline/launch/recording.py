@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import shutil
 import sys
 import time
@@ -272,9 +273,11 @@ def _not_writable(folder: str, error: OSError) -> LaunchError:
 
 def _name(target: Target) -> str:
     """What to call a run: its script without the ending, or the last part of a module's name."""
-    name = Path(target.name).stem if target.kind == "script" else target.name.rpartition(".")[2]
-    letters = [letter if letter.isalnum() or letter in "-_." else "-" for letter in Path(name).name]
-    return "".join(letters)[:60] or "run"
+    _, _, name = target.name.rpartition(".")
+    if target.kind == "script":
+        name = Path(target.name).stem
+    name = re.sub(r"[^\w.-]", "-", Path(name).name)
+    return name[:60] or "run"
 
 
 def _command() -> list[str]:

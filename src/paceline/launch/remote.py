@@ -291,7 +291,7 @@ class Watch:
     Args:
         out, err: what it reads the launcher's output from.
         mark: stands before each line.
-        talk: the connection to the starter; None where whoever started this process looks after it by signals.
+        channel: the connection to the starter; None where whoever started this process looks after it by signals.
         grace_s: seconds that the launcher gives its processes.
     """
 

@@ -72,7 +72,8 @@ def _is_installed(package: str) -> bool:
     if spec.origin in ("built-in", "frozen"):
         return True
     places = [spec.origin or "", *(spec.submodule_search_locations or ())]
-    return any(place.startswith(f"{folder}{os.sep}") for place in places for folder in _installed_folders())
+    folders = tuple(f"{folder}{os.sep}" for folder in _installed_folders())
+    return any(place.startswith(folders) for place in places)
 
 
 def _installed_folders() -> list[str]:

@@ -42,7 +42,8 @@ def of_user() -> str:
             _make(path)
         return _checked(_read(path), str(path))
     except (OSError, RuntimeError) as error:  # RuntimeError: this user has no home
-        why = f"{given_path or '~/.paceline/secret'}: {getattr(error, 'strerror', None) or error}"
+        reason = getattr(error, "strerror", None) or error
+        why = f"{given_path or '~/.paceline/secret'}: {reason}"
         raise LaunchError("launch-secret", "the secret of this run cannot be read or made.", why, _FIX) from None
 
 

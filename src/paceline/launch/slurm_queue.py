@@ -130,11 +130,12 @@ def _record(line: str) -> Record:
     element = fields.get("ArrayTaskId", "")
     job = f"{fields['ArrayJobId']}_{element}" if element else fields["JobId"]
     nodes = fields.get("NodeList", "").replace("(null)", "")
-    exit_code = int(code) or (128 + int(number) if int(number) else 0)
-    return Record(
-        job, element, fields["JobState"], fields.get("Reason", ""), exit_code,
-        int(fields.get("Restarts", 0)), nodes, fields.get("StdOut", "").replace("%%", "%"),
-    )  # fmt: skip
+    exit_code = int(code)
+    if exit_code == 0 and int(number):  # a signal, as a shell counts it
+        exit_code = 128 + int(number)
+    output = fields.get("StdOut", "").replace("%%", "%")
+    restarts = int(fields.get("Restarts", 0))
+    return Record(job, element, fields["JobState"], fields.get("Reason", ""), exit_code, restarts, nodes, output)
 
 
 def requeue(job: str) -> str:
@@ -338,8 +339,9 @@ def _run(
 
 def _said_by(done: subprocess.CompletedProcess[str]) -> str:
     """What a command said on standard error, in one line and without its name before each."""
-    lines = [re.sub(r"^\w+: (error: |fatal: )?", "", line) for line in done.stderr.splitlines()]
-    return "; ".join(line for line in lines if line) or f"exit code {done.returncode}"
+    text = re.sub(r"^\w+: (error: |fatal: )?", "", done.stderr, flags=re.MULTILINE)
+    lines = filter(None, text.splitlines())
+    return "; ".join(lines) or f"exit code {done.returncode}"
 
 
 def _raise_refused(message: str, wanted: Sequence[str]) -> None:

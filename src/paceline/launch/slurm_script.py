@@ -64,9 +64,12 @@ def batch_script(job: Job, settings: SlurmSettings) -> str:
     more = shlex.split(settings.sbatch_args)
     is_array = any(word.startswith(("--array", "-a")) for word in more)
     folder = assignment.cwd.replace("%", "%%")  # SLURM fills in what begins with %
-    log = PurePath(folder, f"paceline-{'%A_%a' if is_array else '%j'}.log")
+    number = "%A_%a" if is_array else "%j"
+    log = PurePath(folder, f"paceline-{number}.log")
     words.append(f"--output={log}")
-    directives = [f"#SBATCH {shlex.join(option)}" for option in [*([word] for word in words), *_options(more)]]
+    options = [[word] for word in words]
+    options += _options(more)
+    directives = [f"#SBATCH {shlex.join(option)}" for option in options]
     command = shlex.join(command_in_allocation(assignment, job, requeue))
     about = f"# Written by paceline {VERSION}. Exit code 75: the run has saved; with --requeue the job goes back to the queue."
     return "\n".join(["#!/bin/bash", *directives, about, f"exec {command}"]) + "\n"

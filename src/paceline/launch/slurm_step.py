@@ -19,7 +19,7 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from paceline.base.errors import LaunchError
-from paceline.launch.channels import HostChannel, Messages, Place, place_of_node_0, unfit_hosts_error
+from paceline.launch.channels import HostChannel, Messages, Place, place_of_node_0, unfit_hosts, unfit_hosts_error
 from paceline.launch.launcher import Job
 from paceline.launch.signals import Signals
 from paceline.world.detect.slurm import expand
@@ -131,12 +131,10 @@ class Step:
         return ended
 
     def _raise_if_any(self, problems: Mapping[int, list[str]]) -> None:
-        unfit = [node for node in sorted(problems) if problems[node]]
-        lines = [f"{self._names[node]}: {problem}" for node in unfit for problem in problems[node]]
-        if lines:
-            names = [self._names[node] for node in unfit]
-            leave_out = f"--sbatch-args=--exclude={','.join(names)}"
-            raise unfit_hosts_error(self._job.assigned, names, lines, leave_out)
+        unfit, lines = unfit_hosts(self._names, problems)
+        if unfit:
+            leave_out = f"--sbatch-args=--exclude={','.join(unfit)}"
+            raise unfit_hosts_error(self._job.assigned, unfit, lines, leave_out)
 
     def follow(self, place: Place | None) -> int:
         """Has all nodes begin, shows what they write, and waits for their end; returns the first exit code that is not 0.
@@ -171,10 +169,10 @@ class Step:
         missing = [name for node, name in enumerate(self._names) if node not in self._ends]
         if missing and not signals.ending:
             raise _lost_error(missing)
-        failed = [code for code in self._ends.values() if code]
-        if failed or not missing:
-            return failed[0] if failed else 0
-        return 128 + signals.ending[0]
+        for code in self._ends.values():
+            if code:
+                return code
+        return 128 + signals.ending[0] if missing else 0
 
     def _signal(self, number: int) -> None:
         if len(self._ends) < len(self._names):  # nobody listens any more
@@ -197,11 +195,12 @@ class Step:
 
 def _lost_error(names: Sequence[str]) -> LaunchError:
     """The error where nodes were lost on the way."""
-    several = len(names) > 1
+    was, it_has, its = "was", "it has", "its"
+    if len(names) > 1:
+        was, it_has, its = "were", "they have", "their"
     return LaunchError(
         "launch-host-lost",
-        f"{', '.join(names)} {'were' if several else 'was'} lost.",
-        why=f"{'they have' if several else 'it has'} not said how {'their' if several else 'its'} processes ended; those of "
-        "the other nodes were ended",
+        f"{', '.join(names)} {was} lost.",
+        why=f"{it_has} not said how {its} processes ended; those of the other nodes were ended",
         fix="start again (`--requeue` does so by itself): the script resumes from its last checkpoint",
     )

@@ -16,7 +16,10 @@ from paceline.launch.channels import HostChannels
 from paceline.launch.launcher import Hosts, Job, Outcome, Rendered
 
 REMOTE = "paceline.launch.remote"
-OPTIONS = ("BatchMode=yes", "ConnectTimeout=10", "ServerAliveInterval=5", "ServerAliveCountMax=3")
+# Nobody is there to answer a question, and a host that is gone is to be noticed within 15 seconds.
+OPTIONS = (
+    "-o", "BatchMode=yes", "-o", "ConnectTimeout=10", "-o", "ServerAliveInterval=5", "-o", "ServerAliveCountMax=3",
+)  # fmt: skip
 
 
 class SshLauncher:
@@ -82,9 +85,8 @@ def connections(job: Job, module: str = REMOTE) -> list[tuple[str, ...]]:
 
 def connect(job: Job, name: str, module: str = REMOTE) -> tuple[str, ...]:
     """What carries the connection to a host."""
-    options = [word for option in OPTIONS for word in ("-o", option)]
     port = ["-p", str(job.reach.port)] if job.reach.port else []
-    return ("ssh", *job.reach.args, "-T", *options, *port, name, shell_line(job, module=module))
+    return ("ssh", *job.reach.args, "-T", *OPTIONS, *port, name, shell_line(job, module=module))
 
 
 def shell_line(job: Job, *words: str, module: str = REMOTE) -> str:

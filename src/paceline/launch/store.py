@@ -12,6 +12,7 @@ import time
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import NamedTuple
 from urllib.parse import unquote, urlsplit
 
 from paceline.base import env as environment
@@ -52,8 +53,11 @@ class Endpoint:
     def name(self) -> str:
         """What to call it in messages, and what all launchers must have been told alike: without a password."""
         scheme = "etcds" if self.tls is not None else self.kind
-        hosts = ",".join(f"[{host}]:{port}" if ":" in host else f"{host}:{port}" for host, port in sorted(self.hosts))
-        return f"{scheme}://{hosts}"[:255]
+        places = []
+        for host, port in sorted(self.hosts):
+            shown_host = f"[{host}]" if ":" in host else host
+            places.append(f"{shown_host}:{port}")
+        return f"{scheme}://{','.join(places)}"[:255]
 
     @classmethod
     def of(cls, text: str, run: str, options: dict[str, str]) -> Endpoint:
@@ -70,14 +74,17 @@ class Endpoint:
         scheme, _, rest = text.partition("://")
         problems = []
         if scheme not in KINDS:
-            problems.append(f"{scheme or text}:// is no kind of store; there are {', '.join(f'{k}://' for k in KINDS)}")
+            kinds = ", ".join(f"{kind}://" for kind in KINDS)
+            problems.append(f"{scheme or text}:// is no kind of store; there are {kinds}")
         login, _, places = rest.rstrip("/").rpartition("@")
         hosts = []
         for place in places.split(","):
             try:
                 parts = urlsplit(f"//{place}")
                 port = parts.port
-                hosts.append((parts.hostname or "", KINDS.get(scheme, 0) if port is None else port))
+                if port is None:
+                    port = KINDS.get(scheme, 0)
+                hosts.append((parts.hostname or "", port))
             except ValueError:
                 problems.append(f"{place} is no host and port")
                 continue
@@ -87,17 +94,13 @@ class Endpoint:
             problems.append("c10d:// has one host, and neither user nor password")
         user, _, password = login.partition(":")
         password = unquote(password) or str(environment.get("PACELINE_STORE_PASSWORD") or "")
-        tls_options = {name: options[name] for name in _TLS_OPTIONS if name in options}
+        tls_options = [name for name in _TLS_OPTIONS if name in options]
         tls = None
         if scheme == "etcds":
-            tls = {
-                "ca": tls_options.get("cacert", ""),
-                "cert": tls_options.get("cert", ""),
-                "key": tls_options.get("key", ""),
-            }
-            problems += [
-                f"{name}={path} cannot be read" for name, path in tls_options.items() if not os.access(path, os.R_OK)
-            ]
+            tls = {"ca": options.get("cacert", ""), "cert": options.get("cert", ""), "key": options.get("key", "")}
+            for name in tls_options:
+                if not os.access(options[name], os.R_OK):
+                    problems.append(f"{name}={options[name]} cannot be read")
         elif tls_options:
             problems.append(f"{', '.join(tls_options)} (--rdzv-conf) needs TLS: etcds://")
         if problems:
@@ -115,6 +118,22 @@ class Endpoint:
     def place(self) -> Place:
         """The first host, by which the way to the others is found."""
         return self.hosts[0]
+
+
+class Answer(NamedTuple):
+    """What the store has said to one request.
+
+    Attributes:
+        key: number of the request.
+        value: what stands there; None for nothing.
+        trouble: why there is no value; "" where there is.
+        is_refused: whether asking again is in vain.
+    """
+
+    key: int
+    value: str | None
+    trouble: str
+    is_refused: bool
 
 
 class StoreLink:
@@ -176,13 +195,12 @@ class StoreLink:
     @property
     def is_stuck(self) -> bool:
         """Whether the process has said nothing for long: torch's client waits for ever where a link is cut."""
-        return self._unanswered_since is not None and time.monotonic() - self._unanswered_since > _STUCK_S
+        if self._unanswered_since is None:
+            return False
+        return time.monotonic() - self._unanswered_since > _STUCK_S
 
-    def receive(self) -> tuple[list[tuple[int, str | None, str, bool]], bool]:
-        """What has come: for each request its number, the value, the trouble, and whether asking again is in vain.
-
-        The second value says whether the process is still there.
-        """
+    def receive(self) -> tuple[list[Answer], bool]:
+        """The answers that have come, and whether the process is still there."""
         data = b""
         try:
             data = os.read(self.fileno(), 1 << 16)
@@ -192,10 +210,13 @@ class StoreLink:
         answers = []
         for line in lines:
             message = json.loads(line)
-            answers.append((int(message["key"]), message["value"], str(message["trouble"]), bool(message["refused"])))
+            answers.append(
+                Answer(int(message["key"]), message["value"], str(message["trouble"]), bool(message["refused"]))
+            )
         if answers:
             self._unanswered_since = None
-        return answers, bool(data) and len(self._rest) < _LONGEST_ANSWER
+        is_there = data != b"" and len(self._rest) < _LONGEST_ANSWER
+        return answers, is_there
 
     def first_record(self, seal: Seal) -> Record | None:
         """Asks for the record as a launcher starts, so that what is wrong with the store is said at once.
@@ -209,7 +230,7 @@ class StoreLink:
         trouble = f"no answer within {answer_s:g} s"
         for key in range(-1, -1000, -1):  # numbers that a `Witness` does not use
             self.send(Request(key))
-            answers: list[tuple[int, str | None, str, bool]] = []
+            answers: list[Answer] = []
             is_there = True
             while not answers and is_there and time.monotonic() < begun + answer_s:
                 select.select([self.fileno()], [], [], 0.1)
@@ -218,10 +239,11 @@ class StoreLink:
                 raise LaunchError.of([self._problem("its client, a process of this host, has ended")])
             if not answers:
                 break
-            _, value, trouble, is_refused = answers[-1]
+            answer = answers[-1]
+            trouble = answer.trouble
             if not trouble:
-                return self._read(seal, value)
-            if is_refused or time.monotonic() > begun + _REACH_S:
+                return self._read(seal, answer.value)
+            if answer.is_refused or time.monotonic() > begun + _REACH_S:
                 break
             time.sleep(_AGAIN_S)
         raise LaunchError.of([self._problem(trouble)])

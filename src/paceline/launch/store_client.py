@@ -25,13 +25,8 @@ from paceline.base.lazy import uncollected
 _TIMEOUT_S = 1.0  # for one host of the store
 _TOTAL_S = 3.0  # for all of them; the launcher waits a little longer (`witness.ANSWER_S`)
 _LONGEST = 1 << 20
-_NOT_ETCD = (
-    ValueError,
-    LookupError,
-    TypeError,
-    AttributeError,
-    RecursionError,
-)  # what garbage comes to, once it is read
+# What garbage comes to, once it is read.
+_NOT_ETCD = (ValueError, LookupError, TypeError, AttributeError, RecursionError)
 _TOO_OLD = 404  # etcd's gateway before 3.4
 
 
@@ -111,17 +106,19 @@ class Etcd:
 
     def _post(self, host: str, port: int, path: str, question: object) -> dict[str, Any]:
         if self._user and not self._token:
-            secret = {"name": self._user, "password": self._password}
-            self._token = self._send(host, port, "auth/authenticate", secret)["token"]
+            self._log_in(host, port)
         try:
             return self._send(host, port, path, question)
         except Refused:
             if not self._token:
                 raise
             # A token lives for some minutes: once more with a new one, and then it is no matter of age.
-            secret = {"name": self._user, "password": self._password}
-            self._token = self._send(host, port, "auth/authenticate", secret)["token"]
+            self._log_in(host, port)
             return self._send(host, port, path, question)
+
+    def _log_in(self, host: str, port: int) -> None:
+        secret = {"name": self._user, "password": self._password}
+        self._token = self._send(host, port, "auth/authenticate", secret)["token"]
 
     def _send(self, host: str, port: int, path: str, question: object) -> dict[str, Any]:
         link: http.client.HTTPConnection
@@ -138,18 +135,16 @@ class Etcd:
             text = answer.read(_LONGEST)
         finally:
             link.close()
-        message = json.loads(text) if answer.status != _TOO_OLD else {}
-        if answer.status == http.client.OK and isinstance(message, dict):
-            return message
-        why = (
-            str(message.get("message") or message.get("error"))
-            if isinstance(message, dict)
-            else f"status {answer.status}"
-        )
-        if any(word in why for word in ("auth", "permission", "token", "user name is empty")):
-            raise Refused(why)
         if answer.status == _TOO_OLD:
             raise Refused("it has no JSON gateway at /v3, which etcd has from version 3.4 on")
+        message = json.loads(text)
+        if not isinstance(message, dict):
+            raise OSError(f"status {answer.status}")
+        if answer.status == http.client.OK:
+            return message
+        why = str(message.get("message") or message.get("error"))
+        if any(word in why for word in ("auth", "permission", "token", "user name is empty")):
+            raise Refused(why)
         raise OSError(why)
 
 
@@ -191,8 +186,10 @@ def _coded(text: str) -> str:
 
 
 def _value(answer: Mapping[str, Any]) -> str | None:
-    rows = answer.get("kvs") or []
-    return base64.b64decode(rows[0].get("value", "")).decode(errors="replace") if rows else None
+    rows = answer.get("kvs")
+    if not rows:
+        return None
+    return base64.b64decode(rows[0].get("value", "")).decode(errors="replace")
 
 
 def _reason(error: Exception) -> str:

@@ -135,11 +135,10 @@ def _make(certificate: Path, key: Path) -> None:
         names = ["-subj", "/CN=paceline", "-days", str(_DAYS), "-keyout", str(key), "-out", str(certificate)]
         try:
             completed = subprocess.run([program, *words, *names], capture_output=True, text=True, timeout=_MAKE_S)
-            problem = (
-                ""
-                if completed.returncode == 0
-                else f"openssl: {completed.stderr.strip().splitlines()[-1:] or completed.returncode}"
-            )
+            problem = ""
+            if completed.returncode != 0:
+                last_line = completed.stderr.strip().splitlines()[-1:]
+                problem = f"openssl: {last_line or completed.returncode}"
         except (OSError, subprocess.TimeoutExpired) as error:
             problem = f"openssl: {error}"
     if problem:

@@ -270,10 +270,11 @@ def _exit_code(error: SystemExit) -> tuple[int, str]:
         return 0, ""
     if not isinstance(error.code, int):
         return 1, str(error.code)
-    frames = list(traceback.extract_tb(error.__traceback__))
-    # Who reads it looks for the line of the script that left, and not for argparse's own.
-    frames = [frame for frame in frames if frame.filename not in (argparse.__file__, once.__file__)] or frames
-    place = f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
+    place = ""
+    for frame in traceback.extract_tb(error.__traceback__):
+        # Who reads it looks for the line of the script that left, and not for argparse's own.
+        if frame.filename not in (argparse.__file__, once.__file__):
+            place = f" ({frame.filename}:{frame.lineno})"
     notes = "".join(f"\n  {note}" for note in getattr(error, "__notes__", ()))
     code = error.code & 0xFF
     return code, f"SystemExit: {code}{place}{notes}" if code else ""

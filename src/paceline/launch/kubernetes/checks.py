@@ -27,15 +27,19 @@ def kind_of(cluster: Cluster, wanted: str) -> Kind:
         LaunchError: `kubernetes-kind`, and those of the API.
     """
     if wanted == "auto":
+        # The better ones come first; an Indexed Job is in every cluster.
         return next(kind for kind in KINDS.values() if kind.name == "job" or cluster.has(kind.resource))
     kind = KINDS[wanted]
     if not cluster.has(kind.resource):
+        fix = "leave --kind out"
         others = [other.name for other in KINDS.values() if other is not kind and cluster.has(other.resource)]
+        if others:
+            fix += f", or say --kind {others[0]}, which the cluster has"
         raise LaunchError(
             "kubernetes-kind",
             f"the cluster has no {kind.kind} ({kind.resource.api_version}).",
             why=f"--kind {wanted}",
-            fix=f"leave --kind out, or say --kind {others[0]}, which the cluster has" if others else "leave --kind out",
+            fix=fix,
         )
     return kind
 
@@ -77,9 +81,11 @@ def _namespace(cluster: Cluster) -> Problem | None:
 def _permissions(cluster: Cluster, run: PodRun, kind: Kind, wait: bool) -> Problem | None:
     """What this user may not do that the run needs."""
     objects = [kind.resource, *(resource for resource, _ in (*kind.before(run), *kind.beside(run)))]
-    needed = [(verb, resource, "") for resource in objects for verb in ("create", "delete")]
+    needed = []
+    for resource in objects:
+        needed += [("create", resource, ""), ("delete", resource, "")]
     if wait:
-        needed += [(verb, kind.resource, "") for verb in ("list", "watch")]
+        needed += [("list", kind.resource, ""), ("watch", kind.resource, "")]
         needed += [("list", PODS, ""), ("watch", PODS, ""), ("get", PODS, "log")]
     lacking = []
     for verb, resource, subresource in needed:
@@ -149,5 +155,6 @@ def _has_labels(node: Mapping[str, Any], wanted: Mapping[str, str]) -> bool:
 
 
 def _allocatable(node: Mapping[str, Any], resource: str) -> int:
-    amount = str((node.get("status", {}).get("allocatable") or {}).get(resource, "0"))
+    allocatable = node.get("status", {}).get("allocatable") or {}
+    amount = str(allocatable.get(resource, "0"))
     return int(amount) if amount.isdecimal() else 0

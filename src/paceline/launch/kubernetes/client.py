@@ -85,12 +85,15 @@ class Cluster:
             config.load_kube_config(files, context or None, configuration, persist_config=False)
             contexts, current = config.list_kube_config_contexts(files)
         except (config.ConfigException, OSError, TypeError) as error:
+            named_by = "KUBECONFIG" if env.get("KUBECONFIG") else "the default"
+            fix = "set KUBECONFIG to a file with which `kubectl get pods` works"
+            if context:
+                fix += ", or leave --kube-context out"
             raise LaunchError(
                 "kubernetes-config",
                 "the kubeconfig file does not say how to reach a cluster.",
-                why=[f"{files} ({'KUBECONFIG' if env.get('KUBECONFIG') else 'the default'})", str(error)],
-                fix="set KUBECONFIG to a file with which `kubectl get pods` works"
-                + (", or leave --kube-context out" if context else ""),
+                why=[f"{files} ({named_by})", str(error)],
+                fix=fix,
             ) from None
         chosen = next((entry for entry in contexts if entry["name"] == context), current)
         own = chosen["context"].get("namespace") or "default"

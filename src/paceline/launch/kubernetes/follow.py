@@ -236,7 +236,7 @@ class Follower:
     def _last_pods(self) -> list[dict[str, Any]]:
         """The newest pod of each node."""
         newest: dict[int, dict[str, Any]] = {}
-        for pod in sorted(self.pods.values(), key=lambda pod: pod["metadata"].get("creationTimestamp") or ""):
+        for pod in sorted(self.pods.values(), key=_made_at):
             newest[self._kind.node_of(pod)] = pod
         return list(newest.values())
 
@@ -315,6 +315,10 @@ def _is_consequence(ended: Mapping[str, Any]) -> bool:
     """Whether a container says that it ended because of another one."""
     message = str(ended.get("message", ""))
     return any(f"[{code}]" in message for code in _CONSEQUENCES)
+
+
+def _made_at(pod: Mapping[str, Any]) -> str:
+    return pod["metadata"].get("creationTimestamp") or ""
 
 
 def _container(pod: Mapping[str, Any], name: str) -> dict[str, Any]:

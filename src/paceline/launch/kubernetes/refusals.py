@@ -33,7 +33,8 @@ class Refusal(Exception):
         try:
             body = json.loads(data)
             message = str(body["message"])
-            causes = (body.get("details") or {}).get("causes") or ()
+            details = body.get("details") or {}
+            causes = details.get("causes") or ()
             listed = tuple(f"{cause.get('field', '?')}: {cause.get('message', '')}" for cause in causes)
         except (ValueError, KeyError, TypeError, AttributeError):
             message, listed = data.decode(errors="replace")[:400], ()
@@ -95,8 +96,11 @@ def may_not(verbs: list[tuple[str, str, str]], namespace: str, why: str) -> Prob
         namespace: where.
         why: what says so.
     """
-    listed = "; ".join(f"{verb} {resource}{f'.{group}' if group else ''}" for verb, resource, group in verbs)
-    what = f"this user may not do in namespace {namespace} what the run needs: {listed}."
+    listed = []
+    for verb, resource, group in verbs:
+        full_name = f"{resource}.{group}" if group else resource
+        listed.append(f"{verb} {full_name}")
+    what = f"this user may not do in namespace {namespace} what the run needs: {'; '.join(listed)}."
     fix = f"ask for a Role with these verbs (`kubectl auth can-i {verbs[0][0]} {verbs[0][1]} -n {namespace}` tells)"
     return Problem("kubernetes-forbidden", what, why, fix)
 
@@ -109,9 +113,11 @@ def namespace_missing(namespace: str, known: str) -> Problem:
 
 def unreachable(host: str, source: str, error: Exception) -> LaunchError:
     """Nobody answers, or not with a certificate that is trusted."""
+    reason = str(getattr(error, "reason", None) or error)
+    in_one_line = " ".join(reason.split())
     return LaunchError(
         "kubernetes-unreachable",
         f"no cluster answers at {host}.",
-        why=[source, " ".join(str(getattr(error, "reason", None) or error).split())[:400]],
+        why=[source, in_one_line[:400]],
         fix="check that `kubectl get pods` works here: the address, the network, a proxy, the certificate",
     )

@@ -105,15 +105,17 @@ def pod_run(job: Job) -> PodRun:
     target = job.target
     script, not_sent = script_to_send(target.kind, target.name, cluster.script_from)
     script_name = Path(target.name).name if script else ""
-    # Whoever has misspelt the name of a script would learn so from a pod, after a while in a queue.
-    is_guess = not_sent and cluster.script_from == "auto" and target.kind == "script"
-    shown_target = f"{SCRIPT_FOLDER}/{script_name}" if script else target.name
+    target_in_pod = f"{SCRIPT_FOLDER}/{script_name}" if script else target.name
+    notice = ""
+    if not_sent and cluster.script_from == "auto" and target.kind == "script":
+        # Whoever has misspelt the name of a script would learn so from a pod, after a while in a queue.
+        notice = f"{target.name} has to be in the image: {not_sent}."
     switches = {"module": ("--module",), "program": ("--no-python",)}.get(target.kind, ())
     tls, tls_flags = tls_of(settings.launch.tls)
     flags = [*flags_of(settings, OF_SUBMISSION), *tls_flags]
     if "--tee" not in flags:
         flags += ["--tee", "3"]  # the lines of all ranks come together in one log
-    words = ("launch", *flags, *switches, shown_target, *target.args)
+    words = ("launch", *flags, *switches, target_in_pod, *target.args)
     return PodRun(
         name=name_of(target.name, assignment.secret),
         namespace=cluster.namespace or "",
@@ -128,7 +130,7 @@ def pod_run(job: Job) -> PodRun:
         tls=tls,
         script=script,
         script_name=script_name,
-        notice=f"{target.name} has to be in the image: {not_sent}." if is_guess else "",
+        notice=notice,
         max_restarts=settings.launch.max_restarts,
         grace_s=job.grace_s,
         queue=cluster.queue or "",
@@ -253,5 +255,9 @@ def neighbours(path: Path, text: str) -> list[str]:
             imported |= {alias.name.partition(".")[0] for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.level == 0 and node.module:
             imported.add(node.module.partition(".")[0])
-    folder = path.parent
-    return sorted(name for name in imported if (folder / f"{name}.py").is_file() or (folder / name).is_dir())
+    beside = []
+    for name in sorted(imported):
+        place = path.with_name(name)
+        if place.is_dir() or place.with_name(f"{name}.py").is_file():
+            beside.append(name)
+    return beside

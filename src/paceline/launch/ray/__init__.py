@@ -50,8 +50,9 @@ class RayLauncher:
             "",
             "rank  local rank  node",
         ]
-        rows = [(node, local) for node in range(job.nodes) for local in range(job.procs)]
-        lines += [f"{rank:>4}  {local:>10}  {node:>4}" for rank, (node, local) in enumerate(rows)]
+        for rank in range(job.nodes * job.procs):
+            node, local_rank = divmod(rank, job.procs)
+            lines.append(f"{rank:>4}  {local_rank:>10}  {node:>4}")
         return Rendered(job, job.target.command, document="\n".join(lines))
 
     def submit(self, rendered: Rendered) -> RayHandle:

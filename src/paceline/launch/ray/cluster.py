@@ -70,7 +70,9 @@ def shown(bundle: Bundle) -> str:
 def hosts_that_fit(nodes: Sequence[Node], bundle: Bundle, strategy: str) -> int:
     """How many bundles a cluster could hold when nothing else ran in it."""
     counts = [node.holds(bundle) for node in nodes]
-    return sum(count > 0 for count in counts) if strategy == "STRICT_SPREAD" else sum(counts)
+    if strategy == "STRICT_SPREAD":  # one on each node at most
+        return len([count for count in counts if count > 0])
+    return sum(counts)
 
 
 def too_small(nodes: Sequence[Node], bundle: Bundle, strategy: str, least: int) -> LaunchError:
@@ -80,11 +82,9 @@ def too_small(nodes: Sequence[Node], bundle: Bundle, strategy: str, least: int) 
         has = {name: node.resources.get(name, 0.0) for name in bundle}
         lines.append(f"{node.host} ({node.address}) has {shown(has)}")
     fits = hosts_that_fit(nodes, bundle, strategy)
-    what = (
-        f"the Ray cluster has room for {fits} of {least} hosts."
-        if fits
-        else "no node of the Ray cluster is large enough."
-    )
+    what = "no node of the Ray cluster is large enough."
+    if fits:
+        what = f"the Ray cluster has room for {fits} of {least} hosts."
     fix = "ask for less with --procs, --nodes, --gpus-per-node or --ray-cpus"
     if fits and strategy == "STRICT_SPREAD":
         fix += ", or let hosts share a node with --ray-strategy pack"

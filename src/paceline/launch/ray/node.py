@@ -87,12 +87,16 @@ class NodeActor:
         started.wait()
 
     def _carry(self, folder: str, variables: Mapping[str, str | None], started: threading.Event) -> None:
-        env = {**environment.snapshot(), **variables}
+        env = environment.snapshot()
+        for name, value in variables.items():
+            if value is None:
+                env.pop(name, None)
+            else:
+                env[name] = value
         command = [sys.executable, "-u", "-m", "paceline.launch.remote", "attached"]
         self._process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True,
-            cwd=folder if os.path.isdir(folder) else None,
-            env={name: value for name, value in env.items() if value is not None},
+            cwd=folder if os.path.isdir(folder) else None, env=env,
         )  # fmt: skip
         started.set()
         stdout, stderr = self._process.stdout, self._process.stderr
@@ -136,8 +140,9 @@ class NodeActor:
             self._changed.notify_all()
             self._changed.wait_for(lambda: self._chunks or not self._open, wait_s)
             chunks = list(self._chunks)
-        ended = not self._open and not chunks and self._process is not None
-        return chunks, self._process.returncode if ended and self._process is not None else None
+        if self._open or chunks or self._process is None:
+            return chunks, None
+        return chunks, self._process.returncode
 
     def values(self) -> dict[int, bytes]:
         """What the function returned on the ranks of this node, packed."""
