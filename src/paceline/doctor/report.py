@@ -33,7 +33,9 @@ class Report:
     @classmethod
     def of(cls, examination: Examination, seconds: float) -> Report:
         """Has every check judge the facts."""
-        findings = [(check.name, finding) for check in CHECKS for finding in check.judge(examination)]
+        findings: list[tuple[str, Finding]] = []
+        for check in CHECKS:
+            findings += [(check.name, finding) for finding in check.judge(examination)]
         # The worst comes last: there one looks first in a terminal.
         findings.sort(key=lambda row: LEVELS.index(row[1].level))
         return cls(examination, tuple(findings), seconds)
@@ -87,9 +89,12 @@ def matrix(names: list[str], links: tuple[Link, ...], shown: Callable[[Link], st
     by_pair = {(link.source, link.target): shown(link) for link in links}
     rows = [["", *names]]
     for source in names:
-        cells = [by_pair.get((source, target), "" if source == target else "-") for target in names]
-        rows.append([source, *cells])
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+        row = [source]
+        for target in names:
+            missing = "" if source == target else "-"
+            row.append(by_pair.get((source, target), missing))
+        rows.append(row)
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = []
     for first, *others in rows:
         padded = [cell.rjust(width) for cell, width in zip(others, widths[1:], strict=True)]
@@ -98,4 +103,5 @@ def matrix(names: list[str], links: tuple[Link, ...], shown: Callable[[Link], st
 
 
 def _counted(count: int, noun: str) -> str:
-    return f"{count or 'no'} {noun}{'' if count == 1 else 's'}"
+    plural = "" if count == 1 else "s"
+    return f"{count or 'no'} {noun}{plural}"

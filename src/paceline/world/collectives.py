@@ -150,7 +150,11 @@ class Collectives:
         boxes_by_rank = [_unpickle(data) for data in pickles]
         lists = _join(boxes_by_rank, [sent.aux for sent in arrived.sent], real)
         merged = iter(tensors)
-        return trees.map_leaves(lambda leaf: next(merged) if isinstance(leaf, Tensor) else next(lists), boxed)
+
+        def gathered(leaf: object) -> Any:
+            return next(merged) if isinstance(leaf, Tensor) else next(lists)
+
+        return trees.map_leaves(gathered, boxed)
 
     def reduce(self, tree: Tree, reduction: Reduction = "sum", scale: float = 1.0) -> Tree:
         """Sum or mean over the ranks of each tensor, times `scale`; "none" scales alone.
@@ -296,15 +300,16 @@ class Collectives:
             return obj
         topic = Topic(f"broadcast_object(src={src})")
         is_source = self.rank == src
-        parts = [self._pickle(topic.op, obj)] if is_source else []
-        arrived = exchange.announce(topic, parts)
+        pickled = [self._pickle(topic.op, obj)] if is_source else []
+        arrived = exchange.announce(topic, pickled)
         if arrived.cpu is not None:  # the object fitted into the message
             return obj if is_source else _unpickle(arrived.bytes_of(src))
-        num_bytes = arrived.sent[src].cpu_bytes
-        buffer = parts[0] if is_source else torch.empty(num_bytes, dtype=torch.uint8, device="cpu")
+        if not is_source:  # the message has said how large it is
+            num_bytes = arrived.sent[src].cpu_bytes
+            pickled.append(torch.empty(num_bytes, dtype=torch.uint8, device="cpu"))
         source = dist.get_global_rank(exchange.cpu_group, src)
-        communicate(topic.op, dist.broadcast, buffer, source, group=exchange.cpu_group)
-        return obj if is_source else _unpickle(buffer)
+        communicate(topic.op, dist.broadcast, pickled[0], source, group=exchange.cpu_group)
+        return obj if is_source else _unpickle(pickled[0])
 
     def barrier(self) -> None:
         """Waits until all ranks are here. Work that is queued on an accelerator is not waited for."""
@@ -465,16 +470,13 @@ def _concatenate(
         if real is not None and not (whole_last and number == len(leaves) - 1):
             is_batch = leaf.ndim > 0 and all(sent.rows[number] == sent.aux for sent in arrived.sent)
             kept_rows = _real_rows(rows, real, is_batch)
-        data = torch.empty(0, dtype=torch.uint8, device=leaf.device)
+        parts = [torch.empty(0, dtype=torch.uint8, device=leaf.device)]
         if place is not None:
-            parts = [
-                place.buffer[start : start + count * row_bytes]
-                for start, count in zip(starts, kept_rows, strict=True)
-                if count
-            ]
-            data = torch.cat(parts) if parts else data
-            for rank, count in enumerate(rows):
-                starts[rank] += count * row_bytes
+            for rank, count in enumerate(kept_rows):
+                start = starts[rank]
+                parts.append(place.buffer[start : start + count * row_bytes])
+                starts[rank] += rows[rank] * row_bytes
+        data = torch.cat(parts)
         joined.append(data.view(leaf.dtype).view(sum(kept_rows), *shape))
     return joined
 

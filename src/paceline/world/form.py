@@ -95,7 +95,8 @@ def _key(tree: Tree, leaves: list[Any], exact: bool) -> Any:
     if children is None:
         leaves.append(tree)
         return kind
-    return kind, *(trees.keys(tree) or ()), *[_key(child, leaves, exact) for child in children]
+    keys = trees.keys(tree) or ()
+    return kind, *keys, *[_key(child, leaves, exact) for child in children]
 
 
 def _text(leaf: Tensor, exact: bool) -> str:
@@ -104,7 +105,9 @@ def _text(leaf: Tensor, exact: bool) -> str:
     if sizes and not exact:
         sizes[0] = "*"
     text = f"{dtype_name(leaf)}[{', '.join(sizes)}]"
-    return text if leaf.device.type == "cpu" else f"{text}@{leaf.device.type}"
+    if leaf.device.type == "cpu":
+        return text
+    return f"{text}@{leaf.device.type}"
 
 
 def _kind(leaf: object) -> str:

@@ -77,12 +77,15 @@ class Mesh:
 
         `along("tp")` is 1-D, `along("replicate", ("shard", "cp"))` is 2-D. Ranks: all, the first time.
         """
-        parts = [self._flat(axis if isinstance(axis, tuple) else (axis,)) for axis in axes]
+        parts = []
+        for axis in axes:
+            parts.append(self._flat(axis if isinstance(axis, tuple) else (axis,)))
         return parts[0] if len(parts) == 1 else concatenated(parts)
 
     def _flat(self, axes: tuple[str, ...]) -> DeviceMesh:
         """The 1-D mesh of axes that count as one; axes of one rank are left out of its name."""
-        used = tuple(axis for axis in axes if self.layout.size(axis) > 1) or axes[:1]
+        used = tuple(axis for axis in axes if self.layout.size(axis) > 1)
+        used = used or axes[:1]
         if len(used) == 1:
             return self.device_mesh[used[0]]
         if used not in self._flattened:

@@ -192,16 +192,20 @@ def split_part(inputs: Any, rank: int, size: int, pad: bool = False) -> Any:
         return inputs
     share, extra = divmod(len(inputs), size)
     start = rank * share + min(rank, extra)
-    rows = list(range(start, start + share + (rank < extra)))
-    if pad and len(inputs):
-        rows += [rows[-1] if rows else len(inputs) - 1] * (share + (extra > 0) - len(rows))
+    has_extra = rank < extra
+    count = share + has_extra
+    rows = list(range(start, start + count))
+    if pad and extra and not has_extra:
+        rows.append(rows[-1] if rows else len(inputs) - 1)
     if isinstance(inputs, (list, tuple)):
         return type(inputs[:0])(inputs[row] for row in rows)
     if type(inputs).__module__.startswith("datasets."):  # a slice of such a dataset is a dict of columns
         return inputs.select(rows)
-    if len(rows) == (rank < extra) + share:
-        return inputs[start : start + len(rows)]
-    return inputs[rows] if hasattr(inputs, "shape") else [inputs[row] for row in rows]
+    if len(rows) == count:  # one after the other: a view will do
+        return inputs[start : start + count]
+    if hasattr(inputs, "shape"):
+        return inputs[rows]
+    return [inputs[row] for row in rows]
 
 
 def _parts(value: object) -> bool:

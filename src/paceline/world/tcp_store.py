@@ -43,7 +43,7 @@ def keep(world: World, store: Store) -> None:
 def connect(world: World, seconds: float) -> Store:
     """The store at the world's address."""
     if not world.address or not world.port:
-        missing = "address" if not world.address else "port"
+        missing = "port" if world.address else "address"
         raise WorldError(
             "rendezvous-address",
             f"{world.size} processes are to work together, but no {missing} is known at which to meet.",
@@ -71,7 +71,9 @@ def connect(world: World, seconds: float) -> Store:
     thread.start()
     thread.join(seconds + 0.01)
     if not outcome or isinstance(outcome[0], RuntimeError):
-        reason = str(outcome[0]).splitlines()[0] if outcome else "something listens there, but it is no store of torch"
+        reason = "something listens there, but it is no store of torch"
+        if outcome:
+            reason = str(outcome[0]).splitlines()[0]
         raise WorldError(
             "rendezvous-unreachable",
             f"rank {world.rank} could not reach rank 0 at {place} within {seconds:g} s.",
@@ -91,7 +93,8 @@ def _connect_to(world: World, seconds: float, outcome: list[Store | RuntimeError
 
 
 def _tcp_store(world: World, seconds: float, *, listens: bool) -> Store:
-    limit, address = timedelta(seconds=seconds), interface.meeting_address(world)
+    limit = timedelta(seconds=seconds)
+    address = interface.meeting_address(world)
     # Left to itself, torch's store listens on all interfaces, and anybody who reaches it may read and change all keys.
     listener = interface.listen(address, world.port or 0) if listens else None
     store: Store = _dist.TCPStore(

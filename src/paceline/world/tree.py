@@ -38,7 +38,11 @@ def map_tensors(fn: Callable[[Tensor], Any], tree: Tree) -> Tree:
     """A copy of `tree` with `fn` applied to each tensor; other leaves stay as they are."""
     if isinstance(tree, Tensor):
         return fn(tree)
-    return map_leaves(lambda leaf: fn(leaf) if isinstance(leaf, Tensor) else leaf, tree)
+
+    def mapped(leaf: Any) -> Any:
+        return fn(leaf) if isinstance(leaf, Tensor) else leaf
+
+    return map_leaves(mapped, tree)
 
 
 def leaves(tree: Tree) -> list[Any]:

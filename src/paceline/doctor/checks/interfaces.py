@@ -22,7 +22,8 @@ def gloo_choice(network: Network) -> Choice:
         wanted = tuple(name.strip() for name in network.gloo_variable.split(","))
         interface_names = {card.name for card in network.interfaces}
         reason = f"GLOO_SOCKET_IFNAME={network.gloo_variable}"
-        return Choice(wanted, reason) if interface_names.issuperset(wanted) else Choice((), reason)
+        all_there = interface_names.issuperset(wanted)
+        return Choice(wanted if all_there else (), reason)
     for address in network.hostname_addresses:
         card = _with_address(network, address)
         if card is not None:
@@ -35,10 +36,15 @@ def nccl_choice(network: Network) -> Choice:
     cards = [card for card in network.interfaces if card.is_up and card.addresses]
     variable = network.nccl_variable
     if variable:
-        excludes, exact = variable.startswith("^"), variable.lstrip("^").startswith("=")
+        # "eth,ib": names that begin so; "=eth0": this very name; "^" before either: all others.
+        excludes = variable.startswith("^")
+        exact = variable.lstrip("^").startswith("=")
         prefixes = tuple(name.strip() for name in variable.lstrip("^=").split(","))
-        matching = [card.name in prefixes if exact else card.name.startswith(prefixes) for card in cards]
-        chosen = [card.name for card, matches in zip(cards, matching, strict=True) if matches != excludes]
+        chosen = []
+        for card in cards:
+            matches = card.name in prefixes if exact else card.name.startswith(prefixes)
+            if matches != excludes:
+                chosen.append(card.name)
         return Choice(tuple(chosen), f"NCCL_SOCKET_IFNAME={variable}")
     groups = {
         "its name begins with ib": [card for card in cards if card.name.startswith("ib")],
@@ -83,13 +89,17 @@ def judge(examination: Examination) -> list[Finding]:
 
 def _fix(examination: Examination, host: str, variable: str, way: str) -> str:
     """A variable, which goes along to all hosts, where the interface has one name on all; else the host's own files."""
-    everywhere = all(way in {card.name for card in facts.network.interfaces} for facts in examination.facts.values())
-    if everywhere:
+    networks = [facts.network for facts in examination.facts.values()]
+    if all(_has_interface(network, way) for network in networks):
         return f"`export {variable}={way}` before `paceline launch`, which takes it along to all hosts"
     network = examination.facts[host].network
     address = next(card.addresses[0] for card in network.interfaces if card.name == way)
     name = network.hostname
     return on(host, examination, f"sudo sed -i '/\\b{name}\\b/d; $ a {address} {name}' /etc/hosts")
+
+
+def _has_interface(network: Network, name: str) -> bool:
+    return any(card.name == name for card in network.interfaces)
 
 
 def _with_address(network: Network, address: str) -> Interface | None:

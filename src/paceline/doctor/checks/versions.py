@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 from paceline.base.version import TORCH_NEWEST
 from paceline.doctor.facts import Examination, Versions
 from paceline.doctor.finding import Check, Finding, listed, on, where_all
 from paceline.world import torch_version
 
-# What hosts must have in common: of Python the first two numbers, since the third changes nothing that travels.
-_COMPARED: Mapping[str, Callable[[Versions], str]] = {
-    "paceline": lambda versions: versions.paceline,
-    "Python": lambda versions: ".".join(versions.python.split(".")[:2]),
-    "torch": lambda versions: versions.torch,
-    "NCCL": lambda versions: versions.nccl or "missing",
-}
+
+def _compared(versions: Versions) -> dict[str, str]:
+    """What hosts must have in common."""
+    major, minor, *_ = versions.python.split(".")  # the third number changes nothing that travels
+    return {
+        "paceline": versions.paceline,
+        "Python": f"{major}.{minor}",
+        "torch": versions.torch,
+        "NCCL": versions.nccl or "missing",
+    }
 
 
 def judge(examination: Examination) -> list[Finding]:
@@ -33,8 +36,8 @@ def judge(examination: Examination) -> list[Finding]:
             what = f"torch cannot be used: {versions.torch_error}"
             fix = on(host, examination, f"{versions.executable} -m pip install --force-reinstall torch")
             findings.append(Finding("problem", "torch-missing", host, what, fix))
-    for name, version_of in _COMPARED.items():
-        findings += _difference(examination, usable, name, version_of)
+    for name in ("paceline", "Python", "torch", "NCCL"):
+        findings += _difference(usable, name)
     findings += _untested(examination, usable)
     if usable and not findings:
         versions = next(iter(usable.values()))
@@ -44,19 +47,21 @@ def judge(examination: Examination) -> list[Finding]:
     return findings
 
 
-def _difference(
-    examination: Examination, usable: Mapping[str, Versions], name: str, version_of: Callable[[Versions], str]
-) -> list[Finding]:
+def _difference(usable: Mapping[str, Versions], name: str) -> list[Finding]:
     """A problem where hosts have several versions of one thing: those count as wrong that fewer hosts have."""
     hosts_by_version: dict[str, list[str]] = {}
     for host, versions in usable.items():
-        hosts_by_version.setdefault(version_of(versions), []).append(host)
+        hosts_by_version.setdefault(_compared(versions)[name], []).append(host)
     if len(hosts_by_version) < 2:
         return []
     # The first of those that most hosts have, so that of two hosts the first one is right.
     right = max(hosts_by_version, key=lambda version: len(hosts_by_version[version]))
-    parts = [f"{version} on {listed(hosts)}" for version, hosts in hosts_by_version.items()]
-    wrong = [host for version, hosts in hosts_by_version.items() if version != right for host in hosts]
+    parts = []
+    wrong = []
+    for version, hosts in hosts_by_version.items():
+        parts.append(f"{version} on {listed(hosts)}")
+        if version != right:
+            wrong += hosts
     executable = usable[wrong[0]].executable
     public = right.partition("+")[0]
     if name == "Python":

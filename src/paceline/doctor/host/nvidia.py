@@ -48,19 +48,13 @@ def parse(text: str, root: Path = Path("/sys/bus/pci/devices")) -> tuple[DeviceH
     """
     devices = []
     for index, gpu in enumerate(ElementTree.fromstring(text).findall("gpu")):
-        counts = gpu.findall("ecc_errors/volatile/*")
-        errors = [_number(row.text) for row in counts if _counts_uncorrected(row.tag)]
-        counted = [number for number in errors if number is not None]
-        pending = [_yes(gpu.findtext("remapped_rows/remapped_row_pending"))]
-        for path in ("retired_pages/pending_retirement", "retired_pages/pending_blacklist"):
-            pending.append(_yes(gpu.findtext(path)))
-        answers = [answer for answer in pending if answer is not None]
+        bus = gpu.findtext("pci/pci_bus_id") or gpu.get("id") or ""
         devices.append(
             DeviceHealth(
                 index,
                 (gpu.findtext("product_name") or "unnamed").strip(),
-                uncorrected_errors=sum(counted) if counted else None,
-                repair_pending=any(answers) if answers else None,
+                uncorrected_errors=_uncorrected_errors(gpu),
+                repair_pending=_repair_pending(gpu),
                 repair_failed=_yes(gpu.findtext("remapped_rows/remapped_row_failure")),
                 slowdowns=_slowdowns(gpu),
                 clock_mhz=_number(gpu.findtext("clocks/sm_clock")),
@@ -68,15 +62,33 @@ def parse(text: str, root: Path = Path("/sys/bus/pci/devices")) -> tuple[DeviceH
                 temperature_c=_number(gpu.findtext("temperature/gpu_temp")),
                 link_width=_number(gpu.findtext("pci/pci_gpu_link_info/link_widths/current_link_width")),
                 max_link_width=_number(gpu.findtext("pci/pci_gpu_link_info/link_widths/max_link_width")),
-                numa_node=_numa_node(root, gpu.findtext("pci/pci_bus_id") or gpu.get("id") or ""),
+                numa_node=_numa_node(root, bus),
             )
         )
     return tuple(devices)
 
 
-def _counts_uncorrected(tag: str) -> bool:
-    # "dram_uncorrectable", "sram_uncorrectable_parity", ...; drivers of older devices have nested counts, left unread.
-    return "uncorrectable" in tag and "threshold" not in tag
+def _uncorrected_errors(gpu: ElementTree.Element) -> int | None:
+    total = None
+    for row in gpu.findall("ecc_errors/volatile/*"):
+        # "dram_uncorrectable", "sram_uncorrectable_parity", ...; drivers of older devices have nested counts, left unread.
+        if "uncorrectable" in row.tag and "threshold" not in row.tag:
+            count = _number(row.text)
+            if count is not None:
+                total = (total or 0) + count
+    return total
+
+
+def _repair_pending(gpu: ElementTree.Element) -> bool | None:
+    paths = (
+        "remapped_rows/remapped_row_pending",
+        "retired_pages/pending_retirement",
+        "retired_pages/pending_blacklist",  # as older drivers call it
+    )
+    answers = {_yes(gpu.findtext(path)) for path in paths}
+    if True in answers:
+        return True
+    return False if False in answers else None
 
 
 def _slowdowns(gpu: ElementTree.Element) -> tuple[str, ...]:

@@ -34,6 +34,7 @@ def detect(env: Mapping[str, str]) -> World | None:
     Raises:
         WorldError: `world-env`, naming each variable that is missing or contradicts another.
     """
+    # By rank or size: that one of them is missing is an error, and no reason to look further.
     names = next((family for family in _FAMILIES if family[0] in env or family[1] in env), None)
     if names is None or _is_srun(env, names):
         return None

@@ -69,15 +69,19 @@ def leave(files: Files) -> None:
     """Removes what this process has written; the last process of a host removes the folder too."""
     for path in (files.stacks, files.asked):
         path.unlink(missing_ok=True)
-    remaining = [path.name for path in files.folder.iterdir()] if files.folder.is_dir() else []
-    if set(remaining) <= {REPORTING}:
+    if not files.folder.is_dir():
+        return
+    remaining = {path.name for path in files.folder.iterdir()}
+    if remaining <= {REPORTING}:
         shutil.rmtree(files.folder, ignore_errors=True)
 
 
 def folder_of_launcher() -> Path | None:
     """The folder that the launcher of this process has named; None where none did, or it has ended."""
     name = env.get(FOLDER)
-    return Path(name) if name and os.path.isdir(name) else None
+    if not name or not os.path.isdir(name):
+        return None
+    return Path(name)
 
 
 def _appending(path: Path) -> int:

@@ -93,7 +93,8 @@ def in_one_sentence(groups: Sequence[Group]) -> str:
     """For a journal, and for the error of a run that is ended: "ranks 0-2 in all_reduce at train.py:88, rank 3 ..."."""
     parts = [f"{ranks_text(group.ranks)} {group.brief}" for group in groups]
     still_s = max((group.still_s for group in groups), default=0.0)
-    return ", ".join(parts) + (f" for {still_s:.0f} s" if still_s >= 1 else "")
+    duration = f" for {still_s:.0f} s" if still_s >= 1 else ""
+    return f"{', '.join(parts)}{duration}"
 
 
 def short_report(headline: str, groups: Sequence[Group], footer: Sequence[str]) -> str:
@@ -132,7 +133,9 @@ def ranks_text(ranks: Sequence[int]) -> str:
             spans[-1][1] = rank
         else:
             spans.append([rank, rank])
-    texts = [f"{first}-{last}" if first != last else f"{first}" for first, last in spans]
+    texts = []
+    for first, last in spans:
+        texts.append(str(first) if first == last else f"{first}-{last}")
     return f"{len(ranks)} ranks ({', '.join(texts)})"
 
 

@@ -20,7 +20,8 @@ def state(pid: int) -> str:
 def cpu_s(pid: int) -> float:
     """Seconds that a process has computed, in all its threads, and in those of its children that it has waited for."""
     fields = _stat(pid)
-    return sum(int(ticks) for ticks in fields[11:15]) / _TICKS if fields else 0.0
+    ticks = map(int, fields[11:15])  # user, system, and the same of children
+    return sum(ticks) / _TICKS
 
 
 def tree_cpu_s(pid: int) -> float:
