@@ -88,15 +88,21 @@ def _training(accelerator: Accelerator) -> list[tuple[bool, str]]:
         torch.nn.functional.mse_loss(alone(x), y).backward()
         accelerator.backward(torch.nn.functional.mse_loss(model(mine), wanted))
         pairs = zip(alone.parameters(), accelerator.unwrap_model(model).parameters(), strict=True)
-        worst = max([worst, *((a.grad - b.grad.cpu()).abs().max().item() for a, b in pairs)])
+        worst = max([worst, *(_difference(own.grad, divided.grad) for own, divided in pairs)])
         plain.step()
         optimizer.step()
     pairs = zip(alone.parameters(), accelerator.unwrap_model(model).parameters(), strict=True)
-    apart = max((a - b.cpu()).abs().max().item() for a, b in pairs)
+    apart = max(_difference(own, divided) for own, divided in pairs)
     return [
         (worst <= TOLERANCE, f"gradients: {count} processes and one differ by {worst:.1e} at most"),
         (apart <= TOLERANCE, f"weights: after an epoch they differ by {apart:.1e} at most"),
     ]
+
+
+def _difference(expected: Any, actual: Any) -> float:
+    """The largest difference of two tensors, of which the second may be on a device."""
+    difference = (expected - actual.cpu()).abs()
+    return float(difference.max())
 
 
 def _model() -> Any:

@@ -63,7 +63,8 @@ def _of_dialect(parser: Parser, word: str) -> Problem | None:
     if "--procs" not in parser.options:
         return None
     flag, _, value = word.partition("=")
-    verdict = judged(Given(flag.lstrip("-").replace("-", "_"), value or "true", "command line", flag))
+    name = flag.lstrip("-").replace("-", "_")
+    verdict = judged(Given(name, value or "true", "command line", flag))
     return verdict if isinstance(verdict, Problem) else None
 
 
@@ -102,8 +103,9 @@ def _listed_name(parser: Parser, flag: str) -> str:
 
 def _value_after(words: Sequence[str], flag: str) -> str:
     """The word after a flag, where it looks like the flag's value: no flag and no script."""
-    place = list(words).index(flag) if flag in words else len(words)
-    after = words[place + 1] if place + 1 < len(words) else ""
+    if flag not in words[:-1]:
+        return ""
+    after = words[words.index(flag) + 1]
     is_script = after.endswith(".py") or Path(after).is_file()
     return "" if after.startswith("-") or is_script else after
 

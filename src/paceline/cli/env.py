@@ -53,11 +53,14 @@ def facts() -> dict[str, dict[str, Any]]:
         path = dialect.default_file(env)
         if path is not None:
             files[dialect.name] = path
+    shown_files = {}
+    for name, path in files.items():
+        shown_files[name] = str(path) if path.is_file() else f"{path} (none)"
     return {
         "versions": _versions(),
         "devices": _devices(),
         "this process": _world(),
-        "config files": {name: f"{path}{'' if path.is_file() else ' (none)'}" for name, path in files.items()},
+        "config files": shown_files,
         "variables": relevant(env),
     }
 
@@ -65,15 +68,15 @@ def facts() -> dict[str, dict[str, Any]]:
 def relevant(env: dict[str, str]) -> dict[str, str]:
     """Variables that can change a run, sorted, without secrets."""
     rows = environment.TABLE
-    variables = {
-        *rows,
-        *(name for setting in settings_of().values() for name in (setting.variable, *setting.other_variables)),
-    }
+    variables = set(rows)
+    for setting in settings_of().values():
+        variables.update([setting.variable, *setting.other_variables])
     shown = {}
     for name in sorted(env):
         if name in variables or name.startswith(PREFIXES):
-            secret = rows[name].secret if name in rows else bool(_SECRET.search(name))
-            shown[name] = "(hidden)" if secret else _LOGIN.sub("(hidden)@", env[name])
+            is_secret = rows[name].secret if name in rows else _SECRET.search(name)
+            # A URL may hold a user and a password.
+            shown[name] = "(hidden)" if is_secret else _LOGIN.sub("(hidden)@", env[name])
     return shown
 
 

@@ -24,7 +24,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Prints what `paceline launch` with the same options would use."""
     for dialect in dialects():
-        path = getattr(args, dialect.name) if dialect.explains else None
+        if not dialect.explains:
+            continue
+        path = getattr(args, dialect.name)
         if path is not None:
             print(dialect.explain(path, schema.given(args), as_json=args.json, changed=args.changed))
             return 0

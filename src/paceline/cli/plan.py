@@ -96,8 +96,8 @@ def run(args: argparse.Namespace) -> int:
 def _notice_misplaced(launch: Launch, words: Sequence[str]) -> None:
     """Says that a flag behind the script is the script's: a plan for another number of ranks would be believed."""
     sizes = {"procs", "nodes", "zero", *AXES}
-    default = [row.field for row in launch.decisions if row.source == "default" and row.field in sizes]
-    misplaced = flag_for_script(words, [f"--{name}" for name in default])
+    not_given = sizes - launch.given.keys()
+    misplaced = flag_for_script(words, [f"--{name}" for name in not_given])
     if misplaced:
         say(f"`{misplaced}` stands after the script, which gets it; write it before the script to plan with it.")
 
@@ -116,12 +116,12 @@ def _split(given: Sequence[Given]) -> tuple[list[Given], list[str]]:
 
 def _opened(launch: Launch, asked: Sequence[str], everything: bool) -> tuple[str, ...]:
     """The settings that are to be chosen."""
-    left = {choice.field for choice in launch.decisions if choice.source == "default"}
     chosen = set(asked)
     if everything:
-        chosen |= left
+        chosen |= set(searched_settings()) - launch.given.keys()
     elif chosen:
-        chosen |= left & {"replicate", "shard", "zero"}  # they are auto by themselves, and divide the same ranks
+        # They are auto by themselves, and divide the same ranks.
+        chosen |= {"replicate", "shard", "zero"} - launch.given.keys()
     return tuple(name for name in searched_settings() if name in chosen)
 
 
@@ -206,10 +206,11 @@ def _predict(
     local = int(settings.procs)
     _, nodes = range_of_nodes(settings.nodes)  # as many as may take part
     computes_on = device or here
+    is_accelerated = computes_on is not None and not computes_on.name.startswith("cpu")
     simulated = SimulatedWorld(
         world_size=local * nodes,
         local_size=local,
-        accelerated=computes_on is not None and not computes_on.name.startswith("cpu"),
+        accelerated=is_accelerated,
         compat=settings.compat or "",
         memory=device.usable if device is not None else 0,
     )

@@ -41,11 +41,12 @@ def run(args: argparse.Namespace) -> int:
         listener = host.listen_at(args.address, args.port) if args.address else host.hold_port(args.port)
         listener.listen(128)
     except (OSError, OverflowError) as error:
+        reason = getattr(error, "strerror", None) or error
         place = f"{args.address or 'any address'}, port {args.port}"
         raise LaunchError(
             "launch-port",
             f"the store cannot listen at {place}.",
-            why=str(getattr(error, "strerror", None) or error).lower(),
+            why=str(reason).lower(),
             fix="give another --port, an --address of this host, or end the program that listens there",
         ) from None
     port = listener.getsockname()[1]

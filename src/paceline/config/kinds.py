@@ -109,7 +109,8 @@ def one_of(*words: str) -> Kind:
             raise ValueError(text)
         return text.lower()
 
-    expected = " or ".join([", ".join(words[:-1]), words[-1]] if words[1:] else words)
+    *first, last = words
+    expected = f"{', '.join(first)} or {last}" if first else last
     return Kind(expected, parse, "|".join(words))
 
 

@@ -140,11 +140,11 @@ def translate(given: Sequence[Given]) -> tuple[Given, ...]:
 
 def from_env(env: Mapping[str, str]) -> tuple[Given, ...]:
     """torchrun's own variables for its flags, PET_NNODES and those alike, which Kubeflow gives to each pod."""
-    given = [
-        Given(name, env[f"PET_{name.upper()}"], "environment", f"PET_{name.upper()}")
-        for name in _IN_PODS
-        if env.get(f"PET_{name.upper()}")
-    ]
+    given = []
+    for name in _IN_PODS:
+        variable = f"PET_{name.upper()}"
+        if env.get(variable):
+            given.append(Given(name, env[variable], "environment", variable))
     return translate(given)
 
 

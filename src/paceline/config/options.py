@@ -11,6 +11,7 @@ A single value stays text, as it does for settings, and the strategy reads it; a
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from paceline.base.errors import ConfigError, Problem, short_repr
@@ -36,7 +37,7 @@ def read(given: Given) -> Iterator[Given | Problem]:
     elif isinstance(given.value, Mapping):
         for strategy, values in given.value.items():
             if not isinstance(values, Mapping):
-                yield _wrong(f"{NAME}.{strategy}", given, "a mapping of its options", values)
+                yield _wrong(f"{NAME}.{strategy}", replace(given, value=values), "a mapping of its options")
                 continue
             for option, value in values.items():
                 yield Given(f"{NAME}.{strategy}.{option}", value, given.source, given.where)
@@ -160,10 +161,9 @@ def _place(node: yaml.Node, file: str) -> str:
     return file.rstrip(":") if file.endswith(":") else f"{file}:{node.start_mark.line + 1}"
 
 
-def _wrong(name: str, given: Given, expected: str, value: object = None) -> Problem:
-    return Problem(
-        "config-value",
-        f"{name} cannot be {short_repr(given.value if value is None else value)}.",
-        f"it comes from {given.where}; expected: {expected}",
-        f"write it as {_FORM}" if given.source == "command line" else "write it so, or leave it out",
-    )
+def _wrong(name: str, given: Given, expected: str) -> Problem:
+    fix = "write it so, or leave it out"
+    if given.source == "command line":
+        fix = f"write it as {_FORM}"
+    what = f"{name} cannot be {short_repr(given.value)}."
+    return Problem("config-value", what, f"it comes from {given.where}; expected: {expected}", fix)

@@ -73,12 +73,18 @@ class Setting:
     @property
     def aliases(self) -> list[str]:
         """Other libraries' names for it, as flag and as file key."""
-        return [alias for dialect in dialects() for alias, name in dialect.aliases.items() if name == self.name]
+        aliases: list[str] = []
+        for dialect in dialects():
+            aliases += [alias for alias, name in dialect.aliases.items() if name == self.name]
+        return aliases
 
     @property
     def other_variables(self) -> list[str]:
         """Other libraries' environment variables for it; its own comes before them."""
-        return [variable for dialect in dialects() for variable, name in dialect.variables.items() if name == self.name]
+        variables: list[str] = []
+        for dialect in dialects():
+            variables += [variable for variable, name in dialect.variables.items() if name == self.name]
+        return variables
 
 
 def own_name(name: str) -> str:

@@ -147,7 +147,9 @@ def _from_code(code: Mapping[str, Any], plan: Any, options: object, problems: li
     for name, value in code.items():
         if value is not None:
             given.append(Given(name, value, "code", f"Accelerator({IN_CODE.get(name, name)}=...)"))
-    problems += [_unknown(value) for value in given if not (_of_run(value.name) or known_by_a_dialect(value))]
+    for value in given:
+        if not _of_run(value.name) and not known_by_a_dialect(value):
+            problems.append(_unknown(value))
     return given
 
 
@@ -215,22 +217,7 @@ def resolve_launch(flags: Sequence[Given] = (), env: Mapping[str, str] | None = 
     env = environment.snapshot() if env is None else env
     problems: list[Problem] = []
     unused: list[Choice] = []
-    given: list[Given] = []
-    together = Translation()
-    for dialect in dialects():
-        together.add(dialect.from_flags(flags))
-    given += together.given
-    unused += together.unused
-    problems += together.problems
-    for flag in flags:
-        if own_name(flag.name) or known_by_a_dialect(flag):
-            given.append(flag)
-        elif flag.name not in together.consumed:
-            verdict = launchers.refusal(flag) or judged(flag) or _unknown(flag)
-            if isinstance(verdict, Problem):
-                problems.append(verdict)
-            else:
-                unused.append(verdict)
+    given = _from_flags(flags, unused, problems)
     given += launchers.from_env(env)
     given += _from_env(env, *launch_classes(), RunSettings)
     path = _file_for(given, env, search)
@@ -264,6 +251,26 @@ def resolve_launch(flags: Sequence[Given] = (), env: Mapping[str, str] | None = 
         variables,
         cluster,
     )
+
+
+def _from_flags(flags: Sequence[Given], unused: list[Choice], problems: list[Problem]) -> list[Given]:
+    """What stood on the command line; first what flags of other libraries mean only together."""
+    together = Translation()
+    for dialect in dialects():
+        together.add(dialect.from_flags(flags))
+    given = list(together.given)
+    unused += together.unused
+    problems += together.problems
+    for flag in flags:
+        if own_name(flag.name) or known_by_a_dialect(flag):
+            given.append(flag)
+        elif flag.name not in together.consumed:
+            verdict = launchers.refusal(flag) or judged(flag) or _unknown(flag)
+            if isinstance(verdict, Problem):
+                problems.append(verdict)
+            else:
+                unused.append(verdict)
+    return given
 
 
 def hand_over(decisions: Iterable[Choice]) -> str:
@@ -418,7 +425,10 @@ def _bad_value(given: Given, expected: str, default: object) -> Problem:
 
 def _notices(unused: Sequence[Choice]) -> list[str]:
     """What dialects say of values that their `translate` found to be without effect."""
-    return [notice for dialect in dialects() for notice in dialect.notices(unused)]
+    notices: list[str] = []
+    for dialect in dialects():
+        notices += dialect.notices(unused)
+    return notices
 
 
 def _raise(problems: Sequence[Problem]) -> None:

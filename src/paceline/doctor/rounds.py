@@ -69,4 +69,6 @@ def sizes(slowest: float | None, has_devices: bool) -> list[int]:
     if slowest is None:
         return list(candidates)
     # A ring carries each byte twice over each link.
-    return [size for size in candidates if 2 * size / max(slowest, 1.0) <= _LONGEST_S] or [candidates[0]]
+    most = _LONGEST_S * max(slowest, 1.0) / 2
+    in_time = [size for size in candidates if size <= most]
+    return in_time or [candidates[0]]

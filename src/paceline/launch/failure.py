@@ -33,22 +33,15 @@ def first_failure(
     if all(worker.failed_at() is None for worker in workers):
         return None
     until = time.monotonic() + _SETTLE_S
+    # A list: each of them is to be looked at, since a look is what tells when it ended.
     while time.monotonic() < until and any([worker.poll() is None for worker in workers]):
         pause(0.01)
-    failed: list[Worker] = []
-    failed_at: dict[int, float] = {}  # by pid
-    for worker in workers:
-        at = worker.failed_at()
-        if at is not None:
-            failed.append(worker)
-            failed_at[worker.pid] = at
-
-    def order(worker: Worker) -> tuple[bool, float]:
-        # Nobody is killed because a peer has failed, but many a peer fails because somebody is killed.
-        return worker.code != -signal.SIGKILL, failed_at[worker.pid]
-
-    first = min(failed, key=order)
-    leaving_s = max(core_s, _LEAVING_S) if _CRASHED in first.report_text() else _LEAVING_S
+    failures = _failures(workers)
+    first, first_at = min(failures, key=_order)
+    failed = [worker for worker, _ in failures]
+    leaving_s = _LEAVING_S
+    if _CRASHED in first.report_text():
+        leaving_s = max(core_s, _LEAVING_S)
     while first.poll() is None and first.failing_s() < leaving_s:
         pause(0.01)
     # It names a rank that is on its way out, and whose exit code is wanted: rank 0 stays a moment for its store.
@@ -80,10 +73,26 @@ def first_failure(
         node,
         first.pid,
         code,
-        at=failed_at[first.pid],
+        at=first_at,
         report=report,
         later=tuple(later),
     )
+
+
+def _failures(workers: list[Worker]) -> list[tuple[Worker, float]]:
+    """The workers that have failed, each with when that was (seconds since the epoch)."""
+    failures = []
+    for worker in workers:
+        at = worker.failed_at()
+        if at is not None:
+            failures.append((worker, at))
+    return failures
+
+
+def _order(failure: tuple[Worker, float]) -> tuple[bool, float]:
+    """Which failure caused which: nobody is killed because a peer has failed, but many a peer fails as somebody is killed."""
+    worker, at = failure
+    return worker.code != -signal.SIGKILL, at
 
 
 def _left_before(first: Worker, until: float, workers: list[Worker]) -> Worker | None:

@@ -44,18 +44,8 @@ def job_of(settings: Launch, script: str, args: Sequence[str], env: Mapping[str,
         )
     notices: list[str] = []
     accelerators = _accelerators(settings)
-    procs = launch.procs
-    if isinstance(procs, str):  # "auto"
-        procs = launch.gpus_per_node or max(accelerators.count, 1)
-    misplaced = flag_for_script(args, _WIDTH_FLAGS)
-    if misplaced and "procs" not in settings.given:
-        corrected = shlex.join(["paceline", "launch", *misplaced.split(), script])
-        notices.append(
-            f"{procs} process{'es' * (procs > 1)}, as `{misplaced}` stands after the script, which gets it; "
-            f"for more processes write it before the script: `{corrected}`."
-        )
-    elif launch.procs == "auto" and not launch.gpus_per_node and not accelerators.count:
-        notices.append("1 process, as there is no accelerator; `--procs 2` starts two on the CPU.")
+    target = target_of(launch, script, args)
+    procs = _procs(settings, accelerators, target, notices)
     cores = _cores(settings, procs)
     variables = {**settings.hand_over(), **_threads(settings, procs, env, notices, cores)}
     if launch.gpu_ids != "all":
@@ -68,7 +58,7 @@ def job_of(settings: Launch, script: str, args: Sequence[str], env: Mapping[str,
     if not watch and (launch.watch or launch.metrics_port is not None):
         watch = NEW_FOLDER
     job = Job(
-        target_of(launch, script, args),
+        target,
         procs=procs,
         nodes=place.nodes,
         least=least if least < place.nodes else 0,
@@ -98,6 +88,24 @@ def job_of(settings: Launch, script: str, args: Sequence[str], env: Mapping[str,
         metrics_port=launch.metrics_port,
     )
     return job, notices
+
+
+def _procs(settings: Launch, accelerators: host.Accelerators, target: Target, notices: list[str]) -> int:
+    """Processes of this node; says why where somebody may have meant more."""
+    launch = settings.launch
+    procs = launch.procs
+    if isinstance(procs, str):  # "auto"
+        procs = launch.gpus_per_node or max(accelerators.count, 1)
+    misplaced = flag_for_script(target.args, _WIDTH_FLAGS)
+    if misplaced and "procs" not in settings.given:
+        corrected = shlex.join(["paceline", "launch", *misplaced.split(), target.name])
+        notices.append(
+            f"{procs} process{'es' * (procs > 1)}, as `{misplaced}` stands after the script, which gets it; "
+            f"for more processes write it before the script: `{corrected}`."
+        )
+    elif launch.procs == "auto" and not launch.gpus_per_node and not accelerators.count:
+        notices.append("1 process, as there is no accelerator; `--procs 2` starts two on the CPU.")
+    return procs
 
 
 def target_of(launch: LaunchSettings, script: str, args: Sequence[str]) -> Target:

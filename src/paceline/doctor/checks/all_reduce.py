@@ -44,7 +44,9 @@ def bus_bandwidth(result: AllReduces) -> float:
 
 def _common_way(examination: Examination) -> str:
     """The interface by which the hosts reach each other."""
-    ways = [card for facts in examination.facts.values() for _, card in facts.network.routes]
+    ways: list[str] = []
+    for facts in examination.facts.values():
+        ways += [card for _, card in facts.network.routes]
     return max(ways, key=ways.count, default="INTERFACE")
 
 

@@ -66,7 +66,9 @@ def _common_host(examination: Examination, expected: float) -> str:
 def _expected(examination: Examination, link: Link, fastest: float) -> float:
     """What a link should carry: as much as the fastest one, or what its own interfaces have agreed on."""
     speed = _speed(examination, link)
-    return max(fastest, min(speed, _MEASURABLE) * _WARNING) if speed is not None else fastest
+    if speed is None:
+        return fastest
+    return max(fastest, min(speed, _MEASURABLE) * _WARNING)
 
 
 def _speed(examination: Examination, link: Link) -> float | None:
@@ -74,19 +76,21 @@ def _speed(examination: Examination, link: Link) -> float | None:
     speeds = []
     for host, other in ((link.source, link.target), (link.target, link.source)):
         facts = examination.facts.get(host)
-        cards = {card.name: card for card in facts.network.interfaces} if facts is not None else {}
-        routes = dict(facts.network.routes) if facts is not None else {}
-        card = cards.get(routes.get(other, ""))
-        if card is not None and card.speed_mbit is not None:
-            speeds.append(card.speed_mbit * 1e6 / 8)
+        if facts is None:
+            continue
+        way = dict(facts.network.routes).get(other)
+        for card in facts.network.interfaces:
+            if card.name == way and card.speed_mbit is not None:
+                speeds.append(card.speed_mbit * 1e6 / 8)
     return min(speeds, default=None)
 
 
 def _interface(examination: Examination, link: Link, host: str) -> str:
     other = link.source if host == link.target else link.target
     facts = examination.facts.get(host)
-    routes = dict(facts.network.routes) if facts is not None else {}
-    return routes.get(other, "INTERFACE")
+    if facts is None:
+        return "INTERFACE"
+    return dict(facts.network.routes).get(other, "INTERFACE")
 
 
 CHECK = Check("links", judge)

@@ -47,8 +47,9 @@ def _wrong(examination: Examination, host: str, lookups: tuple[Lookup, ...]) -> 
     for lookup in lookups:
         if not _is_name(examination, lookup):
             continue
-        cards = examination.facts[lookup.host].network.interfaces
-        own = [address for card in cards for address in card.addresses]
+        own: list[str] = []
+        for card in examination.facts[lookup.host].network.interfaces:
+            own += card.addresses
         if own and lookup.answer not in own:
             what = f"the name {lookup.question} has the address {lookup.answer} here, and {lookup.host} has "
             what += listed(own)

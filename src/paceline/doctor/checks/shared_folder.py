@@ -60,8 +60,9 @@ def _faults(examination: Examination, sharing: dict[str, FolderUse]) -> list[Fin
         if use.seen_after_s is not None and use.seen_after_s > _LATE_S:
             what = f"{folder}: files of other hosts are seen {seconds(use.seen_after_s)} late"
             findings.append(Finding("warning", "folder-late", host, what, elsewhere))
-        slow = [rate for rate in (use.write_bytes_per_s, use.read_bytes_per_s) if rate and rate < _SLOW_BYTES_PER_S]
-        if slow or (use.fsync_s or 0.0) > _SLOW_SYNC_S:
+        rates = [rate for rate in (use.write_bytes_per_s, use.read_bytes_per_s) if rate]
+        is_slow = min(rates, default=_SLOW_BYTES_PER_S) < _SLOW_BYTES_PER_S
+        if is_slow or (use.fsync_s or 0.0) > _SLOW_SYNC_S:
             findings.append(Finding("warning", "folder-slow", host, f"{folder}: {_speed(use)}", elsewhere))
     return findings
 

@@ -168,8 +168,9 @@ def file_system(folder: str, mounts: Path) -> str:
     except OSError:
         return ""
     for line in lines:
-        # The list writes a space in a path as \040.
-        point, name = line.replace("\\040", " ").rsplit(" ", 4)[0].partition(" ")[2], line.split(" ")[2]
+        # "device point kind options 0 0", where a space in a path is \040.
+        _, point, name, *_ = line.split(" ")
+        point = point.replace("\\040", " ")
         inside = real == point or real.startswith(point.rstrip("/") + "/")
         if inside and len(point) >= longest:
             longest, kind = len(point), name
@@ -177,4 +178,7 @@ def file_system(folder: str, mounts: Path) -> str:
 
 
 def _why(error: OSError) -> str:
-    return cut(f"{(error.strerror or str(error)).lower()}: {error.filename or ''}".rstrip(": "), 300)
+    reason = (error.strerror or str(error)).lower()
+    if error.filename:
+        reason += f": {error.filename}"
+    return cut(reason, 300)

@@ -202,7 +202,9 @@ def rate(arrived: Sequence[tuple[float, int]]) -> float:
     warm = [piece for piece in arrived if piece[0] > begun]
     before = [at for at, _ in arrived if at <= begun]
     duration = last - before[-1]
-    return sum(size for _, size in warm) / duration if duration > 0 else 0.0
+    if duration <= 0:
+        return 0.0
+    return sum(size for _, size in warm) / duration
 
 
 def _receive(peer: socket.socket, count: int) -> bytes:

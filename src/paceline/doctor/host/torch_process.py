@@ -12,6 +12,7 @@ import sys
 import time
 from dataclasses import asdict
 from datetime import timedelta
+from itertools import permutations
 from typing import TYPE_CHECKING, Any
 
 from paceline.base.errors import cut
@@ -71,7 +72,7 @@ def _no_peer_access(module: Any, count: int) -> tuple[tuple[int, int], ...]:
     can_access = getattr(module, "can_device_access_peer", None)
     if can_access is None:
         return ()
-    pairs = [(first, other) for first in range(count) for other in range(count) if first != other]
+    pairs = permutations(range(count), 2)
     return tuple(pair for pair in pairs if not can_access(*pair))
 
 
