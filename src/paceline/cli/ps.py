@@ -29,7 +29,8 @@ def run(args: argparse.Namespace) -> int:
         print(json.dumps(rows, indent=2, allow_nan=False))
         return 0
     if not rows:
-        print("no run" + ("" if args.all else " in the last day") + "; `paceline launch script.py` starts one")
+        when = "" if args.all else " in the last day"
+        print(f"no run{when}; `paceline launch script.py` starts one")
         return 0
     print(*lined_up([_COLUMNS, *map(_cells, rows)]), sep="\n")
     return 0
@@ -42,9 +43,14 @@ def _chosen(everything: bool) -> list[Any]:
     runs = registered_runs()
     if everything:
         return runs
-    going = [entry for entry in runs if entry.state == "running"]
-    others = [entry for entry in runs if entry.state != "running" and entry.started > time.time() - _RECENT_S]
-    return [*going, *others[:_MOST_ENDED]]
+    running = []
+    recent = []
+    for entry in runs:
+        if entry.state == "running":
+            running.append(entry)
+        elif entry.started > time.time() - _RECENT_S:
+            recent.append(entry)
+    return [*running, *recent[:_MOST_ENDED]]
 
 
 def _row(entry: Any) -> dict[str, Any]:
@@ -53,12 +59,16 @@ def _row(entry: Any) -> dict[str, Any]:
 
     row = {**asdict(entry), "state": entry.state}
     row |= {"step": None, "total": None, "steps_per_s": None}
-    snapshot = latest(Path(entry.watch)) if entry.watch else None
-    if snapshot is not None:
-        row["step"], row["total"] = snapshot["progress"]["step"], snapshot["progress"]["total"]
-        row["steps_per_s"] = snapshot["speed"]["recent"]["steps_per_s"] if entry.state == "running" else None
-        if entry.state == "running" and snapshot["state"] == "stuck":
-            row |= {"state": "stuck", "steps_per_s": None}
+    if not entry.watch:
+        return row
+    snapshot = latest(Path(entry.watch))
+    if snapshot is None:
+        return row
+    row |= {"step": snapshot["progress"]["step"], "total": snapshot["progress"]["total"]}
+    if entry.state == "running" and snapshot["state"] == "stuck":
+        row["state"] = "stuck"
+    elif entry.state == "running":
+        row["steps_per_s"] = snapshot["speed"]["recent"]["steps_per_s"]
     return row
 
 
@@ -70,7 +80,9 @@ def _cells(row: dict[str, Any]) -> tuple[str, ...]:
     if row["total"]:
         step += f"/{row['total']:,}"
     rate = "" if row["steps_per_s"] is None else f"{row['steps_per_s']:.3g} steps/s"
-    procs = str(row["procs"]) + (f" x {row['nodes']}" if row["nodes"] > 1 else "")
+    procs = str(row["procs"])
+    if row["nodes"] > 1:
+        procs += f" x {row['nodes']}"
     folder = row["watch"] or f"{row['directory']} (not watched)"
     if row["watch"] and row["step"] is None:
         folder += " (removed)" if not Path(folder).is_dir() else " (cannot be read)"
@@ -79,5 +91,6 @@ def _cells(row: dict[str, Any]) -> tuple[str, ...]:
 
 def _moment(started: float) -> str:
     """A time of today, or a date."""
-    then, now = time.localtime(started), time.localtime()
-    return time.strftime("%H:%M" if then[:3] == now[:3] else "%Y-%m-%d", then)
+    then = time.localtime(started)
+    is_today = then[:3] == time.localtime()[:3]
+    return time.strftime("%H:%M" if is_today else "%Y-%m-%d", then)

@@ -58,10 +58,13 @@ def _text(path: str) -> str:
     try:
         text = limits.read_text(Path(path).expanduser(), f"the config file {path}")
     except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
+        reason = "it is not UTF-8 text"
+        if isinstance(error, OSError):
+            reason = error.strerror or str(error)
         fix = "`paceline config --output FILE` writes one; or name another with --config"
-        raise ConfigError("config-file", f"the config file {path} cannot be read.", reason or str(error), fix) from None
-    return text.expandtabs() if path.endswith(".json") else text  # YAML takes no tabs between tokens, JSON does
+        raise ConfigError("config-file", f"the config file {path} cannot be read.", reason, fix) from None
+    # YAML takes no tabs between tokens, JSON does.
+    return text.expandtabs() if path.endswith(".json") else text
 
 
 def _parse(path: str, text: str) -> yaml.MappingNode | None:
@@ -139,7 +142,8 @@ def _read_key(path: str, name: str, node: yaml.Node, where: str, content: Conten
         return
     value = Given(name, None if options.is_null(node) else options.value_of(node), "file", where)
     if known_by_a_dialect(value):
-        content.given += [value] if value.value is not None else []
+        if value.value is not None:
+            content.given.append(value)
         return
     text = node.value if isinstance(node, yaml.ScalarNode) else f"a {_kind(node)}"
     verdict = judged(Given(name, text, "file", where))
@@ -158,7 +162,8 @@ def _read_setting(name: str, node: yaml.Node, where: str, content: Content) -> N
     if isinstance(node, yaml.ScalarNode):
         content.given.append(Given(name, node.value, "file", where))
     elif isinstance(node, yaml.SequenceNode) and all(isinstance(item, yaml.ScalarNode) for item in node.value):
-        content.given.append(Given(name, ",".join(item.value for item in node.value), "file", where))
+        joined = ",".join(item.value for item in node.value)
+        content.given.append(Given(name, joined, "file", where))
     else:
         expected = settings_of()[own_name(name)].kind.expected
         why, fix = f"it comes from {where}; expected: {expected}", f"write `{name}: VALUE` on one line"

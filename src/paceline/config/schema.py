@@ -83,8 +83,7 @@ def _add_option(group: argparse._ArgumentGroup, setting: Setting, *, listed: boo
     is_switch = setting.kind is YES_NO
     text = argparse.SUPPRESS
     if listed:
-        default = "not set" if setting.default in (None, "", {}) else shown_value(setting.default)
-        text = f"{setting.doc} [{default}]".replace("%", "%%")
+        text = f"{setting.doc} [{_shown_default(setting) or 'not set'}]".replace("%", "%%")
     options: dict[str, Any] = {"action": _Note, "name": setting.name}
     options |= {"nargs": 0, "const": "true"} if is_switch else {"metavar": setting.kind.metavar}
     group.add_argument(*shown, help=text, **options)
@@ -142,6 +141,10 @@ def shown_value(value: object) -> str:
     return "" if value is None else str(value)
 
 
+def _shown_default(setting: Setting) -> str:
+    return "" if setting.default == {} else shown_value(setting.default)
+
+
 def lined_up(rows: Sequence[Sequence[str]], indent: str = "") -> list[str]:
     """Lines of a table for the terminal, its columns lined up."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
@@ -171,7 +174,8 @@ def table(*classes: type) -> str:
         lines += ["", f"### {group[0].upper()}{group[1:]}", ""]
         lines += ["| setting | default | values | what it does | also |", "|---|---|---|---|---|"]
         for setting in settings:
-            default = "not set" if setting.default in (None, "", {}) else f"`{shown_value(setting.default)}`"
+            default = _shown_default(setting)
+            default = f"`{default}`" if default else "not set"
             also = [f"`--{alias}`" for alias in setting.aliases]
             also += [f"`{variable}`" for variable in setting.other_variables]
             if setting.short:

@@ -71,24 +71,24 @@ def cut_off(lost: str, here: int, before: int, store: str = "") -> Problem:
 
 def unanswered(join_timeout_s: float, answers: Mapping[Place, str]) -> Problem:
     """No run was found."""
-    answers_shown = ", ".join(f"{place[0]}:{place[1]} {_ANSWERS.get(how, how)}" for place, how in answers.items())
+    shown = [f"{address}:{port} {_ANSWERS.get(how, how)}" for (address, port), how in answers.items()]
+    asked = ", ".join(shown) or "this host"
     return Problem(
         "launch-address",
         f"node 0 does not answer within {join_timeout_s:g} s.",
-        f"--main-address, --main-port: {answers_shown or 'this host'}",
+        f"--main-address, --main-port: {asked}",
         "start node 0 too, let its firewall pass that port, or wait longer with --rdzv-conf timeout=600",
     )
 
 
 def other_secret(answers: Mapping[Place, str]) -> Problem | None:
     """The launchers that answer all have another secret than this one; None where they do not."""
-    places = [f"{address}:{port}" for (address, port), answer in answers.items() if answer == "secret"]
-    if not places or {"wait", "later"} & set(answers.values()):
+    places = _places_that_say("secret", answers)
+    if not places:
         return None
-    listed = ", ".join(places)
     return Problem(
         "launch-secret",
-        f"the launcher at {listed} has another secret than this one.",
+        f"the launcher at {places} has another secret than this one.",
         "all launchers of a run prove that they have the same secret before they read anything from each other",
         "copy ~/.paceline/secret of node 0 to this host, or set PACELINE_RUN_SECRET to the same value on every node",
     )
@@ -96,23 +96,32 @@ def other_secret(answers: Mapping[Place, str]) -> Problem | None:
 
 def other_tls(answers: Mapping[Place, str]) -> Problem | None:
     """The launchers that answer all encrypt where this one does not, or the other way round; None where they do not."""
-    places = [f"{address}:{port}" for (address, port), answer in answers.items() if answer == "tls"]
-    if not places or {"wait", "later"} & set(answers.values()):
+    places = _places_that_say("tls", answers)
+    if not places:
         return None
     return Problem(
         "launch-tls",
-        f"of this launcher and the one at {', '.join(places)}, one encrypts and the other does not.",
+        f"of this launcher and the one at {places}, one encrypts and the other does not.",
         "they were started with and without --tls",
         "start the same command on every node",
     )
 
 
+def _places_that_say(wanted: str, answers: Mapping[Place, str]) -> str:
+    """The places with this answer, for people; "" also where another place may still lead to a run."""
+    if {"wait", "later"} & set(answers.values()):
+        return ""
+    places = [f"{address}:{port}" for (address, port), answer in answers.items() if answer == wanted]
+    return ", ".join(places)
+
+
 def other_version(host: str, version: str, why: str = "") -> Problem:
     """Launchers of two versions: another host's, and this one's."""
+    detail = f" ({why})" if why else ""
     return Problem(
         "launch-version",
         "the nodes of this run have different versions of Paceline.",
-        f"{host} has {version}, this host has {VERSION}{f' ({why})' if why else ''}",
+        f"{host} has {version}, this host has {VERSION}{detail}",
         f"install one version, such as {VERSION}, on all nodes, and start them again",
     )
 
@@ -121,11 +130,14 @@ def too_few(rules: Rules, members: Sequence[Member], port: int, lost: str) -> Pr
     """Not enough nodes came, or came back."""
     numbers = {member.node for member in members}
     missing = [node for node in range(rules.most) if node not in numbers]
-    who = f"nodes {missing}" if min(numbers) >= 0 else f"{rules.least - len(members)} of {rules.least} nodes"
+    who = f"nodes {missing}"
+    if min(numbers) < 0:  # some have no number
+        who = f"{rules.least - len(members)} of {rules.least} nodes"
+    before = f"; before, {lost}" if lost else ""
     return Problem(
         "launch-address",
         f"{who} did not come within {rules.join_timeout_s:g} s.",
-        f"node 0 waits at port {port}{f'; before, {lost}' if lost else ''}",
+        f"node 0 waits at port {port}{before}",
         "start the same command on each of them, with --main-address naming this host",
     )
 

@@ -25,21 +25,25 @@ _HINTS = {
 
 def begun(decided: Round) -> str:
     """One line about a round that begins on several nodes."""
-    nodes, procs = len(decided.members), sum(member.procs for member in decided.members)
-    count = f"{nodes} node{'s' * (nodes > 1)} ({', '.join(member.host for member in decided.members)})"
+    nodes = len(decided.members)
+    procs = sum(member.procs for member in decided.members)
+    hosts = ", ".join(member.host for member in decided.members)
+    count = f"{nodes} node{'s' * (nodes > 1)} ({hosts})"
     reason = f" after: {decided.reason}" if decided.reason else ""
     return f"paceline: round {decided.number}: {count}, {procs} process{'es' * (procs > 1)}{reason}"
 
 
 def describe(outcome: Outcome, job: Job) -> str:
     """The report of a run that failed, for standard error: the traceback, then the error."""
-    problem = problem_of(outcome, job)
-    report = outcome.failure.report if outcome.failure is not None and not outcome.elsewhere else ""
-    return f"{report}\n\npaceline.LaunchError: {problem}" if report else f"paceline.LaunchError: {problem}"
+    error = f"paceline.LaunchError: {problem_of(outcome, job)}"
+    if outcome.failure is None or outcome.elsewhere or not outcome.failure.report:
+        return error
+    return f"{outcome.failure.report}\n\n{error}"
 
 
 def problem_of(outcome: Outcome, job: Job) -> Problem:
     """What went wrong, why and what helps."""
+    # One node alone has no other: what failed is that some of its processes have saved, and others stayed.
     if outcome.elsewhere and job.nodes == 1:
         saved = "exit code 75 says that a process has saved and left, as all are asked to together"
         fix = "give them longer with --grace-s, or look at where they wait"

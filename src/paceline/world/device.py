@@ -27,9 +27,8 @@ def detect(world: World, *, cpu: bool = False, index: int | None = None) -> torc
     if accelerator is None:
         return torch.device("cpu")
     count = torch.accelerator.device_count()
-    if index is not None:
-        wanted = index
-    else:
+    wanted = index
+    if wanted is None:
         wanted = world.local_rank if count > 1 else 0
     if not 0 <= wanted < count:
         raise WorldError(
@@ -61,12 +60,13 @@ def default_backend(device: torch.device, wanted: str | None = None) -> str:
         pairs = {"cpu": wanted if wanted and device.type == "cpu" else "gloo"}
         if device.type != "cpu":
             pairs[device.type] = wanted or dist.get_default_backend_for_device(device)
+    asked_for = f", and backend={wanted!r} was asked for" if wanted else ""
     for backend in pairs.values():
         if not dist.is_available() or not dist.is_backend_available(backend):
             raise WorldError(
                 "backend-missing",
                 f"this build of torch has no communication backend {backend!r}.",
-                why=f"the device is {device}" + (f", and backend={wanted!r} was asked for" if wanted else ""),
+                why=f"the device is {device}{asked_for}",
                 fix="install a build of torch that has it, or leave `backend` unset",
             )
     if set(pairs.values()) == {"gloo"}:
@@ -80,4 +80,6 @@ def identity(device: torch.device) -> str:
         return ""
     module: Any = torch.get_device_module(device)
     read = getattr(module, "get_device_properties", None)
-    return str(getattr(read(device), "uuid", "")) if callable(read) else ""
+    if not callable(read):
+        return ""
+    return str(getattr(read(device), "uuid", ""))

@@ -71,7 +71,9 @@ def regions(part: Part) -> Iterator[tuple[tuple[slice, ...], tuple[slice, ...]]]
             own += stop - start
         dims.append(pairs)
     for box in product(*dims):
-        yield tuple(whole for whole, _ in box), tuple(own for _, own in box)
+        in_whole = tuple(whole for whole, _ in box)
+        in_own = tuple(own for _, own in box)
+        yield in_whole, in_own
 
 
 def rows_between(part: Part, start: int, stop: int) -> tuple[Part, int, int]:

@@ -123,8 +123,10 @@ class RayHosts:
         assert host.facts is not None, "it has been placed"
         demand = self.demand
         host.host = self._name(host)
+        # Only its own name is known to this host: the others may still be on their way.
         ids = demand.assignment.hosts[0].ids
-        hosts = [Slots(host.host if node == host.node else f"node{node}", ids) for node in self.hosts]
+        hosts = [Slots(f"node{node}", ids) for node in self.hosts]
+        hosts[host.node] = Slots(host.host, ids)
         cwd = host.facts["cwd"] if demand.follows_cwd else demand.assignment.cwd
         assignment = replace(demand.assignment, hosts=tuple(hosts), cwd=cwd)
         variables: dict[str, str | None] = dict.fromkeys(_OF_RAY)
@@ -161,7 +163,9 @@ class RayHosts:
         names = [other.facts["host"] for other in self.hosts.values() if other.facts is not None]
         assert host.facts is not None, "it has been placed"
         own = str(host.facts["host"])
-        return own if len(self.hosts) > 1 and names.count(own) == 1 else f"node{host.node}"
+        if len(self.hosts) > 1 and names.count(own) == 1:
+            return own
+        return f"node{host.node}"
 
     def prepare(self, asked_to_end: Callable[[], object]) -> bool:
         """Gets all hosts ready; False where a signal asks to end meanwhile.
@@ -180,7 +184,7 @@ class RayHosts:
         self._compare()
         unfit = [host for host in self.hosts.values() if host.problems]
         if unfit:
-            lines = [f"{host.shown}: {problem}" for host in unfit for problem in host.problems]
+            lines = _problem_lines(unfit)
             total = len(self.hosts)
             what = f"{len(unfit)} of {total} host{'s' * (total > 1)} cannot take part; nothing was started on any."
             raise LaunchError("launch-hosts", what, lines, "mend what is named")
@@ -373,6 +377,12 @@ class RayHosts:
 def lost_error(hosts: Sequence[RayHost]) -> LaunchError:
     """The error where hosts were lost, and the run with them."""
     names = ", ".join(host.shown for host in hosts)
-    why = [f"{host.shown}: {problem}" for host in hosts for problem in host.problems]
     fix = "start again: the script resumes; with --max-restarts, or a range such as --nodes 1:2, that happens by itself"
-    return LaunchError("launch-host-lost", f"the Ray cluster lost {names}.", why, fix)
+    return LaunchError("launch-host-lost", f"the Ray cluster lost {names}.", _problem_lines(hosts), fix)
+
+
+def _problem_lines(hosts: Sequence[RayHost]) -> list[str]:
+    lines: list[str] = []
+    for host in hosts:
+        lines += [f"{host.shown}: {problem}" for problem in host.problems]
+    return lines
