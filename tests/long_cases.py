@@ -1,7 +1,7 @@
 """Cases that run with `-m long` alone: what they add to their neighbours is little for the minutes of CPU that they cost.
 
-`make test` has to stay below 20 minutes on 2 cores. Each entry is the end of a pytest node id below its folder; a name
-without brackets means all cases of that test.
+`make test` has to stay below 20 minutes on 2 cores. Each entry is the end of a pytest node id; a name without brackets means
+all cases of that test. Where two folders have a file of this name, the entry begins with its folder.
 """
 
 from __future__ import annotations
@@ -48,10 +48,10 @@ LONG = (
     "test_shard.py::test_optimizers[NAdam]",
     "test_shard.py::test_optimizers[Adagrad]",
     "test_shard.py::test_four[hybrid]",
-    "test_resume.py::test_the_rest_has_the_same_losses[augmented]",
-    "test_resume.py::test_the_rest_has_the_same_losses[stream]",
-    "test_resume.py::test_the_rest_has_the_same_losses[stateful]",
-    "test_resume.py::test_the_rest_has_the_same_losses[workers]",
+    "ranks/test_resume.py::test_the_rest_has_the_same_losses[augmented]",
+    "ranks/test_resume.py::test_the_rest_has_the_same_losses[stream]",
+    "ranks/test_resume.py::test_the_rest_has_the_same_losses[stateful]",
+    "ranks/test_resume.py::test_the_rest_has_the_same_losses[workers]",
     "test_background_save.py::test_a_launcher_hears_of_a_last_save_that_failed[torchrun]",
     "test_background_save.py::test_the_process_ends_after_its_save[exception]",
     "test_background_save.py::test_the_process_ends_after_its_save[function]",
@@ -69,8 +69,8 @@ LONG = (
     "test_examples.py::test_images_are_classified_from_a_notebook",
     "test_examples.py::test_the_loop_as_a_notebook_is_the_script_and_runs",
     "test_chaos.py::test_three_kills_change_nothing",
-    "test_slurm.py::test_the_page",
-    "test_slurm.py::test_a_failing_rank",
+    "hosts/test_slurm.py::test_the_page",
+    "hosts/test_slurm.py::test_a_failing_rank",
     "test_store_off_hosts.py::test_each_of_two_hosts_outlives_the_other[etcd-1-words1]",
 )
 
@@ -83,11 +83,21 @@ def mark(items: list[pytest.Item]) -> None:
     """
     unused = set(LONG)
     for item in items:
-        test = item.nodeid.rpartition("/")[2]
-        for name in {test, test.partition("[")[0]} & set(LONG):
-            item.add_marker(pytest.mark.long)
-            unused.discard(name)
-    whole = {item.path.name for item in items} if not any("::" in word for word in items[0].config.args) else set()
-    stale = sorted(name for name in unused if name.partition("::")[0] in whole)
+        for name in LONG:
+            if _ends_with(item.nodeid, name) or _ends_with(item.nodeid.partition("[")[0], name):
+                item.add_marker(pytest.mark.long)
+                unused.discard(name)
+    if any("::" in word for word in items[0].config.args):
+        return  # single cases of a file were asked for
+    files = {item.path.as_posix() for item in items}
+    stale = []
+    for name in sorted(unused):
+        file_name = name.partition("::")[0]
+        if any(_ends_with(file, file_name) for file in files):
+            stale.append(name)
     if stale:
         raise pytest.UsageError(f"tests/long_cases.py names cases that do not exist: {', '.join(stale)}")
+
+
+def _ends_with(path: str, end: str) -> bool:
+    return path.endswith(f"/{end}")
