@@ -127,7 +127,9 @@ def join(
     else:
         root = store if store is not None else tcp_store.connect(world, seconds)
         interface.keep_gloo_on_loopback(interface.meeting_address(world))
-        own = _dist.PrefixStore(f"paceline/{roll_call(root, world, device, chosen, seconds)}", root)
+        # torch's own keys of an earlier group in the same store, such as addresses of dead processes, must not be read.
+        this_round = roll_call(root, world, device, chosen, seconds)
+        own = _dist.PrefixStore(f"paceline/{this_round}", root)
     if chosen == "gloo":
         _lower_debug_level()
     _initialise(world, device, chosen, own, seconds)
@@ -155,8 +157,11 @@ def leave(at_exit: bool = False) -> None:
     joined, _joined = _joined, None
     if joined is None or joined.pid != os.getpid():
         return
+    # As the interpreter ends, the exception that ends it is no longer being handled: it is the last one shown.
     failure = sys.exception() or getattr(sys, "last_value", None)
-    why = f"has ended: {type(failure).__name__}: {failure}" if failure is not None else "has ended, or left"
+    why = "has ended, or left"
+    if failure is not None:
+        why = f"has ended: {type(failure).__name__}: {failure}"
     for say_why in joined.on_leave:
         # It writes into the store; where rank 0 is gone, and the store with it, nobody is left to read it.
         with contextlib.suppress(dist.DistNetworkError):
@@ -182,7 +187,8 @@ def leave(at_exit: bool = False) -> None:
 
 def _finish_works(failed: bool) -> None:
     """Waits a while for asynchronous works that the script did not wait for; says so where some do not end."""
-    if finish_threads(_UNFINISHED_AFTER_FAILURE_S if failed else _UNFINISHED_S) or failed:
+    patience_s = _UNFINISHED_AFTER_FAILURE_S if failed else _UNFINISHED_S
+    if finish_threads(patience_s) or failed:
         return
     logger("world").warning(
         "rank %d ends while a collective that its script began with async_op=True is not finished (waited for %g s). "
@@ -194,9 +200,11 @@ def _finish_works(failed: bool) -> None:
 def _wait_for_others(store: Store) -> None:
     """Keeps rank 0, with which the store ends, for a while: a short script may be through before others have connected,
     or made a group of their own."""
+    if dist.get_rank() != 0:
+        return
     size = dist.get_world_size()
     try:
-        for key, seconds in ((_CONNECTED, _CONNECT_S), (_LEFT, _LEAVE_S)) if dist.get_rank() == 0 else ():
+        for key, seconds in ((_CONNECTED, _CONNECT_S), (_LEFT, _LEAVE_S)):
             until = time.monotonic() + seconds
             while store.add(key, 0) < size and time.monotonic() < until:
                 time.sleep(0.01)
@@ -251,8 +259,9 @@ def store_answers(at: Store | None = None) -> bool:
 
 def timeout(timeout_s: float | None = None) -> float:
     """Seconds until a collective counts as stuck: `timeout_s`, else PACELINE_TIMEOUT_S, else 600."""
-    seconds = timeout_s if timeout_s is not None else environment.get("PACELINE_TIMEOUT_S")
-    return DEFAULT_TIMEOUT_S if seconds is None else float(seconds)
+    if timeout_s is None:
+        timeout_s = environment.get("PACELINE_TIMEOUT_S")
+    return DEFAULT_TIMEOUT_S if timeout_s is None else float(timeout_s)
 
 
 def _current() -> _Joined:
