@@ -119,7 +119,6 @@ def tune(
         here = _result(*in_child(lambda: of_this_host(job.procs, cpu=resolved.run.cpu)))
     else:
         here = device_of(device)
-    decisions = tuple(choice for choice in resolved.decisions if choice.source in ("command line", "file"))
     results = tune_results.Results()
     bar = Bar()
     calibration = None
@@ -127,7 +126,7 @@ def tune(
         lookup = find(machine_of(job, here.name, environment.snapshot()))
         calibration = lookup.calibration
         say(f"times by {lookup.reason}" if calibration else f"times by the datasheet of {here.name}: {lookup.reason}")
-    task = Task(job, decisions, tuning, said, here, resolved.run.timeout_s or 600.0, calibration)
+    task = Task(job, resolved.not_in_environment, tuning, said, here, resolved.run.timeout_s or 600.0, calibration)
     tuner = Tuner(task, bar.tell, results.open, results.add)
     say(f"rehearsing {script} for {here.name}")
     try:

@@ -78,9 +78,8 @@ def _verify(
     from paceline.verify.launched import LaunchedRuns, cases_of
     from paceline.verify.verifier import Verifier
 
-    decisions = tuple(choice for choice in resolved.decisions if choice.source in ("command line", "file"))
     with tempfile.TemporaryDirectory(prefix="paceline-verify-") as folder:
-        runs = LaunchedRuns(job, decisions, steps, Path(folder))
+        runs = LaunchedRuns(job, resolved.not_in_environment, steps, Path(folder))
         progress = Progress("paceline verify")
         verifier = Verifier(runs, lambda case: progress.show(f"running {case}"))
         try:

@@ -74,6 +74,11 @@ class Launch:
         """Where each setting comes from that somebody has set: setting -> "--procs", "run.yaml:3" and the like."""
         return {row.field: row.where or row.source for row in self.decisions if row.source != "default"}
 
+    @property
+    def not_in_environment(self) -> tuple[Choice, ...]:
+        """What flags and the config file said: variables reach other processes by themselves, and these do not."""
+        return tuple(row for row in self.decisions if row.source in ("command line", "file"))
+
     def hand_over(self) -> dict[str, str]:
         """The variables that carry flags and file values to the workers."""
         variables = {HANDED: hand_over(self.decisions)}

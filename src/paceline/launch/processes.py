@@ -19,6 +19,7 @@ from paceline.base.exits import PREEMPTED
 from paceline.launch.launcher import Job, Process
 from paceline.launch.signals import kill_with_parent
 from paceline.launch.worker import whole_lines
+from paceline.world.stacks import procfs
 
 PARCEL = "function"  # a function that travels to fresh processes lies beside their reports, under this name
 _REAPER = Path(__file__).with_name("reaper.py")
@@ -71,13 +72,7 @@ class Worker:
 
     def frozen_s(self) -> float:
         """How long SIGSTOP, or a signal like it, has kept it from running; 0 where none does or the system cannot tell."""
-        try:
-            # "pid (name) state ...": the name may hold spaces and brackets.
-            _, _, fields = Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")
-            state = fields.split()[0]
-        except (OSError, IndexError):
-            state = ""
-        if state != "T" or self.code is not None:
+        if procfs.state(self.pid) != "T" or self.code is not None:
             self.frozen = None
             return 0.0
         if self.frozen is None:
