@@ -12,7 +12,7 @@ import argparse
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from paceline.base import env as environment
@@ -22,6 +22,7 @@ from paceline.config import schema
 from paceline.config.sources import Launch, resolve_launch
 
 if TYPE_CHECKING:
+    from paceline.launch.launcher import Job
     from paceline.planner.search import Candidate
     from paceline.planner.tune import Tuned
 
@@ -62,17 +63,29 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     need_script(args, "paceline tune", "--procs 2")
-    values, places = _search_arguments(args)
-    tune(resolve_launch(schema.given(args)), args.script, args.script_args, values, places, args.device)
+    search = _search_flags(args)
+    tune(resolve_launch(schema.given(args)), args.script, args.script_args, search, args.device)
     return 0
+
+
+@dataclass(frozen=True)
+class SearchFlags:
+    """What the command line says of the search.
+
+    Attributes:
+        values: attributes of `Tuning`; a config that the script brings says the rest.
+        places: where each of them was said.
+    """
+
+    values: Mapping[str, Any] = field(default_factory=dict)
+    places: Mapping[str, str] = field(default_factory=dict)
 
 
 def tune(
     resolved: Launch,
     script: str,
     script_args: Sequence[str],
-    values: Mapping[str, Any] | None = None,
-    places: Mapping[str, str] | None = None,
+    search: SearchFlags | None = None,
     device: str | None = None,
     local_rank: bool = False,
 ) -> tuple[Tuned, Candidate]:
@@ -81,15 +94,13 @@ def tune(
     Args:
         resolved: its settings.
         script, script_args: what is tuned.
-        values: attributes of `Tuning` that the command line said; a config that the script brings says the rest.
-        places: where each of them was said.
+        search: what the command line said of the search; None for nothing.
         device: name of what a rank runs on, where it is not to be looked at.
         local_rank: whether the script gets `--local_rank=N` before its arguments.
 
     Returns:
         What came of it, and the best candidate.
     """
-    from paceline.launch.job import job_of
     from paceline.planner import tune_results
     from paceline.planner.calibrate import machine_of
     from paceline.planner.calibration import find
@@ -99,22 +110,12 @@ def tune(
     from paceline.planner.search import Tuning
     from paceline.planner.tune import Task, Tuner
 
-    said = dict(values or {})
+    search = search or SearchFlags()
+    said = dict(search.values)
     tuning = replace(Tuning(last_step=7), **said)
-    tuning.check(places or {})
-    # Accelerators are looked at by processes of their own: one that has touched them cannot be forked any more.
-    job, notices = _result(*in_child(lambda: job_of(resolved, script, script_args, environment.snapshot())))
-    if job.nodes > 1 or job.target.kind == "program":
-        reason = "several nodes take part" if job.nodes > 1 else "the script is a program of its own"
-        raise LaunchError(
-            "tune-launch",
-            "this cannot be tuned: trials are forked, on this host, from a process that has imported the script's libraries.",
-            why=f"{reason} (--nodes {job.nodes}, {job.target.name})",
-            fix="tune a Python script on one node, and take the result to the others",
-        )
+    tuning.check(search.places)
+    job = _job_to_tune(resolved, script, script_args)
     job = replace(job, target=replace(job.target, local_rank=local_rank))
-    for notice in (*resolved.notices, *notices):
-        say(notice)
     if device is None:
         here = _result(*in_child(lambda: of_this_host(job.procs, cpu=resolved.run.cpu)))
     else:
@@ -143,7 +144,33 @@ def tune(
     return tuned, best
 
 
-def _search_arguments(args: argparse.Namespace) -> tuple[dict[str, Any], dict[str, str]]:
+def _job_to_tune(resolved: Launch, script: str, script_args: Sequence[str]) -> Job:
+    """The job of which trials are made; says what the user should know about it.
+
+    Raises:
+        LaunchError: `tune-device`, `tune-launch`.
+    """
+    from paceline.launch.job import job_of
+    from paceline.planner.rehearsal import in_child
+
+    # Accelerators are looked at by processes of their own: one that has touched them cannot be forked any more.
+    answer = in_child(lambda: job_of(resolved, script, script_args, environment.snapshot()))
+    job: Job
+    job, notices = _result(*answer)
+    if job.nodes > 1 or job.target.kind == "program":
+        reason = "several nodes take part" if job.nodes > 1 else "the script is a program of its own"
+        raise LaunchError(
+            "tune-launch",
+            "this cannot be tuned: trials are forked, on this host, from a process that has imported the script's libraries.",
+            why=f"{reason} (--nodes {job.nodes}, {job.target.name})",
+            fix="tune a Python script on one node, and take the result to the others",
+        )
+    for notice in (*resolved.notices, *notices):
+        say(notice)
+    return job
+
+
+def _search_flags(args: argparse.Namespace) -> SearchFlags:
     """What the command line says of the search, and where.
 
     Raises:
@@ -151,8 +178,12 @@ def _search_arguments(args: argparse.Namespace) -> tuple[dict[str, Any], dict[st
     """
     names = {"trials": "trials", "early_stop": "early_stop", "first_step": "first_step", "last_step": "last_step",
              "order": "order", "metric": "metric", "micro_sizes": "micro_sizes", "results": "results_dir"}  # fmt: skip
-    values = {ours: getattr(args, name) for name, ours in names.items() if getattr(args, name) is not None}
-    places = {ours: f"--{name.replace('_', '-')}" for name, ours in names.items()}
+    values: dict[str, Any] = {}
+    places: dict[str, str] = {}
+    for name, ours in names.items():
+        places[ours] = f"--{name.replace('_', '-')}"
+        if getattr(args, name) is not None:
+            values[ours] = getattr(args, name)
     if args.results is not None:
         values["exps_dir"] = f"{args.results}/trials"
     if args.thorough:
@@ -169,7 +200,7 @@ def _search_arguments(args: argparse.Namespace) -> tuple[dict[str, Any], dict[st
             name, _, flag = pair.partition("=")
             values["arguments"][name] = flag
         places["arguments"] = f"--arg {' --arg '.join(args.arg)}"
-    return values, places
+    return SearchFlags(values, places)
 
 
 def _whole(text: str, message: str) -> int:

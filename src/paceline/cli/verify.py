@@ -14,6 +14,7 @@ import json
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from paceline.base import env as environment
 from paceline.base.errors import ConfigError, PacelineError
@@ -21,6 +22,9 @@ from paceline.cli._script import Progress, add_script, need_script, say, script_
 from paceline.config import schema
 from paceline.config.settings import RunSettings, settings_of
 from paceline.config.sources import Launch, resolve_launch
+
+if TYPE_CHECKING:
+    from paceline.verify.verifier import Verification
 
 _USED = ("module", "compat", "config", "threads", "timeout_s")
 
@@ -46,16 +50,25 @@ def run(args: argparse.Namespace) -> int:
         raise _wrong("--steps", str(args.steps), "a whole number, 1 or more", "--steps 20")
     resolved = resolve_launch(schema.given(args))
     try:
-        return _verify(resolved, args.script, script_words(args), widths, plans, args.steps, args.json)
+        verification = _verify(resolved, args.script, script_words(args), widths, plans, args.steps)
     except PacelineError as error:
         # 1 says that numbers differ.
         print(f"paceline.{type(error).__name__}: {error}", file=sys.stderr)
         return 2
 
+    from paceline.verify import report
+
+    if args.json:
+        print(json.dumps(report.as_json(verification), indent=2))
+    else:
+        print(report.text(verification, args.steps))
+    return verification.exit_code
+
 
 def _verify(
-    resolved: Launch, script: str, words: list[str], widths: list[int], plans: list[str], steps: int, in_json: bool
-) -> int:
+    resolved: Launch, script: str, words: list[str], widths: list[int], plans: list[str], steps: int
+) -> Verification:
+    """Runs the script in each case, and compares what it has computed."""
     import tempfile  # `--help` needs none of this
 
     from paceline.launch.host import check_target
@@ -74,7 +87,6 @@ def _verify(
     for notice in (*resolved.notices, *notices):
         say(notice)
 
-    from paceline.verify import report
     from paceline.verify.launched import LaunchedRuns, cases_of
     from paceline.verify.verifier import Verifier
 
@@ -83,11 +95,9 @@ def _verify(
         progress = Progress("paceline verify")
         verifier = Verifier(runs, lambda case: progress.show(f"running {case}"))
         try:
-            verification = verifier.verify(cases_of(widths, plans))
+            return verifier.verify(cases_of(widths, plans))
         finally:
             progress.clear()
-    print(json.dumps(report.as_json(verification), indent=2) if in_json else report.text(verification, steps))
-    return verification.exit_code
 
 
 def _numbers(text: str) -> list[int]:

@@ -24,7 +24,8 @@ def watch_on(host: str, run: str, command: str, *, text: bool, once: bool = Fals
     Raises:
         ConfigError: `watch-ssh`, where ssh is missing, or cannot reach the host or paceline on it.
     """
-    words = arguments(host, run, command, text=text, once=once, port=port, is_terminal=sys.stdout.isatty())
+    flags = ["--text"] * text + ["--once"] * once
+    words = arguments(host, run, command, flags, port=port, is_terminal=sys.stdout.isatty())
     try:
         code = subprocess.call(words)
     except FileNotFoundError:
@@ -49,14 +50,21 @@ def watch_on(host: str, run: str, command: str, *, text: bool, once: bool = Fals
 
 
 def arguments(
-    host: str, run: str, command: str, *, text: bool, once: bool, port: int | None, is_terminal: bool
+    host: str, run: str, command: str, flags: Sequence[str], *, port: int | None, is_terminal: bool
 ) -> Sequence[str]:
-    """What is run here. The page's token makes its URL the same on both hosts, so the port must be the same too."""
-    there = [*shlex.split(command), "watch", *([run] if run else [])]
-    if text or once:
-        there += ["--text"] if text else []
-        there += ["--once"] if once else []
-        return ["ssh", *(["-t"] if is_terminal else []), "--", host, shlex.join(there)]
+    """What is run here. The page's token makes its URL the same on both hosts, so the port must be the same too.
+
+    Args:
+        host, run, command, port: as of `watch_on`.
+        flags: those that show the run in a terminal; () for the page.
+        is_terminal: whether this command writes to a terminal.
+    """
+    there = [*shlex.split(command), "watch"]
+    if run:
+        there.append(run)
+    if flags:
+        terminal = ["-t"] if is_terminal else []
+        return ["ssh", *terminal, "--", host, shlex.join([*there, *flags])]
     port = port or _free_port()
     there += ["--port", str(port)]
     # With a terminal the page's server ends together with the connection.

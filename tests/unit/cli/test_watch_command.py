@@ -154,12 +154,12 @@ def test_a_run_of_another_host(
 
 
 def test_what_ssh_is_told() -> None:
-    text = arguments("node7", "runs/my run", "paceline", text=True, once=False, port=None, is_terminal=True)
+    text = arguments("node7", "runs/my run", "paceline", ["--text"], port=None, is_terminal=True)
     assert text == ["ssh", "-t", "--", "node7", "paceline watch 'runs/my run' --text"]
-    page = arguments("node7", "", "/opt/env/bin/paceline", text=False, once=False, port=8123, is_terminal=True)
+    page = arguments("node7", "", "/opt/env/bin/paceline", [], port=8123, is_terminal=True)
     assert page[-2:] == ["node7", "/opt/env/bin/paceline watch --port 8123"]
     assert "127.0.0.1:8123:127.0.0.1:8123" in page
-    free = arguments("node7", "", "paceline", text=False, once=False, port=None, is_terminal=False)
+    free = arguments("node7", "", "paceline", [], port=None, is_terminal=False)
     assert int(free[-1].split()[-1]) > 1023
 
 
