@@ -103,12 +103,14 @@ def chosen(settings: Launch) -> tuple[Slots, ...]:
 
 def _from_hostfile(settings: Launch) -> tuple[Slots, ...]:
     launch, given = settings.launch, settings.given
+    by_whom = f"--hostfile {launch.hostfile}"
     fix = "leave it out: the order of the hostfile numbers the nodes, --include chooses their slots"
-    problems = _of_each_node(settings, f"--hostfile {launch.hostfile}", "a hostfile names all", fix)
+    problems = _of_each_node(settings, by_whom, "a hostfile names all", fix)
     if isinstance(launch.nodes, str):
         what = "a range of nodes cannot be started from one host."
         fix = "give one number, or start the command on each host without --hostfile"
         problems.append(Problem("host-flags", what, f"nodes={launch.nodes} ({given['nodes']})", fix))
+    problems += _of_a_store(settings, by_whom)
     if problems:
         raise ConfigError.of(problems)
     assert launch.hostfile is not None, "asked for where there is one"
@@ -122,8 +124,10 @@ def _from_hostfile(settings: Launch) -> tuple[Slots, ...]:
 def _to_be_chosen(settings: Launch) -> tuple[Slots, ...]:
     """As many hosts as are asked for; the names stand for those that the launcher will choose."""
     launch = settings.launch
+    by_whom = f"--on {launch.launcher}"
     fix = "leave it out: the launcher chooses the hosts and numbers them"
-    problems = _of_each_node(settings, f"--on {launch.launcher}", "the launcher starts all", fix)
+    problems = _of_each_node(settings, by_whom, "the launcher starts all", fix)
+    problems += _of_a_store(settings, by_whom)
     problems += _of_a_hostfile(settings)
     if problems:
         raise ConfigError.of(problems)
@@ -148,13 +152,16 @@ def _of_each_node(settings: Launch, by_whom: str, all_nodes: str, fix: str) -> l
         if name in given:
             what = f"{name} is of one node, and {all_nodes}."
             problems.append(Problem("host-flags", what, f"{given[name]}; {by_whom}", fix))
-    if launch.store is not None:
-        what = (
-            "a store is for launchers that are started on each host: here one command starts them, and ends with them."
-        )
-        fix = "leave it out, or start the command on each host without --hostfile"
-        problems.append(Problem("host-flags", what, f"store ({given['store']}); {by_whom}", fix))
     return problems
+
+
+def _of_a_store(settings: Launch, by_whom: str) -> list[Problem]:
+    """The problem with a store by which launchers find each other, where one command starts them all."""
+    if settings.launch.store is None:
+        return []
+    what = "a store is for launchers that are started on each host: here one command starts them, and ends with them."
+    fix = "leave it out, or start the command on each host without --hostfile"
+    return [Problem("host-flags", what, f"store ({settings.given['store']}); {by_whom}", fix)]
 
 
 def _of_a_hostfile(settings: Launch) -> list[Problem]:

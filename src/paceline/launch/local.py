@@ -35,7 +35,7 @@ from paceline.launch.output import Output, say
 from paceline.launch.processes import PARCEL, Reaper, Worker, ask, settle, spawn, stop, sweep
 from paceline.launch.recording import Recording
 from paceline.launch.report import begun, describe
-from paceline.launch.rounds import End, Report, Round
+from paceline.launch.rounds import End, Place, Report, Round
 from paceline.launch.script_libraries import script_libraries
 from paceline.launch.signals import Signals
 from paceline.launch.stuck import StuckWatch
@@ -261,14 +261,7 @@ class LocalHandle:
         """Starts all processes of a round; in a forked process, returns the file for its report."""
         assert self.round is not None, "a round has begun"
         decided = self.round
-        # Rank 0 holds the store. Where the leader is its host, the others reach it at the address at which they reach the
-        # leader already; a host's own idea of its address may be one that they cannot reach.
-        address = decided.members[0].address
-        if not self.nodes.several:
-            address = self.job.main_address
-        elif decided.ids[0] == self.nodes.membership.leader_id:
-            address = self.nodes.membership.known_members[decided.ids[0]].address
-        store = (address, decided.store_port)
+        store = self._place_of_rank_0(decided)
         node = decided.index_of(self.nodes.membership.me.id)
         self.workers = []
         run = f"{self.job.options.get('run_id', 'paceline')}@{decided.founded_at!r}"
@@ -278,6 +271,7 @@ class LocalHandle:
             streams = self.output.open(process, decided.number - 1)
             leads = self.job.procs > 1 or not sys.stdin.isatty()  # one process alone may ask at the terminal
             if self.job.start == "fork" and self.job.target.kind != "program":
+                # What is still in a buffer would be written once by each copy.
                 sys.stdout.flush()
                 sys.stderr.flush()
                 pid = os.fork()
@@ -297,6 +291,20 @@ class LocalHandle:
             self.workers.append(started)
         self.output.started()
         return None
+
+    def _place_of_rank_0(self, decided: Round) -> Place:
+        """Address and port of the store, which rank 0 holds.
+
+        Where its host's launcher leads, the others use the address at which they reach that launcher already: what a host
+        takes for its own address may mean another host elsewhere (127.0.1.1).
+        """
+        first = decided.members[0]
+        address = first.address
+        if not self.nodes.several:
+            address = self.job.main_address
+        elif first.id == self.nodes.membership.leader_id:
+            address = self.nodes.membership.known_members[first.id].address
+        return address, decided.store_port
 
     def _is_shared(self, process: Process) -> bool:
         return self.job.procs > 1 and self.output.is_shared(process)
