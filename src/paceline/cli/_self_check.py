@@ -73,9 +73,8 @@ def _training(accelerator: Accelerator) -> list[tuple[bool, str]]:
 
     count, width = accelerator.num_processes, SHARE * accelerator.num_processes
     draws = torch.Generator().manual_seed(0)
-    samples = TensorDataset(
-        torch.randn(3 * width - 1, 5, generator=draws), torch.randn(3 * width - 1, 2, generator=draws)
-    )
+    num_samples = 3 * width - 1
+    samples = TensorDataset(torch.randn(num_samples, 5, generator=draws), torch.randn(num_samples, 2, generator=draws))
     alone, together = _model(), _model()
     plain = torch.optim.SGD(alone.parameters(), lr=0.1)
     model, optimizer, loader = accelerator.prepare(

@@ -114,7 +114,7 @@ def _read_block(path: str, block: yaml.MappingNode, prefix: str, content: Conten
         where = f"{path}:{key.start_mark.line + 1}"
         written = str(key.value) if isinstance(key, yaml.ScalarNode) else _kind(key)
         name = written if written.startswith(prefix) else prefix + written
-        same = own_name(name) or name
+        same = own_name(name) or name  # a setting may have several names
         if same in first:
             what = f"{where} sets {same} a second time."
             content.problems.append(Problem("config-twice", what, f"first: {first[same]}", "keep one of the two"))

@@ -341,6 +341,8 @@ def _merge(cls: type, given: Sequence[Given], problems: list[Problem]) -> tuple[
                 continue
             instead = f"instead of {choice.value} ({choice.where})" if choice.where else ""
             choice = Choice(name, read, candidate.source, candidate.where, instead)
+            # The number over all nodes is divided once theirs is known (`_per_node`); of this and the number on each node
+            # the stronger one counts.
             if candidate.name == TOTAL:
                 values[TOTAL] = read
             elif name == "procs":
@@ -387,7 +389,9 @@ def _file_for(given: Sequence[Given], env: Mapping[str, str], search: bool) -> s
 
     def strongest(name: str) -> str | None:
         candidates = [value for value in given if own_name(value.name) == name]
-        return str(sorted(candidates, key=_strength)[-1].value) if candidates else None
+        if not candidates:
+            return None
+        return str(sorted(candidates, key=_strength)[-1].value)
 
     config_choice = strongest("config")
     if config_choice is not None or not search:

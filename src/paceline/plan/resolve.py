@@ -85,6 +85,7 @@ def _sizes(settings: Mapping[str, Any], world_size: int) -> tuple[dict[str, int]
     given = {axis: int(settings[axis]) for axis in AXES if settings.get(axis, "auto") != "auto"}
     others = prod(given.values())
     rest = max(1, world_size // others) if others > 0 else 1
+    # Whoever asks for a stage or for offload wants ranks to share one copy of the model; otherwise each rank has a copy.
     divides = settings.get("zero", "auto") not in ("auto", 0) or settings.get("offload", "no") == "all"
     takes_rest = "shard" if "replicate" in given or (divides and "shard" not in given) else "replicate"
     sizes = dict(given)

@@ -79,6 +79,7 @@ def pod_template(
     devices = {values.gpu: str(run.gpus)} if run.gpus else {}
     amounts = {**devices, **values.resources}
     own = values.container
+    # A container has 64 MiB otherwise, and the workers of a DataLoader end with a bus error when it is full.
     mounts = [{"name": "shm", "mountPath": "/dev/shm"}]
     volumes: list[Manifest] = [{"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": values.shm}}]
     if run.script:

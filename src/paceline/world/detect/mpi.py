@@ -59,6 +59,8 @@ def detect(env: Mapping[str, str]) -> World | None:
             "mpirun -x MASTER_ADDR=<host of rank 0> -x MASTER_PORT=29500 ...",
         )
     if port is None:
+        # Every rank must come to the same port by itself, and two jobs of one host to different ones: so it follows from
+        # what mpirun tells all ranks of a job alike.
         job = next((env[name] for name in _JOB if name in env), "")
         port = first_port(zlib.crc32(job.encode()))
     return read.world(
