@@ -7,6 +7,8 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from paceline import Accelerator
 
 SHARE = 4  # samples of one rank in a full global batch
@@ -98,7 +100,7 @@ def _training(accelerator: Accelerator) -> list[tuple[bool, str]]:
     ]
 
 
-def _difference(expected: Any, actual: Any) -> float:
+def _difference(expected: Tensor, actual: Tensor) -> float:
     """The largest difference of two tensors, of which the second may be on a device."""
     difference = (expected - actual.cpu()).abs()
     return float(difference.max())

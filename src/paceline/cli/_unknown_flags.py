@@ -120,9 +120,10 @@ def _behind_script(parser: Parser, words: Sequence[str], flags: Sequence[str]) -
         for flag in flags:
             value = "" if "=" in flag else _value_after(left, flag)
             place = left.index(flag)
-            moved += [flag, value] if value else [flag]
+            words_of_flag = [flag, value] if value else [flag]
+            moved += words_of_flag
             known_flags.append(flag.partition("=")[0])
-            del left[place : place + (2 if value else 1)]
+            del left[place : place + len(words_of_flag)]
         args, unknown = parser.parse_known_args(left)
         flags = [word for word in unknown if word.startswith("-")]
     script = [] if args.script else ["train.py"]

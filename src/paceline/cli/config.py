@@ -111,7 +111,8 @@ def _ask_all(values: dict[str, Any]) -> None:
 
     _say("Press Enter to keep what stands in brackets.")
     count = host.accelerators().count
-    _say(f"This host has {count} GPU{'s' * (count != 1)}." if count else "This host has no GPU.")
+    gpus = f"{count} GPU{'s' * (count != 1)}" if count else "no GPU"
+    _say(f"This host has {gpus}.")
     try:
         _answer("cpu", values)
         _answer("procs", values, _PROCESSES_ON_CPU if values["cpu"] else "")

@@ -107,7 +107,8 @@ def _devices() -> dict[str, Any]:
     machine: dict[str, Any] = {"cpu cores": cores, "torch threads": torch.get_num_threads()}
     if torch.accelerator.is_available():
         device = torch.accelerator.current_accelerator()
-        machine["accelerator"] = f"{torch.accelerator.device_count()} x {device.type if device else 'unknown'}"
+        kind = device.type if device else "unknown"
+        machine["accelerator"] = f"{torch.accelerator.device_count()} x {kind}"
         module = torch.get_device_module(device)
         for index in range(torch.accelerator.device_count()):
             machine[f"  {index}"] = getattr(module, "get_device_name", lambda _: "unnamed")(index)

@@ -104,7 +104,8 @@ def _show(job: Job, resolved: Launch) -> int:
 
 def _launcher(job: Job, resolved: Launch) -> Launcher:
     """Who starts a job: on other hosts, whoever was named."""
-    launcher: Launcher = LAUNCHERS.get("local" if job.assignment is None else resolved.launch.launcher)
+    name = "local" if job.assignment is None else resolved.launch.launcher
+    launcher: Launcher = LAUNCHERS.get(name)
     return launcher
 
 

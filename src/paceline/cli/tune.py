@@ -126,7 +126,8 @@ def tune(
     if device is None:
         lookup = find(machine_of(job, here.name, environment.snapshot()))
         calibration = lookup.calibration
-        say(f"times by {lookup.reason}" if calibration else f"times by the datasheet of {here.name}: {lookup.reason}")
+        datasheet = "" if calibration else f"the datasheet of {here.name}: "
+        say(f"times by {datasheet}{lookup.reason}")
     task = Task(job, resolved.not_in_environment, tuning, said, here, resolved.run.timeout_s or 600.0, calibration)
     tuner = Tuner(task, bar.tell, results.open, results.add)
     say(f"rehearsing {script} for {here.name}")

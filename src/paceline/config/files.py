@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import yaml
 
@@ -101,8 +102,11 @@ def _read_together(path: str, root: yaml.MappingNode) -> Translation:
 
 def _given(path: str, key: yaml.Node, node: yaml.Node) -> Given:
     name = str(key.value) if isinstance(key, yaml.ScalarNode) else _kind(key)
-    value = None if options.is_null(node) else options.value_of(node)
-    return Given(name, value, "file", f"{path}:{key.start_mark.line + 1}")
+    return Given(name, _value(node), "file", f"{path}:{key.start_mark.line + 1}")
+
+
+def _value(node: yaml.Node) -> Any:
+    return None if options.is_null(node) else options.value_of(node)
 
 
 def _read_block(path: str, block: yaml.MappingNode, prefix: str, content: Content, consumed: Collection[str]) -> None:
@@ -140,7 +144,7 @@ def _read_key(path: str, name: str, node: yaml.Node, where: str, content: Conten
     if own is not None and own.in_file:
         _read_setting(name, node, where, content)
         return
-    value = Given(name, None if options.is_null(node) else options.value_of(node), "file", where)
+    value = Given(name, _value(node), "file", where)
     if known_by_a_dialect(value):
         if value.value is not None:
             content.given.append(value)

@@ -258,7 +258,7 @@ class Nodes:
                 if connection.sock.getsockname() == connection.sock.getpeername():
                     error = errno.ECONNREFUSED
         if error:
-            self._end(connection, "refused" if error == errno.ECONNREFUSED else "silent")
+            self._end(connection, _how_failed(error))
         else:
             connection.flush()
             self._watch(connection)
@@ -313,7 +313,7 @@ class Nodes:
             self._add(connection)
             return
         connection.sock.close()
-        self.membership.on_closed(key, "refused" if code == errno.ECONNREFUSED else "silent", time.monotonic())
+        self.membership.on_closed(key, _how_failed(code), time.monotonic())
 
     def leave_in_child(self) -> None:
         """In a forked process: drops this end of everything, without a word to the others."""
@@ -354,6 +354,12 @@ class Nodes:
         has_left_store = self.membership.store is None or self.membership.store.leave(time.monotonic())
         self._carry_out()
         return has_left_store and not self._connections
+
+
+def _how_failed(code: int) -> str:
+    """How a call has failed, for `Membership.on_closed`: only a refusal comes from the host itself, and shows that no
+    launcher is there."""
+    return "refused" if code == errno.ECONNREFUSED else "silent"
 
 
 def rules_of(job: Job) -> Rules:

@@ -94,9 +94,9 @@ def _misplaced_flag(report: str, target: Target) -> str:
     before, after = [], list(target.args)
     for flag in flags:
         place = after.index(flag)
-        value = after[place + 1 : place + 2] if "=" not in flag else []
-        has_value = bool(value) and not value[0].startswith("-")
-        end = place + (2 if has_value else 1)
+        end = place + 1
+        if "=" not in flag and end < len(after) and not after[end].startswith("-"):
+            end += 1  # its value
         before += after[place:end]
         del after[place:end]
     module = ["-m"] if target.kind == "module" else []

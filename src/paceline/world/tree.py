@@ -39,7 +39,7 @@ def map_tensors(fn: Callable[[Tensor], Any], tree: Tree) -> Tree:
     if isinstance(tree, Tensor):
         return fn(tree)
 
-    def mapped(leaf: Any) -> Any:
+    def mapped(leaf: object) -> object:
         return fn(leaf) if isinstance(leaf, Tensor) else leaf
 
     return map_leaves(mapped, tree)

@@ -140,7 +140,8 @@ class Follower:
         if not started or key in self._logs:
             return
         where = pod["spec"].get("nodeName", "")
-        self._say_once(f"node{node} is pod {name}{f' on {where}' if where else ''}")
+        on_host = f" on {where}" if where else ""
+        self._say_once(f"node{node} is pod {name}{on_host}")
         self._logs[key] = threading.Event()
         threading.Thread(target=self._read_log, args=(key, name, node), daemon=True).start()
 

@@ -171,7 +171,9 @@ def _brief(process: ProcessStacks) -> str:
     if place is None:
         return words.strip() or "without a stack"
     line = f"at {place.file.rpartition('/')[2]}:{place.line}"
-    return words + (f"in {place.operation} {line}" if place.operation else line)
+    if place.operation:
+        return f"{words}in {place.operation} {line}"
+    return words + line
 
 
 def _workers(group: Group) -> list[str]:

@@ -110,8 +110,8 @@ def threads_of(text: str) -> tuple[Thread, ...]:
         if _THREAD.match(line):
             threads.append([])
         elif threads and (match := _FRAME.match(line)):
-            number = match["line"]
-            threads[-1].append(Frame(match["file"], int(number) if number.isdigit() else 0, match["function"]))
+            number = int(match["line"]) if match["line"].isdigit() else 0
+            threads[-1].append(Frame(match["file"], number, match["function"]))
     return tuple(Thread(tuple(frames)) for frames in threads)
 
 
