@@ -43,6 +43,7 @@ from paceline.run import Run
 from paceline.states import States
 from paceline.world import runtime
 from paceline.world.events import StepAnomaly
+from paceline.world.param_groups import parameters_of
 
 _MOST_LOSSES = 4096  # of a script that calls backward and never steps, the last ones are enough
 _JOURNAL_NAMES = {"nan": "nan", "loss_spike": "loss-spike", "gradient_norm": "gradient-norm"}
@@ -210,8 +211,7 @@ class Anomalies:
             total: Tensor = torch.linalg.vector_norm(norms)
             return total
         optimizer.unscale()
-        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        return clip_grad_norm(parameters, math.inf, across=self._run.prepared.across())
+        return clip_grad_norm(parameters_of(optimizer), math.inf, across=self._run.prepared.across())
 
     # -- what becomes of it --------------------------------------------------------------------------------------
 

@@ -45,6 +45,7 @@ from paceline.run import Run
 from paceline.world import runtime
 from paceline.world.layout import DATA_AXES, model_axes
 from paceline.world.mesh import Mesh
+from paceline.world.param_groups import parameters_of
 
 Kind = Literal["model", "optimizer", "loader", "scheduler", "done"]
 Names = dict[int, tuple[int, str]]  # id of a parameter before the chain -> number of its model, name
@@ -335,7 +336,7 @@ class Preparation:
         if any(strategy.removes_parameters for strategy in strategies_of(self.run.plan)):
             tied = [model.facts.tied for model in prepared.models]
         rebind(optimizer, names, [model.module for model in prepared.models], tied)
-        own = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        own = {id(parameter) for parameter in parameters_of(optimizer)}
         for model in prepared.models:
             if any(id(parameter) in own for parameter in model.module.parameters()):
                 for decision in model.chain.bind(optimizer):

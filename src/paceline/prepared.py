@@ -20,6 +20,7 @@ from paceline.optim.schedule import PreparedScheduler, Scheduler
 from paceline.parallel.chain import Chain
 from paceline.plan.facts import ModelFacts
 from paceline.precision.policy import unwrap_forward
+from paceline.world.param_groups import parameters_of
 from paceline.world.sharded import whole
 
 
@@ -45,7 +46,7 @@ class PreparedModel:
     @property
     def tied(self) -> dict[str, str]:
         """The other names of tied parameters -> the first."""
-        return {other: names[0] for names in self.facts.tied for other in names[1:]}
+        return self.facts.aliases
 
 
 class Prepared:
@@ -155,7 +156,7 @@ class Prepared:
         if optimizer in self._steppable:
             return
         own = {id(parameter) for model in self.models for parameter in model.module.parameters()}
-        if not any(id(parameter) in own for group in optimizer.param_groups for parameter in group["params"]):
+        if not any(id(parameter) in own for parameter in parameters_of(optimizer)):
             self._steppable.add(optimizer)
             return
         raise PrepareError(

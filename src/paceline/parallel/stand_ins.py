@@ -21,6 +21,7 @@ from torch.optim import Optimizer
 
 from paceline.base.errors import TrainError
 from paceline.torch_internals.tensors import dtensor, first_after_step
+from paceline.world.param_groups import parameters_of
 from paceline.world.sharded import is_sharded, local
 
 Swap = Callable[[Optimizer], AbstractContextManager[Any]]
@@ -81,7 +82,7 @@ def step_local_parts(optimizer: Optimizer) -> None:
     DTensor's search for how to divide an operation over all parameters took a third of a run's first step.
     States stay DTensors between steps, for checkpoints and for whoever looks at them.
     """
-    if is_elementwise(optimizer) and any(is_sharded(p) for group in optimizer.param_groups for p in group["params"]):
+    if is_elementwise(optimizer) and any(map(is_sharded, parameters_of(optimizer))):
         swap_in_steps(optimizer, _on_local_parts, closure_first=True)
 
 

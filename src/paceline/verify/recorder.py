@@ -32,6 +32,7 @@ from paceline.verify.quiet import Quiet
 from paceline.verify.recording import Event, Recording
 from paceline.verify.sketch import digest, rows, sketch
 from paceline.world import runtime
+from paceline.world.param_groups import parameters_of
 from paceline.world.runtime import PreparedRun, Runtime, Window
 from paceline.world.tree import map_tensors, tensors
 
@@ -272,7 +273,7 @@ class Recorder(Runtime):
 
     def _parameters(self, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
         tensors: dict[str, Tensor] = {}
-        for parameter in (p for group in optimizer.param_groups for p in group["params"]):
+        for parameter in parameters_of(optimizer):
             name = self._names.get(id(parameter), f"unprepared[{len(tensors)}]")
             tensors[name] = parameter
         return tensors

@@ -28,6 +28,7 @@ from paceline.checkpoint.state.match import Mismatch, owner_problems
 from paceline.checkpoint.state.module_state import ModuleState, parameter_names, unwrap
 from paceline.checkpoint.state.optimizer_state import OptimizerState
 from paceline.checkpoint.state.window import Window
+from paceline.world.param_groups import parameters_of
 from paceline.world.sharded import is_sharded
 
 Shapes = Mapping[str, tuple[torch.Size, torch.dtype]]
@@ -222,8 +223,7 @@ class TrainState:
         """Each optimizer with the names of its parameters."""
         states = {}
         for name, optimizer in self.optimizers.items():
-            parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-            names = {**parameter_names(self.models, parameters, self.tied), **self._names}
+            names = {**parameter_names(self.models, parameters_of(optimizer), self.tied), **self._names}
             states[name] = OptimizerState.of(optimizer, names)
         return states
 

@@ -22,6 +22,7 @@ from torch.optim import Optimizer
 
 from paceline.parallel.stand_ins import stand_in, stand_ins
 from paceline.torch_internals.tensors import dtensor as dtensor_of
+from paceline.world.param_groups import parameters_by_number, parameters_of
 from paceline.world.sharded import is_sharded, local
 from paceline.world.transport import transport_of
 from paceline.world.works import Handle, wait_all
@@ -157,10 +158,9 @@ class _Divided:
         with stand_ins(optimizer, lambda parameter: self.part(parameter) if self.covers(parameter) else parameter):
             yield
         stepped = []
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                if self.covers(parameter) and parameter.grad is not None and parameter.numel():
-                    stepped.append(parameter)
+        for parameter in parameters_of(optimizer):
+            if self.covers(parameter) and parameter.grad is not None and parameter.numel():
+                stepped.append(parameter)
         with torch.no_grad():
             self.share(stepped)
 
@@ -299,13 +299,8 @@ class ByParameters(_Divided):
 def keep_divided(optimizer: Optimizer, division: ByRows | ByParameters) -> None:
     """Lets `state_dict` give divided states as DTensors, and `load_state_dict` take those or whole ones."""
 
-    def numbered(groups: list[dict[str, Any]]) -> dict[int, Tensor]:
-        saved = [number for group in groups for number in group["params"]]
-        live = [p for group in optimizer.param_groups for p in group["params"]]
-        return dict(zip(saved, live, strict=False))
-
     def convert(state_dict: dict[str, Any], keep: bool, change: Callable[[Tensor, object], object]) -> dict[str, Any]:
-        parameters = numbered(state_dict["param_groups"])
+        parameters = parameters_by_number(optimizer, state_dict)
         states = {}
         for number, state in state_dict["state"].items():
             parameter = parameters.get(number)
