@@ -134,7 +134,10 @@ def units(model: nn.Module) -> Iterator[FSDPModule]:
 
 def groups(model: nn.Module) -> list[FSDPParamGroup]:
     """What is gathered and reduced together, in the order of modules."""
-    return list(dict.fromkeys(group for unit in units(model) for group in internals.parameter_groups(unit)))
+    in_order: dict[FSDPParamGroup, None] = {}
+    for unit in units(model):
+        in_order |= dict.fromkeys(internals.parameter_groups(unit))
+    return list(in_order)
 
 
 def group_parameters(model: nn.Module) -> Iterator[FSDPParam]:

@@ -135,16 +135,16 @@ def swap_in_steps(optimizer: Optimizer, swap: Swap, *, closure_first: bool = Fal
 
     @wraps(plain)  # and so with the mark by which a scheduler knows that it counts these steps
     def step(self: Optimizer, *args: Any, **kwargs: Any) -> Any:
-        closures = list(filter(callable, (*args, *kwargs.values())))
+        closure = next(filter(callable, (*args, *kwargs.values())), None)
         loss: object = None
-        if closures:
+        if closure is not None:
             if not closure_first:
                 raise closure_refused(self)
             with torch.enable_grad():
-                loss = closures[0]()
+                loss = closure()
             # Other arguments of a script's own optimizer stay.
-            args = tuple(None if argument is closures[0] else argument for argument in args)
-            kwargs = {name: value for name, value in kwargs.items() if value is not closures[0]}
+            args = tuple(None if argument is closure else argument for argument in args)
+            kwargs = {name: value for name, value in kwargs.items() if value is not closure}
         opened = ExitStack()
         entered = False
 
@@ -162,7 +162,7 @@ def swap_in_steps(optimizer: Optimizer, swap: Swap, *, closure_first: bool = Fal
         finally:
             before.remove()
             after.remove()
-        return loss if closures else result
+        return result if closure is None else loss
 
     optimizer.step = MethodType(step, optimizer)  # type: ignore[method-assign]
 

@@ -155,7 +155,11 @@ class _Divided:
     @contextmanager
     def stepping(self, optimizer: Optimizer) -> Iterator[None]:
         """While it is open, the optimizer holds this rank's part; after it, every rank has all new values. Ranks: all."""
-        with stand_ins(optimizer, lambda parameter: self.part(parameter) if self.covers(parameter) else parameter):
+
+        def own_part(parameter: Tensor) -> Tensor:
+            return self.part(parameter) if self.covers(parameter) else parameter
+
+        with stand_ins(optimizer, own_part):
             yield
         stepped = []
         for parameter in parameters_of(optimizer):
@@ -175,11 +179,14 @@ class ByRows(_Divided):
     def part(self, parameter: Tensor) -> Tensor:
         """The rows of this rank, on the memory of the parameter, with the rows of its gradient."""
         grad = parameter.grad
-        if parameter.dim() == 0:
-            return stand_in(parameter, parameter.detach(), local(grad)) if is_sharded(grad) else parameter
-        if grad is not None:
-            grad = local(grad) if is_sharded(grad) else self.mine(grad)
-        return stand_in(parameter, self.mine(parameter.detach()), grad)
+        if is_sharded(grad):
+            grad = local(grad)
+        elif parameter.dim() == 0:
+            return parameter
+        elif grad is not None:
+            grad = self.mine(grad)
+        data = parameter.detach()
+        return stand_in(parameter, self.mine(data) if data.dim() else data, grad)
 
     def mine(self, tensor: Tensor) -> Tensor:
         """The rows of this rank, as a view."""
@@ -312,7 +319,11 @@ def keep_divided(optimizer: Optimizer, division: ByRows | ByParameters) -> None:
 
     optimizer.register_state_dict_post_hook(lambda _, state: convert(state, True, division.join))
     optimizer.register_load_state_dict_pre_hook(lambda _, state: convert(state, False, division.split))
-    for parameter in [p for p in optimizer.state if isinstance(p, Tensor) and division.covers(p)]:
+    # States of other parameters stay, and what else an optimizer keeps there.
+    covered = [
+        parameter for parameter in optimizer.state if isinstance(parameter, Tensor) and division.covers(parameter)
+    ]
+    for parameter in covered:
         if division.keeps(parameter):
             state = optimizer.state[parameter]
             state.update({key: division.split(parameter, value) for key, value in state.items()})

@@ -279,7 +279,11 @@ def _own_memory(module: nn.Module, args: object, output: Any) -> Any:
     """Copies outputs that are views: an operation in place on one would drop FSDP2's hook on it without a word."""
     if not torch.is_grad_enabled():
         return output
-    return map_tensors(lambda t: t.clone() if t.requires_grad and is_view(t) else t, output)
+
+    def own(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.clone() if tensor.requires_grad and is_view(tensor) else tensor
+
+    return map_tensors(own, output)
 
 
 def _unit_sizes(wrapping: Wrapping, facts: ModelFacts) -> list[int]:

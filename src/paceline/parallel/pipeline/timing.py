@@ -77,9 +77,9 @@ def measure_blocks(
     Ranks: no communication; rank 0's numbers count where ranks differ.
     """
     number_of = {model.get_submodule(name): number for number, name in enumerate(blocks)}
-    calls: list[tuple[nn.Module, Any, Any]] = []
+    calls: list[tuple[nn.Module, tuple[object, ...], dict[str, object]]] = []
 
-    def note_call(block: nn.Module, args: Any, kwargs: Any, output: object) -> None:
+    def note_call(block: nn.Module, args: tuple[object, ...], kwargs: dict[str, object], output: object) -> None:
         calls.append((block, args, kwargs))
 
     best = [float("inf")] * len(blocks)
@@ -97,7 +97,7 @@ def measure_blocks(
     return best
 
 
-def _both_passes_s(block: nn.Module, args: Any, kwargs: Any) -> float:
+def _both_passes_s(block: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> float:
     """Seconds of one call of a block, and of its backward pass to parameters and inputs."""
 
     def as_leaf(tensor: Tensor) -> Tensor:
