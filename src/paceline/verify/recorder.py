@@ -84,7 +84,8 @@ class Recorder(Runtime):
 
     def run(self, target: Target, compat: str) -> None:
         """Becomes the script; does not return where it takes enough steps."""
-        self.watch(lambda: become(target.on(environment.get("LOCAL_RANK") or 0), compat))
+        local_rank = environment.get("LOCAL_RANK") or 0
+        self.watch(lambda: become(target.on(local_rank), compat))
 
     def watch(self, work: Callable[[], object]) -> None:
         """Runs `work` and writes the recording, however it ends."""
@@ -224,7 +225,12 @@ class Recorder(Runtime):
             grad=torch.is_grad_enabled(),
             stream="",
         )
-        self._quiet.tell = lambda stream: event.__setitem__("stream", event["stream"] or stream)
+
+        def note_stream(stream: str) -> None:
+            if not event["stream"]:  # the first one that the forward pass drew from
+                event["stream"] = stream
+
+        self._quiet.tell = note_stream
         if torch.is_grad_enabled() and not self._random_before:
             self._random_before = self._random()
         self._quiet.tell_draw = lambda drawn: self._note_draw(drawn, len(event["rows"]))
